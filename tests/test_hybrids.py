@@ -122,7 +122,7 @@ def test_a_model_that_drafts_for_itself_is_accepted_to_the_last_token(
             assert all(drafted == accepted > 0 for drafted, accepted in counts), (lookahead, counts)
 
 
-@pytest.mark.parametrize(("name", "seed", "number"), [("qwen3_next", 12, 0), ("bamba", 2, 1)])
+@pytest.mark.parametrize(("name", "seed", "number"), [("qwen3_next", 20, 7), ("bamba", 2, 1)])
 def test_sampled_texts_follow_the_target(name: str, seed: int, number: int, tmp_path: Path) -> None:
     """A gated delta rule and a state space, at temperature 1; chi-square over the first three tokens together.
 
@@ -134,7 +134,7 @@ def test_sampled_texts_follow_the_target(name: str, seed: int, number: int, tmp_
         prompt = make_prompts(seed)[number]
         tree = LogitTree(engine.target, prompt)
         partition = Partition(conditional(tree, Sampler(params, prompt, tree.vocab_size)), depth, runs)
-        assert len(partition.probabilities) >= 6, "nothing to tell apart"
+        assert len(partition.probabilities) >= 7, "nothing to tell apart"
         each = [replace(params, seed=i, max_tokens=depth + 1, ignore_eos=True) for i in range(runs)]
         for way in ("draft-model", "suffix"):  # suffixes are those of the texts that the draft model helped with
             results = engine.generate([prompt] * runs, each, drafter=way, num_speculative_tokens=3)

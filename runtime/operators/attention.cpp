@@ -64,7 +64,6 @@ struct Step {
   int64_t num_blocks;
   float* states;                         // of parts that are computed side by side
   int* left;                             // of these, for each block and head
-  bool failed;                           // a thread had no memory
 
   int64_t count(int64_t row) const { return in[kStarts].as<int32_t>()[row + 1] - in[kStarts].as<int32_t>()[row]; }
   int64_t past(int64_t row) const {  // entries before a row's first new token
@@ -329,14 +328,13 @@ Status* run(const void* kernel, KernelContext* context) {
   if (step.appends) {
     const auto append_one = [&step](size_t i) {
       auto* space = static_cast<float*>(scratch(step.k_dim * sizeof(float)));
-      if (!space) return __atomic_store_n(&step.failed, true, __ATOMIC_RELAXED);
-      append(step, step.blocks[i], space);
+      if (space) append(step, step.blocks[i], space);
+      return space != nullptr;
     };
     if (step.tokens * kv_heads * (step.k_dim + step.v_dim) < 65536)  // less than it costs to wake a thread
-      for (int64_t i = 0; i < step.num_blocks; i++) append_one(i);
+      for (int64_t i = 0; i < step.num_blocks; i++) REQUIRE(append_one(i), "out of memory");
     else
-      TRY(parallel(context, step.num_blocks, append_one));
-    REQUIRE(!step.failed, "out of memory");
+      TRY(parallel_with_memory(context, step.num_blocks, append_one));
   }
 
   const AttentionKernels& kernels = kernels_here();
@@ -350,18 +348,15 @@ Status* run(const void* kernel, KernelContext* context) {
     step.left = reinterpret_cast<int*>(step.states + parts * kv_heads * size);
     for (int64_t i = 0; i < whole; i++) step.left[i] = parts_of(blocks[i / kv_heads]);
   }
-  TRY(parallel(context, together ? whole : parts * kv_heads, [&](size_t i) {
+  return parallel_with_memory(context, together ? whole : parts * kv_heads, [&](size_t i) {
     const int64_t head = i % kv_heads, number = i / kv_heads;
     int64_t at = together ? number : 0;
     while (!together && at + 1 < step.num_blocks && step.blocks[at + 1].part <= number) at++;
     const Block& block = step.blocks[at];
     float* states = together ? nullptr : step.states + (block.part * kv_heads + head * parts_of(block)) * size;
-    if (!attend(step, kernels, block, head, together ? 0 : number - block.part, together ? parts_of(block) : 1, states,
-                together ? nullptr : step.left + at * kv_heads + head))
-      __atomic_store_n(&step.failed, true, __ATOMIC_RELAXED);
-  }));
-  REQUIRE(!step.failed, "out of memory");
-  return nullptr;
+    return attend(step, kernels, block, head, together ? 0 : number - block.part, together ? parts_of(block) : 1,
+                  states, together ? nullptr : step.left + at * kv_heads + head);
+  });
 }
 }  // namespace
 

@@ -88,14 +88,14 @@ Status* multiply(KernelContext* context, const Step& step, const Side& side) {
   const Layout& layout = side.layout;
   size_t parts = size_t(step.groups * layout.tiles) * layout.tile_bytes / kPartBytes;
   parts = parts < 1 ? 1 : parts > kMostParts ? kMostParts : parts;
-  bool failed = false;
-  TRY(parallel(context, parts, [&](size_t part) {
+  return parallel_with_memory(context, parts, [&](size_t part) {
+    bool done = true;
     share(step, layout.tiles, part, parts, [&](const Chosen& c, int64_t first, int64_t last) {
-      if (!multiply_tiles(product(side, c), first, last)) failed = true;
+      const Product p = product(side, c);
+      done = multiply_tiles(p, first, last, 0, p.groups) && done;
     });
-  }));
-  REQUIRE(!failed, "out of memory");
-  return nullptr;
+    return done;
+  });
 }
 
 Status* sum_up(KernelContext* context, const Step& step, const float* given, float* out) {

@@ -19,53 +19,41 @@ const Kernels& kernels() {
   }
 }
 
-bool multiply_tiles(const Product& p, int64_t first, int64_t last) {
-  constexpr size_t kRowBytes = 512 << 10;  // of activations that are kept at hand while tiles pass
-  int64_t step = int64_t(kRowBytes / (p.group_bytes() + 1));
+bool multiply_tiles(const Product& p, int64_t first, int64_t last, int64_t group, int64_t last_group) {
+  constexpr size_t kNearBytes = 512 << 10;  // of activations that are kept at hand while tiles pass
+  int64_t step = int64_t(kNearBytes / (p.group_bytes() + 1));
   step = step < 2 ? 2 : step > 32 ? 32 : step;
-  if (step > p.groups) step = p.groups;
+  if (step > last_group - group) step = last_group - group;
   void* room = scratch(work_bytes(step * p.capacity), 1);
-  for (int64_t group = 0; room && group < p.groups; group += step)
-    kernels().multiply(p, first, last, group, group + step < p.groups ? group + step : p.groups, room);
+  for (; room && group < last_group; group += step)
+    kernels().multiply(p, first, last, group, group + step < last_group ? group + step : last_group, room);
   return room;
 }
 
 namespace {
 constexpr size_t kPartBytes = 64 << 10, kMostParts = 32;
 constexpr size_t kArrangedBytes = 8 << 20;  // of rows that are arranged together
-constexpr size_t kNearBytes = 512 << 10;    // of those that are kept at hand while tiles pass
 
 size_t least(size_t a, size_t b) { return a < b ? a : b; }
 
 // Some rows. Parts have whole tiles, and whole groups of rows where tiles are too few.
-Status* multiply(KernelContext* context, const Kernels& set, Product& p) {
-  p.cut(set.most);
+Status* multiply(KernelContext* context, Product& p) {
+  p.cut(kernels().most);
   const size_t groups = size_t(p.groups), tiles = size_t(p.layout.tiles);
   p.arranged = static_cast<uint8_t*>(scratch(groups * p.group_bytes() + 1, 0));
   REQUIRE(p.arranged, "out of memory");
   const size_t shares = p.rows * p.layout.K < 1 << 16 ? 1 : least(groups, 8);
   TRY(parallel(context, shares, [&](size_t i) {
-    set.arrange(p, int64_t(groups * i / shares), int64_t(groups * (i + 1) / shares));
+    kernels().arrange(p, int64_t(groups * i / shares), int64_t(groups * (i + 1) / shares));
   }));
-  size_t step = kNearBytes / (p.group_bytes() + 1);
-  step = least(step < 2 ? 2 : step > 32 ? 32 : step, groups);
   size_t wanted = least(tiles * p.layout.tile_bytes * groups / kPartBytes, kMostParts);
   if (wanted < 1) wanted = 1;
   const size_t columns = least(wanted, tiles), rows = least(wanted / columns, groups);
-  bool failed = false;
-  TRY(parallel(context, columns * rows, [&](size_t part) {
-    const size_t column = part % columns, row = part / columns, last = groups * (row + 1) / rows;
-    void* room = scratch(work_bytes(int64_t(step) * p.capacity), 1);
-    if (!room) {
-      failed = true;
-      return;
-    }
-    for (size_t group = groups * row / rows; group < last; group += step)
-      set.multiply(p, int64_t(tiles * column / columns), int64_t(tiles * (column + 1) / columns), int64_t(group),
-                   int64_t(least(group + step, last)), room);
-  }));
-  REQUIRE(!failed, "out of memory");
-  return nullptr;
+  return parallel_with_memory(context, columns * rows, [&](size_t part) {
+    const size_t column = part % columns, row = part / columns;
+    return multiply_tiles(p, int64_t(tiles * column / columns), int64_t(tiles * (column + 1) / columns),
+                          int64_t(groups * row / rows), int64_t(groups * (row + 1) / rows));
+  });
 }
 
 Status* run(const void* kernel, KernelContext* context) {
@@ -90,13 +78,12 @@ Status* run(const void* kernel, KernelContext* context) {
   p.layout = layout;
   p.weight = packed.as<uint8_t>();
   p.bias = bias.absent ? nullptr : bias.as<float>();
-  const size_t row_bytes = size_t(layout.K + kBlock) * (layout.format.is_float() ? 4 : 2);
-  const int64_t step = int64_t(kArrangedBytes / row_bytes / 64 * 64 + 64);
+  const int64_t step = int64_t(kArrangedBytes / (layout.row_bytes() + 1) / 64 * 64 + 64);
   for (int64_t row = 0; row < rows; row += step) {
     p.rows = rows - row < step ? rows - row : step;
     p.x = x.as<float>() + row * layout.K;
     p.out = static_cast<float*>(out) + row * layout.N;
-    TRY(multiply(context, kernels(), p));
+    TRY(multiply(context, p));
   }
   return nullptr;
 }

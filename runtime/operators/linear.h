@@ -38,6 +38,7 @@ constexpr int kMostSums = 2;  // chains of a float sum
 inline size_t work_bytes(int64_t rows) { return 4 * kTile * (size_t(rows) * kMostSums + 2 * 2 * kStretch / kBlock); }
 
 const Kernels& kernels();  // of this processor
-bool multiply_tiles(const Product& p, int64_t first, int64_t last);  // for all rows; false if there is no memory
+// Some tiles for some groups; false if there is no memory.
+bool multiply_tiles(const Product& p, int64_t first_tile, int64_t last_tile, int64_t first_group, int64_t last_group);
 extern const Kernels portable_kernels, avx2_kernels, avxvnni_kernels, avx512_kernels, neon_kernels;
 }  // namespace specexport

@@ -68,6 +68,17 @@ Status* parallel(KernelContext* context, size_t parts, const F& work) {
       context, [](void* data, size_t part) { (*static_cast<const F*>(data))(part); }, parts, const_cast<F*>(&work));
 }
 
+// The same for parts that need memory, and return false if there is none.
+template <class F>
+Status* parallel_with_memory(KernelContext* context, size_t parts, const F& work) {
+  bool failed = false;
+  TRY(parallel(context, parts, [&](size_t part) {
+    if (!work(part)) __atomic_store_n(&failed, true, __ATOMIC_RELAXED);
+  }));
+  REQUIRE(!failed, "out of memory");
+  return nullptr;
+}
+
 // A kind of operator. `make` reads attributes and constants into a kernel (from malloc; freed with free) and checks
 // what can be checked without a step; `run` is one step of it.
 struct Argument {

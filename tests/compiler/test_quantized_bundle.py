@@ -1,12 +1,12 @@
 """Quantized bundles end to end: built, checked, recorded, and as lossless as others."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import onnx
+import onnx_ir as ir
 import pytest
 from pairs import TinyPair, own_logits
 from tiny_models import ARCHITECTURES, make_model, save_checkpoint
@@ -16,6 +16,7 @@ from specexport.build.check import TEXT_LENS, check_engine, check_sequences, tex
 from specexport.build.closeness import Closeness, measure_closeness
 from specexport.build.command import summary
 from specexport.build.pipeline import BuildResult, build_bundle
+from specexport.passes.block_format import _places, layout
 from specexport.recipe import BuildRecipe
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.bundle.manifest import load_manifest
@@ -64,47 +65,78 @@ def test_speculative_text_of_experts_is_plain_text(name: str, kind: str, tmp_pat
         engine.close()
 
 
+INT4, INT8 = "group4_32_f16_zero", "int8"
+
+
 class Weights:
-    """The weights of an engine's graph and its subgraphs, to be damaged in place."""
+    """The packed weights of an engine's graph and its subgraphs, to be damaged in place."""
 
     def __init__(self, folder: Path) -> None:
         self.data = folder / "model.onnx.data"
-        graph = onnx.load(folder / "model.onnx", load_external_data=False).graph
-        self.places = {}
-        for tensor in self._tensors(graph):
-            place = {entry.key: entry.value for entry in tensor.external_data}
-            if place:
-                self.places[tensor.name] = (int(place["offset"]), int(place["length"]))
+        graph = ir.load(folder / "model.onnx").graph
+        nodes = [node for node in graph.all_nodes() if node.op_type == "BlockLinear"]
+        self.found = {node.inputs[1].const_value: node.attributes for node in nodes}  # type: ignore[union-attr]
 
-    def _tensors(self, graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
-        yield from graph.initializer
-        for node in graph.node:
-            for attribute in node.attribute:
-                if attribute.type == onnx.AttributeProto.GRAPH:
-                    yield from self._tensors(attribute.g)
-
-    def change(self, ending: str, change: Callable[[np.ndarray], np.ndarray]) -> None:
-        """Change every weight whose name ends so."""
-        names = [name for name in self.places if name.endswith(ending)]
-        assert names
+    def change(self, kind: str, change: Callable[[dict[str, np.ndarray]], None]) -> None:
+        """Change ``codes``, ``scales`` and ``zeros`` of every stretch of each weight of a format."""
         content = bytearray(self.data.read_bytes())
-        for name in names:
-            offset, length = self.places[name]
-            packed = np.frombuffer(content[offset : offset + length], np.uint8)
-            content[offset : offset + length] = change(packed).tobytes()
+        changed = 0
+        for tensor, told in self.found.items():
+            if told["format"].as_string() != kind:
+                continue
+            start, (tiles, size) = int(tensor.offset), tensor.shape.numpy()
+            packed = np.frombuffer(content, np.uint8, tiles * size, start).reshape(tiles, size)
+            for _, inputs, at, arrays in _places(layout(kind), told["K"].as_int()):
+                parts = {"codes": packed[:, at : at + layout(kind).bits * 64 * -(-inputs // 32)]}
+                for name, (dtype, first, last, byte) in arrays.items():
+                    parts[name] = packed[:, byte : byte + dtype.itemsize * (last - first) * 16].view(dtype)
+                change(parts)
+            changed += 1
+        assert changed
         self.data.write_bytes(content)
 
 
-NAN = np.frombuffer(np.float16("nan").tobytes(), np.uint8)
+def turned(name: str, by: int) -> Callable[[dict[str, np.ndarray]], None]:
+    """The elements of a part that many places further."""
+
+    def change(parts: dict[str, np.ndarray]) -> None:
+        parts[name][...] = np.roll(parts[name].reshape(-1), by).reshape(parts[name].shape)
+
+    return change
+
+
+def swap_codes(parts: dict[str, np.ndarray]) -> None:
+    parts["codes"][...] = parts["codes"] >> 4 | parts["codes"] << 4
+
+
+def leave_out_zeros(parts: dict[str, np.ndarray]) -> None:
+    parts["zeros"][...] = 8
+
+
+def enlarge_scales(parts: dict[str, np.ndarray]) -> None:
+    parts["scales"][...] *= np.float16(1.5)
+
+
+def reverse_scales(parts: dict[str, np.ndarray]) -> None:
+    parts["scales"][...] = parts["scales"][::-1, ::-1].copy()
+
+
+def spoil_a_scale(parts: dict[str, np.ndarray]) -> None:
+    parts["scales"][0, 0] = np.nan
+
+
 INT4_DAMAGE = {
-    "bytes beside their place": (".group4_32_f16_zero", lambda packed: np.roll(packed, 1)),
-    "weights of other outputs": (".group4_32_f16_zero", lambda packed: np.roll(packed, packed.size // 2)),
-    "a scale that is no number": (".group4_32_f16_zero", lambda packed: np.r_[NAN, packed[2:]]),
+    "codes in the other order": (INT4, swap_codes),
+    "zero points left out": (INT4, leave_out_zeros),
+    "zero points of another block": (INT4, turned("zeros", 16)),
+    "scales beside their place": (INT4, turned("scales", 1)),
+    "scales of other columns": (INT4, reverse_scales),
+    "a scale that is no number": (INT4, spoil_a_scale),
 }
 INT8_DAMAGE = {
-    "bytes beside their place": (".blocks.int8", lambda packed: np.roll(packed, 1)),
-    "weights of other outputs": (".blocks.int8", lambda packed: np.roll(packed, packed.size // 2)),
-    "a scale that is no number": (".blocks.int8", lambda packed: np.r_[NAN, packed[2:]]),
+    "scales beside their place": (INT8, turned("scales", 1)),
+    "scales half again as large": (INT8, enlarge_scales),
+    "weights of other columns": (INT8, turned("codes", 4)),
 }
 DAMAGE = [("int4", *item) for item in INT4_DAMAGE.items()] + [("int8", *item) for item in INT8_DAMAGE.items()]
 
@@ -151,7 +183,7 @@ def test_a_good_engine_is_close(
 def test_a_broken_engine_fails(
     kind: str,
     name: str,
-    damage: tuple[str, Callable[[np.ndarray], np.ndarray]],
+    damage: tuple[str, Callable[[dict[str, np.ndarray]], None]],
     quantized: Callable[[str], tuple[BuildResult, list[np.ndarray]]],
     tmp_path: Path,
 ) -> None:

@@ -33,6 +33,11 @@ class Spec(NamedTuple):
     draft_heads: int = 0
 
 
+def doubled(spec: Any) -> Any:
+    """The spec in float64: what a reference rounds is then no part of a difference."""
+    return spec._replace(tensors={name: tensor.double() for name, tensor in spec.tensors.items()})
+
+
 def norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     if weight is None:
         return x

@@ -101,7 +101,7 @@ def wanted(layer: Layer, weights: Arrays, step: Arrays) -> np.ndarray:
     return output
 
 
-def check(library: str, layer: Layer, generator: np.random.Generator) -> None:
+def assert_right(library: str, layer: Layer, generator: np.random.Generator) -> None:
     """Against float64, and bits against those of each token alone, for one and two threads."""
     weights = weights_of(layer, generator)
     step = step_of(layer, 21, generator)
@@ -147,7 +147,7 @@ def main() -> None:
     """See the module."""
     generator = np.random.default_rng(int(sys.argv[2]))
     for _ in range(int(sys.argv[3])):
-        check(sys.argv[1], drawn(generator), generator)
+        assert_right(sys.argv[1], drawn(generator), generator)
 
 
 if __name__ == "__main__":

@@ -127,7 +127,7 @@ def embedding(name: str, n: int, k: int) -> onnx.NodeProto:
     return helper.make_node("BlockEmbedding", ["ids", "w"], ["rows"], domain="specexport", format=name, N=n, K=k)
 
 
-def check(library: str, name: str, n: int, k: int, generator: np.random.Generator) -> None:
+def assert_right(library: str, name: str, n: int, k: int, generator: np.random.Generator) -> None:
     """Products against float64, their bits at widths, batches and threads, and lookups."""
     weight, bias = packed(name, n, k, generator), generator.standard_normal(n).astype(np.float32)
     nodes = [linear(name, n, k, ("x", "w", "b")), embedding(name, n, k)]
@@ -167,11 +167,13 @@ def main() -> None:
         generator = np.random.default_rng(int(sys.argv[2]))
         for _ in range(int(sys.argv[3])):
             name = str(generator.choice(ALL))
-            check(library, name, int(generator.integers(1, 100)), int(generator.integers(1, 2 * STRETCH)), generator)
+            assert_right(
+                library, name, int(generator.integers(1, 100)), int(generator.integers(1, 2 * STRETCH)), generator
+            )
         return
     for index, name in enumerate(ALL):
         for n, k in SHAPES:
-            check(library, name, n, k, np.random.default_rng([index, n, k]))
+            assert_right(library, name, n, k, np.random.default_rng([index, n, k]))
 
 
 if __name__ == "__main__":

@@ -2,11 +2,8 @@
 
 import ctypes
 import itertools
-import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -36,25 +33,10 @@ OPTIONS: dict[str, list[Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def built(session_dir: Path) -> Path:
-    """The library, from these sources."""
-    packaged = sorted((ROOT / "runtime" / "specexport_runtime").glob("_operators.*"))
-    if packaged:
-        return packaged[0]
-    path = session_dir / "operators.library"
-    if not path.exists():
-        caches = {f"ZIG_{kind}_CACHE_DIR": str(session_dir / "zig") for kind in ("GLOBAL", "LOCAL")}
-        part = path.with_name(f"{os.getpid()}.library")
-        subprocess.run([sys.executable, BUILD, "--out", part], check=True, env=os.environ | caches)
-        part.replace(path)
-    return path
-
-
-def load(built: Path, folder: Path, isa: str) -> Path:
+def load(library: Path, folder: Path, isa: str) -> Path:
     """A copy of the library that runs one instruction set: it chooses when it is loaded, and stays loaded."""
-    path = folder / f"{isa}{built.suffix}"
-    shutil.copy(built, path)
+    path = folder / f"{isa}{library.suffix}"
+    shutil.copy(library, path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPECEXPORT_CPU_KERNELS", isa)
         loaded = ctypes.CDLL(str(path))
@@ -65,8 +47,8 @@ def load(built: Path, folder: Path, isa: str) -> Path:
 
 
 @pytest.fixture(scope="module", params=ISAS)
-def library(built: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    return load(built, tmp_path_factory.mktemp("library"), request.param)
+def chosen(library: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    return load(library, tmp_path_factory.mktemp("library"), request.param)
 
 
 def make(options: dict[str, Any]) -> Case:
@@ -108,12 +90,12 @@ def pairwise() -> Iterator[Case]:
             yield make(best)
 
 
-def agrees(case: Case, library: Path, seed: int = 0) -> None:
+def assert_agrees(case: Case, chosen: Path, seed: int = 0) -> None:
     """Compare with the reference, copied and in place."""
     given = draw(case, seed)
     before = {name: array.copy() for name, array in given.items()}
     output, *caches = (wanted := expected(case, given))
-    operator = Operator(case, given, library)
+    operator = Operator(case, given, chosen)
     found, *kept = operator.copied(given)
     for name, array in given.items():
         np.testing.assert_array_equal(array, before[name])  # never written
@@ -129,9 +111,9 @@ def agrees(case: Case, library: Path, seed: int = 0) -> None:
         np.testing.assert_array_equal(given[name], one)
 
 
-def test_every_kind_agrees_with_the_reference(library: Path) -> None:
+def test_every_kind_agrees_with_the_reference(chosen: Path) -> None:
     for case in pairwise():
-        agrees(case, library)
+        assert_agrees(case, chosen)
 
 
 @pytest.mark.parametrize(
@@ -146,27 +128,27 @@ def test_every_kind_agrees_with_the_reference(library: Path) -> None:
     ],
     ids=lambda case: str(case.rows),
 )
-def test_long_rows_agree_with_the_reference(library: Path, case: Case) -> None:
-    agrees(case, library)
+def test_long_rows_agree_with_the_reference(chosen: Path, case: Case) -> None:
+    assert_agrees(case, chosen)
 
 
 @pytest.mark.parametrize("rows", [(), ((3, 0), (0, 0))])
-def test_a_step_without_tokens(built: Path, rows: tuple[tuple[int, int], ...]) -> None:
+def test_a_step_without_tokens(library: Path, rows: tuple[tuple[int, int], ...]) -> None:
     given = draw(Case(rows))
-    output, keys, _ = Operator(Case(rows), given, built).copied(given)
+    output, keys, _ = Operator(Case(rows), given, library).copied(given)
     assert output.shape == (0, 64)
     np.testing.assert_array_equal(keys, given["k_cache"])
 
 
 @pytest.mark.fuzz
-def test_drawn_steps_agree_with_the_reference(library: Path) -> None:
+def test_drawn_steps_agree_with_the_reference(chosen: Path) -> None:
     rng = np.random.default_rng(chance.seed(3))
     for seed in range(chance.many(10)):
         options = {name: values[rng.integers(len(values))] for name, values in OPTIONS.items()}
         options |= {"k_dim": int(rng.integers(2, 140)), "v_dim": int(rng.integers(0, 140))}
         rows = tuple((int(rng.choice((0, 60, 530))) + int(past), int(new)) for past, new in rng.integers(0, 9, (4, 2)))
         case = make(options)
-        agrees(replace(case, rows=tuple((p + n * (not case.appends), n) for p, n in rows)), library, seed)
+        assert_agrees(replace(case, rows=tuple((p + n * (not case.appends), n) for p, n in rows)), chosen, seed)
 
 
 BITS = [
@@ -178,7 +160,7 @@ BITS = [
 
 @pytest.mark.parametrize("case", BITS, ids=["packed", "everything", "int8"])
 @pytest.mark.parametrize("past", [0, 55, 505])
-def test_bits_know_no_width_batch_cut_or_thread(library: Path, case: Case, past: int) -> None:
+def test_bits_know_no_width_batch_cut_or_thread(chosen: Path, case: Case, past: int) -> None:
     """One text of 24 tokens behind ``past`` others, in steps of every kind."""
     text = draw(replace(case, rows=((past, 24),), capacity=past + 30), 1)
     tokens = ("q",) if case.packed else ("q", "k", "v")
@@ -213,7 +195,7 @@ def test_bits_know_no_width_batch_cut_or_thread(library: Path, case: Case, past:
             given["kv_lens"] = np.array(lens, np.int32)[:, None]
             given["cu_new_tokens"] = np.cumsum([0, *news]).astype(np.int32)
             if (batch, threads) not in sessions:
-                sessions[batch, threads] = Operator(case, given, library, threads)
+                sessions[batch, threads] = Operator(case, given, chosen, threads)
             outputs.append(sessions[batch, threads].in_place(given)[start : start + width])
             at += width
         return np.concatenate(
@@ -227,14 +209,14 @@ def test_bits_know_no_width_batch_cut_or_thread(library: Path, case: Case, past:
             np.testing.assert_array_equal(run(widths, batch, threads), wanted, err_msg=f"{widths} {batch} {threads}")
 
 
-def test_bits_of_a_prompt_know_no_cut(library: Path) -> None:
+def test_bits_of_a_prompt_know_no_cut(chosen: Path) -> None:
     """Long enough that the whole prompt is computed in blocks, and its pieces in parts of rows."""
     case = Case(((0, 700),), heads=4, kv_heads=2, k_dim=32, v_dim=32, window=600, scale=0.2)
     text = draw(case, 2)
-    whole = Operator(case, text, library, 2).copied(text)
+    whole = Operator(case, text, chosen, 2).copied(text)
     for width in (1, 97, 300):
         given = {name: array.copy() for name, array in text.items()}
-        operator, outputs = Operator(case, given, library, 2), []
+        operator, outputs = Operator(case, given, chosen, 2), []
         for at in range(0 if width > 1 else 690, 700, width):
             cut = {name: text[name][at : at + width] for name in "qkv"}
             sizes = {"kv_lens": [[at]], "cu_new_tokens": [0, len(cut["q"])]}
@@ -245,11 +227,11 @@ def test_bits_of_a_prompt_know_no_cut(library: Path) -> None:
         np.testing.assert_array_equal(np.concatenate(outputs), whole[0][-sum(map(len, outputs)) :])
 
 
-def test_what_a_token_may_not_see_is_not_read(library: Path) -> None:
+def test_what_a_token_may_not_see_is_not_read(chosen: Path) -> None:
     """Entries that a window has left behind, and one token of NaN among others."""
     case = Case(((300, 5), (20, 2)), heads=6, window=50)
     given = draw(case)
-    operator = Operator(case, given, library)
+    operator = Operator(case, given, chosen)
     wanted = operator.copied(given)[0]
     for name in ("k_cache", "v_cache"):
         given[name][0, ..., :251, :] = np.nan
@@ -306,17 +288,17 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_input_is_an_error_in_one_line(built: Path, name: str) -> None:
+def test_a_bad_input_is_an_error_in_one_line(library: Path, name: str) -> None:
     case, spoil, message = BAD[name]
     given = draw(case)
     spoil(given)
     with pytest.raises(Exception, match=re.escape(message)) as caught:
-        Operator(case, given, built).copied(given)
+        Operator(case, given, library).copied(given)
     assert "\n" not in str(caught.value).strip()
 
 
 @pytest.mark.parametrize(("change", "message"), [({"rotary": ("full", 8)}, "rotary is"), ({"heads": 5}, "no multiple")])
-def test_a_bad_attribute_is_refused_at_load(built: Path, change: dict[str, Any], message: str) -> None:
+def test_a_bad_attribute_is_refused_at_load(library: Path, change: dict[str, Any], message: str) -> None:
     case = replace(Case(), **change)
     with pytest.raises(Exception, match=message):
-        Operator(case, draw(Case()), built)
+        Operator(case, draw(Case()), library)

@@ -9,7 +9,7 @@ from tests.chance import many, seed
 from tests.operators import experts_cases as cases
 from tests.operators.experts_cases import Layer
 from tests.operators.linear_cases import ALL
-from tests.operators.test_block_linear import run_cases
+from tests.operators.test_block_linear import assert_cases_pass
 
 KERNELS = ["portable", "avx2", "avxvnni", "avx512vnni", "neon_dot"]
 LAYERS = [
@@ -24,18 +24,18 @@ LAYERS = [
 
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: f"{layer.gate_up}-{layer.down}")
 def test_experts_are_those_of_numpy_and_have_the_same_bits_in_any_company(library: Path, layer: Layer) -> None:
-    cases.check(str(library), layer, np.random.default_rng(31))
+    cases.assert_right(str(library), layer, np.random.default_rng(31))
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_every_format(library: Path, name: str) -> None:
-    cases.check(str(library), Layer(name, name, 3, 2, 40, 24), np.random.default_rng(32))
+    cases.assert_right(str(library), Layer(name, name, 3, 2, 40, 24), np.random.default_rng(32))
 
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_drawn_layers(library: Path, kernels: str) -> None:
-    run_cases(library, kernels, str(seed(38)), str(many(6)), module="tests.operators.experts_cases")
+    assert_cases_pass(library, kernels, str(seed(38)), str(many(6)), module="tests.operators.experts_cases")
 
 
 def test_the_check_finds_experts_that_are_taken_for_each_other(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,7 +45,7 @@ def test_the_check_finds_experts_that_are_taken_for_each_other(library: Path, mo
     right = cases.wanted
     monkeypatch.setattr(cases, "wanted", turned)
     with pytest.raises(AssertionError, match="int8"):
-        cases.check(str(library), LAYERS[0], np.random.default_rng(31))
+        cases.assert_right(str(library), LAYERS[0], np.random.default_rng(31))
 
 
 def test_a_prompt_that_is_worked_on_in_pieces_has_the_same_bits(library: Path) -> None:

@@ -18,7 +18,7 @@ KERNELS = ["portable", "avx2", "avxvnni", "avx512vnni", "amx", "neon_dot", "neon
 ROOT = Path(__file__).parents[2]
 
 
-def run_cases(library: Path, kernels: str, *more: str, module: str = "tests.operators.linear_cases") -> None:
+def assert_cases_pass(library: Path, kernels: str, *more: str, module: str = "tests.operators.linear_cases") -> None:
     environment = os.environ | {"SPECEXPORT_CPU_KERNELS": kernels}
     code = f"import ctypes; l = ctypes.CDLL({str(library)!r}); l.specexport_kernels.restype = ctypes.c_char_p; "
     found = subprocess.run(
@@ -36,13 +36,13 @@ def run_cases(library: Path, kernels: str, *more: str, module: str = "tests.oper
 def test_products_and_lookups_are_those_of_numpy_and_bits_are_the_same_in_any_company(
     library: Path, kernels: str
 ) -> None:
-    run_cases(library, kernels)
+    assert_cases_pass(library, kernels)
 
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_drawn_shapes(library: Path, kernels: str) -> None:
-    run_cases(library, kernels, str(seed(37)), str(many(12)))
+    assert_cases_pass(library, kernels, str(seed(37)), str(many(12)))
 
 
 def test_the_check_finds_a_wrong_weight(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +59,7 @@ def test_the_check_finds_a_wrong_weight(library: Path, monkeypatch: pytest.Monke
         lambda name, weight, n, k, x: kept(name, right(name, n, k, np.random.default_rng(3)), n, k, x),
     )
     with pytest.raises(AssertionError, match="error"):
-        cases.check(str(library), "int4", 16, 64, np.random.default_rng(3))
+        cases.assert_right(str(library), "int4", 16, 64, np.random.default_rng(3))
 
 
 @pytest.mark.parametrize(

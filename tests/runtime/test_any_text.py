@@ -60,8 +60,10 @@ def test_every_command_takes_any_text(
 
 def test_without_streams_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setattr(sys, "stderr", kept := io.StringIO())
     take_any_text()
+    assert (sys.stdout, sys.stderr) == (None, kept)
+    assert kept.write(TEXT) == len(TEXT)
 
 
 @pytest.fixture(scope="module")
