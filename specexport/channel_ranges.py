@@ -8,8 +8,6 @@ import numpy.typing as npt
 FloatVector = npt.NDArray[np.float32]
 MASSIVE = 3.0
 """First tokens over all others. SmolLM2-135M has 195, 41 and 5 before three ``down_proj``, and 2.2 before the next."""
-CREST = 14.0
-"""A token's largest channel over its root mean square. SmolLM2-135M has 11 to 28 before ``down_proj``, else 11."""
 
 
 class ChannelRanges(NamedTuple):
@@ -19,13 +17,11 @@ class ChannelRanges(NamedTuple):
         largest: largest magnitude, float32 [K], without the first token of each text.
         first: largest magnitude at the first tokens, float32 [K].
         squares: mean square over all tokens, float32 [K].
-        crest: a token's largest magnitude over its root mean square, mean over all tokens but the first ones.
     """
 
     largest: FloatVector
     first: FloatVector
     squares: FloatVector
-    crest: float = 1.0
 
     @property
     def massive(self) -> bool:
@@ -35,11 +31,6 @@ class ChannelRanges(NamedTuple):
         usual. An error of a weight that they meet is as many times as large as usual.
         """
         return bool(self.first.max() > MASSIVE * self.largest.max())
-
-    @property
-    def coarse(self) -> bool:
-        """Whether one scale a token is too coarse: its largest channel leaves most others few of the 8 bits."""
-        return self.crest > CREST
 
 
 class CacheRange(NamedTuple):

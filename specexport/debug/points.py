@@ -4,7 +4,7 @@ Graphs of one checkpoint differ by what passes and lowerings make of it: a produ
 scales behind it, three linear layers may be one, attention may be another function. So a tensor is known by
 
 - the table that tokens are looked up in;
-- the weight of the linear layer that gives it, unless activations were smoothed and that divides what it gives;
+- the weight of the linear layer that gives it;
 - the cache of the attention that gives it;
 - its place in the residual stream, where layers have gates;
 - its own name, if the same operator gives a tensor of that name in the other graph. Names come from tracing; a graph
@@ -18,12 +18,11 @@ from typing import Any, NamedTuple
 import onnx_ir as ir
 
 from specexport.debug.graph import EngineGraph, values_by_name
-from specexport.passes.activation_smooth import DIVIDED, INVERSE
 from specexport.passes.residual_blocks import cache_writers
 from specexport_runtime.abi import LOGITS
 
 _PRODUCTS = ("MatMul", "Gemm", "MatMulNBits", "BlockLinear")
-_FORMS = re.compile(r"(\.(int4|blocks\.\w+|transposed|smooth|divided|weight))+$")
+_FORMS = re.compile(r"(\.(int4|blocks\.\w+|transposed|weight))+$")
 _PART = ".part"
 _PACKED = ".packed"
 _STEM = re.compile(r"^(model\.)+")
@@ -116,10 +115,6 @@ def _embeddings(graph: ir.Graph) -> Iterator[Point]:
         if table is None or not table.is_initializer() or table.shape is None or len(table.shape) != 2:
             continue
         value = node.outputs[0]
-        for use in value.uses():  # smoothing scaled a tied table, and takes that back
-            if any(item is not None and str(item.name).endswith(INVERSE) for item in use.node.inputs):
-                value = use.node.outputs[0]
-                break
         name = "embedding" if not count else f"embedding.{count}"
         yield Point(("embedding", str(count)), name, "embedding", str(value.name), None)
         count += 1
@@ -140,11 +135,10 @@ def _linears(graph: ir.Graph, packs: dict[str, list[str]]) -> Iterator[Point]:
         label = _label([base, *(packs.get(base, [base, "others"])[1:] if packed else [])])
         bias = ("bias",) if has_bias else ()
         key = (kind, base, *bias)
-        if not any(DIVIDED in str(value.name) for value in (weight, *_parts(end))):
-            yield Point(key, label, "linear", str(end.name), _layer_of(base))
+        yield Point(key, label, "linear", str(end.name), _layer_of(base))
         for name in parts:
             part = next((str(use.name) for use in _parts(end) if _base(str(use.name))[0] == name), None)
-            if part is not None and DIVIDED not in part:
+            if part is not None:
                 yield Point(("linear", name, *bias), name, "linear", part, _layer_of(name), key)
 
 

@@ -58,21 +58,19 @@ class _Seen:
 
     def __init__(self, depth: int) -> None:
         self._largest, self._first, self._squares = torch.zeros(3, depth).unbind()
-        self._count, self._rest, self._crest = 0, 0, 0.0
+        self._count = 0
 
     def add(self, first: Tensor, rest: Tensor) -> None:
         """Magnitudes of some first tokens and of others, float32 [n, K] each."""
         self._largest = torch.maximum(self._largest, rest.amax(dim=0))
         self._first = torch.maximum(self._first, first.amax(dim=0))
         self._squares = self._squares + first.square().sum(dim=0) + rest.square().sum(dim=0)
-        self._count, self._rest = self._count + len(first) + len(rest), self._rest + len(rest)
-        mean = rest.square().mean(dim=1).sqrt().clamp_min(torch.finfo(torch.float32).tiny)
-        self._crest += float((rest.amax(dim=1) / mean).sum())
+        self._count += len(first) + len(rest)
 
     def ranges(self) -> ChannelRanges:
         """Of all tokens."""
         squares = (self._squares / self._count).numpy()
-        return ChannelRanges(self._largest.numpy(), self._first.numpy(), squares, self._crest / self._rest)
+        return ChannelRanges(self._largest.numpy(), self._first.numpy(), squares)
 
 
 class _EnoughError(Exception):

@@ -39,15 +39,11 @@ class _Site(NamedTuple):
         node: the mark.
         parts: names of the weights that it was joined from, in order.
         widths: outputs of each.
-        inputs: what smoothing has multiplied the weight's inputs by, [K]; None for nothing.
-        outputs: the same of its outputs, [N].
     """
 
     node: "ir.Node"
     parts: tuple[str, ...]
     widths: tuple[int, ...]
-    inputs: np.ndarray | None
-    outputs: np.ndarray | None
 
     @property
     def stem(self) -> str:
@@ -97,10 +93,6 @@ def expand_adapters(ir_model: "ir.Model", adapters: Seq[Adapter]) -> int:
     for site in sites:
         _expand(graph, site, adapters, chosen)
     chosen.place()
-    for site in sites:
-        for value in site.node.inputs[2:]:
-            if value is not None and not value.uses():
-                graph.initializers.pop(str(value.name), None)
     return len(sites)
 
 
@@ -109,9 +101,8 @@ def _is_mark(node: "ir.Node") -> bool:
 
 
 def _site(node: "ir.Node") -> _Site:
-    factors = [None if value is None else value.const_value.numpy() for value in (*node.inputs, None, None)[2:4]]  # type: ignore[union-attr]
     parts, widths = node.attributes["parts"].as_strings(), node.attributes["widths"].as_ints()
-    return _Site(node, tuple(parts), tuple(widths), *factors)
+    return _Site(node, tuple(parts), tuple(widths))
 
 
 class _Chosen:
@@ -214,7 +205,7 @@ def _product(emit: Emitter, site: _Site, number: int, adapter: Adapter, tokens: 
     blocks = list(_blocks(site, adapter))
     ranks = [block.own.rank for block in blocks]
     depth = blocks[0].own.shape[1]
-    down = lazy_weight(graph, f"{stem}.down", kind, [depth, sum(ranks)], partial(_down, blocks, site.inputs))
+    down = lazy_weight(graph, f"{stem}.down", kind, [depth, sum(ranks)], partial(_down, blocks))
     rows = emit.op("Gather", site.node.inputs[1], tokens, axis=rank - 2)
     hidden = [emit.op("MatMul", rows, down)]
     if len(blocks) > 1:
@@ -222,8 +213,7 @@ def _product(emit: Emitter, site: _Site, number: int, adapter: Adapter, tokens: 
         hidden = list(emit.node("Split", [hidden[0], sizes], {"axis": -1}, outputs=len(blocks)).outputs)
     added = []
     for at, (block, value) in enumerate(zip(blocks, hidden, strict=True)):
-        make = partial(_up, block, site.outputs)
-        up = lazy_weight(graph, f"{stem}.up.{at}", kind, [block.own.rank, block.width], make)
+        up = lazy_weight(graph, f"{stem}.up.{at}", kind, [block.own.rank, block.width], partial(_up, block))
         added.append(emit.op("MatMul", value, up, dtype=kind))
     return added[0] if len(added) == 1 else emit.op("Concat", *added, axis=-1)
 
@@ -247,15 +237,11 @@ def _blocks(site: _Site, adapter: Adapter) -> Iterator[_Block]:
         yield pending
 
 
-def _down(blocks: Seq[_Block], inputs: np.ndarray | None) -> np.ndarray:
-    """[K, all r]: for inputs that were divided as the layer's weight was multiplied."""
-    whole = np.concatenate([block.own.down() for block in blocks])
-    return np.ascontiguousarray((whole if inputs is None else whole * inputs).T, np.float32)
+def _down(blocks: Seq[_Block]) -> np.ndarray:
+    """[K, all r]."""
+    return np.ascontiguousarray(np.concatenate([block.own.down() for block in blocks]).T, np.float32)
 
 
-def _up(block: _Block, outputs: np.ndarray | None) -> np.ndarray:
+def _up(block: _Block) -> np.ndarray:
     """[r, N] with zeros for the neighbours' outputs."""
-    own = block.own.up().T
-    if outputs is not None:
-        own = own * outputs[block.start : block.start + own.shape[1]]
-    return np.ascontiguousarray(np.pad(own, ((0, 0), (block.before, block.after))), np.float32)
+    return np.ascontiguousarray(np.pad(block.own.up().T, ((0, 0), (block.before, block.after))), np.float32)

@@ -1,36 +1,15 @@
 """What was measured of a layer's inputs, kept beside its weight while passes rename and rewrite that."""
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
-import numpy as np
 import onnx_ir as ir
 
-from specexport.channel_ranges import ChannelRanges, FloatVector
+from specexport.channel_ranges import ChannelRanges
 from specexport.passes.base import CountingPass
 from specexport.passes.quantize_sites import LinearSite, linear_site
 from specexport.passes.transpose_fold import FOLDED
 
 _KEY = "specexport.inputs"
-_OUTPUTS = "specexport.outputs"
-
-
-class Inputs(NamedTuple):
-    """What a layer reads.
-
-    Attributes:
-        ranges: as measured in the checkpoint's model.
-        factors: what each channel has been divided by since, float32 [K]; None for nothing.
-    """
-
-    ranges: ChannelRanges
-    factors: FloatVector | None = None
-
-    @property
-    def squares(self) -> FloatVector:
-        """Mean square of each channel as the layer reads it now, float32 [K]."""
-        found = self.ranges.squares if self.factors is None else self.ranges.squares / np.square(self.factors)
-        return found.astype(np.float32, copy=False)
 
 
 class InputNotePass(CountingPass):
@@ -44,7 +23,7 @@ class InputNotePass(CountingPass):
     """
 
     name = "input-note"
-    reason = "measured by the checkpoint's names, and needed after passes have renamed, scaled and joined the weights"
+    reason = "measured by the checkpoint's names, and needed after passes have renamed and joined the weights"
 
     def __init__(self, ranges: Mapping[str, ChannelRanges]) -> None:
         self._ranges = ranges
@@ -56,50 +35,18 @@ class InputNotePass(CountingPass):
             site = linear_site(node)
             found = None if site is None else self._ranges.get(str(site.weight.name).removesuffix(FOLDED))
             if site is not None and found is not None and len(found.largest) == site.depth:
-                site.weight.meta[_KEY] = Inputs(found)
+                site.weight.meta[_KEY] = found
                 noted += 1
         return noted
 
 
-def inputs_of(site: LinearSite) -> Inputs | None:
+def inputs_of(site: LinearSite) -> ChannelRanges | None:
     """What was noted; None if nothing was measured."""
-    found: Inputs | None = site.weight.meta.get(_KEY)
+    found: ChannelRanges | None = site.weight.meta.get(_KEY)
     return found
 
 
-def carry_inputs(old: ir.Value, new: ir.Value, factors: FloatVector | None = None) -> None:
-    """Hand a note on from a weight to the one that takes its place.
-
-    Args:
-        old: the weight before.
-        new: the weight now.
-        factors: what each input channel is divided by from now on; None for nothing.
-    """
-    found: Inputs | None = old.meta.get(_KEY)
-    if found is not None:
-        if factors is not None:
-            found = found._replace(factors=factors if found.factors is None else found.factors * factors)
-        new.meta[_KEY] = found
-
-
-def outputs_of(weight: ir.Value) -> FloatVector | None:
-    """What each output of a layer has been multiplied by, float32 [N]; None for nothing."""
-    found: FloatVector | None = weight.meta.get(_OUTPUTS)
-    return found
-
-
-def carry_outputs(old: ir.Value, new: ir.Value, factors: FloatVector | None = None) -> None:
-    """Hand on what outputs have been multiplied by, as :func:`carry_inputs` does; ``factors`` come on top."""
-    found = outputs_of(old)
-    if factors is not None:
-        found = factors if found is None else found * factors
-    if found is not None:
-        new.meta[_OUTPUTS] = found
-
-
-def join_outputs(parts: "list[tuple[ir.Value, int]]", joined: ir.Value) -> None:
-    """The same for a weight whose outputs are those of several, one behind the other: each with its width."""
-    found = [(outputs_of(part), width) for part, width in parts]
-    if any(factors is not None for factors, _ in found):
-        ones = [np.ones(width, np.float32) if factors is None else factors for factors, width in found]
-        joined.meta[_OUTPUTS] = np.concatenate(ones)
+def carry_inputs(old: ir.Value, new: ir.Value) -> None:
+    """Hand a note on from a weight to the one that takes its place."""
+    if _KEY in old.meta:
+        new.meta[_KEY] = old.meta[_KEY]

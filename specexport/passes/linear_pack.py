@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from specexport.onnx_emit import Emitter, constant, lazy_weight, part_of
 from specexport.passes.base import CountingPass, attention_nodes, constant_of, sizes_of
-from specexport.passes.input_note import carry_inputs, join_outputs
+from specexport.passes.input_note import carry_inputs
 
 PARTS, WIDTHS = "specexport.parts", "specexport.widths"
 """Where a joined weight keeps the names and the widths of what it was joined from."""
@@ -186,7 +186,6 @@ def _packed(emit: Emitter, group: list[Linear], stem: str) -> ir.Value:
     make, part = partial(_concatenate, tensors), partial(_part, tensors, [layer.width for layer in group])
     weight = lazy_weight(emit.graph, stem, dtype, [depth, width], make, part)
     carry_inputs(group[0].weight, weight)  # all of them read the same
-    join_outputs([(layer.weight, layer.width) for layer in group], weight)
     weight.meta[PARTS] = [str(layer.weight.name) for layer in group]
     weight.meta[WIDTHS] = [layer.width for layer in group]
     dims, kind = group[0].out.shape, group[0].out.dtype

@@ -4,7 +4,6 @@ A mark is a node of a domain of its own. The passes that quantize the layer see 
 stay float, and read what the layer reads before that is rounded.
 """
 
-import re
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
@@ -12,11 +11,9 @@ from typing import NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from specexport.onnx_emit import Emitter, constant
+from specexport.onnx_emit import Emitter
 from specexport.ops.spec import DIM_NAMES
-from specexport.passes.activation_smooth import DIVIDED, SMOOTH
 from specexport.passes.base import CountingPass
-from specexport.passes.input_note import inputs_of, outputs_of
 from specexport.passes.linear_pack import PARTS, WIDTHS, linear_of
 from specexport.passes.quantize_sites import LinearSite, linear_site
 from specexport.passes.transpose_fold import FOLDED
@@ -24,10 +21,7 @@ from specexport_runtime.abi import OP_DOMAIN
 from specexport_runtime.errors import UnsupportedModelError
 
 MARK = "LowRank"
-"""``LowRank(out, source, input factors, output factors)``, with the names and widths of the layers that were joined.
-
-The factors are what smoothing has multiplied inputs and outputs of the weight by, float32 [K] and [N]; or absent."""
-_CHANGED = re.compile("(" + "|".join(map(re.escape, (FOLDED, SMOOTH, DIVIDED))) + ")+$")
+"""``LowRank(out, source)``, with the names and widths of the layers that were joined."""
 
 
 class LowRank(NamedTuple):
@@ -90,7 +84,7 @@ def _names(site: LinearSite) -> list[str]:
 
 
 def _plain(name: str) -> str:
-    return _CHANGED.sub("", name)
+    return name.removesuffix(FOLDED)
 
 
 def _mark(graph: ir.Graph, site: LinearSite, parts: list[str]) -> None:
@@ -104,17 +98,11 @@ def _mark(graph: ir.Graph, site: LinearSite, parts: list[str]) -> None:
     if not per_token:
         raise _refused(parts[0])
     widths = site.weight.meta.get(WIDTHS, [site.width])
-    noted = inputs_of(site)
-    factors = {"inputs": None if noted is None else noted.factors, "outputs": outputs_of(site.weight)}
-    values = [
-        None if found is None else constant(graph, f"{parts[0]}.lora.{side}", np.asarray(found, np.float32))
-        for side, found in factors.items()
-    ]
     producer = out.producer()
     uses = list(out.uses())
     emit = Emitter(graph)
     marked = emit.op(
-        MARK, out, site.source, *values, domain=OP_DOMAIN, shape=out.shape, name=f"{parts[0]}.lora", parts=parts,
+        MARK, out, site.source, domain=OP_DOMAIN, shape=out.shape, name=f"{parts[0]}.lora", parts=parts,
         widths=widths,
     )  # fmt: skip
     marked.name = f"{out.name}.adapted"

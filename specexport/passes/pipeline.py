@@ -52,25 +52,20 @@ def list_passes(
         quantize_operator: how the backend's engines take int4 weights; see ``quantize.quantizing_passes``.
         quantize_block: inputs that share a scale there.
         head_ids: token ids that the LM head keeps, int32 [N]; None for all.
-        ranges: how large the inputs of linear layers get, by name of the weight; None does not smooth activations nor
-            weigh errors by them, nor is it done without ``quantize``.
+        ranges: how large the inputs of linear layers get, by name of the weight, to weigh errors of ``quantize`` by;
+            None counts all the same.
         kept: with ``"keep"``, the checkpoint's quantized weights by name in the traced graph.
         adapters: what requests may choose to have added to linear layers.
         own_operators: give linear layers and embeddings that stay float to our own operators for CPUs.
     """
     cutting: list[CountingPass] = [] if head_ids is None else [LmHeadCutPass(head_ids)]
-    smoothing: list[CountingPass] = []
+    noting: list[CountingPass] = []
     packing: list[CountingPass] = []
     quantizing: list[CountingPass] = []
     if ranges is not None and quantize is not None:
-        from specexport.passes.activation_smooth import ActivationSmoothPass
         from specexport.passes.input_note import InputNotePass
 
-        smoothing = [
-            InputNotePass(ranges),
-            # What comes of massive activations is not told by the other tokens' ranges.
-            ActivationSmoothPass({name: found.largest for name, found in ranges.items() if not found.massive}),
-        ]
+        noting = [InputNotePass(ranges)]
     if pack:
         from specexport.passes.linear_pack import packing_passes
         from specexport.passes.quantize_kept import kept_form
@@ -103,7 +98,7 @@ def list_passes(
         LogitRowSelectPass(),  # before TransposeFold: it takes the LM head's weight as it is stored
         TransposeFoldPass(),
         *cutting,  # before the weights are cast and quantized: what goes needs neither
-        *smoothing,  # before packing: ranges are known by the checkpoint's weights
+        *noting,  # before packing: ranges are known by the checkpoint's weights
         *packing,
         *marking,  # behind packing, so that joined layers are one; before the weights get other forms
         PrecisionCastPass(dtype),

@@ -71,7 +71,7 @@ class BlockQuantizePass(CountingPass):
 
 def _is_massive(site: LinearSite) -> bool:
     inputs = inputs_of(site)
-    return inputs is not None and inputs.ranges.massive
+    return inputs is not None and inputs.massive
 
 
 def is_lookup(node: ir.Node) -> bool:

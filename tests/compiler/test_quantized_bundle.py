@@ -117,8 +117,16 @@ def enlarge_scales(parts: dict[str, np.ndarray]) -> None:
     parts["scales"][...] *= np.float16(1.5)
 
 
-def reverse_scales(parts: dict[str, np.ndarray]) -> None:
-    parts["scales"][...] = parts["scales"][::-1, ::-1].copy()
+def exchange_scales(parts: dict[str, np.ndarray]) -> None:
+    """The largest where the smallest was, and so on: neighbours are much alike in this model."""
+    order = parts["scales"].argsort(axis=None)
+    changed = np.empty_like(parts["scales"]).reshape(-1)
+    changed[order] = parts["scales"].reshape(-1)[order[::-1]]
+    parts["scales"][...] = changed.reshape(parts["scales"].shape)
+
+
+def move_scales(parts: dict[str, np.ndarray]) -> None:
+    parts["scales"].view(np.uint8)[...] = np.roll(parts["scales"].view(np.uint8), 1, axis=1)
 
 
 def spoil_a_scale(parts: dict[str, np.ndarray]) -> None:
@@ -129,8 +137,8 @@ INT4_DAMAGE = {
     "codes in the other order": (INT4, swap_codes),
     "zero points left out": (INT4, leave_out_zeros),
     "zero points of another block": (INT4, turned("zeros", 16)),
-    "scales beside their place": (INT4, turned("scales", 1)),
-    "scales of other columns": (INT4, reverse_scales),
+    "scales beside their place": (INT4, move_scales),
+    "scales of other columns": (INT4, exchange_scales),
     "a scale that is no number": (INT4, spoil_a_scale),
 }
 INT8_DAMAGE = {
