@@ -35,7 +35,7 @@ class OrtCuda(Backend):
         from specexport.lowering.layer_gate import gate_layers
         from specexport.lowering.ort_cuda import lower_ort_cuda
         from specexport.lowering.step_inputs import step_inputs
-        from specexport.passes.quantize_graph import nbits_bytes
+        from specexport.passes.quantize_fused import nbits_bytes
         from specexport.passes.residual_blocks import find_residual_blocks
 
         num_gates, obstacle = 0, None

@@ -7,13 +7,13 @@ put into the node: rotary tables, scales of int8 caches, and q, k and v as one t
 from typing import TYPE_CHECKING, Any
 
 from specexport.lowering.causal import is_causal
-from specexport.lowering.experts import lower_experts
 from specexport.lowering.fuse import appends, packed_qkv, remove_dead_nodes, rotary_kind
 from specexport.lowering.recurrence import lower_recurrences
 from specexport.lowering.step_inputs import drop_unused_step_inputs
 from specexport.lowering.value_by_value import make_value_by_value
 from specexport.onnx_emit import Emitter, add_input
 from specexport.ops.spec import DIM_NAMES, UNPADDED_ATTENTION
+from specexport.passes.block_experts import put_float_experts
 from specexport_runtime.abi import KV_POSITIONS, OP_DOMAIN, OP_NAME, POSITIONS
 from specexport_runtime.errors import CheckFailedError
 
@@ -41,7 +41,7 @@ def lower_ort_cpu(ir_model: "ir.Model", *, padded_kv: bool = False) -> None:
     import onnx_ir as ir
 
     lower_recurrences(ir_model)
-    lower_experts(ir_model)
+    put_float_experts(ir_model)  # those that no pass has taken
     make_value_by_value(ir_model)
     graph = ir_model.graph
     nodes = [node for node in graph if node.op_type == OP_NAME and node.domain == OP_DOMAIN]

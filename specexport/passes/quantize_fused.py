@@ -6,12 +6,14 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from specexport.onnx_emit import Together, lazy_weight
-from specexport.passes.base import CountingPass
-from specexport.passes.quantize_graph import CONTRIB, pack_pairs, put_nbits
+from specexport.onnx_emit import Emitter, Together, lazy_weight
+from specexport.passes.base import CountingPass, constant_of
+from specexport.passes.quantize_graph import put_in_place
 from specexport.passes.quantize_sites import LinearSite, channel_parts, find_sites
 from specexport.passes.quantize_weights import quantize_blocks, scale_dtype
+from specexport_runtime.abi import ITEM_BYTES
 
+_CONTRIB, _NBITS = "com.microsoft", "MatMulNBits"
 _ZERO = 8
 _ALIGNED = 8
 """The kernel takes inputs and outputs in eights. Other layers would be made float in every step, into memory."""
@@ -45,7 +47,7 @@ class Int4FusedPass(CountingPass):
         sites = find_sites(model, "int4", lm_head=self._lm_head, multiples=(_ALIGNED, _ALIGNED))
         for site in sites:
             _replace(model.graph, site, self._block)
-        model.opset_imports.setdefault(CONTRIB, 1)
+        model.opset_imports.setdefault(_CONTRIB, 1)
         return len(sites)
 
 
@@ -54,7 +56,22 @@ def _replace(graph: ir.Graph, site: LinearSite, block: int) -> None:
     made = Together(partial(_parts, site.tensor, site.turned, block))
     codes = lazy_weight(graph, name, ir.DataType.UINT8, [site.width, blocks, block // 2], partial(made.part, 0))
     scales = lazy_weight(graph, f"{name}_scale", dtype, [site.width * blocks], partial(made.part, 1))
-    put_nbits(graph, site, [codes, scales], block=block, accuracy_level=0)
+    emit = Emitter(graph)
+    result = emit.op(
+        _NBITS,
+        site.source,
+        codes,
+        scales,
+        dtype=dtype,
+        shape=site.node.outputs[0].shape,
+        domain=_CONTRIB,
+        K=site.depth,
+        N=site.width,
+        bits=4,
+        block_size=block,
+        accuracy_level=0,  # lets activations be
+    )
+    put_in_place(emit, site, result)
 
 
 def _parts(tensor: ir.TensorProtocol, turned: bool, block: int) -> tuple[np.ndarray, np.ndarray]:
@@ -83,3 +100,23 @@ def pack_channels(channels: np.ndarray, block: int, rounded: npt.DTypeLike) -> t
     codes, scales = quantize_blocks(matrix, block, rounded)
     unsigned = (codes.astype(np.int8) + _ZERO).astype(np.uint8).T.reshape(width, blocks, block)
     return pack_pairs(unsigned), np.ascontiguousarray(scales.T)
+
+
+def pack_pairs(codes: np.ndarray) -> np.ndarray:
+    """Codes from 0 to 15, uint8 [..., 2 n], two to a byte [..., n]: the first in the low half."""
+    packed: np.ndarray = codes[..., 0::2] | (codes[..., 1::2] << 4)
+    return packed
+
+
+def nbits_bytes(graph: ir.Graph, dtype: str) -> tuple[int, int]:
+    """Bytes of the weights of all ``MatMulNBits``, with their scales, and in ``dtype``.
+
+    Args:
+        graph: a model's.
+        dtype: numpy name, for example ``"float16"``.
+    """
+    nodes = [node for node in graph.all_nodes() if node.op_type == _NBITS]
+    found = {value: tensor for node in nodes for value in node.inputs[1:] if (tensor := constant_of(value)) is not None}
+    stored = sum(tensor.nbytes for tensor in found.values())
+    elements = sum(node.attributes["K"].as_int() * node.attributes["N"].as_int() for node in nodes)
+    return stored, elements * ITEM_BYTES[dtype]

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import specexport.ops.torch_experts  # noqa: F401 - registers the torch op
-from specexport.lowering.experts import lower_experts
 from specexport.ops.experts import EACH, EXPERTS
 from specexport.ops.reference_experts import experts
+from specexport.passes.block_experts import put_float_experts
 from specexport.passes.block_format import pack, packed_shape, unpack
 from specexport.passes.block_weight import BlockWeight
 from specexport.passes.quantize_experts import ExpertsQuantizePass
@@ -117,7 +117,7 @@ def layer(case: Case, weights: dict[str, np.ndarray], how: int | Mapping[str, Bl
         taken = ExpertsQuantizePass(how) if isinstance(how, int) else KeptExpertsPass(how)
         assert taken.rewrite(model) == 1
         WeightRemovePass().rewrite(model)
-    assert lower_experts(model) == (how is None)
+    assert put_float_experts(model) == (how is None)
     return model
 
 

@@ -10,8 +10,7 @@ import onnx_ir as ir
 import pytest
 
 from specexport.passes import default_passes, run_passes
-from specexport.passes.quantize_fused import pack_channels
-from specexport.passes.quantize_graph import nbits_bytes
+from specexport.passes.quantize_fused import nbits_bytes, pack_channels
 from specexport.passes.quantize_weights import quantize_blocks
 from specexport_runtime.errors import UnsupportedModelError
 from tests import engine_harness as harness
