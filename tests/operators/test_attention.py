@@ -4,6 +4,7 @@ import ctypes
 import itertools
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -130,6 +131,16 @@ def test_every_kind_agrees_with_the_reference(chosen: Path) -> None:
 )
 def test_long_rows_agree_with_the_reference(chosen: Path, case: Case) -> None:
     assert_agrees(case, chosen)
+
+
+@pytest.mark.parametrize("change", [{"scale": 0.126}, {"window": 9}, {"softcap": 30.0}, {"causal": 0}], ids=str)
+def test_the_comparison_finds_what_differs(
+    library: Path, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, right = Case(ROWS, scale=0.125), expected
+    monkeypatch.setattr(sys.modules[__name__], "expected", lambda _, given: right(replace(case, **change), given))
+    with pytest.raises(AssertionError, match="Case"):
+        assert_agrees(case, library)
 
 
 @pytest.mark.parametrize("rows", [(), ((3, 0), (0, 0))])
