@@ -44,9 +44,9 @@ DEPTH, RUNS = 3, 400
 
 
 @pytest.fixture(scope="session")
-def adapters(session_dir: Path, tiny_pair: TinyPair) -> dict[str, Path]:
-    """Two adapters of the tiny target: of all layers, and of some of one."""
-    model, folder = make_llama(0), session_dir / "adapters"
+def adapters(tmp_path_factory: pytest.TempPathFactory, tiny_pair: TinyPair) -> dict[str, Path]:
+    """Two adapters of the tiny target, of all layers and of some of one; another worker of the suite has its own."""
+    model, folder = make_llama(0), tmp_path_factory.mktemp("adapters")
     return {
         "sql": save_adapter(model, folder / "sql-lora", seed=1, strength=0.6),
         "poems": save_adapter(

@@ -4,6 +4,7 @@ The first argument is a folder; with a second one, ``gated``, the first answer g
 """
 
 import fcntl
+import signal
 import sys
 import termios
 import threading
@@ -42,6 +43,7 @@ def close_the_gate(engine: SpecEngine) -> None:
 
 if __name__ == "__main__":
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
     folder, *gated = sys.argv[1:]
     engine = make_engine(chat_template=TEMPLATE)
     if gated:
