@@ -1,5 +1,6 @@
 """How to load an engine: one frozen record for every way in (Python, commands, server, Ray Serve)."""
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -76,7 +77,7 @@ class EngineOptions:
 
 OPTION_NAMES = tuple(field.name for field in fields(EngineOptions))
 GONE = {"prepacked": "weights are packed in the bundle, and every process maps them from there"}
-"""Options of earlier releases, and what took their place."""
+"""Options of earlier releases that change nothing any more, and why."""
 
 
 def make_options(options: EngineOptions | None, changes: Mapping[str, Any]) -> EngineOptions:
@@ -87,9 +88,9 @@ def make_options(options: EngineOptions | None, changes: Mapping[str, Any]) -> E
     """
     for name in changes:
         if name in GONE:
-            raise TypeError(f"there is no engine option {name!r} any more: {GONE[name]}; leave it out")
-        if name not in OPTION_NAMES:
+            warnings.warn(f"{name} changes nothing any more ({GONE[name]}): leave it out.", FutureWarning, stacklevel=3)
+        elif name not in OPTION_NAMES:
             near = get_close_matches(name, OPTION_NAMES, n=1)
             raise TypeError(f"there is no engine option {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
     given = {} if options is None else {name: getattr(options, name) for name in OPTION_NAMES}
-    return EngineOptions(**{**given, **changes})
+    return EngineOptions(**{**given, **{name: value for name, value in changes.items() if name not in GONE}})

@@ -3,12 +3,15 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from click.testing import CliRunner
 
 from specexport_runtime import SpecEngine
 from specexport_runtime.bundle.manifest import Manifest, load_manifest
 from specexport_runtime.bundle.opened import load_bundle
+from specexport_runtime.cli.command import runtime_cli
 from specexport_runtime.costs.learned import RoundSeconds
 from specexport_runtime.engine_options import OPTION_NAMES, EngineOptions, make_options
 
@@ -65,6 +68,22 @@ def test_an_unknown_option_is_an_error_that_suggests() -> None:
         make_options(None, {"max_num_seq": 1})
     assert make_options(EngineOptions(spin=False), {"unpad_kv": False}) == EngineOptions(spin=False, unpad_kv=False)
     assert "adaptive" in OPTION_NAMES
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_an_option_that_changes_nothing_any_more_is_told_and_let_be(
+    seen: bool, demo_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specexport_runtime.cli.gone.sys", SimpleNamespace(stderr=SimpleNamespace(isatty=lambda: seen)))
+    with pytest.warns(FutureWarning, match="prepacked changes nothing any more .*: leave it out"):
+        assert make_options(None, {"prepacked": False, "spin": False}) == EngineOptions(spin=False)
+    command = ["generate", str(demo_bundle), "def f():", "--max-tokens", "2", "--threads", "1", "--no-prepacked"]
+    result = CliRunner().invoke(runtime_cli, command)
+    assert result.exit_code == 0
+    warning = "warning: --no-prepacked changes nothing any more (weights are packed in the bundle"
+    assert result.stderr.startswith(warning) == seen
+    assert seen or not result.stderr
+    assert "prepacked" not in result.stdout + CliRunner().invoke(runtime_cli, ["generate", "--help"]).stdout
 
 
 @pytest.mark.parametrize("schema", [2, 3, 4])

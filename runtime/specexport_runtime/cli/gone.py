@@ -1,22 +1,26 @@
-"""Options of earlier releases: whoever still gives one is told what took its place."""
+"""Switches of earlier releases that have nothing to switch any more: whoever still gives one is told why."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import click
 
 
-def gone(names: str, instead: str) -> Callable[[Any], Any]:
-    """An option that no help shows and that refuses to be given.
+def gone(names: str, why: str) -> Callable[[Any], Any]:
+    """A switch that no help shows and that changes nothing: a person at a terminal is warned.
+
+    Scripts of an earlier release go on as they were, standard error and all. Only for what is done in any case now: an
+    option that would change a result is removed, and refused as unknown.
 
     Args:
-        names: as for ``click.option``, of a switch: ``"--a/--no-a"``.
-        instead: what took its place.
+        names: as for ``click.option``: ``"--a/--no-a"``.
+        why: there is nothing to switch.
     """
 
-    def refuse(_ctx: click.Context, param: click.Parameter, value: bool | None) -> None:
-        if value is not None:
+    def tell(_ctx: click.Context, param: click.Parameter, value: bool | None) -> None:
+        if value is not None and sys.stderr.isatty():
             given = (param.opts if value else param.secondary_opts)[0]
-            raise click.UsageError(f"there is no {given} any more: {instead}; leave it out.")
+            click.echo(f"warning: {given} changes nothing any more ({why}): leave it out.", err=True)
 
-    return click.option(names, default=None, hidden=True, expose_value=False, callback=refuse)
+    return click.option(names, default=None, hidden=True, expose_value=False, callback=tell)
