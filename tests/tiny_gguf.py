@@ -21,10 +21,14 @@ BLOCK = {
     "mlp.down_proj": "ffn_down",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
-}
-GEMMA = BLOCK | {
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
+    **{f"mlp.shared_expert.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+}
+GEMMA = BLOCK | {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
@@ -57,7 +61,9 @@ def random_blocks(kind: str, shape: tuple[int, int], generator: np.random.Genera
     stored = generator.integers(0, 256, (shape[0] * shape[1] // block, num_bytes), dtype=np.uint8)
     most = LEVELS.get(kind, {"Q8_0": 127, "IQ4_NL": 127}.get(kind, 8 if kind.startswith("Q4") else 16))
     scales = generator.uniform(0.05, 0.2, (len(stored), 1)) / most
-    for at, factor in zip(HALVES[kind], (1.0, MIDDLES.get(kind, 0.0)), strict=False):
+    if kind == "MXFP4":
+        stored[:, 0] = generator.integers(119, 123, len(stored))  # a power of two
+    for at, factor in zip(HALVES.get(kind, ()), (1.0, MIDDLES.get(kind, 0.0)), strict=False):
         stored[:, at : at + 2] = (scales * factor).astype(np.float16).view(np.uint8)
     return stored.reshape(shape[0], -1)
 
@@ -72,20 +78,24 @@ def write_gguf(
     stated: Mapping[str, Any] | None = None,
     tensors: Mapping[str, np.ndarray] | None = None,
     split: int = 0,
+    one_row: bool = False,
 ) -> None:
     """Write a model with a byte vocabulary.
 
     Args:
-        model: a Qwen2, Llama or Gemma3; its weights are written, but for those of ``kinds``.
+        model: a Qwen2, Llama or Gemma3, or one with experts; its weights are written. Those of ``kinds`` are random,
+            and become the model's too.
         path: the file.
         architecture: GGUF's name of it.
-        kinds: format of each weight whose GGUF name ends so, ``""`` for all matrices; such weights are random.
+        kinds: format of each weight whose GGUF name ends so, ``""`` for all matrices; the first that fits counts.
         seed: of those.
         stated: further settings by their whole keys, or other values of those that are always there; None drops one.
         tensors: further tensors.
         split: tensors of a part, of which there are as many as it takes; 0 for one file.
+        one_row: write the gates of shared experts as matrices.
     """
     import gguf
+    import torch
     from tokenizers import pre_tokenizers
 
     config, generator = model.config, np.random.default_rng(seed)
@@ -107,22 +117,19 @@ def write_gguf(
     writer.add_token_merges(["a b"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
-    for name, weight in model.state_dict().items():
+    for name, parameter in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        if name in NAMES:
-            short = NAMES[name]
-        else:
-            _, _, layer, rest = name.split(".", 3)
-            part, kind = rest.rsplit(".", 1)
-            names = GEMMA if architecture.startswith("gemma") else BLOCK
-            short = f"blk.{layer}.{names[part]}.{kind}"
-        found = [kind for ending, kind in (kinds or {}).items() if short.endswith(ending) and weight.ndim == 2]
-        if found:
-            stored = random_blocks(found[0], tuple(weight.shape), generator)
-            writer.add_tensor(short, stored, raw_dtype=gguf.GGMLQuantizationType[found[0]])
-        else:
-            writer.add_tensor(short, weight.numpy())
+        for short, weight in _tensors(model, name, parameter, architecture):
+            shape = parameter.shape if weight.ndim > parameter.ndim or (one_row and "shexp" in short) else weight.shape
+            found = [kind for ending, kind in (kinds or {}).items() if short.endswith(ending) and weight.ndim > 1]
+            if found and not short.endswith((".bias", "inp.weight")):
+                kind = gguf.GGMLQuantizationType[found[0]]
+                rows = random_blocks(found[0], (weight.numel() // weight.shape[-1], weight.shape[-1]), generator)
+                weight.copy_(torch.from_numpy(gguf.dequantize(rows, kind)).view(weight.shape))
+                writer.add_tensor(short, rows.reshape(*shape[:-1], -1), raw_dtype=kind)
+            else:
+                writer.add_tensor(short, np.ascontiguousarray(weight.numpy()).reshape(shape))
     for name, value in (tensors or {}).items():
         writer.add_tensor(name, value)
     for key, value in (stated or {}).items():
@@ -141,3 +148,31 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _tensors(model: Any, name: str, weight: Any, architecture: str) -> list[tuple[str, Any]]:
+    """What a file has of a weight: names, and views of it."""
+    if name in NAMES:
+        return [(NAMES[name], weight)]
+    _, _, layer, rest = name.split(".", 3)
+    block, part = f"blk.{layer}.", rest.rpartition(".")[0]
+    if rest == "self_attn.sinks":
+        return [(f"{block}attn_sinks.weight", weight)]
+    if ".experts." in rest:
+        experts = model.get_submodule(name.rpartition(".")[0])
+        kind = "bias" if rest.endswith("_bias") else "weight"
+        whole = weight.transpose(1, 2) if experts.is_transposed and kind == "weight" else weight
+        if "down_proj" in rest:
+            return [(f"{block}ffn_down_exps.{kind}", whole)]
+        halves = whole.chunk(2, dim=1) if experts.is_concatenated else (whole[:, ::2], whole[:, 1::2])
+        return [(f"{block}ffn_{way}_exps.{kind}", half) for way, half in zip(("gate", "up"), halves, strict=True)]
+    names = GEMMA if architecture.startswith("gemma") else BLOCK
+    if architecture == "gpt-oss":
+        names = names | {"post_attention_layernorm": "post_attention_norm"}
+    short = f"{block}{names[part]}.{rest.rpartition('.')[2]}"
+    if part == "mlp.shared_expert_gate":
+        weight = weight[0]
+    if architecture == "llama" and part in ("self_attn.q_proj", "self_attn.k_proj"):  # turned in pairs, not in halves
+        dim = model.config.hidden_size // model.config.num_attention_heads
+        weight = weight.view(-1, 2, dim // 2, *weight.shape[1:]).transpose(1, 2)
+    return [(short, weight)]

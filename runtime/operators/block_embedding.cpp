@@ -18,7 +18,7 @@ int code_at(const Format& format, const uint8_t* block, int column, int input) {
     block += 128, bits += 2;
   }
   if (format.bits > bits) code |= (block[byte] >> quad & 1) << bits;
-  return format.lookup ? kCodebook[code] : code;
+  return format.lookup ? format.lookup[code] : code;
 }
 
 void look_up(const Layout& layout, const uint8_t* tile, int column, float* out) {
@@ -40,6 +40,7 @@ void look_up(const Layout& layout, const uint8_t* tile, int column, float* out) 
       const int64_t i = g * kTile + column, base = (g * format.group / kSuper * kTile + column) * 2;
       const float scale = format.scale == Scale::half     ? load_half(tile + 2 * i)
                           : format.scale == Scale::single ? load_single(tile + 4 * i)
+                          : format.scale == Scale::power  ? power_of(tile[i])
                                                           : load_half(tile + s.bases + base) * float(int8_t(tile[i]));
       float offset = 0;
       if (format.shift == Shift::offset)

@@ -10,13 +10,13 @@ constexpr int kBlock = 32;      // inputs of a block
 constexpr int kStretch = 1024;  // inputs of a stretch
 constexpr int kSuper = 256;     // inputs that share a base
 
-enum class Scale { half, single, level, f32, bf16, f16 };  // the last three are floats themselves, no codes
+enum class Scale { half, single, level, power, f32, bf16, f16 };  // the last three are floats themselves, no codes
 enum class Shift { none, offset, zero, minima };
 
 struct Format {
   const char* name;
   int bits;    // of a code
-  bool lookup;  // codes are places in the codebook
+  const uint8_t* lookup;  // codes are places in this codebook
   int group;   // inputs that share a scale
   Scale scale;
   Shift shift;
@@ -27,24 +27,26 @@ struct Format {
   bool shifted() const { return shift != Shift::none; }
   int zero() const { return shifted() ? 0 : lookup ? 128 : 1 << (bits - 1); }  // the code that stands for 0
 };
+constexpr uint8_t kIq4[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+constexpr uint8_t kFp4[16] = {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116};
 constexpr Format kFormats[] = {
-    {"f32", 32, false, 1, Scale::f32, Shift::none},
-    {"bf16", 16, false, 1, Scale::bf16, Shift::none},
-    {"f16", 16, false, 1, Scale::f16, Shift::none},
-    {"int8", 8, false, 32, Scale::half, Shift::none},
-    {"int4", 4, false, 32, Scale::half, Shift::none},
-    {"int4_offset", 4, false, 32, Scale::half, Shift::offset},
-    {"int5", 5, false, 32, Scale::half, Shift::none},
-    {"int5_offset", 5, false, 32, Scale::half, Shift::offset},
-    {"q2_k", 2, false, 16, Scale::level, Shift::minima},
-    {"q3_k", 3, false, 16, Scale::level, Shift::none},
-    {"q4_k", 4, false, 32, Scale::level, Shift::minima},
-    {"q5_k", 5, false, 32, Scale::level, Shift::minima},
-    {"q6_k", 6, false, 16, Scale::level, Shift::none},
-    {"iq4_nl", 4, true, 32, Scale::half, Shift::none},
-    {"iq4_xs", 4, true, 32, Scale::level, Shift::none},
+    {"f32", 32, nullptr, 1, Scale::f32, Shift::none},
+    {"bf16", 16, nullptr, 1, Scale::bf16, Shift::none},
+    {"f16", 16, nullptr, 1, Scale::f16, Shift::none},
+    {"int8", 8, nullptr, 32, Scale::half, Shift::none},
+    {"int4", 4, nullptr, 32, Scale::half, Shift::none},
+    {"int4_offset", 4, nullptr, 32, Scale::half, Shift::offset},
+    {"int5", 5, nullptr, 32, Scale::half, Shift::none},
+    {"int5_offset", 5, nullptr, 32, Scale::half, Shift::offset},
+    {"q2_k", 2, nullptr, 16, Scale::level, Shift::minima},
+    {"q3_k", 3, nullptr, 16, Scale::level, Shift::none},
+    {"q4_k", 4, nullptr, 32, Scale::level, Shift::minima},
+    {"q5_k", 5, nullptr, 32, Scale::level, Shift::minima},
+    {"q6_k", 6, nullptr, 16, Scale::level, Shift::none},
+    {"iq4_nl", 4, kIq4, 32, Scale::half, Shift::none},
+    {"iq4_xs", 4, kIq4, 32, Scale::level, Shift::none},
+    {"mxfp4", 4, kFp4, 32, Scale::power, Shift::none},
 };
-constexpr uint8_t kCodebook[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
 
 // `group4_64_f16`, `group8_128_f32_zero`, …: bits, inputs of a group, type of scales, and what offsets are made of.
 inline bool find_format(const char* name, Format& found) {
@@ -59,7 +61,7 @@ inline bool find_format(const char* name, Format& found) {
   const char* end = rest + 4;
   Shift shift = !*end ? Shift::none : !strcmp(end, "_offset") ? Shift::offset : Shift::zero;
   if (shift == Shift::zero && strcmp(end, "_zero")) return false;
-  found = {"group", name[5] - '0', false, int(group), half ? Scale::half : Scale::single, shift};
+  found = {"group", name[5] - '0', nullptr, int(group), half ? Scale::half : Scale::single, shift};
   return true;
 }
 
@@ -118,6 +120,7 @@ inline float half_to_float(uint16_t half) {
   }
   return float_of_bits(sign | (exponent == 31 ? 0xffu << 23 : (exponent + 112) << 23) | fraction << 13);
 }
+inline float power_of(unsigned e) { return float_of_bits(e < 2 ? 0x200000u << e : (e - 1) << 23); }  // 2^(e - 128)
 inline float load_half(const uint8_t* p) {
   uint16_t half;
   memcpy(&half, p, 2);

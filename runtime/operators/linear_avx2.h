@@ -25,9 +25,9 @@ template <int n>
 INLINE U ushl(U a) { return _mm256_slli_epi16(a, n); }
 template <int n>
 INLINE U ushr(U a) { return _mm256_srli_epi16(a, n); }
-INLINE U ulookup(U a) {
+INLINE U ulookup(const uint8_t* book, U a) {
   const U codes = _mm256_shuffle_epi8(
-      _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kCodebook))), a);
+      _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(book))), a);
   return kSigned ? uxor(codes, 0x80) : codes;
 }
 INLINE void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }

@@ -39,8 +39,8 @@ template <int n>
 INLINE U ushl(U a) { return _mm512_slli_epi16(a, n); }
 template <int n>
 INLINE U ushr(U a) { return _mm512_srli_epi16(a, n); }
-INLINE U ulookup(U a) {
-  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kCodebook))), a);
+INLINE U ulookup(const uint8_t* book, U a) {
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(book))), a);
 }
 INLINE void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
 

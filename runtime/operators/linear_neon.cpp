@@ -37,7 +37,7 @@ template <int n>
 INLINE U ushl(U a) { return vshlq_n_u8(a, n); }
 template <int n>
 INLINE U ushr(U a) { return vshrq_n_u8(a, n); }
-INLINE U ulookup(U a) { return uxor(vqtbl1q_u8(vld1q_u8(kCodebook), a), 0x80); }
+INLINE U ulookup(const uint8_t* book, U a) { return uxor(vqtbl1q_u8(vld1q_u8(book), a), 0x80); }
 INLINE void prefetch(const uint8_t* p) { __builtin_prefetch(p); }
 
 template <int bits>

@@ -37,8 +37,8 @@ template <int n>
 INLINE U ushl(U a) { return a << uint8_t(n); }
 template <int n>
 INLINE U ushr(U a) { return a >> uint8_t(n); }
-INLINE U ulookup(U a) {
-  for (int i = 0; i < 16; i++) a[i] = kCodebook[a[i]];
+INLINE U ulookup(const uint8_t* book, U a) {
+  for (int i = 0; i < 16; i++) a[i] = book[a[i]];
   return a;
 }
 INLINE void prefetch(const uint8_t*) {}

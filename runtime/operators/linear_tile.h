@@ -14,7 +14,7 @@ INLINE U field(U line, int mask) {
   return uand(line, mask);
 }
 template <int bits>
-INLINE void unpack(const uint8_t* p, U* u) {
+INLINE void unpack(const uint8_t* p, const uint8_t* book, U* u) {
   if constexpr (bits == 8) {
     UNROLL for (int q = 0; q < 8; q++) u[q] = kSigned ? uxor(uload(p + 64 * q), 0x80) : uload(p + 64 * q);
     return;
@@ -28,7 +28,7 @@ INLINE void unpack(const uint8_t* p, U* u) {
     p += 256;
   }
   if constexpr (bits == kLookup) {
-    UNROLL for (int q = 0; q < 8; q++) u[q] = ulookup(u[q]);
+    UNROLL for (int q = 0; q < 8; q++) u[q] = ulookup(book, u[q]);
   }
   if constexpr (bits == 6) {
     UNROLL for (int j = 0; j < 2; j++) {
@@ -71,6 +71,7 @@ struct Part {
   const uint8_t* slots;
   size_t stride;  // bytes of a block's slots
   float* sums;    // [rows, 16], added to
+  const uint8_t* book;
 };
 
 INLINE int32_t int_at(const uint8_t* p) {
@@ -92,7 +93,7 @@ static void multiply_codes(const Part& p) {
         UNROLL for (int i = 0; i < lines; i++) prefetch(line + kAhead + 64 * i);
       }
       U u[8];
-      unpack<bits>(line + 4 * column, u);
+      unpack<bits>(line + 4 * column, p.book, u);
       V scale[parts], offset[parts];
       UNROLL for (int i = 0; i < parts; i++) {
         scale[i] = vload(scales + i * kTile);
@@ -163,6 +164,12 @@ static void expand(const Format& format, const Stretch& s, const uint8_t* at, fl
       switch (format.scale) {
         case Scale::half: scale = load_halves(at + 2 * i); break;
         case Scale::single: scale = vload(reinterpret_cast<const float*>(at) + i); break;
+        case Scale::power: {
+          float powers[kLanes];
+          for (int n = 0; n < kLanes; n++) powers[n] = power_of(at[i + n]);
+          scale = vload(powers);
+          break;
+        }
         default: scale = vmul(load_halves(at + s.bases + base), load_levels(at + i)); break;
       }
       switch (format.shift) {
@@ -265,7 +272,7 @@ static void multiply(const Product& p, int64_t first_tile, int64_t last_tile, in
           float_rows[count - 1](at, x, p.capacity, inputs, to);
         } else {
           group += size_t(k / kBlock) * slots;
-          rows[count - 1]({at + s.codes, scales, offsets, s.blocks, group, slots, to});
+          rows[count - 1]({at + s.codes, scales, offsets, s.blocks, group, slots, to, format.lookup});
         }
       }
       at += format.is_float() ? size_t(inputs) * kTile * (format.bits / 8) : s.end;

@@ -215,7 +215,7 @@ def _needed_bytes(recipe: BuildRecipe, checkpoint: Any, role: str) -> int:
     if quantize == KEEP:
         kept = {id(weight): weight for weight in checkpoint.kept.values()}.values()
         stored = sum(weight.shape[0] * weight.shape[1] for weight in kept)
-        size += sum(weight.engine_bytes for weight in kept) + item * (checkpoint.num_parameters - stored)
+        size += sum(weight.stored_bytes for weight in kept) + item * (checkpoint.num_parameters - stored)
     else:
         each = _QUANTIZED_BYTES.get(str(quantize), item)
         of_table, held = item if quantize is None else _QUANTIZED_BYTES["int8"], sum(tables.values()) - outside

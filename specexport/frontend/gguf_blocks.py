@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from specexport.passes.block_format import BOOKS
 from specexport.passes.block_weight import Blocks, Form, Spread, Stored
 from specexport_runtime.executors.base import Float32Array
 
 Bytes = npt.NDArray[np.uint8]
 
 _SUPER = 256  # weights of a super-block
-_IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int16)
 
 
 class Format(NamedTuple):
@@ -147,20 +147,24 @@ def _q2_k(stored: Bytes) -> tuple[np.ndarray, Stored]:
     )
 
 
-def _iq4_codes(stored: Bytes) -> Bytes:
-    values: Bytes = (_IQ4_VALUES + 128).astype(np.uint8)
+def _from_book(name: str, stored: Bytes) -> Bytes:
+    values: Bytes = (BOOKS[name] + 128).astype(np.uint8)
     return values[_nibbles(stored, 16)]
 
 
 def _iq4_nl(stored: Bytes) -> tuple[np.ndarray, Stored]:
-    return _iq4_codes(stored[:, 2:]), Stored(_half(stored[:, :2]))
+    return _from_book("iq4", stored[:, 2:]), Stored(_half(stored[:, :2]))
 
 
 def _iq4_xs(stored: Bytes) -> tuple[np.ndarray, Stored]:
     high = np.ascontiguousarray(stored[:, 2:4]).view(np.uint16) >> np.arange(0, 16, 2, dtype=np.uint16)
     low = (stored[:, 4:8, None] >> np.array([0, 4], np.uint8)).reshape(len(stored), 8) & 15
     levels = (low | ((high & 3).astype(np.uint8) << 4)).astype(np.int8) - np.int8(32)
-    return _iq4_codes(stored[:, 8:]), Stored(_half(stored[:, :2]), levels)
+    return _from_book("iq4", stored[:, 8:]), Stored(_half(stored[:, :2]), levels)
+
+
+def _mxfp4(stored: Bytes) -> tuple[np.ndarray, Stored]:
+    return _from_book("fp4", stored[:, 1:]), Stored(np.ldexp(np.float32(1), stored[:, :1].astype(np.int32) - 128))
 
 
 def _two_levels(shift: int) -> Spread:
@@ -179,6 +183,7 @@ FORMATS = {
     "Q5_K": Format(Form(8, 32, has_offsets=True), 176, _SUPER, _q5_k, _two_levels(16)),
     "Q6_K": Format(Form(8, 16, has_offsets=False), 210, _SUPER, _q6_k, Spread(_SUPER, levels=True)),
     "IQ4_NL": Format(Form(8, 32, has_offsets=False), 18, 32, _iq4_nl, Spread(32)),
+    "MXFP4": Format(Form(8, 32, has_offsets=False), 17, 32, _mxfp4, Spread(32, powers=True)),
     "IQ4_XS": Format(Form(8, 32, has_offsets=False), 136, _SUPER, _iq4_xs, Spread(_SUPER, levels=True)),
 }
 """By ggml's name. All are exact up to the rounding of float32: no value is rounded to another integer."""

@@ -20,9 +20,14 @@ _PARTIAL = {"phi3", "stablelm", "nemotron"}  # they may turn a part of each head
 _ROOTED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}  # Gemma's 27B models, by their layers
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _CLOSE = 1e-3  # stored factors are float32
+_WIDTHS = {
+    "up_exps.weight": ("moe_intermediate_size", "intermediate_size"),
+    "up_shexp.weight": ("shared_expert_intermediate_size",),
+}
+"""What the rows of a tensor count, by its name behind ``ffn_``: the first of these that a configuration has."""
 
 
-def correct_config(source: Source, reader: Any, config: Any) -> None:
+def correct_config(source: Source, reader: Any, config: Any) -> Any:
     """Set in a configuration what the file states and transformers did not take over.
 
     Args:
@@ -30,13 +35,20 @@ def correct_config(source: Source, reader: Any, config: Any) -> None:
         reader: of it; None for another checkpoint, whose configuration stays as it is.
         config: transformers' configuration of the same file; it is changed.
 
+    Returns:
+        the configuration, or that of another kind of model.
+
     Raises:
         CheckpointError: the file scales its positions in a way that cannot be said in the configuration.
     """
     if reader is None:
-        return
-    arch, text = architecture(reader), config.get_text_config()
-    for key, name in _STATED.items():
+        return config
+    arch = architecture(reader)
+    if arch == "llama" and read(reader, "llama.expert_count"):
+        config = _mixtral(reader, config)
+    text = config.get_text_config()
+    _set_experts(reader, text)
+    for key, name in (_STATED | ({"attention.key_length": "head_dim"} if arch == "gpt-oss" else {})).items():
         value = read(reader, f"{arch}.{key}")
         if value and hasattr(text, name):
             setattr(text, name, value)
@@ -47,6 +59,33 @@ def correct_config(source: Source, reader: Any, config: Any) -> None:
     if pattern is not None and hasattr(text, "layer_types"):
         _set_layer_types(text, pattern)
     _set_rope(source, reader, arch, text)
+    return config
+
+
+def _mixtral(reader: Any, config: Any) -> Any:
+    """The configuration of a Llama with experts, which is named like one without."""
+    from transformers import MixtralConfig
+
+    plain = config.to_dict()
+    settings = {name: plain[name] for name in MixtralConfig().to_dict() if name in plain}
+    return MixtralConfig(
+        **{name: value for name, value in settings.items() if name not in ("model_type", "architectures")},
+        num_local_experts=int(read(reader, "llama.expert_count")),
+        num_experts_per_tok=int(read(reader, "llama.expert_used_count")),
+    )
+
+
+def _set_experts(reader: Any, text: Any) -> None:
+    """How wide experts are, by the tensors themselves: files state it by several keys, and some do not."""
+    widths = {
+        tensor.name.partition(".ffn_")[2]: int(tensor.shape[1])
+        for tensor in reader.tensors
+        if ".ffn_" in tensor.name and len(tensor.shape) > 1
+    }
+    for tensor, names in _WIDTHS.items():
+        name = next((name for name in names if hasattr(text, name)), None)
+        if name is not None and tensor in widths:
+            setattr(text, name, widths[tensor])
 
 
 def _set_layer_types(text: Any, pattern: int | list[bool]) -> None:

@@ -6,6 +6,7 @@ The header holds the vocabulary and takes seconds to parse, and transformers par
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,9 @@ def open_reader(source: Source) -> Any:
 
 
 _ALL_PARTS = "fetch all parts of one and the same file."
+_MISREAD = "gpt-oss.rope.scaling."  # transformers fails at these; ``gguf_config`` reads them
+_SETTINGS_LIKE = {"olmoe": "qwen2_moe"}
+"""Architectures that transformers has models of and no table of settings, and whose table is theirs too."""
 
 
 def _check_part(path: Path, reader: Any, number: int, found: int) -> None:
@@ -98,12 +102,32 @@ def shared(source: Source, reader: Any) -> Iterator[None]:
     import gguf
 
     opens, path = gguf.GGUFReader, (source.folder / str(source.gguf_file)).resolve()
+    shown = copy(reader)
+    shown.fields = {key: value for key, value in reader.fields.items() if not key.startswith(_MISREAD)}
 
     def same(wanted: Any, *args: Any, **named: Any) -> Any:
-        return reader if not args and not named and Path(wanted).resolve() == path else opens(wanted, *args, **named)
+        return shown if not args and not named and Path(wanted).resolve() == path else opens(wanted, *args, **named)
 
     gguf.GGUFReader = same
     try:
-        yield
+        with _more_architectures():
+            yield
     finally:
         gguf.GGUFReader = opens
+
+
+@contextmanager
+def _more_architectures() -> Iterator[None]:
+    """Within the block, transformers reads the settings of files of these architectures."""
+    from transformers import modeling_gguf_pytorch_utils as gguf_utils
+
+    tables, known = gguf_utils.GGUF_TO_TRANSFORMERS_MAPPING["config"], gguf_utils.GGUF_SUPPORTED_ARCHITECTURES
+    added = {name: tables[like] for name, like in _SETTINGS_LIKE.items() if name not in tables}
+    tables.update(added)
+    known.extend(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del tables[name]
+            known.remove(name)

@@ -5,7 +5,7 @@ own conversion.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from specexport.frontend.gguf_experts import Stack, find_stacks
 from specexport.frontend.stored import WatchedFile
 
 Rows = npt.NDArray[np.int64]
@@ -30,6 +31,7 @@ class Conversion:
 
     Attributes:
         names: of the model's weights, by those of the file.
+        stacks: what parameters of experts are made of, by name.
     """
 
     def __init__(self, reader: Any, model: Any) -> None:
@@ -44,7 +46,14 @@ class Conversion:
         architecture = read_field(reader, "general.architecture")[0]
         self._processor: Any = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config)
         with _one_name_map():
-            self.names: dict[str, str] = get_gguf_hf_weights_map(model, self._processor)
+            names: dict[str, str] = get_gguf_hf_weights_map(model, self._processor, model_type=architecture)
+        there = {tensor.name for tensor in reader.tensors}
+        # A parameter that is no layer's weight has no ending, and the file's tensor has one.
+        self.names = {name if name in there else f"{name}.weight": found for name, found in names.items()}
+        self.stacks: dict[str, Stack] = find_stacks(reader, model)
+        for stack in self.stacks.values():
+            for name in stack.names:
+                self.names.pop(name, None)
 
     def row_order(self, tensor: Any) -> Rows | None:
         """Which row of the file each row of the model's matrix is; None if it is no matrix, or more is done to it."""
@@ -58,10 +67,10 @@ class Conversion:
         return order[:, 0].astype(np.int64)
 
     def vector(self, tensor: Any) -> Tensor | None:
-        """A tensor of one dimension as the model has it; None if it goes by another name then."""
+        """A tensor of one dimension, or of one row, as the model has it; None if it goes by another name then."""
         from gguf import dequantize
 
-        found = self._processed(dequantize(tensor.data, tensor.tensor_type), tensor.name)
+        found = self._processed(dequantize(tensor.data, tensor.tensor_type).reshape(-1), tensor.name)
         return None if found is None else torch.from_numpy(found.astype(np.float32))
 
     def _processed(self, values: np.ndarray, name: str) -> np.ndarray | None:
@@ -98,11 +107,12 @@ class RowReader:
     Args:
         file: where it is.
         tensor: of the reader.
+        num_rows: of it; there are more where each of its matrices is told by rows.
     """
 
-    def __init__(self, file: WatchedFile, tensor: Any) -> None:
+    def __init__(self, file: WatchedFile, tensor: Any, num_rows: int) -> None:
         self._file, self._offset = file, int(tensor.data_offset)
-        self._row_bytes = int(tensor.n_bytes) // tensor_shape(tensor)[0]
+        self._row_bytes = int(tensor.n_bytes) // num_rows
 
     def __call__(self, rows: Rows) -> Stored:
         """uint8 [n, bytes of a row] of some rows, read from the first of them to the last."""
@@ -125,7 +135,7 @@ def float_rows(file: WatchedFile, tensor: Any, order: Rows, dtype: torch.dtype) 
     """
     from gguf import dequantize
 
-    read, kind = RowReader(file, tensor), tensor.tensor_type
+    read, kind = RowReader(file, tensor, tensor_shape(tensor)[0]), tensor.tensor_type
 
     def rows(start: int, stop: int) -> Tensor:
         data = read(order[start:stop])
@@ -134,3 +144,32 @@ def float_rows(file: WatchedFile, tensor: Any, order: Rows, dtype: torch.dtype) 
         return torch.from_numpy(np.ascontiguousarray(values, np.float32)).to(dtype)
 
     return rows
+
+
+def stacked_rows(
+    files: Mapping[str, WatchedFile], tensors: Mapping[str, Any], stack: Stack, dtype: torch.dtype
+) -> Callable[[int, int], Tensor]:
+    """Reads experts of a parameter as floats; see ``StoredWeight.rows``.
+
+    Args:
+        files: by the name of a tensor.
+        tensors: of the reader, by name.
+        stack: what the parameter is made of.
+        dtype: of what is read.
+    """
+    shapes = [tensor_shape(tensors[name]) for name in stack.names]
+    reads = [float_rows(files[name], tensors[name], np.arange(shapes[0][0]), dtype) for name in stack.names]
+
+    def rows(start: int, stop: int) -> Tensor:
+        parts = [read(start, stop).view(-1, *shape[1:]) for read, shape in zip(reads, shapes, strict=True)]
+        whole = torch.stack(parts, 2).flatten(1, 2) if stack.in_turn else torch.cat(parts, 1)
+        return whole.transpose(1, 2).contiguous() if stack.turned else whole
+
+    return rows
+
+
+def stacked_shape(tensors: Mapping[str, Any], stack: Stack) -> tuple[int, ...]:
+    """Sizes of a parameter."""
+    experts, rows, *depth = tensor_shape(tensors[stack.names[0]])
+    rows *= len(stack.names)
+    return (experts, *depth, rows) if stack.turned else (experts, rows, *depth)

@@ -3,8 +3,10 @@
 Some rows of each weight are compared with those that the model has.
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ from specexport.frontend.gguf_rows import Conversion, RowReader, tensor_shape
 from specexport.frontend.source import Source
 from specexport.frontend.stored import Stored, StoredWeight, WatchedFile
 from specexport.frontend.trace import WEIGHT_PREFIX
-from specexport.passes.block_weight import BlockWeight
+from specexport.passes.block_weight import BlockWeight, join
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 
 _FLOATS = {"F64", "F32", "F16", "BF16"}
@@ -58,21 +60,30 @@ def kept_weights(
         conversion: of the file to the model, where it is known.
 
     Raises:
-        UnsupportedModelError: they are not the loaded model's one for one.
+        UnsupportedModelError: they are not the loaded model's one for one, or experts have two formats where an engine
+            has one.
     """
-    quantized = [tensor for tensor in reader.tensors if tensor.tensor_type.name in FORMATS]
+    quantized = {tensor.name: tensor for tensor in reader.tensors if tensor.tensor_type.name in FORMATS}
     if not quantized:
         return {}
     conversion = conversion or Conversion(reader, model)
-    files = {path: WatchedFile(path, source.name) for path in source.files}
+    watched = {path: WatchedFile(path, source.name) for path in source.files}
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    kept = {}
-    for tensor in quantized:
-        name = conversion.names.get(tensor.name)
-        if name is None and len(tensor.data.shape) == 2:  # no weight of this model: transformers leaves it out too
+    stacked = {part: name for name, stack in conversion.stacks.items() for part in stack.names}
+    kept: dict[str, BlockWeight] = {}
+    for tensor in quantized.values():
+        name = stacked.get(tensor.name) or conversion.names.get(tensor.name)
+        if name is None or WEIGHT_PREFIX + name in kept:  # no weight of this model: transformers leaves it out too
             continue
-        weight = _kept(tensor, conversion, files[reader.paths[tensor.name]])
-        if weight is None or name is None or name not in parameters or not _same(weight, parameters, stored, name):
+        if tensor.name in stacked:
+            stack, shape = conversion.stacks[name], tensor_shape(tensor)
+            whole = _joined(source, [(part, quantized.get(part)) for part in stack.names], watched, reader)
+            weight: BlockWeight | None = whole.take(stack.row_order(*shape[:2]))
+        else:
+            order, weight = conversion.row_order(tensor), _rows(tensor, watched[reader.paths[tensor.name]])
+            in_place = order is not None and np.array_equal(order, np.arange(len(order)))
+            weight = None if order is None else weight if in_place else weight.take(order)
+        if weight is None or name not in parameters or not _same(weight, parameters, stored, name, conversion):
             raise UnsupportedModelError(
                 f"{tensor.name} of {source.name} ({tensor.tensor_type.name}) cannot be kept as it is stored: "
                 "transformers makes another weight of it.",
@@ -84,31 +95,59 @@ def kept_weights(
     return kept
 
 
-def _kept(tensor: Any, conversion: Conversion, file: WatchedFile) -> BlockWeight | None:
-    """A matrix of the file with its rows in the model's order; None if it is no matrix."""
-    order = conversion.row_order(tensor)
-    if order is None:
-        return None
-    found, read = FORMATS[tensor.tensor_type.name], RowReader(file, tensor)
-    whole = BlockWeight(
+def _rows(tensor: Any, file: WatchedFile) -> BlockWeight:
+    """A matrix of the file, or the matrices of all experts one below the other."""
+    *counts, depth = tensor_shape(tensor)
+    shape = math.prod(counts), depth
+    found, read = FORMATS[tensor.tensor_type.name], RowReader(file, tensor, shape[0])
+    return BlockWeight(
         tensor.tensor_type.name,
         found.form,
-        (tensor_shape(tensor)[0], tensor_shape(tensor)[1]),
+        shape,
         int(tensor.n_bytes),
         lambda rows: found.read(read(rows)),
         found.spread,
     )
-    return whole if np.array_equal(order, np.arange(len(order))) else whole.take(order)
 
 
-def _same(weight: BlockWeight, parameters: Mapping[str, Any], stored: Stored, name: str) -> bool:
-    parameter = parameters[name]
-    if tuple(parameter.shape) != weight.shape:
-        return False
-    rows = np.unique(np.linspace(0, weight.shape[0] - 1, _SAMPLES).astype(np.int64))
-    theirs = _rows_of(parameter, stored.get(name), rows.tolist()).float().numpy()
-    ours = weight.floats(rows)
-    return bool(np.abs(ours - theirs).max() <= _ROUNDING * max(float(np.abs(theirs).max()), 1e-30))
+def _joined(
+    source: Source, parts: list[tuple[str, Any]], watched: Mapping[Path, WatchedFile], reader: Any
+) -> BlockWeight:
+    """Tensors that an engine has one weight of, one below the other."""
+    found = [None if tensor is None else _rows(tensor, watched[reader.paths[name]]) for name, tensor in parts]
+    whole = [weight for weight in found if weight is not None]
+    if len(whole) < len(parts) or len({weight.form for weight in whole}) > 1:
+        named = " and ".join(
+            f"{name} ({'floats' if tensor is None else tensor.tensor_type.name})" for name, tensor in parts
+        )
+        raise UnsupportedModelError(
+            f"{named} of {source.name} cannot be kept as they are stored: an engine has one format for both.",
+            _HOW_TO_CONVERT,
+        )
+    return join(whole)
+
+
+def _same(
+    weight: BlockWeight, parameters: Mapping[str, Any], stored: Stored, name: str, conversion: Conversion
+) -> bool:
+    """Whether some rows are those of the model's parameter; of experts, rows of the first and the last."""
+    parameter, stack = parameters[name], conversion.stacks.get(name)
+    if stack is None:
+        if tuple(parameter.shape) != weight.shape:
+            return False
+        rows = np.unique(np.linspace(0, weight.shape[0] - 1, _SAMPLES).astype(np.int64))
+        theirs = _rows_of(parameter, stored.get(name), rows.tolist())
+    else:
+        last, height = len(parameter) - 1, weight.shape[0] // len(parameter)
+        both = _rows_of(parameter, stored.get(name), [0, last])
+        both = both.transpose(1, 2) if stack.turned else both
+        if (len(both[0]), both.shape[2]) != (height, weight.shape[1]):
+            return False
+        within = np.unique(np.linspace(0, height - 1, _SAMPLES // 2).astype(np.int64))
+        rows = np.concatenate([within, within + last * height])
+        theirs = both[:, within].flatten(0, 1)
+    ours, right = weight.floats(rows), theirs.float().numpy()
+    return bool(np.abs(ours - right).max() <= _ROUNDING * max(float(np.abs(right).max()), 1e-30))
 
 
 def _rows_of(parameter: Any, stored: StoredWeight | None, rows: list[int]) -> Tensor:

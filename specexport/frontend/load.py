@@ -13,6 +13,7 @@ import torch
 
 from specexport.frontend.checkpoint import Checkpoint
 from specexport.frontend.gguf_config import correct_config
+from specexport.frontend.gguf_experts import check_experts, holds_experts
 from specexport.frontend.gguf_reader import open_reader, shared
 from specexport.frontend.gguf_rows import Conversion
 from specexport.frontend.gguf_tokenizer import honour_file
@@ -25,6 +26,7 @@ from specexport.frontend.short import plain_length
 from specexport.frontend.source import PACKED_METHODS, Source, hash_source, resolve_source
 from specexport.frontend.stated_ids import check_stated_ids
 from specexport.frontend.stored import Stored, StoredWeight
+from specexport.frontend.streaming import load_all
 from specexport.frontend.tagged import Tags, tagged_gguf, tagged_safetensors
 from specexport.frontend.tokenizer import collect_eos_ids, load_tokenizer
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
@@ -41,15 +43,23 @@ def load(
     with quiet_transformers(), shared(found, reader):
         check_stated_ids(found)
         config = _load_config(found, trust_remote_code)
-        correct_config(found, reader, config)
+        config = correct_config(found, reader, config)
         tokenizer = honour_file(found, reader, load_tokenizer(found, trust_remote_code=trust_remote_code))
         settings = _packing(found, config)
         packed = Packed({}, {}) if settings is None else read_packed(found, settings)
         how = _How(found, config, getattr(torch, dtype), trust_remote_code, settings is not None)
         model, stored, conversion = None, None, None
-        if stream:
+        experts = holds_experts(reader)
+        if stream or experts:
             conversion = None if reader is None else _conversion(how, reader)
+            if experts:
+                check_experts(found, reader, {} if conversion is None else conversion.stacks)
             model, stored = _load_tagged(how, reader, conversion, packed)
+        if experts:  # transformers itself would hold all of them as floats, and knows fewer models
+            check_experts(found, reader, {} if conversion is None or stored is None else conversion.stacks)
+            if not stream:
+                load_all(model, stored or {})
+                stored = {}
         if model is None or stored is None:
             del model
             model, stored = _load_model(how, packed.all_floats() if how.packed else None), {}

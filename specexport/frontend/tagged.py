@@ -8,13 +8,14 @@ or given other values (some models clear the row of their padding token), the mo
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from specexport.frontend.gguf_rows import Conversion, float_rows, tensor_shape
+from specexport.frontend.gguf_rows import Conversion, float_rows, stacked_rows, stacked_shape, tensor_shape
 from specexport.frontend.source import Source
 from specexport.frontend.stored import StoredWeight, WatchedFile
 from specexport.frontend.streaming import replace_parameters
@@ -166,20 +167,30 @@ def tagged_gguf(source: Source, reader: Any, conversion: Conversion, tags: Tags)
     Returns:
         None if transformers does more to a matrix than to order its rows.
     """
-    files = {path: WatchedFile(path, source.name) for path in source.files}
-    state: dict[str, Tensor] = {}
+    watched = {path: WatchedFile(path, source.name) for path in source.files}
+    files = {name: watched[path] for name, path in reader.paths.items()}
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    state = {
+        name: tags.make(stacked_shape(tensors, stack), stacked_rows(files, tensors, stack, tags.dtype))
+        for name, stack in conversion.stacks.items()
+    }
     for tensor in reader.tensors:
         name, shape = conversion.names.get(tensor.name), tensor_shape(tensor)
         if name is None:  # no weight of this model: transformers leaves it out too
             continue
-        if len(shape) < SMALLEST_RANK:
+        if len(shape) < SMALLEST_RANK or shape[0] == 1:
             vector = conversion.vector(tensor)
             if vector is None:
                 return None
-            state[name] = vector
+            is_row = max(len(shape), vector.dim()) >= SMALLEST_RANK
+            state[name] = tags.make((1, vector.numel()), partial(_row, vector, tags.dtype)) if is_row else vector
             continue
         order = conversion.row_order(tensor)
         if order is None:
             return None
-        state[name] = tags.make(shape, float_rows(files[reader.paths[tensor.name]], tensor, order, tags.dtype))
+        state[name] = tags.make(shape, float_rows(files[tensor.name], tensor, order, tags.dtype))
     return state
+
+
+def _row(vector: Tensor, dtype: torch.dtype, start: int, stop: int) -> Tensor:
+    return vector.view(1, -1)[start:stop].to(dtype)

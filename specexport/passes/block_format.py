@@ -14,6 +14,7 @@ one bit quad q in bit q of each byte. Lines of all planes of a block lie togethe
 arrays, in order    when                                                   elements
 ==================  =====================================================  ===============================
 scales              ``half``, ``single``                                   float16 or float32 [groups, 16]
+                    ``power``: 2^(e - 128)                                 uint8 [groups, 16]
 levels, bases       ``level``: scale = base * level                        int8 [groups, 16], float16 [supers, 16]
 offsets             ``offset``                                             as the scales
 zeros               ``zero``: of each group                                uint8 [groups, 16]
@@ -45,7 +46,11 @@ _SUPER = 256  # inputs that share a base
 _LINE = 64
 _CHUNK = 1 << 22  # weights worked on at a time: bounds the memory beside the result
 _SMALLEST = np.float32(2.0**-120)  # blocks of activations below it count as zeros: 127 / x would be infinite
-IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int16)
+BOOKS = {
+    "iq4": np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int16),
+    "fp4": np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int16),
+}
+"""What codes of formats with a codebook stand for."""
 
 
 class Layout(NamedTuple):
@@ -54,10 +59,10 @@ class Layout(NamedTuple):
     Attributes:
         bits: of a code.
         group: inputs that share a scale, 16 to 1024: a power of two.
-        scale: ``half``, ``single`` or ``level``.
+        scale: ``half``, ``single``, ``level``, or ``power`` of two.
         shift: ``""`` for the middle of the codes, ``offset``, ``zero`` or ``minima``.
         bias: of the codes of a ``BlockWeight``: they are larger by it.
-        lookup: whether codes are places in the codebook of IQ4.
+        lookup: the one of ``BOOKS`` that codes are places in.
     """
 
     bits: int
@@ -65,7 +70,7 @@ class Layout(NamedTuple):
     scale: str
     shift: str = ""
     bias: int = 0
-    lookup: bool = False
+    lookup: str = ""
 
     @property
     def zero(self) -> int:
@@ -84,8 +89,9 @@ NAMED = {
     "q4_k": Layout(4, 32, "level", "minima"),
     "q5_k": Layout(5, 32, "level", "minima", bias=112),
     "q6_k": Layout(6, 16, "level", bias=96),
-    "iq4_nl": Layout(4, 32, "half", lookup=True),
-    "iq4_xs": Layout(4, 32, "level", lookup=True),
+    "iq4_nl": Layout(4, 32, "half", lookup="iq4"),
+    "iq4_xs": Layout(4, 32, "level", lookup="iq4"),
+    "mxfp4": Layout(4, 32, "power", lookup="fp4"),
 }
 """Formats with a name of their own. ``group4_64_f16`` is 4 bits with a float16 scale for 64 inputs; ``f32`` is there
 too, and behind either ``_zero`` (a byte for the code that stands for 0) or ``_offset``."""
@@ -97,7 +103,7 @@ _KINDS = {
     "Q5_0": "int5",
     "Q5_1": "int5_offset",
     "Q8_0": "int8",
-    **{name.upper(): name for name in ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs")},
+    **{name.upper(): name for name in ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "mxfp4")},
 }
 _GROUPS = ("16", "32", "64", "128", "256", "512", "1024")
 _GROUP = re.compile(r"group([48])_(\d+)_(f16|f32)(?:_(zero|offset))?")
@@ -230,13 +236,20 @@ def stored(format: str, packed: Packed, n: int, k: int) -> tuple[np.ndarray, Flo
     whole = {name: np.concatenate(pieces, axis=1) for name, pieces in found.items()}
     codes = np.concatenate(parts, axis=1)
     if form.lookup:
-        codes = IQ4_VALUES.astype(np.int32)[codes] + 128
+        codes = BOOKS[form.lookup].astype(np.int32)[codes] + 128
     groups, share = -(-k // form.group), max(1, _SUPER // form.group)
 
     def spread(name: str) -> Float32Array:
         return np.repeat(whole[name], share, axis=1)[:, :groups].astype(np.float32)
 
-    scales = whole["scales"] if form.scale != "level" else spread("bases") * whole["levels"].astype(np.float32)
+    if form.scale == "level":
+        scales = spread("bases") * whole["levels"].astype(np.float32)
+    else:
+        scales = (
+            whole["scales"]
+            if form.scale != "power"
+            else np.ldexp(np.float32(1), whole["scales"].astype(np.int32) - 128)
+        )
     offsets = None
     if form.shift == "offset":
         offsets = whole["offsets"].astype(np.float32)
@@ -297,7 +310,7 @@ def _arrays(form: Layout) -> dict[str, tuple[np.dtype, int]]:
     """What a stretch begins with: names, types, and inputs that share an element."""
     half: np.dtype = np.dtype("<f2")
     byte: np.dtype = np.dtype(np.uint8)
-    number = half if form.scale == "half" else np.dtype("<f4")
+    number = {"half": half, "power": byte}.get(form.scale, np.dtype("<f4"))
     scales = {"scales": (number, form.group)}
     if form.scale == "level":
         scales = {"levels": (np.dtype(np.int8), form.group), "bases": (half, _SUPER)}
@@ -337,6 +350,7 @@ def _check(format: str, form: Layout, weight: BlockWeight) -> None:  # noqa: A00
     fits = form.group == has.block and bool(form.shift) == has.has_offsets
     if form.scale == "level":
         fits = fits and spread is not None and spread.levels and spread.minima == (form.shift == "minima")
+    fits = fits and (form.scale == "power") == (spread is not None and spread.powers)
     if not fits:
         raise ValueError(f"the format {format} cannot hold {weight.kind} weights of {has}, {spread}")
 
@@ -344,7 +358,7 @@ def _check(format: str, form: Layout, weight: BlockWeight) -> None:  # noqa: A00
 def _plain_codes(codes: npt.NDArray[np.uint8], form: Layout) -> npt.NDArray[np.uint8]:
     if form.lookup:
         places = np.zeros(256, np.uint8)
-        places[IQ4_VALUES + 128] = np.arange(16)
+        places[BOOKS[form.lookup] + 128] = np.arange(16)
         return places[codes]
     return codes - np.uint8(form.bias) if form.bias else codes
 
@@ -357,6 +371,8 @@ def _parameters(form: Layout, blocks: Blocks, middle: int) -> dict[str, np.ndarr
         values |= {"levels": kept.levels, "bases": kept.base}  # type: ignore[union-attr,dict-item]
     else:
         values["scales"] = blocks.scales if kept is None else kept.base
+        if form.scale == "power":
+            values["scales"] = (np.frexp(values["scales"])[1] + 127).astype(np.uint8)
         if form.scale == "half" and not _fits_half(values["scales"]):
             raise ValueError("scales are none of float16")
     if form.shift == "zero":

@@ -11,7 +11,6 @@ import numpy.typing as npt
 from specexport_runtime.executors.base import Float32Array
 
 Rows = npt.NDArray[np.int64]
-_CHUNK = 1 << 22  # weights worked on at a time: bounds the memory beside the result
 
 
 class Form(NamedTuple):
@@ -45,25 +44,27 @@ class Spread(NamedTuple):
         levels: whether there are levels; else scales are the bases.
         minima: whether there are minima; else the least is added as it is.
         shift: see above.
+        powers: whether bases are powers of two, and may be none of float16.
     """
 
     values: int
     levels: bool = False
     minima: bool = False
     shift: int = 0
+    powers: bool = False
 
 
 class Stored(NamedTuple):
     """Scales and offsets as a checkpoint stores them, see :class:`Spread`.
 
     Attributes:
-        base: float16 [n, K / values].
+        base: float16 [n, K / values], or float32 powers of two.
         levels: int8 [n, K / block], or None.
         least: float16 [n, K / values]; None without offsets.
         minima: int8 [n, K / block], or None.
     """
 
-    base: npt.NDArray[np.float16]
+    base: npt.NDArray[np.floating]
     levels: npt.NDArray[np.int8] | None = None
     least: npt.NDArray[np.float16] | None = None
     minima: npt.NDArray[np.int8] | None = None
@@ -133,48 +134,6 @@ class BlockWeight:
             values += offsets[..., None]
         return values.reshape(len(wanted), self.shape[1]).astype(np.float32, copy=False)
 
-    @property
-    def engine_bytes(self) -> int:
-        """What its parts take in an engine's file."""
-        count, both = self.shape[0] * self.shape[1], 1 + self.form.has_offsets
-        size = count * self.form.bits // 8
-        if self.spread is None:
-            return size + 4 * both * count // self.form.block
-        of_block = self.spread.levels + self.spread.minima
-        return size + 2 * both * count // self.spread.values + of_block * count // self.form.block
-
-    @property
-    def part_names(self) -> tuple[str, ...]:
-        """What an engine's file has of it: codes, and what scales and offsets are made of."""
-        if self.spread is None:
-            return ("codes", "scales", *(("offsets",) if self.form.has_offsets else ()))
-        given = {"base": True, "levels": self.spread.levels, "least": self.form.has_offsets}
-        given["minima"] = self.spread.minima
-        return ("codes", *(name for name, there in given.items() if there))
-
-    def parts(self) -> list[np.ndarray]:
-        """The arrays of ``part_names``, in their order, from one reading.
-
-        Codes are uint8 [N, blocks, block * bits / 8]; those of 4 bits two to a byte, the first in the low half.
-        """
-        found: list[list[np.ndarray]] = []
-        for rows in self._chunks():
-            blocks = self.read(rows)
-            named = (blocks if self.spread is None or blocks.stored is None else blocks.stored)._asdict()
-            found.append([self._packed(blocks.codes), *(named[name] for name in self.part_names[1:])])
-        return [np.concatenate(parts) for parts in zip(*found, strict=True)]
-
-    def _packed(self, codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-        shaped = codes.reshape(len(codes), self.num_blocks, self.form.block)
-        if self.form.bits == 8:
-            return shaped
-        packed: npt.NDArray[np.uint8] = shaped[..., 0::2] | (shaped[..., 1::2] << np.uint8(4))
-        return packed
-
-    def _chunks(self) -> list[Rows]:
-        step = max(1, _CHUNK // self.shape[1])
-        return [np.arange(start, min(start + step, self.shape[0])) for start in range(0, self.shape[0], step)]
-
 
 def with_offsets(weight: BlockWeight) -> BlockWeight:
     """The weight with an offset for each block, of 0 where it has none."""
@@ -189,7 +148,7 @@ def with_offsets(weight: BlockWeight) -> BlockWeight:
 
 
 def join(weights: Seq[BlockWeight]) -> BlockWeight:
-    """Weights of one form and depth, one below the other."""
+    """Weights of one form and depth, one below the other; rows may be asked for in any order."""
     if len(weights) == 1:
         return weights[0]
     bounds = np.cumsum([weight.shape[0] for weight in weights])
@@ -197,18 +156,15 @@ def join(weights: Seq[BlockWeight]) -> BlockWeight:
     spread = weights[0].spread if len(spreads) == 1 else None
 
     def read(rows: Rows) -> Blocks:
-        starts = np.concatenate([[0], bounds[:-1]])
-        parts = [
-            weight.read(rows[(rows >= start) & (rows < end)] - start)
-            for weight, start, end in zip(weights, starts, bounds, strict=True)
-            if bool(((rows >= start) & (rows < end)).any())
-        ]  # in order: rows are asked for in ascending order
+        of = np.searchsorted(bounds, rows, side="right")
+        parts = [weights[at].read(rows[of == at] - (bounds[at] - weights[at].shape[0])) for at in np.unique(of)]
         codes, scales, offsets, stored = zip(*parts, strict=True)
+        places = np.argsort(np.argsort(of, kind="stable"))
         return Blocks(
-            np.concatenate(codes),
-            np.concatenate(scales),
-            np.concatenate(offsets) if weights[0].form.has_offsets else None,
-            None if spread is None else _joined(stored),
+            np.concatenate(codes)[places],
+            np.concatenate(scales)[places],
+            np.concatenate(offsets)[places] if weights[0].form.has_offsets else None,
+            None if spread is None else _joined(stored, places),
         )
 
     return replace(
@@ -221,7 +177,7 @@ def join(weights: Seq[BlockWeight]) -> BlockWeight:
     )
 
 
-def _joined(parts: Seq[Stored]) -> Stored:
+def _joined(parts: Seq[Stored], places: Rows) -> Stored:
     columns: Any = zip(*parts, strict=True)
-    made: list[Any] = [None if column[0] is None else np.concatenate(column) for column in columns]
+    made: list[Any] = [None if column[0] is None else np.concatenate(column)[places] for column in columns]
     return Stored(*made)

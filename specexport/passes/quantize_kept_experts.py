@@ -10,6 +10,7 @@ from specexport.passes.block_linear import Packing
 from specexport.passes.block_weight import BlockWeight
 from specexport.passes.experts_graph import ExpertsSite, experts_sites
 from specexport.passes.quantize_experts import quantize_router
+from specexport.passes.transpose_fold import FOLDED
 from specexport_runtime.errors import UnsupportedModelError
 
 
@@ -42,7 +43,12 @@ class KeptExpertsPass(CountingPass):
             put_experts(graph, site, self._packing(site, "gate_up"), self._packing(site, "down"))
         for name, value in graph.initializers.items():
             tensor = constant_of(value)
-            if name in self._weights and value.uses() and tensor is not None and len(sizes_of(tensor)) == 3:
+            if (
+                name.removesuffix(FOLDED) in self._weights
+                and value.uses()
+                and tensor is not None
+                and len(sizes_of(tensor)) == 3
+            ):
                 raise UnsupportedModelError(
                     f"{name} cannot be kept as it is stored: no kernel takes it.",
                     "say how to quantize it anew: --quantize int8 or int4, or none for float weights.",
@@ -50,7 +56,7 @@ class KeptExpertsPass(CountingPass):
         return len(found)
 
     def _of(self, site: ExpertsSite, name: str) -> BlockWeight | None:
-        return self._weights.get(str(site.given[name].name))
+        return self._weights.get(str(site.given[name].name).removesuffix(FOLDED))
 
     def _packing(self, site: ExpertsSite, name: str) -> Packing:
         weight = self._of(site, name)

@@ -13,7 +13,7 @@ import onnx
 import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
-from specexport.passes.block_format import FLOATS, NAMED, STRETCH, layout, pack, pack_float, reference, unpack
+from specexport.passes.block_format import BOOKS, FLOATS, NAMED, STRETCH, layout, pack, pack_float, reference, unpack
 from specexport.passes.block_weight import Blocks, BlockWeight, Form, Spread, Stored
 
 GROUPS = [
@@ -44,13 +44,17 @@ def random_weight(name: str, n: int, k: int, generator: np.random.Generator) -> 
     codes = generator.integers(0, 1 << form.bits, (n, k), dtype=np.uint8)
     codes[0], codes[-1] = (1 << form.bits) - 1, 0  # what sums of pairs must have room for
     if form.lookup:
-        codes = _book()[codes]
+        codes = (BOOKS[form.lookup] + 128).astype(np.uint8)[codes]
     scales = generator.uniform(0.001, 0.01, (n, groups)).astype(np.float16 if form.scale == "half" else np.float32)
     bases = generator.uniform(-0.001, 0.001, (n, supers)).astype(np.float16)
     share = 256 // form.group if form.scale == "level" else 1
     levels = generator.integers(-32, 64, (n, groups)).astype(np.int8) if form.scale == "level" else None
     stored: Stored | None = None
     offsets: np.ndarray | None = None
+    if form.scale == "power":
+        scales = np.ldexp(np.float32(1), generator.integers(115, 124, (n, groups)) - 128).astype(np.float32)
+        scales[0], scales[-1] = np.ldexp(np.float32(1), -128), np.ldexp(np.float32(1), -127)  # subnormal
+        stored = Stored(scales)
     if levels is not None:
         scales = np.repeat(bases, share, 1)[:, :groups].astype(np.float32) * levels
         stored = Stored(bases, levels)
@@ -67,6 +71,8 @@ def random_weight(name: str, n: int, k: int, generator: np.random.Generator) -> 
         offsets, stored = least.astype(np.float32), Stored(scales, least=least)  # type: ignore[arg-type]
     blocks = Blocks(codes + np.uint8(form.bias), scales.astype(np.float32), offsets, stored)
     spread = None if stored is None else Spread(256, levels is not None, form.shift == "minima")
+    if spread is not None and form.scale == "power":
+        spread = Spread(form.group, powers=True)
 
     def read(rows: np.ndarray) -> Blocks:
         parts: list[Any] = [None if part is None else part[rows] for part in (blocks.stored or ())]
@@ -78,12 +84,6 @@ def random_weight(name: str, n: int, k: int, generator: np.random.Generator) -> 
         )
 
     return BlockWeight(name, Form(4 if middle == 8 else 8, form.group, bool(form.shift)), (n, k), 0, read, spread)
-
-
-def _book() -> np.ndarray:
-    from specexport.passes.block_format import IQ4_VALUES
-
-    return (IQ4_VALUES + 128).astype(np.uint8)
 
 
 def packed(name: str, n: int, k: int, generator: np.random.Generator) -> np.ndarray:

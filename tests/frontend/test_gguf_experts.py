@@ -1,0 +1,122 @@
+"""Experts of GGUF files: the model is that of the file, read expert by expert, and its integers are kept."""
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from specexport.frontend import load_checkpoint, reference_logits
+from specexport.frontend.gguf_blocks import FORMATS
+from specexport_runtime.errors import SpecexportError, UnsupportedModelError
+from tests.engine_harness import make_checkpoint
+from tests.tiny_gguf import write_gguf
+from tests.tiny_models import GROUPED, make_model
+
+WIDE = GROUPED | {"hidden_size": 256, "intermediate_size": 256}
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2}
+_INSIDE = _MOE | {"moe_intermediate_size": 256}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2moe": ("Qwen2Moe", WIDE | _INSIDE | {"shared_expert_intermediate_size": 512}),
+    "qwen3moe": ("Qwen3Moe", WIDE | _INSIDE | {"head_dim": 32, "norm_topk_prob": True}),
+    "llama": ("Mixtral", WIDE | {"num_local_experts": 4, "num_experts_per_tok": 3}),
+    "olmoe": ("Olmoe", WIDE | _MOE),
+    "gpt-oss": ("GptOss", WIDE | {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2}),
+}
+MIXED = {"ffn_down_exps.weight": "Q6_K", "_exps.weight": "Q4_K", "": "Q8_0"}
+
+
+def write_experts(path: Path, architecture: str, kinds: dict[str, str], *, one_row: bool = False, **stated: Any) -> Any:
+    """Write a file; gives the model that it is of."""
+    prefix, config = MODELS[architecture]
+    model = make_model(prefix, config)
+    keys = {"expert_count": 4, "expert_used_count": model.config.num_experts_per_tok}
+    if "head_dim" in config:
+        keys |= {"attention.key_length": 32, "attention.value_length": 32}
+    if architecture == "gpt-oss":
+        keys |= {"attention.sliding_window": model.config.sliding_window}
+    stated = {f"{architecture}.{key}": value for key, value in keys.items()} | stated
+    write_gguf(model, path, architecture=architecture, kinds=kinds, stated=stated, one_row=one_row)
+    return model
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("architecture", MODELS)
+def test_the_model_is_the_file_s(tmp_path: Path, architecture: str, stream: bool) -> None:
+    path = tmp_path / "tiny.gguf"
+    wanted = make_checkpoint(write_experts(path, architecture, MIXED))
+    checkpoint = load_checkpoint(str(path), stream=stream, keep=True)
+    assert type(checkpoint.model) is type(wanted.model)
+    assert any("gate_up_proj" in name for name in checkpoint.stored) is stream
+    sequences = [[5, 9, 200, 31, 7, 7, 80]]
+    found, right = (reference_logits(each, sequences)[0] for each in (checkpoint, wanted))
+    np.testing.assert_allclose(found, right, atol=1e-4 * np.abs(right).max())
+
+
+@pytest.mark.parametrize("architecture", ["qwen3moe", "gpt-oss"])  # one below the other, and in turn
+def test_the_integers_of_experts_are_the_file_s(tmp_path: Path, architecture: str) -> None:
+    path = tmp_path / "tiny.gguf"
+    kinds = MIXED if architecture == "qwen3moe" else {"_exps.weight": "MXFP4", "": "Q8_0"}
+    write_experts(path, architecture, kinds)
+    kept = load_checkpoint(str(path), stream=True, keep=True).kept
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    for layer in range(2):
+        codes = {}
+        for part in ("gate", "up", "down"):
+            tensor = tensors[f"blk.{layer}.ffn_{part}_exps.weight"]
+            found = FORMATS[tensor.tensor_type.name].read(np.array(tensor.data).reshape(4 * 256, -1))
+            codes[part] = found.codes.reshape(4, 256, 256)
+        experts = f"model.model.layers.{layer}.mlp.experts"
+        both = kept[f"{experts}.gate_up_proj"].read(np.arange(4 * 512)).codes.reshape(4, 512, 256)
+        in_turn = architecture == "gpt-oss"
+        gates, ups = (both[:, ::2], both[:, 1::2]) if in_turn else np.split(both, 2, axis=1)
+        np.testing.assert_array_equal(gates, codes["gate"])
+        np.testing.assert_array_equal(ups, codes["up"])
+        down = kept[f"{experts}.down_proj"].read(np.arange(4 * 256)).codes
+        np.testing.assert_array_equal(down.reshape(4, 256, 256), codes["down"])
+    assert all(name in kept for name in ("model.lm_head.weight", "model.model.layers.1.self_attn.q_proj.weight"))
+
+
+def test_how_gpt_oss_files_scale_positions_is_read(tmp_path: Path) -> None:
+    scaling = {"type": "yarn", "factor": 16.0, "original_context_length": 64}
+    stated = {f"gpt-oss.rope.scaling.{key}": value for key, value in scaling.items()}
+    write_experts(tmp_path / "tiny.gguf", "gpt-oss", MIXED, **stated)
+    found = load_checkpoint(str(tmp_path / "tiny.gguf"), stream=True).model.config.rope_parameters
+    assert {name: found[name] for name in ("rope_type", "factor", "original_max_position_embeddings", "truncate")} == {
+        "rope_type": "yarn",
+        "factor": 16.0,
+        "original_max_position_embeddings": 64,
+        "truncate": False,  # no key says it
+    }
+
+
+def test_the_gate_of_shared_experts_may_be_a_row_or_a_matrix_of_one(tmp_path: Path) -> None:
+    name = "blk.1.ffn_gate_inp_shexp.weight"
+    wanted = write_experts(tmp_path / "row.gguf", "qwen2moe", MIXED).model.layers[1].mlp.shared_expert_gate.weight
+    write_experts(tmp_path / "matrix.gguf", "qwen2moe", MIXED, one_row=True)
+    for path in (tmp_path / "row.gguf", tmp_path / "matrix.gguf"):
+        shape = next(tensor.shape for tensor in gguf.GGUFReader(path).tensors if tensor.name == name)
+        assert len(shape) == (2 if path.stem == "matrix" else 1)
+        found = load_checkpoint(str(path), stream=True).stored["model.layers.1.mlp.shared_expert_gate.weight"]
+        np.testing.assert_array_equal(found.whole(), wanted.detach())
+
+
+def test_gates_and_ups_of_two_formats_are_not_kept(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_experts(path, "qwen3moe", {"gate_exps.weight": "Q6_K"} | MIXED)
+    with pytest.raises(UnsupportedModelError, match=r"gate_exps.weight \(Q6_K\) and .*up_exps.weight \(Q4_K\) of tiny"):
+        load_checkpoint(str(path), stream=True, keep=True)
+    assert load_checkpoint(str(path), stream=True).stored
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [("llama", "blk.1.ffn_gate.3.weight"), ("qwen2", "blk.0.ffn_up_exps.weight"), ("dbrx", "blk.0.ffn_up_exps.weight")],
+)
+def test_experts_that_cannot_be_read_are_refused(tmp_path: Path, architecture: str, name: str) -> None:
+    """As files had them before llama.cpp stacked them; in a model without experts; and of one that is not known."""
+    path, experts = tmp_path / "tiny.gguf", {name: np.zeros((2, 4, 64), np.float32)}
+    write_gguf(make_model("Llama", GROUPED), path, architecture=architecture, tensors=experts)
+    with pytest.raises(SpecexportError, match=r"^tiny\.gguf.*(experts that cannot be read|dbrx is not supported)"):
+        load_checkpoint(str(path))
