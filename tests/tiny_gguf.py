@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.tiny_models import GROUPED, make_model
+
 NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -51,6 +53,19 @@ HALVES = {
 MIDDLES = {"Q4_1": -7.5, "Q5_1": -15.5, "Q2_K": 1.5, "Q4_K": 7.5, "Q5_K": 15.5}
 """What a format's second scale is times the first: values then lie around zero."""
 LEVELS = {"Q2_K": 2 * 15, "Q3_K": 3 * 32, "Q4_K": 8 * 63, "Q5_K": 16 * 63, "Q6_K": 32 * 127, "IQ4_XS": 100 * 32}
+
+_WIDE = GROUPED | {"hidden_size": 256, "intermediate_size": 256}
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2}
+_INSIDE = _MOE | {"moe_intermediate_size": 256}
+EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2moe": ("Qwen2Moe", _WIDE | _INSIDE | {"shared_expert_intermediate_size": 512}),
+    "qwen3moe": ("Qwen3Moe", _WIDE | _INSIDE | {"head_dim": 32, "norm_topk_prob": True}),
+    "llama": ("Mixtral", _WIDE | {"num_local_experts": 4, "num_experts_per_tok": 3}),
+    "olmoe": ("Olmoe", _WIDE | _MOE),
+    "gpt-oss": ("GptOss", _WIDE | {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2}),
+}
+"""Models with experts by GGUF's name of their architecture: as in ``ARCHITECTURES``."""
+MIXED_EXPERTS = {"ffn_down_exps.weight": "Q6_K", "_exps.weight": "Q4_K", "": "Q8_0"}
 
 
 def random_blocks(kind: str, shape: tuple[int, int], generator: np.random.Generator) -> np.ndarray:
@@ -176,3 +191,17 @@ def _tensors(model: Any, name: str, weight: Any, architecture: str) -> list[tupl
         dim = model.config.hidden_size // model.config.num_attention_heads
         weight = weight.view(-1, 2, dim // 2, *weight.shape[1:]).transpose(1, 2)
     return [(short, weight)]
+
+
+def write_experts(path: Path, architecture: str, kinds: dict[str, str], *, one_row: bool = False, **stated: Any) -> Any:
+    """Write a file; gives the model that it is of."""
+    prefix, config = EXPERTS[architecture]
+    model = make_model(prefix, config)
+    keys = {"expert_count": 4, "expert_used_count": model.config.num_experts_per_tok}
+    if "head_dim" in config:
+        keys |= {"attention.key_length": 32, "attention.value_length": 32}
+    if architecture == "gpt-oss":
+        keys |= {"attention.sliding_window": model.config.sliding_window}
+    stated = {f"{architecture}.{key}": value for key, value in keys.items()} | stated
+    write_gguf(model, path, architecture=architecture, kinds=kinds, stated=stated, one_row=one_row)
+    return model

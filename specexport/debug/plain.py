@@ -13,8 +13,10 @@ import onnx_ir as ir
 from specexport.debug.capture import Feeds
 from specexport.lowering.ort_cpu import INPUTS
 from specexport.onnx_emit import Emitter, lazy_weight
+from specexport.ops.experts import EACH
 from specexport.passes.base import constant_of
 from specexport.passes.block_format import unpack
+from specexport.passes.experts_graph import BLOCK_EXPERTS
 from specexport_runtime.abi import CU_NEW_TOKENS, KV_LENS, KV_POSITIONS, OP_DOMAIN, OP_NAME, POSITIONS
 
 _HIDDEN = -1e30
@@ -60,31 +62,77 @@ def with_plain_operators(model: ir.Model, feeds: Feeds) -> ir.Model:
 
 def _linear(node: ir.Node, emit: Emitter) -> ir.Value:
     source, packed, *bias = node.inputs
-    product = emit.op("MatMul", source, _floats(packed, node, emit, turned=False))
+    product = emit.op("MatMul", source, _weight(packed, node, emit, turned=False))
     return emit.op("Add", product, bias[0]) if bias and bias[0] is not None else product
 
 
 def _embedding(node: ir.Node, emit: Emitter) -> ir.Value:
     ids, packed = node.inputs
-    table = _floats(packed, node, emit, turned=True)
+    table = _weight(packed, node, emit, turned=True)
     return emit.op("Gather", table, ids, axis=0, dtype=ir.DataType.FLOAT)
 
 
-_OF_BLOCKS = {"BlockLinear": _linear, "BlockEmbedding": _embedding}
+def _experts(node: ir.Node, emit: Emitter) -> ir.Value:
+    """All experts of all tokens, weighted by 0 where a token has not chosen one."""
+    x, ids, shares, *_ = node.inputs
+    told: dict[str, Any] = {name: attribute.value for name, attribute in node.attributes.items()}
+    both = _of_each(node, emit, "gate_up", x)
+    if told["interleaved"] == EACH:
+        gate, up = both, both
+    elif told["interleaved"]:
+        last, two = emit.const([-1]), emit.const([2])
+        ends = emit.const([2 * told["I"]])
+        gate, up = (emit.op("Slice", both, emit.const([at]), ends, last, two) for at in (0, 1))
+    else:
+        gate, up = emit.node("Split", [both], {"axis": -1, "num_outputs": 2}, outputs=2).outputs
+    if told["limit"] > 0:
+        low, high = (emit.const(sign * told["limit"], "float32") for sign in (-1, 1))
+        gate, up = emit.op("Min", gate, high), emit.op("Clip", up, low, high)
+    sigmoid = emit.op("Sigmoid", emit.op("Mul", gate, emit.const(told["alpha"], "float32")))
+    gated = emit.op("Mul", emit.op("Mul", gate, sigmoid), emit.op("Add", up, emit.const(told["beta"], "float32")))
+    given = _of_each(node, emit, "down", gated)  # [E, T, H]
+    chosen = emit.op("OneHot", ids, emit.const(told["E"]), emit.const([0.0, 1.0], "float32"), dtype=ir.DataType.FLOAT)
+    weighted = emit.op("Mul", chosen, emit.op("Unsqueeze", shares, emit.const([2])))
+    of_tokens = emit.op("Transpose", emit.op("ReduceSum", weighted, emit.const([1]), keepdims=0), perm=[1, 0])
+    parts = emit.op("Mul", given, emit.op("Unsqueeze", of_tokens, emit.const([2])))
+    return emit.op("ReduceSum", parts, emit.const([0]), keepdims=0)
 
 
-def _floats(packed: "ir.Value | None", node: ir.Node, emit: Emitter, *, turned: bool) -> ir.Value:
-    """A packed weight as float32, [N, K] if it is ``turned``, else [K, N]."""
-    tensor, kind = constant_of(packed), node.attributes["format"].as_string()
+def _of_each(node: ir.Node, emit: Emitter, name: str, source: "ir.Value | None") -> ir.Value:
+    """The products of each expert's matrix, [E, T, N]."""
+    at = {"gate_up": 3, "down": 5}[name]
+    bias = node.inputs[at + 1] if len(node.inputs) > at + 1 else None
+    told = {key: node.attributes[key].as_int() for key in ("E", "H", "I", "interleaved")}
+    outputs = told["I"] if told["interleaved"] == EACH else 2 * told["I"]
+    shape = (outputs, told["H"]) if name == "gate_up" else (told["H"], told["I"])
+    kind = node.attributes[f"{name}_format"].as_string()
+    product = emit.op("MatMul", source, _floats(node.inputs[at], kind, shape, emit, turned=False, times=told["E"]))
+    return product if bias is None else emit.op("Add", product, emit.op("Unsqueeze", bias, emit.const([1])))
+
+
+_OF_BLOCKS = {"BlockLinear": _linear, "BlockEmbedding": _embedding, BLOCK_EXPERTS: _experts}
+
+
+def _weight(packed: "ir.Value | None", node: ir.Node, emit: Emitter, *, turned: bool) -> ir.Value:
+    shape = node.attributes["N"].as_int(), node.attributes["K"].as_int()
+    return _floats(packed, node.attributes["format"].as_string(), shape, emit, turned=turned)
+
+
+def _floats(
+    packed: "ir.Value | None", kind: str, shape: tuple[int, int], emit: Emitter, *, turned: bool, times: int = 0
+) -> ir.Value:
+    """A packed weight as float32, [N, K] if it is ``turned``, else [K, N]; of so many experts [E, K, N]."""
+    tensor, (n, k) = constant_of(packed), shape
     assert tensor is not None  # noqa: S101 - engines have constant weights
-    n, k = (node.attributes[name].as_int() for name in "NK")
 
     def make() -> npt.NDArray[np.float32]:
-        values = unpack(kind, tensor.numpy(), n, k)
-        return values if turned else np.ascontiguousarray(values.T)
+        each = [unpack(kind, part, n, k) for part in np.split(tensor.numpy(), max(1, times))]
+        values = np.stack(each) if times else each[0]
+        return values if turned else np.ascontiguousarray(values.swapaxes(-1, -2))
 
     name = f"{tensor.name}.{'rows' if turned else 'columns'}"
-    return lazy_weight(emit.graph, name, ir.DataType.FLOAT, [n, k] if turned else [k, n], make)
+    sizes = [*([times] if times else []), *([n, k] if turned else [k, n])]
+    return lazy_weight(emit.graph, name, ir.DataType.FLOAT, sizes, make)
 
 
 class _Attention:
@@ -165,7 +213,7 @@ class _Attention:
         emit, dim = self.emit, self.dims["kv".index(name)]
         held = row.past if self.appends else row.end
         cache = self._slice(self._value(f"{name}_cache"), [row.row, 0], [row.row + 1, held], [0, 3])
-        entries = emit.cast(emit.reshape(cache, [self.kv_heads, held, dim]), ir.DataType.FLOAT)
+        entries = emit.cast(emit.reshape(cache, [self.kv_heads, -1, dim]), ir.DataType.FLOAT)
         new = self._tokens(row, part, self.kv_heads, dim, rotated=name == "k") if self.appends else None
         scale = self.given.get(f"{name}_scale")
         if scale is not None:

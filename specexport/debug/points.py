@@ -4,7 +4,7 @@ Graphs of one checkpoint differ by what passes and lowerings make of it: a produ
 scales behind it, three linear layers may be one, attention may be another function. So a tensor is known by
 
 - the table that tokens are looked up in;
-- the weight of the linear layer that gives it;
+- the weight of the linear layer, or of the experts, that give it;
 - the cache of the attention that gives it;
 - its place in the residual stream, where layers have gates;
 - its own name, if the same operator gives a tensor of that name in the other graph. Names come from tracing; a graph
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import onnx_ir as ir
 
 from specexport.debug.graph import EngineGraph, values_by_name
+from specexport.passes.experts_graph import BLOCK_EXPERTS
 from specexport.passes.residual_blocks import cache_writers
 from specexport_runtime.abi import LOGITS
 
@@ -91,10 +92,10 @@ def pair_points(reference: EngineGraph, other: EngineGraph, *, same_names: bool)
 
 
 def find_points(source: EngineGraph) -> dict[Key, Point]:
-    """Linear layers, attention and the residual stream of a graph."""
+    """Linear layers, experts, attention and the residual stream of a graph."""
     graph = source.model.graph
     packs = _packs(graph)
-    found = [*_embeddings(graph), *_linears(graph, packs)]
+    found = [*_embeddings(graph), *_linears(graph, packs), *_experts(graph)]
     names = values_by_name(source.model)
     for layer, node in enumerate(cache_writers(graph)):
         label = f"layers.{layer}.attention"
@@ -140,6 +141,15 @@ def _linears(graph: ir.Graph, packs: dict[str, list[str]]) -> Iterator[Point]:
             part = next((str(use.name) for use in _parts(end) if _base(str(use.name))[0] == name), None)
             if part is not None:
                 yield Point(("linear", name, *bias), name, "linear", part, _layer_of(name), key)
+
+
+def _experts(graph: ir.Graph) -> Iterator[Point]:
+    """What all experts of a layer give together; products within are no tensors."""
+    for node in graph:
+        down = node.inputs[5] if node.op_type == BLOCK_EXPERTS else None
+        if down is not None:
+            name = _base(str(down.name))[0].rpartition(".")[0]
+            yield Point(("experts", name), name, "experts", str(node.outputs[0].name), _layer_of(name))
 
 
 def _base(weight: str) -> tuple[str, bool]:

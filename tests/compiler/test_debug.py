@@ -10,6 +10,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 import onnx
+import onnx_ir as ir
+import onnxruntime
 import pytest
 from click.testing import Result
 from pairs import TinyPair, locked
@@ -19,14 +21,22 @@ from specexport.debug.capture import capture_step
 from specexport.debug.compare import mean_divergence
 from specexport.debug.engines import compare_engines
 from specexport.debug.graph import load_graph
+from specexport.debug.plain import with_plain_operators
 from specexport.debug.points import pair_points
 from specexport.debug.report import summary_lines
+from specexport.ops import reference_experts
+from specexport.ops.experts import EACH
+from specexport.passes.block_format import unpack
+from specexport.recipe import BuildRecipe
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.bundle.files import hash_files
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.errors import IncompatibleError
 from specexport_runtime.executors import cuda_driver
+from tests.operators import experts_cases
+from tests.operators.experts_cases import Layer
+from tests.tiny_models import ARCHITECTURES, make_model, save_checkpoint
 
 PROMPT = "a quick brown fox"
 LINEARS = [
@@ -185,10 +195,17 @@ def test_the_step_is_one_of_the_engines_own_decode(tiny_bundle: Path) -> None:
     assert first.logits.argmax() == plain.token_ids[0]
 
 
-def test_what_is_saved_runs_elsewhere(tiny_bundle: Path, tmp_path: Path, run_cli: Callable[..., Result]) -> None:
+def run_saved(folder: Path) -> Any:
+    """Logits of a saved graph, in polygraphy."""
     from polygraphy.backend.onnxrt import OnnxrtRunner, SessionFromOnnx
     from polygraphy.json import load_json
 
+    (feeds,) = load_json(str(folder / "inputs.json"))
+    with OnnxrtRunner(SessionFromOnnx(str(folder / "model.onnx"))) as runner:
+        return runner.infer(feeds)["logits"].copy()
+
+
+def test_what_is_saved_runs_elsewhere(tiny_bundle: Path, tmp_path: Path, run_cli: Callable[..., Result]) -> None:
     folder = tmp_path / "saved"
     result = run_cli("debug", tiny_bundle, PROMPT, "--graph", "padded", "--save", folder, "-q", "--threads", 1)
     assert result.exit_code == 0, result.output
@@ -198,11 +215,59 @@ def test_what_is_saved_runs_elsewhere(tiny_bundle: Path, tmp_path: Path, run_cli
         model = onnx.load(folder / name / "model.onnx", load_external_data=False)
         assert not model.functions  # polygraphy's graph surgery has no use for them
         assert not (folder / name / "model.onnx.data").samefile(tiny_bundle / "target" / "model.onnx.data")
-        (feeds,) = load_json(str(folder / name / "inputs.json"))
-        with OnnxrtRunner(SessionFromOnnx(str(folder / name / "model.onnx"))) as runner:
-            logits.append(runner.infer(feeds)["logits"].copy())
+        logits.append(run_saved(folder / name))
     assert mean_divergence(*logits) < 1e-9
     assert np.allclose(*logits, rtol=0, atol=1e-5)
+
+
+LAYERS = [
+    Layer("q4_k", "f16", 5, 3, 64, 32),
+    Layer("int8", "int8", 4, 2, 40, 24, 1, 1.702, 1.0, 0.5, True),
+    Layer("f32", "mxfp4", 3, 2, 32, 48, EACH, 1e6),
+]
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=["halves", "in turn", "each"])
+def test_experts_are_written_in_standard_operators(layer: Layer) -> None:
+    generator = np.random.default_rng(3)
+    weights, step = experts_cases.weights_of(layer, generator), experts_cases.step_of(layer, 7, generator)
+    model = ir.serde.deserialize_model(experts_cases.model_of(layer, weights))
+    plain = ir.serde.serialize_model(with_plain_operators(model, {}))
+    assert {node.domain for node in plain.graph.node} == {""}
+    floats = {
+        name: np.stack([unpack(kind, part, n, k) for part in np.split(weights[name], layer.num_experts)])
+        for name, kind, n, k in (
+            ("gate_up", layer.gate_up, layer.outputs, layer.depth),
+            ("down", layer.down, layer.depth, layer.width),
+        )
+    }
+    wanted = reference_experts.experts(
+        *step.values(), floats["gate_up"], weights.get("gate_up_bias"), floats["down"], weights.get("down_bias"),
+        **{name: getattr(layer, name) for name in ("interleaved", "alpha", "beta", "limit")},
+    )  # fmt: skip
+    found = onnxruntime.InferenceSession(plain.SerializeToString()).run(None, step)[0]
+    np.testing.assert_allclose(found, wanted, atol=1e-4 * np.abs(wanted).max())
+
+
+def test_experts_are_points(
+    tmp_path: Path, debug_json: Callable[..., dict[str, Any]], run_cli: Callable[..., Result]
+) -> None:
+    save_checkpoint(make_model(*ARCHITECTURES["gpt_oss"]), tmp_path / "model")
+    for quantize in ("none", "int8"):
+        recipe = BuildRecipe(str(tmp_path / "model"), str(tmp_path / quantize), quantize=quantize, check=False)
+        build_bundle(recipe, use_cache=False)
+    found = debug_json(tmp_path / "int8", PROMPT, "--against", tmp_path / "none")
+    errors = {row["label"]: row["own_error"] for row in found["rows"]}
+    for layer in range(2):
+        assert 1e-4 < errors[f"layers.{layer}.mlp.experts"] < 0.1
+    saved = tmp_path / "saved"
+    result = run_cli(
+        "debug", tmp_path / "none", PROMPT, "--graph", "padded", "--step", "prefill", "--save", saved, "-q"
+    )
+    assert result.exit_code == 0, result.output
+    bundle = load_bundle(tmp_path / "none", max_num_seqs=1)
+    step = capture_step(bundle, "target", bundle.tokenizer.encode(PROMPT).ids, "prefill")
+    assert np.allclose(run_saved(saved / "reference"), step.logits, rtol=0, atol=1e-4)
 
 
 def test_divergence_is_that_of_the_distributions() -> None:

@@ -4,16 +4,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 from click.testing import Result
 
 from specexport.build.pipeline import BuildResult, build_bundle
 from specexport.inspect import describe
+from specexport.passes.block_format import unpack
 from specexport.recipe import BuildRecipe, settle_quantization
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.errors import RecipeError
-from tests.tiny_gguf import write_gguf
+from tests.tiny_gguf import MIXED_EXPERTS, write_experts, write_gguf
 from tests.tiny_models import GROUPED, make_model
 
 PROMPTS = ["abc abc abc abc ab", "the cat sat on the mat, the cat sat on", "to be or not to be"]
@@ -33,10 +35,10 @@ def build(folder: Path, kinds: dict[str, str], **values: object) -> BuildResult:
     )
 
 
-def operators(folder: Path, role: str = "target") -> list[onnx.NodeProto]:
-    """Products with kept weights in a bundle's graph."""
+def operators(folder: Path, role: str = "target", op_type: str = "BlockLinear") -> list[onnx.NodeProto]:
+    """Products with packed weights in a bundle's graph."""
     graph = onnx.load(folder / role / "model.onnx", load_external_data=False).graph
-    return [node for node in graph.node if node.op_type == "BlockLinear"]
+    return [node for node in graph.node if node.op_type == op_type]
 
 
 @pytest.mark.parametrize("kind", BITS)
@@ -74,6 +76,51 @@ def test_a_mixture_stays_a_mixture(tied: bool, tmp_path: Path) -> None:
     described = "\n".join(describe(result.manifest))
     assert "weights as the checkpoint has them: Q4_K " in described
     assert "(6.56 bits each, exact)" in described
+
+
+EXPERTS_KEPT = [
+    ("qwen3moe", MIXED_EXPERTS, {"q4_k", "q6_k"}),
+    ("gpt-oss", {"_exps.weight": "MXFP4", "": "Q8_0"}, {"mxfp4"}),
+]
+
+
+@pytest.mark.parametrize(("architecture", "kinds", "formats"), EXPERTS_KEPT, ids=["qwen3moe", "gpt-oss"])
+def test_experts_keep_their_formats(
+    architecture: str, kinds: dict[str, str], formats: set[str], tmp_path: Path
+) -> None:
+    model = write_experts(tmp_path / "tiny.gguf", architecture, kinds)
+    result = build_bundle(BuildRecipe(str(tmp_path / "tiny.gguf"), str(tmp_path / "out")), use_cache=False)
+    assert result.manifest.models["target"].quantize == "keep"
+    found = result.checks["target"]
+    assert found is not None
+    assert found.lost is not None
+    assert found.lost < 0.02
+    graph = onnx.load(tmp_path / "out" / "target" / "model.onnx").graph
+    weights = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    nodes = [node for node in graph.node if node.op_type == "BlockExperts"]
+    assert len(nodes) == 2
+    for layer, node in enumerate(nodes):
+        told = {
+            attribute.name: attribute.s.decode() for attribute in node.attribute if attribute.name.endswith("format")
+        }
+        assert set(told.values()) == formats
+        experts = model.model.layers[layer].mlp.experts
+        for at, part, height in ((3, "gate_up", 512), (5, "down", 256)):
+            packed = weights[node.input[at]].reshape(4, height // 16, -1)[3]
+            wanted = getattr(experts, f"{part}_proj")[3].detach().numpy()
+            values = unpack(told[f"{part}_format"], packed, height, 256)
+            np.testing.assert_allclose(values, wanted.T if experts.is_transposed else wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize(("quantize", "lost"), [("int8", 0.02), ("int4", 0.2), ("none", None)])
+def test_experts_of_a_file_are_rounded_on_request(quantize: str, lost: float | None, tmp_path: Path) -> None:
+    write_experts(tmp_path / "tiny.gguf", "qwen3moe", MIXED_EXPERTS)
+    recipe = BuildRecipe(str(tmp_path / "tiny.gguf"), str(tmp_path / "out"), quantize=quantize)
+    result = build_bundle(recipe, use_cache=False)
+    assert len(operators(tmp_path / "out", op_type="BlockExperts")) == 2
+    found = result.checks["target"]
+    assert found is not None
+    assert found.lost is None if lost is None else found.lost is not None and found.lost < lost
 
 
 def test_speculative_text_is_plain_text(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Experts of GGUF files: the model is that of the file, read expert by expert, and its integers are kept."""
 
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -11,41 +10,15 @@ from specexport.frontend import load_checkpoint, reference_logits
 from specexport.frontend.gguf_blocks import FORMATS
 from specexport_runtime.errors import SpecexportError, UnsupportedModelError
 from tests.engine_harness import make_checkpoint
-from tests.tiny_gguf import write_gguf
+from tests.tiny_gguf import EXPERTS, MIXED_EXPERTS, write_experts, write_gguf
 from tests.tiny_models import GROUPED, make_model
-
-WIDE = GROUPED | {"hidden_size": 256, "intermediate_size": 256}
-_MOE = {"num_experts": 4, "num_experts_per_tok": 2}
-_INSIDE = _MOE | {"moe_intermediate_size": 256}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen2moe": ("Qwen2Moe", WIDE | _INSIDE | {"shared_expert_intermediate_size": 512}),
-    "qwen3moe": ("Qwen3Moe", WIDE | _INSIDE | {"head_dim": 32, "norm_topk_prob": True}),
-    "llama": ("Mixtral", WIDE | {"num_local_experts": 4, "num_experts_per_tok": 3}),
-    "olmoe": ("Olmoe", WIDE | _MOE),
-    "gpt-oss": ("GptOss", WIDE | {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2}),
-}
-MIXED = {"ffn_down_exps.weight": "Q6_K", "_exps.weight": "Q4_K", "": "Q8_0"}
-
-
-def write_experts(path: Path, architecture: str, kinds: dict[str, str], *, one_row: bool = False, **stated: Any) -> Any:
-    """Write a file; gives the model that it is of."""
-    prefix, config = MODELS[architecture]
-    model = make_model(prefix, config)
-    keys = {"expert_count": 4, "expert_used_count": model.config.num_experts_per_tok}
-    if "head_dim" in config:
-        keys |= {"attention.key_length": 32, "attention.value_length": 32}
-    if architecture == "gpt-oss":
-        keys |= {"attention.sliding_window": model.config.sliding_window}
-    stated = {f"{architecture}.{key}": value for key, value in keys.items()} | stated
-    write_gguf(model, path, architecture=architecture, kinds=kinds, stated=stated, one_row=one_row)
-    return model
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("architecture", MODELS)
+@pytest.mark.parametrize("architecture", EXPERTS)
 def test_the_model_is_the_file_s(tmp_path: Path, architecture: str, stream: bool) -> None:
     path = tmp_path / "tiny.gguf"
-    wanted = make_checkpoint(write_experts(path, architecture, MIXED))
+    wanted = make_checkpoint(write_experts(path, architecture, MIXED_EXPERTS))
     checkpoint = load_checkpoint(str(path), stream=stream, keep=True)
     assert type(checkpoint.model) is type(wanted.model)
     assert any("gate_up_proj" in name for name in checkpoint.stored) is stream
@@ -57,7 +30,7 @@ def test_the_model_is_the_file_s(tmp_path: Path, architecture: str, stream: bool
 @pytest.mark.parametrize("architecture", ["qwen3moe", "gpt-oss"])  # one below the other, and in turn
 def test_the_integers_of_experts_are_the_file_s(tmp_path: Path, architecture: str) -> None:
     path = tmp_path / "tiny.gguf"
-    kinds = MIXED if architecture == "qwen3moe" else {"_exps.weight": "MXFP4", "": "Q8_0"}
+    kinds = MIXED_EXPERTS if architecture == "qwen3moe" else {"_exps.weight": "MXFP4", "": "Q8_0"}
     write_experts(path, architecture, kinds)
     kept = load_checkpoint(str(path), stream=True, keep=True).kept
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
@@ -81,7 +54,7 @@ def test_the_integers_of_experts_are_the_file_s(tmp_path: Path, architecture: st
 def test_how_gpt_oss_files_scale_positions_is_read(tmp_path: Path) -> None:
     scaling = {"type": "yarn", "factor": 16.0, "original_context_length": 64}
     stated = {f"gpt-oss.rope.scaling.{key}": value for key, value in scaling.items()}
-    write_experts(tmp_path / "tiny.gguf", "gpt-oss", MIXED, **stated)
+    write_experts(tmp_path / "tiny.gguf", "gpt-oss", MIXED_EXPERTS, **stated)
     found = load_checkpoint(str(tmp_path / "tiny.gguf"), stream=True).model.config.rope_parameters
     assert {name: found[name] for name in ("rope_type", "factor", "original_max_position_embeddings", "truncate")} == {
         "rope_type": "yarn",
@@ -93,8 +66,10 @@ def test_how_gpt_oss_files_scale_positions_is_read(tmp_path: Path) -> None:
 
 def test_the_gate_of_shared_experts_may_be_a_row_or_a_matrix_of_one(tmp_path: Path) -> None:
     name = "blk.1.ffn_gate_inp_shexp.weight"
-    wanted = write_experts(tmp_path / "row.gguf", "qwen2moe", MIXED).model.layers[1].mlp.shared_expert_gate.weight
-    write_experts(tmp_path / "matrix.gguf", "qwen2moe", MIXED, one_row=True)
+    wanted = (
+        write_experts(tmp_path / "row.gguf", "qwen2moe", MIXED_EXPERTS).model.layers[1].mlp.shared_expert_gate.weight
+    )
+    write_experts(tmp_path / "matrix.gguf", "qwen2moe", MIXED_EXPERTS, one_row=True)
     for path in (tmp_path / "row.gguf", tmp_path / "matrix.gguf"):
         shape = next(tensor.shape for tensor in gguf.GGUFReader(path).tensors if tensor.name == name)
         assert len(shape) == (2 if path.stem == "matrix" else 1)
@@ -104,7 +79,7 @@ def test_the_gate_of_shared_experts_may_be_a_row_or_a_matrix_of_one(tmp_path: Pa
 
 def test_gates_and_ups_of_two_formats_are_not_kept(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
-    write_experts(path, "qwen3moe", {"gate_exps.weight": "Q6_K"} | MIXED)
+    write_experts(path, "qwen3moe", {"gate_exps.weight": "Q6_K"} | MIXED_EXPERTS)
     with pytest.raises(UnsupportedModelError, match=r"gate_exps.weight \(Q6_K\) and .*up_exps.weight \(Q4_K\) of tiny"):
         load_checkpoint(str(path), stream=True, keep=True)
     assert load_checkpoint(str(path), stream=True).stored

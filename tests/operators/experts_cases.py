@@ -8,6 +8,7 @@ import sys
 from typing import Any, NamedTuple
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 from onnx import TensorProto, helper
 
@@ -66,6 +67,11 @@ def step_of(layer: Layer, num_tokens: int, generator: np.random.Generator) -> Ar
 
 def session(library: str, layer: Layer, weights: Arrays, threads: int = 1) -> ort.InferenceSession:
     """A session of one layer."""
+    return linear_cases.opened(library, model_of(layer, weights).SerializeToString(), threads)
+
+
+def model_of(layer: Layer, weights: Arrays) -> onnx.ModelProto:
+    """A model of one layer."""
     names = ("x", "expert_ids", "expert_weights", "gate_up", "gate_up_bias", "down", "down_bias")
     given = {"x": (TensorProto.FLOAT, 2), "expert_ids": (TensorProto.INT64, 2)}
     given["expert_weights"] = (TensorProto.FLOAT, 2)
@@ -74,7 +80,7 @@ def session(library: str, layer: Layer, weights: Arrays, threads: int = 1) -> or
     attributes |= {name: getattr(layer, name) for name in ("interleaved", "alpha", "beta", "limit")}
     inputs = [name if name in given or name in weights else "" for name in names]
     node = helper.make_node("BlockExperts", inputs, ["y"], domain="specexport", **attributes)
-    return linear_cases.session(library, [node], given, weights, ["y"], threads)
+    return linear_cases.model_of([node], given, weights, ["y"])
 
 
 def wanted(layer: Layer, weights: Arrays, step: Arrays) -> np.ndarray:

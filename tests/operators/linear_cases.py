@@ -97,7 +97,22 @@ def session(
     library: str, nodes: Seq[onnx.NodeProto], given: dict[str, tuple[int, int]], weights: dict[str, np.ndarray],
     outputs: Seq[str], threads: int = 1,
 ) -> ort.InferenceSession:  # fmt: skip
-    """A session of some nodes; ``given`` has types and ranks of inputs."""
+    """A session of some nodes."""
+    return opened(library, model_of(nodes, given, weights, outputs).SerializeToString(), threads)
+
+
+def opened(library: str, model: bytes | str, threads: int = 1) -> ort.InferenceSession:
+    """A session of a model, or of the file of one."""
+    options = ort.SessionOptions()
+    options.register_custom_ops_library(library)
+    options.intra_op_num_threads, options.log_severity_level = threads, 4
+    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
+def model_of(
+    nodes: Seq[onnx.NodeProto], given: dict[str, tuple[int, int]], weights: dict[str, np.ndarray], outputs: Seq[str]
+) -> onnx.ModelProto:
+    """A model of some nodes; ``given`` has types and ranks of inputs."""
     graph = helper.make_graph(
         list(nodes),
         "operators",
@@ -110,11 +125,7 @@ def session(
         helper.make_opsetid("specexport", 1),
         helper.make_opsetid("com.microsoft", 1),
     ]
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
-    options = ort.SessionOptions()
-    options.register_custom_ops_library(library)
-    options.intra_op_num_threads, options.log_severity_level = threads, 4
-    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return helper.make_model(graph, opset_imports=opsets, ir_version=10)
 
 
 def linear(name: str, n: int, k: int, inputs: Seq[str] = ("x", "w"), out: str = "y") -> onnx.NodeProto:
