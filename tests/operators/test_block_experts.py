@@ -3,10 +3,13 @@
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
+from onnx import TensorProto, helper
 
 from tests.chance import many, seed
 from tests.operators import experts_cases as cases
+from tests.operators import linear_cases
 from tests.operators.experts_cases import Layer
 from tests.operators.linear_cases import ALL
 from tests.operators.test_block_linear import assert_cases_pass
@@ -75,10 +78,46 @@ def test_a_nan_stays_in_its_token(library: Path) -> None:
     clean = run(None, step)[0]
     step["x"][4, 7] = np.nan
     step["x"][5, 9] = np.inf
+    step["expert_weights"][7, 1] = np.nan
     found = run(None, step)[0]
-    assert not np.isfinite(found[4:6]).any()
-    rest = [0, 1, 2, 3, 6, 7, 8]
+    assert not np.isfinite(found[[4, 5, 7]]).any()
+    rest = [0, 1, 2, 3, 6, 8]
     assert found[rest].tobytes() == clean[rest].tobytes()
+
+
+def test_a_router_of_nan_chooses_experts_that_there_are(library: Path) -> None:
+    """What it says of a token is NaN, and stays with that token."""
+    layer, generator = LAYERS[0], np.random.default_rng(39)
+    weights = cases.weights_of(layer, generator)
+    layers = cases.model_of(layer, weights).graph
+    choose = helper.make_node("TopK", ["scores", "count"], ["expert_weights", "expert_ids"])
+    given = {"x": (TensorProto.FLOAT, 2), "scores": (TensorProto.FLOAT, 2)}
+    count = {"count": np.array([layer.per_token])}
+    run = linear_cases.session(str(library), [choose, *layers.node], given, weights | count, ["y"]).run
+    scores = generator.standard_normal((9, layer.num_experts)).astype(np.float32)
+    step = {"x": cases.step_of(layer, 9, generator)["x"], "scores": scores}
+    clean = run(None, step)[0]
+    scores[3] = np.nan
+    scores[6, 2] = np.nan
+    found = run(None, step)[0]
+    assert np.isnan(found[3]).all()
+    rest = [0, 1, 2, 4, 5, 7, 8]
+    assert found[rest].tobytes() == clean[rest].tobytes()
+
+
+def test_a_weight_file_that_is_cut_short_or_missing_is_an_error(library: Path, tmp_path: Path) -> None:
+    model = cases.model_of(LAYERS[0], cases.weights_of(LAYERS[0], np.random.default_rng(40)))
+    path, data = tmp_path / "model.onnx", tmp_path / "weights"
+    onnx.save_model(model, path, save_as_external_data=True, location=data.name, size_threshold=0)
+    assert linear_cases.opened(str(library), str(path))
+    whole = data.read_bytes()
+    for left in (len(whole) - 1, 64, 0):
+        data.write_bytes(whole[:left])
+        with pytest.raises(Exception, match=r"(?i)weights|external"):
+            linear_cases.opened(str(library), str(path))
+    data.unlink()
+    with pytest.raises(Exception, match=r"(?i)weights|external"):
+        linear_cases.opened(str(library), str(path))
 
 
 def test_bad_inputs_are_errors_of_one_line(library: Path) -> None:

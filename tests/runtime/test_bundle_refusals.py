@@ -1,8 +1,10 @@
 """A bundle that was altered, cut, or made for another version is refused, in one line that says how to mend it."""
 
 import json
+import os
 import shutil
 
+import onnx
 import pytest
 from click.testing import CliRunner
 
@@ -11,6 +13,7 @@ from specexport_runtime.bundle.files import hash_files
 from specexport_runtime.bundle.manifest import Manifest, load_manifest
 from specexport_runtime.cli.command import runtime_cli
 from specexport_runtime.errors import BundleError, IncompatibleError, InvalidRequestError
+from specexport_runtime.executors import operators
 
 
 @pytest.fixture
@@ -110,6 +113,67 @@ def test_an_engine_onnxruntime_cannot_load_is_refused(bundle):
     (bundle / name).write_bytes(b"not a model")
     rewrite(bundle, files={**manifest.files, **hash_files(bundle, [name])})
     assert "cannot load this engine" in refuse(bundle)
+
+
+def alter_engine(bundle, alter) -> None:
+    """Change the target's graph, or its weights' file, and the hashes with it."""
+    manifest = load_manifest(bundle)
+    name = manifest.models["target"].path
+    model = onnx.load(bundle / name, load_external_data=False)
+    alter(model, bundle / f"{name}.data")
+    (bundle / name).write_bytes(model.SerializeToString())
+    rewrite(bundle, files={**manifest.files, **hash_files(bundle, [name, f"{name}.data"])})
+
+
+def cut_weights(model, weights) -> None:
+    os.truncate(weights, weights.stat().st_size // 2)
+
+
+def change_width(model, weights) -> None:
+    node = next(node for node in model.graph.node if node.op_type == "BlockLinear")
+    next(attribute for attribute in node.attribute if attribute.name == "N").i += 16
+
+
+def change_format(model, weights) -> None:
+    node = next(node for node in model.graph.node if node.op_type == "BlockEmbedding")
+    next(attribute for attribute in node.attribute if attribute.name == "format").s = b"int7"
+
+
+def shorten_tables(model, weights) -> None:
+    for tensor in model.graph.initializer:
+        if tensor.name.startswith("rotary."):
+            tensor.dims[0] = 1
+            (entry,) = [entry for entry in tensor.external_data if entry.key == "length"]
+            entry.value = str(4 * tensor.dims[1])
+
+
+@pytest.mark.parametrize(
+    ("alter", "words"),
+    [
+        (cut_weights, "cannot load this engine"),
+        (change_width, "weight has the shape"),
+        (change_format, "there is no block format 'int7'"),
+        (shorten_tables, "beyond the rotary tables"),
+    ],
+)
+def test_an_operator_s_error_is_one_line_even_if_hashes_fit(bundle, alter, words):
+    alter_engine(bundle, alter)
+    assert words in refuse(bundle)
+
+
+@pytest.mark.parametrize(
+    ("content", "exit_code", "words"), [(None, 2, "is missing"), (b"no library", 3, "cannot be loaded")]
+)
+def test_without_its_operators_a_bundle_is_refused(demo_bundle, tmp_path, monkeypatch, content, exit_code, words):
+    path = tmp_path / "operators.so"
+    if content is not None:
+        path.write_bytes(content)
+    operators._loaded.cache_clear()
+    monkeypatch.setattr(operators, "_LIBRARY", path)
+    try:
+        assert words in refuse(demo_bundle, exit_code=exit_code)
+    finally:
+        operators._loaded.cache_clear()
 
 
 @pytest.mark.parametrize(

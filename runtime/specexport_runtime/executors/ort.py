@@ -30,7 +30,7 @@ from specexport_runtime.abi import (
     num_pending,
 )
 from specexport_runtime.bundle.manifest import HYDRA, SMALL_DRAFT_PARAMETERS, ModelEntry
-from specexport_runtime.errors import IncompatibleError, SpecexportError
+from specexport_runtime.errors import BundleError, IncompatibleError, SpecexportError
 from specexport_runtime.executors.base import (
     CacheLender,
     EngineBackend,
@@ -171,12 +171,22 @@ class OrtExecutor(ArenaRows, GatedByInputs, WithFeatures):
         return binding.buffers
 
     def execute(self, want: Want = "logits") -> StepOutput:
-        """Run the prepared step; returns logits [R, V] float32, overwritten by the next call, or their argmax [R]."""
+        """Run the prepared step; returns logits [R, V] float32, overwritten by the next call, or their argmax [R].
+
+        Raises:
+            BundleError: an operator refuses what the graph gives it.
+        """
         binding = self._current
         if binding is None:
             raise SpecexportError("execute() was called before prepare().")
         start = time.perf_counter()
-        binding.session.run_with_iobinding(binding.io)
+        try:
+            binding.session.run_with_iobinding(binding.io)
+        except Exception as error:  # onnxruntime raises its own types, bare Exceptions in part
+            _, ours, reason = str(error).strip().partition("specexport: ")
+            if not ours or reason.startswith("out of memory"):
+                raise
+            raise BundleError(f"an engine of this bundle cannot run this step: {reason}.", "build it again.") from error
         self.engine_seconds += time.perf_counter() - start
         self._similarity, self._bound = binding.similarity, binding.features
         return binding.logits if want == "logits" else argmax_ids(binding.logits)
