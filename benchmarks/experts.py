@@ -86,10 +86,11 @@ def main() -> None:
     count, generator = given.experts, np.random.default_rng(0)
     for kind in given.formats:
         bits = 8 if kind in FLOATS or layout(kind).bits > 4 else 4
+        least = 60 if kind not in FLOATS and layout(kind).scale == "power" else 0
         weights, theirs = Arrays(), Arrays()
         for name, n, k in (("first", 2 * width, depth), ("last", depth, width)):
-            tiles, size = packed_shape(kind, n, k)  # bytes are small: no scale is a NaN
-            weights[name] = generator.integers(0, 60, (count * tiles, size), dtype=np.uint8)
+            tiles, size = packed_shape(kind, n, k)  # bytes are small: no scale is a NaN, nor a power that is subnormal
+            weights[name] = generator.integers(least, least + 60, (count * tiles, size), dtype=np.uint8)
             theirs[name] = generator.integers(0, 256, (count, n, k * bits // 8), dtype=np.uint8)
             theirs[f"{name}_scale"] = np.full((count, n, k // 32), 0.01, np.float32)
         steps = {tokens: steps_of(tokens, given, depth) for tokens in map(int, given.tokens.split(","))}

@@ -120,7 +120,7 @@ inline float half_to_float(uint16_t half) {
   }
   return float_of_bits(sign | (exponent == 31 ? 0xffu << 23 : (exponent + 112) << 23) | fraction << 13);
 }
-inline float power_of(unsigned e) { return float_of_bits(e < 2 ? 0x200000u << e : (e - 1) << 23); }  // 2^(e - 128)
+inline float power_of(uint32_t e) { return 0.5f * float_of_bits(e << 23 | uint32_t(e == 0) << 22); }  // 2^(e - 128)
 inline float load_half(const uint8_t* p) {
   uint16_t half;
   memcpy(&half, p, 2);
