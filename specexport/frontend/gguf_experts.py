@@ -49,8 +49,10 @@ def find_stacks(reader: Any, model: Any) -> dict[str, Stack]:
     there, found = {tensor.name for tensor in reader.tensors}, {}
     for name in model.state_dict():
         match = _PARAMETER.fullmatch(name)
-        module = model.get_submodule(match["module"]) if match else None
-        if match is None or not hasattr(module, "is_transposed"):
+        if match is None:
+            continue
+        module = model.get_submodule(match["module"])
+        if not hasattr(module, "is_transposed"):
             continue
         kind = "bias" if match["bias"] else "weight"
         for parts in _TENSORS[match["part"]]:
