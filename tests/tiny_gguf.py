@@ -63,6 +63,10 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Mixtral", _WIDE | {"num_local_experts": 4, "num_experts_per_tok": 3}),
     "olmoe": ("Olmoe", _WIDE | _MOE),
     "gpt-oss": ("GptOss", _WIDE | {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "minimax-m2": (
+        "MiniMaxM2",
+        _WIDE | {"head_dim": 32, "rotary_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
 }
 """Models with experts by GGUF's name of their architecture: as in ``ARCHITECTURES``."""
 MIXED_EXPERTS = {"ffn_down_exps.weight": "Q6_K", "_exps.weight": "Q4_K", "": "Q8_0"}
@@ -171,8 +175,9 @@ def _tensors(model: Any, name: str, weight: Any, architecture: str) -> list[tupl
         return [(NAMES[name], weight)]
     _, _, layer, rest = name.split(".", 3)
     block, part = f"blk.{layer}.", rest.rpartition(".")[0]
-    if rest == "self_attn.sinks":
-        return [(f"{block}attn_sinks.weight", weight)]
+    alone = {"self_attn.sinks": "attn_sinks.weight", "mlp.e_score_correction_bias": "exp_probs_b.bias"}
+    if rest in alone:
+        return [(block + alone[rest], weight)]
     if ".experts." in rest:
         experts = model.get_submodule(name.rpartition(".")[0])
         kind = "bias" if rest.endswith("_bias") else "weight"
@@ -202,6 +207,8 @@ def write_experts(path: Path, architecture: str, kinds: dict[str, str], *, one_r
         keys |= {"attention.key_length": 32, "attention.value_length": 32}
     if architecture == "gpt-oss":
         keys |= {"attention.sliding_window": model.config.sliding_window}
+    if architecture == "minimax-m2":
+        keys |= {"rope.dimension_count": 16, "expert_gating_func": 2}
     stated = {f"{architecture}.{key}": value for key, value in keys.items()} | stated
     write_gguf(model, path, architecture=architecture, kinds=kinds, stated=stated, one_row=one_row)
     return model

@@ -1,13 +1,19 @@
 """Experts of GGUF files: the model is that of the file, read expert by expert, and its integers are kept."""
 
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
+import onnx_ir as ir
 import pytest
 
 from specexport.frontend import load_checkpoint, reference_logits
 from specexport.frontend.gguf_blocks import FORMATS
+from specexport.frontend.stored import StoredWeight, stored_tensor
+from specexport.passes.block_experts import of_rounded
+from specexport.passes.block_format import unpack
+from specexport.passes.transpose_fold import TransposeFoldPass
 from specexport_runtime.errors import SpecexportError, UnsupportedModelError
 from tests.engine_harness import make_checkpoint
 from tests.tiny_gguf import EXPERTS, MIXED_EXPERTS, write_experts, write_gguf
@@ -49,6 +55,32 @@ def test_the_integers_of_experts_are_the_file_s(tmp_path: Path, architecture: st
         down = kept[f"{experts}.down_proj"].read(np.arange(4 * 256)).codes
         np.testing.assert_array_equal(down.reshape(4, 256, 256), codes["down"])
     assert all(name in kept for name in ("model.lm_head.weight", "model.model.layers.1.self_attn.q_proj.weight"))
+
+
+@pytest.mark.parametrize("architecture", ["qwen3moe", "gpt-oss"])  # as the file has them, and turned
+def test_experts_are_rounded_one_at_a_time(tmp_path: Path, architecture: str) -> None:
+    write_experts(tmp_path / "tiny.gguf", architecture, MIXED_EXPERTS)
+    stored = load_checkpoint(str(tmp_path / "tiny.gguf"), stream=True).stored["model.layers.1.mlp.experts.gate_up_proj"]
+    asked: list[int] = []
+
+    def rows(start: int, stop: int) -> Any:
+        asked.append(stop - start)
+        return stored.rows(start, stop)
+
+    tensor = stored_tensor("experts", StoredWeight(stored.shape, stored.dtype, rows))
+    if architecture == "gpt-oss":
+        weight = ir.Value(name="experts", const_value=tensor, shape=tensor.shape)
+        turned = ir.node("Transpose", [weight], {"perm": [0, 2, 1]})
+        end = ir.node("Identity", turned.outputs)
+        graph = ir.Graph([], end.outputs, nodes=[turned, end], initializers=[weight], opset_imports={"": 20})
+        TransposeFoldPass().rewrite(ir.Model(graph, ir_version=10))
+        tensor = graph.initializers["experts.transposed"].const_value
+    packed = of_rounded(tensor, 8).make()
+    assert asked == [1] * 4
+    values = [unpack("int8", part, 512, 256) for part in np.split(packed, 4)]
+    whole = stored.whole().numpy()
+    wanted = whole.swapaxes(1, 2) if architecture == "gpt-oss" else whole
+    np.testing.assert_allclose(values, wanted, atol=np.abs(wanted).max() / 127)
 
 
 def test_how_gpt_oss_files_scale_positions_is_read(tmp_path: Path) -> None:
