@@ -83,8 +83,8 @@ class BuildRecipe:
         draft_vocab_texts: file or folder of the texts that tokens are counted and layers measured on; None takes the
             prompts of ``bench``.
         quantize_lm_head: whether quantization takes the LM head too.
-        kv_cache_dtype: ort-cpu: ``"int8"`` lets models with quantized weights keep their KV caches in 8 bits; None and
-            ``"auto"`` give caches the dtype of the model.
+        kv_cache_dtype: ort-cpu: ``"int8"`` lets target and draft keep their KV caches in 8 bits; None and ``"auto"`` give
+            caches the dtype of the model.
         fuse: ort-cpu: pack and fuse operators where that is faster; off is for comparison.
         lora: LoRA adapters of the target: name and folder of each; texts ``"NAME=FOLDER"`` are taken too.
         lora_mode: ``"merge"`` adds the one adapter to the weights, ``"choose"`` lets each request choose one of them or
@@ -370,28 +370,7 @@ def settle_quantization(recipe: BuildRecipe, *, quantized: Mapping[str, bool]) -
             # Fast without flags: what is quantized for speed is drafted for in the same way.
             own = find_backend(recipe.backend).quantizations
             recipe = replace(recipe, draft_quantize="int8" if recipe.quantize and "int8" in own else FLOAT)
-    check_kv_cache(recipe)
     return recipe
-
-
-def check_kv_cache(recipe: BuildRecipe) -> None:
-    """Refuse an int8 KV cache of a target with float weights.
-
-    Float products depend, in their last bits, on the width of the step. Rounding makes whole steps of an int8 of that,
-    which stay in the cache: speculative text would not be plain text.
-
-    Args:
-        recipe: with its quantizations settled.
-
-    Raises:
-        RecipeError: it asks for that.
-    """
-    if recipe.kv_cache_dtype is not None and recipe.quantize is None:
-        raise RecipeError(
-            f"kv_cache_dtype is {recipe.kv_cache_dtype!r}, and the target's weights are float: what it keeps would "
-            "depend on the other tokens of a step.",
-            "give `--quantize int8` or `int4` too, or leave it out.",
-        )
 
 
 def with_quantization(recipe: BuildRecipe, role: str, value: str | None) -> BuildRecipe:

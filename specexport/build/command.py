@@ -43,7 +43,7 @@ def _auto_or_int(_ctx: click.Context, _param: click.Parameter, value: str | None
 @click.option("--draft-vocab-size", type=int, metavar="N", help="Keep the N likeliest tokens of the draft's LM head.")
 @click.option("--draft-vocab-texts", metavar="PATH", help="File or folder of texts to measure and count them on.")
 @click.option("--quantize-lm-head/--no-quantize-lm-head", default=None, help="Quantize the LM head too [default: yes].")
-@click.option("--kv-cache-dtype", metavar="auto|int8", help="KV caches of quantized models [default: auto].")
+@click.option("--kv-cache-dtype", metavar="auto|int8", help="KV caches, on ort-cpu [default: auto].")
 @click.option("--fuse/--no-fuse", default=None, help="Pack and fuse operators where that is faster [default: yes].")
 @click.option(
     "--lora",
@@ -151,11 +151,10 @@ def summary(result: "BuildResult") -> str:
     ]
     for role, check in result.checks.items():
         cached = " (engine from the cache)" if role in result.reused else ""
-        quantize = result.manifest.models[role].quantize
-        found = "not checked" if check is None else _describe(check)
-        if quantize is not None:
-            found = f"{quantize}, {found}"
         entry = result.manifest.models[role]
+        found = "not checked" if check is None else _describe(check)
+        if entry.approximation is not None:
+            found = f"{entry.approximation}, {found}"
         if entry.guessed is not None:
             found = f"{found}; {describe_probe(entry.guessed, entry.reading)}"
         layers = describe_layers(entry)

@@ -19,7 +19,7 @@ from specexport.build.draft_vocabulary import HeadCut, choose_head_ids, read_cou
 from specexport.build.lora import bind_adapters, describe_adapters
 from specexport.channel_ranges import CacheRange, ChannelRanges
 from specexport.progress import StageClock
-from specexport.recipe import KEEP, BuildRecipe, check_kv_cache, resolve_dtype, resolve_recipe, with_quantization
+from specexport.recipe import KEEP, BuildRecipe, resolve_dtype, resolve_recipe, with_quantization
 from specexport_runtime.abi import ITEM_BYTES
 from specexport_runtime.bundle.cut_head import HEAD_IDS_NAME
 from specexport_runtime.bundle.files import hash_files
@@ -126,7 +126,6 @@ def build_model(
             clock.note(f"{checkpoint.rope.text}, for sequences of up to {checkpoint.rope.max_len} tokens")
         if recipe.quantization_of(source.role) == KEEP and not checkpoint.kept:  # a GGUF file of float weights
             recipe = with_quantization(recipe, source.role, None)
-            check_kv_cache(recipe)
         adapters = bind_adapters(checkpoint, source.adapters, merge=not recipe.chooses_adapters)
         head_ids = _head_ids(checkpoint, reductions.cut)
         require_space(folder, _needed_bytes(recipe, checkpoint, source.role))
@@ -136,7 +135,7 @@ def build_model(
         reference = (
             None
             if obstacle is not None
-            else _eager_reference(checkpoint, recipe.quantization_of(source.role), adapters.chosen)
+            else _eager_reference(checkpoint, adapters.chosen, on_texts=_is_approximate(recipe, source.role))
         )
         if reference is not None and head_ids is not None:
             reference = reference._replace(logits=[logits[:, head_ids] for logits in reference.logits])
@@ -178,7 +177,7 @@ def build_model(
     )
     with clock.stage("check", source.role, obstacle or ""):
         found = check_engine(folder, entry, *reference) if reference is not None else None
-        if found is not None and reference is not None and entry.quantize is not None and head_ids is None:
+        if found is not None and reference is not None and entry.approximation is not None and head_ids is None:
             perplexity = text_perplexity(checkpoint.tokenizer_json, reference.sequences, reference.logits)
             found = found._replace(perplexity=perplexity)
     return BuiltModel(
@@ -280,7 +279,7 @@ def _refuse_overflow(checkpoint: Any, reference: _Reference | None) -> None:
     Raises:
         UnsupportedModelError: it has logits that are no finite numbers.
     """
-    found = reference or _eager_reference(checkpoint, None)
+    found = reference or _eager_reference(checkpoint)
     if not all(np.isfinite(logits).all() for logits in found.logits):
         raise UnsupportedModelError(
             f"{checkpoint.architecture} cannot be computed in float16: activations exceed its range, and logits are no "
@@ -289,13 +288,18 @@ def _refuse_overflow(checkpoint: Any, reference: _Reference | None) -> None:
         )
 
 
-def _eager_reference(checkpoint: Any, quantize: str | None, adapters: Seq[Any] = ()) -> _Reference:
+def _is_approximate(recipe: BuildRecipe, role: str) -> bool:
+    """Whether an engine computes another function than its checkpoint; see ``ModelEntry.approximation``."""
+    return recipe.quantization_of(role) is not None or recipe.kv_cache_dtype is not None
+
+
+def _eager_reference(checkpoint: Any, adapters: Seq[Any] = (), *, on_texts: bool = False) -> _Reference:
     from specexport.frontend import reference_logits, with_adapter
 
-    if quantize is None:
-        sequences = check_sequences(checkpoint.vocab_size)
-    else:
+    if on_texts:
         sequences = text_sequences(checkpoint.tokenizer_json, checkpoint.vocab_size, checkpoint.max_positions)
+    else:
+        sequences = check_sequences(checkpoint.vocab_size)
     texts = [ids.tolist() for ids in sequences]
     adapted = []
     for adapter in adapters:
@@ -325,16 +329,12 @@ def _drop_layers(checkpoint: Any, prune: LayerPrune | None, role: str, clock: St
 
 def reads_texts(recipe: BuildRecipe, role: str) -> bool:
     """Whether a model's engine depends on the built-in texts: something of it was measured on them."""
-    return _weighs_inputs(recipe, role) or _has_int8_caches(recipe, role)
+    return _weighs_inputs(recipe, role) or recipe.kv_cache_dtype is not None
 
 
 def _weighs_inputs(recipe: BuildRecipe, role: str) -> bool:
     """Whether weights are rounded by what the inputs of a layer make of an error."""
     return recipe.quantization_of(role) == "int4" and find_backend(recipe.backend).own_operators
-
-
-def _has_int8_caches(recipe: BuildRecipe, role: str) -> bool:
-    return recipe.kv_cache_dtype is not None and recipe.quantization_of(role) is not None
 
 
 def _calibrate(
@@ -357,7 +357,7 @@ def _calibrate(
         )
         if _weighs_inputs(recipe, role):
             ranges = activation_ranges(checkpoint, pieces)
-        if _has_int8_caches(recipe, role):
+        if recipe.kv_cache_dtype is not None:
             longest = max(AUTO_MODEL_LEN, int(recipe.max_model_len))
             max_len = min(longest, checkpoint.max_positions or longest)
             cached = cache_ranges(checkpoint, pieces, max_len=max_len)

@@ -1,4 +1,4 @@
-"""Losslessness over quantized engines, for every way to draft: greedy at every K, sampled against exact odds."""
+"""Losslessness over engines with quantized weights, caches or both, for every way to draft: greedy at every K, sampled against exact odds."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -28,7 +28,7 @@ WAYS: dict[str, dict[str, Any]] = {
 DEPTH, RUNS = 3, 400
 
 
-@pytest.fixture(scope="module", params=["int8", "int4", "int8, int8 KV cache"])
+@pytest.fixture(scope="module", params=["int8", "int4", "int8, int8 KV cache", "none, int8 KV cache", "none"])
 def engine(
     request: pytest.FixtureRequest, tiny_pair: TinyPair, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SpecEngine]:

@@ -256,6 +256,11 @@ class ModelEntry:
         return self.kv_dtype or self.dtype
 
     @property
+    def approximation(self) -> str | None:
+        """What makes it another function than its checkpoint: its quantization, else its caches; None for nothing."""
+        return self.quantize or (None if self.kv_dtype is None else f"{self.kv_dtype} KV cache")
+
+    @property
     def head_size(self) -> int:
         """Rows of the LM head: the width of the logits."""
         return self.num_head_ids or self.vocab_size
