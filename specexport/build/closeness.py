@@ -20,7 +20,7 @@ FEWEST_DECIDED = 20
 
 LEAST_AGREEMENT = {"int8": 0.9, "int4": 0.65, "keep": 0.9, "int8 KV cache": 0.9}
 MOST_LOST = {"int8": 0.05, "int4": 0.2, "keep": 0.05, "int8 KV cache": 0.05}
-"""Limits by what is approximate, two to three times as far as the worst model measured; see ``docs/quantization.md``."""
+"""Limits by what is approximate, two to three times the worst model measured; see ``docs/quantization.md``."""
 
 
 class Closeness(NamedTuple):

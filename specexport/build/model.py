@@ -4,6 +4,7 @@ import gc
 import importlib.util
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +20,7 @@ from specexport.build.draft_vocabulary import HeadCut, choose_head_ids, read_cou
 from specexport.build.lora import bind_adapters, describe_adapters
 from specexport.channel_ranges import CacheRange, ChannelRanges
 from specexport.progress import StageClock
-from specexport.recipe import KEEP, BuildRecipe, resolve_dtype, resolve_recipe, with_quantization
+from specexport.recipe import KEEP, BuildRecipe, model_dtype, resolve_recipe, rounding, with_quantization
 from specexport_runtime.abi import ITEM_BYTES
 from specexport_runtime.bundle.cut_head import HEAD_IDS_NAME
 from specexport_runtime.bundle.files import hash_files
@@ -127,6 +128,11 @@ def build_model(
         if recipe.quantization_of(source.role) == KEEP and not checkpoint.kept:  # a GGUF file of float weights
             recipe = with_quantization(recipe, source.role, None)
         adapters = bind_adapters(checkpoint, source.adapters, merge=not recipe.chooses_adapters)
+        if adapters.all and not recipe.chooses_adapters:
+            _round(checkpoint, recipe, source.role)  # again
+        rounded = rounding(recipe, source.role)
+        if rounded is not None:
+            clock.note(f"weights are rounded to {rounded}; activations and KV caches are {model_dtype(recipe)}")
         head_ids = _head_ids(checkpoint, reductions.cut)
         require_space(folder, _needed_bytes(recipe, checkpoint, source.role))
     dropped = _drop_layers(checkpoint, reductions.prune, source.role, clock)
@@ -139,7 +145,7 @@ def build_model(
         )
         if reference is not None and head_ids is not None:
             reference = reference._replace(logits=[logits[:, head_ids] for logits in reference.logits])
-        if recipe.check and recipe.dtype == "float16":
+        if recipe.check and model_dtype(recipe) == "float16":
             _refuse_overflow(checkpoint, reference)
     fields = _step_sizes(checkpoint, head_ids) | {"weight_formats": _weight_formats(checkpoint)}
     ranges, cached = _calibrate(checkpoint, recipe, source.role, clock)
@@ -164,7 +170,7 @@ def build_model(
         **fields,
         backend=recipe.backend,
         architecture=checkpoint.architecture,
-        dtype=recipe.dtype,
+        dtype=model_dtype(recipe),
         vocab_size=checkpoint.vocab_size,
         num_parameters=checkpoint.num_parameters,
         max_positions=checkpoint.max_positions,
@@ -250,7 +256,7 @@ def load_source(recipe: BuildRecipe, source: ModelSource, *, stream: bool = True
 
     checkpoint = load_checkpoint(
         source.source,
-        dtype=resolve_dtype(recipe),
+        dtype=model_dtype(recipe),
         revision=source.revision,
         trust_remote_code=recipe.trust_remote_code,
         keep=recipe.quantization_of(source.role) == KEEP,
@@ -258,9 +264,18 @@ def load_source(recipe: BuildRecipe, source: ModelSource, *, stream: bool = True
     )
     if checkpoint.source_sha256 != source.sha256:
         raise CheckpointError(f"checkpoint {source.name} changed while it was read.", "build again.")
+    _round(checkpoint, recipe, source.role)
     fix_rope(checkpoint, int(resolve_for(recipe, checkpoint).max_model_len))
     check_config(checkpoint.model)  # before it is run
     return checkpoint
+
+
+def _round(checkpoint: Any, recipe: BuildRecipe, role: str) -> None:
+    from specexport.frontend import round_weights
+
+    rounded = rounding(recipe, role)
+    if rounded is not None:
+        round_weights(checkpoint, rounded)
 
 
 def resolve_for(recipe: BuildRecipe, checkpoint: Any) -> BuildRecipe:
@@ -445,7 +460,7 @@ def compile_graph(
     backend.check_memory(job)
     with job.clock.stage("passes", job.role):
         passes = default_passes(
-            recipe,
+            replace(recipe, dtype=model_dtype(recipe)),
             pack=recipe.fuse and backend.packs_linear,
             quantize=recipe.quantization_of(job.role),
             quantize_lm_head=recipe.quantize_lm_head,

@@ -19,7 +19,9 @@ BACKEND = "ort-cpu"
 CACHE_BACKENDS = ("tensorrt", "tensorrt-rtx")
 """Their engines show what they leave in the caches."""
 GraphKind = Literal["engine", "padded"]
-TOLERANCES = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.1, "int8": 0.1, "int4": 0.5, "keep": 0.1, "int8 KV cache": 0.1}  # fmt: skip
+TOLERANCES = {
+    "float32": 1e-4, "float16": 0.02, "bfloat16": 0.1, "int8": 0.1, "int4": 0.5, "keep": 0.1, "int8 KV cache": 0.1,
+}  # fmt: skip
 """Default tolerance by the dtype of the less exact graph, or by what is approximate in it."""
 _TRACING = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript")
 

@@ -69,10 +69,8 @@ def _describe_neighbours(result: NeighbourResult) -> Iterator[str]:
     for case in result.cases:
         if not case.passed:
             agreement = f"argmax agrees in {case.argmax_agreement:.1%} of {case.rows} rows"
-            yield (
-                f"  FAILED {result.role}, {case.name}: {case.max_relative:.3g} of the logit scale; {agreement}, bits in "
-                f"{case.same_bits}"
-            )
+            same = f"{agreement}, bits in {case.same_bits}"
+            yield f"  FAILED {result.role}, {case.name}: {case.max_relative:.3g} of the logit scale; {same}"
 
 
 def _describe_greedy(result: GreedyResult) -> Iterator[str]:

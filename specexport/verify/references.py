@@ -1,7 +1,7 @@
 """What each engine is compared with: eager logits for a float engine, the float model's loss for an approximation.
 
-With quantized weights or caches, logits are not those of the checkpoint, so no tensor tolerance fits; what such an engine
-promises is that text is hardly less likely under it.
+With quantized weights or caches, logits are not those of the checkpoint, so no tensor tolerance fits; what such an
+engine promises is that text is hardly less likely under it.
 """
 
 from collections.abc import Mapping
@@ -20,6 +20,7 @@ from specexport.verify.checkpoint import (
     eager_score,
     find_checkpoint,
     recorded_revision,
+    recorded_rounding,
 )
 from specexport.verify.perplexity import score_engine
 from specexport.verify.tensors import make_sequences
@@ -132,6 +133,7 @@ def collect_references(
         built: dict[str, Any] = {
             "dropped": [layer for layer, _ in entry.dropped_layers],
             "rope_len": entry.rope_len,
+            "rounded": recorded_rounding(manifest, role),
             "adapter": adapter if role == "target" else None,
         }
         with clock.stage("eager reference", role):
