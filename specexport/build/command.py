@@ -34,7 +34,7 @@ def _auto_or_int(_ctx: click.Context, _param: click.Parameter, value: str | None
 @click.option("--recipe", "recipe_file", type=click.Path(path_type=Path), help="TOML recipe; flags go before it.")
 @click.option("--name", help="Name of the bundle [default: the output folder's name].")
 @click.option("--backend", help=f"What runs the engines [default: {DEFAULT_BACKEND}].")
-@click.option("--dtype", help="Dtype of weights and KV caches, as float16 or fp16 [default: auto].")
+@click.option("--dtype", help="Dtype of float weights, on GPUs of all else too [default: auto].")
 @click.option(
     "--quantize", metavar="keep|int8|int4|none", help="Weights of the target [default: as its file has them]."
 )

@@ -90,7 +90,7 @@ def test_weights_alone_are_rounded(tiny_pair: TinyPair, tmp_path: Path, dtype: s
         [kind],
     )
     ids = list(range(3, 40))
-    found = own_logits(result.path / "target", entry, [np.array(ids), np.array(ids)])[0]
+    found = own_logits(result.path, entry, [np.array(ids), np.array(ids)])[0]
     rounded = recorded_rounding(result.manifest, "target")
     errors = []
     for each in (rounded, None):
