@@ -131,7 +131,8 @@ class ModelEntry:
         path: engine file, relative to the bundle folder.
         backend: backend that built it, for example ``"ort-cpu"``.
         architecture: model class name of the checkpoint.
-        dtype: dtype of weights, activations and, unless ``kv_dtype`` says otherwise, caches; a numpy name.
+        dtype: dtype of activations and, unless ``kv_dtype`` says otherwise, caches; a numpy name. Of weights too, where
+            ``weight_formats`` names no others.
         vocab_size: token ids of the model (V): rows of its LM head, unless that was cut.
         layers: cache sizes of each attention layer, in order.
         inputs: step inputs the lowered graph takes (names of the contract).
