@@ -39,7 +39,9 @@ from specexport_runtime.abi import (
 )
 from specexport_runtime.bundle.files import check_files
 from specexport_runtime.bundle.manifest import AdapterEntry, EngineFile, Manifest, ModelEntry, load_manifest
+from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.open import backend_of
+from specexport_runtime.executors.operators import kernels
 
 _GPU_OUTPUTS = (TOKEN_IDS,)
 
@@ -70,6 +72,7 @@ def describe_json(manifest: Manifest) -> dict[str, Any]:
         data["models"][role]["kv_bytes_per_token"] = kv_bytes_per_token(entry)
         data["models"][role]["state_bytes_per_row"] = state_bytes_per_row(entry, manifest.lookahead)
         data["models"][role]["profiles"] = [profile._asdict() for profile in entry.profiles]
+        data["models"][role]["kernels"] = _kernels(entry)
     return data
 
 
@@ -203,7 +206,9 @@ def _describe_model(manifest: Manifest, role: str, entry: ModelEntry) -> Iterato
     if entry.padded_path is not None:
         yield f"  padded-KV graph over the same weights: {entry.padded_path}"
     if entry.quantize is not None or entry.weight_formats:
-        yield from _describe_weights(entry)
+        yield from _describe_weights(entry, str(manifest.recipe.get("dtype", entry.dtype)))
+    if (chosen := _kernels(entry)) is not None:
+        yield f"  operators run here with: {chosen}"
     if entry.skipped_layers:
         yield f"  self-drafting: without layers {', '.join(map(str, entry.skipped_layers))}"
     elif entry.num_gates:
@@ -232,13 +237,24 @@ def _taps(entry: ModelEntry) -> str:
     return ", ".join("behind the last norm" if tap == AFTER_NORM else str(tap) for tap in entry.taps)
 
 
-def _describe_weights(entry: ModelEntry) -> Iterator[str]:
+def _kernels(entry: ModelEntry) -> str | None:
+    """The instruction set of our own operators on this machine, or why there is none; None for other backends."""
+    if entry.backend != "ort-cpu":
+        return None
+    try:
+        return kernels()
+    except SpecexportError as error:  # what a bundle holds can be read anywhere
+        return f"none: {error.message}"
+
+
+def _describe_weights(entry: ModelEntry, dtype: str) -> Iterator[str]:
     exact = ", exact" if entry.quantize == "keep" else ""
     formats = [
         f"{name} {count / 1e6:.1f} M ({8 * size / count:.2f} bits each{exact})"
         for name, count, size in entry.weight_formats
     ]
-    kinds = {"keep": "weights as the checkpoint has them", None: "weights, exact"}
+    kept = "weights, exact" if dtype == entry.dtype else f"weights, rounded to {dtype}"
+    kinds = {"keep": "weights as the checkpoint has them", None: kept}
     kind = kinds.get(entry.quantize, f"quantized: {entry.quantize} weights")
     yield f"  {kind}{': ' if formats else ' in the linear layers'}{', '.join(formats)}{_saved(entry)}"
 

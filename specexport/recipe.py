@@ -61,6 +61,7 @@ class BuildRecipe:
         name: name of the bundle; empty takes the output folder's name.
         backend: what runs the engines.
         dtype: dtype of weights, activations and KV caches, or ``"auto"``; ``"fp16"`` and the like get their long names.
+            On ort-cpu of float weights alone: ``"auto"`` and ``"float32"`` keep every value, the others round it.
         lookahead: K, the most draft tokens a round, 1 to 64.
         max_model_len: most tokens of one sequence, or ``"auto"``.
         revision: hub revision of the target.
@@ -83,8 +84,8 @@ class BuildRecipe:
         draft_vocab_texts: file or folder of the texts that tokens are counted and layers measured on; None takes the
             prompts of ``bench``.
         quantize_lm_head: whether quantization takes the LM head too.
-        kv_cache_dtype: ort-cpu: ``"int8"`` lets models with quantized weights keep their KV caches in 8 bits; None and
-            ``"auto"`` give caches the dtype of the model.
+        kv_cache_dtype: ort-cpu: ``"int8"`` lets target and draft keep their KV caches in 8 bits; None and ``"auto"``
+            give caches the dtype of the model.
         fuse: ort-cpu: pack and fuse operators where that is faster; off is for comparison.
         lora: LoRA adapters of the target: name and folder of each; texts ``"NAME=FOLDER"`` are taken too.
         lora_mode: ``"merge"`` adds the one adapter to the weights, ``"choose"`` lets each request choose one of them or
@@ -370,28 +371,7 @@ def settle_quantization(recipe: BuildRecipe, *, quantized: Mapping[str, bool]) -
             # Fast without flags: what is quantized for speed is drafted for in the same way.
             own = find_backend(recipe.backend).quantizations
             recipe = replace(recipe, draft_quantize="int8" if recipe.quantize and "int8" in own else FLOAT)
-    check_kv_cache(recipe)
     return recipe
-
-
-def check_kv_cache(recipe: BuildRecipe) -> None:
-    """Refuse an int8 KV cache of a target with float weights.
-
-    Float products depend, in their last bits, on the width of the step. Rounding makes whole steps of an int8 of that,
-    which stay in the cache: speculative text would not be plain text.
-
-    Args:
-        recipe: with its quantizations settled.
-
-    Raises:
-        RecipeError: it asks for that.
-    """
-    if recipe.kv_cache_dtype is not None and recipe.quantize is None:
-        raise RecipeError(
-            f"kv_cache_dtype is {recipe.kv_cache_dtype!r}, and the target's weights are float: what it keeps would "
-            "depend on the other tokens of a step.",
-            "give `--quantize int8` or `int4` too, or leave it out.",
-        )
 
 
 def with_quantization(recipe: BuildRecipe, role: str, value: str | None) -> BuildRecipe:
@@ -496,6 +476,17 @@ def canonical_dtype(name: str) -> str:
 def resolve_dtype(recipe: BuildRecipe) -> str:
     """The dtype to build; ``"auto"`` is the backend's first."""
     return find_backend(recipe.backend).dtypes[0] if recipe.dtype == "auto" else recipe.dtype
+
+
+def model_dtype(recipe: BuildRecipe) -> str:
+    """The dtype of activations and KV caches; of weights too, unless :func:`rounding` says otherwise."""
+    return find_backend(recipe.backend).computes or resolve_dtype(recipe)
+
+
+def rounding(recipe: BuildRecipe, role: str) -> str | None:
+    """The dtype that the float weights of a model are rounded to, where it computes in another; None for exact ones."""
+    dtype = resolve_dtype(recipe)
+    return dtype if dtype != model_dtype(recipe) and recipe.quantization_of(role) is None else None
 
 
 def resolve_recipe(recipe: BuildRecipe, max_positions: Iterable[int | None]) -> BuildRecipe:

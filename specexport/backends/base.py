@@ -97,6 +97,8 @@ class Backend:
     Attributes:
         name: as recipes, manifests and ``--backend`` have it.
         dtypes: dtypes it can build; the first is what ``"auto"`` means.
+        computes: dtype of activations and KV caches, where weights alone are rounded to what a recipe says; empty where
+            all have that.
         modules: Python modules that building needs besides the export stack.
         extra: the distribution's extra that installs them.
         lowerings: forms of attention to choose from, the first is what ``"auto"`` means; empty where there is one.
@@ -121,6 +123,7 @@ class Backend:
 
     name: str
     dtypes: tuple[str, ...]
+    computes: str = ""
     modules: tuple[str, ...] = ()
     extra: str
     lowerings: tuple[str, ...] = ()

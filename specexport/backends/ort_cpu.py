@@ -13,7 +13,8 @@ class OrtCpu(Backend):
     """See the module."""
 
     name = "ort-cpu"
-    dtypes = ("float32",)
+    dtypes = ("float32", "bfloat16", "float16")
+    computes = "float32"
     modules = ("onnxruntime",)
     extra = "cpu"
     options = ("self_draft", "kv_cache_dtype")
@@ -78,7 +79,7 @@ class OrtCpu(Backend):
         quantize = recipe.quantization_of(role)
         formats = packed_formats(ir_model.graph)
         stored, count = sum(size for *_, size in formats), sum(count for _, count, _ in formats)
-        fields: dict[str, Any] = {"quantized_bytes": (stored, count * ITEM_BYTES[recipe.dtype])}
+        fields: dict[str, Any] = {"quantized_bytes": (stored, count * ITEM_BYTES[self.computes])}
         if quantize != "keep":  # else those of the checkpoint
             fields["weight_formats"] = formats
         with job.clock.stage("build", role):

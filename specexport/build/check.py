@@ -3,8 +3,8 @@
 A prefill and a ragged verify step; then, with another cache, one token at a time. The padded-KV graph is held to the
 same numbers, with padding entries in one of its two cache rows, and so is the graph for steps of one token a row.
 
-A float engine is compared logit by logit. A quantized one is another function; what it computes is compared with the
-float model on a text, see :mod:`specexport.build.closeness`.
+A float engine is compared logit by logit. One with quantized weights or caches is another function; what it computes is
+compared with the float model on a text, see :mod:`specexport.build.closeness`.
 
 ``specexport verify`` proves much more; this one is quick enough to run in every build and catches a wrong trace,
 pass or lowering before a bundle exists.
@@ -79,7 +79,7 @@ def check_sequences(vocab_size: int) -> list[Int64Array]:
 
 
 def text_sequences(tokenizer_json: bytes, vocab_size: int, max_positions: int | None = None) -> list[Int64Array]:
-    """The two token sequences that quantized engines are checked with: code and prose.
+    """The two token sequences that engines with quantized weights or caches are checked with: code and prose.
 
     Args:
         tokenizer_json: the checkpoint's ``tokenizer.json``.
@@ -147,7 +147,7 @@ def check_engine(
     Args:
         folder: the model's folder.
         entry: its manifest entry.
-        sequences: tokens of each sequence: :func:`check_sequences`, or :func:`text_sequences` if it is quantized.
+        sequences: tokens of each sequence: :func:`check_sequences`, or :func:`text_sequences` for an approximation.
         references: eager logits [len, V] of each sequence.
         adapted: the same with each adapter that requests may choose.
 
@@ -163,10 +163,10 @@ def check_engine(
         for name, found, places, adapter in _run(folder, entry, sequences, unpad_kv=unpad_kv, adapters=len(adapted)):
             reference = np.stack([each[adapter][row][position] for row, position in places])
             closeness = None
-            if entry.quantize is None:
+            if entry.approximation is None:
                 _compare(entry, found, reference, places, name)
             else:
-                closeness = _compare_quantized(entry, found, reference, places, name)
+                closeness = _compare_on_text(entry, found, reference, places, name)
             checks.append((float(np.abs(found - reference).max()), closeness))
     return _worst(checks)
 
@@ -183,7 +183,7 @@ def _worst(checks: Seq[tuple[float, Closeness | None]]) -> EngineCheck:
     )
 
 
-def _compare_quantized(
+def _compare_on_text(
     entry: ModelEntry, found: Float32Array, reference: Float32Array, places: Seq[tuple[int, int]], kind: str
 ) -> Closeness:
     # Models park attention on a text's first token (Xiao et al. 2023): one channel of it is thousands of times as large
@@ -193,10 +193,10 @@ def _compare_quantized(
     closeness = measure_closeness(found[judged], reference[judged])
     if not np.isfinite(found).all():
         closeness = closeness._replace(agreement=None, divergence=float("nan"), lost=float("nan"))
-    obstacle = closeness.obstacle(str(entry.quantize))
+    obstacle = closeness.obstacle(str(entry.approximation))
     if obstacle is not None:
         raise CheckFailedError(
-            f"the {entry.architecture} {entry.quantize} {kind} is too far from eager transformers: {obstacle}.",
+            f"the {entry.architecture} {entry.approximation} {kind} is too far from eager transformers: {obstacle}.",
             "report this model; `--dump-passes DIR` shows each stage. The bundle was not written.",
         )
     return closeness

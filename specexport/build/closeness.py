@@ -18,9 +18,9 @@ DECIDED = float(np.log(2))
 FEWEST_DECIDED = 20
 """Fewer decided positions (an untrained model has none) are judged by what is lost alone."""
 
-LEAST_AGREEMENT = {"int8": 0.9, "int4": 0.65, "keep": 0.9}
-MOST_LOST = {"int8": 0.05, "int4": 0.2, "keep": 0.05}
-"""Limits by quantization, two to three times as far as the worst model measured; see ``docs/quantization.md``."""
+LEAST_AGREEMENT = {"int8": 0.9, "int4": 0.65, "keep": 0.9, "int8 KV cache": 0.9}
+MOST_LOST = {"int8": 0.05, "int4": 0.2, "keep": 0.05, "int8 KV cache": 0.05}
+"""Limits by what is approximate, two to three times the worst model measured; see ``docs/quantization.md``."""
 
 
 class Closeness(NamedTuple):
@@ -39,9 +39,9 @@ class Closeness(NamedTuple):
     divergence: float
     lost: float
 
-    def obstacle(self, quantize: str) -> str | None:
-        """Why an engine with weights quantized so must be broken; None if it need not be."""
-        least, most = LEAST_AGREEMENT[quantize], MOST_LOST[quantize]
+    def obstacle(self, approximation: str) -> str | None:
+        """Why an engine that is approximate so must be broken; None if it need not be."""
+        least, most = LEAST_AGREEMENT[approximation], MOST_LOST[approximation]
         if not self.lost <= most:  # a NaN must fail
             return (
                 f"its distributions diverge by {self.divergence:.3g} nats, {self.lost:.3g} of what they tell (at most "

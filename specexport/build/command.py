@@ -34,7 +34,7 @@ def _auto_or_int(_ctx: click.Context, _param: click.Parameter, value: str | None
 @click.option("--recipe", "recipe_file", type=click.Path(path_type=Path), help="TOML recipe; flags go before it.")
 @click.option("--name", help="Name of the bundle [default: the output folder's name].")
 @click.option("--backend", help=f"What runs the engines [default: {DEFAULT_BACKEND}].")
-@click.option("--dtype", help="Dtype of weights and KV caches, as float16 or fp16 [default: auto].")
+@click.option("--dtype", help="Dtype of float weights, on GPUs of all else too [default: auto].")
 @click.option(
     "--quantize", metavar="keep|int8|int4|none", help="Weights of the target [default: as its file has them]."
 )
@@ -43,7 +43,7 @@ def _auto_or_int(_ctx: click.Context, _param: click.Parameter, value: str | None
 @click.option("--draft-vocab-size", type=int, metavar="N", help="Keep the N likeliest tokens of the draft's LM head.")
 @click.option("--draft-vocab-texts", metavar="PATH", help="File or folder of texts to measure and count them on.")
 @click.option("--quantize-lm-head/--no-quantize-lm-head", default=None, help="Quantize the LM head too [default: yes].")
-@click.option("--kv-cache-dtype", metavar="auto|int8", help="KV caches of quantized models [default: auto].")
+@click.option("--kv-cache-dtype", metavar="auto|int8", help="KV caches, on ort-cpu [default: auto].")
 @click.option("--fuse/--no-fuse", default=None, help="Pack and fuse operators where that is faster [default: yes].")
 @click.option(
     "--lora",
@@ -151,11 +151,10 @@ def summary(result: "BuildResult") -> str:
     ]
     for role, check in result.checks.items():
         cached = " (engine from the cache)" if role in result.reused else ""
-        quantize = result.manifest.models[role].quantize
-        found = "not checked" if check is None else _describe(check)
-        if quantize is not None:
-            found = f"{quantize}, {found}"
         entry = result.manifest.models[role]
+        found = "not checked" if check is None else _describe(check)
+        if entry.approximation is not None:
+            found = f"{entry.approximation}, {found}"
         if entry.guessed is not None:
             found = f"{found}; {describe_probe(entry.guessed, entry.reading)}"
         layers = describe_layers(entry)

@@ -16,7 +16,7 @@ from specexport.build.draft_vocabulary import read_counting_texts
 from specexport.build.model import ModelSource, compile_graph, load_source, resolve_for
 from specexport.build.vocabulary import check_vocabularies, read_vocabulary
 from specexport.progress import StageClock
-from specexport.recipe import MTP, BuildRecipe
+from specexport.recipe import MTP, BuildRecipe, model_dtype
 from specexport_runtime.bundle.cut_head import HEAD_IDS_NAME
 from specexport_runtime.bundle.files import hash_files
 from specexport_runtime.bundle.head_steps import head_steps
@@ -284,7 +284,7 @@ def build_head(
         reading=None if plan.probe is None else plan.probe.reading.change or None,
         backend=recipe.backend,
         architecture=f"{config.kind} head of {config.source_format} ({config.layer_config['model_type']})",
-        dtype=recipe.dtype,
+        dtype=model_dtype(recipe),
         vocab_size=config.vocab_size,
         num_parameters=num_parameters,
         max_positions=max_positions,

@@ -4,6 +4,7 @@ import gc
 import importlib.util
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +20,7 @@ from specexport.build.draft_vocabulary import HeadCut, choose_head_ids, read_cou
 from specexport.build.lora import bind_adapters, describe_adapters
 from specexport.channel_ranges import CacheRange, ChannelRanges
 from specexport.progress import StageClock
-from specexport.recipe import KEEP, BuildRecipe, check_kv_cache, resolve_dtype, resolve_recipe, with_quantization
+from specexport.recipe import KEEP, BuildRecipe, model_dtype, resolve_recipe, rounding, with_quantization
 from specexport_runtime.abi import ITEM_BYTES
 from specexport_runtime.bundle.cut_head import HEAD_IDS_NAME
 from specexport_runtime.bundle.files import hash_files
@@ -126,8 +127,12 @@ def build_model(
             clock.note(f"{checkpoint.rope.text}, for sequences of up to {checkpoint.rope.max_len} tokens")
         if recipe.quantization_of(source.role) == KEEP and not checkpoint.kept:  # a GGUF file of float weights
             recipe = with_quantization(recipe, source.role, None)
-            check_kv_cache(recipe)
         adapters = bind_adapters(checkpoint, source.adapters, merge=not recipe.chooses_adapters)
+        if adapters.all and not recipe.chooses_adapters:
+            _round(checkpoint, recipe, source.role)  # again
+        rounded = rounding(recipe, source.role)
+        if rounded is not None:
+            clock.note(f"weights are rounded to {rounded}; activations and KV caches are {model_dtype(recipe)}")
         head_ids = _head_ids(checkpoint, reductions.cut)
         require_space(folder, _needed_bytes(recipe, checkpoint, source.role))
     dropped = _drop_layers(checkpoint, reductions.prune, source.role, clock)
@@ -136,11 +141,11 @@ def build_model(
         reference = (
             None
             if obstacle is not None
-            else _eager_reference(checkpoint, recipe.quantization_of(source.role), adapters.chosen)
+            else _eager_reference(checkpoint, adapters.chosen, on_texts=_is_approximate(recipe, source.role))
         )
         if reference is not None and head_ids is not None:
             reference = reference._replace(logits=[logits[:, head_ids] for logits in reference.logits])
-        if recipe.check and recipe.dtype == "float16":
+        if recipe.check and model_dtype(recipe) == "float16":
             _refuse_overflow(checkpoint, reference)
     fields = _step_sizes(checkpoint, head_ids) | {"weight_formats": _weight_formats(checkpoint)}
     ranges, cached = _calibrate(checkpoint, recipe, source.role, clock)
@@ -165,7 +170,7 @@ def build_model(
         **fields,
         backend=recipe.backend,
         architecture=checkpoint.architecture,
-        dtype=recipe.dtype,
+        dtype=model_dtype(recipe),
         vocab_size=checkpoint.vocab_size,
         num_parameters=checkpoint.num_parameters,
         max_positions=checkpoint.max_positions,
@@ -178,7 +183,7 @@ def build_model(
     )
     with clock.stage("check", source.role, obstacle or ""):
         found = check_engine(folder, entry, *reference) if reference is not None else None
-        if found is not None and reference is not None and entry.quantize is not None and head_ids is None:
+        if found is not None and reference is not None and entry.approximation is not None and head_ids is None:
             perplexity = text_perplexity(checkpoint.tokenizer_json, reference.sequences, reference.logits)
             found = found._replace(perplexity=perplexity)
     return BuiltModel(
@@ -251,7 +256,7 @@ def load_source(recipe: BuildRecipe, source: ModelSource, *, stream: bool = True
 
     checkpoint = load_checkpoint(
         source.source,
-        dtype=resolve_dtype(recipe),
+        dtype=model_dtype(recipe),
         revision=source.revision,
         trust_remote_code=recipe.trust_remote_code,
         keep=recipe.quantization_of(source.role) == KEEP,
@@ -259,9 +264,18 @@ def load_source(recipe: BuildRecipe, source: ModelSource, *, stream: bool = True
     )
     if checkpoint.source_sha256 != source.sha256:
         raise CheckpointError(f"checkpoint {source.name} changed while it was read.", "build again.")
+    _round(checkpoint, recipe, source.role)
     fix_rope(checkpoint, int(resolve_for(recipe, checkpoint).max_model_len))
     check_config(checkpoint.model)  # before it is run
     return checkpoint
+
+
+def _round(checkpoint: Any, recipe: BuildRecipe, role: str) -> None:
+    from specexport.frontend import round_weights
+
+    rounded = rounding(recipe, role)
+    if rounded is not None:
+        round_weights(checkpoint, rounded)
 
 
 def resolve_for(recipe: BuildRecipe, checkpoint: Any) -> BuildRecipe:
@@ -280,7 +294,7 @@ def _refuse_overflow(checkpoint: Any, reference: _Reference | None) -> None:
     Raises:
         UnsupportedModelError: it has logits that are no finite numbers.
     """
-    found = reference or _eager_reference(checkpoint, None)
+    found = reference or _eager_reference(checkpoint)
     if not all(np.isfinite(logits).all() for logits in found.logits):
         raise UnsupportedModelError(
             f"{checkpoint.architecture} cannot be computed in float16: activations exceed its range, and logits are no "
@@ -289,13 +303,18 @@ def _refuse_overflow(checkpoint: Any, reference: _Reference | None) -> None:
         )
 
 
-def _eager_reference(checkpoint: Any, quantize: str | None, adapters: Seq[Any] = ()) -> _Reference:
+def _is_approximate(recipe: BuildRecipe, role: str) -> bool:
+    """Whether an engine computes another function than its checkpoint; see ``ModelEntry.approximation``."""
+    return recipe.quantization_of(role) is not None or recipe.kv_cache_dtype is not None
+
+
+def _eager_reference(checkpoint: Any, adapters: Seq[Any] = (), *, on_texts: bool = False) -> _Reference:
     from specexport.frontend import reference_logits, with_adapter
 
-    if quantize is None:
-        sequences = check_sequences(checkpoint.vocab_size)
-    else:
+    if on_texts:
         sequences = text_sequences(checkpoint.tokenizer_json, checkpoint.vocab_size, checkpoint.max_positions)
+    else:
+        sequences = check_sequences(checkpoint.vocab_size)
     texts = [ids.tolist() for ids in sequences]
     adapted = []
     for adapter in adapters:
@@ -325,16 +344,12 @@ def _drop_layers(checkpoint: Any, prune: LayerPrune | None, role: str, clock: St
 
 def reads_texts(recipe: BuildRecipe, role: str) -> bool:
     """Whether a model's engine depends on the built-in texts: something of it was measured on them."""
-    return _weighs_inputs(recipe, role) or _has_int8_caches(recipe, role)
+    return _weighs_inputs(recipe, role) or recipe.kv_cache_dtype is not None
 
 
 def _weighs_inputs(recipe: BuildRecipe, role: str) -> bool:
     """Whether weights are rounded by what the inputs of a layer make of an error."""
     return recipe.quantization_of(role) == "int4" and find_backend(recipe.backend).own_operators
-
-
-def _has_int8_caches(recipe: BuildRecipe, role: str) -> bool:
-    return recipe.kv_cache_dtype is not None and recipe.quantization_of(role) is not None
 
 
 def _calibrate(
@@ -357,7 +372,7 @@ def _calibrate(
         )
         if _weighs_inputs(recipe, role):
             ranges = activation_ranges(checkpoint, pieces)
-        if _has_int8_caches(recipe, role):
+        if recipe.kv_cache_dtype is not None:
             longest = max(AUTO_MODEL_LEN, int(recipe.max_model_len))
             max_len = min(longest, checkpoint.max_positions or longest)
             cached = cache_ranges(checkpoint, pieces, max_len=max_len)
@@ -445,7 +460,7 @@ def compile_graph(
     backend.check_memory(job)
     with job.clock.stage("passes", job.role):
         passes = default_passes(
-            recipe,
+            replace(recipe, dtype=model_dtype(recipe)),
             pack=recipe.fuse and backend.packs_linear,
             quantize=recipe.quantization_of(job.role),
             quantize_lm_head=recipe.quantize_lm_head,

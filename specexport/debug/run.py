@@ -19,8 +19,10 @@ BACKEND = "ort-cpu"
 CACHE_BACKENDS = ("tensorrt", "tensorrt-rtx")
 """Their engines show what they leave in the caches."""
 GraphKind = Literal["engine", "padded"]
-TOLERANCES = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.1, "int8": 0.1, "int4": 0.5, "keep": 0.1}
-"""Default tolerance by the dtype of the less exact graph, or by how its weights are quantized."""
+TOLERANCES = {
+    "float32": 1e-4, "float16": 0.02, "bfloat16": 0.1, "int8": 0.1, "int4": 0.5, "keep": 0.1, "int8 KV cache": 0.1,
+}  # fmt: skip
+"""Default tolerance by the dtype of the less exact graph, or by what is approximate in it."""
 _TRACING = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript")
 
 
@@ -121,7 +123,7 @@ def debug_bundle(folder: Path, prompt: str, options: DebugOptions, *, progress: 
             _entry(other_manifest, None if options.against else folder, options),
         ]
         _check_same_checkpoint(folder, entries[0], options, entries[1])
-        tolerance = options.tolerance or max(TOLERANCES[entry.quantize or entry.dtype] for entry in entries)
+        tolerance = options.tolerance or max(TOLERANCES[entry.approximation or entry.dtype] for entry in entries)
     if entries[0].backend != BACKEND:
         return _debug_engine(bundle, entries, prompt, options, tolerance, clock)
     with clock.stage("read", options.role):

@@ -38,6 +38,7 @@ __all__ = [
     "merge_adapter",
     "read_adapter",
     "reference_logits",
+    "round_weights",
     "trace_checkpoint",
     "with_adapter",
 ]
@@ -73,6 +74,21 @@ def load_checkpoint(
     from specexport.frontend.load import load
 
     return load(source, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code, keep=keep, stream=stream)
+
+
+def round_weights(checkpoint: Checkpoint, dtype: str) -> None:
+    """Give each weight of a loaded model the value that it has in ``dtype``; what it computes in stays.
+
+    Args:
+        checkpoint: the loaded model; changed.
+        dtype: ``"bfloat16"`` or ``"float16"``.
+
+    Raises:
+        CheckpointError: a weight is larger than ``dtype`` can hold.
+    """
+    from specexport.frontend.rounded import round_weights
+
+    round_weights(checkpoint, dtype)
 
 
 def count_layers(source: str) -> int:

@@ -22,10 +22,11 @@ from specexport.frontend.layer_list import check_layer_lists, check_no_layer_lef
 from specexport.frontend.left_out import check_no_bias_left, check_no_gguf_bias_left
 from specexport.frontend.packed import Packed, name_packed, read_packed
 from specexport.frontend.rope import max_positions, plain_positions, unknown_rope_types
+from specexport.frontend.rounded import refuse_overflow
 from specexport.frontend.short import plain_length
 from specexport.frontend.source import PACKED_METHODS, Source, hash_source, resolve_source
 from specexport.frontend.stated_ids import check_stated_ids
-from specexport.frontend.stored import Stored, StoredWeight
+from specexport.frontend.stored import StoredWeight
 from specexport.frontend.streaming import load_all
 from specexport.frontend.tagged import Tags, tagged_gguf, tagged_safetensors
 from specexport.frontend.tokenizer import collect_eos_ids, load_tokenizer
@@ -69,7 +70,7 @@ def load(
         if keep and reader is not None:
             kept = kept_weights(found, reader, model, stored, conversion)
     if how.dtype == torch.float16:
-        _refuse_overflow(found, model, stored)
+        refuse_overflow(found.name, model, stored)
     text = model.config.get_text_config()
     if getattr(text, "use_bidirectional_attention", None) == "vision":
         text.use_bidirectional_attention = None  # tokens of one image see one another; here all tokens are text
@@ -254,14 +255,6 @@ def _load_model(how: _How, state: dict[str, torch.Tensor] | None) -> Any:
         check_no_bias_left(source, model, report["unexpected_keys"])
     _clear_quantizer_marks(model)
     return model.eval().requires_grad_(False)
-
-
-def _refuse_overflow(source: Source, model: Any, stored: Stored) -> None:
-    """Float16 ends at 65504; a larger weight of a bfloat16 or float32 checkpoint has become infinite by now."""
-    for name, weight in model.named_parameters():
-        found = stored[name].parts() if name in stored else [weight]
-        if not all(bool(torch.isfinite(part).all()) for part in found):
-            raise CheckpointError(f"{source.name}: {name} holds values that float16 cannot.", "use --dtype bfloat16.")
 
 
 def _unreadable(source: Source, error: Exception) -> CheckpointError:

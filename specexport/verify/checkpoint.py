@@ -90,6 +90,7 @@ def eager_references(
     dropped: Seq[int] = (),
     adapter: VerifiedAdapter | None = None,
     rope_len: int | None = None,
+    rounded: str | None = None,
 ) -> list[Float32Array]:
     """Logits [len, V] of each sequence from eager transformers; the model is freed before this returns.
 
@@ -103,13 +104,14 @@ def eager_references(
         dropped: layers that the engine was built without.
         adapter: what the weights are changed by; None for nothing.
         rope_len: length that the engine's rotary tables were chosen for; None where none depends on it.
+        rounded: dtype that weights alone were rounded to; None for none.
 
     Raises:
         CheckpointError: the checkpoint cannot be loaded.
     """
     from specexport.frontend import reference_logits
 
-    checkpoint = _load(source, revision, dtype, trust_remote_code, dropped, adapter, rope_len)
+    checkpoint = _load(source, revision, dtype, trust_remote_code, dropped, adapter, rope_len, rounded)
     references = reference_logits(checkpoint, [list(sequence) for sequence in sequences])
     del checkpoint
     gc.collect()
@@ -124,13 +126,18 @@ def _load(
     dropped: Seq[int],
     adapter: VerifiedAdapter | None,
     rope_len: int | None,
+    rounded: str | None,
 ) -> "Checkpoint":
     """The checkpoint as its engine has it: rounded to the engine's dtype, without the layers that the engine lacks."""
-    from specexport.frontend import drop_layers, fix_rope, load_checkpoint, merge_adapter, read_adapter
+    from specexport.frontend import drop_layers, fix_rope, load_checkpoint, merge_adapter, read_adapter, round_weights
 
     checkpoint = load_checkpoint(source, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
+    if rounded is not None:
+        round_weights(checkpoint, rounded)
     if adapter is not None and adapter.source is not None:
         merge_adapter(checkpoint, read_adapter(adapter.source, checkpoint.model))
+        if rounded is not None and adapter.chosen is None:
+            round_weights(checkpoint, rounded)
     if rope_len is not None:
         fix_rope(checkpoint, rope_len)
     if dropped:
@@ -158,6 +165,7 @@ def eager_score(
     dropped: Seq[int] = (),
     adapter: VerifiedAdapter | None = None,
     rope_len: int | None = None,
+    rounded: str | None = None,
 ) -> TextScore:
     """What eager transformers makes of ``windows``; the model is freed before this returns.
 
@@ -171,13 +179,14 @@ def eager_score(
         dropped: layers that the engine was built without.
         adapter: see :func:`eager_references`.
         rope_len: length that the engine's rotary tables were chosen for; None where none depends on it.
+        rounded: dtype that weights alone were rounded to; None for none.
 
     Raises:
         CheckpointError: the checkpoint cannot be loaded.
     """
     from specexport.frontend import reference_logits
 
-    checkpoint = _load(source, revision, dtype, trust_remote_code, dropped, adapter, rope_len)
+    checkpoint = _load(source, revision, dtype, trust_remote_code, dropped, adapter, rope_len, rounded)
     # One window at a time: the logits of a large vocabulary are kept for no longer than they are read.
     logits = (reference_logits(checkpoint, [list(window)])[0] for window in windows)
     score = score_logits(logits, windows, head)
@@ -190,3 +199,9 @@ def recorded_revision(manifest: Manifest, role: str) -> str | None:
     """The hub revision that the recipe asked for."""
     revision = manifest.recipe.get(_REVISION_KEYS[role])
     return None if revision is None else str(revision)
+
+
+def recorded_rounding(manifest: Manifest, role: str) -> str | None:
+    """The dtype that the engine's float weights were rounded to, where it computes in another; None for none."""
+    entry, dtype = manifest.models[role], manifest.recipe.get("dtype")
+    return None if entry.quantize is not None or dtype in (None, entry.dtype) else str(dtype)

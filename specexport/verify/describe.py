@@ -46,7 +46,7 @@ def _describe_tensors(result: TensorResult) -> Iterator[str]:
 
 
 def _describe_perplexity(result: PerplexityResult) -> Iterator[str]:
-    kind = result.quantize or "not quantized"
+    kind = result.approximation or "not quantized"
     yield (
         f"  {'' if result.passed else 'FAILED '}{result.role}, {kind}: perplexity {result.perplexity:.3f}, "
         f"{result.reference}: {result.reference_perplexity:.3f}; {result.change:+.2%} on {result.num_tokens} tokens "
@@ -59,14 +59,18 @@ def _describe_perplexity(result: PerplexityResult) -> Iterator[str]:
 
 
 def _describe_neighbours(result: NeighbourResult) -> Iterator[str]:
-    yield (
-        f"  {result.role}: a token's logits beside others differ by at most {result.max_relative:.1e} of the logit "
-        f"scale from those alone (limit {result.tolerance:.0e}); {result.compared}"
-    )
+    if result.tolerance:
+        found = f"within {result.max_relative:.1e} of the logit scale (limit {result.tolerance:.0e})"
+    else:
+        rows, same = (sum(getattr(case, name) for case in result.cases) for name in ("rows", "same_bits"))
+        found = f"bit for bit in {same} of {rows} rows"
+    yield f"  {result.role}: a token's logits in {len(result.cases)} kinds of step are those alone, {found}"
+    yield f"    {result.compared}"
     for case in result.cases:
         if not case.passed:
             agreement = f"argmax agrees in {case.argmax_agreement:.1%} of {case.rows} rows"
-            yield f"  FAILED {result.role}, {case.name}: {case.max_relative:.3g} of the logit scale; {agreement}"
+            same = f"{agreement}, bits in {case.same_bits}"
+            yield f"  FAILED {result.role}, {case.name}: {case.max_relative:.3g} of the logit scale; {same}"
 
 
 def _describe_greedy(result: GreedyResult) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from specexport.verify.tolerance import NEAR_TIE_TOLERANCE, logit_scale
+from specexport.verify.tolerance import logit_scale
 from specexport_runtime.executors.base import Executor, Float32Array
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 
@@ -22,7 +22,8 @@ class GreedyDifference:
         gap: difference of the two tokens' logits in a rerun one token at a time.
         shortfall: how far the lower of the two is below the largest logit of that rerun.
         limit: near-tie tolerance at that position's logit scale.
-        explained: both tokens lie within ``limit`` of the largest logit: float rounding decides between them.
+        explained: both tokens lie within ``limit`` of the largest logit: float rounding decides between them. Nothing
+            is explained with a limit of 0.
     """
 
     drafter: str
@@ -44,7 +45,7 @@ def compare_outputs(
     outputs: Seq[list[int]],
     drafter: str,
     lookahead: int,
-    tolerance: float = NEAR_TIE_TOLERANCE,
+    tolerance: float = 0.0,
 ) -> list[GreedyDifference]:
     """The first difference of each prompt that has one.
 
@@ -55,7 +56,8 @@ def compare_outputs(
         outputs: what speculative decoding gave.
         drafter: who drafted.
         lookahead: K.
-        tolerance: near-tie tolerance, relative to the logit scale.
+        tolerance: near-tie tolerance, relative to the logit scale; 0 for engines whose logits have the same bits in any
+            step.
     """
     found = []
     for index, (expected, output) in enumerate(zip(plain, outputs, strict=True)):
@@ -90,7 +92,7 @@ def explain(
     lookahead: int,
     prompt: int,
     position: int,
-    tolerance: float = NEAR_TIE_TOLERANCE,
+    tolerance: float = 0.0,
 ) -> GreedyDifference:
     """Judge one difference by the logits [V] of its position; ``tokens`` are the plain and the speculative token."""
     first, second = (float(logits[token]) for token in tokens)
@@ -105,7 +107,7 @@ def explain(
         gap=abs(first - second),
         shortfall=shortfall,
         limit=limit,
-        explained=shortfall <= limit,  # false for NaN
+        explained=shortfall < limit,  # false for NaN, and for equal logits without a tolerance
     )
 
 

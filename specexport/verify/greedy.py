@@ -1,8 +1,9 @@
 """Part (b): speculative greedy output equals plain greedy output, token for token.
 
-Nothing is bit-identical between a step of one token and a step of K+1 tokens: sums are taken in another order. Where
-the two likeliest tokens are closer than that rounding, either may come out. Such a difference is told from a mistake by
-running the sequence once more, one token at a time, and looking at the gap between the two logits.
+On a CPU a token's logits have the same bits in any step, and any difference is a mistake. On GPUs a step of K+1 tokens
+sums in another order than a step of one. Where the two likeliest tokens are closer than that rounding, either may come
+out. Such a difference is told from a mistake by running the sequence once more, one token at a time, and looking at the
+gap between the two logits.
 """
 
 from collections.abc import Sequence as Seq
@@ -10,7 +11,6 @@ from dataclasses import dataclass
 
 from specexport.verify.differences import GreedyDifference, compare_outputs
 from specexport.verify.scripted import ScriptedDrafter
-from specexport.verify.tolerance import NEAR_TIE_TOLERANCE
 from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.registry import KINDS
 from specexport_runtime.engine import SpecEngine
@@ -53,7 +53,7 @@ class GreedyResult:
         num_prompts: prompts decoded together.
         runs: one for each drafter and lookahead.
         differences: the first difference of each prompt and run that has one.
-        tolerance: near-tie tolerance, relative to the logit scale.
+        tolerance: near-tie tolerance, relative to the logit scale; 0 where nothing is one.
         compared: what was compared, in words.
     """
 
@@ -81,7 +81,7 @@ def check_greedy(
     *,
     lookaheads: Seq[int] = (),
     max_tokens: int = 64,
-    tolerance: float = NEAR_TIE_TOLERANCE,
+    tolerance: float = 0.0,
 ) -> GreedyResult:
     """Decode all prompts plainly and speculatively and compare the tokens.
 
@@ -91,7 +91,7 @@ def check_greedy(
         prompts: token ids of each prompt, at least one.
         lookaheads: values of K; empty takes 1, 2, 4 and the engine's largest. Those above the largest are left out.
         max_tokens: tokens to generate for each prompt, end tokens ignored.
-        tolerance: near-tie tolerance, relative to the logit scale.
+        tolerance: see ``tolerance.step_tolerance``.
 
     Raises:
         InvalidRequestError: a prompt is empty, too long or out of range, or a lookahead is.

@@ -8,11 +8,11 @@ Here the same tokens are stepped
 ::
 
     alone           one at a time, nothing else in the step: the reference
-    K+1 at a time   beside their own successors
-    beside others   one at a time, and K+1 at a time, with other sequences in the step, one of them at its first
-                    token, where activations are largest in most models
+    2 … K+1         so many at a time, beside their own successors
+    behind pieces   K+1 at a time, where what is before them was read in other pieces
+    beside others   one at a time, and K+1 at a time, with other sequences in the step
 
-No checkpoint is needed: the engine is compared with itself.
+No checkpoint is needed: the engine is compared with itself. On a CPU the bits must be the same.
 """
 
 from collections.abc import Sequence as Seq
@@ -20,16 +20,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from specexport.verify.tolerance import logit_scale, neighbour_tolerance
+from specexport.verify.tolerance import logit_scale
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.executors.base import Executor, Float32Array
+from specexport_runtime.executors.base import MAX_CHUNK, Executor, Float32Array
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 
 LEAST_TOKENS = 3
 """Of a sequence: one before, and two that are neighbours."""
-_MAX_PAST = 16
+_MAX_PAST = 506
+"""The tokens looked at then lie on both sides of entry 512, where attention of long rows is cut in parts."""
 _MAX_TOKENS = 12
 _NUM_ROWS = 4
+_PIECE = 7  # divides no size that a kernel works in
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,8 @@ class NeighbourCase:
         max_relative: largest difference from the same token alone, over the logit scale.
         median_relative: the median over the rows of their largest difference.
         argmax_agreement: share of rows with the same most likely token.
-        passed: every difference is within the tolerance.
+        same_bits: rows whose logits have the bits that they have alone.
+        passed: every difference is within the tolerance; with a tolerance of 0, every bit is the same.
     """
 
     name: str
@@ -50,6 +53,7 @@ class NeighbourCase:
     max_relative: float
     median_relative: float
     argmax_agreement: float
+    same_bits: int
     passed: bool
 
 
@@ -61,7 +65,7 @@ class NeighbourResult:
         role: ``"target"`` or ``"draft"``.
         passed: every case passed.
         cases: one for each company.
-        tolerance: largest difference allowed, relative to the logit scale.
+        tolerance: largest difference allowed, relative to the logit scale; 0 allows no other bit.
         compared: what was compared, in words.
     """
 
@@ -83,8 +87,7 @@ def check_neighbours(
     sequences: Seq[Seq[int]],
     *,
     lookahead: int,
-    dtype: str = "float32",
-    num_layers: int = 1,
+    tolerance: float = 0.0,
 ) -> NeighbourResult:
     """Step the end of ``sequences[0]`` alone and in company, and compare the logits.
 
@@ -94,23 +97,21 @@ def check_neighbours(
         sequences: token ids; the first is the subject, the others keep it company. At least ``LEAST_TOKENS`` each,
             none longer than a cache row less K+1 entries.
         lookahead: K.
-        dtype: the engine's dtype, which decides the tolerance together with
-        num_layers: L, attention layers of the model.
+        tolerance: see ``tolerance.step_tolerance``.
 
     Raises:
         InvalidRequestError: there is no subject, or a sequence is too short.
-        IncompatibleError: no tolerance is known for ``dtype``.
     """
     if not sequences or min(map(len, sequences)) < LEAST_TOKENS:
         raise InvalidRequestError(
             f"the neighbours part needs sequences of {LEAST_TOKENS} tokens or more.", "give longer prompts."
         )
-    tolerance = neighbour_tolerance(dtype, num_layers).largest
     company = [list(ids) for ids in sequences[1 : min(_NUM_ROWS, executor.num_rows)]]
     subject = _Subject(executor, list(sequences[0]))
     width = min(lookahead + 1, len(subject.tokens))
     alone = subject.step_through(1, [])
-    found = {f"{width} at a time": subject.step_through(width, [])}
+    found = {f"{count} at a time": subject.step_through(count, []) for count in range(2, width + 1)}
+    found[f"{width} at a time behind pieces of {_PIECE}"] = subject.step_through(width, [], piece=_PIECE)
     if company:
         others = f"beside {len(company)} other rows"
         found[f"1 at a time {others}"] = subject.step_through(1, company)
@@ -125,17 +126,19 @@ class _Subject:
 
     def __init__(self, executor: Executor, sequence: list[int]) -> None:
         self._executor = executor
-        self.past = min(_MAX_PAST, len(sequence) // 2)
+        self.past = min(_MAX_PAST, max(len(sequence) // 2, len(sequence) - _MAX_TOKENS))
         self._before = sequence[: self.past]
         self.tokens = sequence[self.past : self.past + _MAX_TOKENS]
 
-    def step_through(self, width: int, company: Seq[list[int]]) -> Float32Array:
-        """Logits [n, V] of the subject's tokens, ``width`` a step, each of ``company`` taking as many in its row."""
-        runner = ModelRunner(self._executor)
-        # The cache behind the tokens is the same in every run: written by the same steps.
+    def step_through(self, width: int, company: Seq[list[int]], *, piece: int = MAX_CHUNK) -> Float32Array:
+        """Logits [n, V] of the subject's tokens, ``width`` a step, each of ``company`` taking as many in its row.
+
+        What is before them is read ``piece`` tokens at a time.
+        """
+        runner = ModelRunner(self._executor, max_chunk=piece)
         runner.prefill(0, self._before)
-        # The first companion stays at its first token, the others stand where the subject does.
-        pasts = [0 if row == 0 else min(self.past, len(ids) - 1) for row, ids in enumerate(company)]
+        # The first companion stays at its first token, where activations are largest in most models.
+        pasts = [0 if row == 0 else min(self.past, len(ids) // 2) for row, ids in enumerate(company)]
         for row, (ids, past) in enumerate(zip(company, pasts, strict=True), start=1):
             if past:
                 runner.prefill(row, ids[:past])
@@ -156,5 +159,8 @@ def _compare(name: str, logits: Float32Array, alone: Float32Array, tolerance: fl
     with np.errstate(invalid="ignore"):  # infinities that should not be there become NaN, which fails
         errors = np.abs(logits - alone).max(axis=1) / logit_scale(alone)
     same = logits.argmax(axis=1) == alone.argmax(axis=1)
-    passed = bool(errors.max() <= tolerance)  # false for NaN
-    return NeighbourCase(name, len(errors), float(errors.max()), float(np.median(errors)), float(same.mean()), passed)
+    bits = int((logits.view(np.uint32) == alone.view(np.uint32)).all(axis=1).sum())
+    # False for NaN, whatever its bits are.
+    passed = bool(errors.max() <= tolerance) and (tolerance > 0 or bits == len(errors))
+    largest, typical = float(errors.max()), float(np.median(errors))
+    return NeighbourCase(name, len(errors), largest, typical, float(same.mean()), bits, passed)

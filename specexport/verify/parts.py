@@ -13,7 +13,7 @@ from specexport.verify.references import References, roles_of
 from specexport.verify.report import Part, PartStatus
 from specexport.verify.sampling import check_sampling
 from specexport.verify.tensors import TensorResult, check_tensors, make_sequences
-from specexport.verify.tolerance import NEAR_TIE_TOLERANCE, text_limits
+from specexport.verify.tolerance import step_tolerance, text_limits
 from specexport_runtime.bundle.manifest import Manifest
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import CheckFailedError, UserInputError
@@ -28,8 +28,8 @@ class _Judged(Protocol):
 
 
 def run_tensors(engine: SpecEngine, manifest: Manifest, references: References, clock: StageClock) -> Part | None:
-    """Compare the logits of each engine that is not quantized; None if there is no such engine."""
-    roles = [role for role in roles_of(manifest) if manifest.models[role].quantize is None]
+    """Compare the logits of each engine that is no approximation; None if there is no such engine."""
+    roles = [role for role in roles_of(manifest) if manifest.models[role].approximation is None]
     if not roles:
         return None
     results: list[TensorResult] = []
@@ -82,8 +82,8 @@ def run_perplexity(
                 score,
                 reference.loss,
                 count_predicted(windows, head),
-                quantize=entry.quantize,
-                limits=text_limits(entry.quantize, entry.dtype, len(entry.layers)),
+                approximation=entry.approximation,
+                limits=text_limits(entry.approximation, entry.dtype, len(entry.layers)),
                 reference=reference.source,
             )
         )
@@ -106,8 +106,7 @@ def run_neighbours(engine: SpecEngine, manifest: Manifest, prompts: Seq[Seq[int]
             engine.target,
             sequences,
             lookahead=manifest.lookahead,
-            dtype=entry.dtype,
-            num_layers=len(entry.layers),
+            tolerance=step_tolerance(entry.backend, entry.dtype, len(entry.layers)),
         )
     return Part("neighbours", _status([result], ()), None, (result,))
 
@@ -128,7 +127,7 @@ def run_greedy(
     clock: StageClock,
     *,
     max_tokens: int,
-    tolerance: float = NEAR_TIE_TOLERANCE,
+    tolerance: float = 0.0,
 ) -> Part:
     """Compare speculative with plain greedy decoding."""
     with clock.stage("greedy"):

@@ -35,12 +35,12 @@ _LOGIT_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class PerplexityResult:
-    """One quantized engine against the float model.
+    """One engine with quantized weights or caches against the float model.
 
     Attributes:
         role: ``"target"`` or ``"draft"``.
         passed: change and divergence are within their limits.
-        quantize: how the engine's weights are quantized; None if they are not.
+        approximation: see ``ModelEntry.approximation``.
         num_tokens: tokens predicted.
         perplexity: the engine's.
         reference_perplexity: the float model's.
@@ -55,7 +55,7 @@ class PerplexityResult:
 
     role: str
     passed: bool
-    quantize: str | None
+    approximation: str | None
     num_tokens: int
     perplexity: float
     reference_perplexity: float
@@ -176,7 +176,7 @@ def compare_perplexity(
     float_loss: float,
     num_tokens: int,
     *,
-    quantize: str | None,
+    approximation: str | None,
     limits: TextLimits,
     reference: str,
 ) -> PerplexityResult:
@@ -187,7 +187,7 @@ def compare_perplexity(
         score: the engine's.
         float_loss: the float model's, in nats a token.
         num_tokens: tokens predicted.
-        quantize: how the engine's weights are quantized.
+        approximation: see ``ModelEntry.approximation``.
         limits: what is allowed.
         reference: what the float model was, in words.
     """
@@ -196,7 +196,7 @@ def compare_perplexity(
     return PerplexityResult(
         role,
         change <= limits.perplexity and divergence <= limits.divergence,  # false for NaN
-        quantize,
+        approximation,
         num_tokens,
         perplexity=_perplexity(score.loss),
         reference_perplexity=_perplexity(float_loss),

@@ -1,7 +1,7 @@
-"""What each engine is compared with: eager logits for a float engine, the float model's loss for a quantized one.
+"""What each engine is compared with: eager logits for a float engine, the float model's loss for an approximation.
 
-A quantized engine's logits are not those of its checkpoint, so no tensor tolerance fits; what it promises is that text
-is hardly less likely under it.
+With quantized weights or caches, logits are not those of the checkpoint, so no tensor tolerance fits; what such an
+engine promises is that text is hardly less likely under it.
 """
 
 from collections.abc import Mapping
@@ -20,6 +20,7 @@ from specexport.verify.checkpoint import (
     eager_score,
     find_checkpoint,
     recorded_revision,
+    recorded_rounding,
 )
 from specexport.verify.perplexity import score_engine
 from specexport.verify.tensors import make_sequences
@@ -71,8 +72,8 @@ class References:
     """What was found to compare with, by role.
 
     Attributes:
-        logits: for engines that are not quantized.
-        losses: for quantized engines, and for all where a text was given.
+        logits: for engines that are no approximation.
+        losses: for those that are, and for all where a text was given.
         missing: why a role lacks what it needs.
     """
 
@@ -90,8 +91,8 @@ def roles_of(manifest: Manifest) -> list[str]:
 
 
 def wants_loss(manifest: Manifest, role: str, options: "VerifyOptions") -> bool:
-    """Whether the perplexity of a role is looked at: that of quantized engines, and of all where a text was given."""
-    return manifest.models[role].quantize is not None or options.texts is not None
+    """Whether the perplexity of a role is looked at: that of approximations, and of all where a text was given."""
+    return manifest.models[role].approximation is not None or options.texts is not None
 
 
 def collect_references(
@@ -132,6 +133,7 @@ def collect_references(
         built: dict[str, Any] = {
             "dropped": [layer for layer, _ in entry.dropped_layers],
             "rope_len": entry.rope_len,
+            "rounded": recorded_rounding(manifest, role),
             "adapter": adapter if role == "target" else None,
         }
         with clock.stage("eager reference", role):
@@ -140,7 +142,7 @@ def collect_references(
                     source, revision, windows, dtype=dtype, trust_remote_code=remote, head=head, **built
                 )
                 found.losses[role] = FloatScore(score.loss, score.likeliest, EAGER)
-            if entry.quantize is None:
+            if entry.approximation is None:
                 sequences = make_sequences(
                     prompts, entry.vocab_size, lookahead=manifest.lookahead, max_model_len=manifest.max_model_len
                 )
@@ -165,7 +167,7 @@ def _find_checkpoints(
     sources: dict[str, str] = {}
     for role in roles_of(manifest):
         given = options.checkpoints.get(role)
-        if manifest.models[role].quantize is not None and role in found.losses and given is None:
+        if manifest.models[role].approximation is not None and role in found.losses and given is None:
             continue
         try:
             source = find_checkpoint(manifest, role, given, bundle)
@@ -206,13 +208,12 @@ def _losses_of_bundle(
         entry, model = manifest.models[role], other.models.get(role)
         if model is None and role != "target":
             continue  # a checkpoint may serve
-        if model is None or model.quantize is not None or model.source_sha256 != entry.source_sha256:
-            what = (
-                "is quantized itself" if model is not None and model.quantize else "was built from another checkpoint"
-            )
+        if model is None or model.approximation is not None or model.source_sha256 != entry.source_sha256:
+            quantized = model is not None and model.approximation is not None
+            what = "is quantized itself" if quantized else "was built from another checkpoint"
             raise InvalidRequestError(
                 f"--reference {reference}: its {role} {what}, so nothing can be compared with it.",
-                f"give a bundle built from {entry.source} without --quantize.",
+                f"give a bundle built from {entry.source} without --quantize and --kv-cache-dtype.",
             )
         if model.kept_layers != entry.kept_layers:
             raise InvalidRequestError(

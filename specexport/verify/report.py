@@ -18,7 +18,7 @@ from specexport_runtime.bundle.manifest import Manifest, load_manifest
 from specexport_runtime.errors import BundleError, UserInputError
 
 REPORT_NAME = "verify_report.json"
-REPORT_VERSION = 1
+REPORT_VERSION = 2
 
 PartStatus = Literal["passed", "failed", "skipped"]
 Status = Literal["passed", "failed", "incomplete"]
@@ -53,7 +53,7 @@ class VerifyReport:
         tools: versions that it ran with.
         options: what decides the result: prompts, tokens, samples, seed.
         seconds: time of each stage.
-        parts: the parts that apply to the bundle: only quantized engines have a perplexity to compare, only the others
+        parts: the parts that apply to the bundle: only approximations have a perplexity to compare, only the others
             logits.
     """
 

@@ -18,7 +18,7 @@ from specexport.verify.prompts import DEFAULT_PROMPTS, encode_prompts
 from specexport.verify.references import EAGER, References, collect_references, roles_of, wants_loss
 from specexport.verify.report import VerifyReport
 from specexport.verify.tensors import LONGEST_SEQUENCE
-from specexport.verify.tolerance import near_tie_tolerance
+from specexport.verify.tolerance import step_tolerance
 from specexport_runtime.bundle.manifest import Manifest, load_manifest
 from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.engine import SpecEngine
@@ -48,13 +48,13 @@ def verify_bundle(bundle: Path, options: VerifyOptions, *, progress: Progress | 
         lora = None if adapter is None else adapter.chosen
         engine = _load_engine(bundle, manifest, [*prompts, *(windows if read else ())], options, lora)
     target = manifest.models["target"]
-    near_tie = near_tie_tolerance(target.dtype, len(target.layers))
+    tolerance = step_tolerance(target.backend, target.dtype, len(target.layers))
     try:
         found = (
             run_tensors(engine, manifest, references, clock),
             run_perplexity(engine, manifest, references, read, windows, clock),
             run_neighbours(engine, manifest, prompts, clock),
-            run_greedy(engine, prompts, clock, max_tokens=options.max_tokens, tolerance=near_tie),
+            run_greedy(engine, prompts, clock, max_tokens=options.max_tokens, tolerance=tolerance),
             run_sampling(engine, manifest, prompts, clock, num_samples=options.num_samples, seed=options.seed),
         )
     finally:

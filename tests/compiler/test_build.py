@@ -19,12 +19,16 @@ from specexport.build.cache import EngineCache
 from specexport.build.check import check_engine, check_sequences
 from specexport.build.model import STAGES
 from specexport.build.pipeline import build_bundle
+from specexport.frontend import load_checkpoint, round_weights
+from specexport.inspect import describe
 from specexport.progress import ProgressEvent
 from specexport.recipe import resolve_recipe
 from specexport.rounding import LogitTolerance
+from specexport.verify.checkpoint import eager_references, recorded_rounding
+from specexport.verify.tolerance import logit_scale
 from specexport_runtime.bundle.files import check_files
 from specexport_runtime.bundle.manifest import load_manifest
-from specexport_runtime.errors import BundleError, CheckFailedError, OutputExistsError
+from specexport_runtime.errors import BundleError, CheckFailedError, CheckpointError, OutputExistsError
 from specexport_runtime.packing.batch import ModelRunner
 
 NUM_TOKENS = 3 + 256  # of the tiny tokenizer: special tokens and bytes
@@ -70,6 +74,39 @@ def test_a_bundle_says_what_it_is(tiny_pair: TinyPair, tiny_bundle: Path) -> Non
             "want_similarity",
         }
         assert manifest.files[entry.padded_path].size < 100_000, "its weights are the engine's"
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [("bfloat16", "bf16"), ("float16", "f16")])
+def test_weights_alone_are_rounded(tiny_pair: TinyPair, tmp_path: Path, dtype: str, kind: str) -> None:
+    notes: list[str] = []
+    recipe = tiny_pair.recipe(tmp_path / "a", draft=None, dtype=dtype)
+    result = build_bundle(recipe, use_cache=False, progress=lambda event: notes.append(event.message))
+    assert any(f"weights are rounded to {dtype}" in note for note in notes)
+    assert "weights, rounded to " + dtype in "\n".join(describe(result.manifest))
+    entry = result.manifest.models["target"]
+    assert (entry.dtype, entry.cache_dtype, [name for name, *_ in entry.weight_formats]) == (
+        "float32",
+        "float32",
+        [kind],
+    )
+    ids = list(range(3, 40))
+    found = own_logits(result.path, entry, [np.array(ids), np.array(ids)])[0]
+    rounded = recorded_rounding(result.manifest, "target")
+    errors = []
+    for each in (rounded, None):
+        (wanted,) = eager_references(
+            str(tiny_pair.target), None, [ids], dtype=entry.dtype, trust_remote_code=False, rounded=each
+        )
+        errors.append(np.abs(found - wanted)[~np.isnan(found)].max() / logit_scale(wanted))
+    assert errors[0] < 1e-5 < 1e-4 < errors[1]
+
+
+def test_weights_too_large_for_float16_are_refused(tiny_pair: TinyPair) -> None:
+    checkpoint = load_checkpoint(str(tiny_pair.target))
+    checkpoint.model.model.norm.weight[2] = 1e5
+    with pytest.raises(CheckpointError, match=r"norm\.weight holds values that float16 cannot") as error:
+        round_weights(checkpoint, "float16")
+    assert "--dtype bfloat16" in error.value.hint
 
 
 def test_a_target_has_gates_only_where_it_is_asked_to_draft_with_its_layers(

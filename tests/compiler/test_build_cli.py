@@ -14,7 +14,8 @@ from specexport import cli
 from specexport.progress import ProgressEvent, StageClock, show_progress
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.cli.errors import SuggestingGroup, format_error
-from specexport_runtime.errors import CheckFailedError, IncompatibleError, RecipeError
+from specexport_runtime.errors import CheckFailedError, IncompatibleError, MissingDependencyError, RecipeError
+from specexport_runtime.executors.operators import kernels
 
 RunCli = Callable[..., Result]
 
@@ -137,13 +138,26 @@ def test_inspect_needs_the_manifest_only(run_cli: RunCli, tiny_bundle: Path) -> 
     assert result.exit_code == 0, result.output
     for words in ("target: LlamaForCausalLM", "input_ids[T] int64", "KV cache: float32, 512 bytes a token",
                   "not verified yet", "lookahead K up to 8", "max_model_len 256", "every hash checked",
-                  "torch 2."):  # fmt: skip
+                  "torch 2.", f"operators run here with: {kernels()}"):  # fmt: skip
         assert words in result.stdout, words
     assert result.stdout.index("target: ") < result.stdout.index("draft: ")
     data = json.loads(run_cli("inspect", tiny_bundle, "--json").stdout)
     assert data["models"]["target"]["kv_bytes_per_token"] == 2 * 2 * (16 + 16) * 4  # layers, heads, dims, bytes
+    assert data["models"]["target"]["kernels"] == kernels()
     assert data["total_bytes"] == sum(entry["size"] for entry in data["files"].values())
     assert {"name": "logits", "dtype": "float32"}.items() <= data["models"]["draft"]["contract"][-3].items()
+
+
+def test_inspect_without_operators_shows_the_rest(
+    run_cli: RunCli, tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> str:
+        raise MissingDependencyError("it is missing.", "install it.")
+
+    monkeypatch.setattr("specexport.inspect.kernels", missing)
+    result = run_cli("inspect", tiny_bundle)
+    assert result.exit_code == 0, result.output
+    assert "operators run here with: none: it is missing." in result.stdout
 
 
 def test_inspect_shows_the_last_verification(run_cli: RunCli, tiny_bundle: Path, tmp_path: Path) -> None:

@@ -2,7 +2,15 @@ from pathlib import Path
 
 import pytest
 
-from specexport.recipe import AUTO_MODEL_LEN, BuildRecipe, load_recipe_file, make_recipe, resolve_recipe
+from specexport.recipe import (
+    AUTO_MODEL_LEN,
+    BuildRecipe,
+    load_recipe_file,
+    make_recipe,
+    model_dtype,
+    resolve_recipe,
+    rounding,
+)
 from specexport_runtime.errors import RecipeError
 
 RECIPES = Path(__file__).parents[2] / "engines" / "recipes"
@@ -76,7 +84,7 @@ def test_a_missing_recipe_file_is_refused(tmp_path: Path) -> None:
         ({"max_model_len": 3}, "max_model_len is 3, below 16"),
         ({"max_model_len": 10**9}, "max_model_len is 1000000000, above 16777216"),
         ({"backend": "openvino"}, "backend 'openvino' is not in this release"),
-        ({"dtype": "float16"}, "dtype 'float16' cannot be built for backend ort-cpu"),
+        ({"dtype": "float8"}, "dtype 'float8' cannot be built for backend ort-cpu"),
         ({"quantize": "int2"}, "quantize is 'int2'"),
         ({"quantize": True}, "quantize is True, not text"),
         (
@@ -162,6 +170,7 @@ def test_settings_name_no_place(tmp_path: Path) -> None:
         ("fp32", "float32", "ort-cpu"),
         ("float", "float32", "ort-cpu"),
         ("bfloat16", "bfloat16", "tensorrt-rtx"),
+        ("bf16", "bfloat16", "ort-cpu"),
         ("auto", "auto", "ort-cpu"),
     ],
 )
@@ -174,9 +183,22 @@ def test_other_names_of_a_dtype_are_kept_by_its_own(tmp_path: Path, given: str, 
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
-    [("fp16", "dtype 'float16' cannot be built for backend ort-cpu"), ("fp8", "dtype 'fp8' cannot be built")],
+    ("given", "backend", "message"),
+    [
+        ("fp32", "ort-cuda", "dtype 'float32' cannot be built for backend ort-cuda"),
+        ("fp8", "ort-cpu", "dtype 'fp8' cannot be built"),
+    ],
 )
-def test_a_dtype_that_a_backend_does_not_build_is_refused_by_any_name(given: str, message: str) -> None:
+def test_a_dtype_that_a_backend_does_not_build_is_refused_by_any_name(given: str, backend: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
-        make_recipe({"target": "/t", "output": "/o", "dtype": given}, None)
+        make_recipe({"target": "/t", "output": "/o", "dtype": given, "backend": backend}, None)
+
+
+@pytest.mark.parametrize("backend", ["ort-cpu", "ort-cuda"])
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_on_a_cpu_a_dtype_rounds_float_weights_and_nothing_else(backend: str, dtype: str) -> None:
+    recipe = BuildRecipe(target="t", output="o", draft="d", backend=backend, dtype=dtype, draft_quantize="int4")
+    on_cpu = backend == "ort-cpu"
+    assert model_dtype(recipe) == ("float32" if on_cpu else {"auto": "float16"}.get(dtype, dtype))
+    assert rounding(recipe, "target") == ("bfloat16" if on_cpu and dtype == "bfloat16" else None)
+    assert rounding(recipe, "draft") is None

@@ -11,7 +11,7 @@ from specexport.rounding import UNIT_ROUNDOFF, logit_tolerance
 from specexport.verify.checkpoint import eager_references, widen_weights
 from specexport.verify.neighbours import check_neighbours
 from specexport.verify.tensors import check_tensors, make_sequences
-from specexport.verify.tolerance import near_tie_tolerance, text_limits
+from specexport.verify.tolerance import step_tolerance, text_limits
 from specexport_runtime.errors import IncompatibleError
 from specexport_runtime.executors.fake import FakeExecutor
 
@@ -61,11 +61,11 @@ def test_what_transformers_computes_in_16_bits_passes(demo_pair: Path, dtype: st
     assert found.passed
     assert found.tolerance / 6 < found.max_relative, "the limit is no more than a few times what rounding does"
     assert max(case.max_rms for case in found.cases) > found.rms_tolerance / 6
-    alone = check_neighbours(
-        "target", EagerExecutor(model), [*TEXTS, *TEXTS], lookahead=LOOKAHEAD, dtype=dtype, num_layers=2
-    )
-    assert alone.passed
-    assert alone.tolerance == found.tolerance
+    tolerance = step_tolerance("ort-cuda", dtype, 2)
+    assert tolerance == found.tolerance
+    assert check_neighbours(
+        "target", EagerExecutor(model), [*TEXTS, *TEXTS], lookahead=LOOKAHEAD, tolerance=tolerance
+    ).passed
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -95,11 +95,12 @@ def test_the_tolerance_grows_with_the_roundoff_and_the_root_of_the_depth() -> No
         assert logit_tolerance(dtype, 16).rms == pytest.approx(4 * unit)
         assert logit_tolerance(dtype, 16).largest == pytest.approx(16 * unit)
         assert logit_tolerance(dtype, 64).largest == pytest.approx(2 * logit_tolerance(dtype, 16).largest)
-        assert near_tie_tolerance(dtype, 16) == logit_tolerance(dtype, 16).largest
+        assert step_tolerance("tensorrt", dtype, 16) == logit_tolerance(dtype, 16).largest
         assert text_limits("int8", dtype, 16).perplexity == text_limits("int8", "float32", 16).perplexity + 4 * unit
     assert logit_tolerance("float32", 2) == logit_tolerance("float32", 64)
     with pytest.raises(IncompatibleError, match="float8"):
-        near_tie_tolerance("float8", 2)
+        step_tolerance("ort-cuda", "float8", 2)
+    assert step_tolerance("ort-cpu", "float32", 16) == 0
 
 
 def test_a_row_that_is_wrong_everywhere_fails_even_if_no_logit_is_far_off() -> None:

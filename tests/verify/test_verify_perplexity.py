@@ -85,9 +85,9 @@ def test_files_that_cannot_be_read_are_refused(tmp_path, content, message):
         read_text(path)
 
 
-def judge(loss, quantize="int8", divergence=0.0):
-    limits, score = text_limits(quantize, "float32", 2), TextScore(loss, None, divergence, 1.0)
-    return compare_perplexity("target", score, 2.0, 100, quantize=quantize, limits=limits, reference="eager")
+def judge(loss, kind="int8", divergence=0.0):
+    limits, score = text_limits(kind, "float32", 2), TextScore(loss, None, divergence, 1.0)
+    return compare_perplexity("target", score, 2.0, 100, approximation=kind, limits=limits, reference="eager")
 
 
 def random_places(scale, vocab_size=200):

@@ -77,16 +77,16 @@ def check_loop(context: Context, target: TrtExecutor, draft: TrtExecutor, *, num
         raise SkipTaskError("tokenizers is not installed")
     from tokenizers import Tokenizer, models
 
+    from specexport.rounding import logit_tolerance
     from specexport.verify.greedy import check_greedy
     from specexport.verify.neighbours import check_neighbours
-    from specexport.verify.tolerance import near_tie_tolerance
     from specexport_runtime.engine import SpecEngine
     from tools.gpu_check_lib.steps import random_tokens
 
-    lookahead = 2 if context.tiny else 4
+    lookahead, tolerance = 2 if context.tiny else 4, logit_tolerance("float16", num_layers).largest
     prompts = random_tokens(target.vocab_size, 2 if context.tiny else NUM_PROMPTS, 7, seed=3)
     if not context.tiny:
-        alone = check_neighbours("target", target, prompts, lookahead=lookahead, dtype="float16", num_layers=num_layers)
+        alone = check_neighbours("target", target, prompts, lookahead=lookahead, tolerance=tolerance)
         context.recorder.row(
             "proof: a token's logits beside others in a step",
             f"differ by up to {alone.max_relative:.1e} of the logit scale from those alone",
@@ -101,7 +101,7 @@ def check_loop(context: Context, target: TrtExecutor, draft: TrtExecutor, *, num
         prompts,
         lookaheads=(lookahead,) if context.tiny else (),
         max_tokens=3 if context.tiny else NUM_TOKENS,
-        tolerance=near_tie_tolerance("float16", num_layers),
+        tolerance=tolerance,
     )
     same = sum(run.identical for run in found.runs)
     context.recorder.row(

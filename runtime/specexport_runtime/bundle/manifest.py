@@ -131,7 +131,8 @@ class ModelEntry:
         path: engine file, relative to the bundle folder.
         backend: backend that built it, for example ``"ort-cpu"``.
         architecture: model class name of the checkpoint.
-        dtype: dtype of weights, activations and, unless ``kv_dtype`` says otherwise, caches; a numpy name.
+        dtype: dtype of activations and, unless ``kv_dtype`` says otherwise, caches; a numpy name. Of weights too, where
+            ``weight_formats`` names no others.
         vocab_size: token ids of the model (V): rows of its LM head, unless that was cut.
         layers: cache sizes of each attention layer, in order.
         inputs: step inputs the lowered graph takes (names of the contract).
@@ -254,6 +255,11 @@ class ModelEntry:
     def cache_dtype(self) -> str:
         """What the KV caches hold, a numpy name."""
         return self.kv_dtype or self.dtype
+
+    @property
+    def approximation(self) -> str | None:
+        """What makes it another function than its checkpoint: its quantization, else its caches; None for nothing."""
+        return self.quantize or (None if self.kv_dtype is None else f"{self.kv_dtype} KV cache")
 
     @property
     def head_size(self) -> int:

@@ -382,6 +382,7 @@ class EngineBackend(NamedTuple):
         has_gates: layers of a target can be switched off, for drafting with the target itself.
         copies_rows: rows can be copied, and keep what they have when nobody runs in them: prefixes can be reused.
         gives_back: memory of rows that is of no use can go back to the system: the KV cache can have a budget.
+        same_bits: a token's logits have the same bits, whatever else is in a step and however its prompt was cut.
         modules: Python modules that running needs.
         provider: ONNX Runtime's execution provider that running needs; None for none but its own.
         oldest_schema: the first version of manifests whose engines can be run.
@@ -393,6 +394,7 @@ class EngineBackend(NamedTuple):
     has_gates: bool = False
     copies_rows: bool = False
     gives_back: bool = False
+    same_bits: bool = False
     modules: tuple[str, ...] = ()
     provider: str | None = None
     oldest_schema: int = 0

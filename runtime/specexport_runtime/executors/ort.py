@@ -318,6 +318,7 @@ BACKEND = EngineBackend(
     has_gates=True,
     copies_rows=True,
     gives_back=CAN_GIVE_BACK,
+    same_bits=True,
     modules=("onnxruntime",),
     oldest_schema=12,
 )
