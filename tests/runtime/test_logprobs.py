@@ -199,11 +199,8 @@ def test_on_a_real_bundle_speculative_and_plain_agree(demo_bundle):
     plain = engine.generate("def main():", params, speculation=False)[0]
     engine.close()
     assert fast.stats.accepted > 0
-    assert fast.token_ids == plain.token_ids
-    for one, other in zip(fast.logprobs, plain.logprobs, strict=True):
-        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
-        assert one.top[0][0] == one.token_id  # greedy
-        assert [p for _, p in one.top] == pytest.approx([p for _, p in other.top], abs=1e-4)
+    assert (fast.token_ids, fast.logprobs) == (plain.token_ids, plain.logprobs)
+    assert all(entry.top[0][0] == entry.token_id for entry in fast.logprobs)  # greedy
 
 
 def test_generate_prints_them_in_json_and_refuses_them_in_text(demo_bundle, capsys):

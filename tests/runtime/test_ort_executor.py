@@ -80,7 +80,9 @@ def test_ragged_steps_with_rollback_equal_one_prefill(bundle, texts, unpad_kv, u
         for row, item in enumerate(work):
             start, right = runner.logit_starts[row], len(item.tokens) - wrong[row]
             got = logits[start : start + right]
-            np.testing.assert_allclose(got, expected[row][done[row] : done[row] + right], atol=2e-4)
+            # Graphs for padding compute rotary angles step by step, where the others have tables.
+            atol = 0 if unpad_kv else 2e-4
+            np.testing.assert_allclose(got, expected[row][done[row] : done[row] + right], rtol=0, atol=atol)
             done[row] += right
             runner.kv.commit(row, done[row])
             runner.kv.check()
@@ -95,7 +97,7 @@ def test_steps_on_some_rows_leave_the_others_alone(bundle, texts):
     runner.step(1, [RowWork([5, 6, 7], 1), RowWork([8], 1)])
     for row in (0, 3):
         logits = runner.step(row, [RowWork(texts[row][10:12], 2)])
-        np.testing.assert_allclose(logits, alone(bundle, texts[row])[10:12], atol=2e-4)
+        np.testing.assert_array_equal(logits, alone(bundle, texts[row])[10:12])
 
 
 @pytest.mark.fuzz
@@ -106,7 +108,7 @@ def test_a_moved_row_gives_the_same_logits(bundle, texts):
     runner.release_row(0)
     runner.move_row(3, 0)
     logits = runner.step(0, [RowWork(texts[0][20:25], 5)])
-    np.testing.assert_allclose(logits, alone(bundle, texts[0])[20:25], atol=2e-4)
+    np.testing.assert_array_equal(logits, alone(bundle, texts[0])[20:25])
 
 
 def test_what_lies_beyond_kv_len_is_never_read(bundle, texts):
@@ -127,11 +129,11 @@ def test_a_long_chunk_beside_rows_at_the_end_of_their_capacity(bundle, texts):
     full = alone(bundle, texts[0])
     work = [RowWork(texts[0][39:40], 1), RowWork(texts[0][37:40], 3), RowWork(texts[2], 1), IDLE]
     logits = runner.step(0, work)
-    np.testing.assert_allclose(logits[:4], full[[39, 37, 38, 39]], atol=2e-4)
-    np.testing.assert_allclose(logits[4], alone(bundle, texts[2])[-1], atol=2e-4)
+    np.testing.assert_array_equal(logits[:4], full[[39, 37, 38, 39]])
+    np.testing.assert_array_equal(logits[4], alone(bundle, texts[2])[-1])
     runner.kv.commit(0, 40)
     # The idle row wrote an entry that it does not count; its own are as they were.
-    np.testing.assert_allclose(runner.step(3, [RowWork(texts[0][38:40], 2)]), full[38:40], atol=2e-4)
+    np.testing.assert_array_equal(runner.step(3, [RowWork(texts[0][38:40], 2)]), full[38:40])
     with pytest.raises(SpecexportError, match="KV row 0 holds 40 entries"):
         runner.step(0, work)
 
@@ -217,7 +219,7 @@ def test_a_shape_keeps_its_binding_and_larger_logits_do_not_break_it(bundle, tex
     assert executor.prepare(shape) is first
     runner = ModelRunner(executor)
     runner.step(0, [RowWork(texts[0][:9], 9)])
-    np.testing.assert_allclose(runner.step(0, [RowWork(texts[0][:1], 1)])[0], alone(bundle, texts[0][:1])[0], atol=2e-4)
+    np.testing.assert_array_equal(runner.step(0, [RowWork(texts[0][:1], 1)])[0], alone(bundle, texts[0][:1])[0])
 
 
 def test_capture_changes_nothing(bundle, texts):

@@ -74,13 +74,9 @@ def test_int8_engines_give_the_same_bits(int8_bundle, drafter, temperature, budg
 
 
 @pytest.mark.parametrize("drafter", ["none", "draft-model", "lookup", "self"])
-def test_float_engines_give_the_same_texts(demo_bundle, drafter):
-    """A float matrix product adds up otherwise in a longer step: the last bits differ, as they do between any steps."""
+def test_float_engines_give_the_same_bits(demo_bundle, drafter):
     found, wanted = compare(demo_bundle, drafter, 0.0)
-    for (tokens, logprobs), (their_tokens, their_logprobs) in zip(found, wanted, strict=True):
-        assert tokens == their_tokens
-        each = [entry.logprob for entry in logprobs]
-        assert each == pytest.approx([entry.logprob for entry in their_logprobs], abs=1e-5)
+    assert found == wanted
 
 
 def paused(engine, marks, drafter, **sampling):
@@ -120,7 +116,7 @@ def test_a_pause_changes_no_bit_of_an_int8_engine(int8_bundle, reuse):
         engine.check()
 
 
-def test_a_float_engine_goes_on_as_after_any_way_to_cut_a_prompt(demo_bundle):
+def test_a_pause_changes_no_bit_of_a_float_engine(demo_bundle):
     with closing(
         SpecEngine.load(
             demo_bundle, max_num_seqs=1, num_threads=1, spin=False, adaptive=False, enable_prefix_caching=False
@@ -128,9 +124,7 @@ def test_a_float_engine_goes_on_as_after_any_way_to_cut_a_prompt(demo_bundle):
     ) as engine:
         for drafter in ("draft-model", "self"):
             alone, again = pause_both(engine, drafter)
-            assert again.token_ids == alone.token_ids
-            each = [entry.logprob for entry in again.logprobs]
-            assert each == pytest.approx([entry.logprob for entry in alone.logprobs], abs=1e-5)
+            assert (again.token_ids, again.logprobs) == (alone.token_ids, alone.logprobs)
 
 
 def test_a_text_of_a_given_form_goes_on_where_it_was(int8_bundle):
