@@ -57,6 +57,40 @@ def build(
     return traced.ir_model, traced.layers, dict(report)
 
 
+def compiled(model: Any, folder: Path, kept: Any = None, **values: Any) -> Any:
+    """Compile ``model`` into ``folder`` as a build does it; returns the manifest entry.
+
+    Args:
+        model: a tiny model, whose trace is kept.
+        folder: gets the engine files.
+        kept: of a quantized checkpoint, its weights.
+        values: of the recipe.
+    """
+    from specexport.build.model import compile_graph
+    from specexport.backends.base import BuildJob
+    from specexport.progress import StageClock
+    from specexport.recipe import BuildRecipe, resolve_recipe
+    from specexport_runtime.bundle.manifest import ModelEntry
+    from tests.tiny_traces import trace_of
+
+    traced, count = trace_of(model, group_experts=True), model.num_parameters()
+    recipe = resolve_recipe(BuildRecipe(target="tiny", output="tiny", **({"dtype": "float32"} | values)), [256])
+    job = BuildJob(recipe, "target", tuple(traced.layers), count, 256, folder, StageClock(None, 1))
+    fields = compile_graph(traced.ir_model, recipe, job._replace(states=traced.states), None, kept=kept)
+    return ModelEntry(
+        **fields,
+        windows=traced.windows,
+        backend="ort-cpu",
+        architecture="",
+        dtype="float32",
+        vocab_size=int(model.get_output_embeddings().weight.shape[0]),
+        num_parameters=count,
+        max_positions=256,
+        source="",
+        source_sha256="",
+    )
+
+
 def pack(tokens: Seq[Seq[int]], pasts: Seq[int], held: Seq[Seq[int]] | None = None) -> dict[str, np.ndarray]:
     """Step inputs for one packed step; every token's logits are wanted.
 

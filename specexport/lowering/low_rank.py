@@ -7,24 +7,20 @@
                       for each adapter: its tokens' rows @ down @ up ──── Concat
 
 A step whose tokens have no adapter pays for an ``If`` a layer and adds no rows, in place. Tokens of several adapters
-may share a step: each token is in one of them, and reads that one's matrices only.
-
-``down`` and ``up`` are constants, so ONNX Runtime packs them when it loads the engine, and multiplies packed matrices
-in one order of additions whatever the number of rows. (It does not with matrices that come as inputs, which is why
-these are none.) So in quantized engines a token's numbers still do not depend on its step. It
-packs no constant of the graph for a branch within a branch: in layers that can be left out, which are in a branch
-already, the products have no ``If``, and a step without adapters runs them over no rows.
+may share a step: each token is in one of them, and reads that one's matrices only. Both products are our own operator
+for float weights, so that a token's bits know no other token of the step.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from specexport.onnx_emit import Emitter, add_input, constant, lazy_weight
+from specexport.onnx_emit import Emitter, add_input, constant, lazy_tensor
 from specexport.ops.spec import DIM_NAMES
+from specexport.passes.block_linear import linear, of_floats
 from specexport.passes.low_rank import MARK, Adapter, LowRank
 from specexport_runtime.abi import ADAPTER_IDS, OP_DOMAIN
 
@@ -157,12 +153,9 @@ def _expand(graph: "ir.Graph", site: _Site, adapters: Seq[Adapter], chosen: _Cho
     added = [_product(run, site, i, adapters[i], chosen.tokens[i], rank) for i in numbers]
     if len(added) > 1:
         added = [run.op("Concat", *added, axis=rank - 2)]
-    rows, emit, owner = _typed(added[0], rank, width), Emitter(graph, site.stem), site.node.graph
+    emit, owner = Emitter(graph, site.stem), site.node.graph
     assert owner is not None  # noqa: S101 - it was found there
-    if owner is graph:
-        rows = _gated(emit, chosen.any, rows, run, rank)
-    else:
-        owner.insert_before(site.node, run.nodes)
+    rows = _gated(emit, chosen.any, _typed(added[0], rank, width), run, rank)
     result = emit.op("ScatterND", out, chosen.places(numbers, rank), rows, shape=out.shape, reduction="add")
     old = site.node.outputs[0]
     owner.insert_before(site.node, emit.nodes)
@@ -199,23 +192,25 @@ def _product(emit: Emitter, site: _Site, number: int, adapter: Adapter, tokens: 
 
     Layers that were joined have one product with all their ``down``, and one with each ``up``.
     """
-    import onnx_ir as ir
-
-    graph, stem, kind = emit.graph, f"{site.stem}.{number + 1}", ir.DataType.FLOAT
-    blocks = list(_blocks(site, adapter))
+    stem, blocks = f"{site.stem}.{number + 1}", list(_blocks(site, adapter))
     ranks = [block.own.rank for block in blocks]
-    depth = blocks[0].own.shape[1]
-    down = lazy_weight(graph, f"{stem}.down", kind, [depth, sum(ranks)], partial(_down, blocks))
     rows = emit.op("Gather", site.node.inputs[1], tokens, axis=rank - 2)
-    hidden = [emit.op("MatMul", rows, down)]
+    hidden = [_linear(emit, rows, f"{stem}.down", [sum(ranks), blocks[0].own.shape[1]], partial(_down, blocks))]
     if len(blocks) > 1:
-        sizes = constant(graph, f"lora.ranks.{'_'.join(map(str, ranks))}", np.array(ranks, np.int64))
+        sizes = constant(emit.graph, f"lora.ranks.{'_'.join(map(str, ranks))}", np.array(ranks, np.int64))
         hidden = list(emit.node("Split", [hidden[0], sizes], {"axis": -1}, outputs=len(blocks)).outputs)
-    added = []
-    for at, (block, value) in enumerate(zip(blocks, hidden, strict=True)):
-        up = lazy_weight(graph, f"{stem}.up.{at}", kind, [block.own.rank, block.width], partial(_up, block))
-        added.append(emit.op("MatMul", value, up, dtype=kind))
+    added = [
+        _linear(emit, value, f"{stem}.up.{at}", [block.width, block.own.rank], partial(_up, block))
+        for at, (block, value) in enumerate(zip(blocks, hidden, strict=True))
+    ]
     return added[0] if len(added) == 1 else emit.op("Concat", *added, axis=-1)
+
+
+def _linear(
+    emit: Emitter, source: "ir.Value", name: str, shape: list[int], make: Callable[[], np.ndarray]
+) -> "ir.Value":
+    """A product with a float weight [N, K]."""
+    return linear(emit, source, name, of_floats(lazy_tensor(name, "FLOAT", shape, make), turned=True))
 
 
 def _blocks(site: _Site, adapter: Adapter) -> Iterator[_Block]:
@@ -238,10 +233,10 @@ def _blocks(site: _Site, adapter: Adapter) -> Iterator[_Block]:
 
 
 def _down(blocks: Seq[_Block]) -> np.ndarray:
-    """[K, all r]."""
-    return np.ascontiguousarray(np.concatenate([block.own.down() for block in blocks]).T, np.float32)
+    """[all r, K]."""
+    return np.concatenate([block.own.down() for block in blocks]).astype(np.float32, copy=False)
 
 
 def _up(block: _Block) -> np.ndarray:
-    """[r, N] with zeros for the neighbours' outputs."""
-    return np.ascontiguousarray(np.pad(block.own.up().T, ((0, 0), (block.before, block.after))), np.float32)
+    """[N, r] with zeros for the neighbours' outputs."""
+    return np.pad(block.own.up(), ((block.before, block.after), (0, 0))).astype(np.float32, copy=False)

@@ -80,23 +80,49 @@ def put_linear(graph: ir.Graph, site: LinearSite, packing: Packing) -> None:
     end = old.outputs[0] if added is None else added.outputs[0]
     if added is not None:
         bias = next(value for value in added.inputs if value is not old.outputs[0])
-    result = emit.op(
-        BLOCK_LINEAR,
-        site.source,
-        stored_weight(graph, str(site.weight.name), packing),
-        *([] if bias is None else [bias]),
-        dtype=_FLOAT,
-        shape=end.shape,
-        domain=OP_DOMAIN,
-        format=packing.format,
-        K=site.depth,
-        N=site.width,
-    )
+    result = linear(emit, site.source, str(site.weight.name), packing, bias, depth=site.depth)
+    result.shape = end.shape
     emit.place(before=old)
     name, end.name = end.name, None
     ir.convenience.replace_all_uses_with(end, result, replace_graph_outputs=True)
     graph.remove([old] if added is None else [added, old], safe=True)
     result.name = name
+
+
+def linear(
+    emit: Emitter,
+    source: ir.Value,
+    name: str,
+    packing: Packing,
+    bias: ir.Value | None = None,
+    *,
+    depth: int | None = None,
+) -> ir.Value:
+    """One ``BlockLinear``.
+
+    Args:
+        emit: gets the node; its graph gets the weight.
+        source: float32 [..., K].
+        name: of the weight.
+        packing: the weight [N, K].
+        bias: float32 [N] that is added.
+        depth: K, where the weight is filled up to whole blocks.
+
+    Returns:
+        float32 [..., N], without a shape.
+    """
+    width, stored = packing.shape
+    return emit.op(
+        BLOCK_LINEAR,
+        source,
+        stored_weight(emit.graph, name, packing),
+        *([] if bias is None else [bias]),
+        dtype=_FLOAT,
+        domain=OP_DOMAIN,
+        format=packing.format,
+        K=stored if depth is None else depth,
+        N=width,
+    )
 
 
 def put_lookup(graph: ir.Graph, node: ir.Node, packing: Packing) -> None:

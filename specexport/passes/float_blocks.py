@@ -2,9 +2,10 @@
 
 import onnx_ir as ir
 
-from specexport.passes.base import CountingPass, constant_of
+from specexport.onnx_emit import Emitter, part_of
+from specexport.passes.base import CountingPass, constant_of, sizes_of
 from specexport.passes.block_experts import put_float_experts
-from specexport.passes.block_linear import of_floats, put_linear, put_lookup
+from specexport.passes.block_linear import linear, of_floats, put_linear, put_lookup
 from specexport.passes.quantize_blocks import is_lookup
 from specexport.passes.quantize_sites import linear_site
 
@@ -20,7 +21,7 @@ class FloatBlocksPass(CountingPass):
     reason = "decoding reads every weight for every token, and no token's sum may depend on the others of its step"
 
     def rewrite(self, model: ir.Model) -> int:
-        """Replace every product with a constant matrix, every lookup of the step's tokens, and experts."""
+        """Replace every product with constant matrices, every lookup of the step's tokens, and experts."""
         graph, changes = model.graph, put_float_experts(model)
         for node in list(graph):
             site = linear_site(node)
@@ -30,4 +31,38 @@ class FloatBlocksPass(CountingPass):
             elif is_lookup(node):
                 put_lookup(graph, node, of_floats(constant_of(node.inputs[0]), turned=True))  # type: ignore[arg-type]
                 changes += 1
+            elif node.op_type == "MatMul" and (_put_turned(graph, node) or _put_diagonal(graph, node)):
+                changes += 1
         return changes
+
+
+def _put_turned(graph: ir.Graph, node: ir.Node) -> bool:
+    """Replace ``W [N, K] @ x [..., K, T]``, as the steps of a state space are written."""
+    weight, x = node.inputs
+    tensor = constant_of(weight)
+    if weight is None or tensor is None or len(tensor.shape) != 2 or x is None or x.shape is None or len(x.shape) < 2:
+        return False
+    emit, axes = Emitter(graph), list(range(len(x.shape)))
+    turn = {"perm": [*axes[:-2], axes[-1], axes[-2]]}
+    result = linear(emit, emit.op("Transpose", x, **turn), str(weight.name), of_floats(tensor, turned=True))
+    emit.replace(node, [emit.op("Transpose", result, **turn)])
+    return True
+
+
+def _put_diagonal(graph: ir.Graph, node: ir.Node) -> bool:
+    """Replace ``x [B, T, K] @ W [B, K, N]``, a block-diagonal matrix, by a layer for each block."""
+    x, weight = node.inputs
+    tensor = constant_of(weight)
+    if x is None or x.shape is None or weight is None or tensor is None or len(tensor.shape) != 3:
+        return False
+    count = sizes_of(tensor)[0]
+    if len(x.shape) != 3 or x.shape[0] != count:
+        return False
+    emit = Emitter(graph)
+    parts = emit.node("Split", [x], {"axis": 0, "num_outputs": count}, outputs=count).outputs
+    each = [
+        linear(emit, part, f"{weight.name}.{at}", of_floats(ir.tensor(part_of(tensor, 0, at, at + 1)[0]), turned=False))
+        for at, part in enumerate(parts)
+    ]
+    emit.replace(node, [emit.op("Concat", *each, axis=0)])
+    return True

@@ -200,7 +200,7 @@ def test_on_a_real_bundle_speculative_and_plain_agree(demo_bundle):
     engine.close()
     assert fast.stats.accepted > 0
     assert (fast.token_ids, fast.logprobs) == (plain.token_ids, plain.logprobs)
-    assert all(each.top[0][0] == each.token_id for each in fast.logprobs)  # greedy
+    assert all(entry.top[0][0] == entry.token_id for entry in fast.logprobs)  # greedy
 
 
 def test_generate_prints_them_in_json_and_refuses_them_in_text(demo_bundle, capsys):

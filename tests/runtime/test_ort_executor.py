@@ -80,9 +80,9 @@ def test_ragged_steps_with_rollback_equal_one_prefill(bundle, texts, unpad_kv, u
         for row, item in enumerate(work):
             start, right = runner.logit_starts[row], len(item.tokens) - wrong[row]
             got = logits[start : start + right]
-            wanted = expected[row][done[row] : done[row] + right]
-            # Padding entries between a row's own move these to other tiles of attention.
-            np.testing.assert_allclose(got, wanted, rtol=0, atol=0 if unpad_kv else 2e-4)
+            # Graphs for padding compute rotary angles step by step, where the others have tables.
+            atol = 0 if unpad_kv else 2e-4
+            np.testing.assert_allclose(got, expected[row][done[row] : done[row] + right], rtol=0, atol=atol)
             done[row] += right
             runner.kv.commit(row, done[row])
             runner.kv.check()
