@@ -66,8 +66,8 @@ def compiled(model: Any, folder: Path, kept: Any = None, **values: Any) -> Any:
         kept: of a quantized checkpoint, its weights.
         values: of the recipe.
     """
-    from specexport.build.model import compile_graph
     from specexport.backends.base import BuildJob
+    from specexport.build.model import compile_graph
     from specexport.progress import StageClock
     from specexport.recipe import BuildRecipe, resolve_recipe
     from specexport_runtime.bundle.manifest import ModelEntry
