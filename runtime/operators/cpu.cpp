@@ -37,7 +37,8 @@ void detect() {
   runs[int(Isa::avxvnni)] = a & 1u << 4;
   runs[int(Isa::avx512vnni)] = zmm;
 #if defined(__linux__)
-  if (zmm && tiles) runs[int(Isa::amx)] = !syscall(158, 0x1023, 18);  // arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA)
+  // arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA)
+  if (zmm && tiles) runs[int(Isa::amx)] = !syscall(158, 0x1023, 18) && amx_multiplies_right();
 #else
   (void)tiles;
 #endif

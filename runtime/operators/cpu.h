@@ -11,4 +11,6 @@ constexpr int kNumIsas = 7;
 Isa isa();
 const char* isa_name(Isa);
 bool runs_here(Isa);
+
+bool amx_multiplies_right();  // what the processor says that it has
 }  // namespace specexport

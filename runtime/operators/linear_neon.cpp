@@ -73,7 +73,7 @@ INLINE void round_block(const float* x, float inverse, int8_t* values, int32_t* 
 }
 #include "linear_tile.h"
 }  // namespace neon
-const Kernels neon_kernels = {neon::kMost, neon::arrange, neon::multiply};
+const Kernels neon_kernels = {neon::kMost, 0, neon::arrange, neon::multiply};
 }  // namespace specexport
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -78,5 +78,5 @@ INLINE void round_block(const float* x, float inverse, int8_t* values, int32_t* 
 }
 #include "linear_tile.h"
 }  // namespace portable
-const Kernels portable_kernels = {portable::kMost, portable::arrange, portable::multiply};
+const Kernels portable_kernels = {portable::kMost, 0, portable::arrange, portable::multiply};
 }  // namespace specexport

@@ -242,7 +242,15 @@ static constexpr FloatRows kFloatRows[9] = {
     multiply_floats<kind, kMost < 9 ? 1 : 9>,
 };
 
-static void multiply(const Product& p, int64_t first_tile, int64_t last_tile, int64_t first, int64_t last, void* work) {
+// What multiplies groups of more than kMost rows: a stretch's codes are unpacked once for all of them.
+struct Many {
+  void (*unpack)(const uint8_t* codes, const uint8_t* book, int64_t blocks, uint8_t* lines);
+  void (*multiply)(const Part&, int64_t rows);  // with `lines` as codes
+  uint8_t* lines;  // [blocks, 8, 64]
+};
+
+static void multiply_all(const Product& p, int64_t first_tile, int64_t last_tile, int64_t first, int64_t last,
+                         void* work, const Many* many) {
   const Layout& layout = p.layout;
   const Format& format = layout.format;
   const int64_t first_row = first * p.capacity, last_row = last * p.capacity < p.rows ? last * p.capacity : p.rows;
@@ -263,6 +271,7 @@ static void multiply(const Product& p, int64_t first_tile, int64_t last_tile, in
       const int64_t inputs = layout.K - k < step ? layout.K - k : step;
       const Stretch& s = inputs == kStretch ? layout.whole : layout.last;
       if (!format.is_float()) expand(format, s, at, scales, offsets);
+      if (many) many->unpack(at + s.codes, format.lookup, s.blocks, many->lines);
       for (int64_t g = first; g < last; g++) {
         const int64_t row = g * p.capacity, count = p.rows - row < p.capacity ? p.rows - row : p.capacity;
         const uint8_t* group = p.arranged + size_t(g) * group_bytes;
@@ -272,7 +281,9 @@ static void multiply(const Product& p, int64_t first_tile, int64_t last_tile, in
           float_rows[count - 1](at, x, p.capacity, inputs, to);
         } else {
           group += size_t(k / kBlock) * slots;
-          rows[count - 1]({at + s.codes, scales, offsets, s.blocks, group, slots, to, format.lookup});
+          const uint8_t* codes = many ? many->lines : at + s.codes;
+          const Part part = {codes, scales, offsets, s.blocks, group, slots, to, format.lookup};
+          many ? many->multiply(part, count) : rows[count - 1](part);
         }
       }
       at += format.is_float() ? size_t(inputs) * kTile * (format.bits / 8) : s.end;
@@ -287,6 +298,10 @@ static void multiply(const Product& p, int64_t first_tile, int64_t last_tile, in
       memcpy(p.out + row * layout.N + column, total, sizeof(float) * size_t(width));
     }
   }
+}
+
+static void multiply(const Product& p, int64_t first_tile, int64_t last_tile, int64_t first, int64_t last, void* work) {
+  multiply_all(p, first_tile, last_tile, first, last, work, nullptr);
 }
 
 // A slot of 32 activations: their largest magnitude becomes 127. A NaN or an infinity makes the slot's scale NaN.
