@@ -12,8 +12,7 @@ const Kernels& kernels() {
     case Isa::avxvnni: return avxvnni_kernels;
     case Isa::avx2: return avx2_kernels;
 #elif defined(__aarch64__)
-    case Isa::neon_dot:
-    case Isa::neon_i8mm: return neon_kernels;
+    case Isa::neon_dot: return neon_kernels;
 #endif
     default: return portable_kernels;
   }

@@ -3,8 +3,8 @@
 
 namespace specexport {
 // In the order of preference within a processor family; `portable` runs everywhere.
-enum class Isa { portable, avx2, avxvnni, avx512vnni, amx, neon_dot, neon_i8mm };
-constexpr int kNumIsas = 7;
+enum class Isa { portable, avx2, avxvnni, avx512vnni, amx, neon_dot };
+constexpr int kNumIsas = 6;
 
 // The best that the processor has and the system saves; SPECEXPORT_CPU_KERNELS names another, which must be runnable
 // here: an unknown name, or one that this processor lacks, leaves the best.
