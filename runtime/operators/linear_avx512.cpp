@@ -16,7 +16,7 @@
 
 namespace specexport {
 namespace avx512 {
-constexpr int kLanes = 16, kMost = 9, kAhead = 8192;
+constexpr int kLanes = 16, kMost = 9, kAhead = 8192, kTurn = 32;
 constexpr bool kSigned = false;
 using V = __m512;
 using I = __m512i;

@@ -14,7 +14,7 @@
 
 namespace specexport {
 namespace neon {
-constexpr int kLanes = 4, kMost = 8, kAhead = 4096;
+constexpr int kLanes = 4, kMost = 8, kAhead = 4096, kTurn = 4;
 constexpr bool kSigned = true;
 using V = float32x4_t;
 using I = int32x4_t;

@@ -8,7 +8,7 @@
 
 namespace specexport {
 namespace portable {
-constexpr int kLanes = 4, kMost = 2, kAhead = 0;
+constexpr int kLanes = 4, kMost = 2, kAhead = 0, kTurn = 32;
 constexpr bool kSigned = false;
 typedef float V __attribute__((vector_size(16)));
 typedef int32_t I __attribute__((vector_size(16)));
