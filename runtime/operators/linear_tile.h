@@ -67,8 +67,8 @@ static void multiply_codes(const Part& p) {
       const uint8_t *line = p.codes + 64 * lines * from, *row = p.slots + p.stride * size_t(from);
       const float *scales = p.scales + first, *offsets = p.offsets + first;
       for (int64_t b = from; b < end; b++) {
-        UNROLL for (int i = lines * slice / kSlices; i < lines * (slice + 1) / kSlices; i++)
-          prefetch(line + kAhead + 64 * i);
+        UNROLL for (int i = 0; i < (lines + kSlices - 1) / kSlices; i++)
+          prefetch(line + kAhead + 64 * (slice + kSlices * i));
         U u[8];
         unpack<bits>(line + 4 * column, p.book, u);
         V scale[parts], offset[parts];
