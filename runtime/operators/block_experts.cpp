@@ -48,8 +48,7 @@ Product product(const Side& side, const Chosen& c) {
   p.weight = side.weight + size_t(c.expert * side.layout.tiles) * side.layout.tile_bytes;
   p.bias = side.bias ? side.bias + c.expert * side.layout.N : nullptr;
   p.x = side.x + c.first * side.layout.K, p.out = side.out + c.first * side.layout.N;
-  p.rows = c.rows;
-  p.cut(kernels().most);
+  p.rows = c.rows, p.groups = c.groups, p.capacity = (c.rows + c.groups - 1) / c.groups;
   p.arranged = side.arranged + size_t(c.room_before) * p.layout.row_bytes();
   return p;
 }
@@ -124,7 +123,9 @@ void sort(Step& step, int64_t* starts) {
     p.rows = starts[expert];
     starts[expert] = row;
     if (!p.rows) continue;
-    p.cut(kernels().most);
+    const int64_t most = kernels().most_of(step.experts.gate_up, p.rows);
+    const int64_t other = kernels().most_of(step.experts.down, p.rows);
+    p.cut(most < other ? most : other);
     step.chosen[step.num_chosen++] = {expert, row, p.rows, p.groups, step.groups, room};
     step.groups += p.groups, row += p.rows, room += p.groups * p.capacity;
   }

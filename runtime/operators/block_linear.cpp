@@ -7,13 +7,12 @@ namespace specexport {
 const Kernels& kernels() {
   switch (isa()) {
 #if defined(__x86_64__) || defined(_M_X64)
-    case Isa::amx:
+    case Isa::amx: return amx_kernels;
     case Isa::avx512vnni: return avx512_kernels;
     case Isa::avxvnni: return avxvnni_kernels;
     case Isa::avx2: return avx2_kernels;
 #elif defined(__aarch64__)
-    case Isa::neon_dot:
-    case Isa::neon_i8mm: return neon_kernels;
+    case Isa::neon_dot: return neon_kernels;
 #endif
     default: return portable_kernels;
   }
@@ -38,7 +37,7 @@ size_t least(size_t a, size_t b) { return a < b ? a : b; }
 
 // Some rows. Parts have whole tiles, and whole groups of rows where tiles are too few.
 Status* multiply(KernelContext* context, Product& p) {
-  p.cut(kernels().most);
+  p.cut(kernels().most_of(p.layout, p.rows));
   const size_t groups = size_t(p.groups), tiles = size_t(p.layout.tiles);
   p.arranged = static_cast<uint8_t*>(scratch(groups * p.group_bytes() + 1, 0));
   REQUIRE(p.arranged, "out of memory");

@@ -14,7 +14,7 @@ extern "C" unsigned long getauxval(unsigned long);
 
 namespace specexport {
 namespace {
-constexpr const char* kNames[kNumIsas] = {"portable", "avx2", "avxvnni", "avx512vnni", "amx", "neon_dot", "neon_i8mm"};
+constexpr const char* kNames[kNumIsas] = {"portable", "avx2", "avxvnni", "avx512vnni", "amx", "neon_dot"};
 
 bool runs[kNumIsas];  // what this processor can run
 Isa chosen;
@@ -37,24 +37,16 @@ void detect() {
   runs[int(Isa::avxvnni)] = a & 1u << 4;
   runs[int(Isa::avx512vnni)] = zmm;
 #if defined(__linux__)
-  if (zmm && tiles) runs[int(Isa::amx)] = !syscall(158, 0x1023, 18);  // arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA)
+  // arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA)
+  if (zmm && tiles) runs[int(Isa::amx)] = !syscall(158, 0x1023, 18) && amx_multiplies_right();
 #else
   (void)tiles;
 #endif
 }
 #elif defined(__aarch64__) && defined(__APPLE__)
-extern "C" int sysctlbyname(const char*, void*, size_t*, void*, size_t);
-void detect() {
-  int has = 0;
-  size_t size = sizeof has;
-  runs[int(Isa::neon_dot)] = true;  // every Apple silicon
-  runs[int(Isa::neon_i8mm)] = !sysctlbyname("hw.optional.arm.FEAT_I8MM", &has, &size, nullptr, 0) && has;
-}
+void detect() { runs[int(Isa::neon_dot)] = true; }  // every Apple silicon
 #elif defined(__aarch64__) && defined(__linux__)
-void detect() {
-  runs[int(Isa::neon_dot)] = getauxval(16) & (1ul << 20);                              // AT_HWCAP: ASIMDDP
-  runs[int(Isa::neon_i8mm)] = runs[int(Isa::neon_dot)] && getauxval(26) & (1ul << 13);  // AT_HWCAP2: I8MM
-}
+void detect() { runs[int(Isa::neon_dot)] = getauxval(16) & (1ul << 20); }  // AT_HWCAP: ASIMDDP
 #else
 void detect() {}
 #endif

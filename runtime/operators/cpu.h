@@ -3,12 +3,14 @@
 
 namespace specexport {
 // In the order of preference within a processor family; `portable` runs everywhere.
-enum class Isa { portable, avx2, avxvnni, avx512vnni, amx, neon_dot, neon_i8mm };
-constexpr int kNumIsas = 7;
+enum class Isa { portable, avx2, avxvnni, avx512vnni, amx, neon_dot };
+constexpr int kNumIsas = 6;
 
 // The best that the processor has and the system saves; SPECEXPORT_CPU_KERNELS names another, which must be runnable
 // here: an unknown name, or one that this processor lacks, leaves the best.
 Isa isa();
 const char* isa_name(Isa);
 bool runs_here(Isa);
+
+bool amx_multiplies_right();  // what the processor says that it has
 }  // namespace specexport

@@ -23,16 +23,20 @@ struct Product {
   void cut(int64_t most) {  // its rows into groups of much the same size
     groups = (rows + most - 1) / most;
     capacity = (rows + groups - 1) / groups;
-    groups = (rows + capacity - 1) / capacity;
   }
 };
 
 struct Kernels {
   int64_t most;  // rows of a group
+  int64_t many;  // rows of a group of codes, where there are so many rows at least; 0: it makes no difference
   void (*arrange)(const Product&, int64_t first_group, int64_t last_group);
   // Some tiles for some groups. `work` has work_bytes of their rows.
   void (*multiply)(const Product&, int64_t first_tile, int64_t last_tile, int64_t first_group, int64_t last_group,
                    void* work);
+
+  int64_t most_of(const Layout& layout, int64_t rows) const {
+    return many && rows >= many && !layout.format.is_float() ? many : most;
+  }
 };
 constexpr int kMostSums = 2;  // chains of a float sum
 inline size_t work_bytes(int64_t rows) { return 4 * kTile * (size_t(rows) * kMostSums + 2 * 2 * kStretch / kBlock); }
@@ -40,5 +44,5 @@ inline size_t work_bytes(int64_t rows) { return 4 * kTile * (size_t(rows) * kMos
 const Kernels& kernels();  // of this processor
 // Some tiles for some groups; false if there is no memory.
 bool multiply_tiles(const Product& p, int64_t first_tile, int64_t last_tile, int64_t first_group, int64_t last_group);
-extern const Kernels portable_kernels, avx2_kernels, avxvnni_kernels, avx512_kernels, neon_kernels;
+extern const Kernels portable_kernels, avx2_kernels, avxvnni_kernels, avx512_kernels, amx_kernels, neon_kernels;
 }  // namespace specexport

@@ -17,7 +17,7 @@ namespace avx2 {
 constexpr bool kSigned = true;
 #include "linear_avx2.h"
 }  // namespace avx2
-const Kernels avx2_kernels = {avx2::kMost, avx2::arrange, avx2::multiply};
+const Kernels avx2_kernels = {avx2::kMost, 0, avx2::arrange, avx2::multiply};
 }  // namespace specexport
 #if defined(__clang__)
 #pragma clang attribute pop

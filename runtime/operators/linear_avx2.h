@@ -3,7 +3,7 @@
 // Without VNNI pairs of products are added up in 16 bits, where codes of up to 5 bits leave room for four quads, and
 // those of 6 bits for two. Unsigned codes of 8 bits do not fit there: |code| is multiplied with the activation in the
 // code's sign.
-constexpr int kLanes = 8, kMost = 6, kAhead = 8192;
+constexpr int kLanes = 8, kMost = 6, kAhead = 8192, kTurn = 4;
 using V = __m256;
 using I = __m256i;
 using U = __m256i;

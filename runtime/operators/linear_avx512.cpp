@@ -1,11 +1,11 @@
-// AVX-512 with VNNI: a vector is a tile.
+// AVX-512 with VNNI: a vector is a tile. And AMX, for many rows: no compiler makes its instructions of anything else.
 #if defined(__x86_64__) || defined(_M_X64)
 #include "linear.h"
 
 #if defined(__clang__)
 #include <immintrin.h>
 #pragma clang attribute push( \
-    __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni"))), apply_to = function)
+    __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,amx-tile,amx-int8"))), apply_to = function)
 #else
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // in its own headers
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")
@@ -16,7 +16,7 @@
 
 namespace specexport {
 namespace avx512 {
-constexpr int kLanes = 16, kMost = 9, kAhead = 8192;
+constexpr int kLanes = 16, kMost = 9, kAhead = 8192, kTurn = 32;
 constexpr bool kSigned = false;
 using V = __m512;
 using I = __m512i;
@@ -76,8 +76,39 @@ INLINE void round_block(const float* x, float inverse, int8_t* values, int32_t* 
   }
 }
 #include "linear_tile.h"
+
+#include "linear_amx.h"
+
+// By hand: g++ 12's own functions do not say that they read and write memory.
+struct Amx {
+  static void begin(int rows, int quads) {
+    struct {
+      uint8_t palette = 1, start = 0, unused[14] = {};
+      uint16_t bytes[16] = {};  // of a row of each register: 0 to 3 are sums, 4 to 7 what is multiplied
+      uint8_t rows[16] = {};
+    } set;
+    for (int i = 0; i < 8; i++) set.bytes[i] = uint16_t(i == 4 || i == 5 ? 4 * quads : 64);
+    for (int i = 0; i < 8; i++) set.rows[i] = uint8_t(i < 6 ? rows : quads);
+    __asm__ volatile("ldtilecfg %0" : : "m"(set));
+  }
+  static void end() { __asm__ volatile("tilerelease"); }
+  template <int n>
+  INLINE void product(const uint8_t* a, size_t stride, const uint8_t* b, int32_t* out) {
+    __asm__ volatile(
+        "tilezero %%tmm%c5\n\t"
+        "tileloadd (%0,%1,1), %%tmm%c6\n\t"
+        "tileloadd (%2,%4,1), %%tmm%c7\n\t"
+        "tdpbsud %%tmm%c7, %%tmm%c6, %%tmm%c5\n\t"
+        "tilestored %%tmm%c5, (%3,%4,1)"
+        :
+        : "r"(a), "r"(stride), "r"(b), "r"(out), "r"(size_t(64)), "i"(n), "i"(4 + n % 2), "i"(6 + n % 2)
+        : "memory");
+  }
+};
 }  // namespace avx512
-const Kernels avx512_kernels = {avx512::kMost, avx512::arrange, avx512::multiply};
+const Kernels avx512_kernels = {avx512::kMost, 0, avx512::arrange, avx512::multiply};
+const Kernels amx_kernels = {avx512::kMost, avx512::kManyRows, avx512::arrange, avx512::multiply_with<avx512::Amx>};
+bool amx_multiplies_right() { return avx512::multiplies_right<avx512::Amx>(); }
 }  // namespace specexport
 #if defined(__clang__)
 #pragma clang attribute pop

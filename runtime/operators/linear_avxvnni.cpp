@@ -17,7 +17,7 @@ namespace avxvnni {
 constexpr bool kSigned = false;
 #include "linear_avx2.h"
 }  // namespace avxvnni
-const Kernels avxvnni_kernels = {avxvnni::kMost, avxvnni::arrange, avxvnni::multiply};
+const Kernels avxvnni_kernels = {avxvnni::kMost, 0, avxvnni::arrange, avxvnni::multiply};
 }  // namespace specexport
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -14,7 +14,7 @@
 
 namespace specexport {
 namespace neon {
-constexpr int kLanes = 4, kMost = 8, kAhead = 4096;
+constexpr int kLanes = 4, kMost = 8, kAhead = 4096, kTurn = 4;
 constexpr bool kSigned = true;
 using V = float32x4_t;
 using I = int32x4_t;
@@ -73,7 +73,7 @@ INLINE void round_block(const float* x, float inverse, int8_t* values, int32_t* 
 }
 #include "linear_tile.h"
 }  // namespace neon
-const Kernels neon_kernels = {neon::kMost, neon::arrange, neon::multiply};
+const Kernels neon_kernels = {neon::kMost, 0, neon::arrange, neon::multiply};
 }  // namespace specexport
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -8,7 +8,7 @@
 
 namespace specexport {
 namespace portable {
-constexpr int kLanes = 4, kMost = 2, kAhead = 0;
+constexpr int kLanes = 4, kMost = 2, kAhead = 0, kTurn = 32;
 constexpr bool kSigned = false;
 typedef float V __attribute__((vector_size(16)));
 typedef int32_t I __attribute__((vector_size(16)));
@@ -78,5 +78,5 @@ INLINE void round_block(const float* x, float inverse, int8_t* values, int32_t* 
 }
 #include "linear_tile.h"
 }  // namespace portable
-const Kernels portable_kernels = {portable::kMost, portable::arrange, portable::multiply};
+const Kernels portable_kernels = {portable::kMost, 0, portable::arrange, portable::multiply};
 }  // namespace specexport

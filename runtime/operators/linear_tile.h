@@ -13,54 +13,28 @@ INLINE U field(U line, int mask) {
   if constexpr (from < to) return uand(ushl<to - from>(line), mask);
   return uand(line, mask);
 }
-template <int bits>
-INLINE void unpack(const uint8_t* p, const uint8_t* book, U* u) {
-  if constexpr (bits == 8) {
-    UNROLL for (int q = 0; q < 8; q++) u[q] = kSigned ? uxor(uload(p + 64 * q), 0x80) : uload(p + 64 * q);
-    return;
-  }
+template <int bits, int q>
+INLINE U unpack_quad(const uint8_t* p, const uint8_t* book) {
+  if constexpr (bits == 8) return kSigned ? uxor(uload(p + 64 * q), 0x80) : uload(p + 64 * q);
+  U code = uload(p);
   if constexpr (bits == kLookup || bits >= 4) {
-    UNROLL for (int q = 0; q < 4; q++) {
-      const U line = uload(p + 64 * q);
-      u[q] = uand(line, 15);
-      u[q + 4] = uand(ushr<4>(line), 15);
-    }
+    const U line = uload(p + 64 * (q % 4));
+    code = uand(q < 4 ? line : ushr<4>(line), 15);
     p += 256;
   }
-  if constexpr (bits == kLookup) {
-    UNROLL for (int q = 0; q < 8; q++) u[q] = ulookup(book, u[q]);
-  }
-  if constexpr (bits == 6) {
-    UNROLL for (int j = 0; j < 2; j++) {
-      const U line = uload(p + 64 * j);
-      u[j] = uor(u[j], field<0, 4>(line, 0x30));
-      u[j + 2] = uor(u[j + 2], field<2, 4>(line, 0x30));
-      u[j + 4] = uor(u[j + 4], field<4, 4>(line, 0x30));
-      u[j + 6] = uor(u[j + 6], field<6, 4>(line, 0x30));
-    }
-  }
+  if constexpr (bits == kLookup) return ulookup(book, code);
+  if constexpr (bits == 6) code = uor(code, field<q / 2 * 2, 4>(uload(p + 64 * (q % 2)), 0x30));
   if constexpr (bits == 2 || bits == 3) {
-    UNROLL for (int j = 0; j < 2; j++) {
-      const U line = uload(p + 64 * j);
-      u[j] = field<0, 0>(line, 3);
-      u[j + 2] = field<2, 0>(line, 3);
-      u[j + 4] = field<4, 0>(line, 3);
-      u[j + 6] = field<6, 0>(line, 3);
-    }
+    code = field<q / 2 * 2, 0>(uload(p + 64 * (q % 2)), 3);
     p += 128;
   }
-  if constexpr (bits == 3 || bits == 5) {
-    constexpr int to = bits - 1, mask = 1 << to;
-    const U line = uload(p);
-    u[0] = uor(u[0], field<0, to>(line, mask));
-    u[1] = uor(u[1], field<1, to>(line, mask));
-    u[2] = uor(u[2], field<2, to>(line, mask));
-    u[3] = uor(u[3], field<3, to>(line, mask));
-    u[4] = uor(u[4], field<4, to>(line, mask));
-    u[5] = uor(u[5], field<5, to>(line, mask));
-    u[6] = uor(u[6], field<6, to>(line, mask));
-    u[7] = uor(u[7], field<7, to>(line, mask));
-  }
+  if constexpr (bits == 3 || bits == 5) code = uor(code, field<q, bits - 1>(uload(p), 1 << (bits - 1)));
+  return code;
+}
+template <int bits, int q = 0>
+INLINE void unpack(const uint8_t* p, const uint8_t* book, U* u) {
+  u[q] = unpack_quad<bits, q>(p, book);
+  if constexpr (q < 7) unpack<bits, q + 1>(p, book, u);
 }
 
 // What a call of a kernel gets: a stretch of a tile, and some rows from its first block on.
@@ -82,43 +56,47 @@ INLINE int32_t int_at(const uint8_t* p) {
 template <int bits, int parts, bool shifted, int M>
 static void multiply_codes(const Part& p) {
   constexpr int lines = bits == kLookup ? 4 : bits, slot = kBlock + 4 + 4 * parts;
-  for (int slice = 0; slice < kSlices; slice++) {
-    const int column = slice * kLanes;
-    V sums[M];
-    UNROLL for (int m = 0; m < M; m++) sums[m] = vload(p.sums + kTile * m + column);
-    const uint8_t *line = p.codes, *row = p.slots;
-    const float *scales = p.scales + column, *offsets = p.offsets + column;
-    for (int64_t b = 0; b < p.blocks; b++) {
-      if (slice == 0) {
-        UNROLL for (int i = 0; i < lines; i++) prefetch(line + kAhead + 64 * i);
-      }
-      U u[8];
-      unpack<bits>(line + 4 * column, p.book, u);
-      V scale[parts], offset[parts];
-      UNROLL for (int i = 0; i < parts; i++) {
-        scale[i] = vload(scales + i * kTile);
-        if (shifted) offset[i] = vload(offsets + i * kTile);
-      }
-      UNROLL for (int m = 0; m < M; m++) {
-        const int8_t* values = reinterpret_cast<const int8_t*>(row + slot * m);
-        const uint8_t* share = row + slot * m + kBlock + 4;
-        const V row_scale = vset(load_single(row + slot * m + kBlock));
-        I low = dot<bits>(shifted ? izero() : iset(int_at(share)), u, values);
-        if (parts == 2) {
-          const I high = dot<bits>(shifted ? izero() : iset(int_at(share + 4)), u + 4, values + 16);
-          sums[m] = vfma(to_float(low), vmul(scale[0], row_scale), sums[m]);
-          sums[m] = vfma(to_float(high), vmul(scale[parts - 1], row_scale), sums[m]);
-        } else {
-          low = M < 3 ? iadd(low, dot<bits>(izero(), u + 4, values + 16)) : dot<bits>(low, u + 4, values + 16);
-          sums[m] = vfma(to_float(low), vmul(scale[0], row_scale), sums[m]);
+  // Slices take turns, so that what is ahead arrives while all of them multiply.
+  for (int64_t from = 0; from < p.blocks; from += kTurn) {
+    const int64_t end = from + kTurn < p.blocks ? from + kTurn : p.blocks;
+    for (int slice = 0; slice < kSlices; slice++) {
+      const int column = slice * kLanes;
+      const size_t first = size_t(kTile * parts * from + column);
+      V sums[M];
+      UNROLL for (int m = 0; m < M; m++) sums[m] = vload(p.sums + kTile * m + column);
+      const uint8_t *line = p.codes + 64 * lines * from, *row = p.slots + p.stride * size_t(from);
+      const float *scales = p.scales + first, *offsets = p.offsets + first;
+      for (int64_t b = from; b < end; b++) {
+        UNROLL for (int i = 0; i < (lines + kSlices - 1) / kSlices; i++)
+          prefetch(line + kAhead + 64 * (slice + kSlices * i));
+        U u[8];
+        unpack<bits>(line + 4 * column, p.book, u);
+        V scale[parts], offset[parts];
+        UNROLL for (int i = 0; i < parts; i++) {
+          scale[i] = vload(scales + i * kTile);
+          if (shifted) offset[i] = vload(offsets + i * kTile);
         }
-        if (shifted) {
-          UNROLL for (int i = 0; i < parts; i++) sums[m] = vfma(offset[i], vset(load_single(share + 4 * i)), sums[m]);
+        UNROLL for (int m = 0; m < M; m++) {
+          const int8_t* values = reinterpret_cast<const int8_t*>(row + slot * m);
+          const uint8_t* share = row + slot * m + kBlock + 4;
+          const V row_scale = vset(load_single(row + slot * m + kBlock));
+          I low = dot<bits>(shifted ? izero() : iset(int_at(share)), u, values);
+          if (parts == 2) {
+            const I high = dot<bits>(shifted ? izero() : iset(int_at(share + 4)), u + 4, values + 16);
+            sums[m] = vfma(to_float(low), vmul(scale[0], row_scale), sums[m]);
+            sums[m] = vfma(to_float(high), vmul(scale[parts - 1], row_scale), sums[m]);
+          } else {
+            low = M < 3 ? iadd(low, dot<bits>(izero(), u + 4, values + 16)) : dot<bits>(low, u + 4, values + 16);
+            sums[m] = vfma(to_float(low), vmul(scale[0], row_scale), sums[m]);
+          }
+          if (shifted) {
+            UNROLL for (int i = 0; i < parts; i++) sums[m] = vfma(offset[i], vset(load_single(share + 4 * i)), sums[m]);
+          }
         }
+        line += 64 * lines, row += p.stride, scales += kTile * parts, offsets += kTile * parts;
       }
-      line += 64 * lines, row += p.stride, scales += kTile * parts, offsets += kTile * parts;
+      UNROLL for (int m = 0; m < M; m++) vstore(p.sums + kTile * m + column, sums[m]);
     }
-    UNROLL for (int m = 0; m < M; m++) vstore(p.sums + kTile * m + column, sums[m]);
   }
 }
 using Rows = void (*)(const Part&);
@@ -210,8 +188,8 @@ static void multiply_floats(const uint8_t* weight, const float* x, int64_t capac
     const float* row = x;
     int64_t k = 0;
     for (; k + 2 <= inputs; k += 2, p += 2 * width * kTile, row += 2 * capacity) {
-      if (slice == 0) {
-        UNROLL for (int i = 0; i < width / 2; i++) prefetch(p + kAhead + 64 * i);
+      if (k / 2 % kSlices == slice) {
+        UNROLL for (int i = 0; i < width / 2 * kSlices; i++) prefetch(p - width * column + kAhead + 64 * i);
       }
       const V first = load_weights<kind>(p), second = load_weights<kind>(p + width * kTile);
       UNROLL for (int m = 0; m < M; m++) {
@@ -242,7 +220,15 @@ static constexpr FloatRows kFloatRows[9] = {
     multiply_floats<kind, kMost < 9 ? 1 : 9>,
 };
 
-static void multiply(const Product& p, int64_t first_tile, int64_t last_tile, int64_t first, int64_t last, void* work) {
+// What multiplies groups of more than kMost rows: a stretch's codes are unpacked once for all of them.
+struct Many {
+  void (*unpack)(const uint8_t* codes, const uint8_t* book, int64_t blocks, uint8_t* lines);
+  void (*multiply)(const Part&, int64_t rows);  // with `lines` as codes
+  uint8_t* lines;  // [blocks, 8, 64]
+};
+
+static void multiply_all(const Product& p, int64_t first_tile, int64_t last_tile, int64_t first, int64_t last,
+                         void* work, const Many* many) {
   const Layout& layout = p.layout;
   const Format& format = layout.format;
   const int64_t first_row = first * p.capacity, last_row = last * p.capacity < p.rows ? last * p.capacity : p.rows;
@@ -258,11 +244,12 @@ static void multiply(const Product& p, int64_t first_tile, int64_t last_tile, in
   for (int64_t t = first_tile; t < last_tile; t++) {
     const uint8_t* at = p.weight + size_t(t) * layout.tile_bytes;
     memset(sums, 0, sizeof(float) * size_t((last_row - first_row) * chains * kTile));
-    const int64_t step = format.is_float() ? kStretch / 2 : kStretch;
+    const int64_t step = !format.is_float() ? kStretch : kSlices > 1 ? 64 : kStretch / 2;
     for (int64_t k = 0; k < layout.K; k += step) {
       const int64_t inputs = layout.K - k < step ? layout.K - k : step;
       const Stretch& s = inputs == kStretch ? layout.whole : layout.last;
       if (!format.is_float()) expand(format, s, at, scales, offsets);
+      if (many) many->unpack(at + s.codes, format.lookup, s.blocks, many->lines);
       for (int64_t g = first; g < last; g++) {
         const int64_t row = g * p.capacity, count = p.rows - row < p.capacity ? p.rows - row : p.capacity;
         const uint8_t* group = p.arranged + size_t(g) * group_bytes;
@@ -272,7 +259,9 @@ static void multiply(const Product& p, int64_t first_tile, int64_t last_tile, in
           float_rows[count - 1](at, x, p.capacity, inputs, to);
         } else {
           group += size_t(k / kBlock) * slots;
-          rows[count - 1]({at + s.codes, scales, offsets, s.blocks, group, slots, to, format.lookup});
+          const uint8_t* codes = many ? many->lines : at + s.codes;
+          const Part part = {codes, scales, offsets, s.blocks, group, slots, to, format.lookup};
+          many ? many->multiply(part, count) : rows[count - 1](part);
         }
       }
       at += format.is_float() ? size_t(inputs) * kTile * (format.bits / 8) : s.end;
@@ -287,6 +276,10 @@ static void multiply(const Product& p, int64_t first_tile, int64_t last_tile, in
       memcpy(p.out + row * layout.N + column, total, sizeof(float) * size_t(width));
     }
   }
+}
+
+static void multiply(const Product& p, int64_t first_tile, int64_t last_tile, int64_t first, int64_t last, void* work) {
+  multiply_all(p, first_tile, last_tile, first, last, work, nullptr);
 }
 
 // A slot of 32 activations: their largest magnitude becomes 127. A NaN or an infinity makes the slot's scale NaN.

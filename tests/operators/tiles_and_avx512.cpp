@@ -1,0 +1,10 @@
+// The kernels of tiles over AVX-512's vectors, without AMX.
+#include "../../runtime/operators/linear_avx512.cpp"
+#include "emulated_tiles.h"
+
+#if defined(__x86_64__)
+namespace specexport {
+const Kernels tiles_and_avx512 = {avx512::kMost, avx512::kManyRows, avx512::arrange,
+                                  avx512::multiply_with<EmulatedTiles>};
+}
+#endif
