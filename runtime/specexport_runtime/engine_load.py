@@ -25,11 +25,11 @@ from specexport_runtime.drafters.registry import KINDS
 from specexport_runtime.drafters.suffix_open import KeptSuffixes, open_suffixes
 from specexport_runtime.engine_options import EngineOptions
 from specexport_runtime.errors import InvalidRequestError, SpecexportError
+from specexport_runtime.executors import operators
 from specexport_runtime.executors.base import Executor, as_gated
 from specexport_runtime.executors.open import backend_of, backends_with, open_executor
 from specexport_runtime.lookahead.base import DraftLength
 from specexport_runtime.lookahead.draft_cost import WeighedDrafter
-from specexport_runtime.machine import has_int8_tiles
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.checks import budget_of, check_adapter, check_match_length
 from specexport_runtime.requests.drafting import Abilities, DraftDefaults, stage_names
@@ -160,19 +160,14 @@ def _with_costs(
         return parts
     rows, lookahead = bundle.max_num_seqs, bundle.manifest.lookahead
     backend = backend_of(bundle.manifest.models["target"].backend)
-    on_gpu = backend is not None and backend.on_gpu
+    kernels = None if backend is not None and backend.on_gpu else operators.kernels()
     costs = load_costs(
         runner(target),
         {DRAFTER_OF[role]: runner(executor) for role, executor in executors.items() if role in DRAFTER_OF},
-        prior_costs(
-            bundle.manifest.models,
-            on_gpu=on_gpu,
-            max_rows=rows,
-            lookahead=lookahead,
-            int8_tiles=has_int8_tiles(),
-        ),
+        prior_costs(bundle.manifest.models, kernels=kernels, max_rows=rows, lookahead=lookahead),
         measure=options.adaptive is True,
         bundle_key=bundle.manifest.build_key,
+        kernels=kernels,
         max_rows=rows,
         lookahead=lookahead,
         num_threads=options.num_threads,

@@ -75,11 +75,6 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def has_int8_tiles() -> bool:
-    """Whether this processor multiplies int8 matrices in tiles (AMX): several tokens then cost little more than one."""
-    return "amx_int8" in _cpu()[1].split()
-
-
 def _cpu() -> tuple[str, str]:
     """Model name and instruction-set flags of the first core."""
     if sys.platform == "darwin":

@@ -400,7 +400,7 @@ PRIOR = CostCurves(COST, {"draft-model": COST})
 
 def load(prior=PRIOR, **options):
     runners = [ModelRunner(FakeExecutor(17, 4, 80, seed=seed)) for seed in (0, 1)]
-    usual = {"bundle_key": "k", "max_rows": 2, "lookahead": 4, "measure": True}
+    usual = {"bundle_key": "k", "kernels": "avx2", "max_rows": 2, "lookahead": 4, "measure": True}
     target, draft = runners
     return load_costs(target, {"draft-model": draft}, prior, **(usual | options))
 
@@ -418,6 +418,7 @@ def test_measured_once_then_read(cache, measured):
     "other",
     [
         {"bundle_key": "l"},
+        {"kernels": "portable"},
         {"max_rows": 3},
         {"lookahead": 5},
         {"num_threads": 1},

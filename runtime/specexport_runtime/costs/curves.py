@@ -233,6 +233,7 @@ def load_costs(
     *,
     measure: bool,
     bundle_key: str,
+    kernels: str | None,
     max_rows: int,
     lookahead: int,
     num_threads: int | None = None,
@@ -253,6 +254,7 @@ def load_costs(
         prior: the curves where nothing was measured.
         measure: measure them where the cache has none that were.
         bundle_key: what tells this bundle from all others: the manifest's ``build_key``.
+        kernels: the instruction set of the CPU's operators; None on a GPU.
         max_rows: most rows of a step.
         lookahead: largest K.
         num_threads: compute threads that were asked for; None if that was left to the runtime.
@@ -265,6 +267,7 @@ def load_costs(
         "schema": SCHEMA,
         "machine": machine_key(),
         "bundle": bundle_key,
+        "kernels": kernels,
         "max_rows": max_rows,
         "lookahead": lookahead,
         "threads": num_threads,

@@ -1,9 +1,9 @@
 """Cost curves from the sizes of the models alone, for engines that nobody has measured on this machine.
 
-A step reads all weights once and multiplies them with each of its tokens: ``bytes / bandwidth + T · flops / rate``. Of
-E experts a layer, of which a token takes k, it reads those that any of its tokens takes, ``1 - (1 - k/E)^T`` of them if
-tokens are unlike each other, and multiplies a token with k. A row's states are read and written once a step. It reads
-the cache once a row, in ONNX Runtime's CPU kernel the keys once more for each head, and multiplies it with each
+A step reads all weights once and multiplies them with each of its tokens: ``bytes / bandwidth + T · flops / rate``,
+less what the machine multiplies while it waits for weights. Of E experts a layer, of which a token takes k, it reads
+those that any of its tokens takes, ``1 - (1 - k/E)^T`` of them if tokens are unlike each other, and multiplies a token
+with k. A row's states are read and written once a step. It reads the cache once a row, and multiplies it with each
 token of the row. The rates below are those of common machines. Their level does not matter, since lengths are chosen by
 ratios; what is wrong with the ratios is found out while requests run (:mod:`specexport_runtime.costs.learned`). Imports
 the standard library.
@@ -37,36 +37,34 @@ class _Rates(NamedTuple):
         layer_seconds: of a layer, whatever it holds.
         flops: in products with weights, by how those are quantized.
         cache_flops: in products with the cache, which are narrow.
-        keys_by_head: each query head reads the keys for itself, even where several share them.
+        hidden: of the time that weights take to arrive, the share in which products cost next to nothing.
     """
 
     bytes: float
     layer_seconds: float
     flops: Mapping[str | None, float]
     cache_flops: float
-    keys_by_head: bool
+    hidden: float
 
 
-# A step of one token sets the scale. What counts is how much a machine multiplies while it reads a byte: the first are
-# two cores with AVX-512 and AMX that read 12 GB/s, the second two with AVX-512 and VNNI that read 22 GB/s.
-_CPU_TILES = _Rates(2e10, 3e-5, {None: 1.8e11, "int8": 1e12, "int4": 3e11, "keep": 3e11}, 2.2e10, keys_by_head=True)
-_CPU = _Rates(2e10, 3e-5, {None: 1.5e11, "int8": 4.6e11, "int4": 2.6e11, "keep": 2.6e11}, 2.2e10, keys_by_head=True)
-_GPU = _Rates(1.5e12, 2e-5, {None: 1e14}, 1e13, keys_by_head=False)
+# Two cores of an EPYC, a model of 1.5 billion: what counts is how much they multiply while they read a byte. With 256
+# bits products are the limit from the first token on; with AVX-512 and VNNI they hide behind the weights up to five.
+_NARROW = _Rates(2e10, 3e-5, {None: 1.2e11, "int8": 1.4e11, "int4": 2e11, "keep": 2e11}, 2.2e10, hidden=0)
+_WIDE = _Rates(2e10, 3e-5, {None: 2e11, "int8": 7e11, "int4": 6e11, "keep": 6e11}, 2.2e10, hidden=0.5)
+_CPU = {"avx512vnni": _WIDE, "amx": _WIDE}
+_GPU = _Rates(1.5e12, 2e-5, {None: 1e14}, 1e13, hidden=0)
 
 
-def prior_costs(
-    models: Mapping[str, ModelEntry], *, on_gpu: bool, max_rows: int, lookahead: int, int8_tiles: bool = False
-) -> CostCurves:
+def prior_costs(models: Mapping[str, ModelEntry], *, kernels: str | None, max_rows: int, lookahead: int) -> CostCurves:
     """The curves that a bundle's sizes promise.
 
     Args:
         models: ``"target"`` and, if there is one, ``"draft"`` or ``"head"``.
-        on_gpu: whether the engines run on a GPU.
+        kernels: the instruction set of the CPU's operators; None for engines that run on a GPU.
         max_rows: most rows of a step.
         lookahead: largest K.
-        int8_tiles: the CPU multiplies int8 matrices in tiles (AMX).
     """
-    rates = _GPU if on_gpu else _CPU_TILES if int8_tiles else _CPU
+    rates = _GPU if kernels is None else _CPU.get(kernels, _NARROW)
     curves = {role: _curve(entry, rates, max_rows, lookahead + 1) for role, entry in models.items()}
     target = curves["target"]
     drafters = {DRAFTER_OF[role]: curve for role, curve in curves.items() if role in DRAFTER_OF}
@@ -83,7 +81,8 @@ def _curve(entry: ModelEntry, rates: _Rates, max_rows: int, max_tokens: int) -> 
 
     def seconds(rows: int, width: int) -> float:
         read, multiplied = _weights(entry, rows * width)
-        weights = read * _bytes_of_weight(entry) / rates.bytes + 2 * rows * width * multiplied / flops
+        reading, products = read * _bytes_of_weight(entry) / rates.bytes, 2 * rows * width * multiplied / flops
+        weights = reading + max(products - rates.hidden * reading, 0.1 * products)
         return fixed + weights + rows * _state_seconds(entry, rates, width)
 
     widths = tuple(widths_up_to(max(max_tokens, 1)))
@@ -91,13 +90,11 @@ def _curve(entry: ModelEntry, rates: _Rates, max_rows: int, max_tokens: int) -> 
         RowCurve(rows, widths, tuple(seconds(rows, width) for width in widths)) for rows in row_counts_up_to(max_rows)
     )
     entry_bytes = CACHE_BYTES.get(entry.cache_dtype, 4)
-    key_bytes, value_bytes, products = 0, 0, 0
+    read, products = 0, 0
     for layer in entry.layers:
-        heads = max(entry.num_heads or layer.kv_heads, layer.kv_heads)
-        key_bytes += entry_bytes * (heads if rates.keys_by_head else layer.kv_heads) * layer.k_dim
-        value_bytes += entry_bytes * layer.kv_heads * layer.v_dim
-        products += heads * (layer.k_dim + layer.v_dim)
-    return StepCost(curves, (key_bytes + value_bytes) / rates.bytes, 2 * products / rates.cache_flops)
+        read += entry_bytes * layer.kv_heads * (layer.k_dim + layer.v_dim)
+        products += max(entry.num_heads or layer.kv_heads, layer.kv_heads) * (layer.k_dim + layer.v_dim)
+    return StepCost(curves, read / rates.bytes, 2 * products / rates.cache_flops)
 
 
 def _weights(entry: ModelEntry, num_tokens: int) -> tuple[float, float]:
