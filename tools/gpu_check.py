@@ -3,7 +3,7 @@
     python tools/gpu_check.py run --out results            # all sections, 8 minutes at most
     python tools/gpu_check.py run --only kernels --out results
     python tools/gpu_check.py run --backend ort-cpu --tiny --out results    # a dry run on any machine
-    python tools/gpu_check.py pack --out wheels            # where there is an index: what the GPU machine lacks
+    python tools/gpu_check.py pack --sm 90 --out wheels    # where there is an index: what the GPU machine lacks
     python tools/gpu_check.py run --wheels wheels --out results             # on the GPU machine, without a network
     python tools/gpu_check.py tune --results results       # the sweep's best tiles become the tuning table
     python tools/gpu_check.py --list
@@ -25,6 +25,7 @@ import os
 import shlex
 import signal
 import sys
+import tarfile
 import tempfile
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -33,7 +34,15 @@ ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     sys.path[:0] = [str(ROOT), str(ROOT / "runtime")]
 
-from tools.gpu_check_lib.packages import install, pack  # noqa: E402
+from tools.gpu_check_lib.packages import (  # noqa: E402
+    RTX_SOURCES,
+    RTX_WHEELS,
+    WHEELS,
+    PiecesMissingError,
+    install,
+    pack,
+    room_beside,
+)
 from tools.gpu_check_lib.registry import (  # noqa: E402
     CPU,
     GPU_BACKENDS,
@@ -47,7 +56,7 @@ from tools.gpu_check_lib.runner import Budget, Task, rows_file, run_tasks  # noq
 
 NO_GPU = 3
 MINUTES = 8.0
-WHEELS = Task("wheels", SECTIONS["machine"], 0, 0)  # no task: its rows are what came of installing them
+CARRIED = Task("wheels", SECTIONS["machine"], 0, 0)  # no task: its row is what came of installing them
 
 
 def find_gpu() -> str:
@@ -103,9 +112,8 @@ def run(options: argparse.Namespace) -> int:
         tasks = list_tasks(backends, options.only or ())
         if options.tiny:  # limits are those of a machine with a GPU; a dry run may have a slow and busy one
             tasks = [task._replace(seconds=math.inf) for task in tasks]
-        for folder in (options.wheels, options.bundles):
-            if folder is not None and not folder.is_dir():
-                raise ValueError(f"there is no folder {folder}.")
+        if options.wheels is not None and not options.wheels.is_dir():
+            raise ValueError(f"there is no folder {options.wheels}.")
         calls = earlier_calls(out, settings_of(options))
     except ValueError as error:
         print(f"gpu_check: {error}", file=sys.stderr)
@@ -137,7 +145,7 @@ def run(options: argparse.Namespace) -> int:
 
 def rows_of_all(out: Path) -> list[Row]:
     """Rows of this call and of those before it, tasks in their order."""
-    tasks = dict.fromkeys([WHEELS, *list_tasks(GPU_BACKENDS), *list_tasks((CPU,))])
+    tasks = dict.fromkeys([CARRIED, *list_tasks(GPU_BACKENDS), *list_tasks((CPU,))])
     return [row for task in tasks for row in read_rows(rows_file(out, task))]
 
 
@@ -171,8 +179,7 @@ def task_command(options: argparse.Namespace, task: Task, limit: float, work: Pa
     words = [sys.executable, str(Path(__file__).resolve()), "task", task.name, "--title", task.title]
     words += ["--work", str(work), "--rows", str(rows_file(options.out.resolve(), task))]
     words += ["--limit", f"{limit:.1f}", "--lowering", options.lowering]
-    words += ["--tiny"] if options.tiny else []
-    return words + (["--bundles", str(options.bundles.resolve())] if options.bundles else [])
+    return words + (["--tiny"] if options.tiny else [])
 
 
 def _about(
@@ -189,16 +196,17 @@ def _about(
 
 
 def _install_wheels(folder: Path, work: Path, out: Path) -> None:
-    """Install carried wheels; what did not work is a row."""
-    found = install(folder, work)
-    place = rows_file(out, WHEELS)
+    """Install carried wheels; what came of it is a row."""
+    value, verdict = "installed", "info"
+    try:
+        install(folder, work)
+    except PiecesMissingError as waiting:
+        value = f"still to be brought: {waiting}"
+    except (OSError, ValueError, tarfile.TarError) as error:
+        value, verdict = f"failed: {error}", "failed"
+    place = rows_file(out, CARRIED)
     place.unlink(missing_ok=True)
-    value, verdict = ("installed", "info")
-    if found.problems:
-        value, verdict = f"failed: {'; '.join(found.problems)}", "failed"
-    elif found.waiting:
-        value = f"installed but for what is still to be brought: {'; '.join(found.waiting)}"
-    Recorder(place, WHEELS.title).row(f"wheels of {folder.name}", value, verdict=verdict)  # type: ignore[arg-type]
+    Recorder(place, CARRIED.title).row(f"wheels of {folder.name}", value, verdict=verdict)  # type: ignore[arg-type]
 
 
 def run_task(options: argparse.Namespace) -> int:
@@ -211,7 +219,6 @@ def run_task(options: argparse.Namespace) -> int:
         options.work,
         options.limit,
         options.tiny,
-        options.bundles,
         options.lowering,
     )
     run_guarded(context, options.name, function_of(options.name))
@@ -221,18 +228,16 @@ def run_task(options: argparse.Namespace) -> int:
 
 
 def run_pack(options: argparse.Namespace) -> int:
-    """``pack``: wheels, and bundles if asked for."""
-    files = pack(options.out)
-    if options.with_bundles:
-        from tools.gpu_check_lib import bundles
-
-        with tempfile.TemporaryDirectory() as work:
-            for backend in (CPU, "ort-cuda", "tensorrt-rtx"):
-                sm = (bundles.FALLBACK_SM,) if backend == "tensorrt-rtx" else ()
-                bundles.build(Path(work), "small", backend, sm=sm, output=options.out / f"small-{backend}")
-    for path in files:
+    """``pack``: what the GPU machine lacks, cut down to its architecture."""
+    wheels, sources = ((*WHEELS, *RTX_WHEELS), RTX_SOURCES) if options.tensorrt_rtx else (WHEELS, ())
+    try:
+        pieces = pack(options.out, options.sm, wheels, sources, piece_bytes=room_beside(ROOT))
+    except ValueError as error:
+        print(f"gpu_check: {error}", file=sys.stderr)
+        return 2
+    for path in pieces:
         print(f"{path.stat().st_size / 1e6:7.1f} MB  {path.relative_to(options.out)}")
-    return 0 if files else 1
+    return 0
 
 
 def run_tune(options: argparse.Namespace) -> int:
@@ -265,13 +270,13 @@ def parse(arguments: Seq[str] | None) -> argparse.Namespace:
     runs.add_argument("--out", type=Path, default=Path("gpu-check"), help="folder of the report [gpu-check]")
     runs.add_argument("--fresh", action="store_true", help="run the tasks again, whatever earlier calls found")
     runs.add_argument("--work", type=Path, help="folder of models and bundles, used again [in the temporary folder]")
-    runs.add_argument("--wheels", type=Path, help="folder of wheels, whole or in pieces, to install first")
-    runs.add_argument("--bundles", type=Path, help="folder of bundles that `pack --with-bundles` made")
+    runs.add_argument("--wheels", type=Path, help="folder with what `pack` made, to install first")
     runs.add_argument("--minutes", type=float, default=MINUTES, help="time for everything [8]")
     runs.add_argument("--lowering", default="auto", help="TensorRT: native-folded, native or plugin [auto]")
     packs = commands.add_parser("pack", help="fetch what a GPU machine without a network lacks")
     packs.add_argument("--out", type=Path, required=True)
-    packs.add_argument("--with-bundles", action="store_true", help="build the small model's bundles too")
+    packs.add_argument("--sm", type=int, required=True, help="architecture of the GPU, such as 90: the only one packed")
+    packs.add_argument("--tensorrt-rtx", action="store_true", help="TensorRT-RTX too, for all architectures")
     tune = commands.add_parser("tune", help="write the sweep's best tiles into the tuning table")
     tune.add_argument("--results", type=Path, required=True, help="the --out of a run of kernels.sweep")
     tune.add_argument("--out", type=Path, help="the module to write [specexport/kernels/measured.py]")
@@ -279,7 +284,6 @@ def parse(arguments: Seq[str] | None) -> argparse.Namespace:
     task.add_argument("name")
     task.add_argument("--work", type=Path, required=True)
     task.add_argument("--rows", type=Path, required=True)
-    task.add_argument("--bundles", type=Path)
     task.add_argument("--limit", type=float, required=True)
     task.add_argument("--lowering", default="auto")
     task.add_argument("--title", required=True)

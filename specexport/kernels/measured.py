@@ -1,7 +1,11 @@
 """Tiles of ``ragged_attention`` that ran fastest on a GPU. ``tools/gpu_check.py tune`` writes this file."""
 
-MEASURED: dict[tuple[int, int, int, bool], tuple[int, int, int]] = {}
+MEASURED: dict[tuple[int, int, int, bool], tuple[int, int, int]] = {
+    (90, 128, 32, True): (64, 4, 2),
+}
 """(block_n, num_warps, num_stages) by (architecture, padded head size, block_m, whether 48 KiB are the most)."""
 
-SOURCES: dict[int, str] = {}
+SOURCES: dict[int, str] = {
+    90: "NVIDIA H200, 2026-11-26 01:44 UTC",
+}
 """Which GPU was measured, and when, by architecture."""

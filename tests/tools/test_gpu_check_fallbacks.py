@@ -91,7 +91,7 @@ def test_the_sweep_ranks_tiles_that_fit_and_takes_the_best_to_other_lengths(
         return milliseconds(tried[-1]), "a graph"
 
     make_inputs = kernel_speed.make_inputs
-    gpu = SimpleNamespace(L2_cache_size=2**10, major=9, minor=0, multi_processor_count=132)
+    gpu = SimpleNamespace(name="GPU", L2_cache_size=2**10, major=9, minor=0, multi_processor_count=132)
     large = {64, 128}
     for module, name, value in (
         (kernel_speed, "PASTS", (32, 64)),
@@ -136,11 +136,10 @@ def test_the_embedded_tiles_fit_their_set() -> None:
 def report_of_sweep(folder: Path, milliseconds: dict[tuple[int, bool], dict[tuple[int, int, int], float]]) -> Path:
     """A made-up report: times by (past, at most 48 KiB) and (entries, warps, stages); the first is the table's own."""
     recorder = Recorder(folder / "rows.jsonl", "3")
-    recorder.row("GPU", "NVIDIA Made-Up 90, 9.0, 1.0 (name,compute_cap,driver_version)")
     for (past, small), times in milliseconds.items():
         ranked = [{"tiles": TileConfig(32, *key)._asdict(), "milliseconds": value} for key, value in times.items()]
-        recorder.row("all", "", sm=90, head_size=128, past=past, small=small, own=ranked[0]["tiles"],
-                     ranked=sorted(ranked, key=lambda item: item["milliseconds"]))  # fmt: skip
+        recorder.row("all", "", gpu="NVIDIA Made-Up 90", sm=90, head_size=128, past=past, small=small,
+                     own=ranked[0]["tiles"], ranked=sorted(ranked, key=lambda item: item["milliseconds"]))  # fmt: skip
     write_report(folder, read_rows(recorder.path), [], {"calls": [{"time": "2027-01-02 03:04 UTC"}], "dry": False})
     return folder
 

@@ -1,16 +1,11 @@
-import subprocess
-import sys
-import zipfile
 from collections.abc import Sequence as Seq
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from specexport_runtime.executors.fake import FakeExecutor
-from tools import gpu_check
-from tools.gpu_check_lib import packages, timing
+from tools.gpu_check_lib import timing
 from tools.gpu_check_lib.context import Context
 from tools.gpu_check_lib.forced import decode
 from tools.gpu_check_lib.models import SIZES, make_tensors, next_token
@@ -272,118 +267,3 @@ def test_a_decisive_head_answers_with_the_next_token() -> None:
     logits = tensors["model.embed_tokens.weight"].astype(np.float32) @ tensors["lm_head.weight"].astype(np.float32).T
     assert logits.argmax(axis=1).tolist() == [next_token(token, vocab) for token in range(vocab)]
     assert sorted(next_token(token, vocab) for token in range(vocab)) == list(range(vocab))
-
-
-# wheels
-
-
-def test_split_files_join_to_the_same_bytes(tmp_path: Path) -> None:
-    content = np.random.default_rng(0).bytes(2_345)
-    whole, pieces, joined = (tmp_path / name for name in ("whole", "pieces", "joined"))
-    for folder in (whole, pieces, joined):
-        folder.mkdir()
-    for name, size in (("a.whl", 1_000), ("b.whl", 2_345)):
-        (whole / name).write_bytes(content)
-        found = packages.split_file(whole / name, pieces, piece_bytes=size)
-        assert [piece.stat().st_size for piece in found] == ([1000, 1000, 345] if size == 1000 else [2345])
-    (pieces / "c.whl").write_bytes(b"not split")
-    assert packages.split_names(pieces) == ["a.whl", "b.whl"]
-    for name in ("a.whl", "b.whl"):
-        packages.join_pieces(pieces, name, joined)
-    assert (joined / "a.whl").read_bytes() == (joined / "b.whl").read_bytes() == content
-
-
-@pytest.mark.parametrize("damage", ["first", "middle", "last", "altered"])
-def test_missing_and_altered_pieces_are_named(tmp_path: Path, damage: str) -> None:
-    whole, target = tmp_path / "big.whl", tmp_path / "target"
-    whole.write_bytes(bytes(range(250)))
-    target.mkdir()
-    folder = tmp_path / "pieces"
-    folder.mkdir()
-    pieces = packages.split_file(whole, folder, piece_bytes=100)
-    if damage == "altered":
-        pieces[1].write_bytes(bytes(100))
-    else:
-        pieces[{"first": 0, "middle": 1, "last": 2}[damage]].unlink()
-    error = ValueError if damage == "altered" else packages.PiecesMissingError
-    with pytest.raises(error, match=r"big\.whl"):
-        packages.join_pieces(folder, "big.whl", target)
-    assert not list(target.iterdir())
-
-
-CHECKOUT = pytest.mark.skipif(not (packages.ROOT / ".git").exists(), reason="no git checkout: nothing is carried")
-
-
-@CHECKOUT
-def test_the_checkout_and_a_folder_of_pieces_fit_into_one_transfer(tmp_path: Path) -> None:
-    room = packages.room_beside(packages.ROOT)
-    assert 20 << 20 < room < packages.CARRY_BYTES, "a piece is no crumb"
-    generator = np.random.default_rng(1)
-    contents = {f"wheel{i}.whl": generator.bytes(size) for i, size in enumerate((2500, 990, 700, 300, 10, 5))}
-    for name, content in contents.items():
-        (tmp_path / name).write_bytes(content)
-    files = packages.sort_into_folders(tmp_path, 1000)
-    assert not [path for path in tmp_path.iterdir() if path.is_file()]
-    for folder in tmp_path.iterdir():
-        assert sum(path.stat().st_size for path in folder.iterdir()) <= 1000
-    assert len(list(tmp_path.iterdir())) == 5, "4,505 bytes need no more"
-    joined = tmp_path.parent / "joined"
-    joined.mkdir()
-    whole = packages.join_pieces(tmp_path, "wheel0.whl", joined)
-    assert whole.read_bytes() == contents["wheel0.whl"]
-    assert len(files) == 3 + 5
-
-
-@CHECKOUT
-def test_a_checkout_that_leaves_no_room_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packages, "CARRY_BYTES", 10 << 20)
-    with pytest.raises(ValueError, match="the checkout has"):
-        packages.room_beside(packages.ROOT)
-
-
-def make_wheel(folder: Path, name: str, content: str, module: str) -> Path:
-    path = folder / f"{name}-1.0-py3-none-any.whl"
-    info = f"{name}-1.0.dist-info"
-    with zipfile.ZipFile(path, "w") as wheel:
-        wheel.writestr(module, content)
-        wheel.writestr(f"{name}-1.0.data/scripts/program", "")
-        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        wheel.writestr(f"{info}/RECORD", "")
-    return path
-
-
-def test_wheels_in_pieces_are_installed_and_a_broken_one_harms_no_other(tmp_path: Path) -> None:
-    wheels, work = tmp_path / "wheels", tmp_path / "work"
-    wheels.mkdir()
-    big = make_wheel(tmp_path, "carriedbig", "VALUE = 42\n" + "#" * 3000, "carried/big.py")
-    make_wheel(wheels, "carriedsmall", "VALUE = 43\n", "carriedsmall-1.0.data/purelib/carried/small.py")
-    pieces = packages.split_file(big, wheels, piece_bytes=500)
-    away = pieces[2].rename(tmp_path / pieces[2].name)
-    (wheels / "broken-1.0-py3-none-any.whl").write_bytes(b"no wheel")
-    first = packages.install(wheels, work)
-    assert [problem.partition(":")[0] for problem in first.problems] == ["broken-1.0-py3-none-any.whl"]
-    assert [name.partition(":")[0] for name in first.waiting] == ["carriedbig-1.0-py3-none-any.whl"]
-    assert (first.site / "carried" / "small.py").is_file(), "one that is not whole yet keeps no other away"
-    away.rename(pieces[2])  # a later call brings it
-    site, waiting, problems = packages.install(wheels, work)
-    assert not waiting
-    assert len(problems) == 1
-    environment = gpu_check.make_environment(work, site, interpret=False)
-    done = subprocess.run(
-        [sys.executable, "-c", "import carried.big, carried.small, specexport_runtime, specexport; "
-         "print(carried.big.VALUE, carried.small.VALUE)"],
-        env=environment, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert done.stdout.strip() == "42 43"
-    assert not list(site.rglob("program"))
-    assert packages.install(wheels, work) == (site, [], problems)  # what is there stays
-
-
-def test_wheels_are_fetched_for_the_other_machine() -> None:
-    command = packages.download_command(["some-package>=1"], Path("folder"))
-    assert command[-1] == "some-package>=1"
-    for words in (("--python-version", "3.12"), ("--platform", "manylinux_2_28_x86_64"), ("--abi", "abi3")):
-        assert any(tuple(command[i : i + 2]) == words for i in range(len(command))), words
-    assert "--no-deps" in command
-    assert "--only-binary=:all:" in command

@@ -144,23 +144,19 @@ def _folder_name(name: str, backend: str, lowering: str) -> str:
 
 
 def get_bundle(context: Context, name: str, backend: str) -> Bundle:
-    """A bundle that was carried here, or one that is built now.
+    """A bundle, built now if it is not there.
 
     Args:
         context: of the task.
         name: one of ``PLANS``.
         backend: what it is for.
     """
-    carried = context.bundles / _folder_name(name, backend, context.lowering) if context.bundles else None
     start = time.monotonic()
-    if carried is not None and (carried / "manifest.json").is_file():
-        folder, how = carried, "carried here"
-    else:
-        sm = (choose_sm(context),) if backend == "tensorrt-rtx" else ()
-        folder, how = build(context.work, name, backend, sm=sm, lowering=context.lowering), "built here"
+    sm = (choose_sm(context),) if backend == "tensorrt-rtx" else ()
+    folder = build(context.work, name, backend, sm=sm, lowering=context.lowering)
     seconds = time.monotonic() - start
     context.recorder.row(
-        f"bundle {name} for {backend}", f"{how} in {seconds:.1f} s", is_detail=True, seconds=seconds, how=how
+        f"bundle {name} for {backend}", f"built here in {seconds:.1f} s", is_detail=True, seconds=seconds
     )
     return load_bundle(folder, max_num_seqs=PLANS[name].max_num_seqs)
 

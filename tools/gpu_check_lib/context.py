@@ -25,7 +25,6 @@ class Context:
         seconds: the task's time limit.
         tiny: tiny models and few measurements: a dry run of the logic.
         lowering: what stands behind attention in TensorRT engines, as for ``specexport build``.
-        bundles: folder of bundles that were built elsewhere; None for none.
         start: when the task began, by ``time.monotonic``.
     """
 
@@ -33,7 +32,6 @@ class Context:
     work: Path
     seconds: float
     tiny: bool = False
-    bundles: Path | None = None
     lowering: str = "auto"
     start: float = field(default_factory=time.monotonic)
 

@@ -135,7 +135,7 @@ def _sweep_past(
         )  # fmt: skip
         context.recorder.row(
             f"{what}, {name}: all", "; ".join(map(_describe, ranked)), is_detail=True,
-            sm=sm, head_size=speed.HEAD_SIZE, past=past, small=small, own=own._asdict(),
+            gpu=gpu.name, sm=sm, head_size=speed.HEAD_SIZE, past=past, small=small, own=own._asdict(),
             ranked=[{"tiles": item.tiles._asdict(), "milliseconds": item.milliseconds} for item in ranked],
         )  # fmt: skip
 

@@ -1,12 +1,16 @@
-"""Carrying wheels to a machine without a network: fetched, split into small pieces, joined and installed there."""
+"""Carrying packages to a machine without a network: fetched, cut down to its GPU, packed; joined and unpacked there."""
 
 import hashlib
+import shutil
 import subprocess
 import sys
+import tarfile
+import tempfile
 import zipfile
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import NamedTuple
+
+from tools.gpu_check_lib.fatbin import keep_architecture
 
 CARRY_BYTES = 64 << 20
 """Most that one transfer to the GPU machine holds: the checkout's tracked files, and one folder of pieces."""
@@ -14,13 +18,19 @@ SPARE_BYTES = 1 << 20
 """Of that for names, and for files that are edited meanwhile."""
 MARK = ".part-"
 ROOT = Path(__file__).resolve().parents[2]
+ARCHIVE = "packages.tar.xz"
 WHEELS = (
-    "onnxruntime-gpu>=1.31,<1.32", "tensorrt-rtx-cu13-libs>=1.7,<1.8", "tensorrt-rtx-cu13-bindings>=1.7,<1.8",
-    "cuda-bindings>=13,<13.5", "cuda-pathfinder>=1,<2", "onnx>=1.23,<1.24", "onnxscript>=0.7,<0.8", "onnx-ir>=1.1,<1.2",
+    "onnxruntime-gpu>=1.31,<1.32", "cuda-bindings>=13,<13.5", "cuda-pathfinder>=1,<2", "onnx>=1.23,<1.24",
+    "onnxscript>=0.7,<0.8", "onnx-ir>=1.1,<1.2", "transformers>=5.23,<5.24", "huggingface-hub>=1.31,<2",
 )  # fmt: skip
-"""What the checks need beside torch, triton, transformers, tokenizers, safetensors, click, rich and numpy."""
-SOURCES = ("tensorrt-rtx-cu13>=1.7,<1.8",)
+"""What the checks need beside torch, triton, tokenizers, safetensors, click, rich and numpy. The hub is the oldest that
+transformers takes: the next one needs packages that the GPU machine lacks."""
+RTX_WHEELS = ("tensorrt-rtx-cu13-libs>=1.7,<1.8", "tensorrt-rtx-cu13-bindings>=1.7,<1.8")
+RTX_SOURCES = ("tensorrt-rtx-cu13>=1.7,<1.8",)
 """Pure Python packages that an index has as source only: the module ``tensorrt_rtx`` itself is one."""
+CUDA_LIBRARY = "onnxruntime/capi/libonnxruntime_providers_cuda.so"
+"""The one library whose code for other GPUs is worth leaving out: two thirds of 218 MB."""
+UNUSED = ("onnxruntime/capi/libonnxruntime.so*", "onnxruntime/capi/*_tensorrt.so", "onnx/backend/test/data")
 PYTHON = "3.12"
 # pip takes each of these literally: a wheel for an older one is not found by asking for a newer one.
 PLATFORMS = (
@@ -45,16 +55,18 @@ def room_beside(root: Path) -> int:
 
 
 def split_file(path: Path, folder: Path, piece_bytes: int) -> list[Path]:
-    """Cut a file into pieces ``NAME.part-00``, ``NAME.part-01`` …; the last piece's name ends in the file's hash.
+    """Cut a file into ``piece-00/NAME.part-00``, ``piece-01/NAME.part-01`` …; the last name ends in the file's hash.
 
     Args:
         path: the file; left as it is.
-        folder: where the pieces go.
+        folder: where the folders of pieces go; other pieces of such a file there are removed.
         piece_bytes: most bytes of a piece.
 
     Returns:
         the pieces, in order.
     """
+    for old in folder.rglob(f"{path.name}{MARK}*"):
+        old.unlink()
     pieces: list[Path] = []
     digest = hashlib.sha256()
     total = -(-path.stat().st_size // piece_bytes)
@@ -63,7 +75,8 @@ def split_file(path: Path, folder: Path, piece_bytes: int) -> list[Path]:
             data = source.read(piece_bytes)
             digest.update(data)
             end = f"-of-{total:02}-{digest.hexdigest()[:16]}" if number == total - 1 else ""
-            piece = folder / f"{path.name}{MARK}{number:02}{end}"
+            piece = folder / f"piece-{number:02}" / f"{path.name}{MARK}{number:02}{end}"
+            piece.parent.mkdir(parents=True, exist_ok=True)
             piece.write_bytes(data)
             pieces.append(piece)
     return pieces
@@ -71,11 +84,6 @@ def split_file(path: Path, folder: Path, piece_bytes: int) -> list[Path]:
 
 class PiecesMissingError(ValueError):
     """Not all pieces of a file are here yet."""
-
-
-def split_names(folder: Path) -> list[str]:
-    """Names of the files that ``folder`` and its subfolders hold pieces of."""
-    return sorted({path.name.partition(MARK)[0] for path in folder.rglob(f"*{MARK}*")})
 
 
 def join_pieces(folder: Path, name: str, target: Path) -> Path:
@@ -91,9 +99,11 @@ def join_pieces(folder: Path, name: str, target: Path) -> Path:
 
     Raises:
         PiecesMissingError: not all are here.
-        ValueError: one is altered.
+        ValueError: there are none, or one is altered.
     """
     pieces = sorted(folder.rglob(f"{name}{MARK}*"), key=lambda path: path.name)
+    if not pieces:
+        raise ValueError(f"{folder} holds no pieces of {name}.")
     number, _, end = pieces[-1].name.partition(MARK)[2].partition("-of-")
     total, _, expected = end.partition("-")
     if not end or int(number) + 1 != len(pieces):
@@ -134,124 +144,92 @@ def build_command(requirements: Seq[str], folder: Path) -> list[str]:
     return [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(folder), *requirements]
 
 
-def sort_into_folders(folder: Path, most_bytes: int) -> list[Path]:
-    """Move the files of a folder to ``piece-00``, ``piece-01`` …, of at most so many bytes each; large ones are split.
-
-    Args:
-        folder: wheels.
-        most_bytes: of the files in one folder.
-
-    Returns:
-        the files, in their folders.
-    """
-    for path in sorted(folder.glob("*.whl")):
-        if path.stat().st_size > most_bytes:
-            split_file(path, folder, most_bytes)
-            path.unlink()
-    filled: list[int] = []
-    moved = []
-    sizes = {path: path.stat().st_size for path in folder.iterdir() if path.is_file()}
-    for path in sorted(sizes, key=lambda path: (-sizes[path], path.name)):  # the largest first: fewer folders
-        fitting = [number for number, size in enumerate(filled) if size + sizes[path] <= most_bytes]
-        if not fitting:
-            filled.append(0)
-        number = fitting[0] if fitting else len(filled) - 1
-        filled[number] += sizes[path]
-        place = folder / f"piece-{number:02}"
-        place.mkdir(exist_ok=True)
-        moved.append(path.rename(place / path.name))
-    return sorted(moved)
-
-
 def pack(
-    folder: Path, requirements: Seq[str] = WHEELS, sources: Seq[str] = SOURCES, *, root: Path = ROOT
+    folder: Path, sm: int, requirements: Seq[str] = WHEELS, sources: Seq[str] = (), *, piece_bytes: int
 ) -> list[Path]:
-    """Fetch the wheels, in folders that can be carried one at a time. Needs an index.
+    """Fetch packages and pack them for one architecture, in pieces that can be carried one at a time. Needs an index.
 
     Args:
-        folder: where they go; made.
+        folder: where the pieces go; made.
+        sm: architecture of the GPU, such as 90.
         requirements: wheels to fetch.
         sources: what to build wheels of.
-        root: the checkout that is carried too.
+        piece_bytes: most bytes of a piece.
 
     Returns:
-        the files to carry; what pip could not get is not among them, and pip has said why.
+        the pieces; what pip could not get is not in them, and pip has said why.
+
+    Raises:
+        ValueError: nothing could be had, or a library cannot be cut down to the architecture.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    # One by one: what cannot be had must not keep the rest away.
-    commands = {requirement: download_command([requirement], folder) for requirement in requirements}
-    commands |= {requirement: build_command([requirement], folder) for requirement in sources}
-    for requirement, command in commands.items():
-        if subprocess.run(command, check=False, stdout=sys.stderr).returncode:
-            print(f"{requirement} could not be fetched; its checks will say that it is missing.", file=sys.stderr)
-    return sort_into_folders(folder, room_beside(root))
+    with tempfile.TemporaryDirectory() as work:
+        wheels, site = (Path(work) / name for name in ("wheels", "site"))
+        # One by one: what cannot be had must not keep the rest away.
+        commands = {requirement: download_command([requirement], wheels) for requirement in requirements}
+        commands |= {requirement: build_command([requirement], wheels) for requirement in sources}
+        for requirement, command in commands.items():
+            if subprocess.run(command, check=False, stdout=sys.stderr).returncode:
+                print(f"{requirement} could not be fetched; its checks will say that it is missing.", file=sys.stderr)
+        for wheel in sorted(wheels.glob("*.whl")):
+            unpack(wheel, site)
+        if not site.is_dir():
+            raise ValueError("nothing could be fetched.")
+        if (library := site / CUDA_LIBRARY).is_file():
+            keep_architecture(library, sm)
+        for path in [path for pattern in UNUSED for path in site.glob(pattern)]:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        archive = Path(work) / ARCHIVE
+        with tarfile.open(archive, "w:xz") as packed:
+            packed.add(site, ".")
+        return split_file(archive, folder, piece_bytes)
 
 
-class Installed(NamedTuple):
-    """What came of installing carried wheels.
-
-    Attributes:
-        site: the folder for ``PYTHONPATH``.
-        waiting: wheels of which pieces are still to be brought.
-        problems: what went wrong; empty if nothing did.
-    """
-
-    site: Path
-    waiting: list[str]
-    problems: list[str]
-
-
-def install(folder: Path, work: Path) -> Installed:
-    """Join and install the wheels of a folder, each by itself, into ``work/site``.
+def install(folder: Path, work: Path) -> Path:
+    """Join and unpack what :func:`pack` made into ``work/site``, instead of what is there.
 
     Args:
-        folder: wheels and pieces of wheels.
+        folder: it and its subfolders hold the pieces.
         work: the work folder.
+
+    Returns:
+        the folder for ``PYTHONPATH``.
+
+    Raises:
+        PiecesMissingError: pieces are still to be brought.
+        OSError, ValueError, tarfile.TarError: it cannot be read or written.
     """
-    found = Installed(work / "site", [], [])
-    whole = work / "wheels"
-    for place in (found.site, whole):
-        place.mkdir(parents=True, exist_ok=True)
-    wheels = [*sorted(folder.rglob("*.whl")), *(folder / name for name in split_names(folder))]
-    for wheel in wheels:
-        if _is_installed(wheel, found.site):
-            continue
-        try:
-            unpack(wheel if wheel.is_file() else join_pieces(folder, wheel.name, whole), found.site)
-        except PiecesMissingError as error:
-            found.waiting.append(str(error))
-        except (OSError, ValueError, zipfile.BadZipFile) as error:
-            found.problems.append(f"{wheel.name}: {error}")
-    return found
+    site, new = work / "site", work / "site.new"
+    last = max((path.name for path in folder.rglob(f"{ARCHIVE}{MARK}*")), default="")
+    if last and (site / last).is_file():
+        return site
+    work.mkdir(parents=True, exist_ok=True)
+    archive = join_pieces(folder, ARCHIVE, work)
+    shutil.rmtree(new, ignore_errors=True)
+    with tarfile.open(archive) as packed:
+        packed.extractall(new, filter="data")
+    archive.unlink()
+    (new / last).touch()  # says that this very archive is here, whole
+    shutil.rmtree(site, ignore_errors=True)
+    return new.rename(site)
 
 
 def unpack(wheel: Path, site: Path) -> None:
     """Install a wheel by unpacking it.
 
     ``pip install --target`` would take a wheel's folder away where the next one has it too (``cuda`` is shared by
-    several), and needs all wheels to be good at once.
+    several).
 
     Args:
         wheel: the file.
         site: a folder of ``PYTHONPATH``.
-
-    Raises:
-        OSError, zipfile.BadZipFile: it cannot be read, or the folder not be written.
     """
     name, version = wheel.name.split("-")[:2]
-    data, info = f"{name}-{version}.data/", f"{name}-{version}.dist-info/"
+    data = f"{name}-{version}.data/"
     with zipfile.ZipFile(wheel) as archive:
-        # The metadata last: it says that everything is there.
-        for member in sorted(archive.infolist(), key=lambda member: member.filename.startswith(info)):
+        for member in archive.infolist():
             if member.filename.startswith(data):
                 kind, _, rest = member.filename.removeprefix(data).partition("/")
                 if kind not in ("purelib", "platlib") or not rest:
                     continue  # scripts and headers
                 member.filename = rest
             archive.extract(member, site)
-
-
-def _is_installed(wheel: Path, site: Path) -> bool:
-    """Whether an earlier run installed this very wheel: its name and version have their record."""
-    name, version = wheel.name.split("-")[:2]
-    return (site / f"{name}-{version}.dist-info" / "RECORD").is_file()

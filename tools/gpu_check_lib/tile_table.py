@@ -37,7 +37,7 @@ def read_results(folder: Path) -> tuple[list[Row], str]:
         raise ValueError(f"{path} is no report of `gpu_check.py run`: {error}") from error
     if is_dry:
         raise ValueError(f"{path} is a dry run's: it has measured nothing.")
-    gpu = next((row.value.partition(",")[0] for row in rows if row.what == "GPU"), "a GPU without a name")
+    gpu = next((row.data["gpu"] for row in rows if "gpu" in row.data), "a GPU without a name")
     return rows, f"{gpu}, {calls[-1]['time']}"
 
 
