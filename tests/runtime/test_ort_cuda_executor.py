@@ -230,16 +230,16 @@ def test_exact_bounds_without_graphs_and_bounds_for_every_replay_with(ort):
         executor.execute()
         binding, config = ort.runs[-1]
         assert view(binding.inputs["attention_metadata"], np.int32).tolist() == expected
-        assert config == ({"gpu_graph_id": "1"} if graphs else {})
+        assert config == ({"gpu_graph_id": "2"} if graphs else {})
         assert ort.sessions[-1][0][1]["enable_cuda_graph"] == str(int(graphs))
 
 
-def test_graphs_are_for_captured_sizes_only_largest_first(ort):
+def test_graphs_are_for_captured_sizes_only(ort):
     executor = make_executor(cuda_graphs=True)
     small, large, other = StepShape(0, 1, 1, 1, 1), StepShape(0, 4, 4, 1, 4), StepShape(0, 2, 2, 1, 2)
     executor.capture([small, large, StepShape(3, *small[1:])])
-    assert [*executor._graph_ids.items()] == [(large, 1), (small, 2)]
-    for shape, graph_id in ((large, "1"), (small, "2"), (other, "-1"), (StepShape(2, *other[1:]), "-1")):
+    assert not executor._steps, "nothing is allocated before it is used"
+    for shape, graph_id in ((large, "4"), (small, "2"), (other, "-1"), (StepShape(2, *other[1:]), "-1")):
         fill(executor, shape, [1] * shape.num_seqs, [0] * shape.num_seqs, [1] * shape.num_tokens)
         executor.execute()
         assert ort.runs[-1][1] == {"gpu_graph_id": graph_id}
@@ -255,8 +255,8 @@ def test_what_a_graph_was_captured_with_stays(ort, monkeypatch):
         executor.execute()
         executor.capture([shape])
     assert ort.runs[0][0] is ort.runs[-1][0]
-    assert ort.runs[-1][1] == {"gpu_graph_id": "1"}
-    assert len(executor._steps) == 2
+    assert ort.runs[-1][1] == {"gpu_graph_id": "2"}
+    assert len(executor._steps) == 1 + 2
 
 
 def test_bfloat16_is_bound_by_its_onnx_number(ort):
