@@ -74,6 +74,7 @@ class FakeOrt:
         self.log, self.runs, self.sessions = [], [], []
         self.providers = ["CUDAExecutionProvider", "CPUExecutionProvider"]
         self.free_bytes, self.element_type, self.failure = None, 10, None
+        self.refuses_graphs = False
         self.OrtValue = SimpleNamespace(ortvalue_from_shape_and_type=lambda *args: FakeValue(self, *args))
         self.SessionOptions = SimpleNamespace
 
@@ -90,5 +91,7 @@ class FakeOrt:
     def InferenceSession(self, path, options, providers):
         if self.failure is not None:
             raise RuntimeError(self.failure)
+        if self.refuses_graphs and providers[0][1]["enable_cuda_graph"] == "1":
+            raise RuntimeError("cannot use the graph capture feature")
         self.sessions.append(providers)
         return self.make_session(self, path)

@@ -29,7 +29,7 @@ class EngineOptions:
         speculative_config: vLLM's keys ``method``, ``model``, ``num_speculative_tokens``, ``prompt_lookup_min``; sets
             the default drafter and its K.
         cuda_graphs: on a GPU, record decode and verify steps and replay them; False runs them one kernel at a time,
-            None records them with TensorRT only.
+            None records them where the engine can be recorded: on ``ort-cuda`` not with layers to switch off.
         adaptive: let draft lengths be chosen (``"auto"``, the default of requests that do not say) by what steps cost.
             None begins with what is known of this machine, else with what the sizes of the models promise, and learns
             from what rounds take. True measures first, at the first load of a bundle on this machine. False offers

@@ -39,6 +39,7 @@ from specexport_runtime.bundle.profiles import Profile
 from specexport_runtime.executors import ort_cuda
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.executors.ort_cuda import OrtCudaExecutor
+from specexport_runtime.executors.token_rows import CUDNN_SWITCH
 from tests.engine_harness import make_checkpoint
 from tests.fake_onnxruntime import FakeOrt
 from tests.lowering.test_ort_cuda import ReferenceSession
@@ -47,6 +48,7 @@ from tests.runtime.trt_fakes import FakeGpu, make_entry, open_fake
 
 ROWS, MAX_MODEL_LEN = 3, 48
 CUDA, FOLDED, NATIVE, EXPLICIT = "ort-cuda", "native-folded", "native", "explicit"
+CUDA_ROWS = "ort-cuda, a row for each token"
 
 
 class Traced(NamedTuple):
@@ -109,14 +111,18 @@ def open_graph(
     """An executor on a lowered graph, as it is opened in a bundle.
 
     Args:
-        way: ``"ort-cuda"``, a lowering of TensorRT, or ``"explicit"``: what that writes out where no kernel is.
+        way: ``"ort-cuda"``, the same on a GPU that gets a row for each token, a lowering of TensorRT, or
+            ``"explicit"``: what that writes out where no kernel is.
         traced: the graph; it stays as it is.
         folder: for its files.
         patch: puts the stand-ins in place.
         config: of a head; None for a target.
         lookahead: K.
     """
-    opened = _open_cuda if way == CUDA else partial(_open_trt, lowering=way)
+    if way == CUDA_ROWS:
+        patch.delenv(CUDNN_SWITCH, raising=False)
+        patch.setattr(ort_cuda, "compute_capability", lambda device_id: 90)
+    opened = _open_cuda if way in (CUDA, CUDA_ROWS) else partial(_open_trt, lowering=way)
     executor: Any = opened(traced, folder, patch, config, lookahead)
     return executor
 

@@ -11,7 +11,18 @@ import pytest
 import tiny_modules
 import torch
 from drafted import check_drafts_of, drafted_and_wanted
-from gpu_heads import CUDA, EXPLICIT, FOLDED, NATIVE, open_engine, open_graph, read_head, trace_own, trace_target
+from gpu_heads import (
+    CUDA,
+    CUDA_ROWS,
+    EXPLICIT,
+    FOLDED,
+    NATIVE,
+    open_engine,
+    open_graph,
+    read_head,
+    trace_own,
+    trace_target,
+)
 from loading import load_module
 from reference_dflash import BlockSpec
 from reference_dflash import draft as draft_block
@@ -124,6 +135,16 @@ def test_a_lowered_head_computes_the_published_equations(
 ) -> None:
     spec, loaded, traced = heads(dialect)
     executor = open_graph(way, traced, tmp_path, monkeypatch, config=loaded.config)
+    assert max(run_steps(executor, ragged_steps(partial(equations, spec), loaded))) <= CLOSE
+
+
+@pytest.mark.parametrize("dialect", ["qwen3", "peagle", "medusa", "block-z-lab"])
+def test_heads_of_causal_attention_get_a_row_for_each_token(
+    dialect: str, heads: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, loaded, traced = heads(dialect)
+    executor = open_graph(CUDA_ROWS, traced, tmp_path, monkeypatch, config=loaded.config)
+    assert executor.splits_rows == (dialect in {"qwen3", "peagle"})
     assert max(run_steps(executor, ragged_steps(partial(equations, spec), loaded))) <= CLOSE
 
 

@@ -28,9 +28,11 @@ from specexport.passes.quantize_fused import pack_channels
 from specexport_runtime.abi import STEP_INPUTS, LayerGeometry, StepShape
 from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.errors import UnsupportedModelError
+from specexport_runtime.executors import ort_cuda
 from specexport_runtime.executors.ort_cuda import OrtCudaExecutor
 from specexport_runtime.executors.paged import BLOCK_ENTRIES, paged_head_size
-from specexport_runtime.packing.batch import ModelRunner, RowWork
+from specexport_runtime.executors.token_rows import CUDNN_SWITCH, spread
+from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
 from tests.engine_harness import make_checkpoint, pack
 from tests.fake_onnxruntime import FakeBinding, FakeOrt, view
 from tests.lowering.half_models import trace
@@ -129,11 +131,17 @@ class PagedEngine:
             for kind in "kv"
         }
 
-    def run(self, step: dict[str, np.ndarray], first_row: int = 0) -> dict[str, np.ndarray]:
-        rows, counts = len(step["kv_lens"]), np.diff(step["cu_new_tokens"])
+    def run(
+        self, step: dict[str, np.ndarray], first_row: int = 0, *, row_for_each: bool = False
+    ) -> dict[str, np.ndarray]:
+        rows = np.arange(len(step["kv_lens"]))
+        if row_for_each:
+            rows, kv_lens, cu_new_tokens = spread(SimpleNamespace(**step))  # type: ignore[arg-type]
+            step = step | {"kv_lens": kv_lens, "cu_new_tokens": cu_new_tokens}
+        counts = np.diff(step["cu_new_tokens"])
         longest = int((step["kv_lens"][:, 0] + counts).max())
         given = step | self.caches
-        given["block_table"] = self.table[first_row : first_row + rows]
+        given["block_table"] = self.table[first_row + rows]
         given["attention_metadata"] = np.array([counts.max(), longest, longest], np.int32)
         names = [name for name in self.evaluator.input_names if name in given]
         results = self.evaluator.run(None, {name: given[name] for name in names})
@@ -227,6 +235,9 @@ def test_a_node_equals_the_reference_of_the_op(name: str) -> None:
         **attributes,
     )
     np.testing.assert_allclose(outputs["output"], expected, atol=1e-5)
+    one_each = engine.run(step | tokens | given | {"logits_in": np.zeros((1, 2), np.float32)}, row_for_each=True)
+    for name, array in outputs.items():  # caches too
+        np.testing.assert_array_equal(one_each[name], array)
 
 
 def traced(name: str, dtype: str) -> Any:
@@ -460,6 +471,22 @@ def round_weights(model: Any, dtype: str) -> None:
             module.weight = torch.nn.Parameter(torch.tensor(values[:, : module.in_features]), requires_grad=False)
 
 
+def make_entry(name: str, dtype: str, layers: Any) -> ModelEntry:
+    return ModelEntry(
+        path="model.onnx",
+        backend="ort-cuda",
+        architecture=name,
+        dtype=dtype,
+        vocab_size=VOCAB,
+        layers=tuple(layers),
+        inputs=tuple(STEP[:-2]),
+        num_parameters=1,
+        max_positions=None,
+        source="",
+        source_sha256="",
+    )
+
+
 def check_engine(name: str, dtype: str, tmp_path: Path, *, cuda_graphs: bool, int4: bool = False) -> None:
     """Ragged steps on rows that were moved, over the end of a block, against exact arithmetic on the same weights."""
     result, checkpoint = traced(name, dtype)
@@ -475,19 +502,7 @@ def check_engine(name: str, dtype: str, tmp_path: Path, *, cuda_graphs: bool, in
     if int4:
         round_weights(checkpoint.model, dtype)
     expected = reference_logits(checkpoint, texts)
-    entry = ModelEntry(
-        path="model.onnx",
-        backend="ort-cuda",
-        architecture=name,
-        dtype=dtype,
-        vocab_size=VOCAB,
-        layers=tuple(result.layers),
-        inputs=tuple(STEP[:-2]),
-        num_parameters=1,
-        max_positions=None,
-        source="",
-        source_sha256="",
-    )
+    entry = make_entry(name, dtype, result.layers)
     executor = OrtCudaExecutor(tmp_path / "model.onnx", entry, num_rows=4, kv_capacity=310, cuda_graphs=cuda_graphs)
     executor.capture([StepShape(0, 3, 15, 5, 15), StepShape(0, 3, 3, 1, 3)])
     runner = ModelRunner(executor)
@@ -507,6 +522,42 @@ def check_engine(name: str, dtype: str, tmp_path: Path, *, cuda_graphs: bool, in
             assert ids[place * new : (place + 1) * new].tolist() == got.argmax(axis=1).tolist()
             done[text] += new
             runner.kv.commit(place, done[text])
+
+
+@pytest.mark.parametrize(("name", "dtype"), ENGINES)
+def test_a_row_for_each_token_gives_the_same_logits(
+    name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ragged rows beside rows of one token and idle ones, over the end of a block, before and after a row is moved."""
+    result, _ = traced(name, dtype)
+    monkeypatch.delenv(CUDNN_SWITCH, raising=False)
+    monkeypatch.setitem(sys.modules, "onnxruntime", FakeOrt(lambda _, path: ReferenceSession(path)))
+    model = result.ir_model.clone()
+    lower_ort_cuda(model)
+    ir.save(model, tmp_path / "model.onnx")
+    random = np.random.default_rng(2)
+    texts = [random.integers(3, VOCAB, count).tolist() for count in (9, 254, 4)]
+    steps = [
+        [RowWork(random.integers(3, VOCAB, new).tolist(), new) if new else IDLE for new in news]
+        for news in ((5, 3, 1), (1, 4, 0), (2, 0, 0), (3, 5, 4))
+    ]
+    found = []
+    for capability in (89, 90):
+        monkeypatch.setattr(ort_cuda, "compute_capability", lambda device_id, answer=capability: answer)
+        path, entry = tmp_path / "model.onnx", make_entry(name, dtype, result.layers)
+        executor = OrtCudaExecutor(path, entry, num_rows=4, kv_capacity=310)
+        assert executor.splits_rows == (capability == 90)
+        runner = ModelRunner(executor)
+        for row, text in zip((0, 1, 3), texts, strict=True):
+            runner.prefill(row, text)
+        runner.move_row(3, 2)
+        found.append([])
+        for work in steps:
+            found[-1].append(runner.step(0, work).copy())
+            for row, given in enumerate(work):
+                runner.kv.commit(row, runner.kv.kv_len(row) + max(0, len(given.tokens) - 1))
+    for split, whole in zip(*found, strict=True):
+        np.testing.assert_array_equal(split, whole)
 
 
 def test_the_step_inputs_are_those_of_the_contract_and_two() -> None:

@@ -16,13 +16,16 @@ from specexport.lowering.ort_cpu import lower_ort_cpu
 from specexport.lowering.ort_cuda import lower_ort_cuda
 from specexport.lowering.step_inputs import step_inputs
 from specexport.passes.residual_blocks import find_residual_blocks
+from specexport_runtime.abi import StepShape
 from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.self_draft import SelfDrafter
 from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.executors import ort_cuda
 from specexport_runtime.executors.ort import OrtExecutor
 from specexport_runtime.executors.ort_cuda import OrtCudaExecutor
+from specexport_runtime.executors.token_rows import CUDNN_SWITCH
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sequences.layer_choice import LayerRules
@@ -77,6 +80,8 @@ def executors(tmp_path_factory: pytest.TempPathFactory) -> Executors:
     entry = build(folder / "gpu", "float16")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "onnxruntime", FakeOrt(lambda _, path: GatedSession(path)))
+        patch.delenv(CUDNN_SWITCH, raising=False)
+        patch.setattr(ort_cuda, "compute_capability", lambda device_id: 90)  # a row for each token to verify
         return Executors(cpu, OrtCudaExecutor(folder / "gpu" / "model.onnx", entry, num_rows=2, kv_capacity=LENGTH))
 
 
@@ -143,7 +148,8 @@ def test_text_layers_and_accepted_drafts_are_those_of_the_cpu(
         np.testing.assert_allclose(mine.stats.layer_choice.acs, other.stats.layer_choice.acs, atol=1e-3)
 
 
-def test_cuda_graphs_and_branches_exclude_each_other(tmp_path: Path) -> None:
+def test_cuda_graphs_and_branches_exclude_each_other(executors: Executors, tmp_path: Path) -> None:
+    assert executors.gpu._graphs.add([StepShape(0, 1, 1, 1, 1)]) == [], "nobody asked for graphs"
     entry = make_entry("float16", (), ())
     with pytest.raises(InvalidRequestError, match="records no graph with branches"):
         OrtCudaExecutor(tmp_path / "model.onnx", entry, num_rows=1, kv_capacity=8, cuda_graphs=True)

@@ -1,6 +1,7 @@
 """The GPU executor's logic on a made-up onnxruntime that keeps "device" memory in numpy and checks every binding."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,10 +14,12 @@ from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.costs.curves import measure_costs
 from specexport_runtime.costs.measure import measure_step_cost
 from specexport_runtime.errors import BundleError, IncompatibleError, MissingDependencyError, SpecexportError
+from specexport_runtime.executors import ort_cuda, ort_cuda_graphs
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.executors.ort_cuda import OrtCudaExecutor
 from specexport_runtime.executors.ort_cuda_session import reason_of
 from specexport_runtime.executors.paged import BLOCK_ENTRIES, paged_head_size
+from specexport_runtime.executors.token_rows import CUDNN_SWITCH, MOST_TOKEN_ROWS, pays, token_row_shapes
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
 from tests.fake_onnxruntime import FakeBinding, FakeOrt, view
 
@@ -46,7 +49,7 @@ class FakeSession:
     def __init__(self, ort, inputs):
         self.ort, self.names = ort, inputs
         self.model = FakeExecutor(VOCAB, 1, 1)
-        self.broken = None
+        self.broken = self.records = None
 
     def get_inputs(self):
         return [SimpleNamespace(name=name) for name in self.names]
@@ -63,6 +66,8 @@ class FakeSession:
     def run_with_iobinding(self, binding, options):
         if self.broken is not None:
             raise RuntimeError(self.broken)
+        if self.records is False and options.config.get("gpu_graph_id") != "-1":
+            raise RuntimeError("operation not permitted\nwhen stream is capturing")
         self.ort.runs.append((binding, options.config))
         assert set(binding.inputs) == set(self.names)
         step = {name: view(binding.inputs[name], binding.inputs[name][1]) for name in self.names if name not in CACHES}
@@ -113,8 +118,18 @@ def fill(executor, shape, counts, kv_lens, tokens):
     return buffers
 
 
+@pytest.fixture
+def hopper(monkeypatch):
+    """A GPU for which steps of few tokens have a row for each."""
+    monkeypatch.delenv(CUDNN_SWITCH, raising=False)
+    monkeypatch.setattr(ort_cuda, "compute_capability", lambda device_id: 90)
+
+
 @pytest.mark.fuzz
-def test_ragged_steps_rollback_and_moves_equal_the_strict_fake(ort):
+@pytest.mark.parametrize("capability", [89, 90])
+def test_ragged_steps_rollback_and_moves_equal_the_strict_fake(ort, capability, monkeypatch):
+    monkeypatch.delenv(CUDNN_SWITCH, raising=False)
+    monkeypatch.setattr(ort_cuda, "compute_capability", lambda device_id: capability)
     executor, model = make_executor(), FakeExecutor(VOCAB, 1, 1)
     runner = ModelRunner(executor)
     rng = np.random.default_rng(chance.seed(0))
@@ -147,6 +162,62 @@ def test_ragged_steps_rollback_and_moves_equal_the_strict_fake(ort):
             runner.prefill(3, texts[3][:2])
     assert done[0] > starts[0] + 10
     assert max(done) > BLOCK_ENTRIES, "a row must go on in its second block"
+    widest = {binding.inputs["block_table"][2][0] for binding, _ in ort.runs}
+    assert (max(widest) > ROWS) == (capability == 90), "a row for each token"
+
+
+def test_few_tokens_get_a_row_each_and_steps_of_the_same_sizes_share_a_graph(ort, hopper):
+    executor, model = make_executor(), FakeExecutor(VOCAB, 1, 1)
+    executor.capture(token_row_shapes())
+    texts = [[3, 4, 5], [6, 7], [8], [9, 10]]
+    for row, text in enumerate(texts):
+        fill(executor, StepShape(row, 1, len(text), len(text), 1), [len(text)], [0], text)
+        executor.execute()
+    executor.move_row(3, 2, 2)
+    for counts in ([3, 1, 2], [1, 0, 5], [2, 4, 0]):
+        shape = StepShape(0, 3, 6, max(counts), 6)
+        fill(executor, shape, counts, [3, 2, 2], range(11, 17))
+        logits = executor.execute()
+        binding, config = ort.runs[-1]
+        assert config == {"gpu_graph_id": str(2 * executor._graphs.sizes[StepShape(0, 6, 6, 1, 6)])}
+        table = view(binding.inputs["block_table"], np.int32)
+        assert table[:, 0].tolist() == np.repeat(executor._row_blocks[:3, 0], counts).tolist()
+        at = 0
+        for text, count in zip((texts[0], texts[1], texts[3]), counts, strict=True):
+            for j in range(count):
+                expected = model.logits_after([*text, *range(11 + at, 12 + at + j)])
+                np.testing.assert_array_equal(logits[at + j], expected)
+            at += count
+    # Idle rows may make a step of two tokens two rows wide, and one of many tokens stays as it is.
+    for shape, rows in (
+        (StepShape(0, 2, 2, 2, 2), 2),
+        (StepShape(0, 1, MOST_TOKEN_ROWS + 1, MOST_TOKEN_ROWS + 1, 1), 1),
+    ):
+        fill(executor, shape, [shape.num_tokens] + [0] * (shape.num_seqs - 1), [0] * shape.num_seqs, shape[2] * [7])
+        np.testing.assert_array_equal(executor.execute()[0], model.logits_after([7]))
+        assert ort.runs[-1][0].inputs["block_table"][2][0] == rows
+
+
+@pytest.mark.parametrize(
+    ("capability", "switch", "fields", "expected"),
+    [
+        (80, None, {}, False),
+        (89, "1", {}, False),
+        (90, None, {}, True),
+        (90, "1", {"windows": (-1, -1)}, True),
+        (120, None, {"feature_size": 8, "mask_token_id": 3}, True),
+        (120, "0", {}, False),
+        (0, None, {}, False),
+        (90, None, {"windows": (-1, 64)}, False),
+        (90, None, {"block_size": 4}, False),
+        (90, None, {"num_draft_heads": 3}, False),
+        (90, None, {"inputs": (*INPUTS, "row_totals")}, False),
+        (90, None, {"layers": ()}, False),
+    ],
+)
+def test_a_row_for_each_token_is_for_causal_layers_that_cudnn_computes(capability, switch, fields, expected):
+    environment = {} if switch is None else {CUDNN_SWITCH: switch}
+    assert pays(replace(ENTRY, **fields), capability, environment) is expected
 
 
 def test_a_moved_row_is_not_copied(ort):
@@ -230,17 +301,83 @@ def test_exact_bounds_without_graphs_and_bounds_for_every_replay_with(ort):
         executor.execute()
         binding, config = ort.runs[-1]
         assert view(binding.inputs["attention_metadata"], np.int32).tolist() == expected
-        assert config == ({"gpu_graph_id": "1"} if graphs else {})
+        assert config == ({"gpu_graph_id": "2"} if graphs else {})
         assert ort.sessions[-1][0][1]["enable_cuda_graph"] == str(int(graphs))
 
 
-def test_graphs_are_for_captured_sizes_only_largest_first(ort):
+def test_graphs_are_for_captured_sizes_only(ort):
     executor = make_executor(cuda_graphs=True)
     small, large, other = StepShape(0, 1, 1, 1, 1), StepShape(0, 4, 4, 1, 4), StepShape(0, 2, 2, 1, 2)
     executor.capture([small, large, StepShape(3, *small[1:])])
-    assert [*executor._graph_ids.items()] == [(large, 1), (small, 2)]
-    for shape, graph_id in ((large, "1"), (small, "2"), (other, "-1"), (StepShape(2, *other[1:]), "-1")):
+    assert not executor._steps, "nothing is allocated before it is used"
+    for shape, graph_id in ((large, "4"), (small, "2"), (other, "-1"), (StepShape(2, *other[1:]), "-1")):
         fill(executor, shape, [1] * shape.num_seqs, [0] * shape.num_seqs, [1] * shape.num_tokens)
+        executor.execute()
+        assert ort.runs[-1][1] == {"gpu_graph_id": graph_id}
+
+
+def test_graphs_are_on_unless_they_are_refused(ort, caplog):
+    make_executor()
+    assert ort.sessions[-1][0][1]["enable_cuda_graph"] == "1"
+    ort.refuses_graphs = True
+    executor = make_executor()
+    assert ort.sessions[-1][0][1]["enable_cuda_graph"] == "0"
+    (line,) = caplog.messages
+    assert "CUDA graphs are off" in line
+    shape = StepShape(0, 1, 1, 1, 1)
+    executor.capture([shape])
+    fill(executor, shape, [1], [0], [3])
+    executor.execute()
+    assert ort.runs[-1][1] == {}
+    with pytest.raises(BundleError, match="graph capture"):
+        make_executor(cuda_graphs=True)
+
+
+@pytest.mark.parametrize("asked", [None, True])
+def test_a_step_that_cannot_be_recorded_runs_without_unless_graphs_were_asked_for(ort, asked, caplog):
+    executor, shape = make_executor(cuda_graphs=asked), StepShape(0, 1, 2, 2, 2)
+    executor.capture([shape, StepShape(0, 1, 1, 1, 1)])
+    executor._session.records = False
+    for new in (1, 2, 2):
+        fill(executor, StepShape(0, 1, new, new, new), [new], [0], [3, 4][:new])
+        if asked:
+            with pytest.raises(SpecexportError, match="stream is capturing"):
+                executor.execute()
+        else:
+            expected = FakeExecutor(VOCAB, 1, 1).logits_after([3, 4][:new])
+            np.testing.assert_array_equal(executor.execute()[-1], expected)
+    executor.capture([shape])
+    assert len(caplog.messages) == (0 if asked else 1)
+    assert {config["gpu_graph_id"] for _, config in ort.runs} == (set() if asked else {"-1"})
+
+
+def test_a_failure_of_a_graph_that_was_recorded_is_none_of_recording(ort):
+    executor, shape = make_executor(), StepShape(0, 1, 1, 1, 1)
+    executor.capture([shape])
+    fill(executor, shape, [1], [0], [3])
+    executor.execute()
+    executor._session.broken = "CUDA error 700"
+    with pytest.raises(SpecexportError, match="CUDA error 700"):
+        executor.execute()
+
+
+def test_long_rows_of_one_token_have_a_graph_in_which_their_entries_are_split(ort):
+    executor, shape = make_executor(kv_capacity=600), StepShape(0, 2, 2, 1, 2)
+    executor.capture([shape])
+    for kv_len, expected in ((511, ([1, 600, 0], "2")), (512, ([1, 600, 513], "3")), (511, ([1, 600, 0], "2"))):
+        executor._caches["k_cache.1"].array[:] = 1
+        fill(executor, shape, [1, 1], [3, kv_len], [4, 5])
+        executor.execute()
+        binding, config = ort.runs[-1]
+        assert (view(binding.inputs["attention_metadata"], np.int32).tolist(), config["gpu_graph_id"]) == expected
+
+
+def test_graphs_keep_so_much_memory_and_no_more(ort, monkeypatch):
+    monkeypatch.setattr(ort_cuda_graphs, "_MOST_BYTES", 3 * (VOCAB * 4 + 8))
+    executor = make_executor(cuda_graphs=True)
+    executor.capture([StepShape(0, count, count, 1, count) for count in (1, 2, 3)])
+    for count, graph_id in ((2, "4"), (3, "-1"), (1, "2"), (3, "-1")):
+        fill(executor, StepShape(0, count, count, 1, count), [1] * count, [0] * count, [3] * count)
         executor.execute()
         assert ort.runs[-1][1] == {"gpu_graph_id": graph_id}
 
@@ -255,8 +392,8 @@ def test_what_a_graph_was_captured_with_stays(ort, monkeypatch):
         executor.execute()
         executor.capture([shape])
     assert ort.runs[0][0] is ort.runs[-1][0]
-    assert ort.runs[-1][1] == {"gpu_graph_id": "1"}
-    assert len(executor._steps) == 2
+    assert ort.runs[-1][1] == {"gpu_graph_id": "2"}
+    assert len(executor._steps) == 1 + 2
 
 
 def test_bfloat16_is_bound_by_its_onnx_number(ort):

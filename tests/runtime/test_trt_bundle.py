@@ -16,6 +16,7 @@ from specexport_runtime.errors import BundleError, IncompatibleError, InvalidReq
 from specexport_runtime.executors import cuda_driver, trt_engine
 from specexport_runtime.executors.gpu import GpuInfo
 from specexport_runtime.executors.open import open_executor
+from specexport_runtime.executors.token_rows import token_row_shapes
 from specexport_runtime.executors.trt_open import choose_engine
 
 LOOKAHEAD, ROWS = 4, 4
@@ -242,6 +243,7 @@ def test_ort_cuda_bundles_get_their_executor(tmp_path, monkeypatch):
     class Stand:
         def __init__(self, *args, **options):
             made.append((args, options))
+            self.splits_rows = len(made) > 1
 
         def capture(self, shapes):
             recorded.append(shapes)
@@ -249,18 +251,19 @@ def test_ort_cuda_bundles_get_their_executor(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "OrtCudaExecutor", Stand)
     bundle = load_bundle(write_bundle(tmp_path / "bundle", backend="ort-cuda"), max_num_seqs=3, max_model_len=40)
     open_executor(bundle, "target")
-    assert not recorded
     open_executor(bundle, "target", cuda_graphs=True)
     (path, entry), options = made[0]
     assert path == tmp_path / "bundle" / "target" / "model.sm89.engine"
     assert entry.backend == "ort-cuda"
-    assert options == {"num_rows": 3, "kv_capacity": 40 + LOOKAHEAD + 1, "cuda_graphs": False}
+    assert options == {"num_rows": 3, "kv_capacity": 40 + LOOKAHEAD + 1, "cuda_graphs": None}
     assert made[1][1]["cuda_graphs"] is True
-    (shapes,) = recorded
+    shapes, more = recorded
     width = LOOKAHEAD + 1
     assert StepShape(0, 2, 2, 1, 2) in shapes, "decoding"
     assert StepShape(0, 3, 3 * width, width, 3 * width) in shapes, "verifying"
     assert len(shapes) == 2 * 3
+    assert more == shapes + token_row_shapes()
+    assert StepShape(0, 5, 5, 1, 3) in more, "ragged steps with a row for each token"
 
 
 def test_graphs_on_a_cpu_are_refused_not_ignored(demo_bundle):

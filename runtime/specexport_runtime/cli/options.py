@@ -180,7 +180,7 @@ def engine_options(command: Any) -> Any:
         click.option(
             "--cuda-graphs/--no-cuda-graphs",
             default=None,
-            help="GPU engines: replay recorded steps.  [default: on for TensorRT]",
+            help="GPU engines: replay recorded steps.  [default: on where the engine can]",
         ),
         click.option(
             "--enable-prefix-caching/--no-enable-prefix-caching",

@@ -78,7 +78,7 @@ def open_executor(
         num_threads: on a CPU: compute threads; None takes the cores really available.
         spin: on a CPU: let idle threads spin.
         unpad_kv: False loads the graph for caches that hold padding entries.
-        cuda_graphs: on a GPU: record decode and verify steps and replay them; None does so with TensorRT only.
+        cuda_graphs: on a GPU: record decode and verify steps and replay them; None does so where the engine can.
         share_threads: on a CPU: let all engines of this process take one pool of threads, if the draft is large.
         gives_back: memory of cache rows that is of no use goes back to the system.
         target: the target's executor, opened with the same ``bundle``: a draft head may read its caches.

@@ -2,9 +2,11 @@
 
 The engine's attention is ``com.microsoft.PagedAttention``: each cache is a pool of blocks of 256 entries, and a table
 says which blocks each row of the step has. So the whole arena is bound once and stays where it is; a step on rows
-[r, r+B) is a matter of the table, and a row moves by exchanging blocks. Imports onnxruntime when an executor is made.
+[r, r+B) is a matter of the table, and a row moves by exchanging blocks. Verify steps may have a row for each token
+(``token_rows``). Imports onnxruntime when an executor is made.
 """
 
+import os
 import time
 from collections import OrderedDict
 from pathlib import Path
@@ -13,10 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from specexport_runtime.abi import CACHE_INPUTS, LOGITS, STEP_INPUTS, TOKEN_IDS, StepShape
+from specexport_runtime.abi import CACHE_INPUTS, CU_NEW_TOKENS, KV_LENS, LOGITS, STEP_INPUTS, TOKEN_IDS, StepShape
 from specexport_runtime.bundle.head_steps import head_steps
 from specexport_runtime.bundle.manifest import ModelEntry
-from specexport_runtime.errors import IncompatibleError, InvalidRequestError, SpecexportError
+from specexport_runtime.errors import BundleError, IncompatibleError, InvalidRequestError, SpecexportError
 from specexport_runtime.executors.base import (
     EngineBackend,
     EngineRequest,
@@ -27,10 +29,17 @@ from specexport_runtime.executors.base import (
     Want,
 )
 from specexport_runtime.executors.features import WithFeatures
-from specexport_runtime.executors.ort_cuda_session import import_onnxruntime, open_session, reason_of
+from specexport_runtime.executors.ort_cuda_graphs import SPLIT_BOUND, StepGraphs, say_graphs_are_off
+from specexport_runtime.executors.ort_cuda_session import (
+    compute_capability,
+    import_onnxruntime,
+    open_session,
+    reason_of,
+)
 from specexport_runtime.executors.ort_features import OrtFeatures
 from specexport_runtime.executors.ort_gates import GatedByInputs, OrtGates, is_gate
 from specexport_runtime.executors.paged import ATTENTION_METADATA, BLOCK_ENTRIES, BLOCK_TABLE, paged_head_size
+from specexport_runtime.executors.token_rows import pays, spread, token_row_shapes, token_rows
 
 _CACHE_TYPES: dict[str, tuple[int, type]] = {"float16": (10, np.uint16), "bfloat16": (16, np.uint16)}
 """ONNX TensorProto.DataType, and bytes of its size: numpy has no bfloat16."""
@@ -47,7 +56,7 @@ class _DeviceStep(NamedTuple):
     table: Any
     metadata: npt.NDArray[np.int32]
     outputs: dict[str, Any]
-    options: Any
+    options: tuple[Any, Any]
     replayed: bool
     similarity: Float32Array
     rows: list[int]
@@ -66,9 +75,12 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
         entry: its manifest entry.
         num_rows: cache rows.
         kv_capacity: entries of each row (L); the arena rounds it up to whole blocks.
-        cuda_graphs: let the provider capture the shapes given to :meth:`capture` and replay them. Off by default: its
-            replay has not been compared with eager execution on a GPU yet.
+        cuda_graphs: let the provider record the shapes given to :meth:`capture` and replay them. None does so where it
+            can: the engine has no gates, and ONNX Runtime does not refuse.
         device_id: number of the GPU.
+
+    Attributes:
+        splits_rows: steps of few tokens are handed to the engine as a row for each token.
 
     Raises:
         MissingDependencyError: the installed onnxruntime has no CUDA provider.
@@ -84,7 +96,7 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
         *,
         num_rows: int,
         kv_capacity: int,
-        cuda_graphs: bool = False,
+        cuda_graphs: bool | None = None,
         device_id: int = 0,
     ) -> None:
         if entry.dtype not in _CACHE_TYPES:
@@ -101,10 +113,10 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
         self.max_num_tokens = None
         self.engine_seconds = 0.0
         self._device = ("cuda", device_id)
-        self._graphs = cuda_graphs
         self._ort = import_onnxruntime(device_id)
-        self._session = open_session(self._ort, path, device_id, cuda_graphs)
+        self._session, self._graphs = self._open(path, entry, cuda_graphs)
         self._check_contract(path, entry)
+        self.splits_rows = pays(entry, compute_capability(device_id), os.environ)
         self.num_gates, self.gate_kinds = entry.num_gates, entry.gate_kinds
         self._gates = OrtGates(self._session, self.num_gates, path, separate=True)
         self._similarity: Float32Array = np.zeros((self.num_gates // 2, 0), np.float32)
@@ -120,10 +132,23 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
             for spec in CACHE_INPUTS:
                 # Zeros, because 0 times anything finite is 0.
                 self._caches[spec.name.format(i=i)] = self._to_device(np.zeros(shape, self._cache_bytes))
-        self._graph_ids: dict[StepShape, int] = {}
         self._steps: OrderedDict[tuple[StepShape, bool], _DeviceStep] = OrderedDict()
         self._buffers: OrderedDict[StepShape, StepBuffers] = OrderedDict()
         self._current: StepShape | None = None
+
+    def _open(self, path: Path, entry: ModelEntry, cuda_graphs: bool | None) -> tuple[Any, StepGraphs]:
+        """The session, for graphs where they are wanted or can be had, and their numbers."""
+        optional, device_id = cuda_graphs is None, self._device[1]
+        enabled = not entry.num_gates if cuda_graphs is None else cuda_graphs
+        try:
+            session = open_session(self._ort, path, device_id, enabled)
+        except BundleError as error:
+            if not (optional and enabled):
+                raise
+            enabled = False
+            session = open_session(self._ort, path, device_id, enabled)
+            say_graphs_are_off(error)
+        return session, StepGraphs(self._ort, enabled=enabled, optional=optional)
 
     def _check_contract(self, path: Path, entry: ModelEntry) -> None:
         expected = {spec.name.format(i=i) for i in range(len(entry.layers)) for spec in CACHE_INPUTS}
@@ -171,10 +196,13 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
         if shape is None:
             raise SpecexportError("execute() was called before prepare().")
         start = time.perf_counter()
-        step = self._device_step(shape._replace(first_row=0))
+        size = self._size_of(shape)
+        step = self._device_step(size)
         try:
-            self._fill(step, shape, self._buffers[shape])
-            self._session.run_with_iobinding(step.binding, step.options)
+            if not self._run(step, size, shape):
+                self._steps.clear()
+                step = self._device_step(size)
+                self._run(step, size, shape)
             result: StepOutput = step.outputs[want].numpy()
             self._bound = self._features.fetch(step.outputs)
         except Exception as error:  # onnxruntime raises its own types, bare Exceptions in part
@@ -183,31 +211,53 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
         self._similarity = step.similarity
         return result
 
-    def _fill(self, step: _DeviceStep, shape: StepShape, buffers: StepBuffers) -> None:
+    def _size_of(self, shape: StepShape) -> StepShape:
+        """The step's size as the engine sees it, whatever rows it is on."""
+        return (token_rows(shape) if self.splits_rows else None) or shape._replace(first_row=0)
+
+    def _run(self, step: _DeviceStep, size: StepShape, shape: StepShape) -> bool:
+        """Run a step on the device; False if it was to be recorded and cannot be."""
+        is_long = self._fill(step, size, shape)
+        try:
+            self._session.run_with_iobinding(step.binding, step.options[is_long])
+        except Exception as error:  # as below
+            if self._graphs.give_up(size, is_long, error):
+                return False
+            raise
+        self._graphs.note(size, is_long)
+        return True
+
+    def _fill(self, step: _DeviceStep, size: StepShape, shape: StepShape) -> bool:
+        """Bring the prepared arrays to the device; returns whether the step is one for which entries are split."""
+        buffers = self._buffers[shape]
+        rows, kv_lens, cu_new_tokens = np.arange(shape.num_seqs), buffers.kv_lens, buffers.cu_new_tokens
+        if size.max_new_tokens != shape.max_new_tokens:
+            rows, kv_lens, cu_new_tokens = spread(buffers)
+        by_row = {KV_LENS.name: kv_lens, CU_NEW_TOKENS.name: cu_new_tokens}
         for name, value in step.inputs.items():
-            value.update_inplace(getattr(buffers, name))
-        rows = list(range(shape.first_row, shape.first_row + shape.num_seqs))
-        blocks = self._row_blocks[rows]
-        if step.rows != blocks[:, 0].tolist():
+            value.update_inplace(by_row[name] if name in by_row else getattr(buffers, name))
+        blocks = self._row_blocks[shape.first_row + rows]
+        firsts = blocks[:, 0].tolist()
+        if step.rows != firsts:
             step.table.update_inplace(blocks)
-            step.rows[:] = blocks[:, 0].tolist()
+            step.rows[:] = firsts
         if not step.replayed:
-            counts = np.diff(buffers.cu_new_tokens)
-            longest = int((buffers.kv_lens[:, 0] + counts).max())
+            counts = np.diff(cu_new_tokens)
+            longest = int((kv_lens[:, 0] + counts).max())
             step.metadata[:] = counts.max(), longest, longest
+            return False
+        is_single = size.max_new_tokens == 1 and size.num_seqs == size.num_tokens
+        is_long = is_single and int(kv_lens.max()) >= SPLIT_BOUND - 1
+        step.metadata[2] = SPLIT_BOUND if is_long else 0
+        return is_long
 
     def capture(self, shapes: list[StepShape]) -> None:
-        """Make the bindings of ``shapes``; with CUDA graphs, the next step of each is also recorded.
+        """With CUDA graphs, the next step of each of ``shapes`` is recorded; nothing is run or allocated before.
 
-        The provider runs that step once by itself and once from the graph: the same entries get the same content twice.
-        The largest shape gets its memory first. A graph is for sizes, not for rows: its block table is an input.
+        A graph is for sizes, not for rows: its block table is an input.
         """
-        for shape in sorted(shapes, key=lambda item: (-item.num_tokens, -item.num_seqs)):
-            size = shape._replace(first_row=0)
-            if self._graphs and size not in self._graph_ids:
-                self._graph_ids[size] = len(self._graph_ids) + 1
-                self._steps.pop((size, False), None)
-            self._device_step(size)
+        for size in self._graphs.add(map(self._size_of, shapes)):
+            self._steps.pop((size, False), None)
 
     def move_row(self, source: int, destination: int, kv_len: int) -> None:  # noqa: ARG002
         """Give row ``destination`` the entries of row ``source`` by exchanging their blocks; nothing is copied.
@@ -251,9 +301,9 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
         if step is not None:
             self._steps.move_to_end(key)
             return step
-        # A graph keeps the addresses that it was captured with: those stay.
-        others = [old for old in self._steps if old[0] not in self._graph_ids]
-        if others and len(self._steps) >= _MAX_DEVICE_SHAPES:
+        # A graph keeps the addresses that it was recorded with: those stay.
+        others = [old for old in self._steps if old[0] not in self._graphs.sizes]
+        if len(others) >= _MAX_DEVICE_SHAPES:
             del self._steps[others[0]]
         step = self._bind(*key)
         self._steps[key] = step
@@ -266,7 +316,7 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
         table = self._to_device(np.zeros((size.num_seqs, self._row_blocks.shape[1]), np.int32))
         for name, value in (*values.items(), *([(BLOCK_TABLE.name, table)] if self._paged else [])):
             binding.bind_ortvalue_input(name, value)
-        # Bounds for every replay; without replay, each step writes its own.
+        # Bounds for every replay but for the last one; without replay, each step writes its own.
         metadata = np.array([size.max_new_tokens, self.kv_capacity, 0], np.int32)
         if self._paged:
             binding.bind_input(ATTENTION_METADATA.name, "cpu", 0, np.int32, metadata.shape, metadata.ctypes.data)
@@ -281,25 +331,22 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
         }
         for name, value in outputs.items():
             binding.bind_ortvalue_output(name, value)
-        options = self._ort.RunOptions()
-        graph_id = self._graph_ids.get(size)
-        if self._graphs:
-            options.add_run_config_entry("gpu_graph_id", str(graph_id or -1))
+        replayed = self._graphs.keep(size, sum(int(value.tensor_size_in_bytes()) for value in outputs.values()))
+        options = self._graphs.options(size)
         similarity = self._gates.bind(binding, size, measured)
-        return _DeviceStep(binding, values, table, metadata, outputs, options, graph_id is not None, similarity, [])
+        return _DeviceStep(binding, values, table, metadata, outputs, options, replayed, similarity, [])
 
 
 def open_ort_cuda_executor(request: EngineRequest) -> OrtCudaExecutor:
-    """Open an engine on an NVIDIA GPU; CUDA graphs are recorded only where they are asked for."""
+    """Open an engine on an NVIDIA GPU; its rounds are recorded as CUDA graphs unless that is switched off."""
     executor = OrtCudaExecutor(
         request.folder / request.entry.path,
         request.entry,
         num_rows=request.num_rows,
         kv_capacity=request.kv_capacity,
-        cuda_graphs=bool(request.cuda_graphs),
+        cuda_graphs=request.cuda_graphs,
     )
-    if request.cuda_graphs:
-        executor.capture(_round_shapes(request))
+    executor.capture(_round_shapes(request) + (token_row_shapes() if executor.splits_rows else []))
     return executor
 
 

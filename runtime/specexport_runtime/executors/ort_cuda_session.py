@@ -1,8 +1,10 @@
 """Opening an ONNX Runtime session on an NVIDIA GPU, or saying why there is none."""
 
 import contextlib
+import ctypes
 import io
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from specexport_runtime.errors import BundleError, IncompatibleError, MissingDep
 from specexport_runtime.executors.external_data import session_model
 
 _CUDA = "CUDAExecutionProvider"
+_MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
 
 
 def reason_of(error: Exception) -> str:
@@ -49,6 +52,22 @@ def import_onnxruntime(device_id: int) -> Any:
             "install an NVIDIA driver and `onnxruntime-gpu[cuda,cudnn]`, or build for backend ort-cpu.",
         ) from error
     return onnxruntime
+
+
+def compute_capability(device_id: int) -> int:
+    """Of a GPU, 90 for 9.0; 0 where the driver does not say."""
+    try:
+        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError:
+        return 0
+    device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    failed = (
+        driver.cuInit(0)
+        or driver.cuDeviceGet(ctypes.byref(device), device_id)
+        or driver.cuDeviceGetAttribute(ctypes.byref(major), _MAJOR, device)
+        or driver.cuDeviceGetAttribute(ctypes.byref(minor), _MINOR, device)
+    )
+    return 0 if failed else 10 * major.value + minor.value
 
 
 def open_session(ort: Any, path: Path, device_id: int, cuda_graphs: bool) -> Any:
