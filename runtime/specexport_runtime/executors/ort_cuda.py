@@ -316,7 +316,7 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
         table = self._to_device(np.zeros((size.num_seqs, self._row_blocks.shape[1]), np.int32))
         for name, value in (*values.items(), *([(BLOCK_TABLE.name, table)] if self._paged else [])):
             binding.bind_ortvalue_input(name, value)
-        # Bounds for every replay but for the last one; without replay, each step writes its own.
+        # Bounds for every replay; the last one has a graph for each value. Without replay, each step writes its own.
         metadata = np.array([size.max_new_tokens, self.kv_capacity, 0], np.int32)
         if self._paged:
             binding.bind_input(ATTENTION_METADATA.name, "cpu", 0, np.int32, metadata.shape, metadata.ctypes.data)
