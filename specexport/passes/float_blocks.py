@@ -43,9 +43,9 @@ def _put_turned(graph: ir.Graph, node: ir.Node) -> bool:
     if weight is None or tensor is None or len(tensor.shape) != 2 or x is None or x.shape is None or len(x.shape) < 2:
         return False
     emit, axes = Emitter(graph), list(range(len(x.shape)))
-    turn = {"perm": [*axes[:-2], axes[-1], axes[-2]]}
-    result = linear(emit, emit.op("Transpose", x, **turn), str(weight.name), of_floats(tensor, turned=True))
-    emit.replace(node, [emit.op("Transpose", result, **turn)])
+    perm = [*axes[:-2], axes[-1], axes[-2]]
+    result = linear(emit, emit.op("Transpose", x, perm=perm), str(weight.name), of_floats(tensor, turned=True))
+    emit.replace(node, [emit.op("Transpose", result, perm=perm)])
     return True
 
 

@@ -46,6 +46,7 @@ COMPILER_MAY_IMPORT = {
     "specexport_runtime.executors.base",  # array types
     "specexport_runtime.executors.ort_gates",  # what switches a layer off
     "specexport_runtime.executors.open",  # what a backend gives, for `inspect`
+    "specexport_runtime.executors.operators",  # which kernels run here, for `inspect`
     "specexport_runtime.executors.paged",  # how ort-cuda's caches are laid out in blocks
 }
 DRIVES_THE_RUNTIME = (
