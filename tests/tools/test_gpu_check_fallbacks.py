@@ -104,6 +104,7 @@ def test_the_sweep_ranks_tiles_that_fit_and_takes_the_best_to_other_lengths(
         (kernel_sweep, "fits", lambda tiles, _, *, small: (tiles.block_n not in large) == small),
         (launch, "ragged_attention", attention),
         (torch.cuda, "empty_cache", lambda: None),
+        (tuning, "MEASURED", {}),
         (torch.cuda, "get_device_properties", lambda _: gpu),
     ):
         monkeypatch.setattr(module, name, value)
