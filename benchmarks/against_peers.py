@@ -1,15 +1,17 @@
-r"""Plain decoding against other programs, in turns: each turn is a fresh process of one of them.
+r"""Decoding against other programs, in turns: each turn is a fresh process of one of them.
 
     python benchmarks/against_peers.py engines/gemma3-270m --prompts P.jsonl \
         --peer genai=GENAI_MODEL --python genai=GENAI_ENV/bin/python \
-        --peer openvino=OPENVINO_MODEL --python openvino=OPENVINO_ENV/bin/python
+        --peer openvino=OPENVINO_MODEL --python openvino=OPENVINO_ENV/bin/python \
+        --peer llama=MODEL.gguf --python llama=LLAMA_ENV/bin/python
 
 GENAI_MODEL is what ``python -m onnxruntime_genai.models.builder -m CHECKPOINT -o GENAI_MODEL -p fp32 -e cpu`` makes, or
 ``-p int4``. Its ``genai_config.json`` says how many threads it takes (``intra_op_num_threads`` of the session
 options); give ours as many, or the two are not comparable. OPENVINO_MODEL is what ``optimum-cli export openvino -m
-CHECKPOINT --weight-format int8 OPENVINO_MODEL`` writes; its environment needs openvino-genai. Each brings libraries of
-its own. Greedy, one sequence at a time. ``whole`` counts the prefill, ``decode`` is from the difference between two
-lengths.
+CHECKPOINT --weight-format int8 OPENVINO_MODEL`` writes; its environment needs openvino-genai. MODEL.gguf is read by
+llama-cpp-python, compiled on this machine (``pip install --no-binary :all: llama-cpp-python``). Each brings libraries
+of its own. All decode plainly; ``default`` is ours once more, as it drafts when nothing is asked. Greedy, one sequence
+at a time. ``whole`` counts the prefill, ``decode`` is from the difference between two lengths.
 """
 
 import argparse
@@ -18,6 +20,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +31,15 @@ SHORT = 8
 Run = Callable[[str, int], None]
 
 
-def open_ours(bundle: str, num_threads: int) -> Run:
-    """Decode plainly with a bundle."""
+def open_ours(bundle: str, num_threads: int, **options: Any) -> Run:
+    """Decode with a bundle, never copying from an earlier run."""
     from specexport_runtime import SamplingParams, SpecEngine
 
-    engine = SpecEngine.load(bundle, enable_prefix_caching=False, num_threads=num_threads)
+    engine, salts = SpecEngine.load(bundle, enable_prefix_caching=False, num_threads=num_threads), count()
 
     def run(prompt: str, tokens: int) -> None:
-        engine.generate([prompt], SamplingParams(max_tokens=tokens, ignore_eos=True), speculation=False)
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        engine.generate([prompt], params, cache_salt=str(next(salts)), **options)
 
     return run
 
@@ -69,8 +74,26 @@ def open_openvino(folder: str, num_threads: int) -> Run:
     return run
 
 
+def open_llama(path: str, num_threads: int) -> Run:
+    """Decode with llama.cpp, past whatever ends a text."""
+    import llama_cpp
+
+    model = llama_cpp.Llama(path, n_ctx=1024, n_threads=num_threads, n_threads_batch=num_threads, verbose=False)
+
+    def run(prompt: str, tokens: int) -> None:
+        model.reset()
+        model.eval(model.tokenize(prompt.encode(), add_bos=False, special=True))
+        for _ in range(tokens - 1):
+            model.eval([model.sample(temp=0.0)])
+        model.sample(temp=0.0)
+
+    return run
+
+
 OPEN: dict[str, Callable[[str, int], Run]] = {
-    "ours": open_ours,
+    "ours": partial(open_ours, speculation=False),
+    "default": open_ours,
+    "llama": open_llama,
     "genai": lambda folder, _: open_genai(folder),
     "openvino": open_openvino,
 }
@@ -97,7 +120,7 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path)
-    parser.add_argument("--peer", action="append", default=[], metavar="NAME=MODEL", help="genai or openvino")
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME=MODEL", help="genai, openvino or llama")
     parser.add_argument("--python", action="append", default=[], metavar="NAME=FILE", help="its interpreter")
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--num-prompts", type=int, default=4)
@@ -113,9 +136,9 @@ def main() -> None:
         "threads": args.threads,
     }
     peers, pythons = (dict(each.split("=", 1) for each in given) for given in (args.peer, args.python))
-    if unknown := peers.keys() - {"genai", "openvino"}:
+    if unknown := peers.keys() - {"genai", "openvino", "llama"}:
         parser.error(f"there is no peer {sorted(unknown)[0]!r}.")
-    ways = {"ours": (sys.executable, args.bundle)}
+    ways = dict.fromkeys(("ours", "default"), (sys.executable, args.bundle))
     ways |= {name: (pythons.get(name, sys.executable), Path(model)) for name, model in peers.items()}
     found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     for _ in range(args.repeats):
@@ -128,9 +151,12 @@ def main() -> None:
         speeds = {way: [each[what] for each in found[way]] for way in ways}
         rows += [(f"{what}, {way}", f"{median(values):.1f} tokens/s") for way, values in speeds.items()]
         for name in peers:
-            ratios = [ours / theirs for ours, theirs in zip(speeds["ours"], speeds[name], strict=True)]
-            rows.append((f"{what}, ours / {name}", f"{median(ratios):.2f}× ({', '.join(f'{x:.2f}' for x in ratios)})"))
-    report("Plain decoding against other programs", rows, {"runs": found}, args.json)
+            for way in ("ours", "default"):
+                ratios = [ours / theirs for ours, theirs in zip(speeds[way], speeds[name], strict=True)]
+                rows.append(
+                    (f"{what}, {way} / {name}", f"{median(ratios):.2f}× ({', '.join(f'{x:.2f}' for x in ratios)})")
+                )
+    report("Decoding against other programs", rows, {"runs": found}, args.json)
 
 
 if __name__ == "__main__":
