@@ -129,44 +129,55 @@ static const Rows* rows_of(const Format& format) {
 }
 
 // float32 scales and offsets of each part of a stretch's blocks.
+template <Scale kind, Shift shift>
 static void expand(const Format& format, const Stretch& s, const uint8_t* at, float* scales, float* offsets) {
   const int64_t wanted = s.blocks * format.parts(), repeats = format.group <= kBlock ? 1 : format.group / kBlock;
-  const int64_t supers = kSuper / format.group;  // groups of one
-  const float middle = kSigned && (format.lookup || format.bits == 8) ? 128.f : 0.f;
+  const int64_t ahead = int64_t(s.codes) / s.groups;
+  const bool centred = kSigned && (format.lookup || format.bits == 8);
+  int supers = 0;  // groups of a base: a power of two
+  while (format.group << supers < kSuper) supers++;
   for (int64_t g = 0; g < s.groups; g++) {
-    if (g % 2 == 0) prefetch(at + kAhead + g * int64_t(s.codes) / s.groups);
-    for (int column = 0; column < kTile; column += kLanes) {
-      const int64_t i = g * kTile + column;
-      const int64_t base = format.scale == Scale::level ? (g / supers * kTile + column) * 2 : 0;
+    if (g % 2 == 0) prefetch(at + kAhead + g * ahead);
+    const int64_t first = g * repeats, end = first + repeats < wanted ? first + repeats : wanted;
+    UNROLL for (int column = 0; column < kTile; column += kLanes) {
+      const int64_t i = g * kTile + column, base = 2 * ((g >> supers) * kTile + column);
       V scale, offset = vset(0.f);
-      switch (format.scale) {
-        case Scale::half: scale = load_halves(at + 2 * i); break;
-        case Scale::single: scale = vload(reinterpret_cast<const float*>(at) + i); break;
-        case Scale::power: {
-          float powers[kLanes];
-          for (int n = 0; n < kLanes; n++) powers[n] = power_of(at[i + n]);
-          scale = vload(powers);
-          break;
-        }
-        default: scale = vmul(load_halves(at + s.bases + base), load_levels(at + i)); break;
+      if constexpr (kind == Scale::half) scale = load_halves(at + 2 * i);
+      if constexpr (kind == Scale::single) scale = vload(reinterpret_cast<const float*>(at) + i);
+      if constexpr (kind == Scale::level) scale = vmul(load_halves(at + s.bases + base), load_levels(at + i));
+      if constexpr (kind == Scale::power) {
+        float powers[kLanes];
+        for (int n = 0; n < kLanes; n++) powers[n] = power_of(at[i + n]);
+        scale = vload(powers);
       }
-      switch (format.shift) {
-        case Shift::none: break;
-        case Shift::offset:
-          offset = format.scale == Scale::half ? load_halves(at + s.shifts + 2 * i)
-                                               : vload(reinterpret_cast<const float*>(at + s.shifts) + i);
-          break;
-        case Shift::zero: offset = vmul(vmul(vset(-1.f), scale), load_bytes(at + s.shifts + i)); break;
-        case Shift::minima: offset = vmul(load_halves(at + s.leasts + base), load_bytes(at + s.shifts + i)); break;
-      }
-      if (middle != 0.f) offset = vfma(vset(middle), scale, offset);
-      for (int64_t r = g * repeats; r < (g + 1) * repeats && r < wanted; r++) {
+      const uint8_t* shifts = at + s.shifts;
+      if constexpr (shift == Shift::offset)
+        offset = kind == Scale::half ? load_halves(shifts + 2 * i) : vload(reinterpret_cast<const float*>(shifts) + i);
+      if constexpr (shift == Shift::zero) offset = vmul(vmul(vset(-1.f), scale), load_bytes(shifts + i));
+      if constexpr (shift == Shift::minima) offset = vmul(load_halves(at + s.leasts + base), load_bytes(shifts + i));
+      if (centred && shift != Shift::none) offset = vfma(vset(128.f), scale, offset);
+      for (int64_t r = first; r < end; r++) {
         vstore(scales + r * kTile + column, scale);
-        if (format.shifted()) vstore(offsets + r * kTile + column, offset);
+        if constexpr (shift != Shift::none) vstore(offsets + r * kTile + column, offset);
       }
     }
   }
   for (int64_t i = s.groups * repeats * kTile; i < wanted * kTile; i++) scales[i] = offsets[i] = 0.f;
+}
+using Expand = void (*)(const Format&, const Stretch&, const uint8_t*, float*, float*);
+template <Scale kind>
+static Expand expand_by(Shift shift) {
+  return shift == Shift::none ? expand<kind, Shift::none>
+         : shift == Shift::offset ? expand<kind, Shift::offset> : expand<kind, Shift::zero>;
+}
+static Expand expand_of(const Format& format) {
+  switch (format.scale) {
+    case Scale::level:
+      return format.shifted() ? expand<Scale::level, Shift::minima> : expand<Scale::level, Shift::none>;
+    case Scale::power: return expand<Scale::power, Shift::none>;
+    case Scale::single: return expand_by<Scale::single>(format.shift);
+    default: return expand_by<Scale::half>(format.shift);
+  }
 }
 
 // Float weights: two chains of a row's sum, over even and odd inputs.
@@ -238,6 +249,7 @@ static void multiply_all(const Product& p, int64_t first_tile, int64_t last_tile
   float* offsets = scales + kTile * 2 * kStretch / kBlock;
   float* sums = offsets + kTile * 2 * kStretch / kBlock;
   const Rows* rows = format.is_float() ? nullptr : rows_of(format);
+  const Expand expand = expand_of(format);
   const FloatRows* float_rows = format.scale == Scale::f32   ? kFloatRows<Scale::f32>
                                 : format.scale == Scale::f16 ? kFloatRows<Scale::f16>
                                                              : kFloatRows<Scale::bf16>;
