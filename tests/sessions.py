@@ -6,12 +6,13 @@ from typing import Any
 from specexport_runtime.executors.operators import register
 
 
-def session_of(model: Any, *, num_threads: int = 1, **entries: str) -> Any:
+def session_of(model: Any, *, num_threads: int = 1, optimized: Path | None = None, **entries: str) -> Any:
     """A session on the CPU.
 
     Args:
         model: an ``onnx_ir`` model, a serialized one, or the path of one.
         num_threads: compute threads.
+        optimized: where ONNX Runtime writes the graph that it runs.
         **entries: configuration entries, without ``session.``.
     """
     import onnx_ir as ir
@@ -19,6 +20,8 @@ def session_of(model: Any, *, num_threads: int = 1, **entries: str) -> Any:
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = num_threads, 3
+    if optimized is not None:
+        options.optimized_model_filepath = str(optimized)
     for key, value in entries.items():
         options.add_session_config_entry(f"session.{key}", value)
     register(options)
