@@ -17,7 +17,7 @@ BY_ROW = "The last axis is worked through in an order that its length decides, f
 BY_TOKEN = "Each row of a step by itself, and its tokens one after another."
 
 LEFT: dict[str, dict[str, str]] = {
-@@
+
 }
 """By reason, the operators, and where each can be seen: a tiny model, or a kind of engine.
 

@@ -162,7 +162,7 @@ def test_context_that_is_read_without_a_block_is_the_same(target: Any, target_fo
         fed = [*[CONTEXT_ID] * (9 - read), 5, MASK, MASK]
         work = RowWork(fed, 2, np.concatenate([features[read:], nothing]))
         found.append(runner.step(row, [work]).copy())
-    np.testing.assert_allclose(found[1], found[0], rtol=0, atol=1e-5)
+    np.testing.assert_array_equal(found[1], found[0])
     engine.close()
 
 

@@ -124,8 +124,8 @@ def test_similarity_of_a_prompt_does_not_depend_on_chunks_or_neighbours(bundle, 
     cut = decode(bundle, executor, prompts, 2, max_tokens=3, max_chunk=4)
     for i, (one, other) in enumerate(zip(whole, cut, strict=True)):
         [alone] = decode(bundle, executor, [prompts[i]], 2, max_tokens=3)
-        np.testing.assert_allclose(one.stats.layer_choice.acs, other.stats.layer_choice.acs, rtol=0, atol=2e-6)
-        np.testing.assert_allclose(one.stats.layer_choice.acs, alone.stats.layer_choice.acs, rtol=0, atol=2e-6)
+        np.testing.assert_array_equal(one.stats.layer_choice.acs, other.stats.layer_choice.acs)
+        np.testing.assert_array_equal(one.stats.layer_choice.acs, alone.stats.layer_choice.acs)
         assert (
             one.stats.layer_choice.mask.tolist()
             == other.stats.layer_choice.mask.tolist()
