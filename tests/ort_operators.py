@@ -17,13 +17,41 @@ BY_ROW = "The last axis is worked through in an order that its length decides, f
 BY_TOKEN = "Each row of a step by itself, and its tokens one after another."
 
 LEFT: dict[str, dict[str, str]] = {
-
-}
+    MOVES: {
+        "Cast": "deepseek_v3", "Clip": "mamba2", "Concat": "qwen3_next", "CumSum": "dflash", "Constant": "mamba2",
+        "ConstantOfShape": "deepseek_v3", "Equal": "adapters", "Expand": "mamba2", "Gather": "llama",
+        "GatherElements": "gptj", "GatherND": "falcon", "Greater": "mamba2", "GreaterOrEqual": "dflash", "Identity": "mamba2", "If": "mamba2",
+        "Neg": "gptj", "NonZero": "adapters", "Not": "deepseek_v3", "Pad": "mamba2", "Range": "deepseek_v3",
+        "ReduceMax": "adapters", "Relu": "opt", "Reshape": "llama", "ScatterElements": "deepseek_v3",
+        "ScatterND": "deepseek_v3", "Shape": "mamba2", "Slice": "mamba2", "Split": "llama", "Squeeze": "llama",
+        "Tile": "gptj", "TopK": "qwen3_moe", "Transpose": "mamba2", "Unsqueeze": "llama", "Where": "mamba2",
+    },
+    ROUNDS_ONCE: {
+        "Add": "mamba2", "Div": "qwen3_next", "Mul": "llama", "Sub": "mamba2",
+    },
+    EACH: {
+        "Exp": "kimi_linear", "FastGelu": "gpt2", "Gelu": "gemma3", "LinearAttentionGate": "mamba2", "Pow": "mamba2",
+        "QuickGelu": "llama", "RotaryEmbedding": "dflash", "Reciprocal": "mamba2", "Sigmoid": "llama", "Sqrt": "mamba2", "Tanh": "gpt2",
+    },
+    WHOLE: {
+        "Cos": "deepseek_v3", "Log": "kimi_linear", "Sin": "deepseek_v3",
+    },
+    BY_ROW: {
+        "LayerNormalization": "opt", "LpNormalization": "gated layers", "ReduceMean": "mamba2",
+        "ReduceSum": "qwen3_next", "RMSNormalization": "llama", "SkipLayerNormalization": "opt",
+        "SkipSimplifiedLayerNormalization": "llama", "Softmax": "qwen3_moe",
+    },
+    BY_TOKEN: {
+        "CausalConvWithState": "mamba2", "LinearAttention": "mamba2", "Scan": "mamba2",
+    },
+}  # fmt: skip
 """By reason, the operators, and where each can be seen: a tiny model, or a kind of engine.
 
 ``lowering/test_value_by_value.py`` tries what EACH, WHOLE and BY_ROW say, ``test_same_bits.py`` all of it in whole
 models.
 """
+HEADS = ("medusa", "hydra", "eagle3", "dflash")
+"""Kinds of draft heads that ``heads/test_heads_bits.py`` reads."""
 _CONTRIB = "com.microsoft"
 
 
@@ -34,7 +62,6 @@ def reason_of(operator: str) -> str | None:
 
 def operators_in(ir_model: Any) -> set[str]:
     """Operators of ONNX Runtime in a graph, in its branches, loops and functions."""
-    import onnx_ir as ir
 
     own = {(function.domain, function.name) for function in ir_model.functions.values()}
     nodes = [node for each in (ir_model.graph, *ir_model.functions.values()) for node in each.all_nodes()]
@@ -51,6 +78,7 @@ def assert_known(ir_model: Any) -> None:
 def assert_left(path: Path, where: str) -> None:
     """The same of an engine as ONNX Runtime runs it; and what the table sees in ``where`` is there."""
     import onnx_ir as ir
+
     from tests.sessions import session_of
 
     written = ir.load(path)
@@ -59,5 +87,7 @@ def assert_left(path: Path, where: str) -> None:
         run = ir.load(Path(folder, "model.onnx"))
         assert_known(run)
     found = operators_in(written) | operators_in(run)
-    gone = sorted(name for known in LEFT.values() for name, seen in known.items() if seen == where and name not in found)
+    gone = sorted(
+        name for known in LEFT.values() for name, seen in known.items() if seen == where and name not in found
+    )
     assert not gone, f"{gone} are no longer in {where}: they go from tests/ort_operators.py, or are seen elsewhere"

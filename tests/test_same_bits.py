@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from itertools import repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import chance
 import numpy as np
@@ -17,31 +17,61 @@ from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.executors.ort import OrtExecutor
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
 from tests.engine_harness import compiled
-from tests.tiny_gguf import write_gguf
-from tests.tiny_models import ARCHITECTURES, GROUPED, HYBRIDS, make_model
+from tests.hybrid_pairs import KNOWN
+from tests.ort_operators import HEADS, LEFT, assert_left
+from tests.tiny_gguf import MIXED_EXPERTS, write_experts, write_gguf
+from tests.tiny_lora import save_adapter
+from tests.tiny_models import ARCHITECTURES, GROUPED, HYBRIDS, make_model, save_checkpoint
 from tests.tiny_traces import tiny_model
 
-ROWS, WIDEST, KNOWN = 8, 16, 259
+ROWS, WIDEST = 8, 16
 LENGTHS = (35, 19, 33, 8, 27, 1, 40, 22)
+ALIKE = {
+    "llama_rope_llama3",
+    "llama_rope_yarn",
+    "llama_rope_linear",
+    "qwen2",
+    "smollm3",
+    "olmo2",
+    "stablelm",
+    "starcoder2",
+}
+"""Architectures that have the operators of others."""
 NOT_IN_EIGHT_BITS = {"recurrent_gemma"}
-KINDS = {"blk.0.attn_v.weight": "Q6_K", "blk.0.ffn_down.weight": "Q8_0", "output.weight": "Q5_0", "": "Q4_K"}
+MIXED = {
+    "attn_v.weight": "Q6_K",
+    "ffn_down.weight": "Q8_0",
+    "attn_q.weight": "Q5_0",
+    "output.weight": "Q2_K",
+    "": "Q4_K",
+}
 
 Sizes = Iterator[tuple[int, int]]
 """Of each step of a row: the tokens of its text, and wrong drafts behind them."""
+Made = tuple[ModelEntry, Path]
+"""An engine: its manifest entry, and the folder that its path is in."""
 
 
-def read(runner: ModelRunner, sequences: Seq[list[int]], sizes: Seq[Sizes], first_row: int = 0) -> list[np.ndarray]:
-    """Logits [T, V] of sequences that are read side by side, each in its own pieces; a piece of 0 sits a step out."""
+class Text(NamedTuple):
+    """What is read, and by which adapter, where there are some."""
+
+    ids: list[int]
+    adapter: int
+
+
+def read(runner: ModelRunner, texts: Seq[Text], sizes: Seq[Sizes], first_row: int = 0) -> list[np.ndarray]:
+    """Logits [T, V] of texts that are read side by side, each in its own pieces; a piece of 0 sits a step out."""
     runner.reset()
-    found: list[list[np.ndarray]] = [[] for _ in sequences]
-    done = [0] * len(sequences)
-    while any(at < len(ids) for at, ids in zip(done, sequences, strict=True)):
+    found: list[list[np.ndarray]] = [[] for _ in texts]
+    done = [0] * len(texts)
+    while any(at < len(text.ids) for at, text in zip(done, texts, strict=True)):
         work, right = [], []
-        for at, ids, each in zip(done, sequences, sizes, strict=True):
+        for at, text, each in zip(done, texts, sizes, strict=True):
             own, wrong = next(each)
-            tokens = ids[at : at + own]
+            tokens = text.ids[at : at + own]
             drafts = len(tokens) - 1 + wrong if wrong else 0
-            work.append(RowWork([*tokens, *[7] * wrong], len(tokens) + wrong, drafts=drafts) if tokens else IDLE)
+            given = RowWork([*tokens, *[7] * wrong], len(tokens) + wrong, drafts=drafts, adapter=text.adapter)
+            work.append(given if tokens else IDLE)
             right.append(len(tokens))
         if not any(right):
             continue
@@ -55,10 +85,12 @@ def read(runner: ModelRunner, sequences: Seq[list[int]], sizes: Seq[Sizes], firs
     return [np.concatenate(parts) for parts in found]
 
 
-def assert_same_bits(entry: ModelEntry, folder: Path, seed: int = 3) -> None:
+def assert_same_bits(made: Made, where: str) -> None:
     """Read texts token by token, alone; then in all other ways."""
-    random = np.random.default_rng(chance.seed(seed))
-    sequences = [random.integers(3, KNOWN, length).tolist() for length in LENGTHS]
+    (entry, folder), random = made, np.random.default_rng(chance.seed(3))
+    assert_left(folder / entry.path, where)
+    adapters = 1 + len(entry.chosen_adapters)
+    texts = [Text(random.integers(3, KNOWN, length).tolist(), i % adapters) for i, length in enumerate(LENGTHS)]
 
     def odd() -> Sizes:
         while True:
@@ -69,52 +101,94 @@ def assert_same_bits(entry: ModelEntry, folder: Path, seed: int = 3) -> None:
     for threads in (1, 2):
         sizes = {"num_rows": ROWS, "kv_capacity": 64, "num_threads": threads, "lookahead": 2 * WIDEST}
         runner = ModelRunner(OrtExecutor(folder / entry.path, entry, spin=False, **sizes))
-        expected = expected or [read(runner, [ids], [repeat((1, 0))])[0] for ids in sequences]
+        expected = expected or [read(runner, [text], [repeat((1, 0))])[0] for text in texts]
         assert min(float(logits.std()) for logits in expected) > 0.1, "degenerate logits would hide an error"
         for width in range(1, WIDEST + 1):
-            (found,) = read(runner, sequences[:1], [repeat((width, width % 3))])
+            (found,) = read(runner, texts[:1], [repeat((width, width % 3))])
             np.testing.assert_array_equal(found, expected[0], f"{width} at a time, {threads} threads")
         for batch in range(2, ROWS + 1):
             rows = random.permutation(ROWS)[:batch].tolist()
-            together = read(runner, [sequences[row] for row in rows], [odd() for _ in rows], int(ROWS - batch > 2))
+            together = read(runner, [texts[row] for row in rows], [odd() for _ in rows], int(ROWS - batch > 2))
             for row, found in zip(rows, together, strict=True):
                 np.testing.assert_array_equal(found, expected[row], f"text {row} of {rows}, {threads} threads")
 
 
-def model_of(name: str) -> Any:
-    if name in ARCHITECTURES:
-        return tiny_model(name)
-    classes, config = HYBRIDS[name]
-    return make_model(classes, config | {"vocab_size": KNOWN})
-
-
 @pytest.mark.fuzz
-@pytest.mark.parametrize("name", [*ARCHITECTURES, *HYBRIDS])
+@pytest.mark.parametrize("name", [name for name in (*ARCHITECTURES, *HYBRIDS) if name not in ALIKE])
 def test_every_architecture(name: str, tmp_path: Path) -> None:
-    model = model_of(name)
-    assert_same_bits(compiled(model, tmp_path / "float"), tmp_path / "float")
+    classes, config = (ARCHITECTURES | HYBRIDS)[name]
+    model = tiny_model(name) if name in ARCHITECTURES else make_model(classes, config | {"vocab_size": KNOWN})
+    assert_same_bits((compiled(model, tmp_path), tmp_path), name)
     if name not in NOT_IN_EIGHT_BITS:
-        assert_same_bits(compiled(model, tmp_path / "int8", quantize="int8"), tmp_path / "int8")
+        assert_same_bits((compiled(model, tmp_path / "int8", quantize="int8"), tmp_path / "int8"), "")
 
 
-def rounded(kind: str) -> Callable[[], Any]:
-    def make() -> Any:
-        import torch
+def built(folder: Path, source: Path | None = None, **values: Any) -> Made:
+    """A bundle's target; of a tiny Llama, if not of ``source``."""
+    from specexport.build.pipeline import build_bundle
+    from specexport.recipe import BuildRecipe
 
-        model = make_model(*ARCHITECTURES["llama"])
-        return model.to(getattr(torch, kind)).float()
+    source = source or save_checkpoint(tiny_model("llama"), folder / "model")
+    recipe = BuildRecipe(target=str(source), output=str(folder / "out"), max_model_len=64, check=False, **values)
+    return build_bundle(recipe, use_cache=False).manifest.models["target"], folder / "out"
 
-    return make
+
+def rounded(folder: Path, dtype: str) -> Made:
+    """A Llama whose weights are those of a checkpoint in 16 bits."""
+    import torch
+
+    model = make_model(*ARCHITECTURES["llama"])
+    return compiled(model.to(getattr(torch, dtype)).float(), folder), folder
+
+
+def kept(folder: Path) -> Made:
+    write_gguf(
+        make_model("Qwen2", GROUPED | {"hidden_size": 256, "intermediate_size": 256}), folder / "g.gguf", kinds=MIXED
+    )
+    return built(folder, folder / "g.gguf")
+
+
+def kept_experts(folder: Path) -> Made:
+    write_experts(folder / "g.gguf", "qwen3moe", MIXED_EXPERTS)
+    return built(folder, folder / "g.gguf")
+
+
+def adapted(folder: Path) -> Made:
+    model, only = tiny_model("llama"), ["q_proj", "up_proj"]
+    found = (save_adapter(model, folder / "a", seed=1), save_adapter(model, folder / "b", targets=only, r=2, seed=2))
+    return built(folder, lora=tuple(f"{path.name}={path}" for path in found))
+
+
+ENGINES: dict[str, Callable[[Path], Made]] = {
+    "bf16": lambda folder: rounded(folder, "bfloat16"),
+    "f16": lambda folder: rounded(folder, "float16"),
+    "int4": lambda folder: (compiled(tiny_model("llama"), folder, quantize="int4"), folder),
+    "kept": kept,
+    "kept experts": kept_experts,
+    "adapters": adapted,
+    "int8 caches": lambda folder: built(folder, kv_cache_dtype="int8"),
+    "gated layers": lambda folder: built(folder, self_draft=True),
+}
+FORMATS: dict[str, set[str]] = {
+    "bf16": {"bf16"},
+    "f16": {"f16"},
+    "int4": {"group4_32_f16_zero", "int8"},
+    "kept": set(MIXED.values()),
+    "kept experts": set(MIXED_EXPERTS.values()),
+}
 
 
 @pytest.mark.fuzz
-@pytest.mark.parametrize("kind", ["bfloat16", "float16", "int4"])
-def test_every_format(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ENGINES)
+def test_every_kind_of_engine(kind: str, tmp_path: Path) -> None:
     """Beside float32 and int8, which are above."""
-    entry = (
-        compiled(tiny_model("llama"), tmp_path, quantize=kind)
-        if kind == "int4"
-        else compiled(rounded(kind)(), tmp_path)
-    )
-    print([name for name, *_ in entry.weight_formats])
-    assert_same_bits(entry, tmp_path)
+    entry, folder = ENGINES[kind](tmp_path)
+    assert {name for name, *_ in entry.weight_formats} == FORMATS.get(kind, {"f32"})
+    assert_same_bits((entry, folder), kind)
+
+
+def test_operators_are_looked_for_where_they_can_be_seen() -> None:
+    places = {place for known in LEFT.values() for place in known.values()}
+    assert places <= {*ARCHITECTURES, *HYBRIDS, *ENGINES, *HEADS} - ALIKE
+    names = [name for known in LEFT.values() for name in known]
+    assert len(names) == len(set(names))
