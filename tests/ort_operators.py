@@ -18,27 +18,29 @@ BY_TOKEN = "Each row of a step by itself, and its tokens one after another."
 
 LEFT: dict[str, dict[str, str]] = {
     MOVES: {
-        "Cast": "deepseek_v3", "Clip": "mamba2", "Concat": "qwen3_next", "CumSum": "dflash", "Constant": "mamba2",
-        "ConstantOfShape": "deepseek_v3", "Equal": "adapters", "Expand": "mamba2", "Gather": "llama",
-        "GatherElements": "gptj", "GatherND": "falcon", "Greater": "mamba2", "GreaterOrEqual": "dflash", "Identity": "mamba2", "If": "mamba2",
-        "Neg": "gptj", "NonZero": "adapters", "Not": "deepseek_v3", "Pad": "mamba2", "Range": "deepseek_v3",
-        "ReduceMax": "adapters", "Relu": "opt", "Reshape": "llama", "ScatterElements": "deepseek_v3",
-        "ScatterND": "deepseek_v3", "Shape": "mamba2", "Slice": "mamba2", "Split": "llama", "Squeeze": "llama",
-        "Tile": "gptj", "TopK": "qwen3_moe", "Transpose": "mamba2", "Unsqueeze": "llama", "Where": "mamba2",
+        "Cast": "deepseek_v3", "Clip": "mamba2", "Concat": "qwen3_next", "Constant": "mamba2",
+        "ConstantOfShape": "deepseek_v3", "CumSum": "dflash", "Equal": "adapters", "Expand": "mamba2",
+        "Gather": "llama", "GatherElements": "gptj", "GatherND": "falcon", "Greater": "mamba2",
+        "GreaterOrEqual": "dflash", "Identity": "mamba2", "If": "mamba2", "LessOrEqual": "hydra", "Neg": "gptj",
+        "NonZero": "adapters", "Not": "deepseek_v3", "Pad": "mamba2", "Range": "deepseek_v3", "ReduceMax": "adapters",
+        "Relu": "opt", "Reshape": "llama", "ScatterElements": "deepseek_v3", "ScatterND": "deepseek_v3",
+        "Shape": "mamba2", "Slice": "mamba2", "Split": "llama", "Squeeze": "llama", "Tile": "gptj", "TopK": "qwen3_moe",
+        "Transpose": "mamba2", "Unsqueeze": "llama", "Where": "mamba2",
     },
     ROUNDS_ONCE: {
         "Add": "mamba2", "Div": "qwen3_next", "Mul": "llama", "Sub": "mamba2",
     },
     EACH: {
         "Exp": "kimi_linear", "FastGelu": "gpt2", "Gelu": "gemma3", "LinearAttentionGate": "mamba2", "Pow": "mamba2",
-        "QuickGelu": "llama", "RotaryEmbedding": "dflash", "Reciprocal": "mamba2", "Sigmoid": "llama", "Sqrt": "mamba2", "Tanh": "gpt2",
+        "QuickGelu": "llama", "Reciprocal": "mamba2", "RotaryEmbedding": "dflash", "Sigmoid": "llama", "Sqrt": "mamba2",
+        "Tanh": "gpt2",
     },
     WHOLE: {
         "Cos": "deepseek_v3", "Log": "kimi_linear", "Sin": "deepseek_v3",
     },
     BY_ROW: {
-        "LayerNormalization": "opt", "LpNormalization": "gated layers", "ReduceMean": "mamba2",
-        "ReduceSum": "qwen3_next", "RMSNormalization": "llama", "SkipLayerNormalization": "opt",
+        "LayerNormalization": "opt", "LpNormalization": "gated layers", "RMSNormalization": "llama",
+        "ReduceMean": "mamba2", "ReduceSum": "qwen3_next", "SkipLayerNormalization": "opt",
         "SkipSimplifiedLayerNormalization": "llama", "Softmax": "qwen3_moe",
     },
     BY_TOKEN: {
