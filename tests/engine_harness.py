@@ -48,7 +48,7 @@ def build(
     from tests.tiny_traces import trace_of
 
     traced = trace_of(model, group_experts=group_experts)
-    report = run_passes(traced.ir_model, default_passes(Recipe()), dump_dir=dump_dir)
+    report = run_passes(traced.ir_model, default_passes(Recipe(), own_operators=True), dump_dir=dump_dir)
     padded_model = traced.ir_model.clone()
     lower_ort_cpu(traced.ir_model)
     write_onnx(traced.ir_model, folder)

@@ -10,6 +10,7 @@ from specexport.frontend import reference_logits, trace_checkpoint
 from specexport.passes.residual_blocks import find_residual_blocks
 from specexport_runtime.errors import UnsupportedModelError
 from tests.engine_harness import Engine, build, make_checkpoint
+from tests.ort_operators import assert_known
 from tests.passes.test_residual_blocks import OBSTACLES
 from tests.tiny_models import ARCHITECTURES, REFUSED, VOCAB, make_model
 from tests.tiny_traces import tiny_model
@@ -29,7 +30,8 @@ def test_engine_logits_equal_eager_transformers(name: str, tmp_path: Path) -> No
     expected = reference_logits(make_checkpoint(model), sequences)
     assert min(float(logits.std()) for logits in expected) > 0.1, "degenerate logits would hide an error"
 
-    ir_model, layers, _ = build(model, tmp_path)
+    ir_model, layers, _ = build(model, tmp_path, group_experts=True)
+    assert_known(ir_model)
     blocks = find_residual_blocks(ir_model)
     assert blocks.obstacle == OBSTACLES.get(name)
     assert len(blocks.blocks) == (0 if blocks.obstacle else 2 * len(layers))

@@ -63,7 +63,7 @@ def open_gated(model: Any, folder: Path, rows: int) -> OrtExecutor:
     from specexport.passes.residual_blocks import find_residual_blocks
 
     traced = trace_of(model)
-    run_passes(traced.ir_model, default_passes(Recipe()))
+    run_passes(traced.ir_model, default_passes(Recipe(), own_operators=True))
     blocks = find_residual_blocks(traced.ir_model)
     assert blocks.obstacle is None
     lower_ort_cpu(traced.ir_model)

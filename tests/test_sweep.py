@@ -3,8 +3,10 @@
 import re
 from pathlib import Path
 
+import onnx_ir
 import pytest
 
+from tests.ort_operators import assert_known
 from tests.tiny_traces import keep_operator_table
 from tools.architecture_sweep import all_names, main, read_results, run_all, write_results
 from tools.sweep_lib import table
@@ -40,6 +42,7 @@ def test_an_architecture_is_made_built_and_compared(name: str, limit: float, tmp
     assert (outcome.outcome, outcome.reason) == (WORKS, "")
     assert outcome.error is not None
     assert outcome.error < limit
+    assert_known(onnx_ir.load(tmp_path / "bundle" / "target" / "model.onnx"))
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ class Fused:
     def __init__(self, model: Any, folder: Path, rows: int = ROWS) -> None:
         traced = trace_of(model)
         self.folder, self.layers, self.graph = folder, traced.layers, traced.ir_model
-        packed = dict(run_passes(self.graph, default_passes(Recipe(), pack=True)))["linear-pack"]
+        packed = dict(run_passes(self.graph, default_passes(Recipe(), pack=True, own_operators=True)))["linear-pack"]
         padded = self.graph.clone()
         rotated = fuse_rotary(self.graph, rows)
         lower_ort_cpu(self.graph)

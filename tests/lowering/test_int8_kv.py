@@ -41,7 +41,7 @@ def ranges_of(model: Any, pieces: Seq[np.ndarray] = TEXTS, max_len: int = 90) ->
 def lower(model: Any, folder: Path, ranges: list[CacheRange] | None, quantize: str | None = None) -> Lowered:
     """Write the graphs of a model; float caches without ``ranges``."""
     traced = trace_of(model)
-    run_passes(traced.ir_model, default_passes(Recipe(), quantize=quantize))
+    run_passes(traced.ir_model, default_passes(Recipe(), quantize=quantize, own_operators=True))
     graph, padded = traced.ir_model, traced.ir_model.clone()
     fuse_rotary(graph, 128)
     for each in (graph, padded) if ranges is not None else ():

@@ -80,7 +80,7 @@ def make(name: str, folder: Path) -> Built:
 
     model = tiny_model(name)
     traced = trace_of(model)
-    run_passes(traced.ir_model, default_passes(Recipe()))
+    run_passes(traced.ir_model, default_passes(Recipe(), own_operators=True))
     plain = traced.ir_model.clone()
     lower_ort_cpu(plain)
     write_onnx(plain, folder / "plain")
