@@ -1,6 +1,7 @@
 """The operators of ONNX Runtime that are left in engines for CPUs, each with why no token's bits depend on its company.
 
-Whatever multiplies weights is an operator of our own, so no product stands here.
+Whatever multiplies a matrix of weights is an operator of our own, so no product stands here. What norms and causal
+convolutions multiply is each channel's own.
 """
 
 import tempfile

@@ -34,9 +34,9 @@ def test_the_page_names_every_architecture_of_the_installed_transformers_once() 
 @pytest.mark.slow
 @pytest.mark.whole
 @pytest.mark.exports
-@pytest.mark.parametrize(("name", "limit"), [("deepseek_v2", 1e-5), ("zamba2", 3e-5)])
+@pytest.mark.parametrize(("name", "limit"), [("deepseek_v2", 1e-5), ("modernbert-decoder", 1e-5), ("zamba2", 3e-5)])
 def test_an_architecture_is_made_built_and_compared(name: str, limit: float, tmp_path: Path) -> None:
-    """Rotary embeddings in complex numbers; a block that several layers of a hybrid share."""
+    """Rotary embeddings in complex numbers; layers before a tied LM head; a block that several layers share."""
     keep_operator_table()
     outcome = attempt(name, tmp_path)
     assert (outcome.outcome, outcome.reason) == (WORKS, "")

@@ -31,9 +31,24 @@ class FloatBlocksPass(CountingPass):
             elif is_lookup(node):
                 put_lookup(graph, node, of_floats(constant_of(node.inputs[0]), turned=True))  # type: ignore[arg-type]
                 changes += 1
-            elif node.op_type == "MatMul" and (_put_turned(graph, node) or _put_diagonal(graph, node)):
+            elif node.op_type == "MatMul" and any(put(graph, node) for put in (_put_shared, _put_turned, _put_diagonal)):
                 changes += 1
         return changes
+
+
+def _put_shared(graph: ir.Graph, node: ir.Node) -> bool:
+    """Replace ``x [..., K] @ Transpose(W [N, K])``, as LM heads behind more layers have it of a tied embedding."""
+    x, weight = node.inputs
+    turn = None if weight is None else weight.producer()
+    stored = turn.inputs[0] if turn is not None and turn.op_type == "Transpose" else None
+    tensor = constant_of(stored)
+    if x is None or stored is None or tensor is None or len(tensor.shape) != 2:
+        return False
+    emit = Emitter(graph)
+    result = linear(emit, x, str(stored.name), of_floats(tensor, turned=True))
+    result.shape = node.outputs[0].shape
+    emit.replace(node, [result])
+    return True
 
 
 def _put_turned(graph: ir.Graph, node: ir.Node) -> bool:
