@@ -179,6 +179,7 @@ FORMATS: dict[str, set[str]] = {
 
 
 @pytest.mark.fuzz
+@pytest.mark.one_of_kind
 @pytest.mark.parametrize("kind", ENGINES)
 def test_every_kind_of_engine(kind: str, tmp_path: Path) -> None:
     """Beside float32 and int8, which are above."""

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-import onnx_ir
+import onnx_ir as ir
 import pytest
 
 from tests.ort_operators import assert_known
@@ -42,7 +42,7 @@ def test_an_architecture_is_made_built_and_compared(name: str, limit: float, tmp
     assert (outcome.outcome, outcome.reason) == (WORKS, "")
     assert outcome.error is not None
     assert outcome.error < limit
-    assert_known(onnx_ir.load(tmp_path / "bundle" / "target" / "model.onnx"))
+    assert_known(ir.load(tmp_path / "bundle" / "target" / "model.onnx"))
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,9 @@ class FloatBlocksPass(CountingPass):
             elif is_lookup(node):
                 put_lookup(graph, node, of_floats(constant_of(node.inputs[0]), turned=True))  # type: ignore[arg-type]
                 changes += 1
-            elif node.op_type == "MatMul" and any(put(graph, node) for put in (_put_shared, _put_turned, _put_diagonal)):
+            elif node.op_type == "MatMul" and any(
+                put(graph, node) for put in (_put_shared, _put_turned, _put_diagonal)
+            ):
                 changes += 1
         return changes
 
@@ -81,3 +83,7 @@ def _put_diagonal(graph: ir.Graph, node: ir.Node) -> bool:
     ]
     emit.replace(node, [emit.op("Concat", *each, axis=0)])
     return True
+
+
+_OTHER_FORMS = (_put_shared, _put_turned, _put_diagonal)
+"""Products that are none of a linear layer's usual form."""

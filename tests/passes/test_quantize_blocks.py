@@ -35,7 +35,9 @@ def build(name: str, folder: Path, quantize: str | None, **changes: Any) -> tupl
     from specexport.lowering.ort_cpu import lower_ort_cpu
 
     traced = trace_of(tiny_model(name))
-    report = dict(run_passes(traced.ir_model, default_passes(Recipe(), quantize=quantize, own_operators=True, **changes)))
+    report = dict(
+        run_passes(traced.ir_model, default_passes(Recipe(), quantize=quantize, **({"own_operators": True} | changes)))
+    )
     passed = traced.ir_model.clone()
     lower_ort_cpu(traced.ir_model)
     write_onnx(traced.ir_model, folder)

@@ -80,7 +80,7 @@ def test_the_graph_computes_with_what_the_codes_stand_for(tmp_path: Path, monkey
     monkeypatch.setattr(ort, "SessionOptions", options)
     _, layers, _ = build("llama", tmp_path / "float", None)
     exact = verify_logits(tmp_path / "float", layers, [0, 1])
-    graph, layers, report = build("llama", tmp_path / "int4", "int4", **FORM)
+    graph, layers, report = build("llama", tmp_path / "int4", "int4", **FORM, own_operators=False)
     assert report["int4-weights"] == NUM_LINEAR
     found = verify_logits(tmp_path / "int4", layers, [0, 1])
     harness.build(rounded_llama(), tmp_path / "rounded")
