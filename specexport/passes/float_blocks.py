@@ -31,9 +31,7 @@ class FloatBlocksPass(CountingPass):
             elif is_lookup(node):
                 put_lookup(graph, node, of_floats(constant_of(node.inputs[0]), turned=True))  # type: ignore[arg-type]
                 changes += 1
-            elif node.op_type == "MatMul" and any(
-                put(graph, node) for put in (_put_shared, _put_turned, _put_diagonal)
-            ):
+            elif node.op_type == "MatMul" and any(put(graph, node) for put in _OTHER_FORMS):
                 changes += 1
         return changes
 
@@ -45,7 +43,7 @@ def _put_shared(graph: ir.Graph, node: ir.Node) -> bool:
     stored = turn.inputs[0] if turn is not None and turn.op_type == "Transpose" else None
     tensor = constant_of(stored)
     if x is None or stored is None or tensor is None or len(tensor.shape) != 2:
-        return False
+        return False  # a matrix has one other order of its axes
     emit = Emitter(graph)
     result = linear(emit, x, str(stored.name), of_floats(tensor, turned=True))
     result.shape = node.outputs[0].shape
