@@ -49,7 +49,7 @@ class _Rates(NamedTuple):
 
 # Two cores of an EPYC, a model of 1.5 billion: what counts is how much they multiply while they read a byte. With 256
 # bits products are the limit from the first token on; with AVX-512 and VNNI they hide behind the weights up to five.
-_NARROW = _Rates(2e10, 3e-5, {None: 1.2e11, "int8": 1.4e11, "int4": 2e11, "keep": 2e11}, 2.2e10, hidden=0)
+_NARROW = _Rates(2e10, 3e-5, {None: 1.2e11, "int8": 1.4e11, "int4": 1.7e11, "keep": 1.7e11}, 2.2e10, hidden=0)
 _WIDE = _Rates(2e10, 3e-5, {None: 2e11, "int8": 7e11, "int4": 6e11, "keep": 6e11}, 2.2e10, hidden=0.5)
 _CPU = {"avx512vnni": _WIDE, "amx": _WIDE}
 _GPU = _Rates(1.5e12, 2e-5, {None: 1e14}, 1e13, hidden=0)
