@@ -32,23 +32,17 @@ def make_checkpoint(model: Any) -> Any:
     )
 
 
-class Recipe:
-    """What the passes read of a recipe."""
-
-    dtype = "float32"
-
-
 def build(
     model: Any, folder: Path, dump_dir: Path | None = None, *, group_experts: bool = False
 ) -> tuple[Any, tuple[LayerGeometry, ...], dict[str, int]]:
     """Compile ``model`` into ``folder``, both graphs; returns the lowered IR, the layers and what each pass changed."""
     from specexport.backends.ort import write_onnx, write_padded_onnx
     from specexport.lowering.ort_cpu import lower_ort_cpu
-    from specexport.passes import default_passes, run_passes
+    from specexport.passes.pipeline import default_passes, run_passes
     from tests.tiny_traces import trace_of
 
     traced = trace_of(model, group_experts=group_experts)
-    report = run_passes(traced.ir_model, default_passes(Recipe(), own_operators=True), dump_dir=dump_dir)
+    report = run_passes(traced.ir_model, default_passes("float32", own_operators=True), dump_dir=dump_dir)
     padded_model = traced.ir_model.clone()
     lower_ort_cpu(traced.ir_model)
     write_onnx(traced.ir_model, folder)

@@ -23,7 +23,7 @@ from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
 from specexport_runtime.sampling.sampler import Sampler
 from specexport_runtime.sampling.structured import StructuredOutputs
 from specexport_runtime.sequences.layer_choice import LayerRules
-from tests.engine_harness import Recipe, make_checkpoint
+from tests.engine_harness import make_checkpoint
 from tests.tiny_models import HYBRIDS, VOCAB, make_model, save_checkpoint
 from tests.tiny_traces import trace_of
 
@@ -59,11 +59,11 @@ def open_gated(model: Any, folder: Path, rows: int) -> OrtExecutor:
     from specexport.lowering.layer_gate import gate_layers
     from specexport.lowering.ort_cpu import lower_ort_cpu
     from specexport.lowering.step_inputs import step_inputs
-    from specexport.passes import default_passes, run_passes
+    from specexport.passes.pipeline import default_passes, run_passes
     from specexport.passes.residual_blocks import find_residual_blocks
 
     traced = trace_of(model)
-    run_passes(traced.ir_model, default_passes(Recipe(), own_operators=True))
+    run_passes(traced.ir_model, default_passes("float32", own_operators=True))
     blocks = find_residual_blocks(traced.ir_model)
     assert blocks.obstacle is None
     lower_ort_cpu(traced.ir_model)

@@ -4,7 +4,6 @@ import gc
 import importlib.util
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -448,19 +447,19 @@ def compile_graph(
         recipe: resolved.
         job: what it is to become.
         dump_dir: where to write the graph after each pass, if anywhere.
-        **of_passes: what else the passes need to know of this model, see ``passes.default_passes``.
+        **of_passes: what else the passes need to know of this model, see ``passes.pipeline.default_passes``.
 
     Returns:
         fields of the manifest entry.
     """
-    from specexport.passes import default_passes, run_passes
     from specexport.passes.experts_graph import expert_sizes
+    from specexport.passes.pipeline import default_passes, run_passes
 
     backend, weights = find_backend(recipe.backend), list(ir_model.graph.initializers.values())
     backend.check_memory(job)
     with job.clock.stage("passes", job.role):
         passes = default_passes(
-            replace(recipe, dtype=model_dtype(recipe)),
+            model_dtype(recipe),
             pack=recipe.fuse and backend.packs_linear,
             quantize=recipe.quantization_of(job.role),
             quantize_lm_head=recipe.quantize_lm_head,

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from specexport.passes.low_rank import Adapter
 
 
-def list_passes(
+def default_passes(
     dtype: str,
     *,
     pack: bool = False,
@@ -108,14 +108,27 @@ def list_passes(
     ]
 
 
-def run_list(
+def run_passes(
     ir_model: ir.Model,
     passes: Seq[CountingPass],
     *,
     dump_dir: Path | None = None,
     on_pass: Callable[[str], Any] | None = None,
 ) -> tuple[tuple[str, int], ...]:
-    """See ``specexport.passes.run_passes``."""
+    """Run ``passes`` in order on ``ir_model``, in place, checking the contract before the first and after each.
+
+    Args:
+        ir_model: the traced model.
+        passes: from :func:`default_passes`.
+        dump_dir: write the graph after each pass here as ``NN-name.onnx`` (without weights) and ``NN-name.txt``.
+        on_pass: called with each pass's name when it is done.
+
+    Returns:
+        (name, number of changes) of each pass.
+
+    Raises:
+        CheckFailedError: the contract does not hold; the message names the pass after which it broke.
+    """
     report = []
     cast_at = next((n for n, item in enumerate(passes, start=1) if isinstance(item, PrecisionCastPass)), 0)
     _check(ir_model, "tracing", cast_to_come=cast_at > 0)

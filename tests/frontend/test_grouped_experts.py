@@ -10,7 +10,7 @@ import torch
 from specexport.frontend import reference_logits, trace_checkpoint
 from specexport.frontend.experts import Gating, gating_of
 from specexport.ops.experts import EACH, EXPERTS
-from tests.engine_harness import Engine, Recipe, build, make_checkpoint
+from tests.engine_harness import Engine, build, make_checkpoint
 from tests.tiny_models import ARCHITECTURES, HYBRIDS, VOCAB, make_model
 from tests.tiny_traces import tiny_model, trace_of
 
@@ -88,11 +88,11 @@ def test_experts_without_gates_are_squared_or_stay_batched(activation: str, squa
 def test_no_token_of_a_quantized_model_depends_on_the_step(name: str, kind: str, tmp_path: Path) -> None:
     from specexport.backends.ort import write_onnx
     from specexport.lowering.ort_cpu import lower_ort_cpu
-    from specexport.passes import default_passes, run_passes
+    from specexport.passes.pipeline import default_passes, run_passes
 
     traced = trace_of(tiny_model(name), group_experts=True)
     graph = traced.ir_model
-    report = dict(run_passes(graph, default_passes(Recipe(), quantize=kind)))
+    report = dict(run_passes(graph, default_passes("float32", quantize=kind)))
     assert report["experts-quantize"] == LAYERS[name]
     routers = [n for n in graph.graph if n.op_type == "BlockLinear" and n.attributes["N"].as_int() == 4]
     assert [node.attributes["format"].as_string() for node in routers] == ["int8"] * LAYERS[name]

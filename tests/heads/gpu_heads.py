@@ -28,8 +28,8 @@ from specexport.lowering.feature_gate import feature_size
 from specexport.lowering.ort_cuda import attach_paged_attention
 from specexport.lowering.step_inputs import step_inputs
 from specexport.lowering.tensorrt import lower_tensorrt
-from specexport.passes import default_passes, run_passes
 from specexport.passes.linear_flatten import LinearFlattenPass
+from specexport.passes.pipeline import default_passes, run_passes
 from specexport_runtime import SpecEngine
 from specexport_runtime.bundle.cut_head import CutHead
 from specexport_runtime.bundle.head_steps import HeadSteps, head_steps
@@ -69,12 +69,8 @@ def trace_own(loaded: Any, dtype: str = "float32") -> Traced:
     return _passed(trace_head(loaded.head.to(getattr(torch, dtype)), fixed_sizes=True), dtype)
 
 
-class _Recipe(NamedTuple):
-    dtype: str
-
-
 def _passed(traced: Any, dtype: str = "float32") -> Traced:
-    run_passes(traced.ir_model, default_passes(_Recipe(dtype)))
+    run_passes(traced.ir_model, default_passes(dtype))
     return Traced(traced.ir_model, tuple(traced.layers))
 
 

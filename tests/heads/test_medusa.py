@@ -33,7 +33,7 @@ from specexport.heads.files import open_head
 from specexport.heads.read import read_config
 from specexport.heads.trace import trace_head
 from specexport.inspect import describe
-from specexport.passes.pipeline import list_passes, run_list
+from specexport.passes.pipeline import default_passes, run_passes
 from specexport.recipe import BuildRecipe
 from specexport.verify.sampling import Setting, check_sampling
 from specexport_runtime import SamplingParams, SpecEngine
@@ -212,9 +212,9 @@ def test_what_is_missing_or_misshapen_is_named(tmp_path: Path, plain_target: Any
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_all_lm_heads_stay_float_where_one_would(quantize: str, tmp_path: Path, plain_target: Any) -> None:
     medusa(tmp_path, plain_target)
-    passes = list_passes("float32", quantize=quantize, quantize_lm_head=False)
+    passes = default_passes("float32", quantize=quantize, quantize_lm_head=False)
     model = trace_head(load(tmp_path, plain_target).head).ir_model
-    run_list(model, passes)
+    run_passes(model, passes)
     kept = [name for name in model.graph.initializers if "lm_heads" in name]
     assert len(kept) == 3
     assert not any("int" in name for name in kept)

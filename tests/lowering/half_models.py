@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from specexport.passes import default_passes, run_passes
+from specexport.passes.pipeline import default_passes, run_passes
 from tests.tiny_models import ARCHITECTURES, make_model
 from tests.tiny_traces import tiny_model, trace_of
 
@@ -26,10 +26,6 @@ class HalfModel(NamedTuple):
     layers: Any
 
 
-class _Recipe(NamedTuple):
-    dtype: str
-
-
 def load(name: str, dtype: str) -> Any:
     """A model of ``ARCHITECTURES`` by way of the disk: loading, not ``model.half()``, leaves buffers in float32."""
     with tempfile.TemporaryDirectory() as folder:
@@ -43,5 +39,5 @@ def trace(name: str, dtype: str) -> HalfModel:
     """Load, trace and run the passes; ``dtype`` may be float32 too."""
     model = tiny_model(name) if dtype == "float32" else load(name, dtype)
     traced = trace_of(model)
-    run_passes(traced.ir_model, default_passes(_Recipe(dtype)))
+    run_passes(traced.ir_model, default_passes(dtype))
     return HalfModel(model, traced.ir_model, traced.layers)

@@ -13,8 +13,8 @@ from specexport.frontend import reference_logits
 from specexport.lowering.fuse import fuse_rotary, rotary_rows
 from specexport.lowering.fuse_norm import fuse_norms
 from specexport.lowering.ort_cpu import lower_ort_cpu
-from specexport.passes import default_passes, run_passes
-from tests.engine_harness import Engine, Recipe, make_checkpoint
+from specexport.passes.pipeline import default_passes, run_passes
+from tests.engine_harness import Engine, make_checkpoint
 from tests.tiny_models import BASE, VOCAB, make_model
 from tests.tiny_traces import tiny_model, trace_of
 
@@ -42,7 +42,7 @@ class Fused:
     def __init__(self, model: Any, folder: Path, rows: int = ROWS) -> None:
         traced = trace_of(model)
         self.folder, self.layers, self.graph = folder, traced.layers, traced.ir_model
-        packed = dict(run_passes(self.graph, default_passes(Recipe(), pack=True, own_operators=True)))["linear-pack"]
+        packed = dict(run_passes(self.graph, default_passes("float32", pack=True, own_operators=True)))["linear-pack"]
         padded = self.graph.clone()
         rotated = fuse_rotary(self.graph, rows)
         lower_ort_cpu(self.graph)
@@ -129,7 +129,7 @@ def test_a_position_beyond_the_tables_is_an_error_not_a_wrong_answer(llama: Fuse
 
 def test_tables_that_are_large_for_their_model_are_not_made() -> None:
     graph = trace_of(tiny_model("llama")).ir_model
-    run_passes(graph, default_passes(Recipe(), pack=True))
+    run_passes(graph, default_passes("float32", pack=True))
     assert fuse_rotary(graph.clone(), None) == 0
     assert fuse_rotary(graph.clone(), 2**16) == 0, "two tables of 2 MiB each, for a model of half a megabyte"
     assert fuse_rotary(graph, 2**10) == 2
@@ -140,7 +140,7 @@ def test_what_is_no_plain_rotation_is_left_alone(spoil: str) -> None:
     import onnx_ir as ir
 
     graph = trace_of(tiny_model("llama")).ir_model
-    run_passes(graph, default_passes(Recipe(), pack=True))
+    run_passes(graph, default_passes("float32", pack=True))
     rotations = [node for node in graph.graph if node.op_type == "RotaryEmbedding"]
     if spoil == "second side":  # keys that are not rotated
         ir.convenience.replace_all_uses_with(rotations[1].outputs[0], rotations[1].inputs[0])

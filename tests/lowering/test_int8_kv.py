@@ -13,8 +13,8 @@ from specexport.frontend import cache_ranges
 from specexport.lowering.fuse import fuse_rotary
 from specexport.lowering.int8_kv import use_int8_caches
 from specexport.lowering.ort_cpu import lower_ort_cpu
-from specexport.passes import default_passes, run_passes
-from tests.engine_harness import INT8_POISON, Engine, Recipe, make_checkpoint
+from specexport.passes.pipeline import default_passes, run_passes
+from tests.engine_harness import INT8_POISON, Engine, make_checkpoint
 from tests.tiny_models import make_llama
 from tests.tiny_traces import tiny_model, trace_of
 
@@ -41,7 +41,7 @@ def ranges_of(model: Any, pieces: Seq[np.ndarray] = TEXTS, max_len: int = 90) ->
 def lower(model: Any, folder: Path, ranges: list[CacheRange] | None, quantize: str | None = None) -> Lowered:
     """Write the graphs of a model; float caches without ``ranges``."""
     traced = trace_of(model)
-    run_passes(traced.ir_model, default_passes(Recipe(), quantize=quantize, own_operators=True))
+    run_passes(traced.ir_model, default_passes("float32", quantize=quantize, own_operators=True))
     graph, padded = traced.ir_model, traced.ir_model.clone()
     fuse_rotary(graph, 128)
     for each in (graph, padded) if ranges is not None else ():

@@ -19,7 +19,7 @@ from specexport.lowering.step_inputs import step_inputs
 from specexport.passes.residual_blocks import find_residual_blocks
 from specexport_runtime.abi import GATE_INPUTS, SIMILARITY
 from specexport_runtime.errors import CheckFailedError
-from tests.engine_harness import Engine, Recipe, make_checkpoint, pack
+from tests.engine_harness import Engine, make_checkpoint, pack
 from tests.tiny_models import ARCHITECTURES, VOCAB, make_model
 from tests.tiny_traces import tiny_model, trace_of
 
@@ -76,11 +76,11 @@ def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def make(name: str, folder: Path) -> Built:
     from specexport.backends.ort import write_onnx
-    from specexport.passes import default_passes, run_passes
+    from specexport.passes.pipeline import default_passes, run_passes
 
     model = tiny_model(name)
     traced = trace_of(model)
-    run_passes(traced.ir_model, default_passes(Recipe(), own_operators=True))
+    run_passes(traced.ir_model, default_passes("float32", own_operators=True))
     plain = traced.ir_model.clone()
     lower_ort_cpu(plain)
     write_onnx(plain, folder / "plain")
@@ -247,13 +247,13 @@ def llama() -> Any:
     import torch
 
     from specexport.frontend import trace_checkpoint
-    from specexport.passes import default_passes, run_passes
+    from specexport.passes.pipeline import default_passes, run_passes
 
     model = make_model(*ARCHITECTURES["llama"])
     with torch.no_grad():
         model.model.embed_tokens.weight[5] = 0
     traced = trace_checkpoint(make_checkpoint(model))
-    run_passes(traced.ir_model, default_passes(Recipe()))
+    run_passes(traced.ir_model, default_passes("float32"))
     return traced
 
 

@@ -131,14 +131,13 @@ def test_no_token_of_a_quantized_model_depends_on_where_a_tile_of_attention_ends
     """Flash attention takes 2 D = 32 queries at a time: the last of 33 would be multiplied by another kernel."""
     from specexport.backends.ort import write_onnx
     from specexport.lowering.ort_cpu import lower_ort_cpu
-    from specexport.passes import default_passes, run_passes
-    from tests.engine_harness import Recipe
+    from specexport.passes.pipeline import default_passes, run_passes
     from tests.tiny_models import VOCAB
     from tests.tiny_traces import trace_of
 
     traced = trace_of(tiny_model("llama"))
     assert traced.layers[0].k_dim == traced.layers[0].v_dim == 16
-    run_passes(traced.ir_model, default_passes(Recipe(), quantize="int8"))
+    run_passes(traced.ir_model, default_passes("float32", quantize="int8"))
     lower_ort_cpu(traced.ir_model)
     write_onnx(traced.ir_model, tmp_path)
     tokens = np.random.default_rng(8).integers(3, VOCAB, 70).tolist()

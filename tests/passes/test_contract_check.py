@@ -7,11 +7,10 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from specexport.passes import default_passes, run_passes
 from specexport.passes.base import CountingPass, attention_nodes
 from specexport.passes.contract_check import ContractCheckPass
+from specexport.passes.pipeline import default_passes, run_passes
 from specexport_runtime.errors import CheckFailedError
-from tests.engine_harness import Recipe
 
 
 def swap_caches(model: ir.Model) -> None:
@@ -89,7 +88,7 @@ def test_the_pass_that_breaks_it_is_named(traced: Callable[[str], Any]) -> None:
             swap_caches(model)
             return 1
 
-    passes = default_passes(Recipe())
+    passes = default_passes("float32")
     with pytest.raises(CheckFailedError, match=r"after pass cache-swap .*in the place of"):
         run_passes(traced("llama"), [passes[0], CacheSwapPass(), *passes[1:]])
 

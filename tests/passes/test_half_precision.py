@@ -6,9 +6,8 @@ from typing import Any
 import onnx_ir as ir
 import pytest
 
-from specexport.passes import run_passes
 from specexport.passes.contract_check import ContractCheckPass
-from specexport.passes.pipeline import list_passes
+from specexport.passes.pipeline import default_passes, run_passes
 from specexport.passes.precision_cast import PrecisionCastPass
 from specexport_runtime.errors import CheckFailedError, RecipeError
 from tests.lowering.half_models import load, trace
@@ -72,7 +71,7 @@ def test_half_logits_are_allowed_until_the_cast_and_never_after_it() -> None:
     words = "output logits is BFLOAT16, not float32"
     assert words in ContractCheckPass.problems(raw)
     assert ContractCheckPass.problems(raw, cast_to_come=True) == []
-    without = [item for item in list_passes("bfloat16") if not isinstance(item, PrecisionCastPass)]
+    without = [item for item in default_passes("bfloat16") if not isinstance(item, PrecisionCastPass)]
     with pytest.raises(CheckFailedError, match=f"after tracing .*{words}"):
         run_passes(raw.clone(), without)
     next(value for value in raw.graph.outputs if value.name == "logits").type = ir.TensorType(ir.DataType.FLOAT16)

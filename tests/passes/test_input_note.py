@@ -12,12 +12,12 @@ from specexport.backends import ort
 from specexport.channel_ranges import ChannelRanges
 from specexport.frontend import Checkpoint, activation_ranges
 from specexport.lowering.ort_cpu import lower_ort_cpu
-from specexport.passes import block_make, default_passes, run_passes
+from specexport.passes import block_make
 from specexport.passes.block_search import extreme_blocks, search_blocks
 from specexport.passes.input_note import InputNotePass, inputs_of
+from specexport.passes.pipeline import default_passes, run_passes
 from specexport.passes.quantize import quantizing_passes
 from specexport.passes.quantize_sites import linear_site
-from tests.engine_harness import Recipe
 from tests.sessions import session_of
 from tests.tiny_models import ARCHITECTURES, make_model
 from tests.tiny_traces import tiny_model, trace_of
@@ -127,7 +127,7 @@ def test_notes_follow_their_weights_through_packing() -> None:
     checkpoint = Checkpoint(**dict.fromkeys(Checkpoint.__dataclass_fields__) | {"model": model})
     ranges = activation_ranges(checkpoint, PIECES)
     traced = trace_of(model)
-    passes = default_passes(Recipe(), pack=True, quantize="int4", ranges=ranges)
+    passes = default_passes("float32", pack=True, quantize="int4", ranges=ranges)
     kept = [item for item in passes if item.name != "int4-quantize"]
     report = dict(run_passes(traced.ir_model, kept))
     sites = [site for node in traced.ir_model.graph if (site := linear_site(node)) is not None]
@@ -162,7 +162,7 @@ def test_a_weight_is_searched_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     checkpoint = Checkpoint(**dict.fromkeys(Checkpoint.__dataclass_fields__) | {"model": model})
     ranges = activation_ranges(checkpoint, PIECES)
     traced = trace_of(model)
-    run_passes(traced.ir_model, default_passes(Recipe(), quantize="int4", ranges=ranges))
+    run_passes(traced.ir_model, default_passes("float32", quantize="int4", ranges=ranges))
     lower_ort_cpu(traced.ir_model)
     assert not searched, "before it is written"
     ort.write_onnx(traced.ir_model, tmp_path)

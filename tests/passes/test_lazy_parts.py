@@ -9,7 +9,7 @@ import pytest
 from specexport.channel_ranges import ChannelRanges
 from specexport.frontend import load_checkpoint, trace_checkpoint
 from specexport.onnx_emit import has_parts, lazy_tensor, part_of
-from specexport.passes.pipeline import list_passes
+from specexport.passes.pipeline import default_passes
 from specexport.passes.quantize_sites import channel_parts
 from tests.tiny_models import make_llama, save_checkpoint
 
@@ -26,7 +26,7 @@ def test_what_passes_make_of_a_weight_can_be_made_in_parts(tied: bool, tmp_path:
     }
     ids = np.arange(5, 320, 3, dtype=np.int32)
     seen: set[str] = set()
-    for item in list_passes("float32", pack=True, quantize="int8", head_ids=ids, ranges=ranges):
+    for item in default_passes("float32", pack=True, quantize="int8", head_ids=ids, ranges=ranges):
         if item.name == "int8-quantize":
             break
         item(model)

@@ -3,7 +3,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.engine_harness import Engine, Recipe
+from tests.engine_harness import Engine
 from tests.tiny_traces import tiny_model, trace_of
 
 
@@ -11,14 +11,14 @@ from tests.tiny_traces import tiny_model, trace_of
 def test_the_same_logits_with_every_linear_layer_as_a_matrix_product(name: str, tmp_path: Path) -> None:
     from specexport.backends.ort import write_onnx
     from specexport.lowering.ort_cpu import lower_ort_cpu
-    from specexport.passes import default_passes, run_passes
     from specexport.passes.base import constant_of
     from specexport.passes.linear_flatten import LinearFlattenPass
+    from specexport.passes.pipeline import default_passes, run_passes
 
     logits = []
     for flatten in (False, True):
         traced = trace_of(tiny_model(name))
-        run_passes(traced.ir_model, default_passes(Recipe()))
+        run_passes(traced.ir_model, default_passes("float32"))
         if flatten:
             before = sum(node.op_type == "MatMul" for node in traced.ir_model.graph)
             ((_, changed),) = run_passes(traced.ir_model, [LinearFlattenPass()])

@@ -8,10 +8,9 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from specexport.passes import default_passes, run_passes
 from specexport.passes.contract_check import ContractCheckPass
 from specexport.passes.linear_pack import LinearPackPass, packing_passes
-from tests.engine_harness import Recipe
+from specexport.passes.pipeline import default_passes, run_passes
 from tests.passes.test_passes import add_weight
 
 Traced = Callable[[str], Any]
@@ -21,7 +20,7 @@ PACKED = {"llama": 10, "llama_tied": 10, "gpt2": 0, "phi3": 0, "qwen3_moe": 6, "
 
 def prepare(model: Any) -> Any:
     """``model`` as the pass finds it."""
-    passes = default_passes(Recipe())
+    passes = default_passes("float32")
     run_passes(model, passes[: [item.name for item in passes].index("precision-cast")])
     return model
 

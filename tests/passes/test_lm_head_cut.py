@@ -8,11 +8,11 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from specexport.passes import default_passes, run_passes
 from specexport.passes.lm_head_cut import LmHeadCutPass
+from specexport.passes.pipeline import default_passes, run_passes
 from specexport_runtime.abi import LOGITS
 from specexport_runtime.errors import UnsupportedModelError
-from tests.engine_harness import Engine, Recipe
+from tests.engine_harness import Engine
 from tests.tiny_models import VOCAB, make_model
 from tests.tiny_traces import tiny_model, trace_of
 
@@ -42,7 +42,7 @@ def logits_of(model: Any, folder: Path, **changes: Any) -> tuple[np.ndarray, dic
     from specexport.lowering.ort_cpu import lower_ort_cpu
 
     traced = trace_of(model)
-    report = dict(run_passes(traced.ir_model, default_passes(Recipe(), own_operators=True, **changes)))
+    report = dict(run_passes(traced.ir_model, default_passes("float32", own_operators=True, **changes)))
     passed = traced.ir_model.clone()
     lower_ort_cpu(traced.ir_model)
     write_onnx(traced.ir_model, folder)

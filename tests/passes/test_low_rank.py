@@ -14,9 +14,8 @@ from specexport.frontend.lora_fit import read_adapter
 from specexport.frontend.lora_merge import low_ranks
 from specexport.lowering.low_rank import expand_adapters
 from specexport.lowering.ort_cpu import lower_ort_cpu
-from specexport.passes import run_passes
 from specexport.passes.low_rank import MARK, LowRankMarkPass
-from specexport.passes.pipeline import list_passes
+from specexport.passes.pipeline import default_passes, run_passes
 from specexport_runtime.errors import UnsupportedModelError
 from tests.engine_harness import pack
 from tests.sessions import session_of
@@ -56,7 +55,7 @@ def test_the_products_are_those_of_the_factors(
         save_adapter(model, tmp_path / "b", targets=some, seed=2, r=2),
     ]
     adapters = [low_ranks(read_adapter(find_adapter(folder.name, str(folder)), model)) for folder in folders]
-    report = dict(run_passes(ir_model, list_passes("float32", pack=pack_layers, adapters=adapters)))
+    report = dict(run_passes(ir_model, default_passes("float32", pack=pack_layers, adapters=adapters)))
     assert report["low-rank-mark"]
     lower_ort_cpu(ir_model)
     assert expand_adapters(ir_model, adapters) == report["low-rank-mark"]
@@ -80,7 +79,7 @@ def test_a_layer_that_is_not_there_is_refused(traced: Callable[[str], Any], tmp_
     model = _model_of("llama")
     folder = save_adapter(model, tmp_path / "a", targets=["lm_head"])
     adapter = low_ranks(read_adapter(find_adapter("a", str(folder)), model))
-    passes = list_passes("float32", adapters=[adapter])
+    passes = default_passes("float32", adapters=[adapter])
     with pytest.raises(UnsupportedModelError, match="lm_head is no layer that requests can choose an adapter for"):
         run_passes(traced("llama"), passes)
 

@@ -10,17 +10,16 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from specexport.passes import default_passes, run_passes
 from specexport.passes.constant_fold import ConstantFoldPass
 from specexport.passes.logit_row_select import LogitRowSelectPass
 from specexport.passes.node_deduplicate import NodeDeduplicatePass
 from specexport.passes.operator_fuse import OperatorFusePass
+from specexport.passes.pipeline import default_passes, run_passes
 from specexport.passes.precision_cast import PrecisionCastPass
 from specexport.passes.transpose_fold import TransposeFoldPass
 from specexport.passes.weight_deduplicate import WeightDeduplicatePass
 from specexport.passes.weight_remove import WeightRemovePass
 from specexport_runtime.errors import CheckFailedError
-from tests.engine_harness import Recipe
 from tests.tiny_models import VOCAB
 
 Traced = Callable[[str], Any]
@@ -53,7 +52,7 @@ def find_weights(model: ir.Model, shape: tuple[int, ...]) -> list[str]:
 
 
 def test_the_list_is_documented_and_runs_in_order(traced: Traced) -> None:
-    passes = default_passes(Recipe())
+    passes = default_passes("float32")
     assert [item.name for item in passes] == NAMES
     assert all(len(item.reason) > 20 and item.__doc__ for item in passes)
     assert all(type(item).__name__.endswith("Pass") for item in passes)
@@ -64,7 +63,7 @@ def test_the_list_is_documented_and_runs_in_order(traced: Traced) -> None:
 
 def test_what_the_passes_do_to_a_tied_llama(traced: Traced) -> None:
     model = traced("llama_tied")
-    report = dict(run_passes(model, default_passes(Recipe())))
+    report = dict(run_passes(model, default_passes("float32")))
     # Per layer 2 norms and 2 rotary embeddings, and the last norm; 7 linear weights a layer; the head in one Gemm.
     assert (report["operator-fuse"], report["transpose-fold"], report["logit-row-select"]) == (9, 14, 1)
     counts = count(model)
@@ -76,7 +75,7 @@ def test_what_the_passes_do_to_a_tied_llama(traced: Traced) -> None:
 
 def test_a_dump_shows_the_graph_after_each_pass_without_weights(traced: Traced, tmp_path: Path) -> None:
     model = traced("llama")
-    run_passes(model, default_passes(Recipe()), dump_dir=tmp_path)
+    run_passes(model, default_passes("float32"), dump_dir=tmp_path)
     stems = [f"{i:02d}-{name}" for i, name in enumerate(["traced", *NAMES])]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
         stem + end for stem in stems for end in (".onnx", ".txt")

@@ -9,12 +9,12 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from specexport.passes import default_passes, run_passes
 from specexport.passes.block_make import half_up, int4_weight, int8_weight
+from specexport.passes.pipeline import default_passes, run_passes
 from specexport.passes.quantize import quantizing_passes
 from specexport.passes.quantize_blocks import HEAD_SHARE, BlockQuantizePass
 from specexport_runtime.errors import RecipeError, UnsupportedModelError
-from tests.engine_harness import Engine, Recipe
+from tests.engine_harness import Engine
 from tests.sessions import session_of
 from tests.tiny_models import VOCAB, make_llama
 from tests.tiny_traces import tiny_model, trace_of
@@ -36,7 +36,7 @@ def build(name: str, folder: Path, quantize: str | None, **changes: Any) -> tupl
 
     traced = trace_of(tiny_model(name))
     report = dict(
-        run_passes(traced.ir_model, default_passes(Recipe(), quantize=quantize, **({"own_operators": True} | changes)))
+        run_passes(traced.ir_model, default_passes("float32", quantize=quantize, **({"own_operators": True} | changes)))
     )
     passed = traced.ir_model.clone()
     lower_ort_cpu(traced.ir_model)
@@ -89,7 +89,7 @@ def test_a_row_does_not_depend_on_its_neighbours(kind: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_the_lm_head_can_stay_as_it_is(traced: Traced, kind: str) -> None:
     model = traced("llama_tied")
-    report = dict(run_passes(model, default_passes(Recipe(), quantize=kind, quantize_lm_head=False)))
+    report = dict(run_passes(model, default_passes("float32", quantize=kind, quantize_lm_head=False)))
     assert report[f"{kind}-quantize"] == 14
     assert any(node.op_type == "Gather" and node.inputs[0].dtype == ir.DataType.FLOAT for node in model.graph)
     (head,) = [node for node in model.graph if node.op_type == "Gemm"]
@@ -102,7 +102,7 @@ def test_a_small_lm_head_has_eight_bits_beside_int4(vocab_size: int, bits: int) 
     head, layers = vocab_size * 64, sum(p.numel() for n, p in model.named_parameters() if "proj" in n)
     assert (head / (head + layers) > HEAD_SHARE) == (bits == 4), "the test's own models"
     graph = trace_of(model).ir_model
-    report = dict(run_passes(graph, default_passes(Recipe(), quantize="int4")))
+    report = dict(run_passes(graph, default_passes("float32", quantize="int4")))
     assert report["int4-quantize"] == 16
     formats = formats_of(graph)
     assert formats["BlockEmbedding"] == ["int8"]
@@ -124,7 +124,7 @@ def formats_of(model: ir.Model) -> dict[str, list[str]]:
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_batched_experts_are_refused_by_name(traced: Traced, name: str, kind: str) -> None:
     with pytest.raises(UnsupportedModelError, match=rf"{kind} was asked for, and .*experts.* is no matrix.*--quantize"):
-        run_passes(traced(name), default_passes(Recipe(), quantize=kind))
+        run_passes(traced(name), default_passes("float32", quantize=kind))
 
 
 def test_an_unknown_kind_is_refused() -> None:
@@ -225,6 +225,6 @@ def test_float_weights_are_as_narrow_as_what_they_hold(stored: str, kind: str, t
         if value.const_value.dtype == ir.DataType.FLOAT:
             held = value.const_value.numpy().astype(stored).astype(np.float32)
             value.const_value = ir.tensor(held, name=value.name)
-    report = dict(run_passes(model, default_passes(Recipe(), own_operators=True)))
+    report = dict(run_passes(model, default_passes("float32", own_operators=True)))
     assert report["float-blocks"] == 16
     assert formats_of(model) == {"BlockLinear": [kind] * 15, "BlockEmbedding": [kind]}

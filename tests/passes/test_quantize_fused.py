@@ -9,12 +9,11 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from specexport.passes import default_passes, run_passes
+from specexport.passes.pipeline import default_passes, run_passes
 from specexport.passes.quantize_fused import nbits_bytes, pack_channels
 from specexport.passes.quantize_weights import quantize_blocks
 from specexport_runtime.errors import UnsupportedModelError
 from tests import engine_harness as harness
-from tests.engine_harness import Recipe
 from tests.passes.test_quantize_blocks import build, verify_logits, worst_row
 from tests.tiny_models import make_llama
 from tests.tiny_traces import tiny_model, trace_of
@@ -76,7 +75,7 @@ def test_codes_are_those_of_the_other_form_with_scales_as_they_are_stored(rounde
 
 def test_bytes_of_the_layers_are_counted() -> None:
     model = trace_of(make_llama(0)).ir_model
-    run_passes(model, default_passes(Recipe(), quantize="int4", **FORM))
+    run_passes(model, default_passes("float32", quantize="int4", **FORM))
     stored, before = nbits_bytes(model.graph, "float16")
     nodes = [node for node in model.graph if node.op_type == "MatMulNBits"]
     sizes = [[node.attributes[key].as_int() for key in "NK"] for node in nodes]
@@ -89,21 +88,18 @@ def test_bytes_of_the_layers_are_counted() -> None:
 def test_what_the_kernel_does_not_take_keeps_its_weights() -> None:
     """A vocabulary that is no multiple of 8: its head would be made float in every step."""
     model = trace_of(make_llama(0, vocab_size=317)).ir_model
-    assert dict(run_passes(model, default_passes(Recipe(), quantize="int4", **FORM)))["int4-fused"] == 14
+    assert dict(run_passes(model, default_passes("float32", quantize="int4", **FORM)))["int4-fused"] == 14
     assert [node for node in model.graph if node.op_type in ("MatMul", "Gemm") and node.inputs[1].is_initializer()]
     model = trace_of(make_llama(0, hidden_size=36, head_dim=12, intermediate_size=36)).ir_model
     with pytest.raises(UnsupportedModelError, match="no linear layer has a multiple of 8 inputs and of 8 outputs"):
-        run_passes(model, default_passes(Recipe(), quantize="int4", **FORM))
+        run_passes(model, default_passes("float32", quantize="int4", **FORM))
 
 
 def test_scales_have_the_dtype_of_the_model() -> None:
     from tests.lowering.half_models import load
 
-    class Half:
-        dtype = "bfloat16"
-
     model = trace_of(load("llama", "bfloat16")).ir_model
-    run_passes(model, default_passes(Half(), quantize="int4", **FORM))
+    run_passes(model, default_passes("bfloat16", quantize="int4", **FORM))
     scales = [v for v in model.graph.initializers.values() if str(v.name).endswith(".int4_scale")]
     assert {value.dtype for value in scales} == {ir.DataType.BFLOAT16}
     for value in scales:

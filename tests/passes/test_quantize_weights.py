@@ -9,12 +9,11 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from specexport.passes import default_passes, run_passes
+from specexport.passes.pipeline import default_passes, run_passes
 from specexport.passes.quantize import quantizing_passes
 from specexport.passes.quantize_weights import quantize_blocks
 from specexport_runtime.errors import RecipeError, UnsupportedModelError
 from tests import engine_harness as harness
-from tests.engine_harness import Recipe
 from tests.passes.test_quantize_blocks import build, verify_logits, worst_row
 from tests.tiny_models import make_llama
 from tests.tiny_traces import tiny_model, trace_of
@@ -100,14 +99,14 @@ def test_the_graph_computes_with_what_the_codes_stand_for(tmp_path: Path, monkey
 
 def test_the_lm_head_can_stay_as_it_is() -> None:
     model = trace_of(make_llama(0)).ir_model
-    passes = default_passes(Recipe(), quantize="int4", **FORM, quantize_lm_head=False)
+    passes = default_passes("float32", quantize="int4", **FORM, quantize_lm_head=False)
     assert dict(run_passes(model, passes))["int4-weights"] == NUM_LINEAR - 1
 
 
 def test_a_model_that_no_block_divides_is_refused() -> None:
     model = trace_of(make_llama(0, hidden_size=48, intermediate_size=72)).ir_model
     with pytest.raises(UnsupportedModelError, match="multiple of 64 inputs"):
-        run_passes(model, default_passes(Recipe(), quantize="int4", **FORM))
+        run_passes(model, default_passes("float32", quantize="int4", **FORM))
 
 
 @pytest.mark.parametrize("operator", ["MatMulNBits", "DequantizeLinear"])

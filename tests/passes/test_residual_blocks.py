@@ -7,9 +7,8 @@ from typing import Any
 import onnx_ir as ir
 import pytest
 
-from specexport.passes import default_passes, run_passes
+from specexport.passes.pipeline import default_passes, run_passes
 from specexport.passes.residual_blocks import find_residual_blocks
-from tests.engine_harness import Recipe
 
 _PARALLEL = "layer 0 adds attention and MLP to the residual stream in parallel"
 _SHARED_KEYS = "layer 0's attention is read beyond the residual stream"
@@ -218,7 +217,7 @@ def test_a_subgraph_reads_what_its_nodes_read() -> None:
 @pytest.mark.parametrize("name", ["llama", "opt", "phi"])
 def test_traced_architectures(name: str, traced: Callable[[str], Any]) -> None:
     model = traced(name)
-    run_passes(model, default_passes(Recipe()))
+    run_passes(model, default_passes("float32"))
     result = find_residual_blocks(model)
     assert result.obstacle == OBSTACLES.get(name)
     assert len(result.blocks) == (0 if result.obstacle else 4)
