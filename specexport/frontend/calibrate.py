@@ -15,8 +15,16 @@ from specexport.frontend.streaming import streamed
 from specexport.frontend.trace import WEIGHT_PREFIX
 
 
-def ranges(checkpoint: Checkpoint, pieces: Seq[npt.NDArray[np.int64]]) -> dict[str, ChannelRanges]:
-    """See ``specexport.frontend.activation_ranges``."""
+def activation_ranges(checkpoint: Checkpoint, pieces: Seq[npt.NDArray[np.int64]]) -> dict[str, ChannelRanges]:
+    """How large each input channel of each linear layer gets; the first token of each piece is told apart.
+
+    Args:
+        checkpoint: the loaded model.
+        pieces: token ids that the model reads, int64.
+
+    Returns:
+        by name of the layer's weight in a traced graph; a weight of several names is under each.
+    """
     from transformers.pytorch_utils import Conv1D
 
     model: Any = checkpoint.model

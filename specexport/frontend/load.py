@@ -33,10 +33,33 @@ from specexport.frontend.tokenizer import collect_eos_ids, load_tokenizer
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 
 
-def load(
-    source: str, *, dtype: str, revision: str | None, trust_remote_code: bool, keep: bool = False, stream: bool = False
+def load_checkpoint(
+    source: str,
+    *,
+    dtype: str = "float32",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    keep: bool = False,
+    stream: bool = False,
 ) -> Checkpoint:
-    """See ``specexport.frontend.load_checkpoint``."""
+    """Load a checkpoint: a Hugging Face folder, a hub id, or a ``.gguf`` file.
+
+    Weights are read from safetensors (or GGUF) only, and from nothing that could run code.
+
+    Args:
+        source: folder, hub id or file.
+        dtype: numpy name of the dtype wanted; smaller float types are widened without loss.
+        revision: hub revision.
+        trust_remote_code: let Python code from the checkpoint run.
+        keep: tell the quantized weights of a checkpoint too, as they are stored.
+        stream: leave matrices in their files where that can be; see ``Checkpoint.stored``. Only functions of this
+            package run such a model.
+
+    Raises:
+        CheckpointError: it is missing, empty, damaged, pickled or quantized, or the hub cannot be reached; or
+            weights are to be kept in a format that no engine multiplies.
+        UnsupportedModelError: it is not a causal language model that transformers knows.
+    """
     found = resolve_source(source, revision, remote_code=trust_remote_code)
     reader = open_reader(found)
     if keep and reader is not None:
@@ -95,7 +118,14 @@ def load(
 
 
 def count_layers(source: str) -> int:
-    """See ``specexport.frontend.count_layers``."""
+    """How many decoder layers a checkpoint has, by its configuration alone.
+
+    Args:
+        source: folder, hub id or file.
+
+    Raises:
+        CheckpointError: it is missing, or its configuration cannot be read.
+    """
     found = resolve_source(source, None)
     with quiet_transformers(), shared(found, open_reader(found)):
         return int(_load_config(found, trust_remote_code=False).get_text_config().num_hidden_layers)

@@ -31,8 +31,23 @@ _PROOF_TOKENS = 32
 OnLayer = Callable[[int, Tensor, Tensor], None]
 
 
-def choose(checkpoint: Checkpoint, count: int, pieces: Seq[npt.NDArray[np.int64]]) -> list[tuple[int, float]]:
-    """See ``specexport.frontend.choose_layers``."""
+def choose_layers(checkpoint: Checkpoint, count: int, pieces: Seq[npt.NDArray[np.int64]]) -> list[tuple[int, float]]:
+    """The decoder layers that change the hidden state least, chosen one after another; nothing is changed.
+
+    The similarity of a layer is the cosine of its input and its output, mean over tokens (Men et al. 2024). It is
+    measured anew after each choice, with the layers chosen before left out.
+
+    Args:
+        checkpoint: the loaded model.
+        count: how many layers to choose, fewer than there are. The pieces are read that often.
+        pieces: token ids that the model reads, int64.
+
+    Returns:
+        number and similarity (-1 to 1) of each, in the order of choice.
+
+    Raises:
+        UnsupportedModelError: the model cannot be exported, or its layers cannot be found or watched.
+    """
     model: Any = checkpoint.model
     check_config(model)
     layers = find_layers(model, _HINT)
@@ -45,8 +60,20 @@ def choose(checkpoint: Checkpoint, count: int, pieces: Seq[npt.NDArray[np.int64]
     return list(dropped.items())
 
 
-def drop(checkpoint: Checkpoint, dropped: Collection[int], hint: str = _HINT) -> None:
-    """See ``specexport.frontend.drop_layers``."""
+def drop_layers(checkpoint: Checkpoint, dropped: Collection[int], hint: str = _HINT) -> None:
+    """Take decoder layers out of a loaded model, in place. The others keep weights, order and kind; numbers are new.
+
+    The model is run before and after: with the layers handing their input on, and without them.
+
+    Args:
+        checkpoint: the loaded model.
+        dropped: numbers of the layers, not all of them.
+        hint: what to do where that cannot be.
+
+    Raises:
+        UnsupportedModelError: the model cannot be exported, its layers cannot be found, or something of it counts on
+            all of them (inputs for each layer, a scale by their number): the two runs differ.
+    """
     model: Any = checkpoint.model
     check_config(model)
     layers = find_layers(model, hint)
