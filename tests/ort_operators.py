@@ -19,14 +19,14 @@ BY_TOKEN = "Each row of a step by itself, and its tokens one after another."
 
 LEFT: dict[str, dict[str, str]] = {
     MOVES: {
-        "Cast": "deepseek_v3", "Clip": "mamba2", "Concat": "qwen3_next", "Constant": "mamba2",
+        "Abs": "jetmoe", "Cast": "deepseek_v3", "Clip": "mamba2", "Concat": "qwen3_next", "Constant": "mamba2",
         "ConstantOfShape": "deepseek_v3", "CumSum": "dflash", "Equal": "adapters", "Expand": "mamba2",
-        "Gather": "llama", "GatherElements": "gptj", "GatherND": "falcon", "Greater": "mamba2",
+        "Floor": "jetmoe", "Gather": "llama", "GatherElements": "gptj", "GatherND": "falcon", "Greater": "mamba2",
         "GreaterOrEqual": "dflash", "Identity": "mamba2", "If": "mamba2", "LessOrEqual": "hydra", "Neg": "gptj",
         "NonZero": "adapters", "Not": "deepseek_v3", "Pad": "mamba2", "Range": "deepseek_v3", "ReduceMax": "adapters",
         "Relu": "opt", "Reshape": "llama", "ScatterElements": "deepseek_v3", "ScatterND": "deepseek_v3",
-        "Shape": "mamba2", "Slice": "mamba2", "Split": "llama", "Squeeze": "llama", "Tile": "gptj", "TopK": "qwen3_moe",
-        "Transpose": "mamba2", "Unsqueeze": "llama", "Where": "mamba2",
+        "Shape": "mamba2", "Sign": "jetmoe", "Slice": "mamba2", "Split": "llama", "Squeeze": "llama", "Tile": "gptj",
+        "TopK": "qwen3_moe", "Transpose": "mamba2", "Unsqueeze": "llama", "Where": "mamba2",
     },
     ROUNDS_ONCE: {
         "Add": "mamba2", "Div": "qwen3_next", "Mul": "llama", "Sub": "mamba2",

@@ -98,6 +98,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", GROUPED | {"num_local_experts": 4, "sliding_window": WINDOW}),
     "qwen3_moe": ("Qwen3Moe", GROUPED | _EXPERTS | {"num_experts": 4, "head_dim": 16}),
     "gpt_oss": ("GptOss", GROUPED | {"head_dim": 16, "num_local_experts": 4} | _ALTERNATING),
+    "jetmoe": ("JetMoe", GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16}),
     "deepseek_v3": ("DeepseekV3", _MLA),
     "gptj": ("GPTJ", _SMALL_GPT | {"rotary_dim": 16}),
     "codegen": ("CodeGen", _SMALL_GPT | {"rotary_dim": 8}),

@@ -18,6 +18,7 @@ from specexport.passes.logit_row_select import LogitRowSelectPass
 from specexport.passes.node_deduplicate import NodeDeduplicatePass
 from specexport.passes.operator_fuse import OperatorFusePass
 from specexport.passes.precision_cast import PrecisionCastPass
+from specexport.passes.select_fold import SelectFoldPass
 from specexport.passes.transpose_fold import TransposeFoldPass
 from specexport.passes.weight_deduplicate import WeightDeduplicatePass
 from specexport.passes.weight_remove import WeightRemovePass
@@ -96,6 +97,7 @@ def default_passes(
         OperatorFusePass(),
         WeightDeduplicatePass(),  # before anything touches a weight: they are still the model's own memory
         LogitRowSelectPass(),  # before TransposeFold: it takes the LM head's weight as it is stored
+        SelectFoldPass(),
         TransposeFoldPass(shared=own_operators),
         *cutting,  # before the weights are cast and quantized: what goes needs neither
         *noting,  # before packing: ranges are known by the checkpoint's weights

@@ -10,12 +10,14 @@ import onnx
 import onnx_ir as ir
 import pytest
 
+from specexport.onnx_emit import part_of
 from specexport.passes.constant_fold import ConstantFoldPass
 from specexport.passes.logit_row_select import LogitRowSelectPass
 from specexport.passes.node_deduplicate import NodeDeduplicatePass
 from specexport.passes.operator_fuse import OperatorFusePass
 from specexport.passes.pipeline import default_passes, run_passes
 from specexport.passes.precision_cast import PrecisionCastPass
+from specexport.passes.select_fold import SelectFoldPass
 from specexport.passes.transpose_fold import TransposeFoldPass
 from specexport.passes.weight_deduplicate import WeightDeduplicatePass
 from specexport.passes.weight_remove import WeightRemovePass
@@ -28,6 +30,7 @@ NAMES = [
     "operator-fuse",
     "weight-deduplicate",
     "logit-row-select",
+    "select-fold",
     "transpose-fold",
     "precision-cast",
     "node-deduplicate",
@@ -138,6 +141,29 @@ def test_a_shared_weight_behind_a_transpose_is_a_linear_layer_and_stored_once(
     (lookup,) = [node for node in readers if node.op_type == "BlockEmbedding"]
     assert head.inputs[1] is lookup.inputs[1]
     assert not any(node.op_type in ("MatMul", "Gemm") for node in model.graph)
+
+
+@pytest.mark.parametrize("also_whole", [False, True])
+def test_layers_of_a_stack_become_weights_of_their_own(traced: Traced, also_whole: bool) -> None:
+    model = traced("jetmoe")
+    ConstantFoldPass()(model)
+    stacks = {
+        n: v for n, v in model.graph.initializers.items() if n.endswith(("input_linear.weight", "output_linear.weight"))
+    }
+    originals = {name: value.const_value.numpy() for name, value in stacks.items()}
+    kept = next(iter(stacks)) if also_whole else ""
+    if kept:
+        model.graph.append(ir.node("Identity", [stacks[kept]]))
+    folding = SelectFoldPass()
+    folding(model)
+    assert (len(stacks), folding.changes) == (8, 4 * (8 - also_whole))
+    assert {name for name in stacks if name in model.graph.initializers} == ({kept} if kept else set())
+    for name in set(stacks) - {kept}:
+        for i in range(4):
+            tensor = model.graph.initializers[f"{name}.{i}"].const_value
+            assert isinstance(tensor, ir.LazyTensor)
+            np.testing.assert_array_equal(tensor.numpy(), originals[name][i])
+            np.testing.assert_array_equal(part_of(tensor, 1, 3, 9), originals[name][i][:, 3:9])
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "phi", "gemma2", "granite", "cohere2", "mixtral", "gpt_oss"])

@@ -82,10 +82,10 @@ def test_a_key_whose_texts_are_long_does_not_keep_another_waiting(stepper, post)
     stepper.finish()
     before = metric(served, "vllm:num_preemptions_total"), metric(served, "vllm:prompt_tokens_total")
     many = [post(served, LONG, KEYS[0]) for _ in range(3)]
-    wait_until(lambda: engine.num_active == 3)
+    stepper.wait_until_queued(3)
     stepper.let(20)
     other = post(served, SHORT, KEYS[1])
-    wait_until(lambda: engine.num_active == 4)
+    stepper.wait_until_queued(4)
     stepper.let(1)  # the step that was on its way when it came
     stepper.let(2)  # its prompt, which gives the first of its two tokens, and the other one
     assert other.reply().status == 200
@@ -127,7 +127,7 @@ def test_a_lower_priority_number_goes_first(post):
             "urgent": SHORT | {"priority": -5},
         }.items():
             wires[name] = post(served, body)
-            wait_until(lambda: served.engine.num_active == len(wires))
+            made.wait_until_queued(len(wires))
             if name == "long":
                 made.let(2)
         for name in ("urgent", "usual", "long", "late"):
