@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specexport.verify.adapter import VerifiedAdapter
 from specexport.verify.perplexity import score_logits
@@ -80,68 +80,89 @@ def _candidates(source: str, bundle: Path) -> Iterator[str]:
         yield source
 
 
-def eager_references(
-    source: str,
-    revision: str | None,
-    sequences: Seq[Seq[int]],
-    *,
-    dtype: str,
-    trust_remote_code: bool,
-    dropped: Seq[int] = (),
-    adapter: VerifiedAdapter | None = None,
-    rope_len: int | None = None,
-    rounded: str | None = None,
-) -> list[Float32Array]:
-    """Logits [len, V] of each sequence from eager transformers; the model is freed before this returns.
+class EagerModel(NamedTuple):
+    """A checkpoint, and what makes of it the float model that an engine computes.
 
-    Args:
+    Attributes:
         source: the checkpoint.
-        revision: its hub revision.
-        sequences: token ids.
         dtype: dtype that the engine holds weights in. They are rounded to it and computed with in float32, so that the
             engine's arithmetic is all that differs.
+        revision: its hub revision.
         trust_remote_code: let Python code from the checkpoint run.
         dropped: layers that the engine was built without.
         adapter: what the weights are changed by; None for nothing.
         rope_len: length that the engine's rotary tables were chosen for; None where none depends on it.
         rounded: dtype that weights alone were rounded to; None for none.
+    """
+
+    source: str
+    dtype: str
+    revision: str | None = None
+    trust_remote_code: bool = False
+    dropped: Seq[int] = ()
+    adapter: VerifiedAdapter | None = None
+    rope_len: int | None = None
+    rounded: str | None = None
+
+
+def eager_references(model: EagerModel, sequences: Seq[Seq[int]]) -> list[Float32Array]:
+    """Logits [len, V] of each sequence from eager transformers; the model is freed before this returns.
+
+    Args:
+        model: what is to be computed.
+        sequences: token ids.
 
     Raises:
         CheckpointError: the checkpoint cannot be loaded.
     """
     from specexport.frontend import reference_logits
 
-    checkpoint = _load(source, revision, dtype, trust_remote_code, dropped, adapter, rope_len, rounded)
+    checkpoint = _load(model)
     references = reference_logits(checkpoint, [list(sequence) for sequence in sequences])
     del checkpoint
     gc.collect()
     return references
 
 
-def _load(
-    source: str,
-    revision: str | None,
-    dtype: str,
-    trust_remote_code: bool,
-    dropped: Seq[int],
-    adapter: VerifiedAdapter | None,
-    rope_len: int | None,
-    rounded: str | None,
-) -> "Checkpoint":
-    """The checkpoint as its engine has it: rounded to the engine's dtype, without the layers that the engine lacks."""
+def eager_score(model: EagerModel, windows: Seq[Seq[int]], head: CutHead | None = None) -> TextScore:
+    """What eager transformers makes of ``windows``; the model is freed before this returns.
+
+    Args:
+        model: what is to be computed.
+        windows: token ids.
+        head: see ``text_score.TextScorer``.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be loaded.
+    """
+    from specexport.frontend import reference_logits
+
+    checkpoint = _load(model)
+    # One window at a time: the logits of a large vocabulary are kept for no longer than they are read.
+    logits = (reference_logits(checkpoint, [list(window)])[0] for window in windows)
+    score = score_logits(logits, windows, head)
+    del checkpoint, logits
+    gc.collect()
+    return score
+
+
+def _load(model: EagerModel) -> "Checkpoint":
     from specexport.frontend import drop_layers, fix_rope, load_checkpoint, merge_adapter, read_adapter, round_weights
 
-    checkpoint = load_checkpoint(source, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
-    if rounded is not None:
-        round_weights(checkpoint, rounded)
+    adapter = model.adapter
+    checkpoint = load_checkpoint(
+        model.source, dtype=model.dtype, revision=model.revision, trust_remote_code=model.trust_remote_code
+    )
+    if model.rounded is not None:
+        round_weights(checkpoint, model.rounded)
     if adapter is not None and adapter.source is not None:
         merge_adapter(checkpoint, read_adapter(adapter.source, checkpoint.model))
-        if rounded is not None and adapter.chosen is None:
-            round_weights(checkpoint, rounded)
-    if rope_len is not None:
-        fix_rope(checkpoint, rope_len)
-    if dropped:
-        drop_layers(checkpoint, dropped)
+        if model.rounded is not None and adapter.chosen is None:  # in an engine too the sums are rounded
+            round_weights(checkpoint, model.rounded)
+    if model.rope_len is not None:
+        fix_rope(checkpoint, model.rope_len)
+    if model.dropped:
+        drop_layers(checkpoint, model.dropped)
     widen_weights(checkpoint.model)
     return checkpoint
 
@@ -152,47 +173,6 @@ def widen_weights(model: Any) -> None:
 
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.float32)
-
-
-def eager_score(
-    source: str,
-    revision: str | None,
-    windows: Seq[Seq[int]],
-    *,
-    dtype: str,
-    trust_remote_code: bool,
-    head: CutHead | None = None,
-    dropped: Seq[int] = (),
-    adapter: VerifiedAdapter | None = None,
-    rope_len: int | None = None,
-    rounded: str | None = None,
-) -> TextScore:
-    """What eager transformers makes of ``windows``; the model is freed before this returns.
-
-    Args:
-        source: the checkpoint.
-        revision: its hub revision.
-        windows: token ids.
-        dtype: see :func:`eager_references`.
-        trust_remote_code: let Python code from the checkpoint run.
-        head: see ``text_score.TextScorer``.
-        dropped: layers that the engine was built without.
-        adapter: see :func:`eager_references`.
-        rope_len: length that the engine's rotary tables were chosen for; None where none depends on it.
-        rounded: dtype that weights alone were rounded to; None for none.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be loaded.
-    """
-    from specexport.frontend import reference_logits
-
-    checkpoint = _load(source, revision, dtype, trust_remote_code, dropped, adapter, rope_len, rounded)
-    # One window at a time: the logits of a large vocabulary are kept for no longer than they are read.
-    logits = (reference_logits(checkpoint, [list(window)])[0] for window in windows)
-    score = score_logits(logits, windows, head)
-    del checkpoint, logits
-    gc.collect()
-    return score
 
 
 def recorded_revision(manifest: Manifest, role: str) -> str | None:

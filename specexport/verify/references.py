@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from specexport.progress import StageClock
 from specexport.verify.adapter import VerifiedAdapter
 from specexport.verify.checkpoint import (
     CheckpointNotFoundError,
+    EagerModel,
     eager_references,
     eager_score,
     find_checkpoint,
@@ -127,26 +128,26 @@ def collect_references(
     sources = _find_checkpoints(bundle, manifest, options, found, adapter)
     for role, source in sources.items():
         entry = manifest.models[role]
-        revision, dtype = recorded_revision(manifest, role), entry.dtype
-        remote = options.trust_remote_code
         head = load_cut_head(bundle, entry)
-        built: dict[str, Any] = {
-            "dropped": [layer for layer, _ in entry.dropped_layers],
-            "rope_len": entry.rope_len,
-            "rounded": recorded_rounding(manifest, role),
-            "adapter": adapter if role == "target" else None,
-        }
+        model = EagerModel(
+            source,
+            entry.dtype,
+            recorded_revision(manifest, role),
+            options.trust_remote_code,
+            dropped=[layer for layer, _ in entry.dropped_layers],
+            adapter=adapter if role == "target" else None,
+            rope_len=entry.rope_len,
+            rounded=recorded_rounding(manifest, role),
+        )
         with clock.stage("eager reference", role):
             if wants_loss(manifest, role, options) and role not in found.losses:
-                score = eager_score(
-                    source, revision, windows, dtype=dtype, trust_remote_code=remote, head=head, **built
-                )
+                score = eager_score(model, windows, head)
                 found.losses[role] = FloatScore(score.loss, score.likeliest, EAGER)
             if entry.approximation is None:
                 sequences = make_sequences(
                     prompts, entry.vocab_size, lookahead=manifest.lookahead, max_model_len=manifest.max_model_len
                 )
-                logits = eager_references(source, revision, sequences, dtype=dtype, trust_remote_code=remote, **built)
+                logits = eager_references(model, sequences)
                 if head is not None:
                     logits = [rows[:, head.ids] for rows in logits]
                 found.logits[role] = Reference(sequences, logits)
@@ -209,8 +210,8 @@ def _losses_of_bundle(
         if model is None and role != "target":
             continue  # a checkpoint may serve
         if model is None or model.approximation is not None or model.source_sha256 != entry.source_sha256:
-            quantized = model is not None and model.approximation is not None
-            what = "is quantized itself" if quantized else "was built from another checkpoint"
+            approximate = model is not None and model.approximation is not None
+            what = "is an approximation itself" if approximate else "was built from another checkpoint"
             raise InvalidRequestError(
                 f"--reference {reference}: its {role} {what}, so nothing can be compared with it.",
                 f"give a bundle built from {entry.source} without --quantize and --kv-cache-dtype.",

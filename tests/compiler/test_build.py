@@ -24,7 +24,7 @@ from specexport.inspect import describe
 from specexport.progress import ProgressEvent
 from specexport.recipe import resolve_recipe
 from specexport.rounding import LogitTolerance
-from specexport.verify.checkpoint import eager_references, recorded_rounding
+from specexport.verify.checkpoint import EagerModel, eager_references, recorded_rounding
 from specexport.verify.tolerance import logit_scale
 from specexport_runtime.bundle.files import check_files
 from specexport_runtime.bundle.manifest import load_manifest
@@ -94,9 +94,7 @@ def test_weights_alone_are_rounded(tiny_pair: TinyPair, tmp_path: Path, dtype: s
     rounded = recorded_rounding(result.manifest, "target")
     errors = []
     for each in (rounded, None):
-        (wanted,) = eager_references(
-            str(tiny_pair.target), None, [ids], dtype=entry.dtype, trust_remote_code=False, rounded=each
-        )
+        (wanted,) = eager_references(EagerModel(str(tiny_pair.target), entry.dtype, rounded=each), [ids])
         errors.append(np.abs(found - wanted)[~np.isnan(found)].max() / logit_scale(wanted))
     assert errors[0] < 1e-5 < 1e-4 < errors[1]
 

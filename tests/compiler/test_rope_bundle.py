@@ -9,7 +9,7 @@ from tiny_models import BY_LENGTH, make_model, save_checkpoint
 from specexport.build.pipeline import build_bundle
 from specexport.inspect import describe
 from specexport.recipe import BuildRecipe
-from specexport.verify.checkpoint import eager_references
+from specexport.verify.checkpoint import EagerModel, eager_references
 from specexport_runtime.errors import RecipeError
 
 SEQUENCE = [[5, 17, 250, 9, 31, 77, 123, 4, 8, 15, 16, 23, 42]]
@@ -43,9 +43,7 @@ def test_a_length_beyond_all_tables_is_refused(checkpoint: Path, tmp_path: Path)
 
 def test_verify_holds_an_engine_against_its_own_table(checkpoint: Path) -> None:
     logits = {
-        length: eager_references(
-            str(checkpoint), None, SEQUENCE, dtype="float32", trust_remote_code=False, rope_len=length
-        )[0]
+        length: eager_references(EagerModel(str(checkpoint), "float32", rope_len=length), SEQUENCE)[0]
         for length in (None, 32, 48)
     }
     np.testing.assert_array_equal(logits[None], logits[32])

@@ -8,7 +8,7 @@ import pytest
 from verify_fakes import PROMPTS
 
 from specexport.rounding import UNIT_ROUNDOFF, logit_tolerance
-from specexport.verify.checkpoint import eager_references, widen_weights
+from specexport.verify.checkpoint import EagerModel, eager_references, widen_weights
 from specexport.verify.neighbours import check_neighbours
 from specexport.verify.tensors import check_tensors, make_sequences
 from specexport.verify.tolerance import step_tolerance, text_limits
@@ -47,7 +47,7 @@ def load(folder: Path, dtype: str) -> Any:
 
 def check(model: Any, folder: Path, dtype: str, **options: Any) -> Any:
     sequences = make_sequences(TEXTS, model.config.vocab_size, lookahead=LOOKAHEAD, max_model_len=LENGTH, num_rows=2)
-    references = eager_references(str(folder), None, sequences, dtype=dtype, trust_remote_code=False)
+    references = eager_references(EagerModel(str(folder), dtype), sequences)
     return check_tensors(
         "target", EagerExecutor(model, **options), sequences, references, lookahead=LOOKAHEAD, dtype=dtype,
         num_layers=model.config.num_hidden_layers,
