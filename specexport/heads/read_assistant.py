@@ -15,7 +15,7 @@ from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 SLIDING, FULL = "sliding_attention", "full_attention"
-CENTROIDS, ORDERING = "masked_embedding.centroids.weight", "masked_embedding.token_ordering"
+ORDERING = "masked_embedding.token_ordering"
 _ARCHITECTURES = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
 _ELSE = "give the assistant that was made for this target."
 _FETCH = "fetch the assistant again."

@@ -36,9 +36,8 @@ def write_head(
     ids: Int32Array | None,
     verifier: str,
     lookahead: int,
-    dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """Write an EAGLE-3 head or an MTP module, without the embedding: that is the target's.
+    """Write an EAGLE-3 head or an MTP module, in bfloat16 and without the embedding: that is the target's.
 
     Args:
         folder: where; created.
@@ -48,7 +47,6 @@ def write_head(
         ids: token ids of its LM head, ascending; None for all.
         verifier: name of the target.
         lookahead: draft tokens a round that it was trained for.
-        dtype: of the weights.
 
     Raises:
         UnsupportedModelError: it is of a kind that the format has no name for.
@@ -63,7 +61,7 @@ def write_head(
     state |= projection.state_dict()
     if config.kind == "mtp":
         state = {stored_name(name): value for name, value in state.items()}
-    tensors = {name: value.detach().to(dtype).contiguous() for name, value in state.items()}
+    tensors = {name: value.detach().bfloat16().contiguous() for name, value in state.items()}
     if ids is not None:
         offsets = ids.astype(np.int64) - np.arange(len(ids))
         known = np.zeros(config.vocab_size, np.bool_)

@@ -200,11 +200,11 @@ def measure_rotation(probe: Probe, rows: int, limit: int | None = None) -> Rotat
     return rotation if agrees(probe, rotation, limit) else None
 
 
-def agrees(probe: Probe, rotation: Rotation, limit: int | None = None, samples: int = 16) -> bool:
+def agrees(probe: Probe, rotation: Rotation, limit: int | None = None) -> bool:
     """Whether the region does to random vectors what the tables say, at positions spread over all below ``limit``."""
     random = np.random.default_rng(0)
     rows = len(rotation.cos) if limit is None else min(limit, len(rotation.cos))
-    positions = np.unique(np.linspace(0, rows - 1, samples).astype(np.int64))
+    positions = np.unique(np.linspace(0, rows - 1, 16).astype(np.int64))
     x = random.standard_normal((len(positions), probe.heads, probe.dim), np.float32)
     part = Rotation(rotation.cos[positions], rotation.sin[positions], rotation.interleaved)
     allowed = _TOLERANCE * max(1.0, float(np.abs(part.cos).max()))

@@ -10,6 +10,8 @@ from specexport.frontend.taps import tapped
 from specexport.train.store import Example, StoreWriter
 from specexport_runtime.abi import AFTER_NORM
 
+_BATCH = 8  # texts that are read together
+
 
 def collect_states(
     model: Any,
@@ -17,7 +19,6 @@ def collect_states(
     taps: Seq[int],
     writer: StoreWriter,
     *,
-    batch: int = 8,
     on_batch: Callable[[int], None] = lambda _: None,
 ) -> None:
     """Run the target over texts and keep what it has at ``taps`` and behind its last norm.
@@ -27,12 +28,11 @@ def collect_states(
         texts: token ids.
         taps: hidden states that the head will read.
         writer: where they go.
-        batch: texts that are read together.
         on_batch: called with the number of texts that are done.
     """
     wanted = [*taps, AFTER_NORM]
-    for at in range(0, len(texts), batch):
-        group = texts[at : at + batch]
+    for at in range(0, len(texts), _BATCH):
+        group = texts[at : at + _BATCH]
         longest = max(map(len, group))
         ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in group])
         with torch.no_grad(), tapped(model, wanted) as found:

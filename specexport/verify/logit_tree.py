@@ -18,6 +18,9 @@ Path = tuple[int, ...]
 Conditional = Callable[[Path], Distribution]
 """The distribution of the token after the context and a path."""
 
+MIN_EXPECTED = 10.0
+"""Least expected draws of a cell: Cochran's rule asks for 5, and more makes small p-values exact."""
+
 
 class LogitTree:
     """Logits after ``context`` and a path, from the engine.
@@ -113,12 +116,11 @@ class Partition:
         target: the exact distributions.
         depth: tokens of an outcome.
         num_samples: draws that the test will see.
-        min_expected: least expected draws of a cell (Cochran's rule asks for 5; more makes small p-values exact).
     """
 
-    def __init__(self, target: Conditional, depth: int, num_samples: int, *, min_expected: float = 10.0) -> None:
+    def __init__(self, target: Conditional, depth: int, num_samples: int) -> None:
         self._target, self._depth = target, depth
-        self._min_mass = min_expected / num_samples
+        self._min_mass = MIN_EXPECTED / num_samples
         self._nodes: dict[Path, _Node] = {}
         self._masses: list[float] = []
         self._expand((), 1.0)

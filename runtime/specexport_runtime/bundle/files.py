@@ -49,16 +49,13 @@ def hashes_forced() -> bool:
     return os.environ.get(VERIFY_VARIABLE, "") not in ("", "0")
 
 
-def check_files(
-    folder: Path, files: "Mapping[str, FileEntry]", *, remember: bool = False, what: str | None = None
-) -> bool:
+def check_files(folder: Path, files: "Mapping[str, FileEntry]", *, remember: bool = False) -> bool:
     """Check that every file exists and has its recorded size and hash.
 
     Args:
         folder: where the files are.
         files: hash and size by relative path.
         remember: take the word of the record for files that were checked before, and extend it.
-        what: how messages name the folder; None takes its path.
 
     Returns:
         whether all of them were known, so that nothing was hashed.
@@ -66,14 +63,13 @@ def check_files(
     Raises:
         BundleError: a file is missing, no regular file, or was altered; the message names it.
     """
-    title = what or str(folder)
     root = folder.resolve()
     for name, entry in files.items():
         path = folder / name
         if (fault := file_fault(path)) is not None:
-            raise BundleError(f"{title}: {name} {fault[0]}.", fault[1] or _REBUILD)
+            raise BundleError(f"{folder}: {name} {fault[0]}.", fault[1] or _REBUILD)
         if path.stat().st_size != entry.size:
-            raise BundleError(f"{title}: {name} has {path.stat().st_size} bytes, not {entry.size}.", _REBUILD)
+            raise BundleError(f"{folder}: {name} has {path.stat().st_size} bytes, not {entry.size}.", _REBUILD)
     remember = remember and os.name != "nt"
     known = _read_record(root) if remember and not hashes_forced() else {}
     stale = [name for name, entry in files.items() if known.get(name) != _identity(folder / name, entry.sha256)]
@@ -82,7 +78,7 @@ def check_files(
         checked = pool.map(lambda name: _check(folder / name, files[name].sha256), stale)
         for name, identity in zip(stale, checked, strict=True):
             if identity is None:
-                raise BundleError(f"{title}: {name} was altered (its sha256 does not match the manifest).", _REBUILD)
+                raise BundleError(f"{folder}: {name} was altered (its sha256 does not match the manifest).", _REBUILD)
             known[name] = identity
     if remember and stale:
         _write_record(root, {name: known[name] for name in files if known[name]})

@@ -41,12 +41,10 @@ class DecodeLoop:
 
     Args:
         decoder: what to run; nobody else may touch it while the loop is busy.
-        check: assert the decoder's invariants after every round (slow; for tests).
     """
 
-    def __init__(self, decoder: Decoder, *, check: bool = False) -> None:
+    def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
-        self._check = check
         self._at_end: Callable[[], object] | None = None
         self._lock = threading.Lock()
         self._submitted: list[RequestHandle] = []
@@ -202,8 +200,6 @@ class DecodeLoop:
             return
         try:
             events = self.decoder.step()
-            if self._check:
-                self.decoder.check()
         except Exception as error:  # the engine's: whatever it is, the requests in flight end with it
             self.decoder.fail(error)
             # Those too that ended in this very step: nobody has seen their last tokens.
