@@ -136,7 +136,7 @@ def main() -> None:
         "threads": args.threads,
     }
     peers, pythons = (dict(each.split("=", 1) for each in given) for given in (args.peer, args.python))
-    if unknown := peers.keys() - {"genai", "openvino", "llama"}:
+    if unknown := peers.keys() - (OPEN.keys() - {"ours", "default"}):
         parser.error(f"there is no peer {sorted(unknown)[0]!r}.")
     ways = dict.fromkeys(("ours", "default"), (sys.executable, args.bundle))
     ways |= {name: (pythons.get(name, sys.executable), Path(model)) for name, model in peers.items()}

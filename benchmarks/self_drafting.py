@@ -130,7 +130,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             row |= {"speedups": [plain / own for plain, own in pairs], "paper": way.paper, "rules": asdict(way.rules)}
             row["speedup"] = median(row["speedups"])
             row |= summarize(stats[way.name])
-            row["identical"] = sum(map(list.__eq__, outputs["plain"], outputs[way.name]))
+            row["identical"] = sum(own == plain for own, plain in zip(outputs[way.name], outputs["plain"], strict=True))
         rows.append(row)
     engine.close()
     return {"rows": rows, "num_prompts": len(prompts), "tokens": tokens, "seconds": seconds}

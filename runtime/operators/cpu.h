@@ -12,5 +12,6 @@ Isa isa();
 const char* isa_name(Isa);
 bool runs_here(Isa);
 
-bool amx_multiplies_right();  // what the processor says that it has
+// Whether tiles compute what they should; a processor must say that it has them before this is called.
+bool amx_multiplies_right();
 }  // namespace specexport

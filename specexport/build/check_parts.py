@@ -31,7 +31,7 @@ from specexport_runtime.executors.base import Int64Array, StepBuffers, StepOutpu
 LARGE_BYTES = 800 << 20
 """Engines with larger weights files are run in parts."""
 PART_BYTES = 300 << 20
-"""Weights of a part; a larger weight is a part of its own. ONNX Runtime holds them twice while it packs them."""
+"""Weights of a part; a larger weight is a part of its own."""
 _PART_NAME = "check-part.onnx"
 
 Arrays = dict[str, npt.NDArray[Any]]

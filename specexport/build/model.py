@@ -128,7 +128,7 @@ def build_model(
             recipe = with_quantization(recipe, source.role, None)
         adapters = bind_adapters(checkpoint, source.adapters, merge=not recipe.chooses_adapters)
         if adapters.all and not recipe.chooses_adapters:
-            _round(checkpoint, recipe, source.role)  # again
+            _round(checkpoint, recipe, source.role)  # weights are sums by now
         rounded = rounding(recipe, source.role)
         if rounded is not None:
             clock.note(f"weights are rounded to {rounded}; activations and KV caches are {model_dtype(recipe)}")

@@ -62,8 +62,8 @@ def _describe_neighbours(result: NeighbourResult) -> Iterator[str]:
     if result.tolerance:
         found = f"within {result.max_relative:.1e} of the logit scale (limit {result.tolerance:.0e})"
     else:
-        rows, same = (sum(getattr(case, name) for case in result.cases) for name in ("rows", "same_bits"))
-        found = f"bit for bit in {same} of {rows} rows"
+        bits = sum(case.same_bits for case in result.cases)
+        found = f"bit for bit in {bits} of {sum(case.rows for case in result.cases)} rows"
     yield f"  {result.role}: a token's logits in {len(result.cases)} kinds of step are those alone, {found}"
     yield f"    {result.compared}"
     for case in result.cases:
