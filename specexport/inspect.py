@@ -206,7 +206,8 @@ def _describe_model(manifest: Manifest, role: str, entry: ModelEntry) -> Iterato
     if entry.padded_path is not None:
         yield f"  padded-KV graph over the same weights: {entry.padded_path}"
     if entry.quantize is not None or entry.weight_formats:
-        yield from _describe_weights(entry, str(manifest.recipe.get("dtype", entry.dtype)))
+        rounded = None if role == "head" else manifest.recipe.get("dtype")  # a head keeps what its file has
+        yield from _describe_weights(entry, str(rounded or entry.dtype))
     if (chosen := _kernels(entry)) is not None:
         yield f"  operators run here with: {chosen}"
     if entry.skipped_layers:

@@ -20,6 +20,7 @@ from specexport.frontend.source import resolve_source
 from specexport.heads.files import open_head
 from specexport.heads.read import read_config
 from specexport.heads.trace import causal_step
+from specexport.inspect import describe
 from specexport.recipe import BuildRecipe, make_recipe
 from specexport_runtime.abi import AFTER_NORM
 from specexport_runtime.bundle.manifest import load_manifest
@@ -69,6 +70,18 @@ def test_a_bundle_drafts_what_the_published_equations_draft(
     build_bundle(recipe)
     check_reference(tmp_path / "b", spec)
     check_drafts(tmp_path / "b", lambda before, count, limit: draft(spec, target, before, count, limit))
+
+
+@pytest.mark.bundle
+def test_a_head_keeps_its_weights_where_those_of_the_target_are_rounded(
+    target: Any, target_folder: Path, tmp_path: Path
+) -> None:
+    DIALECTS["speculators"](tmp_path / "head", target)
+    folders = {"target": str(target_folder), "head": str(tmp_path / "head"), "output": str(tmp_path / "b")}
+    manifest = build_bundle(BuildRecipe(**folders, max_model_len=64, check=False, dtype="bfloat16")).manifest
+    assert "f32" in {name for name, *_ in manifest.models["head"].weight_formats}
+    lines = [line.strip().partition(":")[0] for line in describe(manifest)]
+    assert lines.count("weights, rounded to bfloat16") == lines.count("weights, exact") == 1
 
 
 def check_reference(bundle: Path, spec: Any) -> None:
