@@ -36,21 +36,6 @@ class FloatBlocksPass(CountingPass):
         return changes
 
 
-def _put_shared(graph: ir.Graph, node: ir.Node) -> bool:
-    """Replace ``x [..., K] @ Transpose(W [N, K])``, as LM heads behind more layers have it of a tied embedding."""
-    x, weight = node.inputs
-    turn = None if weight is None else weight.producer()
-    stored = turn.inputs[0] if turn is not None and turn.op_type == "Transpose" else None
-    tensor = constant_of(stored)
-    if x is None or stored is None or tensor is None or len(tensor.shape) != 2:
-        return False  # a matrix has one other order of its axes
-    emit = Emitter(graph)
-    result = linear(emit, x, str(stored.name), of_floats(tensor, turned=True))
-    result.shape = node.outputs[0].shape
-    emit.replace(node, [result])
-    return True
-
-
 def _put_turned(graph: ir.Graph, node: ir.Node) -> bool:
     """Replace ``W [N, K] @ x [..., K, T]``, as the steps of a state space are written."""
     weight, x = node.inputs
@@ -83,5 +68,5 @@ def _put_diagonal(graph: ir.Graph, node: ir.Node) -> bool:
     return True
 
 
-_OTHER_FORMS = (_put_shared, _put_turned, _put_diagonal)
+_OTHER_FORMS = (_put_turned, _put_diagonal)
 """Products that are none of a linear layer's usual form."""

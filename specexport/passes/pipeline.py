@@ -96,7 +96,7 @@ def default_passes(
         OperatorFusePass(),
         WeightDeduplicatePass(),  # before anything touches a weight: they are still the model's own memory
         LogitRowSelectPass(),  # before TransposeFold: it takes the LM head's weight as it is stored
-        TransposeFoldPass(),
+        TransposeFoldPass(shared=own_operators),
         *cutting,  # before the weights are cast and quantized: what goes needs neither
         *noting,  # before packing: ranges are known by the checkpoint's weights
         *packing,

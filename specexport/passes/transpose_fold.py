@@ -18,24 +18,30 @@ class TransposeFoldPass(CountingPass):
     torch stores a linear layer as [out, in] and the trace transposes it on every step. The folded weight is lazy: it is
     computed when the engine is written, one weight at a time. A weight that somebody also reads untransposed (a tied
     embedding) is left alone, or it would be stored twice. Counts the Transposes folded.
+
+    Args:
+        shared: fold such a weight too where products alone read the Transpose: our own operators for CPUs store what
+            they and a lookup read once.
     """
 
     name = "transpose-fold"
     reason = "weights are transposed once at build time, not on every step or every load"
 
+    def __init__(self, *, shared: bool = False) -> None:
+        self._shared = shared
+
     def rewrite(self, model: ir.Model) -> int:
-        """Fold every Transpose whose weight has no other kind of reader."""
+        """Fold every Transpose whose weight has no other kind of reader, or may have one."""
         folded = 0
         for weight in list(model.graph.initializers.values()):
-            readers = [use.node for use in weight.uses()]
-            same = {tuple(node.attributes["perm"].as_ints()) for node in readers if _has_perm(node)}
-            if not readers or len(same) != 1 or not all(_has_perm(node) for node in readers):
+            turned = [use.node for use in weight.uses() if _has_perm(use.node)]
+            same = {tuple(node.attributes["perm"].as_ints()) for node in turned}
+            tensor, whole = constant_of(weight), len(turned) == len(weight.uses())
+            if len(same) != 1 or tensor is None or weight in model.graph.outputs:
                 continue
-            tensor = constant_of(weight)
-            if tensor is None or weight in model.graph.outputs:
-                continue
-            self._fold(model, weight, tensor, readers, same.pop())
-            folded += len(readers)
+            if whole or (self._shared and len(tensor.shape) == 2 and all(map(_is_multiplied, turned))):
+                self._fold(model, weight, tensor, turned, same.pop())
+                folded += len(turned)
         return folded
 
     @staticmethod
@@ -49,11 +55,17 @@ class TransposeFoldPass(CountingPass):
         for node in readers:
             ir.convenience.replace_all_uses_with(node.outputs[0], value)
             model.graph.remove(node, safe=True)
-        del model.graph.initializers[str(weight.name)]
+        if not weight.uses():
+            del model.graph.initializers[str(weight.name)]
 
 
 def _has_perm(node: ir.Node) -> bool:
     return node.op_type == "Transpose" and node.domain == "" and "perm" in node.attributes
+
+
+def _is_multiplied(transpose: ir.Node) -> bool:
+    """Whether only products ``x @ Transpose(W)`` read it."""
+    return all(use.node.op_type == "MatMul" and use.idx == 1 for use in transpose.outputs[0].uses())
 
 
 def _transposed(tensor: ir.TensorProtocol, perm: tuple[int, ...]) -> np.ndarray:

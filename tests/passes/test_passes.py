@@ -125,6 +125,21 @@ def test_transposes_fold_lazily_and_not_where_the_weight_is_shared(traced: Trace
         np.testing.assert_array_equal(value.const_value.numpy(), originals[name.removesuffix(".transposed")].T)
 
 
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_a_shared_weight_behind_a_transpose_is_a_linear_layer_and_stored_once(
+    quantize: str | None, traced: Traced
+) -> None:
+    """As of models whose tied LM head has layers before it: no pass selects the rows of those."""
+    model = traced("llama_tied")
+    passes = default_passes("float32", quantize=quantize, own_operators=True)
+    run_passes(model, [item for item in passes if not isinstance(item, LogitRowSelectPass)])
+    readers = [node for node in model.graph if node.op_type in ("BlockLinear", "BlockEmbedding")]
+    (head,) = [node for node in readers if node.op_type == "BlockLinear" and node.attributes["N"].as_int() == VOCAB]
+    (lookup,) = [node for node in readers if node.op_type == "BlockEmbedding"]
+    assert head.inputs[1] is lookup.inputs[1]
+    assert not any(node.op_type in ("MatMul", "Gemm") for node in model.graph)
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "phi", "gemma2", "granite", "cohere2", "mixtral", "gpt_oss"])
 def test_the_head_is_one_gemm_over_the_stored_weight(name: str, traced: Traced) -> None:
     model = traced(name)
