@@ -21,15 +21,6 @@ FormOf = Callable[[str], object]
 """Of a weight's name: what layers must agree in to be joined, besides dtype and inputs."""
 
 
-def packing_passes(form_of: FormOf | None = None) -> list[CountingPass]:
-    """The packing passes, in order.
-
-    Args:
-        form_of: how weights will be stored; None where all are stored alike.
-    """
-    return [LinearPackPass(form_of)]
-
-
 class Linear(NamedTuple):
     """A linear layer: ``out = source @ weight (+ bias)``.
 

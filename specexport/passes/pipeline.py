@@ -67,10 +67,10 @@ def default_passes(
 
         noting = [InputNotePass(ranges)]
     if pack:
-        from specexport.passes.linear_pack import packing_passes
+        from specexport.passes.linear_pack import LinearPackPass
         from specexport.passes.quantize_kept import kept_form
 
-        packing = packing_passes(partial(kept_form, kept) if kept else None)
+        packing = [LinearPackPass(partial(kept_form, kept) if kept else None)]
     marking: list[CountingPass] = []
     if adapters:
         from specexport.passes.low_rank import LowRankMarkPass

@@ -9,7 +9,7 @@ import onnx_ir as ir
 import pytest
 
 from specexport.passes.contract_check import ContractCheckPass
-from specexport.passes.linear_pack import LinearPackPass, packing_passes
+from specexport.passes.linear_pack import LinearPackPass
 from specexport.passes.pipeline import default_passes, run_passes
 from tests.passes.test_passes import add_weight
 
@@ -34,7 +34,7 @@ def weights_of(model: Any) -> dict[str, np.ndarray]:
 def test_how_many_layers_are_joined(name: str, traced: Traced) -> None:
     model = prepare(traced(name))
     before = Counter(node.op_type for node in model.graph)
-    (packing,) = packing_passes()
+    packing = LinearPackPass()
     packing(model)
     after = Counter(node.op_type for node in model.graph)
     groups = after["Split"] - before["Split"]

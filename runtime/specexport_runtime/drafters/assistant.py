@@ -14,34 +14,29 @@ the next draft begins with a true feature and with the entries of the tokens tha
 """
 
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specexport_runtime.drafters.base import HEAD, DrafterTraits
 from specexport_runtime.drafters.draft_loop import Draft, open_drafts, run_drafts
-from specexport_runtime.drafters.last_feature import LastFeatures
-from specexport_runtime.drafters.own_cache import OwnCacheDrafter
+from specexport_runtime.drafters.last_feature import LastFeatureDrafter
 from specexport_runtime.errors import SpecexportError
-from specexport_runtime.executors.base import Float32Array, borrows_cache
+from specexport_runtime.executors.base import borrows_cache
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from specexport_runtime.sequences.records import Begun, Proposal
 from specexport_runtime.sequences.sequence import Sequence
-
-if TYPE_CHECKING:
-    from specexport_runtime.costs.curves import CostCurves
-    from specexport_runtime.lookahead.draft_cost import DraftCost
 
 DEFAULT_ASSISTANT_LOOKAHEAD = 4
 """K where nothing else is asked for, as with other heads."""
 
 
-class AssistantDrafter(OwnCacheDrafter):
+class AssistantDrafter(LastFeatureDrafter):
     """Draft tokens from an assistant over the target's last feature and the target's cache.
 
     The base class has what else such drafters need; there is no cache of its own.
 
     Args:
         runner: the assistant; its rows are the target's (``BorrowedKv``).
-        **named: see :class:`OwnCacheDrafter`.
+        **named: see ``OwnCacheDrafter``.
 
     Raises:
         SpecexportError: the runner's engine is no assistant's.
@@ -53,15 +48,6 @@ class AssistantDrafter(OwnCacheDrafter):
         if not borrows_cache(runner.executor):
             raise SpecexportError("the assistant drafter needs the engine of an assistant.")
         super().__init__(runner, **named)
-        self._last = LastFeatures()
-
-    def wants_features(self, sequence: Sequence) -> bool:
-        """Whether the assistant may be asked for this sequence; see ``FeatureDrafter.wants_features``."""
-        return any(stage.drafter == HEAD for stage in sequence.draft_plan)
-
-    def note_features(self, sequence: Sequence, start: int, features: Float32Array) -> None:
-        """Keep what the next draft may be made of; see ``FeatureDrafter.note_features``."""
-        self._last.note(sequence, start, features)
 
     def propose(
         self, sequences: Seq[Sequence], lookaheads: Seq[int], begun: Seq[Begun] | None = None
@@ -86,13 +72,3 @@ class AssistantDrafter(OwnCacheDrafter):
                 f"the target has {self.runner.kv.kv_len(seq.row)} entries of a sequence of {len(seq.tokens)} tokens."
             )
         return RowWork(self._known(seq.tokens[-1:]), 1, self._last.of(seq)[None])
-
-    def commit(self, sequences: Seq[Sequence]) -> None:
-        """Nothing: entries are the target's, and which feature counts is told by the sequence's length."""
-
-    def cost(self, curves: "CostCurves") -> "DraftCost | None":
-        """See ``CostedDrafter.cost``."""
-        from specexport_runtime.lookahead.draft_cost import EngineCost
-
-        curve = curves.drafters.get(HEAD)
-        return None if curve is None else EngineCost(curve, shares_cache=True)

@@ -1,11 +1,19 @@
 """The one feature that some drafters read: that of the token before the newest."""
 
-from typing import NamedTuple
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+from specexport_runtime.drafters.base import HEAD
+from specexport_runtime.drafters.own_cache import OwnCacheDrafter
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import Float32Array
+from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.sequences.sequence import Sequence
+
+if TYPE_CHECKING:
+    from specexport_runtime.costs.curves import CostCurves
+    from specexport_runtime.lookahead.draft_cost import DraftCost
 
 
 class _Last(NamedTuple):
@@ -51,3 +59,34 @@ class LastFeatures:
             raise SpecexportError("the target gave no features of this sequence.")
         feature: Float32Array = last.features[at - last.start]
         return feature
+
+
+class LastFeatureDrafter(OwnCacheDrafter):
+    """The part of a drafter that reads no other feature; it has no cache of its own.
+
+    Args:
+        runner: the head.
+        **named: see :class:`OwnCacheDrafter`.
+    """
+
+    def __init__(self, runner: ModelRunner, **named: Any) -> None:
+        super().__init__(runner, **named)
+        self._last = LastFeatures()
+
+    def wants_features(self, sequence: Sequence) -> bool:
+        """Whether the head may be asked for this sequence; see ``FeatureDrafter.wants_features``."""
+        return any(stage.drafter == HEAD for stage in sequence.draft_plan)
+
+    def note_features(self, sequence: Sequence, start: int, features: Float32Array) -> None:
+        """Keep what the next draft may be made of; see ``FeatureDrafter.note_features``."""
+        self._last.note(sequence, start, features)
+
+    def commit(self, sequences: Seq[Sequence]) -> None:
+        """Nothing: which of the features counts is told by how many tokens the sequence has."""
+
+    def cost(self, curves: "CostCurves") -> "DraftCost | None":
+        """See ``CostedDrafter.cost``."""
+        from specexport_runtime.lookahead.draft_cost import EngineCost
+
+        curve = curves.drafters.get(HEAD)
+        return None if curve is None else EngineCost(curve, shares_cache=True)

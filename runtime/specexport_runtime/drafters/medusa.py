@@ -13,38 +13,32 @@ from what its head says, whatever the guesses before it are: that is the distrib
 """
 
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from specexport_runtime.drafters.at_once import AtOnce
 from specexport_runtime.drafters.base import HEAD, DrafterTraits
 from specexport_runtime.drafters.draft_loop import Draft, draft_at_once, open_drafts
-from specexport_runtime.drafters.last_feature import LastFeatures
-from specexport_runtime.drafters.own_cache import OwnCacheDrafter
+from specexport_runtime.drafters.last_feature import LastFeatureDrafter
 from specexport_runtime.errors import SpecexportError
-from specexport_runtime.executors.base import Float32Array, as_head
+from specexport_runtime.executors.base import as_head
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from specexport_runtime.sequences.records import Begun, Proposal
 from specexport_runtime.sequences.sequence import Sequence
-
-if TYPE_CHECKING:
-    from specexport_runtime.costs.curves import CostCurves
-    from specexport_runtime.lookahead.draft_cost import DraftCost
-
 
 DEFAULT_MEDUSA_LOOKAHEAD = 4
 """K where nothing else is asked for, if there are so many heads: each guesses less well than the one before."""
 
 
-class MedusaDrafter(OwnCacheDrafter):
+class MedusaDrafter(LastFeatureDrafter):
     """Draft tokens from Medusa heads over the target's last feature.
 
     Its engine has no cache; the base class has all the same what else such drafters need.
 
     Args:
         runner: the heads.
-        **named: see :class:`OwnCacheDrafter`.
+        **named: see ``OwnCacheDrafter``.
 
     Raises:
         SpecexportError: the runner's engine is not of Medusa heads.
@@ -62,15 +56,6 @@ class MedusaDrafter(OwnCacheDrafter):
             max_lookahead=self.num_heads,
             goes_on=True,
         )
-        self._last = LastFeatures()
-
-    def wants_features(self, sequence: Sequence) -> bool:
-        """Whether the heads may be asked for this sequence; see ``FeatureDrafter.wants_features``."""
-        return any(stage.drafter == HEAD for stage in sequence.draft_plan)
-
-    def note_features(self, sequence: Sequence, start: int, features: Float32Array) -> None:
-        """Keep what the next draft may be made of; see ``FeatureDrafter.note_features``."""
-        self._last.note(sequence, start, features)
 
     def propose(
         self, sequences: Seq[Sequence], lookaheads: Seq[int], begun: Seq[Begun] | None = None
@@ -89,13 +74,3 @@ class MedusaDrafter(OwnCacheDrafter):
         """A row for each head that is asked, with the feature of the token before the newest."""
         features = np.tile(self._last.of(draft.sequence), (draft.limit, 1))
         return AtOnce(RowWork(range(draft.limit), draft.limit, features), 0)
-
-    def commit(self, sequences: Seq[Sequence]) -> None:
-        """Nothing: which of the features counts is told by how many tokens the sequence has."""
-
-    def cost(self, curves: "CostCurves") -> "DraftCost | None":
-        """See ``CostedDrafter.cost``: each token is a head, which is read once a step."""
-        from specexport_runtime.lookahead.draft_cost import EngineCost
-
-        curve = curves.drafters.get(HEAD)
-        return None if curve is None else EngineCost(curve, shares_cache=True)
