@@ -92,11 +92,7 @@ def _cpu() -> tuple[str, str]:
 
 
 def return_freed_memory() -> None:
-    """Give freed heap memory back to the system.
-
-    ONNX Runtime packs every weight to compare it with the file and frees the result. Of a gated graph of 1 GB up to
-    260 MB of that stayed with the process.
-    """
+    """Give freed heap memory back to the system, which the C library keeps for later."""
     trim = _malloc_trim()
     if trim is not None:
         trim(0)

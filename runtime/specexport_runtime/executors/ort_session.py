@@ -10,7 +10,6 @@ from specexport_runtime.errors import BundleError, MissingDependencyError
 from specexport_runtime.executors.external_data import session_model
 from specexport_runtime.executors.operators import register
 from specexport_runtime.executors.ort_threads import set_threads
-from specexport_runtime.machine import return_freed_memory
 
 
 def open_session(path: Path, num_threads: int, spin: bool) -> Any:
@@ -40,7 +39,6 @@ def open_session(path: Path, num_threads: int, spin: bool) -> Any:
         session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime raises its own types, bare Exceptions in part
         raise BundleError(f"{path}: ONNX Runtime cannot load this engine: {error}", "build it again.") from error
-    return_freed_memory()
     return session
 
 
