@@ -19,8 +19,8 @@ class VerifyOptions:
         require_checkpoint: a checkpoint that is not found is an error instead of a skipped part.
         trust_remote_code: let Python code from the checkpoint run.
         prompts: prompt texts; None takes the built-in ones.
-        texts: texts to measure perplexity on; None takes built-in ones, and reads them for quantized models only.
-        reference: a bundle of the same checkpoints that is not quantized, to compare perplexity with; None takes the
+        texts: texts to measure perplexity on; None takes built-in ones, and reads them for approximations only.
+        reference: a bundle of the same checkpoints that is no approximation, to compare perplexity with; None takes the
             checkpoints themselves.
         max_prompts: most prompts used.
         max_tokens: tokens generated for each prompt in the greedy part.
