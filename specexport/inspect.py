@@ -239,8 +239,9 @@ def _taps(entry: ModelEntry) -> str:
 
 
 def _kernels(entry: ModelEntry) -> str | None:
-    """The instruction set of our own operators on this machine, or why there is none; None for other backends."""
-    if entry.backend != "ort-cpu":
+    """The instruction set of our own operators on this machine, or why there is none; None on a GPU."""
+    backend = backend_of(entry.backend)
+    if backend is None or backend.on_gpu:
         return None
     try:
         return kernels()

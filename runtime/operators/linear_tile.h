@@ -256,6 +256,7 @@ static void multiply_all(const Product& p, int64_t first_tile, int64_t last_tile
   for (int64_t t = first_tile; t < last_tile; t++) {
     const uint8_t* at = p.weight + size_t(t) * layout.tile_bytes;
     memset(sums, 0, sizeof(float) * size_t((last_row - first_row) * chains * kTile));
+    // Floats: where a tile has several slices, each passes over the same weights, which must still be in the L1 cache.
     const int64_t step = !format.is_float() ? kStretch : kSlices > 1 ? 64 : kStretch / 2;
     for (int64_t k = 0; k < layout.K; k += step) {
       const int64_t inputs = layout.K - k < step ? layout.K - k : step;

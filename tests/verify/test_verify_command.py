@@ -78,7 +78,7 @@ def test_without_checkpoints_the_result_is_incomplete(bundle, tmp_path, monkeypa
 
 
 def test_a_failed_part_exits_with_1_after_the_report(bundle, demo_pair, monkeypatch):
-    def wrong_references(source, revision, sequences, **_):
+    def wrong_references(model, sequences):
         return [np.zeros((len(ids), 4096), np.float32) for ids in sequences]
 
     monkeypatch.setattr("specexport.verify.references.eager_references", wrong_references)

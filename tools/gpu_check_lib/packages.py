@@ -31,6 +31,7 @@ RTX_SOURCES = ("tensorrt-rtx-cu13>=1.7,<1.8",)
 CUDA_LIBRARY = "onnxruntime/capi/libonnxruntime_providers_cuda.so"
 """The one library whose code for other GPUs is worth leaving out: two thirds of 218 MB."""
 UNUSED = ("onnxruntime/capi/libonnxruntime.so*", "onnxruntime/capi/*_tensorrt.so", "onnx/backend/test/data")
+"""What no check loads, though packages have it."""
 PYTHON = "3.12"
 # pip takes each of these literally: a wheel for an older one is not found by asking for a newer one.
 PLATFORMS = (
