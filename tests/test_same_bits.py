@@ -98,15 +98,15 @@ def assert_same_bits(made: Made, where: str) -> None:
             yield own, max(0, drafts - own)
 
     expected: list[np.ndarray] = []
-    for threads in (1, 2):
+    for threads, widths, batches in ((1, range(1, WIDEST + 1), range(2, ROWS + 1)), (2, (1, 5, WIDEST), (2, ROWS))):
         sizes = {"num_rows": ROWS, "kv_capacity": 64, "num_threads": threads, "lookahead": 2 * WIDEST}
         runner = ModelRunner(OrtExecutor(folder / entry.path, entry, spin=False, **sizes))
         expected = expected or [read(runner, [text], [repeat((1, 0))])[0] for text in texts]
         assert min(float(logits.std()) for logits in expected) > 0.1, "degenerate logits would hide an error"
-        for width in range(1, WIDEST + 1):
+        for width in widths:
             (found,) = read(runner, texts[:1], [repeat((width, width % 3))])
             np.testing.assert_array_equal(found, expected[0], f"{width} at a time, {threads} threads")
-        for batch in range(2, ROWS + 1):
+        for batch in batches:
             rows = random.permutation(ROWS)[:batch].tolist()
             together = read(runner, [texts[row] for row in rows], [odd() for _ in rows], int(ROWS - batch > 2))
             for row, found in zip(rows, together, strict=True):

@@ -110,7 +110,7 @@ class Watch:
 
 @pytest.mark.one_of_kind
 @pytest.mark.bundle
-@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("dialect", ["z-lab", "sliding"])  # what is read, see above
 def test_a_bundle_drafts_what_the_published_equations_draft(
     dialect: str, target: Any, target_folder: Path, tmp_path: Path
 ) -> None:

@@ -55,7 +55,7 @@ def test_a_head_computes_the_published_equations(dialect: str, target: Any, tmp_
 
 @pytest.mark.one_of_kind
 @pytest.mark.bundle
-@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("dialect", ["speculators", "eagle", "peagle", "medusa"])  # what is read, see above
 def test_a_bundle_drafts_what_the_published_equations_draft(
     dialect: str, target: Any, target_folder: Path, tmp_path: Path
 ) -> None:

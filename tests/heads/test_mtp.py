@@ -84,7 +84,7 @@ def test_a_module_of_a_hybrid_computes_the_published_equations(family: str, tmp_
 
 @pytest.mark.one_of_kind
 @pytest.mark.bundle
-@pytest.mark.parametrize("family", tiny_modules.FAMILIES)
+@pytest.mark.parametrize("family", ["deepseek", "qwen", "qwen3_next", "mimo-v2"])  # what is read, see above
 def test_a_bundle_drafts_what_the_module_drafts(family: str, tmp_path: Path) -> None:
     module = tiny_modules.make(family, tmp_path / "t")
     build_bundle(

@@ -71,9 +71,16 @@ def check_compiled(kernel: CompiledKernel, *, most_spilled: int = 0) -> None:
 
 
 @pytest.mark.one_of_kind
-@pytest.mark.parametrize("sm", ARCHITECTURES)
-@pytest.mark.parametrize(("step", "spec"), SHIPPED)
-def test_shipped_kernels_compile_for_every_architecture(step: str, spec: KernelSpec, sm: int) -> None:
+@pytest.mark.parametrize(
+    ("step", "spec", "sm"),
+    [
+        pytest.param(*each.values, sm, id=f"{each.id}-{sm}")
+        for each in SHIPPED
+        for sm in ARCHITECTURES
+        if sm in (ARCHITECTURES[0], ARCHITECTURES[-1]) or each is SHIPPED[0]
+    ],
+)
+def test_shipped_kernels_compile_for_the_oldest_and_newest_gpus(step: str, spec: KernelSpec, sm: int) -> None:
     kernel = compile_kernel(spec, sm)
     check_compiled(kernel)
     documented = documented_cells()[spec.kernel, step, str(spec.head_size)][ARCHITECTURES.index(sm)]

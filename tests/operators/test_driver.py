@@ -48,6 +48,6 @@ def test_aarch64(tmp_path: Path) -> None:
     zig = [sys.executable, "-m", "ziglang", "c++", "-target", "aarch64-linux-musl", "-nostdlib++", "-static", "-O2"]
     program = tmp_path / "driver"
     subprocess.run([*zig, *FLAGS, *SOURCES, "-o", program], check=True)
+    assert {"portable", "neon_dot"} <= run(program, emulator, "-cpu", "max")
     for cpu, kernels in (("max", "neon_dot"), ("cortex-a53", "portable")):
-        assert kernels in run(program, emulator, "-cpu", cpu)
         assert kernels in run(program, emulator, "-cpu", cpu, kernels=kernels)
