@@ -92,16 +92,13 @@ def parse_args() -> argparse.Namespace:
     add("--repeats", type=int, default=5)
     add("--threads", type=int, default=2)
     add("--adversarial", action="store_true")
-    add("--measure", action=argparse.BooleanOptionalAction, default=True, help="cost curves first; else learn them")
     add("--json", type=Path)
     return parser.parse_args()
 
 
 def load_engine(args: argparse.Namespace, size: int) -> SpecEngine:
     """An adaptive engine; with --adversarial one whose drafts are wrong."""
-    options = EngineOptions(
-        max_num_seqs=size, num_threads=args.threads, adaptive=args.measure or None, share_threads=True
-    )
+    options = EngineOptions(max_num_seqs=size, num_threads=args.threads, share_threads=True)
     parts = load_engine_parts(args.bundle, options)
     target, draft = parts.target, parts.draft
     if args.adversarial and args.drafter == "draft-model":

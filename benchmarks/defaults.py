@@ -5,12 +5,15 @@ python benchmarks/defaults.py BUNDLE --prompts code=code.jsonl,math=math.jsonl,c
 For each domain and batch size all ways run in turns that begin at another place in each repeat. A way is `default` (no
 option at all), `plain`, or NAME:K for a drafter and its K. Ratios are medians of the ratios within the repeats. A run
 has a `cache_salt` of its own, so that no run copies from what an earlier one generated. With --chat the prompts go
-through the bundle's chat template.
+through the bundle's chat template. With --disturb another process takes a core for random parts of a second.
 """
 
 import argparse
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,6 +23,15 @@ from turns import measure_in_turns, ratio, read_domains
 
 from specexport_runtime import SamplingParams, SpecEngine
 
+BUSY = """
+import random, time
+chance = random.Random(0)
+while True:
+    end = time.monotonic() + chance.uniform(0.0, 1.0)
+    while time.monotonic() < end:
+        pass
+    time.sleep(chance.uniform(0.0, 1.0))
+"""
 WAYS = "plain,default,lookup:7,draft-model:2,draft-model:4,draft-model:6,chained:4"
 
 
@@ -35,8 +47,8 @@ def parse_args() -> argparse.Namespace:
     add("--ways", default=WAYS)
     add("--batch-sizes", default="1")
     add("--repeats", type=int, default=3)
-    add("--measure", action="store_true", help="measure cost curves first, in place of learning from rounds")
     add("--chat", action="store_true")
+    add("--disturb", action="store_true")
     add("--json", type=Path)
     return parser.parse_args()
 
@@ -72,6 +84,20 @@ class Requests:
         return make
 
 
+@contextmanager
+def disturbed(asked: bool) -> Iterator[None]:
+    """While another process is busy half of the time, half a second at a time on average."""
+    if not asked:
+        yield
+        return
+    other = subprocess.Popen([sys.executable, "-c", BUSY])
+    try:
+        yield
+    finally:
+        other.kill()
+        other.wait()
+
+
 def describe(record: dict[str, Any]) -> tuple[str, str]:
     """A row of the table."""
     rates = record["tokens_per_second"]
@@ -91,24 +117,14 @@ def main() -> None:
     ways = list(dict.fromkeys(["plain", *args.ways.split(",")]))
     records: list[dict[str, Any]] = []
     for size in map(int, args.batch_sizes.split(",")):
-        engine = SpecEngine.load(
-            args.bundle,
-            enable_prefix_caching=False,
-            max_num_seqs=size,
-            adaptive=True if args.measure else None,
-            share_threads=True,
-        )
+        engine = SpecEngine.load(args.bundle, enable_prefix_caching=False, max_num_seqs=size, share_threads=True)
         try:
             for domain, texts in read_domains(args.prompts, max(args.num_prompts, size), args.skip).items():
                 chats = [engine.encode_chat([{"role": "user", "content": text}]) for text in texts if args.chat]
                 requests = Requests(chats or texts)
-                found = measure_in_turns(
-                    engine,
-                    {way: requests.of(way) for way in ways},
-                    size=size,
-                    tokens=args.tokens,
-                    repeats=args.repeats,
-                )
+                made = {way: requests.of(way) for way in ways}
+                with disturbed(args.disturb):
+                    found = measure_in_turns(engine, made, size=size, tokens=args.tokens, repeats=args.repeats)
                 records.append({"domain": domain, **found})
                 print(*describe(records[-1]), sep=": ", flush=True)
         finally:

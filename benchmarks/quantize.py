@@ -47,9 +47,7 @@ def batch_rate(engine: SpecEngine, prompts: list[str], args: argparse.Namespace)
 
 def measure_text(path: Path, domains: dict[str, list[str]], args: argparse.Namespace, runs: Runs) -> Texts:
     """Decode every domain plainly and with lookup, and a batch; returns plain texts by domain."""
-    engine = SpecEngine.load(
-        path, enable_prefix_caching=False, max_num_seqs=BATCH, num_threads=args.threads, adaptive=True
-    )
+    engine = SpecEngine.load(path, enable_prefix_caching=False, max_num_seqs=BATCH, num_threads=args.threads)
     texts: Texts = {}
     try:
         for name, prompts in domains.items():

@@ -2,14 +2,15 @@
 
     python benchmarks/scaling.py engines/demo [--part grid|replicas|queue] [--json FILE]
 
-The model is ``scaling_model.py``. It takes the bundle's cost curves (measured step by step, before any request), and
-from two calibration runs, marked ``*``, the acceptance and the host's own time of a round. All else is predicted. Takes
-about two minutes.
+The model is ``scaling_model.py``. It takes what steps of few and many rows and tokens cost, measured before any
+request, and from two calibration runs, marked ``*``, the acceptance and the host's own time of a round. All else is
+predicted. Takes about two minutes.
 """
 
 import argparse
 import json
 import random
+import statistics
 import subprocess
 import sys
 import time
@@ -17,15 +18,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from common import DEMO_PROMPTS, read_prompts, report
 from scaling_model import Queue, Throughput, row_bytes
 
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.bundle.manifest import load_manifest
-from specexport_runtime.costs.curves import measure_costs
-from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.costs.curves import CostCurves
+from specexport_runtime.costs.step_cost import StepCost
+from specexport_runtime.packing.batch import ModelRunner, RowWork
 
 ROWS, KS = (1, 2, 4, 8), (0, 2, 4)
+PAST, REPEATS = 16, 20
 
 
 class Rounds:
@@ -85,14 +89,39 @@ def saturate(rig: Rig, rows: int, k: int, prompts: list[str], args: argparse.Nam
     }
 
 
+def step_cost(runner: ModelRunner, rows: int, width: int) -> StepCost:
+    """Steps of one and of all rows, of one token and of many each, as a sum of what each token and each row takes."""
+    sizes = [(1, 1), (1, width), (rows, 1), (rows, width)]
+    seconds = []
+    for row in range(rows):
+        runner.prefill(row, list(range(1, PAST + 1)))
+    for count, each in sizes:
+        taken = []
+        for _ in range(REPEATS):
+            start = time.perf_counter()
+            runner.step(0, [RowWork([1] * each, each)] * count)
+            taken.append(time.perf_counter() - start)
+            for row in range(rows):
+                runner.kv.assume(row, PAST)
+        seconds.append(statistics.median(taken))
+    for row in range(rows):
+        runner.release_row(row)
+        runner.give_back(row, 0)
+    matrix = np.array([[1, count * each, count] for count, each in sizes])
+    step, token, row_ = np.linalg.lstsq(matrix, np.array(seconds), rcond=None)[0]
+    return StepCost(float(step), max(float(token), 0.0), row=max(float(row_), 0.0))
+
+
 def calibrate(args: argparse.Namespace, prompts: list[str]) -> tuple[Throughput, dict[str, float]]:
     """The model, and the host's time and acceptance that went into it."""
     most = max(ROWS)
     full, single = Rig(args, most), Rig(args, 1)
     if full.engine.draft is None:
         raise SystemExit("the bundle has no draft model")
-    runners = ModelRunner(full.engine.target), {"draft-model": ModelRunner(full.engine.draft)}
-    curves = measure_costs(*runners, max_rows=most, lookahead=full.engine.lookahead)  # anew, not from the user's cache
+    target, draft = (
+        step_cost(ModelRunner(model), most, max(KS) + 1) for model in (full.engine.target, full.engine.draft)
+    )
+    curves = CostCurves(target, {"draft-model": draft})
     mean_prompt = sum(len(full.engine.encode(prompt)) for prompt in prompts) / len(prompts)
     loaded = saturate(full, most, max(KS), prompts, args)
     plain = saturate(single, 1, 0, prompts, args)
@@ -102,7 +131,7 @@ def calibrate(args: argparse.Namespace, prompts: list[str]) -> tuple[Throughput,
     fixed = max(plain["host_seconds"] - token, 0.0)
     model = Throughput(curves, loaded["acceptance"], fixed, max(token, 0.0), mean_prompt, args.max_tokens)
     found = {"acceptance": loaded["acceptance"], "host_fixed_ms": 1e3 * fixed, "host_token_ms": 1e3 * token}
-    return model, found | {"prompt_tokens": mean_prompt, "noise": curves.noise}
+    return model, found | {"prompt_tokens": mean_prompt}
 
 
 def compare(name: str, predicted: float, measured: float, unit: str) -> tuple[str, str]:

@@ -179,7 +179,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     prompts = read_prompts(args.prompts, 64)
-    engine = SpecEngine.load(args.bundle, enable_prefix_caching=False, adaptive=True)  # as the server loads it
+    engine = SpecEngine.load(args.bundle, enable_prefix_caching=False)  # as the server loads it
     with server(args.bundle) as served:
         speed = throughput(engine, served.port, prompts, args)
     engine.close()

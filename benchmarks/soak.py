@@ -116,7 +116,7 @@ def main() -> None:
 
     # It warns of every request that is no HTTP.
     logging.getLogger("uvicorn.error").addFilter(lambda record: "Invalid HTTP" not in record.msg)
-    engine = SpecEngine.load(args.bundle, num_threads=args.threads, spin=False, adaptive=True)
+    engine = SpecEngine.load(args.bundle, num_threads=args.threads, spin=False)
     prompts = read_prompts(args.prompts, 64)
     touch_all_memory(engine, prompts)
     args.expected = expected_texts(engine, prompts)

@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from specexport_runtime.bundle.mask_feature import MaskInput
     from specexport_runtime.costs.curves import CostCurves
     from specexport_runtime.costs.learned import LearnedCosts
-    from specexport_runtime.costs.tune_profile import TuneProfile
     from specexport_runtime.drafters.suffix_open import KeptSuffixes
     from specexport_runtime.requests.chat_dialect import ChatDialect
 
@@ -99,7 +98,6 @@ class SpecEngine:
         cost_curves: what steps cost, for requests that let K be chosen (``"auto"``) and for traces; None refuses the
             former.
         learned_costs: mends the curves by what rounds take; None takes them as they are.
-        tune_profile: bounds the K that is chosen.
         self_obstacle: why the target cannot draft with its own layers, for messages; None finds out.
         drafters: drafters of the user's own, by the names that requests use.
         suffixes: what was generated earlier; None begins with nothing.
@@ -134,7 +132,6 @@ class SpecEngine:
         draft_defaults: DraftDefaults = DraftDefaults(),  # noqa: B008 immutable
         cost_curves: "CostCurves | None" = None,
         learned_costs: "LearnedCosts | None" = None,
-        tune_profile: "TuneProfile | None" = None,
         self_obstacle: Obstacle | None = None,
         drafters: Mapping[str, DrafterFactory] | None = None,
         suffixes: "KeptSuffixes | None" = None,
@@ -153,8 +150,7 @@ class SpecEngine:
         self.tokenizer = tokenizer = whole_reader(tokenizer)
         self.max_model_len = max_model_len
         self.lookahead = lookahead
-        self.cost_curves = cost_curves
-        self.tune_profile = tune_profile
+        self.cost_curves, self.learned_costs = cost_curves, learned_costs
         self.fingerprint = fingerprint
         runner = ModelRunner(target, unpad_kv=unpad_kv, unpad_input=unpad_input)
         own = {"unpad_kv": unpad_kv, "unpad_input": unpad_input}
@@ -207,7 +203,6 @@ class SpecEngine:
             made,
             weighed,
             cost_curves,
-            tune_profile,
             lookahead=lookahead,
             max_num_batched_tokens=max_num_batched_tokens,
             learned=learned_costs,
@@ -225,7 +220,6 @@ class SpecEngine:
         self._release_lock, self._pin_lock = threading.Lock(), threading.Lock()
         self._released = False
         self._suffixes = suffixes
-        self._learned = learned_costs
 
     @property
     def drafters(self) -> tuple[str, ...]:
@@ -344,7 +338,6 @@ class SpecEngine:
             draft_defaults=parts.defaults,
             cost_curves=None if parts.costs is None else parts.costs.curves,
             learned_costs=None if parts.costs is None else parts.costs.learned,
-            tune_profile=parts.profile,
             self_obstacle=parts.self_obstacle,
             drafters=drafters,
             suffixes=parts.suffixes,
@@ -643,8 +636,8 @@ class SpecEngine:
             if self._released:
                 return
             self._released = True
-            if self._learned is not None:
-                self._learned.flush()
+            if self.learned_costs is not None:
+                self.learned_costs.flush()
             if self._suffixes is not None:
                 try:
                     self._suffixes.save()

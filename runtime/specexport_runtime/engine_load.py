@@ -1,4 +1,4 @@
-"""From a bundle folder to the parts of an engine: executors, drafters, drafting defaults, cost curves, tune profile."""
+"""From a bundle folder to the parts of an engine: executors, drafters, drafting defaults, what steps cost."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
@@ -13,7 +13,6 @@ from specexport_runtime.costs.copy_cost import least_copied, measure_copy
 from specexport_runtime.costs.curves import CostCurves, KnownCosts, load_costs
 from specexport_runtime.costs.learned import LearnedCosts
 from specexport_runtime.costs.prior import DRAFTER_OF, prior_costs
-from specexport_runtime.costs.tune_profile import TuneProfile, load_profile
 from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.decoding.memory_budget import MemoryBudget
 from specexport_runtime.decoding.pace import Pace
@@ -28,7 +27,7 @@ from specexport_runtime.errors import InvalidRequestError, SpecexportError
 from specexport_runtime.executors import operators
 from specexport_runtime.executors.base import Executor, as_gated
 from specexport_runtime.executors.open import backend_of, backends_with, open_executor
-from specexport_runtime.lookahead.base import DraftLength
+from specexport_runtime.lookahead.controller import Controller
 from specexport_runtime.lookahead.draft_cost import WeighedDrafter
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.checks import budget_of, check_adapter, check_match_length
@@ -50,7 +49,6 @@ class EngineParts(NamedTuple):
         defaults: how to draft for requests that do not say.
         self_obstacle: why the target cannot draft with its own layers; None if it can.
         costs: what steps cost; None unless the engine is to be adaptive.
-        profile: the tune profile, if there is one that fits.
         suffixes: what was generated earlier.
         draft_head: the token ids of the LM head of either; None where it has all.
     """
@@ -61,7 +59,6 @@ class EngineParts(NamedTuple):
     defaults: DraftDefaults
     self_obstacle: Obstacle | None
     costs: KnownCosts | None = None
-    profile: TuneProfile | None = None
     suffixes: KeptSuffixes | None = None
     draft_head: CutHead | None = None
     head: Executor | None = None
@@ -156,28 +153,19 @@ def _with_costs(
         file=options.suffix_file,
     )
     parts = EngineParts(bundle, target, draft, defaults, obstacle, suffixes=suffixes, head=head)
-    if options.adaptive is False and "auto" not in (defaults.drafter, defaults.lookahead):
+    if not options.adaptive and "auto" not in (defaults.drafter, defaults.lookahead):
         return parts
-    rows, lookahead = bundle.max_num_seqs, bundle.manifest.lookahead
     backend = backend_of(bundle.manifest.models["target"].backend)
     kernels = None if backend is not None and backend.on_gpu else operators.kernels()
-    costs = load_costs(
-        runner(target),
-        {DRAFTER_OF[role]: runner(executor) for role, executor in executors.items() if role in DRAFTER_OF},
-        prior_costs(bundle.manifest.models, kernels=kernels, max_rows=rows, lookahead=lookahead),
-        measure=options.adaptive is True,
-        bundle_key=bundle.manifest.build_key,
-        kernels=kernels,
-        max_rows=rows,
-        lookahead=lookahead,
-        num_threads=options.num_threads,
-        spin=options.spin,
-        cuda_graphs=options.cuda_graphs,
-        max_bytes=budget_of(options.kv_cache_memory_bytes),
-    )
-    given = None if options.tune_profile is None else Path(options.tune_profile)
-    profile = load_profile(given, bundle=bundle.folder, build_key=bundle.manifest.build_key, drafters=KINDS)
-    return parts._replace(costs=costs, profile=profile)
+    circumstances = {
+        "bundle": bundle.manifest.build_key,
+        "kernels": kernels,
+        "threads": options.num_threads,
+        "spin": options.spin,
+        "cuda_graphs": options.cuda_graphs,
+        "padded": [not options.unpad_kv, not options.unpad_input],
+    }
+    return parts._replace(costs=load_costs(prior_costs(bundle.manifest.models, kernels=kernels), circumstances))
 
 
 def make_drafters(
@@ -260,7 +248,6 @@ def make_decoder(
     drafters: Mapping[str, Drafter],
     weighed: Mapping[str, WeighedDrafter],
     curves: CostCurves | None,
-    profile: TuneProfile | None,
     *,
     lookahead: int,
     max_num_batched_tokens: int,
@@ -278,7 +265,6 @@ def make_decoder(
         drafters: see :func:`make_drafters`.
         weighed: see :func:`weigh_drafters`.
         curves: what steps cost, to choose K by; None for no choice.
-        profile: bounds the K that is chosen.
         lookahead: largest K.
         max_num_batched_tokens: most tokens of one step.
         learned: mends the curves by what rounds take; None takes them as they are.
@@ -291,11 +277,9 @@ def make_decoder(
     least = LEAST_REUSED
     if reuses_prefixes and curves is not None:
         least = least_copied(measure_copy([target, *drafting]), curves.target, LEAST_REUSED, target.kv.capacity)
-    lengths: DraftLength | None = None
+    lengths = None
     if curves is not None:
-        from specexport_runtime.lookahead.goodput import GoodputLength
-
-        lengths = GoodputLength(curves, lookahead, profile, drafters=weighed, learned=learned)
+        lengths = Controller(curves, lookahead, drafters=weighed, learned=learned)
     return Decoder(
         target,
         ChainDrafter(drafters, lengths),

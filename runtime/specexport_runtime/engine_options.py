@@ -31,10 +31,9 @@ class EngineOptions:
         cuda_graphs: on a GPU, record decode and verify steps and replay them; False runs them one kernel at a time,
             None records them where the engine can be recorded: on ``ort-cuda`` not with layers to switch off.
         adaptive: let draft lengths be chosen (``"auto"``, the default of requests that do not say) by what steps cost.
-            None begins with what is known of this machine, else with what the sizes of the models promise, and learns
-            from what rounds take. True measures first, at the first load of a bundle on this machine. False offers
-            no ``"auto"`` lengths: requests that do not say draft with the draft model, if there is one, and a fixed K.
-        tune_profile: profile that ``specexport tune`` wrote; None takes the bundle's own, if it has one.
+            It begins with what was learned on this machine, else with what the sizes of the models promise, and learns
+            from what rounds take. False offers no ``"auto"`` lengths: requests that do not say draft with the draft
+            model, if there is one, and a fixed K.
         suffix_memory_mb: megabytes for what drafter ``suffix`` keeps of earlier texts, 16 bytes a token; None takes 16.
         corpus: folder of text files that drafter ``suffix`` may copy from in every request.
         suffix_file: file that keeps the texts of drafter ``suffix`` from one engine to the next, or ``"cache"`` for one
@@ -63,8 +62,7 @@ class EngineOptions:
     match_length: int | None = None
     speculative_config: Mapping[str, Any] | None = None
     cuda_graphs: bool | None = None
-    adaptive: bool | None = None
-    tune_profile: str | Path | None = None
+    adaptive: bool = True
     enable_prefix_caching: bool = True
     prefix_rows: int = 0
     kv_cache_memory_bytes: int | str | None = None
@@ -76,7 +74,10 @@ class EngineOptions:
 
 
 OPTION_NAMES = tuple(field.name for field in fields(EngineOptions))
-GONE = {"prepacked": "weights are packed in the bundle, and every process maps them from there"}
+GONE = {
+    "prepacked": "weights are packed in the bundle, and every process maps them from there",
+    "tune_profile": "the length of drafts is chosen by what rounds take; num_speculative_tokens pins it",
+}
 """Options of earlier releases that change nothing any more, and why."""
 
 

@@ -85,9 +85,6 @@ _NAMES, _WHOLE, _NUMBERS = list_of(str, "names"), list_of(int, "whole numbers"),
     help="Draft tokens a round; `auto` chooses in every round.  [default: 4 of a draft model, 7 of lookup, 3 of self]",
 )
 @click.option(
-    "--tune-profile", type=_FILE, help="Profile of `specexport tune`.  [default: the bundle's, if there is one]"
-)
-@click.option(
     "--batch-size", metavar="B,…", default="1", show_default=True, callback=_WHOLE, help="Sequences decoded at a time."
 )
 @click.option("--temperature", metavar="T,…", default="0", show_default=True, callback=_NUMBERS, help="0 is greedy.")
@@ -159,11 +156,9 @@ def _run(
     max_model_len: int | None,
     max_num_batched_tokens: int,
     quiet: bool,
-    tune_profile: Path | None,
     lora: str | None,
     **asked: Any,
 ) -> "BenchResult":
-    from specexport.bench.methods import AUTO
     from specexport.bench.prompts import mix_domains, read_prompts
     from specexport.bench.runner import run_bench
     from specexport.bench.subject import open_subject
@@ -179,9 +174,6 @@ def _run(
         max_num_batched_tokens=max_num_batched_tokens,
         num_threads=threads,
         spin=spin,
-        adaptive=AUTO in (asked["num_speculative_tokens"] or ())
-        or "auto" in (asked["methods"] or (() if asked["ablation"] else ("auto",))),
-        tune_profile=tune_profile,
         lora=lora,
     )
     options = _options(subject, **asked)

@@ -56,8 +56,6 @@ def open_subject(
     max_num_batched_tokens: int = 512,
     num_threads: int | None = None,
     spin: bool = True,
-    adaptive: bool = False,
-    tune_profile: Path | None = None,
     lora: str | None = None,
 ) -> Subject:
     """A bundle to measure. Its files are checked when an engine is loaded.
@@ -68,8 +66,6 @@ def open_subject(
         max_num_batched_tokens: most tokens of one step.
         num_threads: compute threads; None takes the cores available.
         spin: let idle threads spin.
-        adaptive: K may be chosen in every round.
-        tune_profile: bounds the K that is chosen; None takes the bundle's own profile, if it has one.
         lora: the LoRA adapter that the target writes with, of those that requests may choose; None for none.
 
     Raises:
@@ -90,10 +86,8 @@ def open_subject(
             max_num_batched_tokens=max_num_batched_tokens,
             num_threads=num_threads,
             spin=spin,
-            adaptive=adaptive,
             share_threads=True,
             enable_prefix_caching=False,  # repeats would measure what the run before left
-            tune_profile=tune_profile,
             lora=lora,
         )
 
@@ -102,7 +96,6 @@ def open_subject(
         "max_num_batched_tokens": max_num_batched_tokens,
         "threads": num_threads,
         "spin": spin,
-        "tune_profile": None if tune_profile is None else tune_profile.name,
         **({} if lora is None else {"lora": lora}),
     }
     return Subject(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from specexport_runtime.sequences.records import RoundTrace
 
 WARMUP_TOKENS = 8
-_LIMITS = ("match_length", "max_model_len", "num_threads", "spin", "tune_profile", "lora")
+_LIMITS = ("match_length", "max_model_len", "num_threads", "spin", "lora")
 
 
 @click.command()
@@ -65,9 +65,7 @@ def explain(
     (item,) = read_prompts(prompt, prompt_file, None)
     if reference is not None:
         drafting["references"] = [read_text(reference)]
-    engine = SpecEngine.load(
-        bundle, enable_prefix_caching=False, max_num_seqs=1, adaptive=True, share_threads=True, **limits
-    )
+    engine = SpecEngine.load(bundle, enable_prefix_caching=False, max_num_seqs=1, share_threads=True, **limits)
     try:
         text = engine.format_chat([{"role": "user", "content": item.text}]) if chat else item.text
         result, trace = _decode(engine, text, params, drafting)
@@ -109,7 +107,12 @@ def _print(
 
     context = result.stats.num_prompt_tokens + result.stats.num_generated_tokens // 2
     summary = summarize(
-        trace, curves=engine.cost_curves, longest=engine.lookahead, context=context, layers=result.stats.layer_choice
+        trace,
+        curves=engine.cost_curves,
+        learned=engine.learned_costs,
+        longest=engine.lookahead,
+        context=context,
+        layers=result.stats.layer_choice,
     )
     if as_json:
         record = {

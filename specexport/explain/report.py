@@ -21,7 +21,6 @@ Decode = Callable[[Seq[int]], str]
 _REASONS = {
     "fixed": "as asked",
     "goodput": "most expected tokens/s",
-    "tuned": "tune profile",
     "probe": "a cheap test of a bypassed drafter",
     "bypass": "drafting does not pay",
     "room": "the text ends soon",
@@ -156,7 +155,7 @@ def summary_lines(summary: Summary, layers: "LayerChoice | None" = None) -> list
         best = f"K={verdict.best}" if verdict.best else "plain decoding (K=0)"
         tested = summary.positions[verdict.drafter][0].tested
         few = "" if tested >= FEW_TESTS else f" Drafts tested: only {tested}."
-        lines.append(f"Verdict, {verdict.drafter}: by the cost curves {best} would have been best ({curve}).{few}")
+        lines.append(f"Verdict, {verdict.drafter}: by what steps cost {best} would have been best ({curve}).{few}")
     return lines
 
 

@@ -11,6 +11,7 @@ from specexport_runtime.sequences.records import RoundTrace
 
 if TYPE_CHECKING:
     from specexport_runtime.costs.curves import CostCurves
+    from specexport_runtime.costs.learned import LearnedCosts
     from specexport_runtime.sequences.layer_choice import LayerChoice
 
 Seconds = Callable[[int], float]
@@ -34,7 +35,7 @@ class Position(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What the cost curves say about K for one drafter, given the acceptance that was measured.
+    """What the costs of steps say about K for one drafter, given the acceptance that was measured.
 
     Attributes:
         drafter: who drafted.
@@ -186,6 +187,7 @@ def summarize(
     trace: Seq[RoundTrace],
     *,
     curves: "CostCurves | None",
+    learned: "LearnedCosts | None" = None,
     longest: int,
     context: int,
     layers: "LayerChoice | None" = None,
@@ -194,7 +196,8 @@ def summarize(
 
     Args:
         trace: rounds of one sequence that was decoded alone.
-        curves: what steps cost; None gives no verdict.
+        curves: what steps cost by size; None gives no verdict.
+        learned: mends them by what rounds took; None takes them as they are.
         longest: largest K to judge.
         context: cache entries that a step reads, on average.
         layers: what the draft of ``self`` keeps; None takes the whole target for it.
@@ -204,12 +207,15 @@ def summarize(
     positions = {name: count_positions(trace, name) for name in drafters}
     verdicts = []
     if curves is not None:
+        plain_step = curves.target.seconds(1, 1, context)
+        extra = 1.0 if learned is None else learned.extra_ratio(1)
         for name, found in positions.items():
             step = _draft_seconds(curves, name, context, layers)
+            step *= 1.0 if learned is None else learned.draft_ratio(name, 1)
             verdicts.append(
                 judge(
                     name, found, longest,
-                    verify=lambda k: curves.target.seconds(1 + k, 1, context),
+                    verify=lambda k: plain_step + extra * (curves.target.seconds(1 + k, 1, context) - plain_step),
                     draft=lambda k, step=step: k * step,  # type: ignore[misc]
                 )
             )  # fmt: skip
@@ -236,4 +242,4 @@ def _draft_seconds(curves: "CostCurves", drafter: str, context: int, layers: "La
         return curves.drafters[drafter].seconds(1, 1, context)
     if layers is None:
         return curves.target.seconds(1, 1, context)
-    return curves.self_draft_seconds(sum(layers.mixers), sum(layers.mlp), 1, 1, context)
+    return curves.self_draft_seconds(layers.mixers.count(False), layers.mlps_off, 1, 1, context)

@@ -47,16 +47,16 @@ __all__ = [
 
 
 _MODULES = {
-    "activation_ranges": "calibrate",
-    "choose_layers": "prune",
-    "count_layers": "load",
-    "drop_layers": "prune",
-    "load_checkpoint": "load",
-    "low_ranks": "lora_merge",
-    "merge_adapter": "lora_merge",
-    "read_adapter": "lora_fit",
-    "round_weights": "rounded",
-    "with_adapter": "lora_merge",
+    "activation_ranges": "specexport.frontend.calibrate",
+    "choose_layers": "specexport.frontend.prune",
+    "count_layers": "specexport.frontend.load",
+    "drop_layers": "specexport.frontend.prune",
+    "load_checkpoint": "specexport.frontend.load",
+    "low_ranks": "specexport.frontend.lora_merge",
+    "merge_adapter": "specexport.frontend.lora_merge",
+    "read_adapter": "specexport.frontend.lora_fit",
+    "round_weights": "specexport.frontend.rounded",
+    "with_adapter": "specexport.frontend.lora_merge",
 }
 
 if not TYPE_CHECKING:
@@ -65,7 +65,7 @@ if not TYPE_CHECKING:
         """A function of a module that imports torch, on first use."""
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+        return getattr(import_module(_MODULES[name]), name)
 
 
 def cache_ranges(checkpoint: Checkpoint, pieces: "Seq[npt.NDArray[np.int64]]", *, max_len: int) -> "list[CacheRange]":

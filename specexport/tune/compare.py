@@ -5,7 +5,7 @@ from collections.abc import Sequence as Seq
 from statistics import geometric_mean
 from typing import Any, NamedTuple
 
-from specexport_runtime.costs.tune_profile import TuneCell
+from specexport.tune.table import TuneCell
 from specexport_runtime.drafters.base import HEAD
 from specexport_runtime.drafters.model import DRAFT_MODEL
 

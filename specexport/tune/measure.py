@@ -20,8 +20,8 @@ from specexport.bench.records import RunRecord
 from specexport.bench.subject import Subject
 from specexport.progress import Progress, ProgressEvent
 from specexport.tune.options import TuneOptions
+from specexport.tune.table import TuneCell, TuneRounds
 from specexport.tune.texts import TextCheck
-from specexport_runtime.costs.tune_profile import TuneCell, TuneRounds
 
 if TYPE_CHECKING:
     from specexport_runtime import GenerationResult, SpecEngine

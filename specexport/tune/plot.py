@@ -1,4 +1,4 @@
-"""A picture of tune profiles. Needs matplotlib, which is imported when something is drawn."""
+"""A picture of tune tables. Needs matplotlib, which is imported when something is drawn."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
@@ -6,20 +6,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specexport.atomic import write_file
-from specexport_runtime.costs.tune_profile import TuneCell, TuneProfile
+from specexport.tune.table import TuneCell, TuneTable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def write_plot(path: Path, profiles: Mapping[str, TuneProfile]) -> None:
+def write_plot(path: Path, tables: Mapping[str, TuneTable]) -> None:
     """Draw the speedup over plain decoding against K: a line for each batch size and context.
 
-    Each drafter of each bundle has a panel. The chosen K has a ring. Equal profiles give equal bytes.
+    Each drafter of each bundle has a panel. The chosen K has a ring. Equal tables give equal bytes.
 
     Args:
         path: the file.
-        profiles: by the bundles' names.
+        tables: by the bundles' names.
 
     Raises:
         UserInputError: the file cannot be written.
@@ -27,9 +27,9 @@ def write_plot(path: Path, profiles: Mapping[str, TuneProfile]) -> None:
     from matplotlib.figure import Figure  # without pyplot: no window system, no global state
 
     drawn: dict[str, list[TuneCell]] = {}
-    for name, profile in profiles.items():
-        for cell in profile.cells:
-            title = f"{name}: {cell.drafter}" if len(profiles) > 1 else cell.drafter
+    for name, table in tables.items():
+        for cell in table.cells:
+            title = f"{name}: {cell.drafter}" if len(tables) > 1 else cell.drafter
             drawn.setdefault(title, []).append(cell)
     figure = Figure(figsize=(4.5 * len(drawn) + 2.5, 4), layout="constrained")
     panels = list(figure.subplots(1, len(drawn), squeeze=False, sharey=True)[0])

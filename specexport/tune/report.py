@@ -1,4 +1,4 @@
-"""Tune profiles, and the comparison of several, as tables on the terminal."""
+"""Tune tables, and the comparison of several, as tables on the terminal."""
 
 import sys
 from collections.abc import Mapping
@@ -6,8 +6,8 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 from specexport.tune.compare import Pick, describe_pick
+from specexport.tune.table import TuneCell, TuneTable
 from specexport.tune.texts import TextCheck
-from specexport_runtime.costs.tune_profile import TuneCell, TuneProfile
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,19 +19,19 @@ _CAPTION = (
 )
 
 
-def print_profiles(profiles: Mapping[str, TuneProfile], checks: Mapping[str, TextCheck], pick: Pick | None) -> None:
+def print_tables(tables: Mapping[str, TuneTable], checks: Mapping[str, TextCheck], pick: Pick | None) -> None:
     """Print a table for each bundle, whether the texts are plain decoding's, and which draft is the best.
 
     Args:
-        profiles: by the bundles' names.
+        tables: by the bundles' names.
         checks: of their texts.
         pick: the best draft; None for a single bundle.
     """
     console = _open_console()
-    for name, profile in profiles.items():
-        console.print(make_table(profile.cells, name))
+    for name, table in tables.items():
+        console.print(make_table(table.cells, name))
     if pick is not None:
-        console.print(make_draft_table(profiles, pick))
+        console.print(make_draft_table(tables, pick))
         console.print(make_pick_table(pick))
     for line in [describe_texts(checks), *([] if pick is None else [describe_pick(pick)])]:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -92,13 +92,13 @@ def _show_rounds(cell: TuneCell) -> list[str]:
     return ["-" if value is None else f"{value:{form}}" for value, form in zip(values, forms, strict=True)]
 
 
-def make_draft_table(profiles: Mapping[str, TuneProfile], pick: Pick) -> "Table":
+def make_draft_table(tables: Mapping[str, TuneTable], pick: Pick) -> "Table":
     """What each draft is, and its speedup over all circumstances."""
     from rich.markup import escape
 
     table = _new_table("drafts", ["bundle", "draft", "weights"], ["layers", "LM head", "size", "speedup"])
-    for name, profile in profiles.items():
-        draft = profile.settings["draft"]
+    for name, found in tables.items():
+        draft = found.settings["draft"]
         rows, vocab_size = draft["head_size"], draft["vocab_size"]
         table.add_row(
             escape(name), escape(draft["source"]), draft["quantize"] or draft["dtype"], str(draft["num_layers"]),

@@ -1,4 +1,4 @@
-"""One run of ``specexport tune``: measure, make a profile of each bundle, and pick a draft where there are several."""
+"""One run of ``specexport tune``: measure, make a table of each bundle, and pick a draft where there are several."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
@@ -11,11 +11,11 @@ from specexport.progress import Progress
 from specexport.tune.compare import Pick, pick_draft
 from specexport.tune.measure import Tuner
 from specexport.tune.options import TuneOptions
+from specexport.tune.table import TuneTable
 from specexport.tune.texts import TextCheck
-from specexport_runtime.costs.tune_profile import TuneProfile
 from specexport_runtime.machine import machine_key
 
-SCHEMA = "specexport.tune-comparison/1"
+SCHEMA = "specexport.tune-comparison/2"
 
 
 @dataclass(frozen=True)
@@ -23,21 +23,21 @@ class TuneResult:
     """What was found.
 
     Attributes:
-        profiles: one for each bundle, by the bundles' names.
+        tables: one for each bundle, by the bundles' names.
         checks: of the texts of each.
         pick: the best draft; None for a single bundle.
     """
 
-    profiles: Mapping[str, TuneProfile]
+    tables: Mapping[str, TuneTable]
     checks: Mapping[str, TextCheck]
     pick: Pick | None
 
     def to_json(self) -> dict[str, Any]:
-        """JSON form: the profile of a single bundle; of several, all of them and the pick."""
-        profiles = {name: profile.to_json() for name, profile in self.profiles.items()}
+        """JSON form: the table of a single bundle; of several, all of them and the pick."""
+        tables = {name: table.to_json() for name, table in self.tables.items()}
         if self.pick is None:
-            return next(iter(profiles.values()))
-        return {"schema": SCHEMA, "profiles": profiles, "pick": self.pick.to_json()}
+            return next(iter(tables.values()))
+        return {"schema": SCHEMA, "tables": tables, "pick": self.pick.to_json()}
 
 
 def run_tune(
@@ -66,8 +66,8 @@ def run_tune(
     measured = tuner.run()
     date = datetime.now(UTC).isoformat(timespec="seconds")
     common = {"tokens": options.tokens, "repeats": options.repeats, "num_prompts": options.num_prompts, **settings}
-    profiles = {
-        name: TuneProfile(
+    tables = {
+        name: TuneTable(
             bundle=subject.name,
             build_key=subject.details["build_key"],
             machine=machine_key(),
@@ -82,4 +82,4 @@ def run_tune(
         )
         for name, subject in subjects.items()
     }
-    return TuneResult(profiles, tuner.checks, pick_draft(measured) if len(subjects) > 1 else None)
+    return TuneResult(tables, tuner.checks, pick_draft(measured) if len(subjects) > 1 else None)

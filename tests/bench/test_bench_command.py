@@ -13,11 +13,9 @@ from specexport.bench.records import read_json
 from specexport.cli import main
 from specexport_runtime import SpecEngine
 from specexport_runtime.costs.curves import CostCurves
-from specexport_runtime.costs.step_cost import RowCurve, StepCost
+from specexport_runtime.costs.step_cost import StepCost
 
-CURVES = CostCurves(
-    StepCost((RowCurve(1, (1, 9), (1e-2, 2e-2)),)), {"draft-model": StepCost((RowCurve(1, (1, 2), (1e-3, 1e-3)),))}
-)
+CURVES = CostCurves(StepCost(9e-3, 1.25e-3), {"draft-model": StepCost(1e-3, 0.0)})
 
 
 def run(*arguments):
@@ -55,8 +53,7 @@ def test_ablation_writes_table_json_markdown_and_plots(tmp_path, bundle, prompts
     )  # fmt: skip
     assert ended.exit_code == 0, ended.output
     assert bundle == {
-        "max_model_len": None, "max_num_batched_tokens": 512, "num_threads": 1, "spin": False, "adaptive": False,
-        "tune_profile": None, "lora": None,
+        "max_model_len": None, "max_num_batched_tokens": 512, "num_threads": 1, "spin": False, "lora": None,
     }  # fmt: skip
     assert "Texts equal to plain greedy decoding: 80 of 80 (100 %)." in ended.stdout
     for method in ("plain", "lookup", "unpad-kv only (lookup)", "unpad-input only (lookup)", "vanilla (lookup)"):
@@ -98,14 +95,11 @@ def test_a_chosen_k_is_measured_beside_fixed_ones(tmp_path, bundle, prompts, mon
     )
     monkeypatch.setattr(SpecEngine, "__init__", partialmethod(SpecEngine.__init__, cost_curves=CURVES))
     file = tmp_path / "bench.json"
-    profile = tmp_path / "p.json"
     ended = run(
         "bundle", "--prompts", prompts, "--methods", "draft-model", "--lookahead", "2,auto", "--max-tokens", 12,
-        "--tune-profile", profile, "--repeats", 1, "--json", file, "--plots", tmp_path / "plots", "--batch-size", "1,2",
+        "--repeats", 1, "--json", file, "--plots", tmp_path / "plots", "--batch-size", "1,2",
     )  # fmt: skip
     assert ended.exit_code == 0, ended.output
-    assert asked[0]["adaptive"]
-    assert asked[0]["tune_profile"] == profile
     cells = [record.cell for record in read_json(file).runs]
     assert [cell.requested for cell in cells] == [None, 2, "auto"] * 2
     assert "|    auto |".replace(" ", "") in ended.stdout.replace(" ", "")

@@ -1,4 +1,4 @@
-"""``specexport tune``: what is measured, the profile that it writes, and how mistakes end."""
+"""``specexport tune``: what is measured and written, and how mistakes end."""
 
 import json
 import sys
@@ -9,7 +9,6 @@ from tune_fakes import fake_bundles
 
 from specexport.cli import main
 from specexport.tune.measure import choose_lookahead, fit_prompt
-from specexport_runtime.costs.tune_profile import load_profile
 
 
 @pytest.fixture
@@ -22,7 +21,7 @@ def prompts(tmp_path):
 @pytest.fixture
 def log(monkeypatch, tmp_path):
     """What was asked of the fake engines that stand for any bundle, which is only a folder."""
-    return fake_bundles(monkeypatch, tmp_path / "cache")
+    return fake_bundles(monkeypatch)
 
 
 def run(*arguments):
@@ -54,28 +53,18 @@ def test_every_k_is_measured_side_by_side(tmp_path, log, prompts):
     assert [entry[0] for entry in log if entry[0] != "generate"] == ["load", "close"] * 2
 
 
-def test_the_profile_is_found_by_engines(tmp_path, log, prompts):
-    ended = run(tmp_path / "draft", "--prompts", prompts, *SMALL, "--drafter", "lookup", "-q", "--threads", 1)
-    assert ended.exit_code == 0, ended.output
-    profile = load_profile(None, bundle=tmp_path / "draft", build_key="k")
-    assert {cell.drafter for cell in profile.cells} == {"lookup"}
-    assert profile.command == ("specexport", *sys.argv[1:])
-    assert profile.settings["threads"] == 1
-    assert profile.settings["prompts"] == ["prompts.jsonl"]
-    assert "plain" in ended.stdout
-    assert ended.stdout.count(" lookup ") == 4
-    assert "profile: " in ended.stderr
-    assert load_profile(None, bundle=tmp_path / "other", build_key="k") is None
-
-
-def test_a_named_file_and_a_plot(tmp_path, log, prompts):
+def test_a_file_a_table_and_a_plot(tmp_path, log, prompts):
     out, plot = tmp_path / "p.json", tmp_path / "p.png"
-    ended = run(tmp_path / "plain", "--prompts", prompts, *SMALL, "--output", out, "--plot", plot)
+    ended = run(tmp_path / "plain", "--prompts", prompts, *SMALL, "--threads", 1, "--output", out, "--plot", plot)
     assert ended.exit_code == 0, ended.output
     assert "[0/24] tune: loading for batch size 1" in ended.stderr
-    assert {cell.drafter for cell in load_profile(out, bundle=tmp_path, build_key="k").cells} == {"lookup"}
+    found = json.loads(out.read_text())
+    assert {cell["drafter"] for cell in found["cells"]} == {"lookup"}
+    assert found["command"] == ["specexport", *sys.argv[1:]]
+    assert (found["settings"]["threads"], found["settings"]["prompts"]) == (1, ["prompts.jsonl"])
+    assert "plain" in ended.stdout
+    assert ended.stdout.count(" lookup ") == 4
     assert plot.read_bytes().startswith(b"\x89PNG")
-    assert not (tmp_path / "cache").exists()
 
 
 def test_defaults_shrink_to_what_fits(tmp_path, log, prompts):
@@ -160,19 +149,7 @@ def test_prompts_are_needed(tmp_path):
     assert "--prompts" in ended.stderr
 
 
-def test_no_bundle_and_no_cache(tmp_path, monkeypatch, prompts, log):
-    blocked = tmp_path / "blocked"
-    blocked.write_text("")
-    monkeypatch.setenv("SPECEXPORT_CACHE_DIR", str(blocked))
-    ended = run(tmp_path / "plain", "--prompts", prompts, *SMALL)
-    assert ended.exit_code == 2
-    assert "give --output FILE" in ended.stderr
-    assert not log
-
-
-def test_no_folder_is_made_for_what_is_no_bundle(tmp_path, monkeypatch, prompts):
-    monkeypatch.setenv("SPECEXPORT_CACHE_DIR", str(tmp_path / "cache"))
+def test_what_is_no_bundle_is_named(tmp_path, prompts):
     ended = run(tmp_path / "none", "--prompts", prompts)
     assert ended.exit_code == 2
     assert "there is no folder" in ended.stderr
-    assert not (tmp_path / "cache").exists()

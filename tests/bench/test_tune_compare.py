@@ -14,9 +14,9 @@ from specexport.tune.compare import describe_pick, pick_draft
 from specexport.tune.measure import Tuner, _Run, choose_lookahead, describe_rounds
 from specexport.tune.options import TuneOptions
 from specexport.tune.report import describe_differences, describe_texts
+from specexport.tune.table import TuneCell, TuneRounds
 from specexport.tune.targets import check_same_target, name_bundles
 from specexport.tune.texts import TextCheck
-from specexport_runtime.costs.tune_profile import TuneCell, TuneRounds, load_profile
 from specexport_runtime.errors import InvalidRequestError
 
 SMALL = ["--batch-sizes", "2", "--contexts", "4,8", "--lookaheads", "2,4", "--tokens", 8, "--repeats", 2]
@@ -27,7 +27,7 @@ def log(monkeypatch, tmp_path):
     """What was asked of the fake engines; the bundles are folders with the names that ``tune_fakes`` explains."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "p.jsonl").write_text('{"prompt": "w1 w2 w3"}\n{"prompt": "w4 w5 w6 w4 w5"}\n')
-    return fake_bundles(monkeypatch, tmp_path / "cache")
+    return fake_bundles(monkeypatch)
 
 
 def run(*arguments):
@@ -113,21 +113,20 @@ def test_the_bundles_take_turns(log):
     assert others == [("load", "draft"), ("load", "draft-exact"), ("close", "draft-exact"), ("close", "draft")]
 
 
-def test_each_bundle_gets_its_profile_and_the_best_is_named(log, tmp_path):
+def test_each_bundle_gets_its_table_and_the_best_is_named(log, tmp_path):
     ended = run("draft", "draft-exact", *SMALL, "--json", "--plot", "p.svg")
     assert ended.exit_code == 0, ended.output
     data = json.loads(ended.stdout)
-    assert list(data) == ["schema", "profiles", "pick"]
+    assert list(data) == ["schema", "tables", "pick"]
     assert set(data["pick"]) == {"bundle", "speedups", "cells"}
     assert data["pick"]["bundle"] in {"draft", "draft-exact", None}
     for name, key in (("draft", "k"), ("draft-exact", "key of draft-exact")):
-        profile = load_profile(None, bundle=tmp_path / name, build_key=key)
-        assert profile.to_json() == data["profiles"][name]
-        assert profile.settings["draft"]["source"] == "small"
-        assert profile.settings["texts"]["different"] == 0
-        assert {cell.drafter for cell in profile.cells} == {"draft-model"}
-        assert all(set(cell.rounds) == {0, 2, 4} for cell in profile.cells)
-    assert ended.stderr.count("profile: ") == 2
+        table = data["tables"][name]
+        assert table["build_key"] == key
+        assert table["settings"]["draft"]["source"] == "small"
+        assert table["settings"]["texts"]["different"] == 0
+        assert {cell["drafter"] for cell in table["cells"]} == {"draft-model"}
+        assert all(set(cell["rounds"]) == {"0", "2", "4"} for cell in table["cells"])
     picture = (tmp_path / "p.svg").read_text()
     assert "<svg" in picture
     again = run("draft", "draft-exact", *SMALL)
@@ -141,11 +140,11 @@ def test_each_bundle_gets_its_profile_and_the_best_is_named(log, tmp_path):
 def test_a_head_is_compared_with_a_draft_model(log, tmp_path):
     ended = run("draft", "head-exact", *SMALL, "--json")
     assert ended.exit_code == 0, ended.output
-    profiles = json.loads(ended.stdout)["profiles"]
-    found = {name: {cell["drafter"] for cell in profile["cells"]} for name, profile in profiles.items()}
+    tables = json.loads(ended.stdout)["tables"]
+    found = {name: {cell["drafter"] for cell in table["cells"]} for name, table in tables.items()}
     assert found == {"draft": {"draft-model"}, "head-exact": {"head"}}
-    assert profiles["head-exact"]["settings"]["draft"]["source"] == "thin"
-    best = max(cell["rounds"]["4"]["acceptance_rate"] for cell in profiles["head-exact"]["cells"])
+    assert tables["head-exact"]["settings"]["draft"]["source"] == "thin"
+    best = max(cell["rounds"]["4"]["acceptance_rate"] for cell in tables["head-exact"]["cells"])
     assert best == 1.0  # its own draft was measured, not the other one
     again = run("head-exact", "draft", *SMALL, "--drafter", "head", "--drafter", "draft-model", "--drafter", "lookup")
     assert again.exit_code == 0, again.output
@@ -227,7 +226,6 @@ def test_bundles_of_one_name_are_called_by_their_folders(tmp_path):
         (["draft", "draft-exact"], ["--drafter", "lookup"], "add --drafter draft-model"),
         (["draft", "head-exact"], ["--drafter", "draft-model"], "leaves out that of head-exact"),
         (["draft", "draft-exact"], ["--drafter", "head"], "leaves out that of draft"),
-        (["draft", "draft-exact"], ["--output", "o.json"], "2 bundles have a profile each"),
         (["draft", "draft-short"], ["--lookaheads", "8"], "draft-short was built for up to 4"),
         (["draft", "draft-short"], ["--contexts", "25"], "a sequence of draft-short takes 32"),
         (["draft", "draft-exact"], ["--drafter", "draft-model", "--drafter", "self"], "drafter 'self'"),
@@ -243,18 +241,9 @@ def test_mistakes_end_with_one_line_and_code_2(log, tmp_path, bundles, arguments
     assert not log
 
 
-def test_several_bundles_need_the_cache(log, tmp_path, monkeypatch):
-    (tmp_path / "blocked").write_text("")
-    monkeypatch.setenv("SPECEXPORT_CACHE_DIR", str(tmp_path / "blocked"))
-    ended = run("draft", "draft-exact", *SMALL)
-    assert ended.exit_code == 2
-    assert "tune one bundle at a time, with --output FILE" in ended.stderr
-    assert not log
-
-
 def test_defaults_shrink_to_what_all_can(log):
     ended = run("draft", "draft-short", "--tokens", 4, "--repeats", 1, "--num-prompts", 1, "--batch-sizes", 1, "--json")
     assert ended.exit_code == 0, ended.output
-    for profile in json.loads(ended.stdout)["profiles"].values():
-        assert [cell["context"] for cell in profile["cells"]] == [28]
-        assert set(profile["cells"][0]["tokens_per_second"]) == {"0", "1", "2", "4"}
+    for table in json.loads(ended.stdout)["tables"].values():
+        assert [cell["context"] for cell in table["cells"]] == [28]
+        assert set(table["cells"][0]["tokens_per_second"]) == {"0", "1", "2", "4"}

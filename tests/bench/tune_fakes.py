@@ -70,11 +70,10 @@ def open_fake(log, folder, *, max_model_len=None, **_):
     return replace(made, name=name, details=details)
 
 
-def fake_bundles(monkeypatch, cache):
-    """Let ``specexport tune`` open fakes, with a cache of their own; what will be asked of their engines."""
+def fake_bundles(monkeypatch):
+    """Let ``specexport tune`` open fakes; what will be asked of their engines."""
     asked = []
     monkeypatch.setattr(
         "specexport.bench.subject.open_subject", lambda *args, **given: open_fake(asked, *args, **given)
     )
-    monkeypatch.setenv("SPECEXPORT_CACHE_DIR", str(cache))
     return asked

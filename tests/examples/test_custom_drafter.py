@@ -11,14 +11,14 @@ from tokenizers import Tokenizer, models
 
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.costs.curves import CostCurves
-from specexport_runtime.costs.step_cost import RowCurve, StepCost
+from specexport_runtime.costs.step_cost import StepCost
 from specexport_runtime.drafters.base import DrafterParts, DrafterTraits, Proposal
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.fake import FakeExecutor
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "custom_drafter" / "bigrams.py"
 VOCAB = 17
-CURVES = CostCurves(StepCost((RowCurve(1, (1, 2, 9), (1.0, 1.01, 1.05)), RowCurve(4, (1, 2, 9), (1.1, 1.2, 1.4)))))
+CURVES = CostCurves(StepCost(0.96, 0.01, row=0.03))
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from specexport.explain.report import Pieces, make_table, show_draft, summary_lines
 from specexport.explain.summary import Position, Way, compare_ways, count_positions, expected_tokens, judge, summarize
-from specexport_runtime.costs.curves import CostCurves, GateCost
-from specexport_runtime.costs.step_cost import RowCurve, StepCost
+from specexport_runtime.costs.curves import CostCurves, LayerShares
+from specexport_runtime.costs.step_cost import StepCost
 from specexport_runtime.sequences.layer_choice import LayerChoice
 from specexport_runtime.sequences.records import Asked, Promise, RoundTrace
 
@@ -35,9 +35,9 @@ TRACE = [
     make_round([5, 6], 2, drafter="lookup", end="text"),
 ]
 CURVES = CostCurves(
-    StepCost((RowCurve(1, (1, 5), (2e-3, 2.4e-3)),)),
-    {"draft-model": StepCost((RowCurve(1, (1, 2), (1e-4, 1e-4)),))},
-    GateCost(4, StepCost((RowCurve(1, (1,), (4e-4,)),)), StepCost((RowCurve(1, (1,), (1.2e-3,)),))),
+    StepCost(1.9e-3, 1e-4),
+    {"draft-model": StepCost(1e-4, 0.0)},
+    LayerShares(4, mixer=0.1, mlp=0.1),
 )
 
 
@@ -149,7 +149,7 @@ def test_sentences():
     sentence = "leaves out attention of layers 1, recurrences of layers 1 and MLPs of layers none"
     assert sentence in "\n".join(summary_lines(summarize(TRACE, curves=None, longest=2, context=0), hybrid))
     assert "Acceptance by position, self: 1: 0.67 (2/3), 2: 0.50 (1/2), 3: 1.00 (1/1)." in lines
-    assert "Verdict, lookup: by the cost curves K=2 would have been best (0: 1.00×" in text
+    assert "Verdict, lookup: by what steps cost K=2 would have been best (0: 1.00×" in text
     assert text.count("Drafts tested: only 1.") == 1
     assert text.count("Drafts tested: only 3.") == 1
     many = [make_round([1], 1)] * 10

@@ -40,8 +40,6 @@ from specexport.build.check_head import CHECK_LENS, HeadReference, causal_refere
 from specexport.build.pipeline import build_bundle
 from specexport.recipe import BuildRecipe
 from specexport_runtime import SpecEngine
-from specexport_runtime.costs.curves import DRAFT_WIDTH
-from specexport_runtime.costs.measure import measure_step_cost
 from specexport_runtime.errors import IncompatibleError, RecipeError, UnsupportedModelError
 from specexport_runtime.executors.base import EngineRequest, as_featured, as_head
 from specexport_runtime.executors.ort_cuda import _round_shapes
@@ -231,19 +229,6 @@ def test_every_medusa_head_on_every_row_is_what_each_gives_on_its_own(heads: Any
         numbers, features = torch.tensor([2, 0, 1, 0, 7]), torch.randn(5, HIDDEN)
         with torch.no_grad():
             torch.testing.assert_close(head.every_row(numbers, features), head(numbers, features), rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("dialect", ["medusa", "peagle"])
-def test_what_steps_of_a_head_cost_is_measured_in_its_profiles(
-    dialect: str, heads: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What K is chosen by: no step of the measurement is one that the engine has no profile for."""
-    _, loaded, traced = heads(dialect)
-    runner = ModelRunner(open_graph(FOLDED, traced, tmp_path, monkeypatch, config=loaded.config))
-    sizes = {"max_rows": 3, "max_tokens": DRAFT_WIDTH, "contexts": (2, 6)}
-    cost = measure_step_cost(runner, **sizes, all_logits=False, repeats=3, budget_s=0.1)
-    assert cost.seconds(1, 1) > 0
-    assert [runner.kv.entries(row) for row in range(3)] == [0, 0, 0]
 
 
 def reference_draft(spec: Any, target: Any) -> Any:

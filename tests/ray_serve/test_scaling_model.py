@@ -8,7 +8,7 @@ import pytest
 
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.costs.curves import CostCurves
-from specexport_runtime.costs.step_cost import RowCurve, StepCost
+from specexport_runtime.costs.step_cost import StepCost
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from scaling_model import Queue, Throughput, row_bytes, tokens_a_round
@@ -41,12 +41,12 @@ def test_a_queue_that_grows_is_refused():
 
 
 def test_throughput_adds_up():
-    target = StepCost((RowCurve(1, (1, 5), (0.010, 0.014)), RowCurve(2, (1, 5), (0.012, 0.024))))
-    draft = StepCost((RowCurve(1, (1, 2), (0.001, 0.001)), RowCurve(2, (1, 2), (0.001, 0.001))))
+    target = StepCost(0.009, 0.001, row=0.0005)
+    draft = StepCost(0.001, 0.0)
     model = Throughput(CostCurves(target, {"draft-model": draft}), 0.5, 0.0005, 0.0001, 5.0, 100.0)
-    assert model.round_seconds(1, 0) == pytest.approx(0.010 + 0.0005 + 0.0001)
-    assert model.round_seconds(2, 4) == pytest.approx(0.024 + 4 * 0.001 + 0.0005 + 10 * 0.0001)
-    seconds = 100 / tokens_a_round(0.5, 4) * model.round_seconds(2, 4) + 2 * 0.014
+    assert model.round_seconds(1, 0) == pytest.approx(0.0105 + 0.0005 + 0.0001)
+    assert model.round_seconds(2, 4) == pytest.approx(0.020 + 4 * 0.001 + 0.0005 + 10 * 0.0001)
+    seconds = 100 / tokens_a_round(0.5, 4) * model.round_seconds(2, 4) + 2 * 0.0145
     assert model.tokens_per_second(2, 4) == pytest.approx(200 / seconds)
 
 

@@ -3,7 +3,7 @@
 from loop import VOCAB, finish
 
 from specexport_runtime.costs.curves import CostCurves
-from specexport_runtime.costs.step_cost import RowCurve, StepCost
+from specexport_runtime.costs.step_cost import StepCost
 from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.lookup import LookupDrafter
@@ -20,15 +20,7 @@ CAPACITY = 600
 
 def step_cost(seconds, per_token=0.02, per_row=0.04):
     """``seconds`` for one token; more tokens and rows cost that share of it each."""
-    widths = (1, 2, 3, 5, 9)
-    return StepCost(
-        tuple(
-            RowCurve(
-                rows, widths, tuple(seconds * (1 + per_row * (rows - 1) + per_token * rows * (w - 1)) for w in widths)
-            )
-            for rows in (1, 2, 4, 8, 16)
-        )
-    )
+    return StepCost(seconds * (1 - per_row), seconds * per_token, row=seconds * (per_row - per_token))
 
 
 def curves(draft=0.3, **options):

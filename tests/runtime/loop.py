@@ -2,7 +2,6 @@
 
 from specexport_runtime.costs.curves import CostCurves
 from specexport_runtime.costs.learned import LearnedCosts
-from specexport_runtime.costs.tune_profile import TuneProfile
 from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.decoding.memory_budget import MemoryBudget
 from specexport_runtime.drafters.base import Drafter
@@ -12,8 +11,8 @@ from specexport_runtime.drafters.model import ModelDrafter
 from specexport_runtime.drafters.registry import KINDS
 from specexport_runtime.engine_load import weigh_drafters
 from specexport_runtime.executors.fake import FakeExecutor
+from specexport_runtime.lookahead.controller import Controller
 from specexport_runtime.lookahead.draft_cost import EngineCost, LayersCost, WeighedDrafter
-from specexport_runtime.lookahead.goodput import GoodputLength
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sequences.records import DraftStage
@@ -147,8 +146,7 @@ def weighed(curves: CostCurves, **drafters: Drafter) -> dict[str, WeighedDrafter
 def goodput_length(
     curves: CostCurves,
     lookahead: int,
-    profile: TuneProfile | None = None,
     learned: LearnedCosts | None = None,
     **drafters: Drafter,
-) -> GoodputLength:
-    return GoodputLength(curves, lookahead, profile, drafters=weighed(curves, **drafters), learned=learned)
+) -> Controller:
+    return Controller(curves, lookahead, drafters=weighed(curves, **drafters), learned=learned)

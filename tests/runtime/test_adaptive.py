@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from chance import examples
-from goodput_fakes import LOOKAHEAD, curves, step_cost
+from goodput_fakes import LOOKAHEAD, curves
 from hypothesis import given
 from hypothesis import strategies as st
 from loop import MAX_MODEL_LEN, VOCAB, finish, goodput_length, greedy_reference
@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.bundle.manifest import ModelEntry
-from specexport_runtime.costs.curves import CostCurves, GateCost
+from specexport_runtime.costs.curves import CostCurves, LayerShares
 from specexport_runtime.costs.learned import LearnedCosts
 from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.chain import ChainDrafter
@@ -29,7 +29,7 @@ from specexport_runtime.drafters.suffix_store import SuffixStore
 from specexport_runtime.engine_load import self_draft_obstacle
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.fake import FakeExecutor
-from specexport_runtime.lookahead import goodput
+from specexport_runtime.lookahead import rules
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.speculative_config import parse_speculative_config
 from specexport_runtime.sequences.draft_exit import DraftExitParams
@@ -44,7 +44,7 @@ NAMES = [(), ("lookup",), ("draft-model",), ("self",), ("lookup", "draft-model")
 
 def gated_curves(draft=0.2):
     plain = curves(draft)
-    return CostCurves(plain.target, plain.drafters, GateCost(GATES // 2, step_cost(0.0005), step_cost(0.001)))
+    return CostCurves(plain.target, plain.drafters, LayerShares(GATES // 2, 0.15, 0.01))
 
 
 def make_decoder(target, draft, rows, *, cost_curves=None, **options):
@@ -93,7 +93,7 @@ def test_greedy_text_is_plain_greedy_text_whatever_is_chosen(plans, rows, budget
 @pytest.mark.parametrize("names", NAMES[1:], ids="-".join)
 def test_sampled_text_follows_the_targets_distribution(names, monkeypatch):
     """Lengths depend on what was tested, of all sequences: that must not show in the text of any."""
-    monkeypatch.setattr(goodput, "_PROMISING", 0.0)  # texts are too short for probes
+    monkeypatch.setattr(rules, "_PROMISING", 0.0)  # texts are too short for probes
     params = SamplingParams(max_tokens=LENGTH + 2, temperature=0.9, frequency_penalty=0.4)
     target = FakeExecutor(SMALL, 8, 40, context=3, sharpness=1.2, num_gates=GATES, gate_noise=0.1)
     draft = FakeExecutor(SMALL, 8, 40, context=3, sharpness=1.2, noise=1.0)
@@ -114,7 +114,7 @@ def test_sampled_text_follows_the_targets_distribution(names, monkeypatch):
     ]
     # Drafting costs so little that it pays after a bad start too: these texts are too short for a second try.
     cheap = curves(0.02)
-    costs = CostCurves(cheap.target, cheap.drafters, GateCost(GATES // 2, step_cost(1e-5), step_cost(2e-5)))
+    costs = CostCurves(cheap.target, cheap.drafters, LayerShares(GATES // 2, 0.166, 0.0003))
     finish(make_decoder(target, draft, 8, cost_curves=costs), sequences)
     lengths = Counter(len(each.drafted) for seq in sequences for each in seq.trace)
     assert len(lengths) > 2  # it did choose

@@ -217,7 +217,9 @@ def test_adaptive_lengths_and_traces(run, tmp_path, monkeypatch):
     record = records(run(PROMPT, *options, "--drafter", "chained", "--trace", "--json"))[0]
     assert record["token_ids"] == plain["token_ids"] == [token for each in record["trace"] for token in each["emitted"]]
     assert {stage["reason"] for each in record["trace"] for stage in each["asked"]} <= {"fixed", "room"}
-    assert all(each["plain_milliseconds"] > 0 for each in record["trace"])
+    known = [each["plain_milliseconds"] for each in record["trace"]]
+    assert known[-1] > 0
+    assert known.count(None) <= 4, "the first steps of a size tell nothing"
 
 
 @pytest.mark.parametrize(
@@ -293,10 +295,6 @@ def test_references_come_from_a_file_or_from_each_line(run, tmp_path):
         (["--lookahead", "4", "--suffix-memory", "4"], "add --drafter suffix or auto"),
         (["--no-speculation", "--corpus", "."], "--corpus was given, and nobody drafts by it"),
         (["--temperature", "0.8", "--seed", "3", "--suffix-memory", "4"], "add --drafter suffix or auto"),
-        (["--lookahead", "3", "--tune-profile", "p.json"], "K is not chosen"),
-        (["--no-speculation", "--tune-profile", "p.json"], "K is not chosen"),
-        (["--temperature", "0.8", "--seed", "3", "--tune-profile", "p.json"], "K is not chosen"),
-        (["--lookahead", "auto", "--tune-profile", "missing.json"], "missing.json cannot be read"),
     ],
 )
 def test_bad_batch_and_drafter_options_are_refused(run, options, words):

@@ -10,15 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loop import VOCAB, finish, goodput_length
 
-from specexport_runtime.costs.tune_profile import TuneCell, TuneProfile
 from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.model import ModelDrafter
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.lookahead.acceptance import MAX_MATCH, SequenceAcceptance, SharedAcceptance, match_slots
 from specexport_runtime.lookahead.allocation import StepTimes, allocate
-from specexport_runtime.lookahead.goodput import GoodputLength
-from specexport_runtime.lookahead.probing import ProbeBudget, ProbeTimer
+from specexport_runtime.lookahead.controller import Controller
+from specexport_runtime.lookahead.memory import ProbeBudget, ProbeTimer
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.sequences.records import Proposal, StepLoad
 
@@ -135,7 +134,7 @@ def test_probes_back_off_and_a_success_brings_the_next_at_once():
         while not timer.is_due(now):
             now += 1
         starts.append(now)
-        timer.start()
+        timer.is_probing = True
         timer.note(now, passed=passed)
     assert [b - a for a, b in itertools.pairwise([0, *starts])] == [16, 32, 64, 128, 1]
     assert not timer.is_due(now + 15)
@@ -254,7 +253,7 @@ def test_a_step_that_reads_prompts_makes_no_draft_look_cheap():
 def test_a_step_knows_how_many_rows_will_decode_soon():
     loads = []
 
-    class Watched(GoodputLength):
+    class Watched(Controller):
         def begin_round(self, load):
             loads.append(load)
             super().begin_round(load)
@@ -268,18 +267,6 @@ def test_a_step_knows_how_many_rows_will_decode_soon():
     assert loads[0].when_full() == StepLoad(3, 3, 3, loads[0].kv_entries * 3 // loads[0].num_rows)
     assert loads[-1].num_soon == loads[-1].num_ready
     assert loads[-1].when_full() is None
-
-
-def test_a_tune_profile_bounds_the_length():
-    cells = (TuneCell("draft-model", 1, 0, 3, {3: 1.0}), TuneCell("draft-model", 4, 0, 0, {0: 1.0}))
-    profile = TuneProfile("b", "key", "machine", "2026-01-01", (), {}, cells)
-    lengths = goodput_length(curves(0.05), LOOKAHEAD, profile)
-    chosen = rounds(lengths, make_sequences(1, ["draft-model"]), lambda i, j: True, 40)
-    assert max(each[0][0] for each in chosen) == 3
-    assert chosen[-1] == [(3, "tuned")]
-    assert {
-        k for each in rounds(lengths, make_sequences(4, ["draft-model"]), lambda i, j: True, 40) for k, _ in each
-    } == {0}
 
 
 def test_sequences_with_a_fixed_length_keep_it():

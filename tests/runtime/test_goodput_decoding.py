@@ -1,8 +1,5 @@
 """The goodput controller in whole texts, in modelled time: the worst case, plain spells, copies or a model."""
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 from goodput_fakes import CAPACITY, LOOKAHEAD, curves, decode, make_sequences
 from loop import VOCAB, goodput_length
@@ -15,7 +12,6 @@ from specexport_runtime.drafters.suffix_store import SuffixStore
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.lookahead.acceptance import match_slots
 from specexport_runtime.lookahead.allocation import StepTimes, allocate
-from specexport_runtime.lookahead.plain_spell import PlainSpell
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.sequences.records import Asked, Promise, Proposal, StepLoad
 
@@ -51,56 +47,6 @@ def test_lookup_learns_from_copies_that_it_did_not_test():
     assert sum(memory.shared.tests) > seq.stats.draft_rounds
 
 
-class _Sitting:
-    """A sequence in rounds in which nobody drafts, with what is remembered of its drafter."""
-
-    def __init__(self, now: int = 0, **changes: object) -> None:
-        self.adaptive: Any = True
-        self.trace: Any = None
-        self.num_generated = 3
-        self.draft_plan: Any = (("draft-model", 4),)
-        self.stages: Any = {"draft-model": SimpleNamespace(timer=SimpleNamespace(due=now + 20))}
-        vars(self).update(changes)
-
-
-def _stage_of(seq: Any, drafter: str) -> Any:
-    return seq.stages.get(drafter)
-
-
-def test_a_plain_spell_lasts_until_a_probe_is_due_or_the_step_changes() -> None:
-    spell, pair, sizes = PlainSpell(), [_Sitting(), _Sitting()], (2, 2, 2)
-    assert not spell.holds(1, sizes, pair)
-    spell.begin(0, sizes, pair, _stage_of)
-    assert spell.holds(1, sizes, pair)
-    assert spell.holds(19, sizes, pair)
-    assert not spell.holds(20, sizes, pair), "a probe is due"
-    assert not spell.holds(5, (2, 9, 2), pair), "a prompt shares the step"
-    assert not spell.holds(5, (2, 2, 2), [pair[0], _Sitting()]), "somebody else came"
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"adaptive": False},
-        {"trace": []},
-        {"num_generated": 0},
-        {"draft_plan": (("lookup", 7),)},
-        {"stages": {}},
-    ],
-)
-def test_who_must_be_asked_in_every_round_begins_no_plain_spell(changes: dict[str, object]) -> None:
-    spell, pair = PlainSpell(), [_Sitting(), _Sitting(**changes)]
-    spell.begin(0, (2, 2, 2), pair, _stage_of)
-    assert not spell.holds(1, (2, 2, 2), pair)
-
-
-def test_a_refused_probe_is_asked_for_again_soon() -> None:
-    spell, seq = PlainSpell(), _Sitting(now=-20)
-    spell.begin(100, (1, 1, 1), [seq], _stage_of)
-    assert spell.holds(103, (1, 1, 1), [seq])
-    assert not spell.holds(104, (1, 1, 1), [seq])
-
-
 def test_what_promises_less_than_the_error_of_the_times_is_not_drafted() -> None:
     flat = StepTimes([1.0, 1.0, 1.0], None, ())
     assert allocate([[0.015, 0.001]], [0.0], 1.0, flat)[0] == [2], "times that say drafting is free"
@@ -121,7 +67,7 @@ def offered(length, model_rate, draft=0.3, **options):
     (seq,) = make_sequences(1, ("suffix", "draft-model"), **options)
     seq.tokens.append(1)
     lengths.begin_round(StepLoad(1, 1, 1, len(seq.tokens)))
-    copies, model = lengths._stage("suffix", seq).acceptance, lengths._stage("draft-model", seq).acceptance
+    copies, model = lengths._memory("suffix", seq).acceptance, lengths._memory("draft-model", seq).acceptance
     slots = match_slots(LOOKAHEAD)
     for _ in range(60):  # long matches foretell what comes, short ones rarely
         copies.observe(slots[12:20], 8, rejected=False)
@@ -134,8 +80,8 @@ def offered(length, model_rate, draft=0.3, **options):
 @pytest.mark.parametrize("length", [2, 12])
 def test_a_trace_tells_what_every_way_promised(length):
     lengths, seq, copied = offered(length, model_rate=1.0, trace=True)
-    stage = lengths._stage("draft-model", seq)
-    stage.known = len(seq.tokens) - 1  # nothing to catch up on
+    stage = lengths._memory("draft-model", seq)
+    stage.read = len(seq.tokens) - 1  # nothing to catch up on
     asked = [Asked("suffix", copied, "goodput")]
     if not copied:
         (allowed,) = lengths.allow("draft-model", [seq], [8])
@@ -164,10 +110,6 @@ def test_promises_are_for_traces_and_make_no_memories():
     assert [each.drafter for each in lengths.promises(seq, [])] == [""]
     assert not lengths._stages
     assert not lengths._drafters
-    watched, _, _ = offered(12, 1.0, trace=True)
-    unwatched, _, _ = offered(12, 1.0)
-    assert watched._copies
-    assert not unwatched._copies
     _, (one,) = decode("good", 1, lengths=goodput_length(curves(), LOOKAHEAD), max_tokens=40)
     assert all(record.promised[0].drafter == "" for record in one.trace)
     assert all(record.taken.lookahead >= len(record.drafted) for record in one.trace[1:])

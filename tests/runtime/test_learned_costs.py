@@ -27,6 +27,7 @@ def rounds(
         learned.observe(
             RoundSeconds(
                 rows,
+                width,
                 2.0,
                 0.15 * width,
                 load(i) * luck * 0.01 * (2.0 + extra * 0.15 * width),
@@ -74,7 +75,7 @@ def test_both_ratios_are_found_on_a_machine_that_is_busy_at_times(draft, extra, 
 
 def test_a_wrong_ratio_is_mended_within_three_dozen_rounds():
     learned = LearnedCosts()
-    rounds(learned, 6, draft=4.0)
+    rounds(learned, 10, draft=4.0)
     assert learned.adopt()
     assert learned.draft_ratio("draft-model", 1) == pytest.approx(4.0, rel=0.2)
     learned = LearnedCosts()
@@ -131,7 +132,7 @@ def test_rounds_that_something_disturbed_are_not_taken_for_costs(seed):
     for _ in range(150):
         width = chance.choice((0, 0, 2, 4))
         drafts = {"draft-model": (0.2 * width, burst() * 0.2 * width)} if width else {}
-        learned.observe(RoundSeconds(8, 2.0, 0.15 * width, burst() * (2.0 + 0.15 * width), drafts))
+        learned.observe(RoundSeconds(8, width, 2.0, 0.15 * width, burst() * (2.0 + 0.15 * width), drafts))
         learned.adopt()
         found += [learned.extra_ratio(8), learned.draft_ratio("draft-model", 8)]
     assert all(0.5 < ratio < 2 for ratio in found)
@@ -160,7 +161,7 @@ def test_hiccups_say_nothing_unless_they_last():
 
 
 def test_times_decide_nothing_about_lengths():
-    calm, busy = (LearnedCosts(is_measured=False) for _ in range(2))
+    calm, busy = (LearnedCosts() for _ in range(2))
     for step in range(80):
         widths = (0,) if step < 20 else (4,)  # who begins to draft meets a machine that is busy
         for learned, load in ((calm, 1.0), (busy, 50.0 if 20 <= step < 27 else 1.0)):
@@ -219,7 +220,7 @@ def test_a_change_that_came_too_soon_is_kept_with_a_later_round():
 
 
 def test_without_draft_tokens_only_the_level_is_learned():
-    learned = LearnedCosts(is_measured=False)
+    learned = LearnedCosts()
     assert learned.level(1) is None
     rounds(learned, 50, widths=(0,))
     assert not learned.adopt()
@@ -238,9 +239,9 @@ def test_reading_is_told_apart_from_what_was_believed_of_it_because_of_the_steps
     learned = LearnedCosts()
     rounds(learned, 30, draft=4.0)
     learned.adopt()
-    assert learned.reading_ratio("draft-model", 1) == learned.draft_ratio("draft-model", 1) > 3
+    assert learned.draft_ratio(reading_of("draft-model"), 1) == learned.draft_ratio("draft-model", 1) > 3
     for _ in range(6):  # it takes what the curve says, which is not what is in use
-        learned.observe(RoundSeconds(1, 2.0, 0.0, 0.02, {reading_of("draft-model"): (1.0, 0.01)}))
+        learned.observe(RoundSeconds(1, 0, 2.0, 0.0, 0.02, {reading_of("draft-model"): (1.0, 0.01)}))
     learned.adopt()
-    assert learned.reading_ratio("draft-model", 1) == pytest.approx(1.0, rel=0.2)
+    assert learned.draft_ratio(reading_of("draft-model"), 1) == pytest.approx(1.0, rel=0.2)
     assert learned.draft_ratio("draft-model", 1) > 3

@@ -46,16 +46,18 @@ def test_what_was_learned_last_is_kept_when_an_engine_is_closed(
 ) -> None:
     monkeypatch.setenv("SPECEXPORT_CACHE_DIR", str(tmp_path))
     engine = SpecEngine.load(demo_bundle, num_threads=1, spin=False)
-    assert engine._learned is not None
+    assert engine.learned_costs is not None
     for ratio in (3.0, 9.0):  # the second change follows at once
         for i in range(300):
             extra = 0.1 * (i % 3)
-            engine._learned.observe(RoundSeconds(1, 1.0, extra, 1.0 + extra, {"draft-model": (0.4, 0.4 * ratio)}))
-        assert engine._learned.adopt()
+            engine.learned_costs.observe(
+                RoundSeconds(1, i % 3, 1.0, extra, 1.0 + extra, {"draft-model": (0.4, 0.4 * ratio)})
+            )
+        assert engine.learned_costs.adopt()
     engine.close()
     again = SpecEngine.load(demo_bundle, num_threads=1, spin=False)
-    assert again._learned is not None
-    assert again._learned.draft_ratio("draft-model", 1) == pytest.approx(9.0, rel=0.2)
+    assert again.learned_costs is not None
+    assert again.learned_costs.draft_ratio("draft-model", 1) == pytest.approx(9.0, rel=0.2)
     again.close()
 
 

@@ -11,8 +11,6 @@ import pytest
 
 from specexport_runtime.abi import STEP_INPUTS, LayerGeometry, StepShape
 from specexport_runtime.bundle.manifest import ModelEntry
-from specexport_runtime.costs.curves import measure_costs
-from specexport_runtime.costs.measure import measure_step_cost
 from specexport_runtime.errors import BundleError, IncompatibleError, MissingDependencyError, SpecexportError
 from specexport_runtime.executors import ort_cuda, ort_cuda_graphs
 from specexport_runtime.executors.fake import FakeExecutor
@@ -229,17 +227,6 @@ def test_a_moved_row_is_not_copied(ort):
     assert len(ort.log) == before
     runner.release_row(2)
     runner.prefill(2, [1, 2, 3, 4])  # the row it came from is another's now
-    (logits,) = runner.step(0, [RowWork([8], 1)])
-    np.testing.assert_array_equal(logits, FakeExecutor(VOCAB, 1, 1).logits_after([5, 6, 7, 8]))
-
-
-def test_costs_for_the_choice_of_k_are_measured_on_its_own_steps(ort):
-    executor = make_executor()
-    runner = ModelRunner(executor)
-    curves = measure_costs(runner, {}, max_rows=2, lookahead=4)
-    assert curves.target.curves[0].widths == (1, 2, 3, 5)
-    assert curves.gates is None
-    runner.prefill(0, [5, 6, 7])
     (logits,) = runner.step(0, [RowWork([8], 1)])
     np.testing.assert_array_equal(logits, FakeExecutor(VOCAB, 1, 1).logits_after([5, 6, 7, 8]))
 
@@ -491,25 +478,3 @@ def test_misuse_raises(ort):
     executor.close()
     with pytest.raises(SpecexportError, match="before prepare"):
         executor.execute()
-
-
-def test_costs_of_steps_are_measured_though_rows_are_exchanged_and_not_copied(ort):
-    """What ``--lookahead auto`` needs of a backend: the rows that share a long past are not copies of one here."""
-    executor, clock = make_executor(), [0.0]
-    execute = executor.execute
-
-    def timed(want="logits"):
-        size = executor._current
-        clock[0] += 1e-3 + 1e-4 * size.num_tokens
-        return execute(want)
-
-    executor.execute = timed
-    runner = ModelRunner(executor)
-    cost = measure_step_cost(
-        runner, max_rows=ROWS, max_tokens=3, contexts=(8, 40), repeats=3, budget_s=1e9, clock=lambda: clock[0]
-    )
-    for rows, width in ((1, 1), (1, 3), (ROWS, 2)):
-        assert cost.seconds(rows * width, rows) == pytest.approx(1e-3 + 1e-4 * rows * width)
-    assert [runner.kv.entries(row) for row in range(ROWS)] == [0] * ROWS
-    assert sorted(executor._row_blocks.reshape(-1)) == list(range(executor._row_blocks.size)), "no block is lost"
-    runner.kv.check()

@@ -16,7 +16,7 @@ def entries(demo_bundle):
 
 
 def costs(entries, kernels="avx2"):
-    return prior_costs(entries, kernels=kernels, max_rows=8, lookahead=8)
+    return prior_costs(entries, kernels=kernels)
 
 
 def test_a_draft_costs_by_its_size(entries):

@@ -111,13 +111,12 @@ def test_a_loaded_bundle_generates_what_the_model_does(bundle, machine, drafter)
 
 
 @pytest.mark.parametrize("drafter", ["draft-model", "chained"])
-def test_k_is_chosen_by_what_the_engines_steps_cost(bundle, machine, drafter):
+def test_k_is_chosen(bundle, machine, drafter):
     engine = SpecEngine.load(bundle, max_num_seqs=ROWS, adaptive=True)
     results = engine.generate(PROMPTS, PARAMS, drafter=drafter, num_speculative_tokens="auto")
     greedy = [i for i, params in enumerate(PARAMS) if not params.temperature]
     plain = reference().generate(PROMPTS, PARAMS, speculation=False)
     assert [results[i].token_ids for i in greedy] == [plain[i].token_ids for i in greedy]
-    assert engine.cost_curves.target.curves[0].widths == (1, 2, 3, LOOKAHEAD + 1)
     assert set(engine.cost_curves.drafters) == {"draft-model"}
     engine.close()
 

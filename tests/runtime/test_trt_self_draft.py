@@ -19,7 +19,8 @@ from specexport.lowering.tensorrt import lower_tensorrt
 from specexport.passes.residual_blocks import find_residual_blocks
 from specexport_runtime import SpecEngine
 from specexport_runtime.abi import EXTENT_INPUTS
-from specexport_runtime.costs.curves import measure_costs
+from specexport_runtime.costs.curves import CostCurves
+from specexport_runtime.costs.step_cost import StepCost
 from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.self_draft import SelfDrafter
@@ -27,7 +28,7 @@ from specexport_runtime.engine_load import weigh_drafters
 from specexport_runtime.errors import InvalidRequestError, SpecexportError
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.executors.ort import OrtExecutor
-from specexport_runtime.lookahead.goodput import GoodputLength
+from specexport_runtime.lookahead.controller import Controller
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sequences.layer_choice import LayerRules
@@ -125,13 +126,12 @@ def test_draft_steps_are_recorded_with_the_others(tmp_path: Any) -> None:
 def test_k_is_chosen_by_what_a_draft_step_costs(tmp_path: Any) -> None:
     executor, _ = open_gated(tmp_path)
     runner = ModelRunner(executor)
-    curves = measure_costs(runner, {}, max_rows=ROWS, lookahead=LOOKAHEAD)
-    assert curves.gates is None
-    assert executor._skips is False
+    target = StepCost(1.0, 0.1)
+    curves = CostCurves(target, {"self": target.scaled(0.5)})
     weighed = weigh_drafters({"self": SelfDrafter(runner, vocab_size=VOCAB)}, curves)
     assert weighed["self"].cost.seconds((), 1, 0) == curves.drafters["self"].seconds(1, 1, 0)
     assert weighed["self"].cost.catch_up_seconds(9) == 0
-    lengths = GoodputLength(curves, LOOKAHEAD, drafters=weighed)
+    lengths = Controller(curves, LOOKAHEAD, drafters=weighed)
     sequences = decode(executor, greedy, LOOKAHEAD, lengths=lengths)
     assert [seq.output for seq in sequences] == [seq.output for seq in decode(make_reference(), greedy, 0)]
 

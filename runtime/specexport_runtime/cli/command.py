@@ -104,7 +104,7 @@ def generate(
     rows = load_manifest(bundle).default_num_seqs if asked is None else asked
     limits["max_num_seqs"] = min(rows, max(len(items), 1))
     notes: list[str] = []
-    with closing(SpecEngine.load(bundle, adaptive=True if trace else None, share_threads=True, **limits)) as engine:
+    with closing(SpecEngine.load(bundle, share_threads=True, **limits)) as engine:
         engine.add_observer(NeverAccepted(notes.append))
         texts = [item.text for item in items]
         inputs: list[Prompt] = list(texts)

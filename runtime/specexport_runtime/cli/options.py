@@ -27,7 +27,6 @@ LIMITS = (
     "spin",
     "match_length",
     "cuda_graphs",
-    "tune_profile",
     "enable_prefix_caching",
     "prefix_rows",
     "kv_cache_memory_bytes",
@@ -236,11 +235,6 @@ def drafting_options(command: Any) -> Any:
         click.option("--lora", metavar="NAME", help="LoRA adapter of the bundle to write with.  [default: none]"),
         click.option("--no-speculation", is_flag=True, help="Plain decoding: one token a round."),
         click.option(
-            "--tune-profile",
-            type=click.Path(path_type=Path),
-            help="Where K is chosen: what `specexport tune` wrote.  [default: where that puts it]",
-        ),
-        click.option(
             "--layer-threshold",
             type=NumberOr(OFF, OFF, integer=False),
             metavar="X|off",
@@ -279,16 +273,11 @@ def check_of_use(limits: Mapping[str, Any], drafting: "Drafting", params: "Sampl
         params: how they sample; None if greedily.
 
     Raises:
-        InvalidRequestError: a tune profile and K is given, or something for drafter suffix, which does not draft.
+        InvalidRequestError: something for drafter suffix is given, which does not draft.
     """
     drafter, lookahead = drafting["drafter"], drafting["num_speculative_tokens"]
     is_repeatable = params is not None and params.seed is not None and not params.is_greedy
     by_default = drafter is None and not isinstance(lookahead, int) and not is_repeatable
-    adapts = drafting["speculation"] and (by_default or "auto" in (lookahead, drafter))
-    if limits["tune_profile"] is not None and not adapts:
-        raise InvalidRequestError(
-            "--tune-profile was given, and K is not chosen.", "add --lookahead auto, or name no drafter and no number."
-        )
     copies = drafting["speculation"] and (by_default or drafter in ("suffix", "auto"))
     flags = {"corpus": "--corpus", "suffix_file": "--suffix-file", "suffix_memory_mb": "--suffix-memory"}
     unused = [flag for name, flag in flags.items() if limits.get(name) is not None]

@@ -131,11 +131,10 @@ _DRAFTING = (
     ),
     click.option(
         "--adaptive/--no-adaptive",
-        default=None,
-        help="On: measure what steps cost before the first request, once a machine. Off: no lengths are chosen.  "
-        "[default: begin with what the models' sizes promise, and learn from requests]",
+        default=True,
+        show_default=True,
+        help="Choose the length of drafts by what rounds take.",
     ),
-    click.option("--tune-profile", type=click.Path(path_type=Path), help="What `specexport tune` wrote."),
 )
 
 

@@ -1,30 +1,23 @@
-"""Cost curves from the sizes of the models alone, for engines that nobody has measured on this machine.
+"""What steps cost by the sizes of the models alone, as a bundle's manifest has them.
 
-A step reads all weights once and multiplies them with each of its tokens: ``bytes / bandwidth + T · flops / rate``,
-less what the machine multiplies while it waits for weights. Of E experts a layer, of which a token takes k, it reads
-those that any of its tokens takes, ``1 - (1 - k/E)^T`` of them if tokens are unlike each other, and multiplies a token
-with k. A row's states are read and written once a step. It reads the cache once a row, and multiplies it with each
-token of the row. The rates below are those of common machines. Their level does not matter, since lengths are chosen by
-ratios; what is wrong with the ratios is found out while requests run (:mod:`specexport_runtime.costs.learned`). Imports
-the standard library.
+The rates below are those of common machines. Their level does not matter, since lengths are chosen by ratios; what is
+wrong with the ratios is found out while requests run (:mod:`specexport_runtime.costs.learned`). Imports the standard
+library.
 """
 
 import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from specexport_runtime.abi import CACHE_BYTES, ITEM_BYTES
+from specexport_runtime.abi import CACHE_BYTES, ITEM_BYTES, MLP
 from specexport_runtime.bundle.manifest import ModelEntry
-from specexport_runtime.costs.curves import CostCurves
-from specexport_runtime.costs.measure import row_counts_up_to, widths_up_to
-from specexport_runtime.costs.step_cost import RowCurve, StepCost
+from specexport_runtime.costs.curves import CostCurves, LayerShares
+from specexport_runtime.costs.step_cost import StepCost
 
 DRAFTER_OF = {"draft": "draft-model", "head": "head"}
 """The drafter that each model of a bundle besides the target is for."""
 _QUANTIZED_BYTES = {"int8": 1.0, "int4": 0.5625}
 """Of a weight, with its share of the scales."""
-
-
 _STATE_FLOPS = 6
 """Of a number of a state and a token: it decays, takes in a product, and is multiplied with a query."""
 
@@ -55,64 +48,45 @@ _CPU = {"avx512vnni": _WIDE, "amx": _WIDE}
 _GPU = _Rates(1.5e12, 2e-5, {None: 1e14}, 1e13, hidden=0)
 
 
-def prior_costs(models: Mapping[str, ModelEntry], *, kernels: str | None, max_rows: int, lookahead: int) -> CostCurves:
-    """The curves that a bundle's sizes promise.
+def prior_costs(models: Mapping[str, ModelEntry], *, kernels: str | None) -> CostCurves:
+    """What a bundle's sizes promise.
 
     Args:
         models: ``"target"`` and, if there is one, ``"draft"`` or ``"head"``.
         kernels: the instruction set of the CPU's operators; None for engines that run on a GPU.
-        max_rows: most rows of a step.
-        lookahead: largest K.
     """
     rates = _GPU if kernels is None else _CPU.get(kernels, _NARROW)
-    curves = {role: _curve(entry, rates, max_rows, lookahead + 1) for role, entry in models.items()}
-    target = curves["target"]
-    drafters = {DRAFTER_OF[role]: curve for role, curve in curves.items() if role in DRAFTER_OF}
-    entry = models["target"]
+    costs = {role: _cost(entry, rates) for role, entry in models.items()}
+    target, entry = costs["target"], models["target"]
+    drafters = {DRAFTER_OF[role]: cost for role, cost in costs.items() if role in DRAFTER_OF}
     if entry.skipped_layers:
-        share = 1 - len(entry.skipped_layers) / max(len(entry.layers), 1)
-        drafters["self"] = _scaled(target, share)
-    return CostCurves(target, drafters)
+        drafters["self"] = target.scaled(1 - len(entry.skipped_layers) / max(len(entry.layers), 1))
+    return CostCurves(target, drafters, _shares(entry) if entry.num_gates and not entry.skipped_layers else None)
 
 
-def _curve(entry: ModelEntry, rates: _Rates, max_rows: int, max_tokens: int) -> StepCost:
-    flops = rates.flops.get(entry.quantize, rates.flops[None])
-    fixed = (len(entry.layers) + len(entry.states)) * rates.layer_seconds
-
-    def seconds(rows: int, width: int) -> float:
-        read, multiplied = _weights(entry, rows * width)
-        reading, products = read * _bytes_of_weight(entry) / rates.bytes, 2 * rows * width * multiplied / flops
-        weights = reading + max(products - rates.hidden * reading, 0.1 * products)
-        return fixed + weights + rows * _state_seconds(entry, rates, width)
-
-    widths = tuple(widths_up_to(max(max_tokens, 1)))
-    curves = tuple(
-        RowCurve(rows, widths, tuple(seconds(rows, width) for width in widths)) for rows in row_counts_up_to(max_rows)
-    )
+def _cost(entry: ModelEntry, rates: _Rates) -> StepCost:
+    parameters = entry.step_parameters or entry.num_parameters
+    experts, per_token, per_layer = entry.experts or (0, 0, 1)
+    unchosen = 1 - per_token / per_layer
+    weight_seconds = _bytes_of_weight(entry) / rates.bytes
+    numbers = sum(math.prod(state.shape) for state in entry.states)
     entry_bytes = CACHE_BYTES.get(entry.cache_dtype, 4)
     read, products = 0, 0
     for layer in entry.layers:
         read += entry_bytes * layer.kv_heads * (layer.k_dim + layer.v_dim)
         products += max(entry.num_heads or layer.kv_heads, layer.kv_heads) * (layer.k_dim + layer.v_dim)
-    return StepCost(curves, read / rates.bytes, 2 * products / rates.cache_flops)
-
-
-def _weights(entry: ModelEntry, num_tokens: int) -> tuple[float, float]:
-    """How many weights a step of so many tokens reads, and how many it multiplies each of them with."""
-    parameters = entry.step_parameters or entry.num_parameters
-    if entry.experts is None:
-        return parameters, parameters
-    experts, per_token, per_layer = entry.experts
-    left = experts * (1 - per_token / per_layer)
-    untouched = experts * (1 - per_token / per_layer) ** num_tokens
-    return parameters - untouched, parameters - left
-
-
-def _state_seconds(entry: ModelEntry, rates: _Rates, width: int) -> float:
-    """Of a row's states: read and written once, and changed by a step's tokens and by half as many accepted drafts."""
-    numbers = sum(math.prod(state.shape) for state in entry.states)
-    tokens = width + width // 2
-    return 2 * ITEM_BYTES["float32"] * numbers / rates.bytes + tokens * _STATE_FLOPS * numbers / rates.cache_flops
+    return StepCost(
+        reading=parameters * weight_seconds,
+        token=2 * (parameters - experts * unchosen) / rates.flops.get(entry.quantize, rates.flops[None]),
+        fixed=(len(entry.layers) + len(entry.states)) * rates.layer_seconds,
+        hidden=rates.hidden,
+        unchosen=experts * weight_seconds,
+        unchosen_share=unchosen,
+        row=2 * ITEM_BYTES["float32"] * numbers / rates.bytes,
+        row_token=1.5 * _STATE_FLOPS * numbers / rates.cache_flops,  # a draft that is accepted enters the state anew
+        kv=read / rates.bytes,
+        kv_token=2 * products / rates.cache_flops,
+    )
 
 
 def _bytes_of_weight(entry: ModelEntry) -> float:
@@ -123,8 +97,14 @@ def _bytes_of_weight(entry: ModelEntry) -> float:
     return _QUANTIZED_BYTES.get(entry.quantize or "", item)
 
 
-def _scaled(cost: StepCost, share: float) -> StepCost:
-    curves = (
-        RowCurve(each.num_rows, each.widths, tuple(share * value for value in each.seconds)) for each in cost.curves
-    )
-    return StepCost(tuple(curves), share * cost.kv_seconds, share * cost.kv_token_seconds)
+def _shares(entry: ModelEntry) -> LayerShares:
+    """What a mixer and an MLP take of a step, about: the manifest has no width, which heads mostly add up to."""
+    count, whole = max(len(entry.layers) + len(entry.states), 1), entry.step_parameters or entry.num_parameters
+    layer = entry.layers[0] if entry.layers else None
+    heads = 0 if layer is None else entry.num_heads or layer.kv_heads
+    width = 0 if layer is None else heads * layer.k_dim
+    each = max(whole - entry.vocab_size * width, whole // 2) / count
+    mixer = each / 3 if layer is None else width * (heads + layer.kv_heads) * (layer.k_dim + layer.v_dim)
+    mixer = min(mixer, each / 2)
+    num_mlps = entry.gate_kinds.count(MLP) or count
+    return LayerShares(count, mixer / whole, (each - mixer) * count / num_mlps / whole)

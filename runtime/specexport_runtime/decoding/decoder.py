@@ -20,7 +20,8 @@ from specexport_runtime.decoding.told_step import told_step
 from specexport_runtime.drafters.base import Drafter, as_prefix_drafter, can_restart, prefill_seconds_of, restart
 from specexport_runtime.errors import CheckFailedError, SpecexportError
 from specexport_runtime.executors.base import NO_TOKEN, Float32Array, StepOutput, Want, argmax_ids
-from specexport_runtime.lookahead.base import DraftLength, concerns_lengths, learn_from_tests, step_load
+from specexport_runtime.lookahead.base import concerns_lengths, learn_from_tests, step_load
+from specexport_runtime.lookahead.controller import Controller
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
 from specexport_runtime.sampling.accept import Verdict, accept_greedy, accept_sampled
 from specexport_runtime.sampling.grammar import MaskAhead
@@ -57,7 +58,7 @@ class Decoder:
         *,
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int = 512,
-        lengths: DraftLength | None = None,
+        lengths: Controller | None = None,
         tracer: RoundTracer | None = None,
         reuses_prefixes: bool = False,
         pace: Pace | None = None,

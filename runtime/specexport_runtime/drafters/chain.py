@@ -22,7 +22,7 @@ from specexport_runtime.drafters.base import (
 from specexport_runtime.drafters.forced import BegunDrafts, begin_drafts, shorten
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import Float32Array
-from specexport_runtime.lookahead.base import DraftLength
+from specexport_runtime.lookahead.controller import Controller
 from specexport_runtime.sequences.records import Allowed, Asked, Proposal
 from specexport_runtime.sequences.sequence import Sequence
 
@@ -48,7 +48,7 @@ class ChainDrafter:
 
     traits = DrafterTraits(default_lookahead=1)  # of itself; plans ask the drafters behind it
 
-    def __init__(self, drafters: Mapping[str, Drafter] | None = None, lengths: DraftLength | None = None) -> None:
+    def __init__(self, drafters: Mapping[str, Drafter] | None = None, lengths: Controller | None = None) -> None:
         self.drafters = dict(sorted((drafters or {}).items(), key=lambda item: not item[1].traits.is_free))
         self.lengths = lengths
 
@@ -73,8 +73,6 @@ class ChainDrafter:
             SpecexportError: a plan names a drafter that is not here.
         """
         begun = begin_drafts(sequences, lookaheads)
-        if self.lengths is not None and self.lengths.stays_plain(sequences):
-            return [_NOTHING] * len(sequences) if begun is None else begun.alone()
         proposals = [Proposal([], end="none") for _ in sequences] if begun is None else begun.alone()
         plans = [
             [(name, min(own, room)) for name, own in seq.draft_plan if min(own, room) > 0]
@@ -84,7 +82,6 @@ class ChainDrafter:
         lengths = self.lengths if any(seq.adaptive for seq in sequences) else None
         if lengths is not None and begun is not None:
             lengths.begun(sum([len(each.tokens) for each in begun.drafts]))
-        has_drafted = False
         while any(plans):
             name = self._next({plan[0][0] for plan in plans if plan})
             limits = [plan[0][1] if plan and plan[0][0] == name else 0 for plan in plans]
@@ -97,7 +94,6 @@ class ChainDrafter:
                 plans[i] = [] if settled else plans[i][1:]
                 if settled:
                     proposals[i] = proposal if proposal.drafter == name else proposal._replace(drafter=name)
-                    has_drafted = True
                 if i in traces:
                     traces[i].append(Asked(name, *self._allowed(seq, name, limit, allowed[i])))
         if begun is not None:
@@ -105,8 +101,6 @@ class ChainDrafter:
         for i, asked in traces.items():
             promised = () if lengths is None or not sequences[i].adaptive else lengths.promises(sequences[i], asked)
             proposals[i] = proposals[i]._replace(asked=tuple(asked), promised=promised)
-        if lengths is not None and not has_drafted:
-            lengths.note_plain(sequences)
         return proposals
 
     def _ask(
@@ -114,7 +108,7 @@ class ChainDrafter:
         name: str,
         sequences: Seq[Sequence],
         limits: Seq[int],
-        lengths: DraftLength | None,
+        lengths: Controller | None,
         begun: BegunDrafts | None,
     ) -> tuple[list[Proposal], Seq[Allowed | None]]:
         """Drafts of one drafter, as long as they may be."""

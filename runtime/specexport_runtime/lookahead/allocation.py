@@ -25,7 +25,8 @@ def allocate(
 
     Tokens are taken in the order of their gain, and every number of them is tried. That order alone would leave out
     what it costs to go one depth deeper, one more draft step whoever takes part: so every largest depth is tried, the
-    next as long as one of the last two was better.
+    next as long as one of the last two was better. What is dear to begin with must not stand in the way of the others:
+    they are tried with it and without.
 
     Args:
         gains: for each sequence the probabilities that its draft is accepted up to its first, second, … token;
@@ -39,66 +40,24 @@ def allocate(
     Returns:
         draft tokens of each sequence, and the expected tokens per second.
     """
-    base = _base(times)
-    least = (1.0 + margin) * expected / (times.target[0] + base)
-    if len(gains) == 1:
-        return _allocate_one(gains[0], entries[0], expected, base, least, times)
-    # What is dear to begin with must not stand in the way of the others: tried with it and without.
-    tried = [
-        _allocate_many(
-            [each if entry <= most else () for each, entry in zip(gains, entries, strict=True)],
-            entries,
-            expected,
-            base,
-            least,
-            times,
-        )
-        for most in (sorted(set(entries)) if any(entries) else (0.0,))
-    ]
-    return max(tried, key=lambda found: found[1])
-
-
-def _allocate_many(
-    gains: Seq[Seq[float]], entries: Seq[float], expected: float, base: float, best: float, times: StepTimes
-) -> tuple[list[int], float]:
-    """``base``: seconds of the drafts that are there anyway. ``best``: what must be beaten, else nothing is chosen."""
+    base = 0.0 if times.draft is None else sum([times.draft[rows] for rows in times.rows])
+    best, counts = (1.0 + margin) * expected / (times.target[0] + base), [0] * len(gains)
     items = sorted([(-gain, depth, i) for i, each in enumerate(gains) for depth, gain in enumerate(each)])
     deepest = max((len(each) for each in gains), default=0)
-    chosen = items[:0]
-    worse = 0
-    for most in range(1 if times.draft is not None else deepest, deepest + 1):
-        tried = items if most == deepest else [item for item in items if item[1] < most]
-        goodput, count = _best_prefix(tried, entries, expected, base, times)
-        if goodput > best:
-            best, chosen, worse = goodput, tried[:count], 0
-        else:
-            worse += 1
-            if worse == 2:
+    least = deepest if times.draft is None or len(gains) == 1 else 1  # tokens of one sequence come in their order
+    for entry in sorted(set(entries)):
+        worse, affordable = 0, [item for item in items if entries[item[2]] <= entry]
+        for most in range(least, deepest + 1):
+            tried = affordable if most == deepest else [item for item in affordable if item[1] < most]
+            goodput, count = _best_prefix(tried, entries, expected, base, times)
+            worse = 0 if goodput > best else worse + 1
+            if goodput > best:
+                best, counts = goodput, [0] * len(gains)
+                for _, _, i in tried[:count]:
+                    counts[i] += 1
+            elif worse == 2:
                 break
-    counts = [0] * len(gains)
-    for _, _, i in chosen:
-        counts[i] += 1
     return counts, best
-
-
-def _base(times: StepTimes) -> float:
-    return 0.0 if times.draft is None else sum([times.draft[rows] for rows in times.rows])
-
-
-def _allocate_one(
-    gains: Seq[float], entry: float, expected: float, base: float, best: float, times: StepTimes
-) -> tuple[list[int], float]:
-    """One sequence: every length is tried. ``base`` and ``best`` as in ``_allocate_many``."""
-    target, draft, rows = times
-    seconds, count = base + entry, 0
-    for depth, gain in enumerate(gains):
-        expected += gain
-        if draft is not None:
-            seconds += draft[rows[depth] + 1] - draft[rows[depth]]
-        goodput = expected / (target[depth + 1] + seconds)
-        if goodput > best:
-            best, count = goodput, depth + 1
-    return [count], best
 
 
 def _best_prefix(

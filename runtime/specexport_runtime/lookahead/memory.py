@@ -1,11 +1,15 @@
-"""What the goodput controller remembers of drafters and of sequences."""
+"""What is remembered of drafters and of sequences: how drafts fared, and when one that does not pay is tried again."""
 
 from collections.abc import Sequence as Seq
 
 from specexport_runtime.lookahead.acceptance import GUESS, SequenceAcceptance, SharedAcceptance
-from specexport_runtime.lookahead.probing import ProbeBudget, ProbeTimer
 
 _FEW_TESTS = 1.9  # two: they fade
+_SHARE = 0.01
+"""Seconds of probing for each second of plain decoding."""
+_START_ROUNDS, _CREDIT_ROUNDS = 0.5, 8.0
+"""Plain rounds whose time is there at the start, and that may be saved up: for a draft model that has to catch up."""
+_FIRST, _AGAIN, _LONGEST = 16, 1, 1024  # rounds
 
 
 class DrafterMemory:
@@ -26,6 +30,66 @@ class DrafterMemory:
         return self.shared.tests[0] < _FEW_TESTS
 
 
+class ProbeBudget:
+    """Seconds that may be spent on drafts that are not expected to pay: 1 % of the time that plain decoding takes.
+
+    One budget a drafter, whoever shares the batch: sixteen sequences that each try now and then must not add up to a
+    draft step in every round. It starts with little, and cannot be saved up for ever.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: float | None = None
+
+    def earn(self, plain_seconds: float) -> None:
+        """A round began; plain decoding would take so long for it."""
+        if self._seconds is None:
+            self._seconds = _START_ROUNDS * plain_seconds
+        self._seconds = min(self._seconds + _SHARE * plain_seconds, _CREDIT_ROUNDS * plain_seconds)
+
+    def spend(self, seconds: float) -> bool:
+        """Take the cost of a probe from the budget; False if it does not suffice."""
+        if self._seconds is None or seconds > self._seconds:
+            return False
+        self._seconds -= seconds
+        return True
+
+
+class ProbeTimer:
+    """When a sequence tries a drafter again that it does without: after 16 rounds, then 32, 64 … while it fails.
+
+    A probe that passes is soon followed by the next, so that a drafter that became good is not missed for long.
+
+    Args:
+        now: number of the round.
+
+    Attributes:
+        is_probing: a probe was drafted and not tested yet.
+    """
+
+    def __init__(self, now: int) -> None:
+        self._last, self._wait, self.is_probing = now, _FIRST, False
+
+    @property
+    def due(self) -> int:
+        """The round in which it is time."""
+        return self._last + self._wait
+
+    def is_due(self, now: int, *, early: bool = False) -> bool:
+        """Whether it is time. ``early`` halves the wait: another sequence pays most of what a draft step costs."""
+        return now - self._last >= (self._wait // 2 if early else self._wait)
+
+    def note(self, now: int, *, passed: bool) -> None:
+        """The drafter's draft was tested, as a probe or not."""
+        self._last = now
+        if not self.is_probing:
+            self._wait = _FIRST
+        elif passed:
+            self._wait = _AGAIN
+        else:
+            self._wait = min(max(2 * self._wait, _FIRST), _LONGEST)
+        self.is_probing = False
+
+
 class StageMemory:
     """What is remembered of one drafter for one sequence.
 
@@ -38,11 +102,10 @@ class StageMemory:
         acceptance: how its drafts fared.
         timer: when it is tried again.
         slots: of the tokens that it may draft, or has drafted, in this round.
-        known: tokens of the sequence that a drafter with a cache of its own has read.
+        read: tokens of the sequence that a drafter with a cache of its own has read.
         shadow: first token of a copy that was not tested, and its place in the draft: whether it would have passed is
             seen without a test.
-        bypassed: under which circumstances it was last decided not to draft; None if it was decided to.
-        probe_seconds: what the budget refused for a probe then; 0 if it was not asked.
+        copied: round of the last copy that was found, and its chances, for a trace.
     """
 
     def __init__(self, drafter: DrafterMemory, now: int) -> None:
@@ -50,17 +113,6 @@ class StageMemory:
         self.acceptance = SequenceAcceptance(drafter.shared)
         self.timer = ProbeTimer(now)
         self.slots: Seq[int] = ()
-        self.known = 0
+        self.read = 0
         self.shadow: tuple[int, int] | None = None
-        self.bypassed: tuple[int, ...] | None = None
-        self.probe_seconds = 0.0
-
-    def stays_bypassed(self, circumstances: tuple[int, ...], now: int) -> bool:
-        """Whether nothing has changed since it was decided not to draft, and it is not time to try."""
-        if self.bypassed != circumstances:
-            return False
-        return not self.timer.is_due(now) or self.probe_seconds > (self.drafter.budget.seconds or 0.0)
-
-    def start_probe(self) -> None:
-        """It is tried in this round."""
-        self.timer.start()
+        self.copied: tuple[int, Seq[float]] = (-1, ())

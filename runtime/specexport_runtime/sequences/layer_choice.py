@@ -99,6 +99,12 @@ class LayerChoice:
         return len(self.mixers)
 
     @property
+    def mlps_off(self) -> int:
+        """MLPs that the draft leaves out."""
+        has = self.kinds[1::2] or (MLP,) * len(self.mlp)
+        return sum(kind == MLP and not on for kind, on in zip(has, self.mlp, strict=True))
+
+    @property
     def mask(self) -> BoolArray:
         """What runs in a draft step, bool [2N]: mixer of layer i at 2i, its MLP at 2i+1."""
         return np.array([self.mixers, self.mlp], dtype=np.bool_).T.reshape(-1)

@@ -110,9 +110,9 @@ class DrafterTraits(NamedTuple):
     goes_on: bool = False
 
 
-LengthReason = Literal["fixed", "goodput", "tuned", "probe", "bypass", "room"]
-"""Why a stage was allowed so many tokens: the plan says so; best expected tokens per second; bounded by the tune
-profile; a cheap test of a drafter that is bypassed; drafting does not pay; the sequence has no room for more."""
+LengthReason = Literal["fixed", "goodput", "probe", "bypass", "room"]
+"""Why a stage was allowed so many tokens: the plan says so; best expected tokens per second; a cheap test of a drafter
+that is bypassed; drafting does not pay; the sequence has no room for more."""
 
 
 class StepLoad(NamedTuple):

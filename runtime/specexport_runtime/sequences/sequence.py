@@ -27,7 +27,7 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 class Sequence:
     """A prompt, the tokens generated for it, and when to stop.
 
-    What a drafter or a ``DraftLength`` remembers of a sequence, it keeps itself, in a ``WeakKeyDictionary`` by
+    What a drafter or the controller remembers of a sequence, it keeps itself, in a ``WeakKeyDictionary`` by
     sequence: nothing is to be done when rows move, and a dropped sequence takes what was remembered along.
 
     Args:
@@ -42,7 +42,7 @@ class Sequence:
         seed: seed of this sequence's random stream.
         draft_plan: ways to draft, tried in order until one finds something; empty for plain decoding.
         reference: token ids that lookup drafting may copy from, besides the sequence's own.
-        adaptive: each stage's lookahead is the most that the engine's ``DraftLength`` may choose, round by round;
+        adaptive: each stage's lookahead is the most that the controller may choose, round by round;
             False always drafts as far as the stage says.
         draft_exit: ends drafts of models that are no longer sure; None never does.
         layer_rules: which layers a draft out of the target itself leaves out; None for the defaults.

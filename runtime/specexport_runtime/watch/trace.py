@@ -68,8 +68,7 @@ class RoundTracer:
 
     def _plain_seconds(self, load: StepLoad) -> float | None:
         """Seconds of a round of plain decoding of the same rows."""
-        if self.curves is None:
-            return self._plain.get(load.num_rows)
         level = 1.0 if self.learned is None else self.learned.level(load.num_rows)
-        seconds = self.curves.target.seconds(load.num_rows, load.num_rows, load.kv_entries)
-        return None if level is None else level * seconds
+        if self.curves is None or level is None:
+            return self._plain.get(load.num_rows)
+        return level * self.curves.target.seconds(load.num_rows, load.num_rows, load.kv_entries)

@@ -1,0 +1,364 @@
+"""The controller: how far to draft for the most expected tokens per second of the whole step.
+
+For every round it weighs, for sequence i with K_i draft tokens,
+
+::
+
+    goodput = sum_i E_i(K_i) / (target step of B + sum_i K_i tokens + draft steps)
+    E_i(K)  = 1 + a_i1 + a_i1 a_i2 + … + a_i1 … a_iK
+
+with a_ij the chance that the j-th draft token passes if those before it did (``acceptance``), and the seconds of a
+bundle's sizes, mended by what rounds took (``costs``). K_i = 0 for all is plain decoding, for which no drafter is
+called. What is allowed is decided by the ``rules``, one after the other.
+
+A sequence that is not ``adaptive`` drafts as far as each stage of its plan says, and nothing here is asked for it.
+Choices may depend on tests that were performed (how many draft tokens passed, and whether one failed), on lengths, and
+on numbers that are fixed while sampled sequences have their length chosen. Never on draft tokens that were discarded,
+and of measured time only on what was measured before the first of those sequences began (``RandomStream`` says why).
+They do depend on other sequences: with an adaptive length the sampled text of a seed may depend on who shares the batch
+or came before; its distribution does not, and greedy text never changes.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakKeyDictionary, WeakSet
+
+from specexport_runtime.costs.curves import CostCurves
+from specexport_runtime.costs.learned import LearnedCosts, RoundSeconds, reading_of
+from specexport_runtime.errors import SpecexportError
+from specexport_runtime.lookahead.acceptance import GUESS, MAX_MATCH, MODEL_GUESS, NUM_MATCH_SLOTS, match_slots
+from specexport_runtime.lookahead.draft_cost import WeighedDrafter
+from specexport_runtime.lookahead.memory import DrafterMemory, StageMemory
+from specexport_runtime.lookahead.round import Ask, Round, Stage
+from specexport_runtime.lookahead.rules import COPIED, DRAFTED
+from specexport_runtime.sequences.records import Allowed, Asked, LengthReason, Promise, Proposal, StepLoad
+
+if TYPE_CHECKING:
+    from specexport_runtime.sequences.sequence import Sequence
+
+_WATCHED, _WATCH_EVERY = 64, 4
+"""So many rounds of an engine are compared with what was promised, later every fourth: it takes a tenth of a
+millisecond."""
+_QUIET, _REFUSED = 64, 4
+"""Rounds for which nobody is asked again where nobody drafts, at most; and where the budget refused a probe."""
+_BUCKET = 64  # cache entries a row that count as the same circumstances
+_BYPASS = Allowed(0, "bypass", 1.0)
+_NO_STAGES: dict[str, StageMemory] = {}
+
+
+class _Quiet(NamedTuple):
+    """That nobody drafts, until something changes: a useless drafter must cost next to nothing."""
+
+    circumstances: tuple[int, ...]
+    until: int
+    members: "WeakSet[Sequence]"
+
+
+class Controller:
+    """Chooses how far adaptive sequences draft, between 0 (that drafter is not called) and the stage's lookahead.
+
+    Args:
+        curves: what steps cost by size; fixed when the engine is loaded.
+        lookahead: largest K.
+        drafters: the drafters that plans of adaptive sequences may name.
+        learned: mends the curves by what rounds took; None takes them as they are.
+    """
+
+    def __init__(
+        self,
+        curves: CostCurves,
+        lookahead: int,
+        *,
+        drafters: Mapping[str, WeighedDrafter],
+        learned: LearnedCosts | None = None,
+    ) -> None:
+        self.curves, self._learns = curves, learned is not None
+        self._learned = learned or LearnedCosts({name: {"1": 1.0} for name in drafters})
+        self._known = dict(drafters)
+        self._stages: WeakKeyDictionary[Sequence, dict[str, StageMemory]] = WeakKeyDictionary()
+        self._positions, self._matches = list(range(lookahead)), match_slots(lookahead)
+        self._drafters: dict[tuple[str, bool], DrafterMemory] = {}
+        """By name, and apart for sequences with a grammar: what JSON is like tells nothing of free text."""
+        self._quiet: dict[str, _Quiet] = {}
+        self._seen_sizes: set[tuple[str, int, int]] = set()
+        self._round = Round(0, StepLoad(1, 1, 1, 0), curves, self._learned)
+
+    def begin_round(self, load: StepLoad) -> None:
+        """A round with adaptive sequences begins."""
+        number = self._round.number + 1
+        self._round = Round(number, load, self.curves, self._learned, expected=float(load.num_ready))
+        plain = self._round.promised(0)
+        for drafter in self._drafters.values():
+            drafter.budget.earn(plain)
+
+    def begun(self, num_forced: int) -> None:
+        """Drafts begin with so many tokens in this round that are sure to be accepted; called before all stages."""
+        self._round.drafted += num_forced
+        self._round.expected += num_forced
+
+    def allow(self, drafter: str, sequences: "Seq[Sequence]", limits: Seq[int]) -> list[Allowed]:
+        """How far each sequence may draft with a drafter that costs time; called before it drafts.
+
+        Args:
+            drafter: the stage's drafter.
+            sequences: all that draft in this round, in ascending rows.
+            limits: most tokens of each: the stage's lookahead or the sequence's room; 0 for those that do not wait for
+                this drafter. Sequences that are not adaptive draft up to it.
+        """
+        now = self._round
+        waiting = [i for i, seq in enumerate(sequences) if limits[i] and seq.adaptive]
+        allowed = [Allowed(0 if seq.adaptive else limit) for seq, limit in zip(sequences, limits, strict=True)]
+        fixed = [each.lookahead for each in allowed if each.lookahead]
+        for i in waiting:
+            allowed[i] = _BYPASS
+        now.drafted += sum(fixed)
+        if not waiting or (not fixed and self._is_quiet(drafter, [sequences[i] for i in waiting])):
+            return allowed
+        known = self._known[drafter]
+        if known.cost is None:
+            raise SpecexportError(f"nobody knows what a step of drafter {drafter!r} costs.")
+        rows = [sum([length > depth for length in fixed]) for depth in self._positions]
+        asks = [self._ask(i, drafter, sequences[i], limits[i]) for i in waiting]
+        stage = Stage(now, drafter, known, sequences, asks, rows)
+        for rule in DRAFTED:
+            rule(stage)
+        for ask in asks:
+            if ask.count:
+                reason = "probe" if ask.is_probe else self._reason(drafter, ask, limits[ask.index])
+                allowed[ask.index] = Allowed(ask.count, reason, 1.0 + sum(ask.gains[: ask.count]))
+                if reading := stage.catch_up(ask, mended=False):
+                    now.catching_up[drafter] = now.catching_up.get(drafter, 0.0) + reading
+        self._note(drafter, asks)
+        return allowed
+
+    def cut(
+        self, drafter: str, sequences: "Seq[Sequence]", proposals: Seq[Proposal], limits: Seq[int]
+    ) -> list[Allowed]:
+        """How much of each draft is worth testing, where drafting itself costs nothing; called after it.
+
+        Args:
+            drafter: the stage's drafter.
+            sequences: as :meth:`allow`.
+            proposals: its drafts, of up to ``limits[i]`` tokens.
+            limits: as :meth:`allow`.
+        """
+        now, asks = self._round, []
+        allowed = [
+            Allowed(limit, "goodput" if seq.adaptive else "fixed") for seq, limit in zip(sequences, limits, strict=True)
+        ]
+        for i, (seq, proposal) in enumerate(zip(sequences, proposals, strict=True)):
+            if not seq.adaptive:
+                now.drafted += proposal.num_own
+            elif proposal.num_own:
+                asks.append(self._ask(i, drafter, seq, proposal.num_own, proposal.match_length))
+        stage = Stage(now, drafter, self._known[drafter], sequences, asks)
+        for rule in COPIED:
+            rule(stage)
+        for ask in asks:
+            if ask.count and self._yields(stage, ask):
+                ask.count = 0
+            place = len(proposals[ask.index].forced)
+            ask.memory.shadow = None if ask.count else (proposals[ask.index].tokens[place], place)
+            ask.memory.copied = now.number, ask.gains
+            reason: LengthReason = "goodput" if ask.count else "bypass"
+            allowed[ask.index] = Allowed(ask.count, reason, 1.0 + sum(ask.gains[: ask.count]))
+        for ask in asks:
+            now.drafted += ask.count
+            now.expected += sum(ask.gains[: ask.count])
+        return allowed
+
+    def promises(self, sequence: "Sequence", asked: Seq[Asked]) -> tuple[Promise, ...]:
+        """What plain decoding and each stage of a plan promise in this round, for those who look on.
+
+        Nothing is decided by it, and nothing remembered. A stage of which nothing is known, or that found nothing to
+        copy, is left out.
+
+        Args:
+            sequence: an adaptive one that keeps a trace.
+            asked: the stages that were considered.
+        """
+        allowed = {each.drafter: each.lookahead for each in asked}
+        found = [Promise("", 0, 1.0, self._round.plain_rate())]
+        for name, own in sequence.draft_plan:
+            stage = self._stage_of(name, sequence, own)
+            if stage is None:
+                continue
+            each = [Promise(name, k, *both) for k, both in enumerate(stage.rates(stage.asks[0]), 1)]
+            count = allowed.get(name, 0)
+            if each:
+                found.append(each[count - 1] if count else max(each, key=lambda promise: promise.tokens_per_second))
+        return tuple(found)
+
+    def drafted(self, drafter: str, sequences: "Seq[Sequence]", proposals: Seq[Proposal], seconds: float) -> None:
+        """A drafter that costs time was called.
+
+        Args:
+            drafter: its name.
+            sequences: as :meth:`allow`.
+            proposals: what it gave.
+            seconds: it took.
+        """
+        now, rows = self._round, self._round.load.num_rows
+        reading = now.catching_up.get(drafter)
+        lengths = [proposal.num_own for proposal in proposals if proposal.num_own]
+        if not lengths or not (self._is_watching or (self._learns and reading)):
+            return
+        if any(proposal.error is not None for proposal in proposals) or not self._is_known_size(drafter, rows):
+            return
+        drafting = [seq for seq, proposal in zip(sequences, proposals, strict=True) if proposal.num_own]
+        step = Stage(now, drafter, self._known[drafter], drafting, []).draft_step(len(lengths), mended=False)
+        promised = sum([step[sum([length > depth for length in lengths])] for depth in range(max(lengths))])
+        if reading is None:
+            now.draft_seconds[drafter] = promised, seconds
+        elif (level := self._learned.level(rows)) is not None:
+            rest = seconds - level * self._learned.draft_ratio(drafter, rows) * promised
+            now.draft_seconds[reading_of(drafter)] = reading, max(rest, 0.0)
+
+    def took(self, sequences: "Seq[Sequence]", drafted: int, seconds: float) -> None:
+        """A round is over, and all its drafts were observed.
+
+        Args:
+            sequences: all that got a token of the target's own.
+            drafted: draft tokens of all of them.
+            seconds: verification took.
+        """
+        now = self._round
+        rows, watched = now.load.num_rows, self._is_watching or now.draft_seconds
+        if watched and not now.load.prompt_tokens and self._is_known_size("", rows, drafted.bit_length()):
+            base = now.promised(0)
+            taken = RoundSeconds(rows, drafted, base, now.promised(drafted) - base, seconds, now.draft_seconds)
+            self._learned.observe(taken)
+        # Random numbers that are still to be used must not meet times: nothing changes while a sampled sequence has
+        # its lengths chosen.
+        if self._learned.is_due and all(seq.sampler.is_greedy for seq in sequences if seq.adaptive):
+            self._learned.adopt()
+
+    def observe(self, sequence: "Sequence", proposal: Proposal, accepted: int, *, rejected: bool) -> None:
+        """What became of an adaptive sequence's draft; called once a round, before the next begins.
+
+        Args:
+            sequence: its tokens already end with what the round gave it.
+            proposal: what was tested.
+            accepted: tests passed.
+            rejected: a test failed, which ended them.
+        """
+        before = len(sequence.tokens) - accepted - 1  # wrong for a sequence that ended within its draft
+        own, failed = proposal.own_tests(accepted)
+        for name, memory in self._stages.get(sequence, _NO_STAGES).items():
+            if memory.shadow is not None:
+                token, place = memory.shadow
+                if sequence.finish_reason is None and place <= accepted:
+                    passed = sequence.tokens[before + place] == token
+                    memory.acceptance.observe(memory.slots, int(passed), rejected=not passed)
+                memory.shadow = None
+            if name == proposal.drafter:
+                if memory.timer.is_probing and own:
+                    memory.acceptance.fade()  # it became better: what it did long ago tells little
+                memory.acceptance.observe(memory.slots, own, rejected=rejected and failed)
+                memory.timer.note(self._round.number, passed=own > 0)
+                if self._known[name].traits.has_own_cache:
+                    memory.read = min(before + proposal.last_own, len(sequence.tokens) - 1)
+
+    def restarted(self, sequence: "Sequence") -> None:
+        """A sequence was paused: what drafters had read of it may be gone."""
+        self._quiet.clear()
+        for memory in self._stages.get(sequence, _NO_STAGES).values():
+            memory.read = 0
+
+    @property
+    def _is_watching(self) -> bool:
+        number = self._round.number
+        return self._learns and (number <= _WATCHED or self._round.is_shorter or not number % _WATCH_EVERY)
+
+    def _ask(self, index: int, drafter: str, seq: "Sequence", limit: int, matched: int | None = None) -> Ask:
+        """What a sequence may draft, and what is expected of it. ``matched``: tokens before a copy."""
+        most = min(limit, self._known[drafter].traits.max_lookahead or limit)
+        memory = self._memory(drafter, seq)
+        memory.slots = self._positions
+        if matched is not None:
+            memory.slots = self._matches[min(matched, MAX_MATCH) :][:limit]
+        return Ask(index, seq, memory, most, memory.acceptance.reach(memory.slots[:most]))
+
+    def _memory(self, drafter: str, seq: "Sequence") -> StageMemory:
+        stages = self._stages.setdefault(seq, {})
+        if drafter not in stages:
+            key, traits = (drafter, seq.sampler.grammar is not None), self._known[drafter].traits
+            if key not in self._drafters:
+                slots = NUM_MATCH_SLOTS if traits.is_free else len(self._positions)
+                self._drafters[key] = DrafterMemory(slots, MODEL_GUESS if traits.has_own_cache else GUESS)
+            stages[drafter] = StageMemory(self._drafters[key], self._round.number)
+        return stages[drafter]
+
+    def _stage_of(self, drafter: str, seq: "Sequence", own: int) -> Stage | None:
+        """A drafter as one sequence may use it, or has; None if nothing is known of that."""
+        memory, known = self._stages.get(seq, _NO_STAGES).get(drafter), self._known[drafter]
+        if memory is None or not (seq.num_generated or known.cost is None):
+            return None
+        most = min(own, seq.room_for_drafts, known.traits.max_lookahead or own)
+        number, gains = memory.copied
+        if known.cost is not None:
+            gains = memory.acceptance.reach(self._positions[:most])
+        elif number != self._round.number:
+            return None
+        return Stage(self._round, drafter, known, [seq], [Ask(0, seq, memory, most, list(gains[:most]))])
+
+    def _yields(self, copy: Stage, ask: Ask) -> bool:
+        """Whether a drafter that comes later in the plan promises more tokens a second than a copy that is there."""
+        *_, (_, copied) = copy.rates(ask, most=ask.count)
+        names = [name for name, _ in ask.seq.draft_plan]
+        for name, own in ask.seq.draft_plan[names.index(copy.name) + 1 :]:
+            if self._known[name].cost is None or not ask.seq.num_generated:
+                continue
+            self._memory(name, ask.seq)
+            later = self._stage_of(name, ask.seq, own)
+            if later is not None and any(rate > copied for _, rate in later.rates(later.asks[0])):
+                return True
+        return False
+
+    def _note(self, drafter: str, asks: Seq[Ask]) -> None:
+        """What was allowed counts for the stages that are asked after it; that nobody drafts is remembered."""
+        now = self._round
+        circumstances = self._circumstances(drafter)
+        for ask in asks:
+            now.drafted += ask.count
+            now.expected += sum(ask.gains[: ask.count])
+        if now.is_shorter or any(ask.count for ask in asks) or any(not ask.seq.num_generated for ask in asks):
+            self._quiet.pop(drafter, None)
+            return
+        due = [max(ask.memory.timer.due, now.number + _REFUSED) for ask in asks]
+        members = WeakSet(ask.seq for ask in asks)
+        self._quiet[drafter] = _Quiet(circumstances, min([now.number + _QUIET, *due]), members)
+
+    def _is_quiet(self, drafter: str, waiting: "Seq[Sequence]") -> bool:
+        """Whether it was decided in the same circumstances that nobody drafts: most rounds of a useless drafter."""
+        quiet = self._quiet.get(drafter)
+        if quiet is None or self._round.number >= quiet.until or quiet.circumstances != self._circumstances(drafter):
+            return False
+        return all(seq in quiet.members for seq in waiting)
+
+    def _circumstances(self, drafter: str) -> tuple[int, ...]:
+        """What a decision depends on besides the sequence's own tests."""
+        load = self._round.load
+        version = sum([known.shared.version for (name, _), known in self._drafters.items() if name == drafter])
+        context = load.kv_entries // (load.num_rows * _BUCKET)
+        return (
+            version,
+            load.num_rows,
+            load.num_tokens,
+            load.num_soon,
+            context,
+            self._round.drafted,
+            self._learned.version,
+        )
+
+    def _is_known_size(self, name: str, rows: int, width: int = 0) -> bool:
+        """Whether steps of such a size were seen before: the first one touches new memory, and tells nothing."""
+        if (name, rows, width) in self._seen_sizes:
+            return True
+        self._seen_sizes.add((name, rows, width))
+        return False
+
+    def _reason(self, drafter: str, ask: Ask, limit: int) -> LengthReason:
+        own = next(lookahead for name, lookahead in ask.seq.draft_plan if name == drafter)
+        return "room" if ask.count == ask.most and limit < own else "goodput"

@@ -1,0 +1,115 @@
+"""The rules by which a round's drafts get their lengths: each looks at a stage, and changes what is allowed in it."""
+
+from collections.abc import Callable
+
+from specexport_runtime.lookahead.allocation import StepTimes, allocate
+from specexport_runtime.lookahead.round import Stage
+
+_MARGIN = 0.02
+"""Drafting must promise so much more than plain decoding: costs are known no better than that."""
+_WORTH_READING = 0.1
+"""The same before a draft model reads a sequence while a batch fills: what is read in vain is lost."""
+_SCOUTS, _SCOUT_LOOKAHEAD, _PROMISING = 2, 2, 0.85
+"""While nobody knows whether a drafter pays, so many sequences find out, with drafts of at least so many tokens: if it
+promises nearly as much as plain decoding, at the acceptance that is guessed. Those that have least to read for it."""
+
+Rule = Callable[[Stage], None]
+
+
+def prompts_are_read_first(stage: Stage) -> None:
+    """Nobody drafts whose prompt has just ended: its first token is not there yet."""
+    for ask in stage.asks:
+        ask.is_out |= not ask.seq.num_generated or not ask.most
+
+
+def nothing_is_read_in_vain(stage: Stage) -> None:
+    """What pays for a few rows may not pay for many: who has yet to read a sequence looks ahead to the full step."""
+    full = stage.round.load.when_full()
+    if full is None or not stage.drafter.traits.has_own_cache:
+        return
+    least = (1 + _WORTH_READING) * stage.round.plain_rate(full)
+    for ask in stage.candidates:
+        ask.is_out = not ask.memory.read and not any(rate > least for _, rate in stage.rates(ask, full))
+
+
+def few_find_out(stage: Stage) -> None:
+    """A drafter that nobody knows is tried by a few sequences first: those that have least to read for it."""
+    asks = stage.candidates
+    if len(asks) > _SCOUTS and all(is_unknown(stage, ask.memory.drafter.is_unknown) for ask in asks):
+        for ask in sorted(asks, key=lambda ask: len(ask.seq.tokens) - ask.memory.read)[_SCOUTS:]:
+            ask.is_out = True
+
+
+def most_tokens_a_second(stage: Stage) -> None:
+    """The lengths that give the step most expected tokens a second, or none."""
+    asks, now = stage.candidates, stage.round
+    for ask in asks:
+        ask.entry = stage.price(ask)
+    draft = None if stage.drafter.cost is None else stage.draft_step(len(stage.sequences))
+    target = now.verify(sum([ask.most for ask in asks]))
+    counts, _ = allocate(
+        [ask.gains for ask in asks],
+        [ask.entry for ask in asks],
+        now.expected,
+        StepTimes(target, draft, stage.fixed),
+        _MARGIN,
+    )
+    for ask, count in zip(asks, counts, strict=True):
+        ask.count = count
+
+
+def the_unknown_is_tried(stage: Stage) -> None:
+    """A drafter that is not known yet, and may well pay, drafts at least a little."""
+    full = stage.round.load.when_full()
+    least = _PROMISING * stage.round.plain_rate(full)
+    for ask in stage.candidates:
+        if is_unknown(stage, ask.memory.drafter.is_unknown) and any(
+            rate > least for _, rate in stage.rates(ask, full, _SCOUT_LOOKAHEAD)
+        ):
+            ask.count = max(ask.count, min(ask.most, _SCOUT_LOOKAHEAD))
+
+
+def shorter_tells_more(stage: Stage) -> None:
+    """Where all steps have as many draft tokens, nobody can tell what one adds: now and then there are fewer."""
+    now = stage.round
+    if now.learned.wants_shorter(now.load.num_rows):
+        now.is_shorter = True
+        for ask in stage.candidates:
+            ask.count //= 2
+
+
+def probes_are_cheap(stage: Stage) -> None:
+    """Sequences that draft nothing try one token, if it is time and the budget allows."""
+    asks, now = stage.candidates, stage.round
+    if all(ask.count or not ask.memory.timer.is_due(now.number, early=True) for ask in asks):
+        return
+    target, draft = now.verify(sum([ask.count for ask in asks]) + len(asks)), stage.draft_step(len(stage.sequences))
+    has_probe = False
+    for ask in asks:
+        if ask.count or not ask.memory.timer.is_due(now.number, early=has_probe):
+            continue
+        taken = sum([each.count for each in asks])
+        rows = (stage.fixed[0] if stage.fixed else 0) + sum([each.count > 0 for each in asks])
+        cost = target[taken + 1] - target[taken] + draft[rows + 1] - draft[rows]
+        if ask.memory.drafter.budget.spend(cost + stage.catch_up(ask) + stage.each_round):
+            ask.count, ask.is_probe, has_probe = 1, True, True
+            ask.memory.timer.is_probing = True
+
+
+DRAFTED: tuple[Rule, ...] = (
+    prompts_are_read_first,
+    nothing_is_read_in_vain,
+    few_find_out,
+    most_tokens_a_second,
+    the_unknown_is_tried,
+    shorter_tells_more,
+    probes_are_cheap,
+)
+"""For drafters that take time, in order."""
+COPIED: tuple[Rule, ...] = (most_tokens_a_second,)
+"""For copies that are there already."""
+
+
+def is_unknown(stage: Stage, untested: bool) -> bool:
+    """Whether too little was seen of a drafter to know if it pays: of its drafts, or of what its steps take."""
+    return untested or stage.round.learned.is_unknown(stage.name)
