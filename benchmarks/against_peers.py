@@ -1,162 +1,148 @@
-r"""Decoding against other programs, in turns: each turn is a fresh process of one of them.
+r"""Our bundle against other programs, with the same prompts and threads, in turns; each turn is a fresh process.
 
-    python benchmarks/against_peers.py engines/gemma3-270m --prompts P.jsonl \
-        --peer genai=GENAI_MODEL --python genai=GENAI_ENV/bin/python \
-        --peer openvino=OPENVINO_MODEL --python openvino=OPENVINO_ENV/bin/python \
-        --peer llama=MODEL.gguf --python llama=LLAMA_ENV/bin/python
+    python benchmarks/against_peers.py engines/qwen-pair --prompts code=C.jsonl,math=M.jsonl,chat=T.jsonl --chat \
+        --peer llama=TARGET.gguf --peer llama-ngram=TARGET.gguf --peer llama-draft=TARGET.gguf,DRAFT.gguf \
+        --peer genai=GENAI_MODEL --peer openvino=OPENVINO_MODEL \
+        --python llama=LLAMA/bin/python --python genai=GENAI/bin/python --python openvino=OPENVINO/bin/python
 
-GENAI_MODEL is what ``python -m onnxruntime_genai.models.builder -m CHECKPOINT -o GENAI_MODEL -p fp32 -e cpu`` makes, or
-``-p int4``. Its ``genai_config.json`` says how many threads it takes (``intra_op_num_threads`` of the session
-options); give ours as many, or the two are not comparable. OPENVINO_MODEL is what ``optimum-cli export openvino -m
-CHECKPOINT --weight-format int8 OPENVINO_MODEL`` writes; its environment needs openvino-genai. MODEL.gguf is read by
-llama-cpp-python, compiled on this machine (``pip install --no-binary :all: llama-cpp-python``). Each brings libraries
-of its own. All decode plainly; ``default`` is ours once more, as it drafts when nothing is asked. Greedy, one sequence
-at a time. ``whole`` counts the prefill, ``decode`` is from the difference between two lengths.
+Ours runs twice: ``plain``, and ``default``, which is what no flag gives. GENAI_MODEL is what ``python -m
+onnxruntime_genai.models.builder -m CHECKPOINT -o GENAI_MODEL -p int4 -e cpu`` makes. OPENVINO_MODEL is what
+``optimum-cli export openvino -m CHECKPOINT --weight-format int8 OPENVINO_MODEL`` writes. llama.cpp is read through
+llama-cpp-python, compiled on this machine (``pip install --no-binary :all: llama-cpp-python``). A peer that fails is
+told as such. ``equal`` counts the texts that are those of the same program's plain decoding (of our own for ours).
 """
 
 import argparse
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Callable
-from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
-from common import median, read_prompts, report
+from common import median, report
+from turns import read_domains
 
-SHORT = 8
-Run = Callable[[str, int], None]
+from specexport_runtime import SpecEngine
 
-
-def open_ours(bundle: str, num_threads: int, **options: Any) -> Run:
-    """Decode with a bundle, never copying from an earlier run."""
-    from specexport_runtime import SamplingParams, SpecEngine
-
-    engine, salts = SpecEngine.load(bundle, enable_prefix_caching=False, num_threads=num_threads), count()
-
-    def run(prompt: str, tokens: int) -> None:
-        params = SamplingParams(max_tokens=tokens, ignore_eos=True)
-        engine.generate([prompt], params, cache_salt=str(next(salts)), **options)
-
-    return run
+KINDS = ("llama", "llama-ngram", "llama-draft", "genai", "openvino")
 
 
-def open_genai(folder: str) -> Run:
-    """Decode with onnxruntime-genai, past whatever ends a text."""
-    import onnxruntime_genai as og
-
-    model = og.Model(og.Config(folder))
-    tokenizer = og.Tokenizer(model)
-
-    def run(prompt: str, tokens: int) -> None:
-        params = og.GeneratorParams(model)
-        params.set_search_options(max_length=1024, do_sample=False)  # fewer than a sliding window are refused
-        generator = og.Generator(model, params)
-        generator.append_tokens(tokenizer.encode(prompt))
-        for _ in range(tokens):
-            generator.generate_next_token()
-
-    return run
-
-
-def open_openvino(folder: str, num_threads: int) -> Run:
-    """Decode with OpenVINO GenAI, past whatever ends a text."""
-    import openvino_genai
-
-    pipeline = openvino_genai.LLMPipeline(folder, "CPU", INFERENCE_NUM_THREADS=num_threads)
-
-    def run(prompt: str, tokens: int) -> None:
-        pipeline.generate(prompt, max_new_tokens=tokens, ignore_eos=True, do_sample=False, apply_chat_template=False)
-
-    return run
+def parse_args() -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("bundle", type=Path)
+    add("--peer", action="append", default=[], metavar="KIND=MODEL[,DRAFT]", help=", ".join(KINDS))
+    add("--python", action="append", default=[], metavar="KIND=FILE", help="interpreter of the kinds that begin so")
+    add("--prompts", required=True, help="NAME=FILE,…: one domain each")
+    add("--skip", type=int, default=0, help="prompts of each file that are left out")
+    add("--num-prompts", type=int, default=4, help="of each domain")
+    add("--chat", action="store_true", help="put prompts into the bundle's chat template")
+    add("--batch-size", type=int, default=1)
+    add("--tokens", type=int, default=64)
+    add("--first", default="", help="lengths of prompts, whose time to the first token is wanted: 100,500,2000")
+    add("--threads", type=int, default=2)
+    add("--repeats", type=int, default=3)
+    add("--json", type=Path)
+    args = parser.parse_args()
+    args.peer, args.python = (dict(each.split("=", 1) for each in given) for given in (args.peer, args.python))
+    if unknown := args.peer.keys() - set(KINDS):
+        parser.error(f"there is no peer {sorted(unknown)[0]!r}: {', '.join(KINDS)}.")
+    return args
 
 
-def open_llama(path: str, num_threads: int) -> Run:
-    """Decode with llama.cpp, past whatever ends a text."""
-    import llama_cpp
+def read_job(args: argparse.Namespace) -> dict[str, Any]:
+    """What every process gets: token ids by domain, and ids for the time to the first token."""
+    engine = SpecEngine.load(args.bundle, num_threads=args.threads)
 
-    model = llama_cpp.Llama(path, n_ctx=1024, n_threads=num_threads, n_threads_batch=num_threads, verbose=False)
+    def encode(text: str) -> list[int]:
+        return engine.encode_chat([{"role": "user", "content": text}]) if args.chat else engine.encode(text)
 
-    def run(prompt: str, tokens: int) -> None:
-        model.reset()
-        model.eval(model.tokenize(prompt.encode(), add_bos=False, special=True))
-        for _ in range(tokens - 1):
-            model.eval([model.sample(temp=0.0)])
-        model.sample(temp=0.0)
+    domains = read_domains(args.prompts, max(args.num_prompts, args.batch_size), args.skip)
+    ids = {name: [encode(text) for text in texts] for name, texts in domains.items()}
+    engine.close()
+    if args.batch_size > 1:  # some programs need rows of one length: what is longer loses its end
+        ids = {name: [row[: min(map(len, rows))] for row in rows] for name, rows in ids.items()}
+    lengths = [int(length) for length in args.first.split(",") if length]
+    long = [token for rows in ids.values() for row in rows for token in row]
+    long *= -(-max(lengths, default=0) // len(long))
+    context = max([len(row) + args.tokens for rows in ids.values() for row in rows] + [n + 1 for n in lengths])
+    return {
+        "domains": ids,
+        "first": {str(length): long[:length] for length in lengths},
+        "tokens": args.tokens,
+        "batch": args.batch_size,
+        "threads": args.threads,
+        "context": max(1024, context + 64),  # onnxruntime-genai refuses fewer than a sliding window
+    }
 
-    return run
+
+def bytes_of(path: str) -> int:
+    """Size of a file or of all files of a folder."""
+    given = Path(path)
+    return sum(each.stat().st_size for each in ([given] if given.is_file() else given.rglob("*")) if each.is_file())
 
 
-OPEN: dict[str, Callable[[str, int], Run]] = {
-    "ours": partial(open_ours, speculation=False),
-    "default": open_ours,
-    "llama": open_llama,
-    "genai": lambda folder, _: open_genai(folder),
-    "openvino": open_openvino,
-}
+def run_once(python: str, job: dict[str, Any]) -> dict[str, Any] | str:
+    """What one process measured, or the last line of what it said when it failed."""
+    program = str(Path(__file__).with_name("peers.py"))
+    done = subprocess.run([python, program], check=False, input=json.dumps(job), capture_output=True, text=True)
+    if done.returncode:
+        return (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
-def child(job: dict[str, Any]) -> dict[str, float]:
-    """Tokens per second of one process."""
-    run = OPEN[job["way"]](job["path"], job["threads"])
-    run(job["prompts"][0], SHORT)
-    seconds = {}
-    for tokens in (job["tokens"], SHORT):
-        start = time.perf_counter()
-        for prompt in job["prompts"]:
-            run(prompt, tokens)
-        seconds[tokens] = (time.perf_counter() - start) / len(job["prompts"])
-    whole, short = seconds[job["tokens"]], seconds[SHORT]
-    return {"whole": job["tokens"] / whole, "decode": (job["tokens"] - SHORT) / (whole - short)}
+def describe(runs: list[dict[str, Any]], size: int, plain: dict[str, Any] | None) -> str:
+    """Medians of a way."""
+    parts = []
+    for name, texts in runs[0]["texts"].items():
+        speeds = [median(run["speeds"][name][what] for run in runs) for what in ("decode", "whole")]
+        parts.append(f"{name} {speeds[0]:.1f} ({speeds[1]:.1f} with the prompt)")
+        if plain is not None:
+            parts[-1] += f", equal {sum(a == b for a, b in zip(texts, plain['texts'][name], strict=True))}/{len(texts)}"
+    parts += [f"first token after {n}: {median(run['first'][n] for run in runs):.2f} s" for n in runs[0]["first"]]
+    peak = median(run["peak_mib"] for run in runs)
+    return "; ".join([*parts, f"peak {peak:.0f} MiB", f"loads in {median(run['load'] for run in runs):.1f} s"]) + (
+        f"; files {size / 2**20:.0f} MiB"
+    )
 
 
 def main() -> None:
     """Run all in turns; print medians and ratios."""
-    if len(sys.argv) == 2 and sys.argv[1] == "--child":
-        print(json.dumps(child(json.load(sys.stdin))))
-        return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("bundle", type=Path)
-    parser.add_argument("--peer", action="append", default=[], metavar="NAME=MODEL", help="genai, openvino or llama")
-    parser.add_argument("--python", action="append", default=[], metavar="NAME=FILE", help="its interpreter")
-    parser.add_argument("--prompts", type=Path, required=True)
-    parser.add_argument("--num-prompts", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path, default=None)
-    args = parser.parse_args()
-
-    common = {
-        "prompts": read_prompts(args.prompts, args.num_prompts),
-        "tokens": args.tokens,
-        "threads": args.threads,
-    }
-    peers, pythons = (dict(each.split("=", 1) for each in given) for given in (args.peer, args.python))
-    if unknown := peers.keys() - (OPEN.keys() - {"ours", "default"}):
-        parser.error(f"there is no peer {sorted(unknown)[0]!r}.")
-    ways = dict.fromkeys(("ours", "default"), (sys.executable, args.bundle))
-    ways |= {name: (pythons.get(name, sys.executable), Path(model)) for name, model in peers.items()}
-    found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+    args = parse_args()
+    common = read_job(args)
+    models = {"plain": str(args.bundle), "default": str(args.bundle)} | args.peer
+    found: dict[str, list[dict[str, Any]]] = {way: [] for way in models}
+    failed: dict[str, str] = {}
     for _ in range(args.repeats):
-        for way, (python, path) in ways.items():
-            job = json.dumps(common | {"way": way, "path": str(path)})
-            done = subprocess.run([python, __file__, "--child"], input=job, capture_output=True, text=True, check=True)
-            found[way].append(json.loads(done.stdout.splitlines()[-1]))
-    rows = []
-    for what in ("whole", "decode"):
-        speeds = {way: [each[what] for each in found[way]] for way in ways}
-        rows += [(f"{what}, {way}", f"{median(values):.1f} tokens/s") for way, values in speeds.items()]
-        for name in peers:
-            for way in ("ours", "default"):
-                ratios = [ours / theirs for ours, theirs in zip(speeds[way], speeds[name], strict=True)]
-                rows.append(
-                    (f"{what}, {way} / {name}", f"{median(ratios):.2f}× ({', '.join(f'{x:.2f}' for x in ratios)})")
-                )
-    report("Decoding against other programs", rows, {"runs": found}, args.json)
+        for way, model in models.items():
+            if way in failed:
+                continue
+            path, _, draft = model.partition(",")
+            python = args.python.get(way) or args.python.get(way.split("-")[0], sys.executable)
+            run = run_once(python, common | {"way": way, "path": path, "draft": draft})
+            if isinstance(run, str):
+                failed[way] = run
+            else:
+                found[way].append(run)
+    rows = [(way, f"failed: {why}") for way, why in failed.items()]
+    ran = {way: runs for way, runs in found.items() if way not in failed}
+    for way, runs in ran.items():
+        first = {"default": "plain", "llama-ngram": "llama", "llama-draft": "llama"}.get(way)
+        size = sum(map(bytes_of, models[way].split(",")))
+        rows.append((way, describe(runs, size, ran[first][0] if first in ran else None)))
+    for name in common["domains"] if "default" in ran else ():
+        speed = {way: [run["speeds"][name]["decode"] for run in runs] for way, runs in ran.items()}
+        for ours in ("plain", "default"):
+            others = [way for way in ran if way not in ("plain", "default")] + ["plain"] * (ours == "default")
+            ratios = {way: [a / b for a, b in zip(speed[ours], speed[way], strict=True)] for way in others}
+            rows += [
+                (f"{name}: {ours} / {way}", f"{median(each):.2f}× ({', '.join(f'{x:.2f}' for x in each)})")
+                for way, each in ratios.items()
+            ]
+    title = f"{args.bundle.name} against other programs, batch {args.batch_size}, {args.tokens} tokens"
+    report(title, rows, {"runs": found, "failed": failed}, args.json)
 
 
 if __name__ == "__main__":
