@@ -4,6 +4,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#ifdef __SANITIZE_THREAD__
+#include <thread>
+#endif
+
 #include "../../runtime/operators/ort_abi.h"
 
 ORT_EXPORT ort::Status* ORT_CALL RegisterCustomOps(ort::SessionOptions* options, const ort::ApiBase* base);
@@ -90,7 +94,13 @@ inline Table table(uint32_t) {
     return *is_constant = 0, nullptr;
   });
   set(274, +[](const KernelContext*, void (*fn)(void*, size_t), size_t total, size_t, void* data) -> Status* {
+#ifdef __SANITIZE_THREAD__
+    std::thread other([=] { for (size_t i = 1; i < total; i += 2) fn(data, i); });
+    for (size_t i = 0; i < total; i += 2) fn(data, i);
+    other.join();
+#else
     while (total) fn(data, --total);  // any order must do
+#endif
     return nullptr;
   });
   set(414, +[](const Value* value, int* type, const int64_t** dims, size_t* rank) -> Status* {

@@ -28,11 +28,12 @@ def run(program: Path, *before: str, kernels: str = "") -> set[str]:
 
 
 @pytest.mark.whole
-def test_sanitizers_find_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kinds", ["address,undefined", "thread"])
+def test_sanitizers_find_nothing(kinds: str, tmp_path: Path) -> None:
     if not shutil.which("g++"):
         pytest.skip("no g++, whose sanitizers these are")
     program = tmp_path / "driver"
-    sanitize = ["-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    sanitize = ["-O1", "-g1", f"-fsanitize={kinds}", "-fno-sanitize-recover=all"]
     subprocess.run(["g++", *FLAGS, *sanitize, *SOURCES, "-o", program], check=True)
     ran = run(program)
     assert {"portable", "tiles_and_portable"} <= ran
