@@ -93,7 +93,7 @@ def test_greedy_text_is_plain_greedy_text_whatever_is_chosen(plans, rows, budget
 @pytest.mark.parametrize("names", NAMES[1:], ids="-".join)
 def test_sampled_text_follows_the_targets_distribution(names, monkeypatch):
     """Lengths depend on what was tested, of all sequences: that must not show in the text of any."""
-    monkeypatch.setattr(rules, "_PROMISING", 0.0)  # texts are too short for probes
+    monkeypatch.setattr(rules, "_WORTH_READING", -1.0)  # texts are too short for probes
     params = SamplingParams(max_tokens=LENGTH + 2, temperature=0.9, frequency_penalty=0.4)
     target = FakeExecutor(SMALL, 8, 40, context=3, sharpness=1.2, num_gates=GATES, gate_noise=0.1)
     draft = FakeExecutor(SMALL, 8, 40, context=3, sharpness=1.2, noise=1.0)

@@ -305,7 +305,7 @@ class Controller:
 
     def _yields(self, copy: Stage, ask: Ask) -> bool:
         """Whether a drafter that comes later in the plan promises more tokens a second than a copy that is there."""
-        *_, (_, copied) = copy.rates(ask, most=ask.count)
+        *_, (_, copied) = copy.rates(ask, gains=ask.gains[: ask.count])
         names = [name for name, _ in ask.seq.draft_plan]
         for name, own in ask.seq.draft_plan[names.index(copy.name) + 1 :]:
             if self._known[name].cost is None or not ask.seq.num_generated:

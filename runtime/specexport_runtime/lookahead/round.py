@@ -155,7 +155,9 @@ class Stage:
         rounds = ask.seq.room_for_drafts / (1.0 + sum(ask.gains))
         return (catch_up and catch_up / min(max(rounds, 1.0), _HORIZON)) + self.each_round
 
-    def rates(self, ask: Ask, load: StepLoad | None = None, most: int | None = None) -> Iterator[tuple[float, float]]:
+    def rates(
+        self, ask: Ask, load: StepLoad | None = None, gains: Seq[float] | None = None
+    ) -> Iterator[tuple[float, float]]:
         """Tokens, and tokens a second, that a draft of one token promises, one of two and so on.
 
         As if all rows of the step did the same: the share of each is then what it costs.
@@ -163,11 +165,11 @@ class Stage:
         Args:
             ask: for whom.
             load: of another step than this round's.
-            most: tokens.
+            gains: as those of the sequence, which are taken where none are given.
         """
-        rows, gains = (load or self.round.load).num_rows, ask.gains[:most]
+        step, gains = load or self.round.load, ask.gains if gains is None else gains
+        rows = step.num_rows
         each = self.draft_step(rows, load)[rows]
-        step = load or self.round.load
         target = self.round.verify(rows * len(gains), load or step)
         seconds, expected = self.price(ask) * rows, 1.0
         for depth, gain in enumerate(gains, 1):

@@ -8,10 +8,10 @@ from specexport_runtime.lookahead.round import Stage
 _MARGIN = 0.02
 """Drafting must promise so much more than plain decoding: costs are known no better than that."""
 _WORTH_READING = 0.1
-"""The same before a draft model reads a sequence while a batch fills: what is read in vain is lost."""
-_SCOUTS, _SCOUT_LOOKAHEAD, _PROMISING = 2, 2, 0.85
+"""The same before a drafter reads what it may read in vain: while a batch fills, or while nobody knows it."""
+_SCOUTS, _SCOUT_LOOKAHEAD, _HOPED = 2, 2, 0.9
 """While nobody knows whether a drafter pays, so many sequences find out, with drafts of at least so many tokens: if it
-promises nearly as much as plain decoding, at the acceptance that is guessed. Those that have least to read for it."""
+would pay with so good an acceptance. Those that have least to read for it."""
 
 Rule = Callable[[Stage], None]
 
@@ -59,14 +59,16 @@ def most_tokens_a_second(stage: Stage) -> None:
 
 
 def the_unknown_is_tried(stage: Stage) -> None:
-    """A drafter that is not known yet, and may well pay, drafts at least a little."""
+    """A drafter that is not known yet, and would pay if it is good, drafts at least a little."""
     full = stage.round.load.when_full()
-    least = _PROMISING * stage.round.plain_rate(full)
+    least = (1 + _WORTH_READING) * stage.round.plain_rate(full)
     for ask in stage.candidates:
+        few = min(ask.most, _SCOUT_LOOKAHEAD)
+        hoped = [_HOPED**depth for depth in range(1, few + 1)]
         if is_unknown(stage, ask.memory.drafter.is_unknown) and any(
-            rate > least for _, rate in stage.rates(ask, full, _SCOUT_LOOKAHEAD)
+            rate > least for _, rate in stage.rates(ask, full, hoped)
         ):
-            ask.count = max(ask.count, min(ask.most, _SCOUT_LOOKAHEAD))
+            ask.count = max(ask.count, few)
 
 
 def shorter_tells_more(stage: Stage) -> None:
