@@ -45,27 +45,34 @@ class Way:
 
 
 class Uniform:
-    """Compared once with a number, which decides as often as a uniform would; or drawn with once."""
+    """A uniform of which is known what comparisons told: each goes either way as often as it would."""
 
     def __init__(self, way):
-        self.way, self.scale, self.used = way, 1.0, False
+        self.way, self.low, self.high, self.scale = way, 0.0, 1.0, 1.0
 
     def __mul__(self, scale):
         self.scale = scale
         return self
 
     def __lt__(self, bound):
-        assert not self.used
-        self.used = True
-        chance = min(1.0, bound / self.scale)
-        return bool(self.way.choose([1.0 - chance, chance]))
+        at, self.scale = min(max(bound / self.scale, self.low), self.high), 1.0
+        share = (at - self.low) / (self.high - self.low)
+        below = bool(self.way.choose([1.0 - share, share]))
+        self.low, self.high = (self.low, at) if below else (at, self.high)
+        return below
+
+    def __ge__(self, bound):
+        return not self < bound
+
+    def choose(self, probs):
+        assert (self.low, self.high) == (0.0, 1.0)
+        self.high = 0.0
+        return self.way.choose(probs)
 
 
 def draw(distribution, uniform):
-    assert not uniform.used
-    uniform.used = True
     ids = range(len(distribution.probs)) if distribution.token_ids is None else distribution.token_ids.tolist()
-    return ids[uniform.way.choose((distribution.probs / distribution.probs.sum()).tolist())]
+    return ids[uniform.choose((distribution.probs / distribution.probs.sum()).tolist())]
 
 
 @pytest.fixture(autouse=True)

@@ -55,10 +55,10 @@ def accept_block(
     last = len(drafted)
     for kept in range(len(chances) - 1, -1, -1):
         chance = chances[kept]
+        if chance < 1.0 and draws(kept - 1).accept >= chance:
+            continue  # no test passes more often than its tokens stay
         if kept == last:
-            if draws(last - 1).accept < chance:
-                return Verdict(last, sample_token(target_distribution(last), draws(last).resample), is_bonus=True)
-            continue
+            return Verdict(last, sample_token(target_distribution(last), draws(last).resample), is_bonus=True)
         masses = surplus(targets[kept], draft_distributions[kept], drafted[kept], chance)
         mass = float(masses.sum())
         # With a chance of 1 it passes whatever was drawn: at the latest in front of all tokens.
