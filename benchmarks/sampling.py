@@ -1,4 +1,4 @@
-"""Time of logits processing, drawing and acceptance, without a model.
+"""Time of logits processing, drawing and acceptance, without a model, by both rules of acceptance.
 
 A round at K=4: five target rows are processed, and four draft tokens (whose distributions are given) are tested.
 Every row is processed, also those that a rejection would have spared, so that runs compare.
@@ -10,6 +10,7 @@ python benchmarks/sampling.py --bundle engines/demo
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from common import median, report, timed
 from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.executors.open import open_executor
 from specexport_runtime.packing.batch import ModelRunner, RowWork
-from specexport_runtime.sampling.accept import accept_sampled
+from specexport_runtime.sampling.block import RULES
 from specexport_runtime.sampling.distribution import sample_token
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.rng import RandomStream
@@ -81,9 +82,9 @@ def measure(kind: str, logits: npt.NDArray[np.float32], setting: str, repeats: i
     drafts = [sampler.distribution(row) for row in draft_logits[: ROWS - 1]]
     drafted = [sample_token(draft, stream.draws(j).draft) for j, draft in enumerate(drafts)]
 
-    def whole_round() -> None:
+    def whole_round(rule: str) -> None:
         rows = [sampler.distribution(row, drafted[:j]) for j, row in enumerate(logits)]
-        accept_sampled(drafted, drafts, rows.__getitem__, stream.draws)
+        RULES[rule](drafted, drafts, rows.__getitem__, stream.draws)
 
     kept = [len(sampler.distribution(row).probs) for row in logits]
     return {
@@ -91,7 +92,7 @@ def measure(kind: str, logits: npt.NDArray[np.float32], setting: str, repeats: i
         "vocab_size": vocab_size,
         "setting": setting,
         "mean_kept_tokens": sum(kept) / ROWS,
-        "round_ms": milliseconds(whole_round, repeats),
+        **{f"{rule}_ms": milliseconds(partial(whole_round, rule), repeats) for rule in RULES},
         "row_ms": milliseconds(lambda: sampler.distribution(logits[0]), repeats),
     }
 
@@ -113,7 +114,8 @@ def main() -> None:
     rows = [
         (
             f"V={r['vocab_size']}, {r['logits']} logits, {r['setting']}",
-            f"{r['round_ms']:.3f} ms for {ROWS} rows; {r['row_ms']:.3f} ms a row; {r['mean_kept_tokens']:.0f} kept",
+            f"{r['block_ms']:.3f} ms for {ROWS} rows as a block, {r['token_ms']:.3f} by token; "
+            f"{r['row_ms']:.3f} ms a row; {r['mean_kept_tokens']:.0f} kept",
         )
         for r in results
     ]

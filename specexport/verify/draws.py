@@ -6,19 +6,19 @@ from collections.abc import Sequence as Seq
 from specexport.verify.logit_tree import Conditional, Path
 from specexport_runtime.sampling.accept import Verdict
 from specexport_runtime.sampling.distribution import Distribution, one_hot, sample_token
-from specexport_runtime.sampling.rng import Draws, RandomStream
+from specexport_runtime.sampling.rng import Draws, RoundDraws
 
 AcceptFunction = Callable[
     [Seq[int], Seq[Distribution] | None, Callable[[int], Distribution], Callable[[int], Draws]], Verdict
 ]
-"""The form of :func:`specexport_runtime.sampling.accept.accept_sampled`, the rule that is tested."""
+"""The form of the rules in ``specexport_runtime.sampling.block.RULES``."""
 
 _UNSEEN = one_hot(0)
 
 
 def accept_everything(
     drafted: Seq[int],
-    draft_distributions: Seq[Distribution] | None,  # noqa: ARG001  # the signature of accept_sampled
+    draft_distributions: Seq[Distribution] | None,  # noqa: ARG001  # the signature of a rule
     target_distribution: Callable[[int], Distribution],
     draws: Callable[[int], Draws],
 ) -> Verdict:
@@ -30,7 +30,7 @@ def accept_everything(
 def draw_outcome(
     target: Conditional,
     draft: Conditional | None,
-    stream: RandomStream,
+    draws: RoundDraws,
     accept: AcceptFunction,
     *,
     depth: int,
@@ -41,14 +41,14 @@ def draw_outcome(
     Args:
         target: the target's distributions.
         draft: the draft's; None drafts the target's likeliest token and says so with a one-hot distribution.
-        stream: random numbers by position.
+        draws: random numbers by place in a round.
         accept: the acceptance rule.
         depth: tokens wanted.
         lookahead: most draft tokens a round.
     """
     tokens: Path = ()
     while len(tokens) < depth:
-        tokens = _draw_round(tokens, target, draft, stream, accept, lookahead, depth)
+        tokens = _draw_round(tokens, target, draft, draws, accept, lookahead, depth)
     return tokens[:depth]
 
 
@@ -56,27 +56,28 @@ def _draw_round(
     known: Path,
     target: Conditional,
     draft: Conditional | None,
-    stream: RandomStream,
+    draws: RoundDraws,
     accept: AcceptFunction,
     lookahead: int,
     depth: int,
 ) -> Path:
     path, distributions = known, []
     count = min(lookahead, depth - len(known))
-    for _ in range(count):
+    for place in range(count):
         if draft is None:
             likeliest = target(path)
             index = int(likeliest.probs.argmax())
             token = index if likeliest.token_ids is None else int(likeliest.token_ids[index])
         else:
             distributions.append(draft(path))
-            token = sample_token(distributions[-1], stream.draws(len(path)).draft)
+            token = sample_token(distributions[-1], draws(place).draft)
         path = (*path, token)
     verdict = accept(
         path[len(known) :],
         None if draft is None else distributions,
         # A token beyond the outcome needs no distribution.
         lambda j: target(path[: len(known) + j]) if len(known) + j < depth else _UNSEEN,
-        lambda j: stream.draws(len(known) + j),
+        draws,
     )
+    draws.end_round(verdict.accepted + 1)
     return (*path[: len(known) + verdict.accepted], verdict.next_token)

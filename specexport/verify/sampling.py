@@ -22,9 +22,9 @@ from specexport.verify.head_tree import HeadTree
 from specexport.verify.logit_tree import LogitTree, Partition, Path, conditional
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.sampling.accept import accept_sampled
+from specexport_runtime.sampling.block import DEFAULT_RULE, RULES
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sampling.rng import RandomStream
+from specexport_runtime.sampling.rng import RandomStream, RoundDraws
 from specexport_runtime.sampling.sampler import Sampler
 
 FAMILY_ALPHA = 1e-6
@@ -105,7 +105,7 @@ def check_sampling(
     num_contexts: int = 3,
     draft_vocab_size: int | None = None,
     seed: int = 0,
-    accept: AcceptFunction = accept_sampled,
+    accept: AcceptFunction = RULES[DEFAULT_RULE],
 ) -> SamplingResult:
     """Draw from the speculative process and compare with the target's exact distribution.
 
@@ -181,11 +181,10 @@ def _choose_contexts(engine: SpecEngine, prompts: Seq[Seq[int]], count: int) -> 
 def _test_recorded(context: _Context, setting: Setting, accept: AcceptFunction, drawing: _Drawing) -> SamplingTest:
     target = conditional(context.target, context.sampler(setting.params))
     draft = None if context.draft is None else conditional(context.draft, context.sampler(setting.params))
+    streams = [RoundDraws(RandomStream(drawing.seed + i), fresh=True) for i in range(drawing.num_samples)]
     outcomes = [
-        draw_outcome(
-            target, draft, RandomStream(drawing.seed + i), accept, depth=setting.depth, lookahead=drawing.lookahead
-        )
-        for i in range(drawing.num_samples)
+        draw_outcome(target, draft, draws, accept, depth=setting.depth, lookahead=drawing.lookahead)
+        for draws in streams
     ]
     partition = Partition(target, setting.depth, drawing.num_samples)
     return judge("acceptance", setting.name, context.prompt, partition, outcomes, setting.depth, drawing.alpha)

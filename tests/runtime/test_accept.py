@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from specexport_runtime.errors import CheckFailedError
 from specexport_runtime.sampling import accept
-from specexport_runtime.sampling.accept import Verdict, accept_greedy, accept_sampled, residual, residual_one_hot
+from specexport_runtime.sampling.accept import Verdict, accept_greedy, accept_sampled, normalised, surplus
 from specexport_runtime.sampling.distribution import Distribution, sample_token
 from specexport_runtime.sampling.rng import Draws
 
@@ -19,6 +19,14 @@ def dense(*probs):
 
 def sparse(**probs):
     return Distribution(np.array([int(k[1:]) for k in probs]), np.array(list(probs.values()), dtype=np.float64))
+
+
+def residual(q, p, weight=1.0):
+    return normalised(q, surplus(q, p, 0, weight))
+
+
+def residual_one_hot(q, token):
+    return normalised(q, surplus(q, None, token))
 
 
 def decide(q, p, token, accept_u, resample_u=0.5):
@@ -110,6 +118,8 @@ def test_residual_by_hand():
     np.testing.assert_allclose(residual_one_hot(q, 1).probs, [5 / 7, 0, 2 / 7])
     for one_hot in (dense(0, 1, 0), sparse(t1=1.0)):
         np.testing.assert_allclose(residual(q, one_hot).probs, [5 / 7, 0, 2 / 7])
+    np.testing.assert_allclose(residual(q, p, 0.5).probs, [1, 0, 0])
+    np.testing.assert_allclose(surplus(q, dense(0.1, 0.1), 0, 0.5), [0.15, 0.05, 0.1])
     assert q.probs.tolist() == [0.5, 0.3, 0.2]  # inputs are never changed
 
 

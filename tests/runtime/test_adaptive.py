@@ -109,6 +109,7 @@ def test_sampled_text_follows_the_targets_distribution(names, monkeypatch):
             adaptive=True,
             layer_rules=LayerRules(threshold=0.01),  # a third of the layers is left
             trace=True,
+            acceptance=("block", "token")[i // 2 % 2],
         )
         for i in range(800)
     ]
@@ -236,6 +237,7 @@ def test_without_cost_curves_a_trace_compares_with_plain_rounds_that_it_saw():
         ({}, {"drafter": "self", "layer_rules": LayerRules(keep_last=6)}, "none may be removed"),
         ({"draft": False, "gated": False}, {"drafter": "chained"}, "no draft model"),
         ({}, {"drafter": "sef"}, "'self'"),
+        ({}, {"acceptance": ["block"]}, "choose one of block, token"),
     ],
 )
 def test_what_cannot_be_done_is_refused(engine, options, words):
@@ -327,6 +329,7 @@ def test_auto_with_its_memory_and_learned_costs_follows_the_targets_distribution
             draft_plan=[DraftStage(name, LOOKAHEAD) for name in drafters],
             adaptive=True,
             scope="",
+            acceptance=("block", "token")[i // 2 % 2],
         )
         for i in range(1200)
     ]

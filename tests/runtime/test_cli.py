@@ -204,6 +204,14 @@ def test_module_entry_point_and_unknown_command():
     assert "'generate'" in wrong.stderr
 
 
+def test_how_sampled_drafts_are_accepted(run):
+    options = ["--temperature", 1, "--seed", 7, "--max-tokens", 40, "--ignore-eos"]
+    texts = [
+        run(PROMPT, *options, *given).stdout for given in ([], ["--acceptance", "block"], ["--acceptance", "token"])
+    ]
+    assert texts[0] == texts[1] != texts[2]
+
+
 def test_adaptive_lengths_and_traces(run, tmp_path, monkeypatch):
     monkeypatch.setenv("SPECEXPORT_CACHE_DIR", str(tmp_path))
     options = ["--max-tokens", 24, "--ignore-eos"]
@@ -290,6 +298,7 @@ def test_references_come_from_a_file_or_from_each_line(run, tmp_path):
         (["--draft-exit-gamma", "2"], "gamma is 2"),
         (["--draft-exit-acceptance", "0"], "target_acceptance is 0"),
         (["--no-draft-exit", "--draft-exit-gamma", "0.5"], "drop one"),
+        (["--acceptance", "blok"], "acceptance is 'blok'. Fix: choose one of block, token."),
         (["--drafter", "lookup", "--draft-exit"], "none drafts here"),
         (["--drafter", "lookup", "--corpus", "."], "--corpus was given, and nobody drafts by it"),
         (["--lookahead", "4", "--suffix-memory", "4"], "add --drafter suffix or auto"),

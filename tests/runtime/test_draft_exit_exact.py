@@ -12,7 +12,7 @@ import pytest
 from test_sampling_exact import DRAFTS, P_VALUE, PROMPT, TARGET, VOCAB, p_value
 
 from specexport_runtime.drafters.draft_loop import Draft
-from specexport_runtime.sampling.accept import accept_sampled
+from specexport_runtime.sampling.block import RULES
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.sampler import Sampler
 from specexport_runtime.sequences.draft_exit import DraftExit, DraftExitParams
@@ -59,16 +59,18 @@ class CountsDiscarded(Rules):
         state.gamma = min(max(moved, 0.0), 1.0)
 
 
-def emit(seed, params, rules, exits, table, target, lookahead, length):
+def emit(seed, params, rules, exits, table, target, lookahead, length, rule):
     """The first tokens of one sequence, round by round as the decoding loop does it."""
-    seq = Sequence(0, PROMPT, params, vocab_size=VOCAB, max_model_len=99, seed=seed, draft_exit=DraftExit(exits))
+    seq = Sequence(
+        0, PROMPT, params, vocab_size=VOCAB, max_model_len=99, seed=seed, draft_exit=DraftExit(exits), acceptance=rule
+    )
     while seq.num_generated < length:
         draft = rules.draft(seq, table, lookahead)
-        verdict = accept_sampled(
+        verdict = RULES[rule](
             draft.tokens,
             draft.distributions,
             lambda j, draft=draft: target((*seq.output, *draft.tokens[:j])),
-            lambda j: seq.random.draws(seq.num_generated + j),
+            seq.draws,
         )
         if draft.tokens:
             rules.observe(seq.draft_exit, len(draft.tokens), verdict.accepted)
@@ -98,15 +100,20 @@ def at(counts, position):
 
 
 @pytest.mark.parametrize(
-    ("draft", "params", "exits"),
+    ("rule", "draft", "params", "exits"),
     [
-        ("random", {"temperature": 1.0}, {"gamma": 0.45, "epsilon": 0.4, "beta2": 0.2}),
-        ("good", {"temperature": 0.7, "top_k": 4}, {"gamma": 0.6, "epsilon": 0.2, "beta1": 0.1, "beta2": 0.0}),
-        ("adversarial", {"temperature": 1.2, "min_p": 0.08}, {"gamma": 0.3, "epsilon": 0.05}),
-        ("short", {"temperature": 0.9, "top_p": 0.85, "frequency_penalty": 0.5}, {"gamma": 0.5, "epsilon": 0.3}),
+        ("block", "random", {"temperature": 1.0}, {"gamma": 0.45, "epsilon": 0.4, "beta2": 0.2}),
+        ("token", "good", {"temperature": 0.7, "top_k": 4}, {"gamma": 0.6, "epsilon": 0.2, "beta1": 0.1, "beta2": 0.0}),
+        ("block", "adversarial", {"temperature": 1.2, "min_p": 0.08}, {"gamma": 0.3, "epsilon": 0.05}),
+        (
+            "token",
+            "short",
+            {"temperature": 0.9, "top_p": 0.85, "frequency_penalty": 0.5},
+            {"gamma": 0.5, "epsilon": 0.3},
+        ),
     ],
 )
-def test_sampled_text_follows_the_targets_distribution(draft, params, exits):
+def test_sampled_text_follows_the_targets_distribution(rule, draft, params, exits):
     params = SamplingParams(**params)
 
     @cache
@@ -116,7 +123,7 @@ def test_sampled_text_follows_the_targets_distribution(draft, params, exits):
         return sampler.distribution(TARGET[(*PROMPT, *done)[-1]])
 
     exits = DraftExitParams(**{"target_acceptance": 0.6, **exits})
-    counts = Counter(emit(seed, params, Rules(), exits, DRAFTS[draft], target, 5, 3) for seed in range(2000))
+    counts = Counter(emit(seed, params, Rules(), exits, DRAFTS[draft], target, 5, 3, rule) for seed in range(2000))
     assert p_value(counts, joint(target, 3)) > P_VALUE
 
 
@@ -133,7 +140,7 @@ class TestAModelMadeToShowIt:
     SURE, FLAT, FIVE = [0.1, 0.1, 0.56, 0.12, 0.07, 0.05], [1 / 6] * 6, [0.01] * 5 + [0.95]
     TABLE = np.log(np.array([FLAT, FLAT, SURE, SURE, SURE, SURE])).astype(np.float32)
 
-    def count(self, rules):
+    def count(self, rules, rule):
         sampler = Sampler(self.PARAMS, PROMPT, VOCAB)
         rows = [sampler.distribution(row) for row in self.TABLE]
         five = sampler.distribution(np.log(np.array(self.FIVE)).astype(np.float32))
@@ -141,18 +148,22 @@ class TestAModelMadeToShowIt:
         def target(done):
             return five if len(done) == 1 else rows[(*PROMPT, *done)[-1]]
 
-        counts = Counter(emit(seed, self.PARAMS, rules, self.EXITS, self.TABLE, target, 8, 4) for seed in range(2500))
+        counts = Counter(
+            emit(seed, self.PARAMS, rules, self.EXITS, self.TABLE, target, 8, 4, rule) for seed in range(2500)
+        )
         return counts, joint(target, 4)
 
-    def test_the_rules_as_they_are(self):
-        counts, exact = self.count(Rules())
+    @pytest.mark.parametrize("rule", RULES)
+    def test_the_rules_as_they_are(self, rule):
+        counts, exact = self.count(Rules(), rule)
         assert p_value(counts, exact) > P_VALUE
         assert all(p_value(at(counts, i), at(exact, i)) > P_VALUE for i in range(4))
 
     def test_counting_discarded_tokens_is_noticed(self):
-        counts, exact = self.count(CountsDiscarded())
+        counts, exact = self.count(CountsDiscarded(), "token")
         assert p_value(at(counts, 3), at(exact, 3)) < P_VALUE
 
-    def test_leaving_a_token_out_after_looking_at_it_is_noticed(self):
-        counts, exact = self.count(LeavesTokensOut())
+    @pytest.mark.parametrize("rule", RULES)
+    def test_leaving_a_token_out_after_looking_at_it_is_noticed(self, rule):
+        counts, exact = self.count(LeavesTokensOut(), rule)
         assert p_value(at(counts, 0), at(exact, 0)) < P_VALUE

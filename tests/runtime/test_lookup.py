@@ -17,7 +17,7 @@ from specexport_runtime.drafters.lookup import LookupDrafter
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sampling.rng import RandomStream
+from specexport_runtime.sampling.rng import RandomStream, RoundDraws
 from specexport_runtime.sequences.records import DraftStage
 
 LOOKUP = (DraftStage("lookup", 7),)
@@ -238,6 +238,8 @@ def test_sampled_output_follows_the_targets_distribution(params, gate):
     from specexport_runtime.sampling.accept import accept_sampled
 
     toy = LookupToy(SamplingParams(**params), gate=gate)
-    counts = Counter(emit(toy, 2, 3, RandomStream(seed).draws, accept_sampled) for seed in range(2500))
+    counts = Counter(
+        emit(toy, 2, 3, RoundDraws(RandomStream(seed), fresh=False), accept_sampled) for seed in range(2500)
+    )
     assert toy.drafted > 2500
     assert p_value(counts, toy.exact(2)) > P_VALUE

@@ -15,9 +15,10 @@ from scipy.stats import chi2
 
 from specexport_runtime.sampling import accept
 from specexport_runtime.sampling.accept import Verdict, accept_sampled
+from specexport_runtime.sampling.block import RULES
 from specexport_runtime.sampling.distribution import sample_token
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sampling.rng import Draws, RandomStream
+from specexport_runtime.sampling.rng import Draws, RandomStream, RoundDraws
 from specexport_runtime.sampling.sampler import Sampler
 
 pytestmark = pytest.mark.slow
@@ -71,7 +72,7 @@ class Toy:
                 drafted += (COPIED[(*PROMPT, *done, *drafted)[-1]],)
                 continue
             distributions.append(self.draft(done, drafted))
-            drafted += (sample_token(distributions[-1], draws(len(done) + j).draft),)
+            drafted += (sample_token(distributions[-1], draws(j).draft),)
         return drafted, distributions if self.table is not None else None
 
     def exact(self, length):
@@ -96,8 +97,9 @@ def emit(toy, length, lookahead, draws, rule):
             drafted,
             distributions,
             lambda j, done=done, drafted=drafted: toy.target(done, drafted[:j]),
-            lambda j, done=done: draws(len(done) + j),
+            draws,
         )
+        draws.end_round(verdict.accepted + 1)
         done += (*drafted[: verdict.accepted], verdict.next_token)
     return done[:length]
 
@@ -116,33 +118,43 @@ def p_value(counts, exact):
     return float(chi2.sf(statistic, max(len(kept) - 1, 1)))
 
 
+class Numbers:
+    """Random numbers that are listed, in place of a ``RandomStream``."""
+
+    def __init__(self, rows):
+        self.draws = [Draws(*row) for row in rows].__getitem__
+
+    def round_draws(self, rule):
+        return RoundDraws(self, fresh=rule is RULES["block"])
+
+
 def check(params, draft, *, rule=accept_sampled, samples=800, length=2, lookahead=3, seed=0):
     """p-value of one combination."""
     toy = Toy(params, draft)
-    uniforms = np.random.default_rng([seed, samples, lookahead]).random((samples, length + lookahead + 1, 3))
-    counts = Counter()
-    for rows in uniforms.tolist():
-        counts[emit(toy, length, lookahead, [Draws(*row) for row in rows].__getitem__, rule)] += 1
+    uniforms = np.random.default_rng([seed, samples, lookahead]).random((samples, length * (lookahead + 1), 3))
+    counts = Counter(emit(toy, length, lookahead, Numbers(rows).round_draws(rule), rule) for rows in uniforms.tolist())
     return p_value(counts, toy.exact(length))
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda c: " ".join(f"{k}={v}" for k, v in c.items()))
 def test_every_combination_of_parameters_with_every_draft(combination):
     for number, draft in enumerate(DRAFTS):
-        p = check(SamplingParams(**combination), draft, seed=number)
+        rule = list(RULES.values())[(number + COMBINATIONS.index(combination)) % 2]
+        p = check(SamplingParams(**combination), draft, rule=rule, seed=number)
         assert p > P_VALUE, f"{draft} draft: p = {p}"
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("lookahead", [0, 1, 2, 5])
-def test_three_tokens_with_many_samples(draft, lookahead):
+@pytest.mark.parametrize(("lookahead", "rule"), [(0, "token"), (1, "token"), (2, "block"), (5, "token"), (5, "block")])
+def test_three_tokens_with_many_samples(draft, lookahead, rule):
     params = SamplingParams(temperature=0.9, top_k=5, top_p=0.95, repetition_penalty=1.2, frequency_penalty=0.3)
-    assert check(params, draft, samples=3000, length=3, lookahead=lookahead, seed=11) > P_VALUE
+    assert check(params, draft, rule=RULES[rule], samples=3000, length=3, lookahead=lookahead, seed=11) > P_VALUE
 
 
 def test_with_the_real_random_streams():
     toy = Toy(SamplingParams(temperature=1.0), "random")
-    counts = Counter(emit(toy, 2, 3, RandomStream(seed).draws, accept_sampled) for seed in range(4000))
+    streams = (RoundDraws(RandomStream(seed), fresh=False) for seed in range(4000))
+    counts = Counter(emit(toy, 2, 3, draws, accept_sampled) for draws in streams)
     assert p_value(counts, toy.exact(2)) > P_VALUE
 
 
@@ -152,8 +164,7 @@ def accept_always(drafted, distributions, target, draws):
 
 def residual_is_target(drafted, distributions, target, draws):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(accept, "residual", lambda q, p: q)
-        patch.setattr(accept, "residual_one_hot", lambda q, token: q)
+        patch.setattr(accept, "surplus", lambda q, p, token: q.probs.copy())
         return accept_sampled(drafted, distributions, target, draws)
 
 
@@ -161,7 +172,7 @@ def ratio_inverted(drafted, distributions, target, draws):
     for j, token in enumerate(drafted):
         q, p = target(j), distributions[j] if distributions else None
         if draws(j).accept * q.probability(token) >= (p.probability(token) if p else 1.0):
-            rest = accept.residual(q, p) if p else accept.residual_one_hot(q, token)
+            rest = accept.normalised(q, accept.surplus(q, p, token))
             return Verdict(j, sample_token(rest, draws(j).resample), False)
     return accept_always(drafted, distributions, target, draws)
 
@@ -212,5 +223,5 @@ def test_a_draft_processed_differently_fails_the_same_check():
 
     counts = Counter()
     for rows in np.random.default_rng(5).random((4000, 5, 3)).tolist():
-        counts[emit(toy, 2, 1, [Draws(*row) for row in rows].__getitem__, lenient)] += 1
+        counts[emit(toy, 2, 1, Numbers(rows).round_draws(lenient), lenient)] += 1
     assert p_value(counts, toy.exact(2)) < P_VALUE

@@ -17,7 +17,7 @@ from specexport_runtime.drafters.suffix_segment import split_texts
 from specexport_runtime.drafters.suffix_store import SuffixStore
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.packing.batch import ModelRunner
-from specexport_runtime.sampling.rng import RandomStream
+from specexport_runtime.sampling.rng import RandomStream, RoundDraws
 from specexport_runtime.sequences.records import DraftStage
 
 SUFFIX = (DraftStage("suffix", 7),)
@@ -144,7 +144,7 @@ def test_sampled_output_follows_the_targets_distribution(params):
     toy = SuffixToy(SamplingParams(**params))
     counts = Counter()
     for seed in range(2500):
-        text = emit(toy, 2, 3, RandomStream(seed).draws, accept_sampled)
+        text = emit(toy, 2, 3, RoundDraws(RandomStream(seed), fresh=False), accept_sampled)
         toy.drafter.store.add("", [*PROMPT, *text])
         counts[text] += 1
     assert toy.drafted > 2500

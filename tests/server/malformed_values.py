@@ -23,7 +23,7 @@ TEXTS = ("model", "user", "suffix", "stop", "prompt", "messages", "stream", "str
 TEXTS += ("speculative", "response_format", "tools", "metadata", "reference", "ignore_eos", "no_such_parameter", "")
 TEXTS += ("input", "instructions", "text", "include", "reasoning", "store", "previous_response_id")
 TEXTS += ("tool_choice", "parallel_tool_calls", "chat_template_kwargs")
-SPECULATIVE = ("num_speculative_tokens", "drafter", "reference", "token_origins", "no_such_parameter")
+SPECULATIVE = ("num_speculative_tokens", "drafter", "acceptance", "reference", "token_origins", "no_such_parameter")
 
 # JSON values as texts: what json.dumps cannot write is sent too.
 ODD_NUMBERS = ["1e999", "-1e999", "1" + "0" * 400, "9" * 5000, "-0", "-1", "0", "0.5", "1e308", "5e-324", "NaN"]

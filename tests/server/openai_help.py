@@ -22,6 +22,6 @@ def async_client_of(served: Served) -> openai.AsyncOpenAI:
 
 def alone(served: Served, prompt: Any, reference: Any = None, **params: Any) -> GenerationResult:
     """The same request to the engine itself, with nothing beside it; OpenAI's defaults."""
-    drafting = {"drafter": params.pop("drafter")} if "drafter" in params else {}
+    drafting = {name: params.pop(name) for name in ("drafter", "acceptance") if name in params}
     params = {"temperature": 1.0, "max_tokens": 16} | params
     return served.engine.engine.generate(prompt, SamplingParams(**params), references=[reference], **drafting)[0]

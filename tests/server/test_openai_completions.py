@@ -200,6 +200,23 @@ def test_how_to_draft_for_one_request(client, fake_served, streamed):
     assert usage(reference=reference)["accepted"] > usage()["accepted"]  # a reference implies that it is used
 
 
+def test_how_drafts_are_accepted(client, fake_served):
+    def text(**speculative):
+        asked = {"speculative": speculative}
+        return (
+            client.completions.create(model="fake", prompt=PROMPT, seed=5, max_tokens=40, extra_body=asked)
+            .choices[0]
+            .text
+        )
+
+    texts = {
+        rule: alone(fake_served, PROMPT, seed=5, max_tokens=40, acceptance=rule).text for rule in ("block", "token")
+    }
+    assert texts["block"] != texts["token"]
+    assert {rule: text(acceptance=rule) for rule in texts} == texts
+    assert text() == texts["block"]
+
+
 def test_origins_of_tokens(client):
     answer = client.completions.create(
         model="fake", prompt=PROMPT, n=2, max_tokens=30, extra_body={"speculative": {"token_origins": True}}

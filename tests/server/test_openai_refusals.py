@@ -78,6 +78,7 @@ IN_BOTH = [
     ({"speculative": {"drafter": "none", "num_speculative_tokens": 2}}, "speculative", "invalid_value"),
     ({"speculative": {"drafter": "draft-model", "reference": "w1"}}, "speculative", "invalid_value"),
     ({"speculative": {"reference": "w1 " * 401}}, "speculative.reference", "limit_exceeded"),
+    ({"speculative": {"acceptance": "blok"}}, "speculative.acceptance", "invalid_value"),
     ({"speculative": {"token_origins": "yes"}}, "speculative.token_origins", "invalid_type"),
 ]
 IN_COMPLETIONS = [

@@ -9,9 +9,10 @@ from specexport.verify.logit_tree import IMPOSSIBLE, LogitTree, Partition, condi
 from specexport.verify.sampling import SETTINGS, check_sampling
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.sampling.accept import Verdict, accept_sampled
+from specexport_runtime.sampling.block import DEFAULT_RULE, RULES
 from specexport_runtime.sampling.distribution import Distribution, sample_token
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sampling.rng import RandomStream
+from specexport_runtime.sampling.rng import RandomStream, RoundDraws
 from specexport_runtime.sampling.sampler import Sampler
 
 SIZES = {"num_samples": 1500, "num_runs": 200, "num_contexts": 2}
@@ -89,14 +90,14 @@ def test_another_exact_rule_passes():
 
 
 def test_a_broken_rule_in_the_decoder_fails_the_generations(monkeypatch):
-    monkeypatch.setattr("specexport_runtime.decoding.decoder.accept_sampled", accept_everything)
+    monkeypatch.setitem(RULES, DEFAULT_RULE, accept_everything)
     result = check_sampling(make_engine("random"), PROMPTS, **ENGINE)
     assert not result.passed
     assert {test.kind for test in result.tests if not test.passed} == {"engine"}
 
 
 def test_tokens_the_target_never_gives_are_found(monkeypatch):
-    monkeypatch.setattr("specexport_runtime.decoding.decoder.accept_sampled", accept_everything)
+    monkeypatch.setitem(RULES, DEFAULT_RULE, accept_everything)
     result = check_sampling(make_engine("adversarial"), PROMPTS, **ENGINE)
     assert sum(test.impossible for test in result.tests) > 0
     assert all(not test.passed for test in result.tests if test.impossible)
@@ -173,7 +174,9 @@ def test_outcomes_use_the_random_numbers_of_the_engine():
     tokens = engine.generate([[1, 2]], params, num_speculative_tokens=4)[0].token_ids
     target = exact_tree(params)
     # With the draft equal to the target every draft is accepted, so each token comes from its `draft` number.
-    outcome = draw_outcome(target, target, RandomStream(5), accept_sampled, depth=3, lookahead=4)
+    outcome = draw_outcome(
+        target, target, RoundDraws(RandomStream(5), fresh=True), accept_sampled, depth=3, lookahead=4
+    )
     stream = RandomStream(5)
     expected = ()
     for position in range(3):

@@ -257,6 +257,11 @@ def drafting_options(command: Any) -> Any:
             default=None,
             help="End a model's draft when it is no longer sure.  [default: off]",
         ),
+        click.option(
+            "--acceptance",
+            metavar="block|token",
+            help="How sampled drafts are accepted: as a block, which keeps more, or token by token.  [default: block]",
+        ),
         click.option("--draft-exit-gamma", type=float, help="Threshold to start with.  [default: 0.8]"),
         click.option("--draft-exit-acceptance", type=float, help="Acceptance rate that it moves to.  [default: 0.9]"),
         click.option("--draft-exit-step", type=float, help="How far it moves in a round.  [default: 0.01]"),
@@ -291,6 +296,7 @@ def take_drafting(options: dict[str, Any]) -> "Drafting":
     Raises:
         InvalidRequestError: a value is out of its range, or options contradict each other.
     """
+    from specexport_runtime.requests.checks import check_acceptance
     from specexport_runtime.sequences.draft_exit import DraftExitParams
     from specexport_runtime.sequences.layer_choice import LayerRules
 
@@ -299,6 +305,10 @@ def take_drafting(options: dict[str, Any]) -> "Drafting":
         "num_speculative_tokens": options.pop("num_speculative_tokens"),
         "speculation": not options.pop("no_speculation"),
     }
+    acceptance = options.pop("acceptance")
+    if acceptance is not None:
+        check_acceptance(acceptance)
+        drafting["acceptance"] = acceptance
     rules = {name: options.pop(f"layer_{name}") for name in ("threshold", "period", "keep_last")}
     given = {name: None if value == OFF else value for name, value in rules.items() if value is not None}
     if given:

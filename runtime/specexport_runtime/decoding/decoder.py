@@ -23,7 +23,8 @@ from specexport_runtime.executors.base import NO_TOKEN, Float32Array, StepOutput
 from specexport_runtime.lookahead.base import concerns_lengths, learn_from_tests, step_load
 from specexport_runtime.lookahead.controller import Controller
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
-from specexport_runtime.sampling.accept import Verdict, accept_greedy, accept_sampled
+from specexport_runtime.sampling.accept import Verdict, accept_greedy
+from specexport_runtime.sampling.block import RULES
 from specexport_runtime.sampling.grammar import MaskAhead
 from specexport_runtime.sampling.logprobs import logprobs_of
 from specexport_runtime.sequences.records import Proposal, StepLoad
@@ -496,9 +497,9 @@ def accept_processed(seq: Sequence, proposal: Proposal, logits: Float32Array) ->
         while len(targets) <= len(drafted) and targets == drafted[: len(targets)]:
             targets.append(seq.sampler.greedy_token(logits[len(targets)], drafted[: len(targets)]))
         return accept_greedy(drafted, targets)
-    return accept_sampled(
+    return RULES[seq.acceptance](
         drafted,
         proposal.distributions,
         lambda j: seq.sampler.distribution(logits[j], drafted[:j]),
-        lambda j: seq.random.draws(seq.num_generated + j),
+        seq.draws,
     )

@@ -132,7 +132,7 @@ class Draft:
                 token = int(head.ids[token])
         else:
             distribution = seq.sampler.distribution(logits, self.tokens)
-            token = sample_token(distribution, seq.random.draws(seq.num_generated + len(self.tokens)).draft)
+            token = sample_token(distribution, seq.draws(len(self.tokens)).draft)
             self.distributions.append(distribution)
             if draft_exit is not None:
                 top = float(distribution.probs.max())

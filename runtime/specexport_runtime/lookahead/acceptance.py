@@ -3,6 +3,10 @@
 A *slot* is what the chance depends on: for a model's draft the position in the draft, for a copied one how many tokens
 matched before it (:func:`match_slots`). Counts fade with each new test of their slot, so that old text counts less.
 
+A draft that was accepted as a block counts as one whose tokens were tested one by one: those that stay passed, and the
+next failed. How often a place is reached does not depend on how many follow (``sampling/block.py``), so drafts of all
+lengths may be counted together.
+
 Two levels. :class:`SharedAcceptance` knows all sequences of a drafter and is the prior of each;
 :class:`SequenceAcceptance` is one sequence. Both shrink: a slot that was hardly tested is taken to fail as its
 neighbour before it does, in a sequence as much more (or less) often than in others as that neighbour did.

@@ -10,6 +10,7 @@ import numpy as np
 
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.requests.checks import (
+    check_acceptance,
     check_adapter,
     check_rank,
     check_text,
@@ -18,6 +19,7 @@ from specexport_runtime.requests.checks import (
 )
 from specexport_runtime.requests.drafting import Abilities, DraftDefaults, DraftPlan, RequestOptions, resolve_draft_plan
 from specexport_runtime.requests.grammars import GrammarCompiler
+from specexport_runtime.sampling.block import DEFAULT_RULE
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sequences.draft_exit import DraftExit, DraftExitParams
 from specexport_runtime.sequences.results import Prompt
@@ -132,6 +134,8 @@ class RequestBuilder:
         for text in params.stop_strings:
             check_text(text, "a stop text")
         check_rank(options.owner, options.priority)
+        acceptance = DEFAULT_RULE if options.acceptance is None else options.acceptance
+        check_acceptance(acceptance)
         exit_params = self._exit_params(options, plan)
         grammar = None
         if params.structured_outputs is not None and params.ignore_eos:
@@ -168,6 +172,7 @@ class RequestBuilder:
             priority=options.priority,
             forced_lookahead=self.abilities.lookahead,
             adapter=self.find_adapter(options.lora),
+            acceptance=acceptance,
         )
 
     @cached_property

@@ -6,6 +6,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.sampling.block import RULES
 
 
 def check_text(text: str, what: str) -> None:
@@ -123,6 +124,16 @@ def check_match_length(value: object) -> None:
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InvalidRequestError(f"the match length of lookup drafting is {value!r}.", "give an integer of 1 or more.")
+
+
+def check_acceptance(value: object) -> None:
+    """Refuse what is not the name of a rule by which sampled drafts are accepted.
+
+    Raises:
+        InvalidRequestError: it is not.
+    """
+    if value not in list(RULES):
+        raise InvalidRequestError(f"acceptance is {value!r}.", f"choose one of {', '.join(RULES)}.")
 
 
 def budget_of(value: int | str | None) -> int | None:

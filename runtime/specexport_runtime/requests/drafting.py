@@ -39,6 +39,8 @@ class Drafting(TypedDict, total=False):
         speculation: False decodes plainly, as ``drafter="none"``.
         layer_rules: which layers ``"self"`` leaves out.
         draft_exit: end a model's draft when it is no longer sure: True, False or the parameters of the threshold.
+        acceptance: how sampled drafts are accepted: ``"block"``, which keeps the most, or ``"token"``, one by one; None
+            takes ``"block"``. Another rule is another draw from the same distribution.
         trace: keep what each round did.
         cache_salt: who may see what is kept of this request, and whose kept texts it may see: those with the same salt.
         remember: False keeps nothing of this request for later ones, and shows it nothing of earlier ones.
@@ -53,6 +55,7 @@ class Drafting(TypedDict, total=False):
     speculation: bool
     layer_rules: LayerRules | None
     draft_exit: DraftExitParams | bool | None
+    acceptance: str | None
     trace: bool
     cache_salt: str | None
     remember: bool
@@ -69,6 +72,7 @@ class RequestOptions(NamedTuple):
     speculation: bool = True
     layer_rules: LayerRules | None = None
     draft_exit: DraftExitParams | bool | None = None
+    acceptance: str | None = None
     trace: bool = False
     cache_salt: str | None = None
     remember: bool = True

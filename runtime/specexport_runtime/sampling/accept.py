@@ -69,34 +69,49 @@ def accept_sampled(
     for j, token in enumerate(drafted):
         target = target_distribution(j)
         draft = None if draft_distributions is None else draft_distributions[j]
-        draft_probability = 1.0 if draft is None else draft.probability(token)
-        if not draft_probability > 0.0:  # a NaN too
-            raise CheckFailedError(
-                f"Draft token {token} (position {j} of the round) has probability {draft_probability:g} "
-                "in its own draft distribution.",
-                hint="the drafter must return the distribution that it drew the token from.",
-            )
         # Multiplied out and strict: with u = 0 a token of target probability 0 is still refused.
-        if draws(j).accept * draft_probability < target.probability(token):
+        if draws(j).accept * draft_probability(draft, token, j) < target.probability(token):
             continue
-        rest = residual_one_hot(target, token) if draft is None else residual(target, draft)
+        rest = normalised(target, surplus(target, draft, token))
         return Verdict(j, sample_token(rest, draws(j).resample), is_bonus=False)
     last = len(drafted)
     return Verdict(last, sample_token(target_distribution(last), draws(last).resample), is_bonus=True)
 
 
-def residual(target: Distribution, draft: Distribution) -> Distribution:
-    """The distribution proportional to max(0, q - p), on the target's support.
+def draft_probability(draft: Distribution | None, token: int, place: int) -> float:
+    """Probability p of a draft token; 1 without a distribution.
+
+    Raises:
+        CheckFailedError: it is not above 0.
+    """
+    if draft is None:
+        return 1.0
+    probability = draft.probability(token)
+    if not probability > 0.0:  # a NaN too
+        raise CheckFailedError(
+            f"Draft token {token} (position {place} of the round) has probability {probability:g} "
+            "in its own draft distribution.",
+            hint="the drafter must return the distribution that it drew the token from.",
+        )
+    return probability
+
+
+def surplus(target: Distribution, draft: Distribution | None, token: int, weight: float = 1.0) -> Float64Array:
+    """The masses max(0, w q - p), on the target's support.
 
     Args:
         target: q, dense or sparse.
-        draft: p, dense or sparse; ids that only one side has are probability 0 on the other.
-
-    Returns:
-        in the target's form (dense or sparse). If q - p is nowhere positive this is q itself: that needs q = p, where
-        nothing can be rejected, so it only happens when q and p differ by rounding, and then q is right to rounding.
+        draft: p, dense or sparse; ids that only one side has are probability 0 on the other. None says one-hot.
+        token: where p is 1 if it is one-hot.
+        weight: w, in (0, 1].
     """
-    masses = target.probs.copy()
+    masses = target.probs * weight
+    if draft is None:
+        if target.token_ids is None:
+            masses[token : token + 1] = 0.0
+        else:
+            masses[target.token_ids == token] = 0.0
+        return masses
     if draft.token_ids is not None and target.token_ids is None:
         inside = draft.token_ids < len(masses)
         ids = draft.token_ids[inside]
@@ -108,20 +123,15 @@ def residual(target: Distribution, draft: Distribution) -> Distribution:
     else:
         np.subtract(masses, _probabilities(draft, target.token_ids), out=masses)
         np.maximum(masses, 0.0, out=masses)
-    return _normalised(target, masses)
+    return masses
 
 
-def residual_one_hot(target: Distribution, token: int) -> Distribution:
-    """The residual for a one-hot draft: q without ``token`` (q itself if q is one-hot there, by rounding only)."""
-    masses = target.probs.copy()
-    if target.token_ids is None:
-        masses[token : token + 1] = 0.0
-    else:
-        masses[target.token_ids == token] = 0.0
-    return _normalised(target, masses)
+def normalised(target: Distribution, masses: Float64Array) -> Distribution:
+    """The distribution proportional to ``masses``, in the target's form (dense or sparse).
 
-
-def _normalised(target: Distribution, masses: Float64Array) -> Distribution:
+    Without any mass it is the target's own: that needs q = p, where nothing can be rejected, so it only happens when q
+    and p differ by rounding, and then q is right to rounding.
+    """
     total = float(masses.sum())
     if total <= 0.0:
         return target

@@ -44,9 +44,9 @@ class RandomStream:
     Philox4x64-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): the seed is the key, the position
     the counter, and three of the four 64-bit words of each counter are used.
 
-    A position that is drafted, discarded and drafted again sees the same numbers. This is exact because whether a
-    position is discarded depends on earlier positions only. It also binds the caller: how many tokens to draft next
-    must not be decided from drafted tokens that were discarded.
+    A position that is drafted, discarded and drafted again sees the same numbers. This is exact where draft tokens are
+    accepted one by one, because whether a position is discarded then depends on earlier positions only. It also binds
+    the caller: how many tokens to draft next must not be decided from drafted tokens that were discarded.
 
     Args:
         seed: signed 128-bit integer.
@@ -88,3 +88,28 @@ class RandomStream:
             del self._blocks[next(iter(self._blocks))]
         self._blocks[index] = block
         return block
+
+
+class RoundDraws:
+    """The random numbers of a text that is made in rounds: those of each place in the round at hand.
+
+    Args:
+        stream: they come from it, in order.
+        fresh: no number serves two rounds, as block verification needs it: a round begins behind all numbers that were
+            looked at, not at its position in the text. Where nothing but accepted and corrected places was looked at
+            (plain decoding, copies) that is the same.
+    """
+
+    def __init__(self, stream: RandomStream, *, fresh: bool) -> None:
+        self._stream, self._fresh = stream, fresh
+        self._start, self._seen = 0, 0
+
+    def __call__(self, place: int) -> Draws:
+        """The uniforms of a place, from 0, of this round."""
+        self._seen = max(self._seen, place + 1)
+        return self._stream.draws(self._start + place)
+
+    def end_round(self, count: int) -> None:
+        """The next round begins, ``count`` tokens further on in the text."""
+        self._start += self._seen if self._fresh else count
+        self._seen = 0

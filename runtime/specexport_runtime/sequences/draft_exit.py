@@ -47,10 +47,11 @@ class DraftExit:
     """The threshold of one sequence.
 
     The paper measures acceptance as accepted over *drafted* tokens. Here it is accepted over *tested* tokens: up to
-    and with the first that was rejected. Tokens behind that one were drawn with random numbers that the next rounds
-    use again, so a threshold moved by how many there were would decide the length of the next draft from draws that
-    are still to be used, and the sampled text would no longer follow the target's distribution (``RandomStream``). A
-    tested token's draws are used up, and so is what decided whether there was a token after it.
+    and with the first that was rejected. Where drafts are accepted token by token, those behind that one were drawn
+    with random numbers that the next rounds use again, so a threshold moved by how many there were would decide the
+    length of the next draft from draws that are still to be used, and the sampled text would no longer follow the
+    target's distribution (``RandomStream``). A tested token's draws are used up, and so is what decided whether there
+    was a token after it.
 
     For the same reason :meth:`should_end` asks for the draft's *top* probability, which does not depend on the token
     drawn there, and the token whose step fell under gamma is kept and tested: leaving it out after looking at *it*

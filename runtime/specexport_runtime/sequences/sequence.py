@@ -5,8 +5,9 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from specexport_runtime.errors import SpecexportError
+from specexport_runtime.sampling.block import DEFAULT_RULE
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sampling.rng import RandomStream
+from specexport_runtime.sampling.rng import RandomStream, RoundDraws
 from specexport_runtime.sampling.sampler import Sampler
 from specexport_runtime.sequences.layer_choice import LayerRules
 from specexport_runtime.sequences.records import DraftStage, Proposal
@@ -54,9 +55,11 @@ class Sequence:
         priority: those with a lower one go first.
         forced_lookahead: most draft tokens of a round in which the grammar forces some.
         adapter: number of the LoRA adapter that it is written with, from 1; None for the engine's default.
+        acceptance: how drafts are accepted if it is sampled, one of ``sampling.block.RULES``.
 
     Attributes:
         tokens: prompt and committed output.
+        draws: its random numbers, by place in the round at hand.
         row: cache row while it is running; ``NO_ROW`` before and after.
         finish_reason: None while it may go on.
         error: what ended it, if its ``finish_reason`` is ``"error"``.
@@ -94,6 +97,7 @@ class Sequence:
         priority: int = 0,
         forced_lookahead: int = 0,
         adapter: int | None = None,
+        acceptance: str = DEFAULT_RULE,
     ) -> None:
         self.index = index
         self.params = params
@@ -101,7 +105,8 @@ class Sequence:
         self.num_prompt_tokens = len(prompt)
         self.max_tokens = min(params.max_tokens, max_model_len - len(prompt))
         self.sampler = Sampler(params, prompt, vocab_size, grammar)
-        self.random = RandomStream(seed)
+        self.acceptance = acceptance
+        self.draws = RoundDraws(RandomStream(seed), fresh=acceptance == "block")
         self.text = text
         self._pieces: list[tuple[str, int]] | None = [] if stream else None
         self.row = NO_ROW
@@ -218,6 +223,7 @@ class Sequence:
             if self.finish_reason is not None:
                 break
         self.sampler.append(new_tokens[:taken])
+        self.draws.end_round(taken)
         self._note_time()
         return taken
 

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, create_mo
 
 from specexport_runtime.requests.drafting import DRAFTERS
 from specexport_runtime.requests.functions import MAX_FUNCTIONS, NAME_PATTERN
+from specexport_runtime.sampling.block import RULES
 from specexport_runtime.sampling.params import CUTS
 
 MAX_LOGPROBS = 20
@@ -108,6 +109,7 @@ class Speculative(Strict):
 
     num_speculative_tokens: Annotated[int, Field(ge=1, lt=2**31)] | Literal["auto"] | None = None
     drafter: Literal[DRAFTERS] | None = None  # type: ignore[valid-type]
+    acceptance: Literal[tuple(RULES)] | None = None  # type: ignore[valid-type]
     reference: str | None = None
     token_origins: bool | None = None
     remember: bool | None = None

@@ -1,0 +1,72 @@
+"""Acceptance of a draft as a block: as exact as one token at a time, and never fewer tokens in the mean.
+
+Sun et al. 2024, "Block Verification Accelerates Speculative Decoding", algorithm 2 and theorems 1 and 2. A likely token
+behind an unlikely one can save both: a test that fails does not end the tests, the *last* that passes counts.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+from specexport_runtime.sampling.accept import (
+    Verdict,
+    accept_sampled,
+    draft_probability,
+    normalised,
+    surplus,
+)
+from specexport_runtime.sampling.distribution import Distribution, sample_token
+from specexport_runtime.sampling.rng import Draws
+
+
+def accept_block(
+    drafted: Seq[int],
+    draft_distributions: Seq[Distribution | None] | None,
+    target_distribution: Callable[[int], Distribution],
+    draws: Callable[[int], Draws],
+) -> Verdict:
+    """Accept draft tokens up to the last whose test passes, and behind them draw from max(0, r q - p).
+
+    r is the chance that the tokens so far stay, given what they are: r = 1 before the first, and min(1, r q(x)/p(x))
+    behind token x. That holds at every place, however many tokens follow: so how often a place is reached can be
+    counted, round by round, without a bias by the length of the draft. Where nothing was drawn (copies, greedy drafts)
+    there is nothing to gain, and the rule is ``accept_sampled``.
+
+    Args:
+        drafted: K draft tokens; K may depend on the tokens that are kept in it, and on nothing that was left out.
+        draft_distributions: as for ``accept_sampled``.
+        target_distribution: as for ``accept_sampled``, but called behind tokens that are not kept in the end too.
+            Never behind one that the target cannot give.
+        draws: ``draws(j)`` gives the uniforms of the j-th new position. Tokens are kept or not by those behind them
+            too, so that no later round may look at any of these again (``RoundDraws``).
+
+    Raises:
+        CheckFailedError: a draft token has no probability above 0 in the distribution that it is said to come from.
+    """
+    if draft_distributions is None or all(draft is None for draft in draft_distributions):
+        return accept_sampled(drafted, draft_distributions, target_distribution, draws)
+    targets: list[Distribution] = []
+    chances = [1.0]
+    for j, (token, draft) in enumerate(zip(drafted, draft_distributions, strict=True)):
+        targets.append(target_distribution(j))
+        chance = chances[-1] * targets[j].probability(token) / draft_probability(draft, token, j)
+        if not chance > 0.0:
+            break
+        chances.append(min(1.0, chance))
+    last = len(drafted)
+    for kept in range(len(chances) - 1, -1, -1):
+        chance = chances[kept]
+        if chance < 1.0 and draws(kept - 1).accept >= chance:
+            continue  # no test passes more often than its tokens stay
+        if kept == last:
+            return Verdict(last, sample_token(target_distribution(last), draws(last).resample), is_bonus=True)
+        masses = surplus(targets[kept], draft_distributions[kept], drafted[kept], chance)
+        mass = float(masses.sum())
+        # With a chance of 1 it passes whatever was drawn: at the latest in front of all tokens.
+        if chance == 1.0 or draws(kept - 1).accept * (mass + 1.0 - chance) < mass:
+            break
+    return Verdict(kept, sample_token(normalised(targets[kept], masses), draws(kept).resample), is_bonus=False)
+
+
+RULES = {"block": accept_block, "token": accept_sampled}
+"""How sampled drafts are accepted, by the name that a request gives."""
+DEFAULT_RULE = "block"

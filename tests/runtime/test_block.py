@@ -1,0 +1,351 @@
+"""Block verification is exact: every draw of a round is integrated, and what comes out is the target's law to 1e-12.
+
+A round is run once for each way that its comparisons and draws can end, and each way is weighed by its probability.
+Behind what it gives, the target goes on: the text as a whole must have the target's law. So must texts of many rounds.
+"""
+
+from collections import Counter
+from functools import cache
+
+import numpy as np
+import pytest
+from loop import finish, make_decoder, make_sequence
+from test_sampling_exact import P_VALUE, Toy, emit, p_value
+from test_self_draft_whole import LENGTH, PROMPTS, SMALL, exact
+
+from specexport_runtime.executors.fake import FakeExecutor
+from specexport_runtime.sampling import accept, block
+from specexport_runtime.sampling.accept import Verdict, accept_sampled
+from specexport_runtime.sampling.block import RULES, accept_block
+from specexport_runtime.sampling.distribution import Distribution
+from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sampling.rng import Draws, RandomStream, RoundDraws
+from specexport_runtime.sequences.records import DraftStage
+from specexport_runtime.sequences.sequence import Sequence
+
+VOCAB, LONGEST = 3, 3
+
+
+class Way:
+    """One way that a run goes: what it chooses, and how likely that is."""
+
+    def __init__(self, decisions):
+        self.decisions, self.taken, self.weight, self.others = decisions, (), 1.0, []
+
+    def choose(self, probs):
+        options = [i for i, p in enumerate(probs) if p > 0]
+        if len(self.taken) < len(self.decisions):
+            pick = self.decisions[len(self.taken)]
+        else:
+            pick, *rest = options
+            self.others += [(*self.taken, other) for other in rest]
+        self.taken += (pick,)
+        self.weight *= probs[pick]
+        return pick
+
+
+class Uniform:
+    """A uniform of which is known what comparisons told: each goes either way as often as it would."""
+
+    def __init__(self, way):
+        self.way, self.low, self.high, self.scale = way, 0.0, 1.0, 1.0
+
+    def __mul__(self, scale):
+        self.scale = scale
+        return self
+
+    def __lt__(self, bound):
+        at, self.scale = min(max(bound / self.scale, self.low), self.high), 1.0
+        share = (at - self.low) / (self.high - self.low)
+        below = bool(self.way.choose([1.0 - share, share]))
+        self.low, self.high = (self.low, at) if below else (at, self.high)
+        return below
+
+    def __ge__(self, bound):
+        return not self < bound
+
+    def choose(self, probs):
+        assert (self.low, self.high) == (0.0, 1.0)
+        self.high = 0.0
+        return self.way.choose(probs)
+
+
+def draw(distribution, uniform):
+    ids = range(len(distribution.probs)) if distribution.token_ids is None else distribution.token_ids.tolist()
+    return ids[uniform.choose((distribution.probs / distribution.probs.sum()).tolist())]
+
+
+@pytest.fixture(autouse=True)
+def whole_law(monkeypatch):
+    for module in (accept, block):
+        drawn = module.sample_token
+        monkeypatch.setattr(
+            module, "sample_token", lambda d, u, drawn=drawn: draw(d, u) if isinstance(u, Uniform) else drawn(d, u)
+        )
+
+
+def law(run):
+    """Probability of each thing that ``run(way)`` returns."""
+    found, waiting = Counter(), [()]
+    while waiting:
+        way = Way(waiting.pop())
+        found[run(way)] += way.weight
+        waiting += way.others
+    assert abs(sum(found.values()) - 1) < 1e-12
+    return found
+
+
+class Models:
+    """A target and a draft whose laws depend on all tokens so far.
+
+    Args:
+        seed: of both.
+        kind: of the draft: ``other``, ``same`` as the target, ``disjoint`` (it has two of the tokens, the target two).
+        sparse: distributions that name their tokens.
+        points: places in the draft whose token is no draw.
+        leaves: the draft ends behind a token that it was not sure of: with a top probability below this.
+    """
+
+    def __init__(self, seed, kind="other", *, sparse=False, points=(), leaves=0.0):
+        self.kind, self.sparse, self.points, self.leaves = kind, sparse, points, leaves
+        self.target = cache(lambda text: self._law(seed, 0, text))
+        self.draft = cache(lambda text: self._law(seed, 0 if kind == "same" else 1, text))
+
+    def _law(self, seed, model, text):
+        probs = np.random.default_rng([seed, model, len(text), *text]).dirichlet(np.full(VOCAB, 0.7))
+        if self.kind == "disjoint":
+            probs[2 * model] = 0.0
+            probs /= probs.sum()
+        ids = np.flatnonzero(probs)
+        return Distribution(ids, probs[ids]) if self.sparse else Distribution(None, probs)
+
+    def propose(self, way, lookahead):
+        text, laws = (), []
+        while len(text) < lookahead:
+            drawn_from = self.draft(text)
+            if len(text) in self.points:
+                text += (sum(text) % VOCAB,)
+                laws.append(None)
+                continue
+            text += (draw(drawn_from, Uniform(way)),)
+            laws.append(drawn_from)
+            if drawn_from.probs.max() < self.leaves:
+                break
+        return text, laws
+
+    def round(self, rule, lookahead):
+        """The law of (draft, accepted, tokens) of one round."""
+
+        def run(way):
+            drafted, laws = self.propose(way, lookahead)
+            uniforms = [Draws(None, Uniform(way), Uniform(way)) for _ in range(lookahead + 1)]
+            verdict = rule(drafted, laws, lambda j: self.target(drafted[:j]), uniforms.__getitem__)
+            return drafted, verdict.accepted, (*drafted[: verdict.accepted], verdict.next_token)
+
+        return law(run)
+
+    def texts(self, length):
+        """The law of a text of the target alone."""
+        texts = {(): 1.0}
+        for _ in range(length):
+            texts = {
+                (*t, x): p * q for t, p in texts.items() for x in range(VOCAB) if (q := self.target(t).probability(x))
+            }
+        return texts
+
+    def error(self, rule, lookahead):
+        """Largest difference of the law of a text that begins with a round."""
+        found = Counter()
+        for (_, _, tokens), weight in self.round(rule, lookahead).items():
+            for text, p in self.texts(LONGEST + 1).items():
+                if text[: len(tokens)] == tokens:
+                    begun = 1.0
+                    for j, token in enumerate(tokens):
+                        begun *= self.target(tokens[:j]).probability(token)
+                    found[text] += weight * p / begun
+                elif not all(self.target(tokens[:j]).probability(token) for j, token in enumerate(tokens)):
+                    found[tokens] += weight  # nothing that the target gives
+        expected = self.texts(LONGEST + 1)
+        return max(abs(found[text] - expected.get(text, 0.0)) for text in {*found, *expected})
+
+
+KINDS = [
+    {},
+    {"sparse": True},
+    {"kind": "same"},
+    {"kind": "disjoint"},
+    {"kind": "disjoint", "sparse": True},
+    {"points": (0,)},
+    {"points": (1,)},
+    {"points": (0, 2), "sparse": True},
+    {"points": (0, 1, 2)},
+    {"leaves": 0.6},
+    {"leaves": 0.6, "points": (1,)},
+]
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("models", KINDS, ids=str)
+def test_a_round_leaves_the_law_of_the_text_as_it_is(models, rule):
+    for seed in range(2):
+        for lookahead in range(LONGEST + 1):
+            assert Models(seed, **models).error(rule, lookahead) < 1e-12
+
+
+def accepted(models, rule, lookahead):
+    mean = 0.0
+    for (_, count, _), weight in models.round(rule, lookahead).items():
+        mean += weight * count
+    return mean
+
+
+@pytest.mark.parametrize("models", KINDS, ids=str)
+def test_a_block_keeps_no_fewer_tokens_in_the_mean(models):
+    for seed in range(4):
+        made = Models(seed, **models)
+        assert accepted(made, accept_block, 1) == pytest.approx(accepted(made, accept_sampled, 1), abs=1e-12)
+        for lookahead in (2, 3):
+            assert accepted(made, accept_block, lookahead) >= accepted(made, accept_sampled, lookahead) - 1e-12
+
+
+def test_a_block_keeps_more():
+    gains = [accepted(Models(i), accept_block, 3) / accepted(Models(i), accept_sampled, 3) for i in range(8)]
+    assert min(gains) > 1.001
+    assert np.mean(gains) > 1.03
+
+
+def test_how_often_a_place_is_reached_does_not_depend_on_the_length_of_the_draft():
+    """So that counts of rounds with other lengths may be added up (``lookahead/acceptance.py``)."""
+    for seed in range(4):
+        made = Models(seed)
+        reached = [
+            [
+                sum(w for (_, count, _), w in made.round(accept_block, k).items() if count >= place)
+                for place in (1, 2, 3)
+            ]
+            for k in (1, 2, 3)
+        ]
+        assert reached[0][0] == pytest.approx(reached[1][0], abs=1e-12) == pytest.approx(reached[2][0], abs=1e-12)
+        assert reached[1][1] == pytest.approx(reached[2][1], abs=1e-12)
+
+
+def by_the_paper(drafted, laws, target, draws, *, end=0, forwards=False, weighed=True):
+    """Algorithm 2 in a few lines, and what can be got wrong in it.
+
+    Args:
+        drafted, laws, target, draws: as for a rule.
+        end: tokens by which the length of another row's draft differs, where the last test is.
+        forwards: the first test that fails ends them.
+        weighed: what is drawn at the end knows the chance of what is kept.
+    """
+
+    def probs(law, token=None):
+        if law is None:
+            return np.eye(VOCAB)[token]
+        full = np.zeros(VOCAB)
+        full[slice(None) if law.token_ids is None else law.token_ids] = law.probs
+        return full
+
+    last, chances, tests = len(drafted), [1.0], []
+    for j, token in enumerate(drafted):
+        p = probs(laws[j], token)[token]
+        chances.append(min(1.0, chances[-1] * probs(target(j))[token] / p) if chances[-1] else 0.0)
+    rest = [np.maximum(chances[j] * probs(target(j)) - probs(laws[j], drafted[j]), 0) for j in range(last)]
+    for i in range(1, last + 1):
+        mass = rest[i].sum() if i < last else chances[i]
+        whole = mass + 1 - chances[i]
+        chance = chances[i] if i >= last + end else mass / whole if whole else 1.0
+        tests.append(draws(i - 1).accept < chance)
+    passed = [i for i in range(1, last + 1) if (all(tests[:i]) if forwards else tests[i - 1])]
+    kept = max(passed, default=0)
+    if kept == last:
+        return Verdict(last, draw(target(last), draws(last).resample), True)
+    masses = rest[kept] if weighed else np.maximum(probs(target(kept)) - probs(laws[kept], drafted[kept]), 0)
+    masses = masses if masses.any() else probs(target(kept))
+    return Verdict(kept, draw(Distribution(None, masses), draws(kept).resample), False)
+
+
+def test_the_rule_is_the_papers():
+    for seed in range(2):
+        for options in ({}, {"sparse": True}, {"points": (1,)}, {"kind": "disjoint"}):
+            made = Models(seed, **options)
+            ours, papers = made.round(accept_block, 3), made.round(by_the_paper, 3)
+            assert all(abs(ours[each] - papers[each]) < 1e-12 for each in {*ours, *papers})
+
+
+@pytest.mark.parametrize("wrong", [{"end": -1}, {"forwards": True}, {"weighed": False}], ids=str)
+def test_a_wrong_rule_has_another_law(wrong):
+    def rule(*given):
+        return by_the_paper(*given, **wrong)
+
+    assert min(Models(seed).error(rule, 3) for seed in range(4)) > 1e-4
+
+
+# ---- whole texts ----
+
+
+class Coins(Toy):
+    """Heads or tails. The draft begins with heads, which the target does half of the time, and never with tails behind.
+
+    So heads stays if the draft goes on with heads. If not, the text begins with tails, and all that follows is fair.
+    """
+
+    def __init__(self):
+        fair, heads = (Distribution(None, np.array([p, 1 - p])) for p in (0.5, 1.0))
+        self.target = lambda done, drafted: heads if (*done, *drafted) == (0,) else fair
+        self.draft = lambda done, drafted: fair if done or drafted else heads
+        self.table = ()
+
+
+@pytest.mark.parametrize(("fresh", "share_of_tails"), [(True, 0.5), (False, 1.0)])
+def test_no_number_serves_two_rounds(fresh, share_of_tails):
+    """Where heads was left out, the number that drew tails behind it would draw tails again."""
+    streams = (RoundDraws(RandomStream(seed), fresh=fresh) for seed in range(600))
+    counts = Counter(emit(Coins(), 2, 2, draws, accept_block) for draws in streams)
+    assert counts[0, 0] == pytest.approx(300, abs=50)
+    assert counts[1, 1] == pytest.approx(300 * share_of_tails, abs=50)
+
+
+@pytest.mark.slow
+def test_rows_with_drafts_of_other_lengths_and_kinds():
+    """One batch: drafts of one to four tokens, copies and none, and both rules."""
+    params = SamplingParams(max_tokens=LENGTH + 2, temperature=0.9, frequency_penalty=0.4)
+    target = FakeExecutor(SMALL, 8, 40, context=3, sharpness=1.2)
+    draft = FakeExecutor(SMALL, 8, 40, context=3, sharpness=1.2, noise=1.0)
+    plans = [*([DraftStage("draft-model", k)] for k in (1, 2, 3, 4)), [DraftStage("lookup", 4)], []]
+    plans.append([DraftStage("lookup", 2), DraftStage("draft-model", 3)])
+    sequences = [
+        Sequence(
+            i,
+            PROMPTS[0],
+            params,
+            vocab_size=SMALL,
+            max_model_len=30,
+            seed=i,
+            draft_plan=plans[i % len(plans)],
+            acceptance="token" if i % 5 == 4 else "block",
+        )
+        for i in range(1400)
+    ]
+    finish(make_decoder(target, draft, 4), sequences)
+    whole = Counter(tuple(seq.output[:LENGTH]) for seq in sequences)
+    assert p_value(whole, exact(target, params, PROMPTS[0])) > P_VALUE
+
+
+def test_where_nothing_is_drawn_both_rules_give_the_same_text():
+    """Plain decoding and copies: the numbers of a seed are then those of its positions."""
+    for plan in ([], [DraftStage("lookup", 4)]):
+        pair = [
+            make_sequence(
+                0,
+                [1, 2, 3, 1, 2],
+                SamplingParams(max_tokens=40, temperature=0.8),
+                seed=3,
+                draft_plan=plan,
+                acceptance=rule,
+            )
+            for rule in RULES
+        ]
+        finish(make_decoder(FakeExecutor(17, 4, 80, context=1), None, 4, plan=()), pair)
+        assert pair[0].output == pair[1].output
+        assert bool(plan) == bool(pair[0].stats.accepted)
