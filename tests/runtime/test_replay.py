@@ -11,8 +11,8 @@ FIXED = (1, 2, 3, 4, 6, 8)
 @pytest.mark.parametrize("kernels", MACHINES)
 def test_no_choice_beats_the_controller_by_much_and_plain_decoding_by_next_to_nothing(kernels, rows, disturbed):
     machine = MACHINES[kernels]
-    for domain, texts in recorded().items():
-        texts = texts if rows == 1 else [texts[i % len(texts)] for i in range(rows)]
+    for domain, kept in recorded().items():
+        texts = [kept[i % len(kept)] for i in range(max(rows, len(kept)))]
         plain, *fixed = (replay(texts, machine.real, k, rows=rows, disturbed=disturbed) for k in (0, *FIXED))
         controller = controller_of(machine.told)
         for least in (0.93, 0.97):  # who meets a drafter first reads one prompt of these two with it
