@@ -2,7 +2,7 @@
 
 Every prompt is continued with every seed by either rule. Accepted tokens are counted; and of each draft it is computed
 how many either rule accepts in the mean, which tells the two apart with far fewer texts. Intervals are of 95 %, by
-resampling seeds. Nothing here depends on the machine; what the rules themselves take is in ``sampling.py``.
+resampling texts. Nothing here depends on the machine; what the rules themselves take is in ``sampling.py``.
 
 python benchmarks/acceptance.py engines/demo
 """
@@ -20,41 +20,40 @@ from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.sampling.block import RULES
 
 Totals = npt.NDArray[np.float64]
-"""[seeds, 4]: accepted tokens, rounds with a draft, and tokens that a block and tests one by one accept in the mean."""
+"""[texts, 4]: accepted tokens, drafts of a model, and tokens that a block and tests one by one accept in the mean."""
 
 
-def watched(rule: Callable[..., Any], means: list[tuple[float, float]]) -> Callable[..., Any]:
-    """``rule``, which notes of each draft of a model what either rule accepts of it in the mean."""
+def watched(rule: Callable[..., Any], totals: dict[Any, Totals]) -> Callable[..., Any]:
+    """``rule``, which notes by text what it accepts of each draft of a model, and what either does in the mean."""
 
     def accept(drafted: Any, laws: Any, target: Any, draws: Any) -> Any:
+        verdict = rule(drafted, laws, target, draws)
         if laws:
-            block, token, both = 1.0, 1.0, np.zeros(2)
+            block, token, total = 1.0, 1.0, np.array([verdict.accepted, 1.0, 0.0, 0.0])
             for j, drawn in enumerate(drafted):
                 ratio = target(j).probability(drawn) / laws[j].probability(drawn)
                 block, token = min(1.0, block * ratio), token * min(1.0, ratio)
-                both += block, token
-            means.append((both[0], both[1]))
-        return rule(drafted, laws, target, draws)
+                total[2:] += block, token
+            totals[draws] = totals.get(draws, 0.0) + total
+        return verdict
 
     return accept
 
 
 def count(engine: SpecEngine, prompts: list[str], args: argparse.Namespace, lookahead: int, name: str) -> Totals:
     """What one rule does, and both would do."""
-    rule, totals = RULES[name], []
+    rule = RULES[name]
+    totals: dict[Any, Totals] = {}
+    RULES[name] = watched(rule, totals)
     for seed in range(args.seeds):
-        means: list[tuple[float, float]] = []
-        RULES[name] = watched(rule, means)
         params = SamplingParams(max_tokens=args.tokens, temperature=args.temperature, seed=seed)
-        texts = engine.generate(prompts, params, num_speculative_tokens=lookahead, acceptance=name)
-        accepted = sum(each.stats.accepted for each in texts)
-        totals.append([accepted, sum(each.stats.draft_rounds for each in texts), *np.array(means).sum(axis=0)])
+        engine.generate(prompts, params, num_speculative_tokens=lookahead, acceptance=name)
     RULES[name] = rule
-    return np.array(totals)
+    return np.array(list(totals.values()))
 
 
 def ratio(above: Totals, below: Totals) -> npt.NDArray[np.float64]:
-    """[3]: the ratio of two sums over the last axis but one, and what 95 % of resampling gives."""
+    """[3]: the ratio of two sums over texts, and what 95 % of resampling gives."""
     chosen = np.random.default_rng(0).integers(0, len(above), (4000, len(above)))
     low, high = np.quantile(above[chosen].sum(axis=1) / below[chosen].sum(axis=1), [0.025, 0.975])
     return np.array([above.sum() / below.sum(), low, high])

@@ -214,19 +214,19 @@ def test_a_block_keeps_more():
     assert np.mean(gains) > 1.03
 
 
-def test_how_often_a_place_is_reached_does_not_depend_on_the_length_of_the_draft():
-    """So that counts of rounds with other lengths may be added up (``lookahead/acceptance.py``)."""
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("models", [{}, {"points": (1,)}], ids=str)
+def test_counts_of_drafts_of_all_lengths_tell_what_each_length_gives(models, rule):
+    """What ``lookahead/acceptance.py`` relies on: passed up to what stays, then one failure, then nothing is known."""
     for seed in range(4):
-        made = Models(seed)
-        reached = [
-            [
-                sum(w for (_, count, _), w in made.round(accept_block, k).items() if count >= place)
-                for place in (1, 2, 3)
-            ]
-            for k in (1, 2, 3)
-        ]
-        assert reached[0][0] == pytest.approx(reached[1][0], abs=1e-12) == pytest.approx(reached[2][0], abs=1e-12)
-        assert reached[1][1] == pytest.approx(reached[2][1], abs=1e-12)
+        made, tests, fails = Models(seed, **models), np.zeros(LONGEST), np.zeros(LONGEST)
+        for lookahead in range(1, LONGEST + 1):
+            for (_, count, _), weight in made.round(rule, lookahead).items():
+                tests[: min(count + 1, lookahead)] += weight
+                fails[count:lookahead][:1] += weight
+        reach = np.cumprod(1 - fails / tests)
+        for lookahead in range(1, LONGEST + 1):
+            assert accepted(made, rule, lookahead) == pytest.approx(sum(reach[:lookahead]), abs=1e-12)
 
 
 def by_the_paper(drafted, laws, target, draws, *, end=0, forwards=False, weighed=True):

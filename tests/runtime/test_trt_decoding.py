@@ -112,6 +112,17 @@ def test_prompts_wait_where_a_verify_step_leaves_them_no_room(folder):
     assert decode((target, draft), mixed, 7, prompts) == expected
 
 
+@pytest.mark.parametrize("lookahead", [4, 7])
+def test_the_draft_behind_a_prompt_fits_into_the_step_that_ends_it(folder, lookahead):
+    """Copies follow a prompt at once. Alone and beside others, its last token waits where they would not fit."""
+    target, _, engine = open_fake(folder, make_entry(lookahead, 4, tokens=32), make_target())
+    plan = (DraftStage("lookup", lookahead),)
+    for prompts in ([[4] * 30], [[4] * n for n in (1, 9, 32, 14, 31, 33, 2, 16, 16, 16, 16, 7)]):
+        expected = decode((make_target(), None), mixed, lookahead, prompts, plan=plan)
+        assert decode((target, None), mixed, lookahead, prompts, plan=plan) == expected
+    assert max(profile.num_tokens for profile in engine.runs) == 32
+
+
 def test_a_draft_catches_up_in_steps_that_its_engine_takes(folder):
     """After long runs of copied text the draft has tokens to catch up on, in every row at once."""
     small = make_entry(7, 4, tokens=16, draft=True)

@@ -173,10 +173,13 @@ class Decoder:
         )
         ready = [seq for seq in self.running if seq.is_decoding]
         busy, limit = _busy(ready), self.target.executor.max_num_tokens
+        behind = 0  # a prompt that ends in this step may have drafts behind it
+        if limit is not None:
+            behind = sum([_drafts(seq) for seq in self.running if not seq.is_decoding])
         # An engine of fixed sizes takes a whole verify step, but maybe not the smallest prompt chunk beside it.
-        if self._mixes_prefill and (limit is None or busy + self.scheduler.min_prefill_tokens <= limit):
-            return self._first_tokens_first(ready, self._share(busy))
-        chunks = self._share(0)
+        if self._mixes_prefill and (limit is None or busy + behind + self.scheduler.min_prefill_tokens <= limit):
+            return self._first_tokens_first(ready, self._share(busy + behind))
+        chunks = self._share(behind)
         return ([], dict([next(iter(chunks.items()))])) if chunks else (ready, chunks)
 
     def _share(self, busy_tokens: int) -> dict[int, int]:
@@ -460,7 +463,12 @@ class Decoder:
 
 def _busy(ready: Seq[Sequence]) -> int:
     """Tokens that sequences which decode may take in a step."""
-    return sum([1 + min(seq.room_for_drafts, seq.max_lookahead) for seq in ready])
+    return sum([1 + _drafts(seq) for seq in ready])
+
+
+def _drafts(seq: Sequence) -> int:
+    """Draft tokens that a sequence may have in a step."""
+    return min(seq.room_for_drafts, seq.max_lookahead)
 
 
 def accept_argmax(proposal: Proposal, greedy: Seq[int]) -> Verdict:

@@ -78,8 +78,9 @@ class Controller:
         self._known = dict(drafters)
         self._stages: WeakKeyDictionary[Sequence, dict[str, StageMemory]] = WeakKeyDictionary()
         self._positions, self._matches = list(range(lookahead)), match_slots(lookahead)
-        self._drafters: dict[tuple[str, bool], DrafterMemory] = {}
-        """By name, and apart for sequences with a grammar: what JSON is like tells nothing of free text."""
+        self._drafters: dict[tuple[str, bool, str], DrafterMemory] = {}
+        """By name, and apart for sequences with a grammar: what JSON is like tells nothing of free text. Apart by the
+        rule of acceptance too: a block keeps more of the same drafts."""
         self._quiet: dict[str, _Quiet] = {}
         self._seen_sizes: set[tuple[str, int, int]] = set()
         self._round = Round(0, StepLoad(1, 1, 1, 0), curves, self._learned)
@@ -283,7 +284,7 @@ class Controller:
     def _memory(self, drafter: str, seq: "Sequence") -> StageMemory:
         stages = self._stages.setdefault(seq, {})
         if drafter not in stages:
-            key, traits = (drafter, seq.sampler.grammar is not None), self._known[drafter].traits
+            key, traits = (drafter, seq.sampler.grammar is not None, seq.acceptance), self._known[drafter].traits
             if key not in self._drafters:
                 slots = NUM_MATCH_SLOTS if traits.is_free else len(self._positions)
                 self._drafters[key] = DrafterMemory(slots, MODEL_GUESS if traits.has_own_cache else GUESS)
@@ -340,7 +341,7 @@ class Controller:
     def _circumstances(self, drafter: str) -> tuple[int, ...]:
         """What a decision depends on besides the sequence's own tests."""
         load = self._round.load
-        version = sum([known.shared.version for (name, _), known in self._drafters.items() if name == drafter])
+        version = sum([known.shared.version for (name, *_), known in self._drafters.items() if name == drafter])
         context = load.kv_entries // (load.num_rows * _BUCKET)
         return (
             version,
