@@ -264,17 +264,19 @@ def test_forced_tokens_are_drafted_where_nothing_else_pays():
         assert seq.stats.rounds < 0.65 * 54
 
 
-def test_what_is_learned_of_texts_with_a_grammar_is_kept_apart():
+def test_what_is_learned_of_texts_with_a_grammar_or_by_another_rule_is_kept_apart():
     decoder, _ = adaptive(30.0, draft=0.01)
     sequences = sequences_with(lambda _: SamplingParams(max_tokens=50), PROMPTS[:2], adaptive=True)
     run(decoder, sequences)
     memory = decoder.lengths._drafters
-    assert set(memory) == {("draft-model", True)}
-    assert not memory["draft-model", True].is_unknown
-    free = make_sequence(5, [1, 2], SamplingParams(max_tokens=30), adaptive=True)
-    run(decoder, [free])
-    assert free.stats.drafted
-    assert memory["draft-model", False].shared is not memory["draft-model", True].shared
+    assert set(memory) == {("draft-model", True, "block")}
+    assert not memory["draft-model", True, "block"].is_unknown
+    for rule in ("block", "token"):
+        free = make_sequence(5, [1, 2], SamplingParams(max_tokens=30), adaptive=True, acceptance=rule)
+        run(decoder, [free])
+        assert free.stats.drafted
+        assert ("draft-model", False, rule) in memory
+    assert len({id(each.shared) for each in memory.values()}) == len(memory) == 3
 
 
 def test_acceptance_is_learned_from_guesses_alone():
