@@ -1,8 +1,9 @@
 """Accepted draft tokens a round, of sampled text, by both rules: as a block, and token by token.
 
-Every prompt is continued with every seed by either rule. Accepted tokens are counted; and of each draft it is computed
+Every prompt is continued a few times by either rule. Accepted tokens are counted; and of each draft it is computed
 how many either rule accepts in the mean, which tells the two apart with far fewer texts. Intervals are of 95 %, by
-resampling texts. Nothing here depends on the machine; what the rules themselves take is in ``sampling.py``.
+resampling texts. Rows are those of the target's logits that a rule makes distributions of; what one takes is in
+``sampling.py``. Nothing here depends on the machine.
 
 python benchmarks/acceptance.py engines/demo
 """
@@ -20,20 +21,21 @@ from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.sampling.block import RULES
 
 Totals = npt.NDArray[np.float64]
-"""[texts, 4]: accepted tokens, drafts of a model, and tokens that a block and tests one by one accept in the mean."""
+"""[texts, 5]: accepted tokens, rows, drafts of a model, and what a block and tests one by one accept in the mean."""
 
 
 def watched(rule: Callable[..., Any], totals: dict[Any, Totals]) -> Callable[..., Any]:
     """``rule``, which notes by text what it accepts of each draft of a model, and what either does in the mean."""
 
     def accept(drafted: Any, laws: Any, target: Any, draws: Any) -> Any:
-        verdict = rule(drafted, laws, target, draws)
+        rows = set[int]()
+        verdict = rule(drafted, laws, lambda j: (rows.add(j), target(j))[1], draws)
         if laws:
-            block, token, total = 1.0, 1.0, np.array([verdict.accepted, 1.0, 0.0, 0.0])
+            block, token, total = 1.0, 1.0, np.array([verdict.accepted, len(rows), 1.0, 0.0, 0.0])
             for j, drawn in enumerate(drafted):
                 ratio = target(j).probability(drawn) / laws[j].probability(drawn)
                 block, token = min(1.0, block * ratio), token * min(1.0, ratio)
-                total[2:] += block, token
+                total[3:] += block, token
             totals[draws] = totals.get(draws, 0.0) + total
         return verdict
 
@@ -46,7 +48,8 @@ def count(engine: SpecEngine, prompts: list[str], args: argparse.Namespace, look
     totals: dict[Any, Totals] = {}
     RULES[name] = watched(rule, totals)
     for seed in range(args.seeds):
-        params = SamplingParams(max_tokens=args.tokens, temperature=args.temperature, seed=seed)
+        own = range(seed * len(prompts), (seed + 1) * len(prompts))  # texts with one seed share their numbers
+        params = [SamplingParams(max_tokens=args.tokens, temperature=args.temperature, seed=each) for each in own]
         engine.generate(prompts, params, num_speculative_tokens=lookahead, acceptance=name)
     RULES[name] = rule
     return np.array(list(totals.values()))
@@ -65,7 +68,7 @@ def main() -> None:
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--prompts", type=Path, default=DEMO_PROMPTS)
     parser.add_argument("--num-prompts", type=int, default=20)
-    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--seeds", type=int, default=20, help="texts of each prompt")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--lookaheads", default="2,4,8")
@@ -77,9 +80,10 @@ def main() -> None:
     rows, record = [], []
     for lookahead in [int(each) for each in args.lookaheads.split(",")]:
         totals = {name: count(engine, prompts, args, lookahead, name) for name in ("block", "token")}
-        found = {name: ratio(each[:, 0], each[:, 1]) for name, each in totals.items()}
+        found = {name: ratio(each[:, 0], each[:, 2]) for name, each in totals.items()}
+        found |= {f"{name}, rows": ratio(each[:, 1], each[:, 2]) for name, each in totals.items()}
         drafts = np.concatenate(list(totals.values()))
-        found["of the same drafts, block / token"] = ratio(drafts[:, 2], drafts[:, 3])
+        found["of the same drafts, block / token"] = ratio(drafts[:, 3], drafts[:, 4])
         rows += [(f"K={lookahead}, {name}", "{:.3f} ({:.3f} to {:.3f})".format(*each)) for name, each in found.items()]
         record.append({"lookahead": lookahead, **{name: each.tolist() for name, each in totals.items()}})
     title = f"Accepted tokens a round, {args.bundle.name}, temperature {args.temperature:g}"

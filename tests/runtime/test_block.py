@@ -273,6 +273,20 @@ def test_the_rule_is_the_papers():
             assert all(abs(ours[each] - papers[each]) < 1e-12 for each in {*ours, *papers})
 
 
+@pytest.mark.parametrize(("uniform", "rows"), [(0.1, [0]), (0.07, [0, 1]), (0.01, [0, 1, 2, 3])])
+def test_rows_that_cannot_matter_are_not_processed(uniform, rows):
+    """The first token stays with a chance of 0.02; at best, that doubles with each token behind it."""
+    rare, fair = (Distribution(None, np.array([p, 1 - p])) for p in (0.01, 0.5))
+    seen = []
+
+    def target(j):
+        seen.append(j)
+        return fair if j else rare
+
+    verdict = accept_block([0, 0, 0], [fair] * 3, target, lambda _: Draws(0.0, uniform, 0.5))
+    assert (seen, verdict.accepted) == (rows, 3 * (len(rows) == 4))
+
+
 @pytest.mark.parametrize("wrong", [{"end": -1}, {"forwards": True}, {"weighed": False}], ids=str)
 def test_a_wrong_rule_has_another_law(wrong):
     def rule(*given):

@@ -173,13 +173,12 @@ class Decoder:
         )
         ready = [seq for seq in self.running if seq.is_decoding]
         busy, limit = _busy(ready), self.target.executor.max_num_tokens
-        behind = 0  # a prompt that ends in this step may have drafts behind it
-        if limit is not None:
-            behind = sum([_drafts(seq) for seq in self.running if not seq.is_decoding])
+        if limit is not None:  # who has one token to read drafts behind it
+            busy += _busy([seq for seq in self.running if not seq.is_decoding and self._pending(seq) == 1])
         # An engine of fixed sizes takes a whole verify step, but maybe not the smallest prompt chunk beside it.
-        if self._mixes_prefill and (limit is None or busy + behind + self.scheduler.min_prefill_tokens <= limit):
-            return self._first_tokens_first(ready, self._share(busy + behind))
-        chunks = self._share(behind)
+        if self._mixes_prefill and (limit is None or busy + self.scheduler.min_prefill_tokens <= limit):
+            return self._first_tokens_first(ready, self._share(busy))
+        chunks = self._share(0)
         return ([], dict([next(iter(chunks.items()))])) if chunks else (ready, chunks)
 
     def _share(self, busy_tokens: int) -> dict[int, int]:
@@ -187,7 +186,15 @@ class Decoder:
         chunks = self.scheduler.share(busy_tokens, self._pending, self.target.max_chunk)
         rows = {row: self._in_row(row) for row in chunks}
         if any(seq.is_scored for seq in rows.values()):
-            return bound_scored(chunks, rows)
+            chunks = bound_scored(chunks, rows)
+        limit = self.target.executor.max_num_tokens
+        if limit is not None:  # a prompt's end has a draft behind it: the last token waits where that does not fit
+            left = limit - busy_tokens - sum(chunks.values())
+            for seq in [each for each in self._ending(chunks) if chunks[each.row] > 1]:
+                drafts = _busy([seq]) - 1
+                waits = drafts > left
+                chunks[seq.row] -= waits
+                left += 1 if waits else -drafts
         return chunks
 
     def cancel(self, sequence: Sequence, error: Exception | None = None) -> None:
@@ -462,13 +469,8 @@ class Decoder:
 
 
 def _busy(ready: Seq[Sequence]) -> int:
-    """Tokens that sequences which decode may take in a step."""
-    return sum([1 + _drafts(seq) for seq in ready])
-
-
-def _drafts(seq: Sequence) -> int:
-    """Draft tokens that a sequence may have in a step."""
-    return min(seq.room_for_drafts, seq.max_lookahead)
+    """Tokens that sequences with one token to read may take in a step."""
+    return sum([1 + min(seq.room_for_drafts, seq.max_lookahead) for seq in ready])
 
 
 def accept_argmax(proposal: Proposal, greedy: Seq[int]) -> Verdict:

@@ -63,12 +63,10 @@ def the_unknown_is_tried(stage: Stage) -> None:
     full = stage.round.load.when_full()
     least = (1 + _WORTH_READING) * stage.round.plain_rate(full)
     for ask in stage.candidates:
-        few = min(ask.most, _SCOUT_LOOKAHEAD)
-        hoped = [_HOPED**depth for depth in range(1, few + 1)]
-        if is_unknown(stage, ask.memory.drafter.is_unknown) and any(
-            rate > least for _, rate in stage.rates(ask, full, hoped)
-        ):
-            ask.count = max(ask.count, few)
+        if is_unknown(stage, ask.memory.drafter.is_unknown):
+            hoped = [_HOPED**depth for depth in range(1, min(ask.most, _SCOUT_LOOKAHEAD) + 1)]
+            if any(rate > least for _, rate in stage.rates(ask, full, hoped)):
+                ask.count = max(ask.count, len(hoped))
 
 
 def shorter_tells_more(stage: Stage) -> None:

@@ -44,14 +44,20 @@ def accept_block(
     """
     if draft_distributions is None or all(draft is None for draft in draft_distributions):
         return accept_sampled(drafted, draft_distributions, target_distribution, draws)
+    probabilities = [
+        draft_probability(draft, token, j)
+        for j, (token, draft) in enumerate(zip(drafted, draft_distributions, strict=True))
+    ]
     targets: list[Distribution] = []
     chances = [1.0]
-    for j, (token, draft) in enumerate(zip(drafted, draft_distributions, strict=True)):
+    for j, token in enumerate(drafted):
         targets.append(target_distribution(j))
-        chance = chances[-1] * targets[j].probability(token) / draft_probability(draft, token, j)
+        chance = chances[-1] * targets[j].probability(token) / probabilities[j]
         if not chance > 0.0:
             break
         chances.append(min(1.0, chance))
+        if not _may_pass(chances[-1], probabilities, j + 1, draws):
+            break
     last = len(drafted)
     for kept in range(len(chances) - 1, -1, -1):
         chance = chances[kept]
@@ -59,12 +65,23 @@ def accept_block(
             continue  # no test passes more often than its tokens stay
         if kept == last:
             return Verdict(last, sample_token(target_distribution(last), draws(last).resample), is_bonus=True)
+        if kept == len(targets):
+            targets.append(target_distribution(kept))
         masses = surplus(targets[kept], draft_distributions[kept], drafted[kept], chance)
         mass = float(masses.sum())
         # With a chance of 1 it passes whatever was drawn: at the latest in front of all tokens.
         if chance == 1.0 or draws(kept - 1).accept * (mass + 1.0 - chance) < mass:
             break
     return Verdict(kept, sample_token(normalised(targets[kept], masses), draws(kept).resample), is_bonus=False)
+
+
+def _may_pass(chance: float, probabilities: Seq[float], start: int, draws: Callable[[int], Draws]) -> bool:
+    """Whether a test from place ``start`` on passes if q(x) is 1 there; else no row of the target matters any more."""
+    for place in range(start, len(probabilities)):
+        chance /= probabilities[place]
+        if chance >= 1.0 or draws(place).accept < chance:
+            return True
+    return False
 
 
 RULES = {"block": accept_block, "token": accept_sampled}
