@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from specexport.build.draft_layers import describe_layers
+from specexport.build.draft_trial import describe_trial
 from specexport.build.head import describe_probe
 from specexport_runtime.abi import (
     ADAPTER_IDS,
@@ -194,6 +195,7 @@ def _describe_model(manifest: Manifest, role: str, entry: ModelEntry) -> Iterato
         yield f"  gives features of {entry.feature_size} values to a draft head, in {when}"
     if entry.num_head_ids is not None:
         yield f"  LM head: {entry.num_head_ids} of {entry.vocab_size} tokens"
+    yield from map("  {}".format, describe_trial(entry))
     yield f"  KV cache: {_kv_cache(manifest, entry)}"
     yield from _experts(entry)
     yield from _recurrences(entry, manifest.lookahead)

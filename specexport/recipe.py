@@ -29,6 +29,8 @@ Auto = Literal["auto"]
 MIN_MODEL_LEN = 16
 KEEP, FLOAT = "keep", "none"
 """Quantizations that are none: weights as a quantized checkpoint has them, and float weights whatever it has."""
+AUTO, ALL = "auto", "all"
+"""Of a draft: the build finds out what promises most; and an LM head of all tokens."""
 MERGE, CHOOSE = "merge", "choose"
 """What becomes of LoRA adapters: a part of the weights, or what a request chooses."""
 KV_CACHE_DTYPES = ("int8",)
@@ -78,11 +80,13 @@ class BuildRecipe:
         quantize: weights of the target's linear layers: ``"int8"`` (ort-cpu), ``"int4"`` (TensorRT too), ``"keep"``
             (ort-cpu: those of a quantized checkpoint as they are) or ``"none"`` (float). None keeps them where that can
             be done, and else is ``"none"``; :func:`settle_quantization` decides it.
-        draft_quantize: the same for the draft, or for the draft head. None gives a head of a quantized target int8.
+        draft_quantize: the same for the draft, or for the draft head. ``"auto"`` tries several on what the target
+            writes (ort-cpu); elsewhere, and of a draft head, it is None, which gives a head of a quantized target int8.
         draft_layers: N, the layers that the draft keeps: those that change most; None keeps all.
-        draft_vocab_size: N, the tokens that the draft's LM head keeps: the likeliest ones; None keeps all.
-        draft_vocab_texts: file or folder of the texts that tokens are counted and layers measured on; None takes the
-            prompts of ``bench``.
+        draft_vocab_size: N, the tokens that the draft's LM head keeps: the likeliest ones; None and ``"all"`` keep all,
+            ``"auto"`` tries several sizes as ``draft_quantize`` does, and is None elsewhere.
+        draft_vocab_texts: file or folder of the texts that tokens are counted, layers measured and forms of the draft
+            tried on; None takes the prompts of ``bench``, and others to try forms on.
         quantize_lm_head: whether quantization takes the LM head too.
         kv_cache_dtype: ort-cpu: ``"int8"`` lets target and draft keep their KV caches in 8 bits; None and ``"auto"``
             give caches the dtype of the model.
@@ -118,9 +122,9 @@ class BuildRecipe:
     max_num_tokens: int | None = None
     gpu_memory_gb: float | None = None
     quantize: str | None = None
-    draft_quantize: str | None = None
+    draft_quantize: str | None = AUTO
     draft_layers: int | None = None
-    draft_vocab_size: int | None = None
+    draft_vocab_size: int | str | None = AUTO
     draft_vocab_texts: str | None = None
     quantize_lm_head: bool = True
     kv_cache_dtype: str | None = None
@@ -137,6 +141,10 @@ class BuildRecipe:
         object.__setattr__(self, "self_draft_skip", normalize_layers(self.self_draft_skip))
         object.__setattr__(self, "lora", normalize_adapters(self.lora))
         object.__setattr__(self, "dtype", canonical_dtype(self.dtype))
+        object.__setattr__(self, "draft_vocab_size", None if self.draft_vocab_size == ALL else self.draft_vocab_size)
+        if self.draft is None or not find_backend(self.backend).own_operators:
+            for key in ("draft_quantize", "draft_vocab_size"):  # nothing to try, or nothing to try it with
+                object.__setattr__(self, key, None if getattr(self, key) == AUTO else getattr(self, key))
         object.__setattr__(self, "kv_cache_dtype", None if self.kv_cache_dtype == "auto" else self.kv_cache_dtype)
         dtypes = find_backend(self.backend).dtypes
         if self.dtype not in ("auto", *dtypes):
@@ -198,11 +206,12 @@ class BuildRecipe:
     def _check_quantization(self) -> None:
         for key in ("quantize", "draft_quantize"):
             value = getattr(self, key)
-            if value is None:
+            if value is None or (key, value) == ("draft_quantize", AUTO):
                 continue
             known = dict.fromkeys(name for backend in BACKENDS.values() for name in backend.quantizations)
             if value not in known and value != FLOAT:
-                raise RecipeError(f"{key} is {value!r}.", f"use one of: {', '.join((*known, FLOAT))}; or leave it out.")
+                names = ", ".join((*([AUTO] if key == "draft_quantize" else []), *known, FLOAT))
+                raise RecipeError(f"{key} is {value!r}.", f"use one of: {names}; or leave it out.")
             if value != FLOAT and value not in find_backend(self.backend).quantizations:
                 own = find_backend(self.backend).quantizations
                 able = [backend.name for backend in BACKENDS.values() if value in backend.quantizations]
@@ -243,7 +252,8 @@ class BuildRecipe:
         for key in ("draft_layers", "draft_vocab_size", "draft_vocab_texts"):
             if self.draft is None and getattr(self, key) is not None:
                 raise RecipeError(f"{key} is given and draft is not.", "give the draft, or leave both out.")
-        if self.draft_vocab_size is None and self.draft_layers is None and self.draft_vocab_texts is not None:
+        reads = self.draft_vocab_size is not None or self.draft_layers is not None or self.draft_quantize == AUTO
+        if not reads and self.draft_vocab_texts is not None:
             raise RecipeError(
                 "draft_vocab_texts is given, and neither draft_vocab_size nor draft_layers.",
                 "say how many tokens or layers stay, or leave it out.",
@@ -253,7 +263,7 @@ class BuildRecipe:
                 f"draft_layers is {self.draft_layers}.",
                 "give the layers that the draft keeps, at least 1, or leave it out.",
             )
-        if self.draft_vocab_size is not None and self.draft_vocab_size < 1:
+        if isinstance(self.draft_vocab_size, int) and self.draft_vocab_size < 1:
             raise RecipeError(
                 f"draft_vocab_size is {self.draft_vocab_size}.",
                 "give the tokens that the draft's LM head keeps, for example 16384, or leave it out.",
@@ -311,7 +321,8 @@ class BuildRecipe:
             _require_type(key, getattr(self, key), bool, "true or false")
         _require_type("lookahead", self.lookahead, int, "a whole number")
         for key in ("max_num_seqs", "max_num_tokens", "draft_layers", "draft_vocab_size"):
-            if getattr(self, key) is not None:
+            words = (None, AUTO, ALL) if key == "draft_vocab_size" else (None,)
+            if getattr(self, key) not in words:
                 _require_type(key, getattr(self, key), int, "a whole number")
         if self.gpu_memory_gb is not None and not isinstance(self.gpu_memory_gb, int):
             _require_type("gpu_memory_gb", self.gpu_memory_gb, float, "a number")
@@ -348,7 +359,7 @@ class BuildRecipe:
 
 
 def settle_quantization(recipe: BuildRecipe, *, quantized: Mapping[str, bool]) -> BuildRecipe:
-    """The recipe with what its quantizations mean for these checkpoints: None is float from here on.
+    """The recipe with what its quantizations mean for these checkpoints: None is float from here on, ``"auto"`` stays.
 
     Args:
         recipe: as it was given.
@@ -359,6 +370,8 @@ def settle_quantization(recipe: BuildRecipe, *, quantized: Mapping[str, bool]) -
     """
     for role, key in (("target", "quantize"), ("draft", "draft_quantize")):
         value = recipe.quantization_of(role)
+        if value == AUTO:
+            continue
         if value == KEEP and not quantized.get(role, False):
             raise RecipeError(
                 f"{key} is {KEEP!r}, and the {role}'s checkpoint holds float weights.",

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +16,17 @@ if TYPE_CHECKING:
     from specexport.build.pipeline import BuildResult
 
 
-def _auto_or_int(_ctx: click.Context, _param: click.Parameter, value: str | None) -> str | int | None:
-    if value is None or value == "auto":
-        return value
-    try:
-        return int(value)
-    except ValueError:
-        raise click.BadParameter(f"{value!r} is neither a whole number nor 'auto'.") from None
+def _number_or(*words: str) -> Callable[[click.Context, click.Parameter, str | None], str | int | None]:
+    def read(_ctx: click.Context, _param: click.Parameter, value: str | None) -> str | int | None:
+        if value is None or value in words:
+            return value
+        try:
+            return int(value)
+        except ValueError:
+            names = " nor ".join(map(repr, words))
+            raise click.BadParameter(f"{value!r} is neither a whole number nor {names}.") from None
+
+    return read
 
 
 @click.command()
@@ -38,10 +43,16 @@ def _auto_or_int(_ctx: click.Context, _param: click.Parameter, value: str | None
 @click.option(
     "--quantize", metavar="keep|int8|int4|none", help="Weights of the target [default: as its file has them]."
 )
-@click.option("--draft-quantize", metavar="keep|int8|int4|none", help="The same for the draft.")
+@click.option("--draft-quantize", metavar="auto|keep|int8|int4|none", help="The same for the draft [default: auto].")
 @click.option("--draft-layers", type=int, metavar="N", help="Keep N of the draft's layers: those that change most.")
-@click.option("--draft-vocab-size", type=int, metavar="N", help="Keep the N likeliest tokens of the draft's LM head.")
-@click.option("--draft-vocab-texts", metavar="PATH", help="File or folder of texts to measure and count them on.")
+@click.option(
+    "--draft-vocab-size",
+    metavar="auto|all|N",
+    callback=_number_or("auto", "all"),
+    help="Keep the N likeliest tokens of the draft's LM head. auto tries what is fastest, on texts of the target "
+    "[default: auto].",
+)
+@click.option("--draft-vocab-texts", metavar="PATH", help="File or folder of texts to try, measure and count them on.")
 @click.option("--quantize-lm-head/--no-quantize-lm-head", default=None, help="Quantize the LM head too [default: yes].")
 @click.option("--kv-cache-dtype", metavar="auto|int8", help="KV caches, on ort-cpu [default: auto].")
 @click.option("--fuse/--no-fuse", default=None, help="Pack and fuse operators where that is faster [default: yes].")
@@ -67,7 +78,10 @@ def _auto_or_int(_ctx: click.Context, _param: click.Parameter, value: str | None
     "--lookahead", "--num-speculative-tokens", "lookahead", type=int, help="Most draft tokens a round (K) [default: 8]."
 )
 @click.option(
-    "--max-model-len", metavar="N|auto", callback=_auto_or_int, help="Most tokens of one sequence [default: auto]."
+    "--max-model-len",
+    metavar="N|auto",
+    callback=_number_or("auto"),
+    help="Most tokens of one sequence [default: auto].",
 )
 @click.option("--revision", help="Hub revision of the target.")
 @click.option("--draft-revision", help="Hub revision of the draft.")
@@ -140,6 +154,7 @@ def result_to_json(result: "BuildResult") -> dict[str, Any]:
 def summary(result: "BuildResult") -> str:
     """A build's result in a line or two for a reader."""
     from specexport.build.draft_layers import describe_layers
+    from specexport.build.draft_trial import describe_trial
     from specexport.build.head import describe_probe
 
     total = sum(entry.size for entry in result.files.values())
@@ -161,6 +176,7 @@ def summary(result: "BuildResult") -> str:
         if layers:
             found = f"{layers}, {found}"
         lines.append(f"  {role}: {found}{cached}")
+        lines += [f"  {role}: {line}" for line in describe_trial(entry)[:1]]
         if check is not None and check.perplexity is not None and check.perplexity * _CHANCE > entry.vocab_size:
             lines.append(
                 f"  warning: on text the {role}'s perplexity is {check.perplexity:.3g}, of {entry.vocab_size} tokens: "

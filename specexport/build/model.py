@@ -4,6 +4,7 @@ import gc
 import importlib.util
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,6 +16,7 @@ from specexport.backends.registry import BACKENDS, find_backend
 from specexport.build.built import BuiltModel
 from specexport.build.check import check_engine, check_obstacle, check_sequences, text_perplexity, text_sequences
 from specexport.build.draft_layers import LayerPrune, check_num_layers, cut_pieces
+from specexport.build.draft_trial import Chosen, DraftForm, DraftTrial, FormChoice, HeadSizes, describe_trial
 from specexport.build.draft_vocabulary import HeadCut, choose_head_ids, read_counting_texts
 from specexport.build.lora import bind_adapters, describe_adapters
 from specexport.channel_ranges import CacheRange, ChannelRanges
@@ -62,6 +64,7 @@ class ModelSource(NamedTuple):
         quantized: whether it may hold quantized weights that can be kept.
         adapters: LoRA adapters of a target.
         turns_by_length: whether it may have rotary tables that depend on the length.
+        weight_bytes: of its weights' files.
     """
 
     role: str
@@ -72,6 +75,7 @@ class ModelSource(NamedTuple):
     quantized: bool = False
     adapters: "tuple[LoraSource, ...]" = ()
     turns_by_length: bool = False
+    weight_bytes: int = 0
 
 
 class Reductions(NamedTuple):
@@ -80,10 +84,12 @@ class Reductions(NamedTuple):
     Attributes:
         cut: what its LM head is cut down by; None leaves it whole.
         prune: what its layers are cut down by; None keeps all.
+        trial: finds out what else becomes of it; None builds what the recipe says.
     """
 
     cut: HeadCut | None = None
     prune: LayerPrune | None = None
+    trial: DraftTrial | None = None
 
 
 WHOLE = Reductions()
@@ -132,57 +138,38 @@ def build_model(
         rounded = rounding(recipe, source.role)
         if rounded is not None:
             clock.note(f"weights are rounded to {rounded}; activations and KV caches are {model_dtype(recipe)}")
-        head_ids = _head_ids(checkpoint, reductions.cut)
-        require_space(folder, _needed_bytes(recipe, checkpoint, source.role))
+        head_ids, trial = _head_ids(checkpoint, reductions.cut), reductions.trial
+        form = DraftForm(recipe.quantization_of(source.role), head_ids)
+        others = () if trial is None else trial.others(_kept_share(checkpoint))
+        each = [with_quantization(recipe, source.role, name) for name in (form.quantize, *others)]
+        require_space(folder, sum(_needed_bytes(one, checkpoint, source.role) for one in each))
     dropped = _drop_layers(checkpoint, reductions.prune, source.role, clock)
     with clock.stage("reference", source.role):
         obstacle = check_obstacle(recipe)
-        reference = (
-            None
-            if obstacle is not None
-            else _eager_reference(checkpoint, adapters.chosen, on_texts=_is_approximate(recipe, source.role))
-        )
-        if reference is not None and head_ids is not None:
-            reference = reference._replace(logits=[logits[:, head_ids] for logits in reference.logits])
+        references = {
+            on_texts: _eager_reference(checkpoint, adapters.chosen, on_texts=on_texts)
+            for on_texts in {_is_approximate(one, source.role) for one in each if obstacle is None}
+        }
         if recipe.check and model_dtype(recipe) == "float16":
-            _refuse_overflow(checkpoint, reference)
-    fields = _step_sizes(checkpoint, head_ids) | {"weight_formats": _weight_formats(checkpoint)}
-    ranges, cached = _calibrate(checkpoint, recipe, source.role, clock)
-    fields |= _compile(
-        recipe,
-        checkpoint,
-        source.role,
-        folder=folder,
-        clock=clock,
-        dump_dir=dump_dir,
-        head_ids=head_ids,
-        ranges=ranges,
-        cached=cached,
-        features=features,
-        adapters=adapters.products,
-    )
-    if head_ids is not None:
-        np.save(folder / HEAD_IDS_NAME, head_ids, allow_pickle=False)
-        fields |= {"head_ids_path": HEAD_IDS_NAME, "num_head_ids": len(head_ids)}
+            _refuse_overflow(checkpoint, next(iter(references.values()), None))
+    head, formats = _head_sizes(checkpoint), _weight_formats(checkpoint)
+    ranges, cached = _calibrate(checkpoint, each, source.role, clock)
+    forms = _Forms(recipe, source, checkpoint, adapters, tuple(dropped), dump_dir, head, formats, ranges, cached)
+    forms = forms._replace(traced=_trace(checkpoint, source.role, clock, recipe, features))
+    entry = forms.build(form, folder, clock, last=trial is None)
+    if trial is not None:
+        with clock.stage("trial", source.role, steps=0):
+            ids_of = partial(_head_ids, checkpoint)
+            form, entry = FormChoice(trial, Chosen(form, entry), others, folder, forms.build, head, ids_of).settle()
+            clock.note(describe_trial(entry)[0])
+    del forms
     gc.collect()  # the graph is gone: its weights must not be in memory beside the check's
-    entry = ModelEntry(
-        **fields,
-        backend=recipe.backend,
-        architecture=checkpoint.architecture,
-        dtype=model_dtype(recipe),
-        vocab_size=checkpoint.vocab_size,
-        num_parameters=checkpoint.num_parameters,
-        max_positions=checkpoint.max_positions,
-        rope=None if checkpoint.rope is None else checkpoint.rope.text,
-        rope_len=None if checkpoint.rope is None else checkpoint.rope.max_len,
-        source=source.name,
-        source_sha256=source.sha256,
-        dropped_layers=tuple(dropped),
-        adapters=describe_adapters(adapters.all, chosen=recipe.chooses_adapters),
-    )
+    reference = references.get(entry.approximation is not None)
+    if reference is not None and form.head_ids is not None:
+        reference = reference._replace(logits=[logits[:, form.head_ids] for logits in reference.logits])
     with clock.stage("check", source.role, obstacle or ""):
         found = check_engine(folder, entry, *reference) if reference is not None else None
-        if found is not None and reference is not None and entry.approximation is not None and head_ids is None:
+        if found is not None and reference is not None and entry.approximation is not None and form.head_ids is None:
             perplexity = text_perplexity(checkpoint.tokenizer_json, reference.sequences, reference.logits)
             found = found._replace(perplexity=perplexity)
     return BuiltModel(
@@ -197,16 +184,86 @@ def build_model(
     )
 
 
-def _step_sizes(checkpoint: Any, head_ids: Int32Array | None) -> dict[str, Any]:
-    """What a step's cost can be told from, as fields of the manifest entry."""
+class _Forms(NamedTuple):
+    """What builds a model in one form or another, from a graph that is traced once."""
+
+    recipe: BuildRecipe
+    source: ModelSource
+    checkpoint: Any
+    adapters: Any
+    dropped: tuple[tuple[int, float], ...]
+    dump_dir: Path | None
+    head: HeadSizes
+    formats: tuple[tuple[str, int, int], ...]
+    ranges: Mapping[str, ChannelRanges] | None
+    cached: Seq[CacheRange] | None
+    traced: "_Traced | None" = None
+
+    def build(self, form: DraftForm, place: Path, clock: StageClock, *, last: bool = False) -> ModelEntry:
+        """Files and entry of a form; the last uses the graph up."""
+        assert self.traced is not None  # noqa: S101
+        role, checkpoint, traced = self.source.role, self.checkpoint, self.traced
+        recipe = with_quantization(self.recipe, role, form.quantize)
+        fields = self.head.step(form.head_ids) | {"weight_formats": self.formats}
+        fields |= _compile(
+            recipe,
+            checkpoint,
+            role,
+            traced if last else traced._replace(ir_model=traced.ir_model.clone()),
+            folder=place,
+            clock=clock,
+            dump_dir=self.dump_dir,
+            head_ids=form.head_ids,
+            ranges=self.ranges if _weighs_inputs(recipe, role) else None,
+            cached=self.cached,
+            adapters=self.adapters.products,
+        )
+        if form.head_ids is not None:
+            np.save(place / HEAD_IDS_NAME, form.head_ids, allow_pickle=False)
+            fields |= {"head_ids_path": HEAD_IDS_NAME, "num_head_ids": len(form.head_ids)}
+        rope = checkpoint.rope
+        return ModelEntry(
+            **fields,
+            backend=recipe.backend,
+            architecture=checkpoint.architecture,
+            dtype=model_dtype(recipe),
+            vocab_size=checkpoint.vocab_size,
+            num_parameters=checkpoint.num_parameters,
+            max_positions=checkpoint.max_positions,
+            rope=None if rope is None else rope.text,
+            rope_len=None if rope is None else rope.max_len,
+            source=self.source.name,
+            source_sha256=self.source.sha256,
+            dropped_layers=self.dropped,
+            adapters=describe_adapters(self.adapters.all, chosen=recipe.chooses_adapters),
+        )
+
+
+def _head_sizes(checkpoint: Any) -> HeadSizes:
+    """What a step's cost can be told from, whatever the LM head keeps."""
+    from specexport.frontend.trace import WEIGHT_PREFIX
+
     model = checkpoint.model
     table, head = _tables(model)
     step = checkpoint.num_parameters - (0 if table is head else table.numel())
-    if head_ids is not None:
-        step -= (head.shape[0] - len(head_ids)) * head.shape[1]
     config = model.config.get_text_config().to_dict()  # one of several sizes is no attribute
     heads = config.get("num_attention_heads")
-    return {"step_parameters": step, "num_heads": heads if isinstance(heads, int) and heads > 0 else None}
+    names = [WEIGHT_PREFIX + name for name, weight in model.named_parameters(remove_duplicate=False) if weight is head]
+    kept = next((checkpoint.kept[name] for name in names if name in checkpoint.kept), None)
+    return HeadSizes(
+        step_parameters=step,
+        num_heads=heads if isinstance(heads, int) and heads > 0 else None,
+        rows=head.shape[0],
+        width=head.shape[1],
+        tied=table is head,
+        kept_bytes=None if kept is None else kept.stored_bytes / head.numel(),
+    )
+
+
+def _kept_share(checkpoint: Any) -> float | None:
+    """Bytes of a weight as the checkpoint has it; None where it holds float weights."""
+    formats = _weight_formats(checkpoint)
+    return sum(size for *_, size in formats) / sum(count for _, count, _ in formats) if formats else None
 
 
 def _needed_bytes(recipe: BuildRecipe, checkpoint: Any, role: str) -> int:
@@ -352,10 +409,11 @@ def _weighs_inputs(recipe: BuildRecipe, role: str) -> bool:
 
 
 def _calibrate(
-    checkpoint: Any, recipe: BuildRecipe, role: str, clock: StageClock
+    checkpoint: Any, recipes: Seq[BuildRecipe], role: str, clock: StageClock
 ) -> tuple[Mapping[str, ChannelRanges] | None, Seq[CacheRange] | None]:
-    """How large the inputs of linear layers get, and keys and values; each None where nothing needs to know it."""
-    if not reads_texts(recipe, role):
+    """How large the inputs of linear layers get, and keys and values; each None where no form needs to know it."""
+    recipe = recipes[0]
+    if not any(reads_texts(one, role) for one in recipes):
         return None, None
     from specexport.frontend import activation_ranges, cache_ranges
 
@@ -369,7 +427,7 @@ def _calibrate(
             num_pieces=CALIBRATION_PIECES,
             piece_len=CALIBRATION_LEN,
         )
-        if _weighs_inputs(recipe, role):
+        if any(_weighs_inputs(one, role) for one in recipes):
             ranges = activation_ranges(checkpoint, pieces)
         if recipe.kv_cache_dtype is not None:
             longest = max(AUTO_MODEL_LEN, int(recipe.max_model_len))
@@ -392,10 +450,35 @@ def _head_ids(checkpoint: Any, cut: HeadCut | None) -> Int32Array | None:
     )
 
 
+class _Traced(NamedTuple):
+    """A traced graph, and what it has."""
+
+    ir_model: Any
+    layers: tuple[Any, ...]
+    states: tuple[Any, ...]
+    windows: Any
+
+
+def _trace(
+    checkpoint: Any, role: str, clock: StageClock, recipe: BuildRecipe, features: "FeatureRequest | None"
+) -> _Traced:
+    """Trace a checkpoint; its torch model is gone afterwards."""
+    from specexport.frontend import trace_checkpoint
+
+    with clock.stage("trace", role):
+        traced = trace_checkpoint(checkpoint, features, group_experts=find_backend(recipe.backend).groups_experts)
+        # A copy of the graph (not of the weights): the exporter's own still refers to tied weights it has dropped.
+        found = _Traced(traced.ir_model.clone(), tuple(traced.layers), traced.states, traced.windows)
+        del traced, checkpoint.model  # the graph holds the weights now
+        gc.collect()
+    return found
+
+
 def _compile(
     recipe: BuildRecipe,
     checkpoint: Any,
     role: str,
+    traced: _Traced,
     *,
     folder: Path,
     clock: StageClock,
@@ -403,24 +486,15 @@ def _compile(
     head_ids: Int32Array | None,
     ranges: Mapping[str, ChannelRanges] | None,
     cached: Seq[CacheRange] | None,
-    features: "FeatureRequest | None",
     adapters: "Seq[Adapter]",
 ) -> dict[str, Any]:
-    """Trace to engine files; the checkpoint's torch model is gone afterwards. Returns fields of the manifest entry."""
-    from specexport.frontend import trace_checkpoint
-
-    with clock.stage("trace", role):
-        traced = trace_checkpoint(checkpoint, features, group_experts=find_backend(recipe.backend).groups_experts)
-        # A copy of the graph (not of the weights): the exporter's own still refers to tied weights it has dropped.
-        ir_model, layers, states = traced.ir_model.clone(), tuple(traced.layers), traced.states
-        windows = traced.windows
-        del traced, checkpoint.model  # the graph holds the weights now
-        gc.collect()
-    job = BuildJob(recipe, role, layers, checkpoint.num_parameters, checkpoint.max_positions, folder, clock, cached)
-    job = job._replace(states=states, adapters=adapters)
+    """A traced graph to engine files; it is used up. Returns fields of the manifest entry."""
+    job = BuildJob(recipe, role, traced.layers, checkpoint.num_parameters, checkpoint.max_positions, folder, clock)
+    job = job._replace(cache_ranges=cached, states=traced.states, adapters=adapters)
     _check_states(job, find_backend(recipe.backend))
-    fields = compile_graph(ir_model, recipe, job, dump_dir, head_ids=head_ids, ranges=ranges, kept=checkpoint.kept)
-    return {**fields, "windows": windows}
+    kept = checkpoint.kept if recipe.quantization_of(role) == KEEP else {}
+    fields = compile_graph(traced.ir_model, recipe, job, dump_dir, head_ids=head_ids, ranges=ranges, kept=kept)
+    return {**fields, "windows": traced.windows}
 
 
 def _check_states(job: BuildJob, backend: Backend) -> None:

@@ -23,6 +23,7 @@ from specexport.build.bundle import check_output, find_up_to_date, refuse_to_rep
 from specexport.build.cache import EngineCache, open_cache
 from specexport.build.check import check_obstacle
 from specexport.build.draft_layers import LayerPrune, check_num_layers
+from specexport.build.draft_trial import LEAST_BYTES, DraftTrial
 from specexport.build.draft_vocabulary import HeadCut, check_head_size, hash_texts, read_counting_texts
 from specexport.build.fingerprint import BUNDLE_ROOT, ENGINE_ROOT, HEAD_ROOT, hash_sources, hash_values, tool_versions
 from specexport.build.head import HeadPlan, build_head, plan_head
@@ -39,9 +40,9 @@ from specexport.build.model import (
 from specexport.build.vocabulary import check_vocabularies, read_vocabulary
 from specexport.host import peak_memory_bytes, seldom_collected
 from specexport.progress import Progress, StageClock
-from specexport.recipe import MTP, BuildRecipe, resolve_recipe, settle_quantization
+from specexport.recipe import AUTO, MTP, BuildRecipe, resolve_recipe, settle_quantization
 from specexport_runtime.bundle.files import FileEntry
-from specexport_runtime.bundle.manifest import Manifest
+from specexport_runtime.bundle.manifest import FormTrial, Manifest
 
 _NUM_COMMON_STAGES = 2  # plan and bundle
 
@@ -132,7 +133,10 @@ def build_bundle(
         backend = find_backend(recipe.backend)
         recipe = replace(recipe, **backend.settle(recipe))
         models = _find_models(recipe)
-        recipe = settle_quantization(recipe, quantized={model.role: model.quantized for model in models})
+        recipe, untried = _leave_small_ones(recipe, models)
+        quantized = {model.role: model.quantized for model in models}
+        simplest = settle_quantization(_without_trial(recipe), quantized=quantized)
+        recipe = settle_quantization(recipe, quantized=quantized)
         plan = _make_plan(recipe, models)
         present = find_up_to_date(output, plan.build_key) if exists else None
         if exists and present is None and not force:
@@ -154,24 +158,49 @@ def build_bundle(
             if found is not None:
                 reused.append(model.role)
             built[model.role] = found or _build_anew(
-                recipe,
+                simplest,
                 model,
                 place,
                 clock,
                 cache=cache,
                 key=key,
                 dump=dump_passes,
-                reductions=_reductions_of(model, plan, built),
+                reductions=_reductions_of(model, plan, built, folder),
                 heads=heads,
             )
         with clock.stage("bundle"):
             _check_built_vocabularies(built)
+            if untried is not None:
+                draft = built["draft"]
+                built["draft"] = replace(draft, entry=replace(draft.entry, trial=FormTrial(0, (), untried)))
             entries = [model.entry for model in built.values()]
-            resolved = resolve_recipe(recipe, [n for each in entries for n in (each.max_positions, each.rope_len)])
+            resolved = resolve_recipe(simplest, [n for each in entries for n in (each.max_positions, each.rope_len)])
+            if plan.reductions.trial is not None:
+                draft = built["draft"]
+                form = draft.entry.quantize, draft.entry.num_head_ids
+                resolved = replace(resolved, draft_quantize=form[0], draft_vocab_size=form[1])
             backend.check_bundle(resolved, {role: model.entry for role, model in built.items()})
             manifest = write_bundle(folder, recipe=resolved, build_key=plan.build_key, tools=plan.tools, models=built)
     checks = {role: model.check for role, model in built.items()}
     return _result(output, manifest, clock, reused=tuple(reused), checks=checks)
+
+
+def _without_trial(recipe: BuildRecipe) -> BuildRecipe:
+    """The recipe with what a draft is without one: its file's own weights, and a whole LM head."""
+    left: dict[str, Any] = {key: None for key in ("draft_quantize", "draft_vocab_size") if getattr(recipe, key) == AUTO}
+    if left and recipe.draft_layers is None and not isinstance(recipe.draft_vocab_size, int):
+        left["draft_vocab_texts"] = None  # nothing else reads them
+    return replace(recipe, **left)
+
+
+def _leave_small_ones(recipe: BuildRecipe, models: list[ModelSource]) -> tuple[BuildRecipe, str | None]:
+    """The recipe without a trial of a draft that is so small that no form makes it faster; and why."""
+    size = models[-1].weight_bytes
+    if AUTO not in (recipe.draft_quantize, recipe.draft_vocab_size) or size >= LEAST_BYTES:
+        return recipe, None
+    if recipe.draft_vocab_texts is not None:
+        read_counting_texts(recipe.draft_vocab_texts)  # what is wrong with them is said all the same
+    return _without_trial(recipe), f"its weights take {size / 1e6:.1f} MB, and a step is as fast in any form."
 
 
 def _find_models(recipe: BuildRecipe) -> list[ModelSource]:
@@ -225,15 +254,20 @@ def _make_plan(recipe: BuildRecipe, models: list[ModelSource]) -> _Plan:
     }
     backend = find_backend(recipe.backend)
     common |= backend.engine_key(recipe)
-    cut = prune = None
+    cut = prune = trial = None
     reduced: dict[str, Any] = {}
     # With the draft's own files, which are in the key, all that decides which ids and which layers stay.
-    if recipe.draft_vocab_size is not None:
+    if isinstance(recipe.draft_vocab_size, int):
         cut = HeadCut(recipe.draft_vocab_size, read_counting_texts(recipe.draft_vocab_texts))
         reduced["head"] = {"size": cut.size, "texts": cut.texts_sha256, "target": models[0].sha256}
     if recipe.draft_layers is not None:
         prune = LayerPrune(recipe.draft_layers, read_counting_texts(recipe.draft_vocab_texts))
         reduced["layers"] = {"size": prune.num_layers, "texts": prune.texts_sha256}
+    if AUTO in (recipe.draft_quantize, recipe.draft_vocab_size):
+        auto = (recipe.draft_quantize == AUTO, recipe.draft_vocab_size == AUTO)
+        texts = read_counting_texts(recipe.draft_vocab_texts)
+        trial = DraftTrial(*auto, texts, recipe.draft_vocab_texts is not None, recipe.lookahead)
+        reduced["trial"] = [*auto, hash_texts(texts), trial.own_texts, trial.lookahead]
     # A target gives what its head reads; a head may have its embedding from its target.
     beside = {}
     if recipe.head is not None:
@@ -241,8 +275,9 @@ def _make_plan(recipe: BuildRecipe, models: list[ModelSource]) -> _Plan:
         sides = {"target": ("head", "head_sources"), "head": ("target", "head_sources")}
         beside = {role: {name: hashes[name] for name in names} for role, names in sides.items()}
         beside["head"]["role"] = "head"
-    keys = {
-        model.role: hash_values(
+    keys: dict[str, str] = {}
+    for model in models:
+        keys[model.role] = hash_values(
             common
             | {"checkpoint": model.sha256, "quantize": recipe.quantization_of(model.role)}
             | ({"role": model.role} if backend.draft_differs else {})
@@ -250,10 +285,9 @@ def _make_plan(recipe: BuildRecipe, models: list[ModelSource]) -> _Plan:
             | ({"texts": hash_texts(read_counting_texts(None))} if reads_texts(recipe, model.role) else {})
             | ({"rope_len": recipe.max_model_len} if model.turns_by_length else {})
             | (reduced if model.role == "draft" else {})
+            | ({"writer": keys["target"]} if model.role == "draft" and trial is not None else {})
             | beside.get(model.role, {})
         )
-        for model in models
-    }
     build_key = hash_values(
         {
             "recipe": recipe.settings(),
@@ -262,7 +296,7 @@ def _make_plan(recipe: BuildRecipe, models: list[ModelSource]) -> _Plan:
             "sources": hash_sources(BUNDLE_ROOT),
         }
     )
-    return _Plan(tuple(models), keys, build_key, tools, Reductions(cut, prune))
+    return _Plan(tuple(models), keys, build_key, tools, Reductions(cut, prune, trial))
 
 
 def _adapters_key(recipe: BuildRecipe, model: ModelSource) -> dict[str, Any]:
@@ -273,14 +307,16 @@ def _adapters_key(recipe: BuildRecipe, model: ModelSource) -> dict[str, Any]:
     return {"adapters": hashes, "chooses_adapters": recipe.chooses_adapters}
 
 
-def _reductions_of(model: ModelSource, plan: _Plan, built: Mapping[str, BuiltModel]) -> Reductions:
+def _reductions_of(model: ModelSource, plan: _Plan, built: Mapping[str, BuiltModel], folder: Path) -> Reductions:
     """What a model is cut down by: only a draft, whose LM head keeps what ends a text of the target."""
     if model.role != "draft":
         return WHOLE
-    cut = plan.reductions.cut
-    if cut is None:
-        return plan.reductions
-    return plan.reductions._replace(cut=cut._replace(ends=built["target"].eos_token_ids))
+    (cut, prune, trial), target = plan.reductions, built["target"]
+    if cut is not None:
+        cut = cut._replace(ends=target.eos_token_ids)
+    if trial is not None:
+        trial = trial._replace(target=target, folder=folder / "target")
+    return Reductions(cut, prune, trial)
 
 
 def _find_model(recipe: BuildRecipe, role: str, source: str, revision: str | None) -> ModelSource:
@@ -290,7 +326,8 @@ def _find_model(recipe: BuildRecipe, role: str, source: str, revision: str | Non
         require_export_stack(find_backend(recipe.backend))
     found = resolve_source(source, revision, remote_code=recipe.trust_remote_code)
     named = (role, source, revision, found.name, hash_source(found), holds_quantized(found))
-    return ModelSource(*named, turns_by_length=turns_by_length(found))
+    size = sum(file.stat().st_size for file in found.files if file.suffix in (".safetensors", ".gguf"))
+    return ModelSource(*named, turns_by_length=turns_by_length(found), weight_bytes=size)
 
 
 def _reuse(cache: EngineCache, key: str, model: ModelSource, folder: Path, clock: StageClock) -> BuiltModel | None:
@@ -352,7 +389,7 @@ def _check_draft_sizes(plan: _Plan) -> None:
     Where it is not, or has other names, the loaded model says it.
     """
     config = Path(plan.models[-1].source).expanduser() / "config.json"
-    cut, prune = plan.reductions
+    cut, prune, _ = plan.reductions
     if (cut is None and prune is None) or not config.is_file():
         return
     with contextlib.suppress(ValueError, AttributeError, OSError):  # the loader says what is wrong with a config

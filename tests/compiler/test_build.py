@@ -392,7 +392,8 @@ def test_engines_that_were_measured_on_other_texts_are_not_reused(
     from specexport.build import pipeline
 
     def keys(**values: str) -> Any:
-        recipe = resolve_recipe(tiny_pair.recipe(tmp_path / "bundle", **values), [256, 256])
+        whole = tiny_pair.recipe(tmp_path / "bundle", draft_quantize=None, draft_vocab_size=None, **values)
+        recipe = resolve_recipe(whole, [256, 256])
         return pipeline._make_plan(recipe, pipeline._find_models(recipe)).engine_keys
 
     before = keys(quantize="int4"), keys(), keys(quantize="int8")

@@ -104,7 +104,10 @@ def test_bad_input_is_one_line(refuse_cli: Refuse, tiny_pair: TinyPair, tmp_path
     beyond = refuse_cli(*pair, "--draft-vocab-size", 301)
     assert "draft_vocab_size is 301, a vocabulary size beyond the draft's: its LM head has 300 rows" in beyond
     assert "draft_vocab_size is 0" in refuse_cli(*pair, "--draft-vocab-size", 0)
-    assert "say how many tokens or layers stay" in refuse_cli(*pair, "--draft-vocab-texts", tmp_path)
+    whole = ("--draft-quantize", "none", "--draft-vocab-size", "all")
+    assert "say how many tokens or layers stay" in refuse_cli(*pair, *whole, "--draft-vocab-texts", tmp_path)
+    assert "has no text" in refuse_cli(*pair, "--draft-vocab-texts", tmp_path), "forms are tried on them"
+    assert "'most' is neither a whole number nor 'auto' nor 'all'" in refuse_cli(*pair, "--draft-vocab-size", "most")
     assert "does not exist" in refuse_cli(*pair, "--draft-vocab-size", 9, "--draft-vocab-texts", tmp_path / "none")
     assert "has no text" in refuse_cli(*pair, "--draft-vocab-size", 9, "--draft-vocab-texts", tmp_path)
     alone = ("build", tiny_pair.target, "-o", tmp_path / "out", "-q")

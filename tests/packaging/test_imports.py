@@ -42,6 +42,8 @@ COMPILER_MAY_IMPORT = {
     "specexport_runtime.sequences.layer_choice",  # which layers a draft leaves out by default
     "specexport_runtime.cli.errors",
     "specexport_runtime.cli.prompts",  # how texts and JSON lines are read
+    "specexport_runtime.costs.prior",  # what steps cost by sizes, to choose the form of a draft
+    "specexport_runtime.costs.step_cost",
     "specexport_runtime.user_cache",  # where the cache is
     "specexport_runtime.executors.base",  # array types
     "specexport_runtime.executors.ort_gates",  # what switches a layer off
@@ -55,8 +57,8 @@ DRIVES_THE_RUNTIME = (
     "doctor.py",
     "build/check.py",
     "build/check_head.py",
-    "build/check_head.py",
     "build/check_parts.py",
+    "build/draft_guesses.py",
     "train/texts.py",
     "verify",
     "bench",

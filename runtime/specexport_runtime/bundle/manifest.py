@@ -48,8 +48,8 @@ READABLE_SCHEMAS = (2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12)
 version 5 the defaults for loading, and engines that are stored as a difference, version 6 those of a cut LM head,
 version 7 the layers that a draft was built without, version 8 what a step's cost can be told from, version 9 the
 dtype of KV caches, version 10 draft heads, version 11 the states of recurrences, windows, experts, LoRA adapters, and
-which rotary table an engine has, version 12 engines for CPUs of our own operators. An older manifest is one without
-them."""
+which rotary table an engine has, version 12 engines for CPUs of our own operators, and how a draft got its form. An
+older manifest is one without them."""
 _GONE = {"full_path", "full_inputs", "one_token_path", "one_token_inputs"}  # of graphs that nobody needs any more
 MANIFEST_NAME = "manifest.json"
 DEFAULT_NUM_SEQS = 8
@@ -102,6 +102,38 @@ class ExpertSizes(NamedTuple):
     parameters: int
     per_token: int
     per_layer: int
+
+
+class TriedForm(NamedTuple):
+    """A form of a draft that a build tried.
+
+    Attributes:
+        quantize: of its weights, as in ``ModelEntry``.
+        head_size: tokens of its LM head.
+        accepted: share of the target's tokens that it guessed, 0 to 1.
+        step: what a step costs, over a step of the target.
+        speed: tokens a second that it promises, over plain decoding.
+    """
+
+    quantize: str | None
+    head_size: int
+    accepted: float
+    step: float
+    speed: float
+
+
+class FormTrial(NamedTuple):
+    """How a build chose the form of a draft.
+
+    Attributes:
+        num_tokens: tokens of the target that were to be guessed.
+        forms: what was tried, the simplest first.
+        obstacle: why nothing was tried; None where something was.
+    """
+
+    num_tokens: int
+    forms: tuple[TriedForm, ...]
+    obstacle: str | None = None
 
 
 @dataclass(frozen=True)
@@ -194,6 +226,7 @@ class ModelEntry:
         reading: of a draft head: how it was read otherwise than its files say; None where it was not.
         adapters: LoRA adapters of a target: the one that is merged, or those that requests may choose, in the order of
             their numbers, from 1.
+        trial: of a draft whose form the build chose: how; None for all others.
     """
 
     path: str
@@ -245,6 +278,7 @@ class ModelEntry:
     rope: str | None = None
     rope_len: int | None = None
     adapters: tuple[AdapterEntry, ...] = ()
+    trial: FormTrial | None = None
 
     @property
     def chosen_adapters(self) -> tuple[str, ...]:
@@ -296,6 +330,9 @@ class ModelEntry:
         fields["weight_formats"] = tuple((str(name), int(count), int(size)) for name, count, size in formats)
         fields["passes"] = tuple((str(name), int(count)) for name, count in data.get("passes", ()))
         fields["adapters"] = tuple(AdapterEntry(**adapter) for adapter in data.get("adapters", ()))
+        if fields.get("trial") is not None:
+            count, forms, obstacle = fields["trial"]
+            fields["trial"] = FormTrial(count, tuple(TriedForm(*form) for form in forms), obstacle)
         return cls(**fields)
 
 
@@ -387,6 +424,7 @@ _SIZE = whole(1, LARGEST_SIZE)
 _PASSES = list_of(tuple_of(text, _COUNT))
 _KIND = one_of("decode", "self", "verify", "catch-up", "draft", "prefill")
 _PROFILE = tuple_of(_KIND, _SIZE, _SIZE, _SIZE, _SIZE, _SIZE, optional=1)  # older bundles fold nothing
+_TRIED = tuple_of(optional(text), _SIZE, number(0, 1), number(0, 1 << 40), number(0, 1 << 40))
 _LAYERS = list_of(tuple_of(_SIZE, _SIZE, _SIZE))
 _REPORT_ROW = record({"fused_attention": _COUNT, "float32_matmuls": list_of(anything)}, more=True)
 _REPORT = {"aliased": list_of(anything), "profiles": list_of(_REPORT_ROW)}
@@ -464,6 +502,7 @@ _ENTRY_RULES = _rules_of(
     guessed=optional(number(0, 1)),
     reading=optional(text),
     adapters=list_of(_ADAPTER_RULES),
+    trial=optional(tuple_of(_COUNT, list_of(_TRIED), optional(text))),
 )
 
 
