@@ -15,7 +15,7 @@ from unittest.mock import patch
 import numpy as np
 
 from specexport.bench.prompts import read_prompts
-from specexport.build.draft_vocabulary import HeadCut, choose_head_ids, read_counting_texts
+from specexport.build.draft_vocabulary import HeadCut, rank_head_ids, read_counting_texts
 from specexport_runtime import engine_load
 from specexport_runtime.bundle.cut_head import CutHead
 from specexport_runtime.bundle.manifest import load_manifest
@@ -89,10 +89,12 @@ def main() -> None:
     prompts = [prompt.text for prompt in read_prompts(args.prompts, num_prompts=args.num_prompts)]
     whole = 0.0
     print("| tokens | of the text | acceptance | of the whole head's | same text |\n| --- | --- | --- | --- | --- |")
+    least = HeadCut(min(args.sizes), texts, ends)
+    ranked = rank_head_ids(least, tokenizer, draft.vocab_size, special_tokens=special)
     for size in (draft.vocab_size, *args.sizes):
         cut = None
         if size < draft.vocab_size:
-            cut = choose_head_ids(HeadCut(size, texts, ends), tokenizer, draft.vocab_size, special_tokens=special)
+            cut = np.sort(ranked[:size])
         results = decode(args, prompts, cut, draft.vocab_size)
         rate = sum(each.stats.accepted for each in results) / sum(each.stats.drafted for each in results)
         outputs = [each.token_ids for each in results]

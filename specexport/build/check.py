@@ -295,15 +295,26 @@ def _read(
 
 
 def _make_executor(folder: Path, entry: ModelEntry, sequences: Seq[Int64Array], *, unpad_kv: bool) -> Executor:
-    from specexport_runtime.executors.open import backend_of
-
-    backend = backend_of(entry.backend)
-    if backend is None:
-        raise SpecexportError(f"the runtime has no backend {entry.backend!r} to check a new engine with.")
     num_rows, kv_capacity = len(sequences), max(len(sequence) for sequence in sequences) + max(VERIFY_LENS)
     if is_large(folder, entry):
         path = folder / str(entry.path if unpad_kv else entry.padded_path)
         return PartedExecutor(path, entry, num_rows=num_rows, kv_capacity=kv_capacity, num_threads=available_cores())
+    return open_new_engine(folder, entry, num_rows=num_rows, kv_capacity=kv_capacity, unpad_kv=unpad_kv)
+
+
+def open_new_engine(
+    folder: Path, entry: ModelEntry, *, num_rows: int, kv_capacity: int, unpad_kv: bool = True
+) -> Executor:
+    """An engine that was just built, for a few steps.
+
+    Raises:
+        SpecexportError: the runtime has no such backend.
+    """
+    from specexport_runtime.executors.open import backend_of
+
+    backend = backend_of(entry.backend)
+    if backend is None:
+        raise SpecexportError(f"the runtime has no backend {entry.backend!r} to run a new engine with.")
     return backend.open(
         EngineRequest(
             folder=folder,

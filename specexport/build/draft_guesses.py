@@ -14,10 +14,10 @@ from typing import NamedTuple
 import numpy as np
 
 from specexport.build.built import BuiltModel
+from specexport.build.check import open_new_engine
 from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.errors import SpecexportError
-from specexport_runtime.executors.base import EngineRequest, Executor, Int32Array
-from specexport_runtime.executors.open import backend_of
+from specexport_runtime.executors.base import Int32Array
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from specexport_runtime.requests.chat import render_chat
 
@@ -40,6 +40,7 @@ PROMPTS = (
 NUM_TOKENS = 32
 """Tokens that the target writes behind each prompt."""
 PROMPT_LEN = 96
+_CAPACITY = PROMPT_LEN + NUM_TOKENS
 _MOST_WORK, LEAST_PROMPTS = 6e12, 6
 """Operations of the target, a minute on two old cores: a larger target gets fewer prompts, or writes nothing."""
 _CHUNK, _HELD_OUT, _BEGINNING = 1000, 4, 200  # characters; every fourth chunk of a person's texts; what is a prompt
@@ -88,7 +89,7 @@ def write_texts(folder: Path, target: BuiltModel, prompts: Seq[str], *, num_ids:
     rows = [ids for ids, fits in zip(rows, fitting, strict=True) if fits and ids]
     if len(rows) < LEAST_PROMPTS:
         raise SpecexportError("the target is too large to write texts for it.")
-    with closing(_open(folder, target.entry, len(rows))) as executor:
+    with closing(open_new_engine(folder, target.entry, num_rows=len(rows), kv_capacity=_CAPACITY)) as executor:
         written = _write(ModelRunner(executor), rows)
     texts = []
     for ids, own in zip(rows, written, strict=True):
@@ -127,7 +128,7 @@ def count_right(
     ids = np.arange(entry.vocab_size, dtype=np.int32) if own is None else own
     kept = [np.arange(len(ids)) if head is None else np.flatnonzero(np.isin(ids, head)) for head in heads]
     right = [0] * len(heads)
-    with closing(_open(folder, entry, 1)) as executor:
+    with closing(open_new_engine(folder, entry, num_rows=1, kv_capacity=_CAPACITY)) as executor:
         runner = ModelRunner(executor)
         for text in texts:
             read = [*text.prompt, *text.written[:-1]]
@@ -137,20 +138,3 @@ def count_right(
                 right[at] += int((guesses == text.written).sum())
             runner.reset()
     return right
-
-
-def _open(folder: Path, entry: ModelEntry, num_rows: int) -> Executor:
-    backend = backend_of(entry.backend)
-    if backend is None:
-        raise SpecexportError(f"the runtime has no backend {entry.backend!r} to try drafts with.")
-    return backend.open(
-        EngineRequest(
-            folder=folder,
-            entry=entry,
-            role="new engine",
-            num_rows=num_rows,
-            kv_capacity=PROMPT_LEN + NUM_TOKENS + 2,
-            lookahead=1,
-            spin=False,
-        )
-    )

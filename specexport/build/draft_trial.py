@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from specexport.build.built import BuiltModel
 from specexport.build.draft_guesses import count_right, held_out, write_texts
 from specexport.build.draft_vocabulary import HeadCut
@@ -129,7 +131,7 @@ class FormChoice(NamedTuple):
         folder: of the draft.
         make: builds the files of a form in a folder; ``last=True`` uses the traced graph up.
         sizes: of the draft.
-        ids_of: which ids an LM head keeps.
+        rank: all token ids, those first that an LM head keeps first.
     """
 
     trial: DraftTrial
@@ -138,7 +140,7 @@ class FormChoice(NamedTuple):
     folder: Path
     make: Callable[..., ModelEntry]
     sizes: HeadSizes
-    ids_of: Callable[[HeadCut], Int32Array | None]
+    rank: Callable[[HeadCut], Int32Array]
 
     def settle(self) -> Chosen:
         """Find the form that promises most, and leave its files in ``folder``.
@@ -175,16 +177,19 @@ class FormChoice(NamedTuple):
             speed = promised_speed(accepted, costs.target, step, trial.lookahead)
             tried.append(TriedForm(found.quantize, size, accepted, price, speed))
 
-        def kept(size: int, among: tuple[str, ...]) -> Int32Array | None:
-            return self.ids_of(HeadCut(size, among, target.eos_token_ids))
+        def heads_of(among: tuple[str, ...], wanted: Seq[int]) -> dict[int, Int32Array]:
+            ranked = self.rank(HeadCut(min(wanted), among, target.eos_token_ids)) if wanted else ()
+            return {size: np.sort(ranked[:size]) for size in wanted}
 
-        heads = {size: kept(size, counted) for size in HEAD_SIZES if trial.cuts and 2 * size <= sizes.rows}
+        heads = heads_of(counted, [size for size in HEAD_SIZES if trial.cuts and 2 * size <= sizes.rows])
         rights = count_right(folder, entry, texts, form.head_ids, [None, *heads.values()])
         add(entry, entry.head_size, rights[0])
         for size, right in zip(heads, rights[1:], strict=True):
             add(sizes.cut(entry, size), size, right)
         best = pick(tried)
-        ids = kept(best.head_size, trial.texts) if best.head_size in heads else form.head_ids
+        ids = heads.get(best.head_size, form.head_ids)
+        if best.head_size in heads and counted != trial.texts:
+            ids = heads_of(trial.texts, [best.head_size])[best.head_size]
         built = {tried[0][:2]: (self.simplest, folder)}
 
         def build(quantize: str | None, *, last: bool = False) -> ModelEntry:
@@ -193,14 +198,19 @@ class FormChoice(NamedTuple):
             built[quantize, best.head_size] = Chosen(other, made), place
             return made
 
+        obstacle = None
         for name in self.others:
-            made = build(name)
-            (right,) = count_right(folder / name, made, texts, ids, [heads.get(best.head_size)])
-            add(made, best.head_size, right)
+            try:
+                made = build(name)
+                (right,) = count_right(folder / name, made, texts, ids, [heads.get(best.head_size)])
+            except SpecexportError as error:  # a model of which this form cannot be had
+                obstacle = error.message
+            else:
+                add(made, best.head_size, right)
         winner = pick(tried)
         if winner[:2] not in built:
             build(winner.quantize, last=True)
-        return *built[winner[:2]], FormTrial(count, tuple(tried))
+        return *built[winner[:2]], FormTrial(count, tuple(tried), obstacle)
 
 
 def pick(tried: Seq[TriedForm]) -> TriedForm:
@@ -233,7 +243,7 @@ def describe_trial(entry: ModelEntry) -> list[str]:
     trial = entry.trial
     if trial is None:
         return []
-    if trial.obstacle is not None:
+    if not trial.forms:
         return [f"no forms were tried: {trial.obstacle}"]
     own = entry.quantize, entry.head_size
     lines = {}
@@ -241,4 +251,5 @@ def describe_trial(entry: ModelEntry) -> list[str]:
         found = f"{accepted:.1%} accepted, a step takes {step:.2f} of the target's, promises {speed:.2f}x"
         lines[name, size] = f"{name or 'float'} with {size} tokens: {found}"
     chosen = f"form chosen on {trial.num_tokens} tokens of the target: {lines[own]}"
-    return [chosen, *(f"  tried: {words}" for form, words in lines.items() if form != own)]
+    rest = [f"  tried: {words}" for form, words in lines.items() if form != own]
+    return [chosen, *rest, *([] if trial.obstacle is None else [f"  not tried: {trial.obstacle}"])]

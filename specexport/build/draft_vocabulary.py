@@ -126,20 +126,20 @@ def check_head_size(size: int, vocab_size: int) -> None:
         )
 
 
-def choose_head_ids(
+def rank_head_ids(
     cut: HeadCut, tokenizer_json: bytes, vocab_size: int, *, keep: Seq[int] = (), special_tokens: Seq[str] = ()
 ) -> Int32Array:
-    """The token ids that a draft's LM head keeps.
+    """All token ids, those first that a draft's LM head keeps first.
 
     Args:
-        cut: how many, and what they are counted on.
+        cut: how many stay at least, and what they are counted on.
         tokenizer_json: the draft's ``tokenizer.json``.
         vocab_size: V, rows of the whole head.
         keep: ids that stay, however often they were seen: those that end a text. ``cut.ends`` stay too.
         special_tokens: texts of named special tokens, which stay as well.
 
     Returns:
-        [N] int32, ascending.
+        [V] int32.
 
     Raises:
         RecipeError: N is beyond V, or too small for what must stay.
@@ -160,5 +160,4 @@ def choose_head_ids(
     for ids in tokenize(cut.texts, tokenizer):
         counts += np.bincount(ids[ids < vocab_size], minlength=vocab_size)
     counts[kept] = np.iinfo(np.int64).max
-    likeliest = np.argsort(-counts, kind="stable")[: cut.size]  # stable: the lower id first on a tie
-    return np.sort(likeliest).astype(np.int32)
+    return np.argsort(-counts, kind="stable").astype(np.int32)  # stable: the lower id first on a tie

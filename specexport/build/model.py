@@ -17,7 +17,7 @@ from specexport.build.built import BuiltModel
 from specexport.build.check import check_engine, check_obstacle, check_sequences, text_perplexity, text_sequences
 from specexport.build.draft_layers import LayerPrune, check_num_layers, cut_pieces
 from specexport.build.draft_trial import Chosen, DraftForm, DraftTrial, FormChoice, HeadSizes, describe_trial
-from specexport.build.draft_vocabulary import HeadCut, choose_head_ids, read_counting_texts
+from specexport.build.draft_vocabulary import HeadCut, rank_head_ids, read_counting_texts
 from specexport.build.lora import bind_adapters, describe_adapters
 from specexport.channel_ranges import CacheRange, ChannelRanges
 from specexport.progress import StageClock
@@ -159,8 +159,8 @@ def build_model(
     entry = forms.build(form, folder, clock, last=trial is None)
     if trial is not None:
         with clock.stage("trial", source.role, steps=0):
-            ids_of = partial(_head_ids, checkpoint)
-            form, entry = FormChoice(trial, Chosen(form, entry), others, folder, forms.build, head, ids_of).settle()
+            rank = partial(_rank_ids, checkpoint)
+            form, entry = FormChoice(trial, Chosen(form, entry), others, folder, forms.build, head, rank).settle()
             clock.note(describe_trial(entry)[0])
     del forms
     gc.collect()  # the graph is gone: its weights must not be in memory beside the check's
@@ -440,8 +440,13 @@ def _head_ids(checkpoint: Any, cut: HeadCut | None) -> Int32Array | None:
     """Token ids that the LM head keeps; None if it keeps all."""
     if cut is None or cut.size == checkpoint.vocab_size:
         return None
+    return np.sort(_rank_ids(checkpoint, cut)[: cut.size])
+
+
+def _rank_ids(checkpoint: Any, cut: HeadCut) -> Int32Array:
+    """All token ids, those first that stay in the LM head."""
     ends = [token for token in (checkpoint.bos_token_id, *checkpoint.eos_token_ids) if token is not None]
-    return choose_head_ids(
+    return rank_head_ids(
         cut,
         checkpoint.tokenizer_json,
         checkpoint.vocab_size,

@@ -257,17 +257,18 @@ def _make_plan(recipe: BuildRecipe, models: list[ModelSource]) -> _Plan:
     cut = prune = trial = None
     reduced: dict[str, Any] = {}
     # With the draft's own files, which are in the key, all that decides which ids and which layers stay.
+    tries = recipe.draft_quantize == AUTO, recipe.draft_vocab_size == AUTO
+    reads = recipe.draft_vocab_size is not None or recipe.draft_layers is not None or any(tries)
+    texts = read_counting_texts(recipe.draft_vocab_texts) if reads else ()
     if isinstance(recipe.draft_vocab_size, int):
-        cut = HeadCut(recipe.draft_vocab_size, read_counting_texts(recipe.draft_vocab_texts))
+        cut = HeadCut(recipe.draft_vocab_size, texts)
         reduced["head"] = {"size": cut.size, "texts": cut.texts_sha256, "target": models[0].sha256}
     if recipe.draft_layers is not None:
-        prune = LayerPrune(recipe.draft_layers, read_counting_texts(recipe.draft_vocab_texts))
+        prune = LayerPrune(recipe.draft_layers, texts)
         reduced["layers"] = {"size": prune.num_layers, "texts": prune.texts_sha256}
-    if AUTO in (recipe.draft_quantize, recipe.draft_vocab_size):
-        auto = (recipe.draft_quantize == AUTO, recipe.draft_vocab_size == AUTO)
-        texts = read_counting_texts(recipe.draft_vocab_texts)
-        trial = DraftTrial(*auto, texts, recipe.draft_vocab_texts is not None, recipe.lookahead)
-        reduced["trial"] = [*auto, hash_texts(texts), trial.own_texts, trial.lookahead]
+    if any(tries):
+        trial = DraftTrial(*tries, texts, recipe.draft_vocab_texts is not None, recipe.lookahead)
+        reduced["trial"] = [*tries, hash_texts(texts), trial.own_texts, trial.lookahead]
     # A target gives what its head reads; a head may have its embedding from its target.
     beside = {}
     if recipe.head is not None:

@@ -208,7 +208,7 @@ def test_a_trial_is_done_once_and_always_ends_the_same(
 
 @pytest.mark.parametrize(
     ("work", "least", "why"),
-    [(1.0, 0, "too large"), (6e12, 1 << 20, "its weights take 0."), (6e12, 0, "breaks with int8")],
+    [(1.0, 0, "too large"), (6e12, 1 << 20, "its weights take 0."), (6e12, 0, "the draft breaks")],
 )
 def test_a_draft_that_cannot_be_tried_is_what_it_was(
     work: float,
@@ -219,10 +219,8 @@ def test_a_draft_that_cannot_be_tried_is_what_it_was(
     trying: pytest.MonkeyPatch,
     run_cli: RunCli,
 ) -> None:
-    def count(folder: Path, entry: ModelEntry, *args: Any) -> list[int]:
-        if entry.quantize is not None:
-            raise SpecexportError(f"the draft breaks with {entry.quantize}.")
-        return count_right(folder, entry, *args)
+    def count(*_: Any) -> list[int]:
+        raise SpecexportError("the draft breaks.")
 
     trying.setattr(pipeline, "LEAST_BYTES", least)
     trying.setattr(draft_guesses, "_MOST_WORK", work)
@@ -233,6 +231,23 @@ def test_a_draft_that_cannot_be_tried_is_what_it_was(
     assert why in draft.trial.obstacle
     assert f"no forms were tried: {draft.trial.obstacle}" in run_cli("inspect", tmp_path / "b").stdout
     assert sorted(place.name for place in (tmp_path / "b" / "draft").iterdir()) == SIMPLEST_FILES
+
+
+def test_a_form_that_cannot_be_had_leaves_the_others(
+    tiny_pair: TinyPair, tmp_path: Path, trying: pytest.MonkeyPatch, run_cli: RunCli
+) -> None:
+    def count(folder: Path, entry: ModelEntry, *args: Any) -> list[int]:
+        if entry.quantize == "int8":
+            raise SpecexportError("the draft breaks with int8.")
+        return count_right(folder, entry, *args)
+
+    trying.setattr(draft_trial, "count_right", count)
+    trying.setattr(draft_trial, "pick", lambda tried: tried[1])
+    draft = _entry(build_bundle(tiny_pair.recipe(tmp_path / "b"), use_cache=False))
+    assert (draft.quantize, draft.num_head_ids) == (None, 150)
+    assert [(form.quantize, form.head_size) for form in draft.trial.forms[3:]] == [("int4", 150)]
+    assert "  not tried: the draft breaks with int8." in run_cli("inspect", tmp_path / "b").stdout
+    assert sorted(place.name for place in (tmp_path / "b" / "draft").iterdir()) == [HEAD_IDS_NAME, *SIMPLEST_FILES]
 
 
 def test_what_is_asked_for_is_not_tried(tiny_pair: TinyPair, tmp_path: Path, trying: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from click.testing import Result
 from pairs import TinyPair
 from tiny_models import make_tokenizer
 
-from specexport.build.draft_vocabulary import HeadCut, choose_head_ids, read_counting_texts
+from specexport.build.draft_vocabulary import HeadCut, rank_head_ids, read_counting_texts
 from specexport.build.pipeline import _find_models, _make_plan, build_bundle
 from specexport_runtime.bundle.files import hash_files
 from specexport_runtime.bundle.manifest import load_manifest
@@ -37,34 +38,38 @@ def ids_of(tokenizer: bytes, text: str) -> set[int]:
     return set(Tokenizer.from_buffer(tokenizer).encode(text, add_special_tokens=False).ids)
 
 
+def kept_ids(cut: HeadCut, *args: Any, **kwargs: Any) -> Any:
+    return np.sort(rank_head_ids(cut, *args, **kwargs)[: cut.size])
+
+
 def test_the_likeliest_tokens_stay(tokenizer: bytes) -> None:
-    chosen = choose_head_ids(HeadCut(3, ("zzzzyyyx", "yx~")), tokenizer, 320)
+    chosen = kept_ids(HeadCut(3, ("zzzzyyyx", "yx~")), tokenizer, 320)
     assert chosen.dtype == np.int32
     assert chosen.tolist() == sorted(ids_of(tokenizer, "zyx"))
 
 
 def test_ties_and_what_was_never_seen_come_in_the_order_of_ids(tokenizer: bytes) -> None:
     seen = sorted(ids_of(tokenizer, "wvz"))
-    assert choose_head_ids(HeadCut(2, ("wvz", "zvw")), tokenizer, 320).tolist() == seen[:2]
-    assert choose_head_ids(HeadCut(8, ("wvz",)), tokenizer, 320).tolist() == [0, 1, 2, 3, 4, *seen]
+    assert kept_ids(HeadCut(2, ("wvz", "zvw")), tokenizer, 320).tolist() == seen[:2]
+    assert kept_ids(HeadCut(8, ("wvz",)), tokenizer, 320).tolist() == [0, 1, 2, 3, 4, *seen]
 
 
 def test_what_ends_a_text_stays(tokenizer: bytes) -> None:
     cut = HeadCut(4, ("aaaabbbbccccdd",), ends=(300, 999))  # no row of 999 is there to keep
-    chosen = choose_head_ids(cut, tokenizer, 320, keep=(2,), special_tokens=["<pad>", "no token"])
+    chosen = kept_ids(cut, tokenizer, 320, keep=(2,), special_tokens=["<pad>", "no token"])
     assert chosen.tolist() == sorted({300, 2, 0} | ids_of(tokenizer, "a"))
 
 
 def test_tokens_that_the_draft_has_no_row_for_are_not_counted(tokenizer: bytes) -> None:
     last = max(ids_of(tokenizer, "z"))
-    assert choose_head_ids(HeadCut(1, ("zzzza",)), tokenizer, last).tolist() == list(ids_of(tokenizer, "a"))
+    assert kept_ids(HeadCut(1, ("zzzza",)), tokenizer, last).tolist() == list(ids_of(tokenizer, "a"))
 
 
 def test_sizes_that_do_not_fit(tokenizer: bytes) -> None:
     with pytest.raises(RecipeError, match=r"draft_vocab_size is 301.* 300 rows"):
-        choose_head_ids(HeadCut(301, ()), tokenizer, 300)
+        kept_ids(HeadCut(301, ()), tokenizer, 300)
     with pytest.raises(RecipeError, match="draft_vocab_size is 2, and 3 special tokens must stay"):
-        choose_head_ids(HeadCut(2, ("aaa",), ends=(2,)), tokenizer, 300, keep=(1, 2), special_tokens=["<pad>"])
+        kept_ids(HeadCut(2, ("aaa",), ends=(2,)), tokenizer, 300, keep=(1, 2), special_tokens=["<pad>"])
 
 
 def test_texts_of_every_form(tmp_path: Path) -> None:

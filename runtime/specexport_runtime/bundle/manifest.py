@@ -128,7 +128,7 @@ class FormTrial(NamedTuple):
     Attributes:
         num_tokens: tokens of the target that were to be guessed.
         forms: what was tried, the simplest first.
-        obstacle: why nothing was tried; None where something was.
+        obstacle: why nothing was tried, or not all of it; None where all was.
     """
 
     num_tokens: int
