@@ -209,7 +209,6 @@ class SpecEngine:
             max_num_seqs=max_num_seqs,
             pace=pace,
             reuses_prefixes=enable_prefix_caching and _can_reuse([runner, *self._drafting.values()]),
-            drafting=list(self._drafting.values()),
             memory=memory,
         )
         self._builder = builder

@@ -1,7 +1,6 @@
 """From a bundle folder to the parts of an engine: executors, drafters, drafting defaults, what steps cost."""
 
 from collections.abc import Mapping
-from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,14 +8,12 @@ from specexport_runtime.bundle.cut_head import CutHead, load_cut_head
 from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.bundle.mask_feature import MaskInput, load_mask
 from specexport_runtime.bundle.opened import Bundle, load_bundle
-from specexport_runtime.costs.copy_cost import least_copied, measure_copy
 from specexport_runtime.costs.curves import CostCurves, KnownCosts, load_costs
 from specexport_runtime.costs.learned import LearnedCosts
 from specexport_runtime.costs.prior import DRAFTER_OF, prior_costs
 from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.decoding.memory_budget import MemoryBudget
 from specexport_runtime.decoding.pace import Pace
-from specexport_runtime.decoding.prefixes import LEAST_REUSED
 from specexport_runtime.drafters.base import Drafter, DrafterFactory, DrafterParts, DraftOffer, Obstacle
 from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.head_kind import head_obstacle
@@ -255,7 +252,6 @@ def make_decoder(
     max_num_seqs: int | None = None,
     reuses_prefixes: bool = False,
     pace: Pace | None = None,
-    drafting: Seq[ModelRunner] = (),
     memory: MemoryBudget | None = None,
 ) -> Decoder:
     """The decoder of an engine.
@@ -271,12 +267,8 @@ def make_decoder(
         max_num_seqs: sequences that run at a time; None takes all rows of the target.
         reuses_prefixes: let sequences go on from what cache rows have of their prompts.
         pace: times that are to be kept; None for none.
-        drafting: the models that draft; all rows are empty.
         memory: what bounds the memory of the cache rows; None: nothing but their number.
     """
-    least = LEAST_REUSED
-    if reuses_prefixes and curves is not None:
-        least = least_copied(measure_copy([target, *drafting]), curves.target, LEAST_REUSED, target.kv.capacity)
     lengths = None
     if curves is not None:
         lengths = Controller(curves, lookahead, drafters=weighed, learned=learned)
@@ -286,7 +278,6 @@ def make_decoder(
         max_num_seqs=max_num_seqs,
         reuses_prefixes=reuses_prefixes,
         pace=pace,
-        least_copied=least,
         memory=memory,
         max_num_batched_tokens=max_num_batched_tokens,
         lengths=lengths,

@@ -164,4 +164,4 @@ def replay(
 
 def controller_of(told: CostCurves) -> Controller:
     """A new one, to which nothing is known but sizes."""
-    return Controller(told, LOOKAHEAD, drafters=weighed(told), learned=LearnedCosts(clock=lambda: 0.0))
+    return Controller(told, LOOKAHEAD, drafters=weighed(told), learned=LearnedCosts())

@@ -15,13 +15,7 @@ SCHEMA = "specexport.costs/7"
 
 
 class LayerShares(NamedTuple):
-    """What parts of a target take of its step, which price a draft of any set of its layers.
-
-    Attributes:
-        num_layers: layers (N); each has a gate for its mixer (attention, recurrences), and one for its MLP.
-        mixer: share of one mixer, 0 to 1.
-        mlp: share of one MLP.
-    """
+    """Of a target's step, the shares of one mixer (attention, recurrences) and one MLP, of N layers."""
 
     num_layers: int
     mixer: float
@@ -32,29 +26,18 @@ class LayerShares(NamedTuple):
 class CostCurves:
     """What the steps of a bundle cost.
 
-    Attributes:
-        target: a step of the target.
-        drafters: a step of a drafter that has an engine of its own (``"draft-model"``), or a step made for it
-            (``"self"``, where the target's engine fixes its layers). Lookup has none: it costs microseconds.
-        shares: of a target that can draft with its own layers; None for others.
+    Of ``drafters`` those that have an engine of their own (``"draft-model"``), or a step made for them (``"self"``,
+    where the target's engine fixes its layers). Lookup has none: it costs microseconds.
     """
 
     target: StepCost
     drafters: Mapping[str, StepCost] = field(default_factory=dict)
-    shares: LayerShares | None = None
+    shares: LayerShares | None = None  # of a target that can draft with any of its layers
 
     def self_draft_seconds(
         self, mixers_off: float, mlps_off: float, num_tokens: int, num_rows: int, kv_entries: float = 0
     ) -> float:
-        """Seconds of a step of the target without some of its layers.
-
-        Args:
-            mixers_off: mixers that are left out.
-            mlps_off: MLPs that are left out.
-            num_tokens: new tokens of all rows together (T).
-            num_rows: rows of the step (B).
-            kv_entries: cache entries of its rows; layers that are left out do not read theirs.
-        """
+        """Seconds of a step of the target without so many mixers, whose caches are not read either, and MLPs."""
         whole = self.target.seconds(num_tokens, num_rows)
         if self.shares is None:
             return self.target.seconds(num_tokens, num_rows, kv_entries)
@@ -64,26 +47,16 @@ class CostCurves:
 
 
 class KnownCosts(NamedTuple):
-    """What is known of a bundle's costs on this machine.
-
-    Attributes:
-        curves: what steps cost by their sizes.
-        learned: by what they are mended, and where that is kept.
-    """
+    """What steps cost by their sizes, and by what that is mended."""
 
     curves: CostCurves
     learned: LearnedCosts
 
 
 def load_costs(prior: CostCurves, circumstances: Mapping[str, Any], *, cache: bool = True) -> KnownCosts:
-    """The costs of a bundle on this machine: what its sizes promise, and what was learned earlier.
+    """What a bundle's sizes promise, and what was learned earlier on this machine in the same ``circumstances`` (JSON).
 
     A file that is damaged or of another form is replaced. A cache that cannot be written costs one warning.
-
-    Args:
-        prior: what the sizes promise.
-        circumstances: what tells this bundle and how it is run from all others, as JSON.
-        cache: False keeps nothing.
     """
     key = {"schema": SCHEMA, "machine": machine_key(), "prior": asdict(prior), **circumstances}
     key = json.loads(json.dumps(key))

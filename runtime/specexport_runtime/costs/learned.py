@@ -14,7 +14,6 @@ why), so the caller says when nothing sampled is under way; until then what was 
 """
 
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -27,21 +26,27 @@ WRONG = 1.2
 _WINDOW, _LATELY = 128, 15  # samples that count for a ratio, and rounds for the level
 _NEW = 8  # samples from which a ratio is kept that agrees with what was promised
 _SEEN = 3  # rounds after which a drafter is no stranger here
-_CERTAIN, _CERTAIN_STEPS, _CERTAIN_READINGS = 2.4, 2.2, 1.7
-"""Standard deviations of the order of samples that lie between a ratio and another: of what draft tokens add, of draft
-steps, of reading. Readings are long, and seldom: three that agree suffice, as do five steps."""
-_SHARED = 0.6  # of samples from neighbouring rounds: each round is in two, and both mostly err to one side
 _OFTEN, _PAIRS, _SELDOM = 4, 12, 64
 """Every fourth draft is shorter until so many pairs of rounds differed; later one of 64 that were all as long."""
 _COMPARED, _ENOUGH = 4, 16
 """Pairs of rounds from which drafts are judged beside what their tokens add to a step, or rounds if few differed."""
-_WIDEST = 20.0  # a ratio is never mended beyond this
-_LEAST_EXTRA = 0.2  # the same for what draft tokens add: they are multiplied with all weights, however fast
-_KEEP_EVERY_S = 10.0
 _SOON, _LATER = 48, 8  # every round is looked at first, then every eighth: many samples take longer to order
-_EXTRA = "target/drafts"
-"""Under which the target's ratio stands among those of the drafters, none of which may have a slash in its name."""
-_READING = "/reading"
+_EXTRA, _READING = "target/drafts", "/reading"
+"""Under which the target's ratio stands among those of the drafters, and a drafter's of reading."""
+
+
+class _Judge(NamedTuple):
+    """When samples outweigh what is believed."""
+
+    deviations: float  # of the order of the samples, by which chance is left behind
+    independent: float  # share of the samples; a round is in two pairs, which mostly err to one side
+    least: float  # no ratio is smaller
+    most: float = 20.0  # or larger
+
+
+_OF_EXTRA = _Judge(2.4, 0.6, 0.2)  # draft tokens are multiplied with all weights, however fast
+_OF_STEPS = _Judge(2.2, 1.0, 0.05)
+_OF_READING = _Judge(1.7, 1.0, 0.05)  # long and seldom: three that agree suffice, as do five steps
 
 
 def reading_of(drafter: str) -> str:
@@ -50,24 +55,14 @@ def reading_of(drafter: str) -> str:
 
 
 class RoundSeconds(NamedTuple):
-    """One round: what was promised by size, and what it took, in seconds.
-
-    Attributes:
-        num_rows: rows of the step.
-        drafted: its draft tokens.
-        base: promised of the target's step without them.
-        extra: promised of what they add to it.
-        target: the target's step took.
-        drafts: by drafter, promised and real ones of its steps; by :func:`reading_of` a drafter those of reading what
-            it had missed.
-    """
+    """One round: what was promised by size, and what it took, in seconds."""
 
     num_rows: int
-    drafted: int
-    base: float
-    extra: float
-    target: float
-    drafts: Mapping[str, tuple[float, float]] = {}
+    drafted: int  # draft tokens of the step
+    base: float  # promised of the target's step without them
+    extra: float  # promised of what they add to it
+    target: float  # what the target's step took
+    drafts: Mapping[str, tuple[float, float]] = {}  # promised and real ones of each drafter, or of its reading
 
     def level(self, ratio: float) -> float:
         """Real seconds over promised ones, where draft tokens add ``ratio`` times what was promised."""
@@ -84,49 +79,29 @@ class _Sample(NamedTuple):
 
 @dataclass
 class _Steps:
-    """Rounds of one size.
-
-    Attributes:
-        lately: the last ones.
-        same: how many had the number of draft tokens that the last one had.
-        pairs: neighbours with different numbers.
-        asked: how often somebody wanted to know whether a shorter draft would tell something.
-        count: all of them.
-    """
+    """Rounds of one size."""
 
     lately: deque[RoundSeconds] = field(default_factory=lambda: deque(maxlen=_LATELY))
-    same: int = 0
-    asked: int = 0
-    pairs: int = 0
     count: int = 0
+    same: int = 0  # lately, those with the draft tokens of the last one
+    pairs: int = 0  # neighbours with different numbers
+    asked: int = 0  # how often somebody wanted to know whether a shorter draft would tell something
 
 
 class LearnedCosts:
-    """Ratios by which promised seconds are mended, by the number of rows.
+    """Ratios by which promised seconds are mended, by the number of rows; ``version`` counts the changes.
 
-    Args:
-        known: what :meth:`to_json` gave in an earlier life; None begins with what was promised.
-        keep: called with :meth:`to_json` after a change, seldom, and by :meth:`flush`: keeps it for the next life.
-        clock: seconds; tests bring their own.
-
-    Attributes:
-        version: counts the changes.
+    ``keep`` gets :meth:`to_json` after a change, for the next life, where it is what is ``known``.
     """
 
-    def __init__(
-        self,
-        known: Any = None,
-        *,
-        keep: Callable[[dict[str, Any]], object] | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, known: Any = None, *, keep: Callable[[dict[str, Any]], object] = lambda _: None) -> None:
         self.version = 0
         self._steps: dict[int, _Steps] = {}
         self._samples: dict[tuple[str, int], deque[_Sample]] = {}
         self._seen: dict[str, int] = {}
         self._ratios: dict[str, dict[int, float]] = _read(known)
         self._due: dict[tuple[str, int], float] = {}
-        self._keep, self._clock, self._kept, self._is_kept = keep, clock, -math.inf, True
+        self._keep, self._is_kept = keep, True
 
     def extra_ratio(self, num_rows: int) -> float:
         """By what the seconds that draft tokens add to the target's step are multiplied."""
@@ -138,11 +113,8 @@ class LearnedCosts:
 
     def level(self, num_rows: int) -> float | None:
         """Real seconds of the target's plain step over the promised ones, lately; None if nothing was seen."""
-        steps = _nearest(self._steps, num_rows)
-        if steps is None:
-            return None
-        ratio = self.extra_ratio(num_rows)
-        return median(step.level(ratio) for step in steps.lately)
+        steps, ratio = _nearest(self._steps, num_rows), self.extra_ratio(num_rows)
+        return None if steps is None else median(step.level(ratio) for step in steps.lately)
 
     def is_unknown(self, drafter: str) -> bool:
         """Whether nobody has seen on this machine what a drafter's steps cost."""
@@ -157,9 +129,7 @@ class LearnedCosts:
         if steps is None or not steps.lately[-1].drafted:
             return False
         steps.asked += 1
-        if steps.pairs < _PAIRS:
-            return not steps.asked % _OFTEN
-        return steps.same >= _SELDOM
+        return not steps.asked % _OFTEN if steps.pairs < _PAIRS else steps.same >= _SELDOM
 
     def observe(self, taken: RoundSeconds) -> None:
         """A round was executed. Changes nothing by itself, see :meth:`adopt`."""
@@ -182,8 +152,6 @@ class LearnedCosts:
             for name, of_size in sorted(self._samples, key=lambda key: key[0] != _EXTRA):
                 if of_size == size and (name == _EXTRA or steps.pairs >= _COMPARED or steps.count >= _ENOUGH):
                     self._judge(name, size)
-        if self.version:  # what was right all along waits for the end
-            self._keep_soon()
 
     @property
     def is_due(self) -> bool:
@@ -202,24 +170,18 @@ class LearnedCosts:
         self._due.clear()
         self.version += 1
         self._is_kept = False
-        self._keep_soon()
+        self.flush()
         return True
 
     def flush(self) -> None:
         """Keep for the next life what changed since it was kept last."""
-        if self._is_kept:
-            return
-        self._kept, self._is_kept = self._clock(), True
-        if self._keep is not None:
+        if not self._is_kept:
+            self._is_kept = True
             self._keep(self.to_json())
 
     def to_json(self) -> dict[str, Any]:
         """JSON form."""
         return {name: {str(size): ratio for size, ratio in each.items()} for name, each in self._ratios.items()}
-
-    def _keep_soon(self) -> None:
-        if not self._is_kept and self._clock() - self._kept >= _KEEP_EVERY_S:
-            self.flush()
 
     def _add(self, name: str, size: int, sample: _Sample) -> None:
         self._samples.setdefault((name, size), deque(maxlen=_WINDOW)).append(sample)
@@ -232,13 +194,8 @@ class LearnedCosts:
             (ratio if step is None else ratio / step.level(extra), weight)
             for ratio, weight, step in self._samples[name, size]
         ]
-        deviations, share, least = _CERTAIN_STEPS, 1.0, 1 / _WIDEST
-        if name == _EXTRA:
-            deviations, share, least = _CERTAIN, _SHARED, _LEAST_EXTRA
-        elif name.endswith(_READING):
-            deviations = _CERTAIN_READINGS
-        found = _beyond(samples, used, deviations, share)
-        found = used if found is None else min(max(found, least), _WIDEST)
+        judge = _OF_EXTRA if name == _EXTRA else _OF_READING if name.endswith(_READING) else _OF_STEPS
+        found = min(max(_beyond(samples, used, judge), judge.least), judge.most)
         if max(found / used, used / found) > WRONG:
             self._due[name, size] = found
             return
@@ -248,8 +205,7 @@ class LearnedCosts:
 
     def _ratio(self, name: str, num_rows: int) -> float:
         by_size = self._ratios.get(name) or self._ratios.get(name.removesuffix(_READING), {})
-        found = _nearest(by_size, num_rows)
-        return 1.0 if found is None else found
+        return _nearest(by_size, num_rows) or 1.0
 
 
 def _extra_sample(before: RoundSeconds, now: RoundSeconds) -> _Sample:
@@ -263,21 +219,19 @@ def _extra_sample(before: RoundSeconds, now: RoundSeconds) -> _Sample:
     return _Sample((longer - y) / rest if rest > 0 else math.inf, more - x)
 
 
-def _beyond(samples: Collection[tuple[float, float]], used: float, deviations: float, share: float) -> float | None:
-    """The ratio, if chance hardly put samples and their weights where they are while ``used`` is the truth; else None.
+def _beyond(samples: Collection[tuple[float, float]], used: float, judge: _Judge) -> float:
+    """``used``, unless chance hardly put samples and their weights where they are while it is the truth.
 
-    Half of the samples lie below the truth, give or take some of them, whatever they are: ``deviations`` standard
-    deviations of that share. The median is believed one of them less far. Of the samples, ``share`` are independent.
+    Half of the samples lie below the truth, give or take some of them, whatever they are. The median is believed one
+    standard deviation of that share less far.
     """
     weight = sum([each for _, each in samples])
-    if not weight:
-        return None
     below = sum([each for ratio, each in samples if ratio < used])
     above = sum([each for ratio, each in samples if ratio > used])
-    one = 0.5 * math.sqrt(sum([each**2 for _, each in samples]) / share) / weight
-    if max(below, above) < (0.5 + deviations * one) * weight:
-        return None
-    left = weight * (min(0.5 + one, 1.0) if below > above else max(0.5 - one, 0.0))
+    one = 0.5 * math.sqrt(sum([each**2 for _, each in samples]) / judge.independent)
+    if max(below, above) <= 0.5 * weight + judge.deviations * one:
+        return used
+    left = min(0.5 * weight + one, weight) if below > above else 0.5 * weight - one
     ordered = sorted(samples)
     for ratio, each in ordered:
         left -= each
@@ -302,7 +256,6 @@ def _read(known: Any) -> dict[str, dict[int, float]]:
         ratios = {str(name): {int(size): float(each[size]) for size in each} for name, each in (known or {}).items()}
     except (AttributeError, TypeError, ValueError):
         return {}
-    fine = all(
-        size >= 1 and 1 / _WIDEST <= ratio <= _WIDEST for each in ratios.values() for size, ratio in each.items()
-    )
+    least, most = _OF_STEPS.least, _OF_STEPS.most
+    fine = all(size >= 1 and least <= ratio <= most for each in ratios.values() for size, ratio in each.items())
     return ratios if fine else {}

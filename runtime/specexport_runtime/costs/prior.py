@@ -23,21 +23,13 @@ _STATE_FLOPS = 6
 
 
 class _Rates(NamedTuple):
-    """What a machine does in a second, and what a layer costs besides.
+    """What a machine does in a second, and what a layer costs besides."""
 
-    Attributes:
-        bytes: read from memory.
-        layer_seconds: of a layer, whatever it holds.
-        flops: in products with weights, by how those are quantized.
-        cache_flops: in products with the cache, which are narrow.
-        hidden: of the time that weights take to arrive, the share in which products cost next to nothing.
-    """
-
-    bytes: float
-    layer_seconds: float
-    flops: Mapping[str | None, float]
-    cache_flops: float
-    hidden: float
+    bytes: float  # read from memory
+    layer_seconds: float  # of a layer, whatever it holds
+    flops: Mapping[str | None, float]  # in products with weights, by how those are quantized
+    cache_flops: float  # in products with the cache, which are narrow
+    hidden: float  # of the time that weights take to arrive, the share in which products cost next to nothing
 
 
 # Two cores of an EPYC, a model of 1.5 billion: what counts is how much they multiply while they read a byte. With 256
@@ -49,12 +41,7 @@ _GPU = _Rates(1.5e12, 2e-5, {None: 1e14}, 1e13, hidden=0)
 
 
 def prior_costs(models: Mapping[str, ModelEntry], *, kernels: str | None) -> CostCurves:
-    """What a bundle's sizes promise.
-
-    Args:
-        models: ``"target"`` and, if there is one, ``"draft"`` or ``"head"``.
-        kernels: the instruction set of the CPU's operators; None for engines that run on a GPU.
-    """
+    """What the sizes of a bundle's models promise; ``kernels`` is the CPU's instruction set, None on a GPU."""
     rates = _GPU if kernels is None else _CPU.get(kernels, _NARROW)
     costs = {role: _cost(entry, rates) for role, entry in models.items()}
     target, entry = costs["target"], models["target"]

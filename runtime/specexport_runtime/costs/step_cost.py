@@ -6,7 +6,6 @@ once a step and multiplied with each new token of its row. Imports the standard 
 """
 
 from dataclasses import dataclass, fields
-from typing import Any
 
 _LEAST_PRODUCTS = 0.1
 """Share of the products that is felt however long the reading takes."""
@@ -14,40 +13,21 @@ _LEAST_PRODUCTS = 0.1
 
 @dataclass(frozen=True)
 class StepCost:
-    """Seconds of a step of one engine. Never falls with more tokens.
+    """Seconds of a step of one engine. Never falls with more tokens."""
 
-    Attributes:
-        reading: of all weights, once a step.
-        token: multiplying all weights that a token meets with it.
-        fixed: whatever the step holds.
-        hidden: share of the reading behind which products cost next to nothing (0 to 1).
-        unchosen: of reading experts that no token chose, were there no token; part of ``reading``.
-        unchosen_share: of an expert, the chance that a token does not choose it.
-        row: of a row's states, and whatever else a row costs.
-        row_token: the same, for each new token of a row.
-        kv: for each cache entry that a step reads.
-        kv_token: for each cache entry and each new token of its row.
-    """
-
-    reading: float
-    token: float
-    fixed: float = 0.0
-    hidden: float = 0.0
-    unchosen: float = 0.0
-    unchosen_share: float = 0.0
-    row: float = 0.0
-    row_token: float = 0.0
-    kv: float = 0.0
-    kv_token: float = 0.0
+    reading: float  # of all weights, once a step
+    token: float  # multiplying all weights that a token meets with it
+    fixed: float = 0.0  # whatever the step holds
+    hidden: float = 0.0  # share of the reading behind which products cost next to nothing (0 to 1)
+    unchosen: float = 0.0  # of reading experts that no token chose, were there no token; part of ``reading``
+    unchosen_share: float = 0.0  # of an expert, the chance that a token does not choose it
+    row: float = 0.0  # of a row's states, and whatever else a row costs
+    row_token: float = 0.0  # the same, for each new token of a row
+    kv: float = 0.0  # for each cache entry that a step reads
+    kv_token: float = 0.0  # for each cache entry and each new token of its row
 
     def seconds(self, num_tokens: int, num_rows: int, kv_entries: float = 0) -> float:
-        """Seconds of a step.
-
-        Args:
-            num_tokens: new tokens of all rows together (T).
-            num_rows: rows of the step (B).
-            kv_entries: cache entries that it reads: the sum over its rows.
-        """
+        """Seconds of a step of T new tokens in B rows, which read so many cache entries together."""
         reading, products = self.reading, num_tokens * self.token
         if self.unchosen:
             reading -= self.unchosen * self.unchosen_share**num_tokens
@@ -59,7 +39,3 @@ class StepCost:
         """Of a part of the engine that takes this share of all."""
         kept = ("hidden", "unchosen_share")
         return StepCost(**{f.name: getattr(self, f.name) * (1 if f.name in kept else share) for f in fields(self)})
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON form; numbers are not rounded."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}

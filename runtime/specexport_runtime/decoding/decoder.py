@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 
 from specexport_runtime.decoding.memory_budget import MemoryBudget
 from specexport_runtime.decoding.pace import Pace
-from specexport_runtime.decoding.prefixes import LEAST_REUSED, Prefixes
+from specexport_runtime.decoding.prefixes import Prefixes
 from specexport_runtime.decoding.scheduler import Scheduler
 from specexport_runtime.decoding.scores import bound_scored, note_scores
 from specexport_runtime.decoding.sharing import go_alone
@@ -20,8 +20,8 @@ from specexport_runtime.decoding.told_step import told_step
 from specexport_runtime.drafters.base import Drafter, as_prefix_drafter, can_restart, prefill_seconds_of, restart
 from specexport_runtime.errors import CheckFailedError, SpecexportError
 from specexport_runtime.executors.base import NO_TOKEN, Float32Array, StepOutput, Want, argmax_ids
-from specexport_runtime.lookahead.base import concerns_lengths, learn_from_tests, step_load
 from specexport_runtime.lookahead.controller import Controller
+from specexport_runtime.lookahead.round import step_load
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
 from specexport_runtime.sampling.accept import Verdict, accept_greedy
 from specexport_runtime.sampling.block import RULES
@@ -48,7 +48,6 @@ class Decoder:
         tracer: writes down the rounds of sequences that keep a trace.
         reuses_prefixes: let sequences go on from what cache rows have of their prompts.
         pace: times that are to be kept; None for none.
-        least_copied: fewest tokens of a prompt that are copied from another row, not read.
         memory: what bounds the memory of the cache rows; None: nothing but their number.
     """
 
@@ -63,7 +62,6 @@ class Decoder:
         tracer: RoundTracer | None = None,
         reuses_prefixes: bool = False,
         pace: Pace | None = None,
-        least_copied: int = LEAST_REUSED,
         memory: MemoryBudget | None = None,
     ) -> None:
         self.target = target
@@ -84,7 +82,7 @@ class Decoder:
         keeping = as_prefix_drafter(drafter)
         self.prefixes: Prefixes | None = None
         if reuses_prefixes and keeping is not None:
-            self.prefixes = Prefixes(target, keeping, self.memory, least_copied)
+            self.prefixes = Prefixes(target, keeping, self.memory)
         self._masks = MaskAhead()
         self.times = PhaseTimes()
         self.padding = PaddingStats()
@@ -123,7 +121,7 @@ class Decoder:
         drafting = self._with_ending_prompts(ready, chunks) if chunks else ready
         load, prompt_tokens = None, sum(chunks.values())
         reread, self._preemptions, preemptions = self._reread(chunks), 0, self._preemptions
-        counts = concerns_lengths(drafting)
+        counts = any(seq.adaptive or seq.trace is not None for seq in drafting)
         if counts or self.observers:
             soon = min(len(self.scheduler.running) + len(self.scheduler.waiting), self.scheduler.num_rows)
             load = step_load(drafting, [self._in_row(row) for row in chunks], prompt_tokens, soon)
@@ -451,7 +449,11 @@ class Decoder:
         self.target.kv.commit(seq.row, len(seq.tokens) - 1)
         is_bonus = bool(proposal.tokens) and verdict.is_bonus and taken == len(tokens)
         gamma = None if seq.draft_exit is None else seq.draft_exit.gamma
-        learn_from_tests(seq, proposal, verdict.accepted, self.lengths)
+        # A draft that could not end early, a copy for example, tells nothing of one that could.
+        if seq.draft_exit is not None and proposal.gamma is not None:
+            seq.draft_exit.observe(*proposal.own_tests(verdict.accepted))
+        if seq.adaptive and self.lengths is not None:
+            self.lengths.observe(seq, proposal, verdict.accepted, rejected=verdict.accepted < drafted)
         return RoundEvent(seq, tokens[:taken], drafted, accepted, is_bonus, proposal, gamma)
 
     def _retire(self, seq: Sequence) -> None:

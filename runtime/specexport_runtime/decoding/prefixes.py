@@ -86,7 +86,6 @@ class Prefixes:
         target: the target; its executor copies rows.
         drafter: what else has something in rows.
         memory: what bounds the memory of rows; None: nothing.
-        least_copied: fewest tokens that are copied from another row; fewer are read in less time (``copy_cost``).
 
     Attributes:
         counts: what it did.
@@ -97,12 +96,10 @@ class Prefixes:
         target: ModelRunner,
         drafter: PrefixDrafter,
         memory: MemoryBudget | None = None,
-        least_copied: int = LEAST_REUSED,
     ) -> None:
         self.counts = PrefixCounts()
         self._target, self._drafter = target, drafter
         self._memory = memory or MemoryBudget([target])
-        self._least_copied = least_copied
         self._kept: dict[int, KeptPrefix] = {}
         self._clock = 0
 
@@ -273,7 +270,7 @@ class Prefixes:
         for row, kept, tokens, drafts in self._texts(seq, running):
             common = _common(prompt, tokens)
             reused = min(common, len(prompt) - 1)  # the last token is read again: its logits are wanted
-            least = max(LEAST_REUSED if row == seq.row else self._least_copied, self._target.least_len(row))
+            least = max(LEAST_REUSED, self._target.least_len(row))
             if reused < least or (best is not None and reused < best.reused):
                 continue
             given = self._drafter.snapshot(drafts) if isinstance(drafts, Sequence) else drafts
@@ -339,11 +336,9 @@ class Prefixes:
         kept = self._kept.get(row)
         if kept is None:
             return None
-        place = None
-        if kept.is_pinned or len(kept.tokens) >= self._least_copied:
-            place = self._empty(row, running)
-            if place is None and (place := self._least(kept, row, but)) is not None:
-                self._drop(place)
+        place = self._empty(row, running)
+        if place is None and (place := self._least(kept, row, but)) is not None:
+            self._drop(place)
         if place is None:
             self._drop(row)
             return None

@@ -29,25 +29,12 @@ MAX_MATCH = 64
 
 
 def match_slots(lookahead: int) -> list[int]:
-    """Slot of each match length from 0 to ``MAX_MATCH + lookahead``: a copy whose first m tokens passed matches m more.
-
-    Args:
-        lookahead: most tokens of a draft.
-    """
+    """Slot of each match length from 0 to ``MAX_MATCH + lookahead``: a copy that passed m tokens matches m more."""
     return [sum(bound < length for bound in _MATCH_BOUNDS) for length in range(MAX_MATCH + lookahead + 1)]
 
 
 class SharedAcceptance:
-    """Failure rates of a drafter over all sequences.
-
-    Args:
-        num_slots: how many slots there are.
-        guess: failure rate before anything was tested.
-
-    Attributes:
-        version: counts the changes.
-        tests: faded number of tests by slot.
-    """
+    """Failure rates of a drafter over all sequences; ``tests`` is the faded number by slot, ``version`` counts."""
 
     def __init__(self, num_slots: int, guess: float = GUESS) -> None:
         self._guess = guess
@@ -76,11 +63,7 @@ class SharedAcceptance:
 
 
 class SequenceAcceptance:
-    """Failure rates of a drafter for one sequence.
-
-    Args:
-        shared: what is known of the drafter.
-    """
+    """Failure rates of a drafter for one sequence."""
 
     def __init__(self, shared: SharedAcceptance) -> None:
         self.shared = shared
@@ -106,8 +89,7 @@ class SequenceAcceptance:
         if self._known != self.shared.version:
             ratio, rates = 1.0, []
             for prior, tests, fails in zip(self.shared.failure_rates, self._tests, self._fails, strict=True):
-                rate = prior * ratio
-                rate = min(rate, _HIGHEST)
+                rate = min(prior * ratio, _HIGHEST)
                 if tests:
                     rate = (fails + _STRENGTH * rate) / (tests + _STRENGTH)
                 ratio = (rate + _SMALL) / (prior + _SMALL)
@@ -116,11 +98,7 @@ class SequenceAcceptance:
         return self._rates
 
     def reach(self, slots: Seq[int]) -> list[float]:
-        """Probability that a draft is accepted at least up to each of its tokens.
-
-        Args:
-            slots: of its tokens, in order.
-        """
+        """Probability that a draft is accepted at least up to each of its tokens, which have these slots."""
         rates, left, reached = self.failure_rates, 1.0, []
         for slot in slots:
             left *= 1.0 - rates[slot]
@@ -131,10 +109,6 @@ class SequenceAcceptance:
 def _count(
     tests: list[float], fails: list[float], slots: Seq[int], accepted: int, rejected: bool, memory: float
 ) -> None:
-    for slot in slots[:accepted]:
+    for place, slot in enumerate(slots[: accepted + rejected]):
         tests[slot] = tests[slot] * memory + 1.0
-        fails[slot] *= memory
-    if rejected:
-        slot = slots[accepted]
-        tests[slot] = tests[slot] * memory + 1.0
-        fails[slot] = fails[slot] * memory + 1.0
+        fails[slot] = fails[slot] * memory + (place == accepted)

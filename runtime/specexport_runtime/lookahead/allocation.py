@@ -5,17 +5,11 @@ from typing import NamedTuple
 
 
 class StepTimes(NamedTuple):
-    """Seconds of a step by what is drafted.
+    """Seconds of a step by what is drafted."""
 
-    Attributes:
-        target: of the target's step, by draft tokens of all sequences together, from 0.
-        draft: of one draft step, by rows that draft in it, from 0 (where it is 0); None if drafting costs nothing.
-        rows: rows that draft anyway, by depth (0 is the first draft token); as many as the largest lookahead.
-    """
-
-    target: Seq[float]
-    draft: Seq[float] | None
-    rows: Seq[int]
+    target: Seq[float]  # of the target's step, by draft tokens of all sequences together, from 0
+    draft: Seq[float] | None  # of one draft step, by rows that draft in it, from 0; None if drafting costs nothing
+    rows: Seq[int]  # that draft anyway, by depth (0 is the first token); as many as the largest lookahead
 
 
 def allocate(
@@ -28,17 +22,10 @@ def allocate(
     next as long as one of the last two was better. What is dear to begin with must not stand in the way of the others:
     they are tried with it and without.
 
-    Args:
-        gains: for each sequence the probabilities that its draft is accepted up to its first, second, … token;
-            falling. Their number is the most it may draft.
-        entries: seconds that the first token of each sequence costs besides.
-        expected: tokens that the step gives without these drafts.
-        times: of the step.
-        margin: share by which drafting must promise more than not drafting. Times are measured, so what promises less
-            than their error is worth nothing.
-
-    Returns:
-        draft tokens of each sequence, and the expected tokens per second.
+    ``gains`` are the chances that a draft is accepted up to its first, second, … token, falling, and as many as it may
+    have; ``entries`` what the first token of each costs besides. Without drafts the step gives ``expected``; drafting
+    must promise more by the share ``margin``, since times are known no better. Draft tokens of each come back, and the
+    tokens per second.
     """
     base = 0.0 if times.draft is None else sum([times.draft[rows] for rows in times.rows])
     best, counts = (1.0 + margin) * expected / (times.target[0] + base), [0] * len(gains)
@@ -63,7 +50,7 @@ def allocate(
 def _best_prefix(
     items: Seq[tuple[float, int, int]], entries: Seq[float], expected: float, seconds: float, times: StepTimes
 ) -> tuple[float, int]:
-    """Which number of the first ``items`` (negative gain, depth, sequence) is best; its tokens per second."""
+    """Most tokens per second of any number of the first ``items`` (negative gain, depth, sequence), and that number."""
     target, draft, active = times.target, times.draft, list(times.rows)
     best, count = 0.0, 0
     for taken, (gain, depth, i) in enumerate(items, 1):

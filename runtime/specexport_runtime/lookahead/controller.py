@@ -1,8 +1,6 @@
 """The controller: how far to draft for the most expected tokens per second of the whole step.
 
-For every round it weighs, for sequence i with K_i draft tokens,
-
-::
+For every round it weighs, for sequence i with K_i draft tokens::
 
     goodput = sum_i E_i(K_i) / (target step of B + sum_i K_i tokens + draft steps)
     E_i(K)  = 1 + a_i1 + a_i1 a_i2 + … + a_i1 … a_iK
@@ -21,7 +19,7 @@ or came before; its distribution does not, and greedy text never changes.
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakSet
 
 from specexport_runtime.costs.curves import CostCurves
@@ -38,8 +36,7 @@ if TYPE_CHECKING:
     from specexport_runtime.sequences.sequence import Sequence
 
 _WATCHED, _WATCH_EVERY = 64, 4
-"""So many rounds of an engine are compared with what was promised, later every fourth: it takes a tenth of a
-millisecond."""
+"""So many rounds are compared with what was promised, later every fourth: it takes a tenth of a millisecond."""
 _QUIET, _REFUSED = 64, 4
 """Rounds for which nobody is asked again where nobody drafts, at most; and where the budget refused a probe."""
 _BUCKET = 64  # cache entries a row that count as the same circumstances
@@ -47,22 +44,11 @@ _BYPASS = Allowed(0, "bypass", 1.0)
 _NO_STAGES: dict[str, StageMemory] = {}
 
 
-class _Quiet(NamedTuple):
-    """That nobody drafts, until something changes: a useless drafter must cost next to nothing."""
-
-    circumstances: tuple[int, ...]
-    until: int
-    members: "WeakSet[Sequence]"
-
-
 class Controller:
-    """Chooses how far adaptive sequences draft, between 0 (that drafter is not called) and the stage's lookahead.
+    """Chooses how far adaptive sequences draft, between 0 (that drafter is not called) and ``lookahead``.
 
-    Args:
-        curves: what steps cost by size; fixed when the engine is loaded.
-        lookahead: largest K.
-        drafters: the drafters that plans of adaptive sequences may name.
-        learned: mends the curves by what rounds took; None takes them as they are.
+    ``curves`` are fixed when the engine is loaded; ``learned`` mends them by what rounds took, None takes them as they
+    are. ``drafters`` are those that plans of adaptive sequences may name.
     """
 
     def __init__(
@@ -81,7 +67,8 @@ class Controller:
         self._drafters: dict[tuple[str, bool, str], DrafterMemory] = {}
         """By name, and apart for sequences with a grammar: what JSON is like tells nothing of free text. Apart by the
         rule of acceptance too: a block keeps more of the same drafts."""
-        self._quiet: dict[str, _Quiet] = {}
+        self._quiet: dict[str, tuple[tuple[int, ...], int, WeakSet[Sequence]]] = {}
+        """Circumstances in which, until a round, these do without a drafter: a useless one must cost almost nothing."""
         self._seen_sizes: set[tuple[str, int, int]] = set()
         self._round = Round(0, StepLoad(1, 1, 1, 0), curves, self._learned)
 
@@ -99,24 +86,18 @@ class Controller:
         self._round.expected += num_forced
 
     def allow(self, drafter: str, sequences: "Seq[Sequence]", limits: Seq[int]) -> list[Allowed]:
-        """How far each sequence may draft with a drafter that costs time; called before it drafts.
+        """How far each sequence, in ascending rows, may draft with a drafter that costs time; called before it drafts.
 
-        Args:
-            drafter: the stage's drafter.
-            sequences: all that draft in this round, in ascending rows.
-            limits: most tokens of each: the stage's lookahead or the sequence's room; 0 for those that do not wait for
-                this drafter. Sequences that are not adaptive draft up to it.
+        ``limits`` are the most tokens of each: the stage's lookahead or the sequence's room; 0 for those that do not
+        wait for this drafter. Sequences that are not adaptive draft up to it.
         """
-        now = self._round
+        now, known = self._round, self._known[drafter]
         waiting = [i for i, seq in enumerate(sequences) if limits[i] and seq.adaptive]
-        allowed = [Allowed(0 if seq.adaptive else limit) for seq, limit in zip(sequences, limits, strict=True)]
+        allowed = [_BYPASS if seq.adaptive else Allowed(limit) for seq, limit in zip(sequences, limits, strict=True)]
         fixed = [each.lookahead for each in allowed if each.lookahead]
-        for i in waiting:
-            allowed[i] = _BYPASS
         now.drafted += sum(fixed)
         if not waiting or (not fixed and self._is_quiet(drafter, [sequences[i] for i in waiting])):
             return allowed
-        known = self._known[drafter]
         if known.cost is None:
             raise SpecexportError(f"nobody knows what a step of drafter {drafter!r} costs.")
         rows = [sum([length > depth for length in fixed]) for depth in self._positions]
@@ -127,10 +108,11 @@ class Controller:
         for ask in asks:
             if ask.count:
                 reason = "probe" if ask.is_probe else self._reason(drafter, ask, limits[ask.index])
-                allowed[ask.index] = Allowed(ask.count, reason, 1.0 + sum(ask.gains[: ask.count]))
+                allowed[ask.index] = Allowed(ask.count, reason, 1.0 + ask.expected)
                 if reading := stage.catch_up(ask, mended=False):
                     now.catching_up[drafter] = now.catching_up.get(drafter, 0.0) + reading
-        self._note(drafter, asks)
+        self._note_quiet(drafter, asks)
+        now.grant(asks)
         return allowed
 
     def cut(
@@ -138,11 +120,7 @@ class Controller:
     ) -> list[Allowed]:
         """How much of each draft is worth testing, where drafting itself costs nothing; called after it.
 
-        Args:
-            drafter: the stage's drafter.
-            sequences: as :meth:`allow`.
-            proposals: its drafts, of up to ``limits[i]`` tokens.
-            limits: as :meth:`allow`.
+        Arguments as those of :meth:`allow`, and the drafts, of up to ``limits[i]`` tokens.
         """
         now, asks = self._round, []
         allowed = [
@@ -162,53 +140,37 @@ class Controller:
             place = len(proposals[ask.index].forced)
             ask.memory.shadow = None if ask.count else (proposals[ask.index].tokens[place], place)
             ask.memory.copied = now.number, ask.gains
-            reason: LengthReason = "goodput" if ask.count else "bypass"
-            allowed[ask.index] = Allowed(ask.count, reason, 1.0 + sum(ask.gains[: ask.count]))
-        for ask in asks:
-            now.drafted += ask.count
-            now.expected += sum(ask.gains[: ask.count])
+            allowed[ask.index] = Allowed(ask.count, "goodput" if ask.count else "bypass", 1.0 + ask.expected)
+        now.grant(asks)
         return allowed
 
     def promises(self, sequence: "Sequence", asked: Seq[Asked]) -> tuple[Promise, ...]:
-        """What plain decoding and each stage of a plan promise in this round, for those who look on.
+        """What plain decoding and each stage of a plan that was considered promise now, for those who look on.
 
         Nothing is decided by it, and nothing remembered. A stage of which nothing is known, or that found nothing to
         copy, is left out.
-
-        Args:
-            sequence: an adaptive one that keeps a trace.
-            asked: the stages that were considered.
         """
         allowed = {each.drafter: each.lookahead for each in asked}
         found = [Promise("", 0, 1.0, self._round.plain_rate())]
         for name, own in sequence.draft_plan:
             stage = self._stage_of(name, sequence, own)
-            if stage is None:
-                continue
-            each = [Promise(name, k, *both) for k, both in enumerate(stage.rates(stage.asks[0]), 1)]
-            count = allowed.get(name, 0)
-            if each:
+            rates = [] if stage is None else stage.rates(stage.asks[0])
+            if each := [Promise(name, k, *both) for k, both in enumerate(rates, 1)]:
+                count = allowed.get(name, 0)
                 found.append(each[count - 1] if count else max(each, key=lambda promise: promise.tokens_per_second))
         return tuple(found)
 
     def drafted(self, drafter: str, sequences: "Seq[Sequence]", proposals: Seq[Proposal], seconds: float) -> None:
-        """A drafter that costs time was called.
-
-        Args:
-            drafter: its name.
-            sequences: as :meth:`allow`.
-            proposals: what it gave.
-            seconds: it took.
-        """
+        """A drafter that costs time was called for these sequences; its drafts took so long."""
         now, rows = self._round, self._round.load.num_rows
         reading = now.catching_up.get(drafter)
-        lengths = [proposal.num_own for proposal in proposals if proposal.num_own]
-        if not lengths or not (self._is_watching or (self._learns and reading)):
+        drafting = [seq for seq, proposal in zip(sequences, proposals, strict=True) if proposal.num_own]
+        if not drafting or not (self._is_watching or (self._learns and reading)):
             return
         if any(proposal.error is not None for proposal in proposals) or not self._is_known_size(drafter, rows):
             return
-        drafting = [seq for seq, proposal in zip(sequences, proposals, strict=True) if proposal.num_own]
-        step = Stage(now, drafter, self._known[drafter], drafting, []).draft_step(len(lengths), mended=False)
+        lengths = [proposal.num_own for proposal in proposals]
+        step = Stage(now, drafter, self._known[drafter], drafting, []).draft_step(len(drafting), mended=False)
         promised = sum([step[sum([length > depth for length in lengths])] for depth in range(max(lengths))])
         if reading is None:
             now.draft_seconds[drafter] = promised, seconds
@@ -217,13 +179,7 @@ class Controller:
             now.draft_seconds[reading_of(drafter)] = reading, max(rest, 0.0)
 
     def took(self, sequences: "Seq[Sequence]", drafted: int, seconds: float) -> None:
-        """A round is over, and all its drafts were observed.
-
-        Args:
-            sequences: all that got a token of the target's own.
-            drafted: draft tokens of all of them.
-            seconds: verification took.
-        """
+        """A round is over, and all its drafts were observed; verification of ``drafted`` draft tokens took so long."""
         now = self._round
         rows, watched = now.load.num_rows, self._is_watching or now.draft_seconds
         if watched and not now.load.prompt_tokens and self._is_known_size("", rows, drafted.bit_length()):
@@ -236,13 +192,9 @@ class Controller:
             self._learned.adopt()
 
     def observe(self, sequence: "Sequence", proposal: Proposal, accepted: int, *, rejected: bool) -> None:
-        """What became of an adaptive sequence's draft; called once a round, before the next begins.
+        """How many of its tests an adaptive sequence's draft passed, and whether one failed; called once a round.
 
-        Args:
-            sequence: its tokens already end with what the round gave it.
-            proposal: what was tested.
-            accepted: tests passed.
-            rejected: a test failed, which ended them.
+        Its tokens already end with what the round gave it.
         """
         before = len(sequence.tokens) - accepted - 1  # wrong for a sequence that ended within its draft
         own, failed = proposal.own_tests(accepted)
@@ -309,56 +261,41 @@ class Controller:
         *_, (_, copied) = copy.rates(ask, gains=ask.gains[: ask.count])
         names = [name for name, _ in ask.seq.draft_plan]
         for name, own in ask.seq.draft_plan[names.index(copy.name) + 1 :]:
-            if self._known[name].cost is None or not ask.seq.num_generated:
-                continue
-            self._memory(name, ask.seq)
-            later = self._stage_of(name, ask.seq, own)
-            if later is not None and any(rate > copied for _, rate in later.rates(later.asks[0])):
-                return True
+            if self._known[name].cost is not None and ask.seq.num_generated:
+                self._memory(name, ask.seq)
+                later = self._stage_of(name, ask.seq, own)
+                if later is not None and any(rate > copied for _, rate in later.rates(later.asks[0])):
+                    return True
         return False
 
-    def _note(self, drafter: str, asks: Seq[Ask]) -> None:
-        """What was allowed counts for the stages that are asked after it; that nobody drafts is remembered."""
-        now = self._round
-        circumstances = self._circumstances(drafter)
-        for ask in asks:
-            now.drafted += ask.count
-            now.expected += sum(ask.gains[: ask.count])
-        if now.is_shorter or any(ask.count for ask in asks) or any(not ask.seq.num_generated for ask in asks):
+    def _note_quiet(self, drafter: str, asks: Seq[Ask]) -> None:
+        """That nobody drafts is remembered."""
+        if self._round.is_shorter or any(ask.count or not ask.seq.num_generated for ask in asks):
             self._quiet.pop(drafter, None)
             return
-        due = [max(ask.memory.timer.due, now.number + _REFUSED) for ask in asks]
-        members = WeakSet(ask.seq for ask in asks)
-        self._quiet[drafter] = _Quiet(circumstances, min([now.number + _QUIET, *due]), members)
+        number = self._round.number
+        until = min([number + _QUIET, *[max(ask.memory.timer.due, number + _REFUSED) for ask in asks]])
+        self._quiet[drafter] = self._circumstances(drafter), until, WeakSet(ask.seq for ask in asks)
 
     def _is_quiet(self, drafter: str, waiting: "Seq[Sequence]") -> bool:
         """Whether it was decided in the same circumstances that nobody drafts: most rounds of a useless drafter."""
-        quiet = self._quiet.get(drafter)
-        if quiet is None or self._round.number >= quiet.until or quiet.circumstances != self._circumstances(drafter):
+        circumstances, until, members = self._quiet.get(drafter, ((), 0, ()))
+        if self._round.number >= until or circumstances != self._circumstances(drafter):
             return False
-        return all(seq in quiet.members for seq in waiting)
+        return all(seq in members for seq in waiting)
 
     def _circumstances(self, drafter: str) -> tuple[int, ...]:
         """What a decision depends on besides the sequence's own tests."""
-        load = self._round.load
-        version = sum([known.shared.version for (name, *_), known in self._drafters.items() if name == drafter])
+        load, version = self._round.load, self._learned.version
+        seen = sum([known.shared.version for (name, *_), known in self._drafters.items() if name == drafter])
         context = load.kv_entries // (load.num_rows * _BUCKET)
-        return (
-            version,
-            load.num_rows,
-            load.num_tokens,
-            load.num_soon,
-            context,
-            self._round.drafted,
-            self._learned.version,
-        )
+        return seen, load.num_rows, load.num_tokens, load.num_soon, context, self._round.drafted, version
 
     def _is_known_size(self, name: str, rows: int, width: int = 0) -> bool:
         """Whether steps of such a size were seen before: the first one touches new memory, and tells nothing."""
-        if (name, rows, width) in self._seen_sizes:
-            return True
+        is_known = (name, rows, width) in self._seen_sizes
         self._seen_sizes.add((name, rows, width))
-        return False
+        return is_known
 
     def _reason(self, drafter: str, ask: Ask, limit: int) -> LengthReason:
         own = next(lookahead for name, lookahead in ask.seq.draft_plan if name == drafter)

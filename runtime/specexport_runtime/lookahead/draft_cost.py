@@ -20,13 +20,7 @@ class DraftCost:
     """Seconds of a drafter's steps. They must be fixed when the engine is loaded (``RandomStream`` says why)."""
 
     def seconds(self, sequences: "Seq[Sequence]", num_rows: int, kv_entries: float) -> float:
-        """Seconds of one draft step.
-
-        Args:
-            sequences: who may draft.
-            num_rows: rows that do.
-            kv_entries: cache entries that they see together.
-        """
+        """Seconds of one draft step in ``num_rows`` rows of those that may draft, which see so many cache entries."""
         raise NotImplementedError
 
     def catch_up_seconds(self, backlog: int) -> float:  # noqa: ARG002
@@ -39,24 +33,14 @@ class DraftCost:
 
 
 class WeighedDrafter(NamedTuple):
-    """A drafter, as far as its drafts are weighed.
-
-    Attributes:
-        traits: what it is like.
-        cost: what its steps cost; None if it is free, or if nobody knows.
-    """
+    """A drafter, as far as its drafts are weighed; ``cost`` is None if it is free, or if nobody knows."""
 
     traits: DrafterTraits
     cost: DraftCost | None = None
 
 
 class EngineCost(DraftCost):
-    """The cost of a drafter with an engine of its own.
-
-    Args:
-        curve: a step of the engine.
-        shares_cache: its cache is the target's, so it never has to catch up.
-    """
+    """The cost of a drafter with an engine of its own; one that ``shares_cache`` with the target never catches up."""
 
     def __init__(self, curve: StepCost, *, shares_cache: bool = False) -> None:
         self._curve, self._shares_cache = curve, shares_cache
@@ -89,12 +73,7 @@ class ParallelCost(EngineCost):
 
 
 class LayersCost(DraftCost):
-    """The cost of drafting with some of the target's own layers, in its own cache.
-
-    Args:
-        curves: what steps cost.
-        choice_of: the layers that were chosen for a sequence; None while they are not.
-    """
+    """The cost of drafting with those of the target's own layers that ``choice_of`` gives, in its own cache."""
 
     def __init__(self, curves: CostCurves, choice_of: "Callable[[Sequence], LayerChoice | None]") -> None:
         self._curves, self._choice_of = curves, choice_of

@@ -13,12 +13,7 @@ _FIRST, _AGAIN, _LONGEST = 16, 1, 1024  # rounds
 
 
 class DrafterMemory:
-    """What is remembered of one drafter over all sequences of a kind: with a grammar, or without.
-
-    Args:
-        num_slots: of its acceptance.
-        guess: see ``SharedAcceptance``.
-    """
+    """What is remembered of one drafter over all sequences of a kind: with a grammar, or without."""
 
     def __init__(self, num_slots: int, guess: float = GUESS) -> None:
         self.shared = SharedAcceptance(num_slots, guess)
@@ -58,12 +53,7 @@ class ProbeTimer:
     """When a sequence tries a drafter again that it does without: after 16 rounds, then 32, 64 … while it fails.
 
     A probe that passes is soon followed by the next, so that a drafter that became good is not missed for long.
-
-    Args:
-        now: number of the round.
-
-    Attributes:
-        is_probing: a probe was drafted and not tested yet.
+    ``is_probing``: one was drafted and not tested yet.
     """
 
     def __init__(self, now: int) -> None:
@@ -83,36 +73,19 @@ class ProbeTimer:
         self._last = now
         if not self.is_probing:
             self._wait = _FIRST
-        elif passed:
-            self._wait = _AGAIN
         else:
-            self._wait = min(max(2 * self._wait, _FIRST), _LONGEST)
+            self._wait = _AGAIN if passed else min(max(2 * self._wait, _FIRST), _LONGEST)
         self.is_probing = False
 
 
 class StageMemory:
-    """What is remembered of one drafter for one sequence.
-
-    Args:
-        drafter: what is known of it.
-        now: number of the round.
-
-    Attributes:
-        drafter: what is known of it.
-        acceptance: how its drafts fared.
-        timer: when it is tried again.
-        slots: of the tokens that it may draft, or has drafted, in this round.
-        read: tokens of the sequence that a drafter with a cache of its own has read.
-        shadow: first token of a copy that was not tested, and its place in the draft: whether it would have passed is
-            seen without a test.
-        copied: round of the last copy that was found, and its chances, for a trace.
-    """
+    """What is remembered of one drafter for one sequence."""
 
     def __init__(self, drafter: DrafterMemory, now: int) -> None:
-        self.drafter = drafter
+        self.drafter, self.timer = drafter, ProbeTimer(now)
         self.acceptance = SequenceAcceptance(drafter.shared)
-        self.timer = ProbeTimer(now)
-        self.slots: Seq[int] = ()
-        self.read = 0
+        self.slots: Seq[int] = ()  # of the tokens that it may draft, or has drafted, in this round
+        self.read = 0  # tokens of the sequence that a drafter with a cache of its own has read
+        # A copy's first token that was not tested, and its place: whether it would have passed is seen without a test.
         self.shadow: tuple[int, int] | None = None
-        self.copied: tuple[int, Seq[float]] = (-1, ())
+        self.copied: tuple[int, Seq[float]] = (-1, ())  # the last copy's round and chances, for a trace

@@ -1,6 +1,6 @@
 """What the controller knows of a round: its step, what was allowed so far, what more would cost and give."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -17,31 +17,26 @@ if TYPE_CHECKING:
 _HORIZON = 64  # rounds over which the cost of reading a prompt is spread, at most
 
 
+def step_load(drafting: "Seq[Sequence]", prompts: "Seq[Sequence]", prompt_tokens: int, num_soon: int = 0) -> StepLoad:
+    """What a step holds before anything is drafted; of ``prompts``, those that end in it are in ``drafting`` too."""
+    busy = [*drafting, *(seq for seq in prompts if seq not in drafting)] if prompts else drafting
+    entries = sum([len(seq.tokens) for seq in busy])
+    return StepLoad(len(busy), len(busy) - len(prompts) + prompt_tokens, len(drafting), entries, num_soon)
+
+
 @dataclass
 class Round:
-    """One round, while stage after stage of the draft plans is asked.
-
-    Attributes:
-        number: counts the rounds.
-        load: the target's step before anything is drafted.
-        curves: what steps cost by size.
-        learned: by what that is mended.
-        drafted: draft tokens that were allowed so far.
-        expected: tokens that the round is expected to give so far.
-        is_shorter: drafts were made shorter in order to learn: that nobody drafts is no reason to stay so.
-        catching_up: by drafter, promised seconds of what it reads before it drafts.
-        draft_seconds: by drafter, promised and real seconds of its steps.
-    """
+    """One round, while stage after stage of the draft plans is asked."""
 
     number: int
-    load: StepLoad
-    curves: CostCurves
-    learned: LearnedCosts
-    drafted: int = 0
-    expected: float = 0.0
-    is_shorter: bool = False
-    catching_up: dict[str, float] = field(default_factory=dict)
-    draft_seconds: dict[str, tuple[float, float]] = field(default_factory=dict)
+    load: StepLoad  # the target's step before anything is drafted
+    curves: CostCurves  # what steps cost by size
+    learned: LearnedCosts  # by what that is mended
+    drafted: int = 0  # draft tokens that were allowed so far
+    expected: float = 0.0  # tokens that the round is expected to give so far
+    is_shorter: bool = False  # drafts were made shorter to learn: that nobody drafts is no reason to stay so
+    catching_up: dict[str, float] = field(default_factory=dict)  # promised seconds of what a drafter reads first
+    draft_seconds: dict[str, tuple[float, float]] = field(default_factory=dict)  # promised and real ones of its steps
 
     def promised(self, drafted: int, load: StepLoad | None = None) -> float:
         """Seconds of the target's step with so many draft tokens, by size."""
@@ -49,69 +44,52 @@ class Round:
         return self.curves.target.seconds(step.num_tokens + drafted, step.num_rows, step.kv_entries)
 
     def verify(self, most: int, load: StepLoad | None = None) -> list[float]:
-        """Seconds of the target's step with 0, 1, … ``most`` draft tokens more than there are.
-
-        Args:
-            most: tokens.
-            load: of another step than this round's, without draft tokens.
-        """
-        step, seconds = load or self.load, self.curves.target.seconds
-        tokens, rows, entries = step.num_tokens, step.num_rows, step.kv_entries
-        plain, ratio = seconds(tokens, rows, entries), self.learned.extra_ratio(rows)
-        tokens += 0 if load else self.drafted
-        return [plain + ratio * (seconds(tokens + more, rows, entries) - plain) for more in range(most + 1)]
+        """Seconds of the target's step with 0, 1, … ``most`` draft tokens more than there are; in ``load`` none are."""
+        plain, already = self.promised(0, load), 0 if load else self.drafted
+        ratio = self.learned.extra_ratio((load or self.load).num_rows)
+        return [plain + ratio * (self.promised(already + more, load) - plain) for more in range(most + 1)]
 
     def plain_rate(self, load: StepLoad | None = None) -> float:
         """Tokens a second of each row without drafts."""
         return 1.0 / self.promised(0, load)
 
+    def grant(self, asks: "Iterable[Ask]") -> None:
+        """What was allowed counts for the stages that are asked after it."""
+        for ask in asks:
+            self.drafted += ask.count
+            self.expected += ask.expected
+
 
 @dataclass
 class Ask:
-    """One sequence that may draft in a stage.
+    """One sequence that may draft in a stage."""
 
-    Attributes:
-        index: its place among the sequences of the step.
-        seq: the sequence.
-        memory: what is remembered of the drafter for it.
-        most: draft tokens that it may have.
-        gains: chance that its draft is accepted up to the first, second, … token; as many as ``most``.
-        entry: seconds that its draft costs whatever its length.
-        count: tokens that it is allowed.
-        is_probe: these are a cheap test.
-        is_out: it does without the drafter in this round.
-    """
-
-    index: int
+    index: int  # its place among the sequences of the step
     seq: "Sequence"
-    memory: StageMemory
-    most: int
-    gains: list[float]
-    entry: float = 0.0
-    count: int = 0
-    is_probe: bool = False
-    is_out: bool = False
+    memory: StageMemory  # what is remembered of the drafter for it
+    most: int  # draft tokens that it may have
+    gains: list[float]  # chance that its draft is accepted up to the first, second, … token; as many as ``most``
+    entry: float = 0.0  # seconds that its draft costs whatever its length
+    count: int = 0  # tokens that it is allowed
+    is_probe: bool = False  # these are a cheap test
+    is_out: bool = False  # it does without the drafter in this round
+
+    @property
+    def expected(self) -> float:
+        """Draft tokens that are expected to be accepted of those that it is allowed."""
+        return sum(self.gains[: self.count])
 
 
 @dataclass
 class Stage:
-    """One drafter that sequences of a round wait for.
-
-    Attributes:
-        round: the round.
-        name: of the drafter.
-        drafter: what it is like, and costs.
-        sequences: all that draft in this round.
-        asks: those whose length is chosen.
-        fixed: rows that draft anyway, by depth (0 is the first token).
-    """
+    """One drafter that sequences of a round wait for."""
 
     round: Round
     name: str
     drafter: WeighedDrafter
-    sequences: "Seq[Sequence]"
-    asks: list[Ask]
-    fixed: Seq[int] = ()
+    sequences: "Seq[Sequence]"  # all that draft in this round
+    asks: list[Ask]  # those whose length is chosen
+    fixed: Seq[int] = ()  # rows that draft anyway, by depth (0 is the first token)
 
     @property
     def candidates(self) -> list[Ask]:
@@ -119,13 +97,7 @@ class Stage:
         return [ask for ask in self.asks if not ask.is_out]
 
     def draft_step(self, most: int, load: StepLoad | None = None, *, mended: bool = True) -> list[float]:
-        """Seconds of one draft step with 0 (none at all), 1, … ``most`` rows.
-
-        Args:
-            most: rows.
-            load: of another step than this round's.
-            mended: by what was learned; else by size.
-        """
+        """Seconds of one draft step with 0 (none at all), 1, … ``most`` rows, by size or by what was learned too."""
         load, cost = load or self.round.load, self.drafter.cost
         if cost is None:
             return [0.0] * (most + 1)
@@ -147,10 +119,7 @@ class Stage:
         return 0.0 if self.drafter.cost is None else self.drafter.cost.round_seconds(self.round.load.num_rows)
 
     def price(self, ask: Ask) -> float:
-        """Seconds that a draft costs whatever its length.
-
-        Those of catching up are spread over the rounds that may profit from it.
-        """
+        """Seconds that a draft costs whatever its length: those of catching up are spread over rounds that profit."""
         catch_up = self.catch_up(ask)
         rounds = ask.seq.room_for_drafts / (1.0 + sum(ask.gains))
         return (catch_up and catch_up / min(max(rounds, 1.0), _HORIZON)) + self.each_round
@@ -158,19 +127,14 @@ class Stage:
     def rates(
         self, ask: Ask, load: StepLoad | None = None, gains: Seq[float] | None = None
     ) -> Iterator[tuple[float, float]]:
-        """Tokens, and tokens a second, that a draft of one token promises, one of two and so on.
+        """Tokens, and tokens a second, that drafts of one token, of two and so on promise, in this step or another.
 
         As if all rows of the step did the same: the share of each is then what it costs.
-
-        Args:
-            ask: for whom.
-            load: of another step than this round's.
-            gains: as those of the sequence, which are taken where none are given.
         """
         step, gains = load or self.round.load, ask.gains if gains is None else gains
         rows = step.num_rows
         each = self.draft_step(rows, load)[rows]
-        target = self.round.verify(rows * len(gains), load or step)
+        target = self.round.verify(rows * len(gains), step)
         seconds, expected = self.price(ask) * rows, 1.0
         for depth, gain in enumerate(gains, 1):
             seconds, expected = seconds + each, expected + gain
