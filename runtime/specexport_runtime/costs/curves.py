@@ -11,7 +11,7 @@ from specexport_runtime.costs.step_cost import StepCost
 from specexport_runtime.machine import machine_key
 from specexport_runtime.user_cache import cache_folder, read_json, write_json
 
-SCHEMA = "specexport.costs/7"
+SCHEMA = "specexport.costs/8"
 
 
 class LayerShares(NamedTuple):

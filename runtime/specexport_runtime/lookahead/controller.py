@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 _WATCHED, _WATCH_EVERY = 64, 4
 """So many rounds are compared with what was promised, later every fourth: it takes a tenth of a millisecond."""
+_HARDLY, _MUCH = 0.1, 0.5
+"""What a draft reads first belongs to its steps up to this share of them, and is told apart from that one on."""
 _QUIET, _REFUSED = 64, 4
 """Rounds for which nobody is asked again where nobody drafts, at most; and where the budget refused a probe."""
 _BUCKET = 64  # cache entries a row that count as the same circumstances
@@ -163,7 +165,7 @@ class Controller:
     def drafted(self, drafter: str, sequences: "Seq[Sequence]", proposals: Seq[Proposal], seconds: float) -> None:
         """A drafter that costs time was called for these sequences; its drafts took so long."""
         now, rows = self._round, self._round.load.num_rows
-        reading = now.catching_up.get(drafter)
+        reading = now.catching_up.get(drafter, 0.0)
         drafting = [seq for seq, proposal in zip(sequences, proposals, strict=True) if proposal.num_own]
         if not drafting or not (self._is_watching or (self._learns and reading)):
             return
@@ -172,19 +174,21 @@ class Controller:
         lengths = [proposal.num_own for proposal in proposals]
         step = Stage(now, drafter, self._known[drafter], drafting, []).draft_step(len(drafting), mended=False)
         promised = sum([step[sum([length > depth for length in lengths])] for depth in range(max(lengths))])
-        if reading is None:
-            now.draft_seconds[drafter] = promised, seconds
-        elif (level := self._learned.level(rows)) is not None:
-            rest = seconds - level * self._learned.draft_ratio(drafter, rows) * promised
-            now.draft_seconds[reading_of(drafter)] = reading, max(rest, 0.0)
+        if reading <= _HARDLY * promised:
+            now.draft_seconds[drafter] = promised + reading, seconds
+        elif reading >= _MUCH * promised:
+            now.readings[drafter] = reading, self._learned.draft_ratio(drafter, rows) * promised, seconds
 
     def took(self, sequences: "Seq[Sequence]", drafted: int, seconds: float) -> None:
         """A round is over, and all its drafts were observed; verification of ``drafted`` draft tokens took so long."""
-        now = self._round
-        rows, watched = now.load.num_rows, self._is_watching or now.draft_seconds
+        now, rows = self._round, self._round.load.num_rows
+        watched = self._is_watching or now.draft_seconds or now.readings
         if watched and not now.load.prompt_tokens and self._is_known_size("", rows, drafted.bit_length()):
             base = now.promised(0)
             taken = RoundSeconds(rows, drafted, base, now.promised(drafted) - base, seconds, now.draft_seconds)
+            level = taken.level(self._learned.extra_ratio(rows))
+            for name, (reading, steps, all_of_it) in now.readings.items():
+                now.draft_seconds[reading_of(name)] = reading, max(all_of_it - level * steps, 0.0)
             self._learned.observe(taken)
         # Random numbers that are still to be used must not meet times: nothing changes while a sampled sequence has
         # its lengths chosen.

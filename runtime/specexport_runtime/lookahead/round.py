@@ -37,6 +37,7 @@ class Round:
     is_shorter: bool = False  # drafts were made shorter to learn: that nobody drafts is no reason to stay so
     catching_up: dict[str, float] = field(default_factory=dict)  # promised seconds of what a drafter reads first
     draft_seconds: dict[str, tuple[float, float]] = field(default_factory=dict)  # promised and real ones of its steps
+    readings: dict[str, tuple[float, float, float]] = field(default_factory=dict)  # promised, steps, and all of it
 
     def promised(self, drafted: int, load: StepLoad | None = None) -> float:
         """Seconds of the target's step with so many draft tokens, by size."""
