@@ -27,8 +27,7 @@ def temporary_name(path: Path) -> Path:
 def place_behind_links(path: Path) -> Path:
     """Where a folder will be: behind a link, the folder that it leads to.
 
-    Raises:
-        OutputExistsError: the link, or one on the way, leads back to itself.
+    OutputExistsError: the link, or one on the way, leads back to itself.
     """
     place = Path(os.path.realpath(path))
     for each in (place, *place.parents):
@@ -43,13 +42,10 @@ def _old_name(path: Path) -> Path:
 
 
 def remove_leftovers(path: Path) -> list[Path]:
-    """Remove the temporary folders of ``path`` whose process is gone.
+    """Remove the temporary folders of ``path`` whose process is gone, and return them.
 
-    A process killed between the two renames of a replacement leaves ``path`` missing and the old folder beside it:
-    that one is put back.
-
-    Returns:
-        what was removed.
+    A process killed between the two renames of a replacement leaves ``path`` missing and the old folder beside it: that
+    one is put back.
     """
     pattern = re.compile(re.escape(f".{path.name}.") + r"(tmp|old)-(\d+)")
     removed = []
@@ -85,19 +81,13 @@ def _is_alive(pid: int) -> bool:
 
 @contextlib.contextmanager
 def new_folder(path: Path, *, replace: bool = False, sync: bool = True) -> Iterator[Path]:
-    """A temporary folder that becomes ``path`` when the block ends, and vanishes when it raises.
+    """An empty temporary folder that becomes ``path`` when the block ends, and vanishes when it raises.
 
-    Args:
-        path: where the folder will be; a link stays, and leads to it.
-        replace: ``path`` may exist: it is renamed away, and deleted once the new folder is in place.
-        sync: flush the files to the disk before they get their final name.
+    If ``path`` is a link, the link stays and leads to the folder. With ``replace`` an existing ``path`` is renamed
+    away, and deleted once the new folder is in place. With ``sync`` the files are flushed to the disk before that.
 
-    Yields:
-        the empty temporary folder to fill.
-
-    Raises:
-        UserInputError: the folder cannot be made, or the disk is full; names the written and the free bytes.
-        OutputExistsError: ``path`` is in use by the time the block ends.
+    UserInputError: the folder cannot be made, or the disk is full (names the written and the free bytes).
+    OutputExistsError: ``path`` is in use by the time the block ends.
     """
     path = place_behind_links(path) if path.is_symlink() else path
     temporary = temporary_name(path)
@@ -161,10 +151,9 @@ def _disk_full(path: Path, wrote: int) -> UserInputError:
 
 
 def require_space(path: Path, needed: int) -> None:
-    """Check that the disk of ``path`` has room before the long work starts.
+    """Check that the disk of ``path`` has room for ``needed`` bytes before the long work starts.
 
-    Raises:
-        UserInputError: it has not; names the needed and the free bytes.
+    UserInputError: it has not; names the needed and the free bytes.
     """
     free = free_space(path)
     if free < needed:
@@ -230,8 +219,7 @@ def clone_file(source: Path, destination: Path) -> None:
 def check_writable(path: Path) -> None:
     """Refuse a place that no file can be written to, before the work starts.
 
-    Raises:
-        UserInputError: it is a folder, or its folder is missing or cannot be written to.
+    UserInputError: it is a folder, or its folder is missing or cannot be written to.
     """
     if path.is_dir():
         raise UserInputError(f"{path} is a folder.", "name a file.")
@@ -240,14 +228,9 @@ def check_writable(path: Path) -> None:
 
 
 def write_file(path: Path, write: Callable[[Path], None]) -> None:
-    """Write a file in one step: a temporary file beside it, then rename.
+    """Write a file in one step: a temporary file beside it, then rename, which replaces a file that exists.
 
-    Args:
-        path: the file; replaced if it exists.
-        write: writes to the path it is given, which ends like ``path``.
-
-    Raises:
-        UserInputError: the file cannot be written.
+    ``write`` gets a path that ends like ``path``. UserInputError: the file cannot be written.
     """
     temporary = path.with_name(f".{path.stem}.tmp-{os.getpid()}{path.suffix}")
     try:

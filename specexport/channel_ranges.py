@@ -11,17 +11,11 @@ MASSIVE = 3.0
 
 
 class ChannelRanges(NamedTuple):
-    """Of each input channel, over some texts.
+    """Of each input channel, over some texts."""
 
-    Attributes:
-        largest: largest magnitude, float32 [K], without the first token of each text.
-        first: largest magnitude at the first tokens, float32 [K].
-        squares: mean square over all tokens, float32 [K].
-    """
-
-    largest: FloatVector
-    first: FloatVector
-    squares: FloatVector
+    largest: FloatVector  # largest magnitude, float32 [K], without the first token of each text
+    first: FloatVector  # largest magnitude at the first tokens, float32 [K]
+    squares: FloatVector  # mean square over all tokens, float32 [K]
 
     @property
     def massive(self) -> bool:
@@ -34,12 +28,7 @@ class ChannelRanges(NamedTuple):
 
 
 class CacheRange(NamedTuple):
-    """How large the entries of a layer's caches get.
+    """How large the entries of a layer's caches get."""
 
-    Attributes:
-        keys: largest magnitude of each channel, after rotation; float32 [H * D].
-        values: the same of the values.
-    """
-
-    keys: FloatVector
-    values: FloatVector
+    keys: FloatVector  # largest magnitude of each channel, after rotation; float32 [H * D]
+    values: FloatVector  # the same of the values

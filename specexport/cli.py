@@ -10,17 +10,11 @@ from specexport_runtime.cli.errors import SuggestingGroup
 
 
 class _Mount(NamedTuple):
-    """Where a command lives.
+    """Where a command lives."""
 
-    Attributes:
-        module: module to import when the command is used.
-        attribute: a click command in it, or a group that has the command.
-        help: one line for the list of commands.
-    """
-
-    module: str
-    attribute: str
-    help: str
+    module: str  # imported when the command is used
+    attribute: str  # a click command in it, or a group that has the command
+    help: str  # one line for the list of commands
 
 
 COMMANDS = {

@@ -26,46 +26,27 @@ _COLOURS = {"accepted": "green", "corrected": "red", "bonus": "cyan", "target": 
 
 
 class Difference(NamedTuple):
-    """First difference between plain and speculative output.
+    """First difference between plain and speculative output."""
 
-    Attributes:
-        prompt: number of the prompt, from 0.
-        position: output position of the first differing token, from 0.
-    """
-
-    prompt: int
-    position: int
+    prompt: int  # counted from 0
+    position: int  # of the first token that differs, in the output, counted from 0
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Plain against speculative decoding, greedy, one sequence at a time, both in one run.
+    """Plain against speculative decoding, greedy, one sequence at a time, both in one run."""
 
-    Attributes:
-        num_prompts: prompts decoded in each repeat.
-        num_tokens: tokens generated in each repeat, by each of the two.
-        repeats: repeats; rates are medians over them.
-        lookahead: draft tokens a round (K).
-        plain_tokens_per_second: plain decoding, prefill included.
-        speculative_tokens_per_second: speculative decoding, prefill included.
-        speedup: median over the repeats of the ratio within one repeat.
-        acceptance_rate: accepted / drafted.
-        mean_accepted_length: tokens a speculative round, its correction or bonus token included.
-        identical: every prompt gave the same tokens both ways.
-        difference: where the first difference is; None if identical.
-    """
-
-    num_prompts: int
-    num_tokens: int
-    repeats: int
-    lookahead: int
-    plain_tokens_per_second: float
-    speculative_tokens_per_second: float
-    speedup: float
-    acceptance_rate: float
-    mean_accepted_length: float
-    identical: bool
-    difference: Difference | None
+    num_prompts: int  # of each repeat
+    num_tokens: int  # generated in each repeat, by each of the two
+    repeats: int  # rates are medians over them
+    lookahead: int  # K, draft tokens a round
+    plain_tokens_per_second: float  # prefill included
+    speculative_tokens_per_second: float  # prefill included
+    speedup: float  # median over the repeats of the ratio within one repeat
+    acceptance_rate: float  # accepted / drafted
+    mean_accepted_length: float  # tokens a speculative round, its correction or bonus token included
+    identical: bool  # every prompt gave the same tokens both ways
+    difference: Difference | None  # None if identical
 
 
 def find_demo_pair() -> Path:
@@ -89,12 +70,7 @@ def load_prompts(pair: Path) -> list[str]:
 def measure(engine: "SpecEngine", prompts: Seq[str], *, lookahead: int, max_tokens: int, repeats: int) -> Measurement:
     """Decode every prompt plainly and speculatively, turn by turn, so that both meet the same machine.
 
-    Args:
-        engine: an engine with a draft.
-        prompts: prompts, one sequence at a time.
-        lookahead: draft tokens a round (K).
-        max_tokens: tokens to generate for each prompt.
-        repeats: how often; the order of the two changes from repeat to repeat.
+    The engine has a draft. One sequence runs at a time, and the order of the two ways changes from repeat to repeat.
     """
     from specexport_runtime import SamplingParams
 

@@ -27,19 +27,12 @@ _MIN_MEMORY = 2 * 10**9
 
 
 class Finding(NamedTuple):
-    """One line of the report.
+    """One line of the report."""
 
-    Attributes:
-        topic: what was looked at.
-        state: ``"ok"``, ``"missing"`` (something cannot be done), or ``"note"`` (optional, or slower than it could be).
-        found: what was found.
-        fix: how to get what is missing; empty if nothing is.
-    """
-
-    topic: str
-    state: State
+    topic: str  # what was looked at
+    state: State  # ``"missing"``: something cannot be done; ``"note"``: optional, or slower than it could be
     found: str
-    fix: str = ""
+    fix: str = ""  # how to get what is missing; empty if nothing is
 
 
 @click.command()

@@ -60,7 +60,7 @@ def map_large_blocks() -> None:
 
 @contextlib.contextmanager
 def seldom_collected() -> Iterator[None]:
-    """Within the block, Python looks for unreachable objects seldom, and not among those that were there before.
+    """Within the block, Python looks for unreachable objects seldom, and not among objects that were there before.
 
     What torch brings is half a million objects that stay. Every full collection walks through all of them, and
     a build that frees each stage's memory asks for several: a quarter of the time of a small model's build.
@@ -72,7 +72,7 @@ def seldom_collected() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*thresholds)
-        if not frozen:  # else they are also what somebody else keeps out of collections
+        if not frozen:  # else they are also what other code keeps out of collections
             gc.unfreeze()
 
 
@@ -93,11 +93,7 @@ def resident_memory() -> dict[str, int]:
 def query_gpus(fields: str) -> list[str] | None:
     """What ``nvidia-smi`` says of each GPU, one line each; None without that command.
 
-    Args:
-        fields: for example ``"name,compute_cap"``.
-
-    Raises:
-        OSError, subprocess.SubprocessError: it fails: the driver is broken.
+    ``fields`` are for example ``"name,compute_cap"``. OSError or subprocess.SubprocessError: the driver is broken.
     """
     tool = shutil.which("nvidia-smi")
     if tool is None:

@@ -7,33 +7,20 @@ from typing import Any, NamedTuple, TextIO
 
 
 class ProgressEvent(NamedTuple):
-    """A stage begins, or says something.
+    """A stage begins, or says something."""
 
-    Attributes:
-        stage: name of the stage, for example ``"trace"``.
-        role: ``"target"``, ``"draft"``, or ``""`` for the bundle as a whole.
-        step: stages begun, this one included.
-        num_steps: stages in all, if every one is needed.
-        message: what there is to say beyond the stage's name; often empty.
-    """
-
-    stage: str
-    role: str
-    step: int
-    num_steps: int
-    message: str = ""
+    stage: str  # for example ``"trace"``
+    role: str  # ``"target"``, ``"draft"``, or ``""`` for the bundle as a whole
+    step: int  # stages begun, this one included
+    num_steps: int  # stages in all, if every one is needed
+    message: str = ""  # beyond the stage's name; often empty
 
 
 Progress = Callable[[ProgressEvent], None]
 
 
 class StageClock:
-    """Times stages and reports them.
-
-    Args:
-        progress: called at the begin of each stage and with each note; None reports nothing.
-        num_steps: stages of a whole build.
-    """
+    """Times stages and reports the begin of each stage and each note to ``progress``, if there is one."""
 
     def __init__(self, progress: Progress | None, num_steps: int) -> None:
         self.seconds: dict[str, float] = {}
@@ -44,13 +31,9 @@ class StageClock:
 
     @contextlib.contextmanager
     def stage(self, name: str, role: str = "", message: str = "", *, steps: int = 1) -> Iterator[None]:
-        """Time a stage; its seconds go to ``seconds["role.name"]``, also when it raises.
+        """Time a stage; its seconds go to ``seconds["role.name"]``, also when it raises; the bar moves by ``steps``.
 
-        Args:
-            name: name of the stage.
-            role: ``"target"``, ``"draft"``, or ``""`` for the bundle as a whole.
-            message: what there is to say beyond the name.
-            steps: how far it moves the bar.
+        ``role`` and ``message`` are as in :class:`ProgressEvent`.
         """
         self._step += steps
         self._current = (name, role)
@@ -77,14 +60,9 @@ class StageClock:
 
 @contextlib.contextmanager
 def show_progress(stream: TextIO, *, quiet: bool = False) -> Iterator[Progress]:
-    """A progress callback that shows a bar on a terminal and plain lines elsewhere.
+    """A progress callback that shows a bar on a terminal and plain lines elsewhere, or with ``quiet`` nothing.
 
-    Args:
-        stream: where to write; standard error, so that results can be piped.
-        quiet: show nothing.
-
-    Yields:
-        the callback for :func:`specexport.build.pipeline.build_bundle`.
+    ``stream`` is standard error, so that results can be piped.
     """
     if quiet:
         yield lambda _event: None

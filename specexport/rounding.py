@@ -18,28 +18,17 @@ _LARGEST_OVER_RMS = 4.0
 
 
 class LogitTolerance(NamedTuple):
-    """How far an engine's logits may be off, both relative to the logit scale.
+    """How far an engine's logits may be off, both relative to the logit scale."""
 
-    Attributes:
-        largest: any one logit.
-        rms: root of the mean square over the logits of a token. A mistake moves them all, rounding few of them far.
-    """
-
-    largest: float
-    rms: float
+    largest: float  # any one logit
+    rms: float  # root of the mean square over the logits of a token. A mistake moves them all, rounding few of them far
 
 
 def logit_tolerance(dtype: str, num_layers: int) -> LogitTolerance:
     """Tolerance of logits against the same weights computed in float32.
 
-    In float32 it does not grow with depth: 1e-4 is thirty times the rounding measured in 18 layers.
-
-    Args:
-        dtype: numpy name.
-        num_layers: L, attention layers of the model.
-
-    Raises:
-        IncompatibleError: none is known for ``dtype``.
+    In float32 it does not grow with depth: 1e-4 is thirty times the rounding measured in 18 layers. ``dtype`` is
+    numpy's name, ``num_layers`` counts attention layers. IncompatibleError: no tolerance is known for ``dtype``.
     """
     if dtype == "float32":
         return LogitTolerance(_FLOAT32, _FLOAT32)

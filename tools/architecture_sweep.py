@@ -7,7 +7,7 @@
 
 The model is made from its configuration class with small sizes, saved, and built as ``specexport build`` does. Logits
 of ragged steps of 1 to K+1 tokens, behind rollbacks, must be those of eager transformers; greedy texts with drafts must
-be those without. Each architecture runs in a process of its own with a time limit. Results of another version of
+be those without. Each architecture runs in a separate process with a time limit. Results of another version of
 transformers are dropped. Exit status: 0, 1 if there is a defect (a traceback, a difference, or no end), 2 wrong usage.
 """
 
@@ -74,13 +74,7 @@ def _child(name: str, pipe: Any) -> None:
 
 
 def run_all(names: Seq[str], *, jobs: int = 1, minutes: float = MINUTES) -> Iterator[Outcome]:
-    """Each architecture in a process of its own, in the order in which they are done.
-
-    Args:
-        names: which.
-        jobs: how many at a time.
-        minutes: how long one may take.
-    """
+    """Each architecture in a separate process, in the order in which they are done; each may take ``minutes``."""
     fork = multiprocessing.get_context("fork")  # torch and transformers are imported once, here
     waiting, running = list(names), dict[Any, tuple[str, Any, float]]()
     while waiting or running:

@@ -50,9 +50,7 @@ def repository_path(path: str) -> str:
 def find_target(link: str, page: str) -> str | None:
     """The file that a link means, as a path in the repository; None for addresses, anchors and what does not exist.
 
-    Args:
-        link: what stands between the parentheses.
-        page: the page that it stands on, as a path in the repository.
+    ``page`` is the page that the link stands on, as a path in the repository.
     """
     parts = urlsplit(link)
     if parts.scheme or not parts.path or parts.path.startswith("/"):

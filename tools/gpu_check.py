@@ -8,7 +8,7 @@
     python tools/gpu_check.py tune --results results       # the sweep's best tiles become the tuning table
     python tools/gpu_check.py --list
 
-Each task runs in a process of its own with a time limit: what crashes or hangs becomes a row of the report, and the
+Each task runs in a separate process with a time limit: what crashes or hangs becomes a row of the report, and the
 others go on. ``results.json`` and ``results.md`` are written anew after each task. A second call with the same
 ``--out`` runs what the first one has not finished. The checkout is used as it is: nothing has to be installed. Exit
 status: 0 all reached, 1 something failed or missed its target, 2 wrong usage, 3 no GPU.
@@ -82,10 +82,7 @@ def cuda_library_folders() -> list[str]:
 def make_environment(work: Path, site: Path | None, *, interpret: bool) -> dict[str, str]:
     """Environment of the tasks: this checkout and the carried packages first, caches in the work folder, no hub.
 
-    Args:
-        work: the work folder.
-        site: folder of carried packages, or None.
-        interpret: let Triton interpret kernels: there is no GPU.
+    ``site`` is the folder of the carried packages. With ``interpret`` Triton interprets kernels: there is no GPU.
     """
     libraries = [*cuda_library_folders(), os.environ.get("LD_LIBRARY_PATH", "")]
     paths = [*([str(site)] if site else []), str(ROOT), str(ROOT / "runtime"), os.environ.get("PYTHONPATH", "")]
@@ -155,11 +152,7 @@ def settings_of(options: argparse.Namespace) -> dict[str, object]:
 
 
 def earlier_calls(out: Path, settings: dict[str, object]) -> list[dict[str, str]]:
-    """The calls whose results a folder holds.
-
-    Raises:
-        ValueError: they were made with other settings.
-    """
+    """The calls whose results a folder holds; ValueError if they were made with other settings."""
     path = out / "results.json"
     if not path.is_file():
         return []

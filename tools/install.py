@@ -1,4 +1,4 @@
-"""Install specexport into the virtual environment that runs this script, without CUDA packages nobody can use.
+"""Install specexport into the virtual environment that runs this script, without CUDA packages that it cannot use.
 
 On Linux the public index serves a torch that depends on several gigabytes of CUDA packages. This script first asks pip
 what the configured index would give. If that needs CUDA packages and the machine has no NVIDIA GPU, torch comes from
@@ -35,24 +35,16 @@ _REQUIREMENT_NAME = re.compile(r"^\s*([A-Za-z0-9][A-Za-z0-9._-]*)")
 
 
 class Decision(NamedTuple):
-    """Where torch comes from.
+    """Where torch comes from."""
 
-    Attributes:
-        use_cpu_index: True for PyTorch's index of CPU builds, False for the configured index.
-        reason: one sentence for the person who waits.
-    """
-
-    use_cpu_index: bool
-    reason: str
+    use_cpu_index: bool  # True for PyTorch's index of CPU builds, False for the configured index
+    reason: str  # one sentence for the person who waits
 
 
 def decide(report: Mapping[str, Any], *, has_gpu: bool, torch_cuda: bool = False) -> Decision:
-    """Choose where torch comes from.
+    """Choose where torch comes from by pip's installation report (format version 1) for ``torch`` alone.
 
-    Args:
-        report: pip's installation report (format version 1) for ``torch`` alone.
-        has_gpu: this machine has an NVIDIA GPU.
-        torch_cuda: the user asked for the index's own build.
+    ``torch_cuda``: the user asked for the index's own build.
     """
     if torch_cuda:
         return Decision(False, "--torch-cuda was given, so torch comes from the configured index.")

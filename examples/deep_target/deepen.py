@@ -61,14 +61,10 @@ def parse_args() -> argparse.Namespace:
 
 
 def thinned(similarity: torch.Tensor, generator: torch.Generator) -> Kept:
-    """Draws the blocks of a thinned model: by the rules half of the time, at random the other half.
+    """Draws the blocks that a thinned model keeps: by the rules half of the time, at random the other half.
 
-    Args:
-        similarity: The whole model's attention similarity on the batch, shape (layers,).
-        generator: Source of the draw.
-
-    Returns:
-        The blocks to keep. Layer 0 is always whole: the rules never leave it out, and nothing works without it.
+    ``similarity`` is the whole model's attention similarity on the batch, shape (layers,). Layer 0 is always whole: the
+    rules never leave it out, and nothing works without it.
     """
     layers = len(similarity)
     kind = int(torch.randint(6, (1,), generator=generator))
@@ -83,17 +79,11 @@ def thinned(similarity: torch.Tensor, generator: torch.Generator) -> Kept:
 def step_losses(
     model: LlamaForCausalLM, batch: torch.Tensor, new: list[int], generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Computes the three terms on a batch.
+    """Computes the three terms on a batch of token ids, shape (rows, length + 1).
 
-    Args:
-        model: The model.
-        batch: Token ids of shape (rows, length + 1).
-        new: Layers that growing put in.
-        generator: Source of the thinned model's blocks.
-
-    Returns:
-        Cross-entropy of the text under the whole model; divergence of the thinned model's distribution from the whole
-        one's; sum over new attention blocks of how far their mean similarity is below the threshold plus a margin.
+    They are the cross-entropy of the text under the whole model; the divergence of the thinned model's distribution
+    from the whole one's; the sum over the attention blocks of ``new`` layers of how far their mean similarity is below
+    the threshold plus a margin.
     """
     inputs, labels = batch[:, :-1], batch[:, 1:].reshape(-1)
     layers = model.config.num_hidden_layers
@@ -113,15 +103,11 @@ def step_losses(
 
 @torch.no_grad()
 def measure(model: LlamaForCausalLM, rows: torch.Tensor) -> dict[str, object]:
-    """Measures the whole and the thinned model on held-out text.
+    """Measures the whole and the thinned models on held-out text, token ids of shape (rows, length + 1).
 
-    Args:
-        model: The model.
-        rows: Token ids of shape (rows, length + 1).
-
-    Returns:
-        Losses in nats per token, the share of positions where both choose the same token, the similarity of each
-        attention block, the blocks kept; the thinned model is that of the rules with every second layer left out.
+    Gives losses in nats per token, the share of positions where both choose the same token, the similarity of each
+    attention block, and the blocks kept; the thinned models are those of the rules with every second and every third
+    layer left out.
     """
     layers = model.config.num_hidden_layers
     labels = rows[:, 1:].flatten()

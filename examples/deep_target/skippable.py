@@ -16,15 +16,10 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 
 class Kept(NamedTuple):
-    """Which blocks of a model run, one flag a layer.
+    """Which blocks of a model run, one flag a layer."""
 
-    Attributes:
-        attention: Whether layer i's attention runs.
-        mlp: Whether layer i's MLP runs.
-    """
-
-    attention: tuple[bool, ...]
-    mlp: tuple[bool, ...]
+    attention: tuple[bool, ...]  # whether layer i's attention runs
+    mlp: tuple[bool, ...]  # whether layer i's MLP runs
 
     @classmethod
     def every(cls, layers: int) -> Kept:
@@ -33,28 +28,19 @@ class Kept(NamedTuple):
 
 
 class Passed(NamedTuple):
-    """What a forward pass gives.
+    """What a forward pass gives."""
 
-    Attributes:
-        logits: Shape (rows, length, vocabulary), float32 or the autocast type.
-        similarity: Shape (layers, rows, length): cosine between the stream before and after each attention block
-            that ran; 1 where it did not run. None unless asked for.
-    """
-
-    logits: torch.Tensor
+    logits: torch.Tensor  # shape (rows, length, vocabulary), float32 or the autocast type
+    # shape (layers, rows, length): cosine between the stream before and after each attention block that ran; 1 where it
+    # did not run. None unless asked for
     similarity: torch.Tensor | None
 
 
 def grow(model: LlamaForCausalLM, pattern: str) -> LlamaForCausalLM:
-    """Puts copies of layers into a model without changing what it computes.
+    """Puts copies of layers into a model without changing what it computes; the deeper model shares no weights with it.
 
-    Args:
-        model: The model.
-        pattern: Starts with ``o``, an old layer; each ``i`` is a copy of the old layer before it whose attention and
-            MLP outputs start at zero. Repeated until the old layers are used up.
-
-    Returns:
-        A deeper model that shares no weights with the old one.
+    ``pattern`` starts with ``o``, an old layer; each ``i`` is a copy of the old layer before it whose attention and MLP
+    outputs start at zero. It is repeated until the old layers are used up.
     """
     if not pattern.startswith("o") or set(pattern) - {"o", "i"}:
         raise ValueError(f"--pattern {pattern!r}: use the letters o and i, and begin with o")
@@ -86,23 +72,12 @@ def run_blocks(
     tokens: torch.Tensor,
     kept: Kept,
     *,
+    # keys and values of the positions before ``start``, which this pass adds to; one token at a time then
     cache: DynamicCache | None = None,
-    start: int = 0,
-    similarity: bool = False,
+    start: int = 0,  # position of the first token
+    similarity: bool = False,  # whether to measure the attention blocks' similarity
 ) -> Passed:
-    """Run the chosen blocks of a model.
-
-    Args:
-        model: The model.
-        tokens: Token ids of shape (rows, length).
-        kept: Blocks to run.
-        cache: Keys and values of the positions before ``start``, which this pass adds to; one token at a time then.
-        start: Position of the first token.
-        similarity: Whether to measure the attention blocks' similarity.
-
-    Returns:
-        The logits, and the similarity if asked for.
-    """
+    """Run the chosen blocks of a model on token ids of shape (rows, length)."""
     inner = model.model
     stream = inner.embed_tokens(tokens)
     positions = torch.arange(start, start + tokens.shape[1])[None]
@@ -122,16 +97,10 @@ def run_blocks(
 
 
 def choose_blocks(similarity: torch.Tensor, threshold: float | None, period: int | None, keep_last: int | None) -> Kept:
-    """The draft's blocks by the paper's three rules.
+    """The blocks that the draft keeps, by the paper's three rules; None switches a rule off.
 
-    Args:
-        similarity: Mean over a prompt for each attention block, shape (layers,).
-        threshold: Attention blocks above it are left out; None switches the rule off.
-        period: Every ``period``-th layer is left out, attention and MLP; None switches the rule off.
-        keep_last: The last so many layers stay whole; None switches the rule off.
-
-    Returns:
-        The blocks to keep.
+    Attention blocks whose ``similarity``, a mean over a prompt, shape (layers,), is above ``threshold`` are left out;
+    so is every ``period``-th layer, attention and MLP. The last ``keep_last`` layers stay whole.
     """
     layers = len(similarity)
     attention, mlp = [True] * layers, [True] * layers

@@ -49,15 +49,10 @@ SPLIT_PATTERN = (
 
 @dataclass(frozen=True)
 class Corpus:
-    """The standard library's files, split once and for all by content.
+    """The standard library's files, split once and for all by content."""
 
-    Attributes:
-        train: Texts to train on.
-        heldout: Texts never trained on, neither model nor tokenizer.
-    """
-
-    train: list[str]
-    heldout: list[str]
+    train: list[str]  # texts to train on
+    heldout: list[str]  # texts never trained on, neither model nor tokenizer
 
     @staticmethod
     def size(texts: list[str]) -> int:
@@ -66,17 +61,10 @@ class Corpus:
 
 
 def load_corpus(root: Path | None = None, heldout_percent: int = 2) -> Corpus:
-    """Reads the standard library's sources.
+    """Reads the standard library's sources, by default those of the running Python.
 
-    The split hashes each file's content: it depends neither on the order in which
-    files are listed nor on where Python is installed.
-
-    Args:
-        root: Folder to read; the running Python's standard library when None.
-        heldout_percent: Share of the files to hold out, in percent.
-
-    Returns:
-        The split corpus.
+    The split hashes each file's content: it depends neither on the order in which files are listed nor on where Python
+    is installed.
     """
     root = root or Path(sysconfig.get_path("stdlib"))
     corpus = Corpus([], [])
@@ -99,14 +87,9 @@ def load_corpus(root: Path | None = None, heldout_percent: int = 2) -> Corpus:
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
-    """Trains a byte-level BPE tokenizer for Python source.
+    """Trains a byte-level BPE tokenizer for Python source; it adds no token to what it encodes.
 
-    Args:
-        texts: Training texts.
-        vocab_size: Number of tokens, the separator and the 256 bytes included.
-
-    Returns:
-        The tokenizer. It adds no token of its own to what it encodes.
+    ``vocab_size`` counts the separator and the 256 bytes too.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -129,12 +112,8 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """Writes the tokenizer as transformers' AutoTokenizer expects it.
 
-    The settings are written by hand because transformers would record its own
-    version's class name, which other versions do not know.
-
-    Args:
-        tokenizer: The tokenizer.
-        folder: A model's folder.
+    The settings are written by hand because transformers would record its own version's class name, which other
+    versions do not know.
     """
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
@@ -150,31 +129,16 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def encode(tokenizer: Tokenizer, texts: list[str]) -> list[torch.Tensor]:
-    """Encodes texts, each led by the separator.
-
-    Args:
-        tokenizer: The tokenizer.
-        texts: The texts.
-
-    Returns:
-        One tensor of token ids per text.
-    """
+    """Encodes texts, each led by the separator."""
     start = tokenizer.token_to_id(SEPARATOR)
     encoded = tokenizer.encode_batch(texts)
     return [torch.tensor([start, *item.ids], dtype=torch.int64) for item in encoded]
 
 
 def batches(docs: list[torch.Tensor], length: int, rows: int, seed: int) -> Iterator[torch.Tensor]:
-    """Yields batches for ever; each epoch joins the documents in a new order.
+    """Yields batches of token ids, shape (rows, length + 1), for ever; each epoch joins the documents in a new order.
 
-    Args:
-        docs: Encoded documents.
-        length: Tokens per row that the models predict.
-        rows: Rows per batch.
-        seed: Seed of the order.
-
-    Yields:
-        Token ids of shape (rows, length + 1).
+    The models predict ``length`` tokens a row.
     """
     generator = torch.Generator().manual_seed(seed)
     while True:

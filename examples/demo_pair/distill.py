@@ -46,18 +46,10 @@ def parse_args() -> argparse.Namespace:
 
 
 def write_texts(teacher: Path, docs: list[torch.Tensor], count: int, seed: int, threads: int) -> list[torch.Tensor]:
-    """Lets the target continue random snippets of the training files.
+    """Lets the target continue ``count`` random snippets of the training files.
 
-    Args:
-        teacher: Bundle of the target.
-        docs: Encoded training files.
-        count: Snippets to continue.
-        seed: Seed of the snippets and of the sampled half.
-        threads: Compute threads.
-
-    Returns:
-        Token ids of each snippet with its continuation, led by the separator. Two thirds are greedy, a third is
-        sampled at temperature 0.8, so that the draft also sees what greedy decoding never writes.
+    Gives token ids of each snippet with its continuation, led by the separator. Two thirds are greedy, a third is
+    sampled at temperature 0.8, so that the draft also sees what greedy decoding never writes.
     """
     rng = random.Random(seed)
     prompts, params = [], []
@@ -77,10 +69,7 @@ def write_texts(teacher: Path, docs: list[torch.Tensor], count: int, seed: int, 
 def imitation_loss(target: LlamaForCausalLM, draft: LlamaForCausalLM, inputs: torch.Tensor) -> torch.Tensor:
     """Returns the cross-entropy of the draft against the target's distribution, in nats per token.
 
-    Args:
-        target: The target.
-        draft: The draft.
-        inputs: Token ids of shape (rows, length).
+    ``inputs`` are token ids of shape (rows, length).
     """
     with torch.autocast("cpu", torch.bfloat16):
         with torch.no_grad():

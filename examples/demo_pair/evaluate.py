@@ -20,14 +20,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 @torch.no_grad()
 def greedy_and_loss(model: PreTrainedModel, rows: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Returns a model's most likely next tokens and its mean loss on held-out rows.
+    """Returns a model's most likely next tokens, shape (rows, length), and its mean loss in nats per token.
 
-    Args:
-        model: The model.
-        rows: Token ids of shape (rows, length + 1).
-
-    Returns:
-        Token ids of shape (rows, length), and the loss in nats per token.
+    ``rows`` are held-out token ids of shape (rows, length + 1).
     """
     likeliest, total = [], 0.0
     for row in rows:
@@ -41,22 +36,11 @@ def greedy_and_loss(model: PreTrainedModel, rows: torch.Tensor) -> tuple[torch.T
 def accepted_lengths(
     target: PreTrainedModel, draft: PreTrainedModel, prompt: list[int], new_tokens: int, k: int
 ) -> list[int]:
-    """Runs greedy speculative decoding and counts what each step accepts.
+    """Runs greedy speculative decoding and counts the proposals that each step accepts, 0 to k.
 
-    The target continues the prompt once; at each step the draft proposes k tokens
-    from the text so far. Greedy verification accepts exactly the proposals that
-    equal that continuation, so the counts are those of a real decoder.
-
-    Args:
-        target: The target.
-        draft: The draft.
-        prompt: Token ids.
-        new_tokens: Tokens to generate.
-        k: Proposals per step.
-
-    Returns:
-        The number of proposals accepted at each step, 0 to k. The last step is left
-        out where the end of the text cuts it short.
+    The target continues the prompt once; at each step the draft proposes k tokens from the text so far. Greedy
+    verification accepts exactly the proposals that equal that continuation, so the counts are those of a real decoder.
+    The last step is left out where the end of the text cuts it short.
     """
     common = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     text = target.generate(torch.tensor([prompt]), max_new_tokens=new_tokens, **common)[0]

@@ -37,30 +37,19 @@ def _causal_mask(length: int, dtype: torch.dtype) -> torch.Tensor:
 
 def folded_attention(
     _module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    _mask: torch.Tensor | None,
+    query: torch.Tensor,  # shape (rows, heads, length, head size)
+    key: torch.Tensor,  # shape (rows, key-value heads, length, head size)
+    value: torch.Tensor,  # shape (rows, key-value heads, length, head size)
+    _mask: torch.Tensor | None,  # unused: training rows have no padding
     *,
     scaling: float,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention over whole rows, as two large matrix products.
+    """Causal attention over whole rows, as two large matrix products; gives no weights.
 
-    The query heads that share a key-value head become rows of one product, so keys
-    and values are never repeated. At a few hundred positions this is faster on a CPU
-    than the fused kernel, which works head by head.
-
-    Args:
-        _module: The attention layer (unused).
-        query: Shape (rows, heads, length, head size).
-        key: Shape (rows, key-value heads, length, head size).
-        value: Shape (rows, key-value heads, length, head size).
-        _mask: Unused: training rows have no padding.
-        scaling: Factor of the scores.
-
-    Returns:
-        The output of shape (rows, length, heads, head size), and None for weights.
+    The query heads that share a key-value head become rows of one product, so keys and values are never repeated. At a
+    few hundred positions this is faster on a CPU than the fused kernel, which works head by head. The output has the
+    shape (rows, length, heads, head size).
     """
     rows, heads, length, size = query.shape
     pairs, group = rows * key.shape[1], heads // key.shape[1]

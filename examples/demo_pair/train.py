@@ -55,14 +55,9 @@ def parse_args() -> argparse.Namespace:
 
 
 def build_model(shape: list[int], vocab: int) -> LlamaForCausalLM:
-    """Creates a model with fresh weights.
+    """Creates a model with fresh weights, in float32.
 
-    Args:
-        shape: Hidden size, layers, heads, key-value heads, MLP size.
-        vocab: Vocabulary size.
-
-    Returns:
-        The model, in float32.
+    ``shape`` is the hidden size, layers, heads, key-value heads, MLP size.
     """
     hidden, layers, heads, kv_heads, mlp = shape
     config = LlamaConfig(
@@ -125,18 +120,10 @@ def rate(done: float) -> float:
 def losses(
     target: LlamaForCausalLM, draft: LlamaForCausalLM, batch: torch.Tensor, blend: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Computes both models' losses on a batch.
+    """Computes both models' losses on a batch of token ids, shape (rows, length + 1).
 
-    Args:
-        target: The target.
-        draft: The draft.
-        batch: Token ids of shape (rows, length + 1).
-        blend: Weight of the target's distribution, against the text's own next
-            token, in what the draft learns.
-
-    Returns:
-        The target's cross-entropy, the draft's cross-entropy, and the draft's
-        training loss, in nats per token.
+    They are the target's cross-entropy, the draft's cross-entropy, and the draft's training loss, in nats per token.
+    ``blend`` is the weight of the target's distribution, against the text's own next token, in what the draft learns.
     """
     inputs, labels = batch[:, :-1], batch[:, 1:].reshape(-1)
     with torch.autocast("cpu", torch.bfloat16):

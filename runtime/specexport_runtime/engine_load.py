@@ -35,41 +35,26 @@ from specexport_runtime.watch.trace import RoundTracer
 
 
 class EngineParts(NamedTuple):
-    """The parts of an engine.
-
-    Attributes:
-        bundle: the opened bundle.
-        target: the target's executor.
-        draft: the draft model's, if there is one.
-        head: the draft head's, if there is one.
-        mask: of a head that drafts all tokens in one step: what stands for unknown tokens.
-        defaults: how to draft for requests that do not say.
-        self_obstacle: why the target cannot draft with its own layers; None if it can.
-        costs: what steps cost; None unless the engine is to be adaptive.
-        suffixes: what was generated earlier.
-        draft_head: the token ids of the LM head of either; None where it has all.
-    """
+    """The parts of an engine."""
 
     bundle: Bundle
     target: Executor
-    draft: Executor | None
-    defaults: DraftDefaults
-    self_obstacle: Obstacle | None
-    costs: KnownCosts | None = None
-    suffixes: KeptSuffixes | None = None
-    draft_head: CutHead | None = None
-    head: Executor | None = None
-    mask: MaskInput | None = None
+    draft: Executor | None  # the draft model's; None without
+    defaults: DraftDefaults  # how to draft for requests that do not say
+    self_obstacle: Obstacle | None  # why the target cannot draft with its own layers; None if it can
+    costs: KnownCosts | None = None  # of steps; None unless the engine is to be adaptive
+    suffixes: KeptSuffixes | None = None  # what was generated earlier
+    draft_head: CutHead | None = None  # token ids of the LM head of draft or head; None where it has all
+    head: Executor | None = None  # the draft head's; None without
+    mask: MaskInput | None = None  # for unknown tokens, of a head that drafts all tokens in one step
 
 
 def load_engine_parts(path: Path, options: EngineOptions) -> EngineParts:
     """Open a bundle, load its engines, and what an adaptive engine chooses K by.
 
-    Raises:
-        BundleError: the folder is no bundle, or a file is missing, altered or damaged.
-        IncompatibleError: another schema, ABI or backend, or a GPU or memory that the engines do not fit.
-        InvalidRequestError: a limit is out of range, or a default that this bundle cannot honour.
-        MissingDependencyError: the runtime of the bundle's backend is not installed.
+    ``BundleError``: no bundle, or a file is missing, altered or damaged. ``IncompatibleError``: another schema, ABI or
+    backend, or a GPU or memory that the engines do not fit. ``InvalidRequestError``: an option that cannot be honoured.
+    ``MissingDependencyError``: the backend's runtime is not installed.
     """
     bundle = load_bundle(
         path,
@@ -168,15 +153,9 @@ def _with_costs(
 def make_drafters(
     parts: DrafterParts, offer: DraftOffer, factories: Mapping[str, DrafterFactory] | None = None
 ) -> dict[str, Drafter]:
-    """Every drafter that an engine has, by the names that draft plans use.
+    """Every drafter that an engine has, by the names that draft plans use; ``factories`` are the user's own, by name.
 
-    Args:
-        parts: what they are made of.
-        offer: what there is to draft with.
-        factories: the user's own, by name.
-
-    Raises:
-        InvalidRequestError: a name is taken or has a slash, or a factory made something that is no drafter.
+    ``InvalidRequestError`` if a name is taken or has a slash, or a factory made something that is no drafter.
     """
     drafters: dict[str, Drafter] = {}
     drafters |= {name: kind.make(parts) for name, kind in KINDS.items() if kind.obstacle(offer) is None}
@@ -214,21 +193,12 @@ def describe_abilities(
     offer: DraftOffer,
     drafters: Mapping[str, Drafter],
     *,
-    lookahead: int,
-    weighed: Mapping[str, WeighedDrafter] | None = None,
-    num_layers: int = 0,
-    fixed_layers: bool = False,
+    lookahead: int,  # largest K
+    weighed: Mapping[str, WeighedDrafter] | None = None,  # see :func:`weigh_drafters`
+    num_layers: int = 0,  # of a target that can draft with its own layers
+    fixed_layers: bool = False,  # its engine fixes which of them a draft leaves out
 ) -> Abilities:
-    """What requests may ask of an engine.
-
-    Args:
-        offer: what there is to draft with.
-        drafters: those it has.
-        lookahead: largest K.
-        weighed: see :func:`weigh_drafters`.
-        num_layers: layers of a target that can draft with its own layers.
-        fixed_layers: its engine fixes which of them a draft leaves out.
-    """
+    """What requests may ask of an engine."""
     obstacles = {name: kind.obstacle(offer) for name, kind in KINDS.items()}
     return Abilities(
         {name: kind.traits for name, kind in KINDS.items()} | {name: each.traits for name, each in drafters.items()},
@@ -242,33 +212,19 @@ def describe_abilities(
 
 def make_decoder(
     target: ModelRunner,
-    drafters: Mapping[str, Drafter],
-    weighed: Mapping[str, WeighedDrafter],
-    curves: CostCurves | None,
+    drafters: Mapping[str, Drafter],  # see :func:`make_drafters`
+    weighed: Mapping[str, WeighedDrafter],  # see :func:`weigh_drafters`
+    curves: CostCurves | None,  # what steps cost, to choose K by; None for no choice
     *,
-    lookahead: int,
-    max_num_batched_tokens: int,
-    learned: LearnedCosts | None = None,
-    max_num_seqs: int | None = None,
-    reuses_prefixes: bool = False,
-    pace: Pace | None = None,
-    memory: MemoryBudget | None = None,
+    lookahead: int,  # largest K
+    max_num_batched_tokens: int,  # of one step
+    learned: LearnedCosts | None = None,  # mends the curves by what rounds take; None takes them as they are
+    max_num_seqs: int | None = None,  # sequences that run at a time; None takes all rows of the target
+    reuses_prefixes: bool = False,  # let sequences go on from what cache rows have of their prompts
+    pace: Pace | None = None,  # times that are to be kept; None for none
+    memory: MemoryBudget | None = None,  # bounds the memory of the cache rows; None: nothing but their number does
 ) -> Decoder:
-    """The decoder of an engine.
-
-    Args:
-        target: the target.
-        drafters: see :func:`make_drafters`.
-        weighed: see :func:`weigh_drafters`.
-        curves: what steps cost, to choose K by; None for no choice.
-        lookahead: largest K.
-        max_num_batched_tokens: most tokens of one step.
-        learned: mends the curves by what rounds take; None takes them as they are.
-        max_num_seqs: sequences that run at a time; None takes all rows of the target.
-        reuses_prefixes: let sequences go on from what cache rows have of their prompts.
-        pace: times that are to be kept; None for none.
-        memory: what bounds the memory of the cache rows; None: nothing but their number.
-    """
+    """The decoder of an engine."""
     lengths = None
     if curves is not None:
         lengths = Controller(curves, lookahead, drafters=weighed, learned=learned)
@@ -286,15 +242,7 @@ def make_decoder(
 
 
 def check_empty(decoder: Decoder, drafting: Mapping[str, ModelRunner]) -> None:
-    """Assert that nothing of any request is left in an engine.
-
-    Args:
-        decoder: its decoder.
-        drafting: its draft model, or its draft head, if there is one, by role.
-
-    Raises:
-        SpecexportError: something is.
-    """
+    """Assert that nothing of any request is left in an engine; ``drafting`` has its models by role."""
     decoder.check()
     if decoder.has_work:
         raise SpecexportError(f"nothing was asked for, and there is {decoder.load}.")
@@ -305,12 +253,7 @@ def check_empty(decoder: Decoder, drafting: Mapping[str, ModelRunner]) -> None:
 
 
 def self_draft_obstacle(target: ModelRunner, entry: ModelEntry | None = None) -> Obstacle | None:
-    """Why a target cannot draft with its own layers; None if it can.
-
-    Args:
-        target: the target.
-        entry: what the manifest says of it, if it comes from a bundle.
-    """
+    """Why a target cannot draft with its own layers; None if it can. ``entry`` is None if it comes from no bundle."""
     if not (target.unpad_kv and target.unpad_input):
         return Obstacle("drafter 'self' needs unpadded KV and unpadded input.", "leave unpad_kv and unpad_input on.")
     if as_gated(target.executor) is not None:

@@ -41,8 +41,7 @@ def machine_key() -> str:
 def gpu_names(folder: Path = Path("/proc/driver/nvidia/gpus")) -> tuple[str, ...]:
     """Models of the NVIDIA GPUs that this process sees, sorted, as the driver tells; on Linux only.
 
-    Args:
-        folder: the driver's, with a folder for each GPU.
+    ``folder`` is the driver's, with a folder for each GPU.
     """
     found = []
     for path in folder.glob("*/information"):
@@ -80,7 +79,8 @@ def _cpu() -> tuple[str, str]:
     if sys.platform == "darwin":
         command = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            done = subprocess.run(command, capture_output=True, check=True, text=True, timeout=5)  # noqa: S603 fixed command
+            # The command is fixed.
+            done = subprocess.run(command, capture_output=True, check=True, text=True, timeout=5)  # noqa: S603
             return done.stdout.strip(), ""
     try:
         first = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n", 1)[0]

@@ -160,10 +160,8 @@ _HISTOGRAMS = {
 class EngineMetrics:
     """Metrics of one engine; an ``EngineObserver``, and a collector of Prometheus.
 
-    Args:
-        model_name: value of the label ``model_name``.
-        registry: where they are registered, once; None makes one of their own, with those of the process.
-        engine: value of the label ``engine``, which is ``"0"`` in a vLLM of one engine.
+    They are registered once; ``registry`` None makes a new one, with the metrics of the process. ``model_name`` and
+    ``engine`` are values of labels; ``"0"`` is that of a vLLM of one engine.
     """
 
     def __init__(self, model_name: str, registry: CollectorRegistry | None = None, *, engine: str = "0") -> None:
@@ -207,14 +205,7 @@ class EngineMetrics:
             return self._counts.copy()
 
     def render(self, *, openmetrics_format: bool = False) -> tuple[bytes, str]:
-        """The page for Prometheus.
-
-        Args:
-            openmetrics_format: in OpenMetrics' format instead of Prometheus' own.
-
-        Returns:
-            its body and its content type.
-        """
+        """The page for Prometheus, in its own format or in OpenMetrics': body and content type."""
         if openmetrics_format:
             # Otherwise it writes `vllm_…` for `vllm:…`, though a colon is as legal there as here.
             names_as_they_are = openmetrics.ALLOWUTF8

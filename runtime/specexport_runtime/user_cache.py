@@ -5,7 +5,7 @@
     <root>/<kind>/…      root: SPECEXPORT_CACHE_DIR, else the platform's cache folder
 
 The cache never fails a load: where it cannot be written everything works, slower, and one warning a process says so.
-Its content is trusted only where nobody else could have written it: folders and files of this user, not open to
+Its content is trusted only where no other user could have written it: folders and files of this user, not open to
 others' writing. It may be deleted at any time. The compiler's engine cache lies under the same root. Imports the
 standard library only.
 """
@@ -36,10 +36,8 @@ def warn_once(topic: str, message: str, *args: object) -> None:
 def cache_root() -> Path:
     """``SPECEXPORT_CACHE_DIR``, else ``specexport`` in the platform's cache folder. Nothing is made or checked.
 
-    Only ``SPECEXPORT_CACHE_DIR`` may lie in the working directory.
-
-    Raises:
-        RuntimeError: there is no variable that names it, and no home folder to find it in.
+    Only ``SPECEXPORT_CACHE_DIR`` may lie in the working directory. ``RuntimeError`` if no variable names the folder,
+    and there is no home folder to find it in.
     """
     if folder := os.environ.get(ROOT_VARIABLE):
         return _in_home(Path(folder)).expanduser()
@@ -65,15 +63,11 @@ def _home() -> Path:
 
 
 def cache_folder(kind: str, *, writable: bool = True) -> Path | None:
-    """The cache folder for one kind of data, made if need be.
+    """The cache folder for one kind of data, made if need be; None where it does not serve.
 
-    Args:
-        kind: name of the subfolder.
-        writable: the caller means to write. Otherwise a read-only folder does, and nothing is made or warned about.
-
-    Returns:
-        the folder; None, after one warning a process, where it cannot be made, cannot be written, or is open to the
-        writing of others. A disk that is full shows only in :func:`write_json`.
+    That is where it cannot be made, cannot be written, or is open to the writing of others, after one warning a
+    process; a disk that is full shows only in :func:`write_json`. Without ``writable`` a read-only folder does, and
+    nothing is made or warned about.
     """
     try:
         folder = cache_root() / kind
@@ -117,14 +111,9 @@ def is_private(status: os.stat_result) -> bool:
 
 
 def write_json(path: Path, data: Any) -> bool:
-    """Write JSON in one step (temporary file, then rename), readable by this user only.
+    """Write JSON in one step (temporary file, then rename) to a file of :func:`cache_folder`, for this user only.
 
-    Args:
-        path: file in a folder that :func:`cache_folder` gave.
-        data: what ``json.dumps`` takes.
-
-    Returns:
-        whether it was written. A full or read-only disk is no error here: one warning a process says so.
+    Returns whether it was written. A full or read-only disk is no error here: one warning a process says so.
     """
     text = json.dumps(data, indent=1, sort_keys=True) + "\n"
     try:
@@ -136,14 +125,9 @@ def write_json(path: Path, data: Any) -> bool:
 
 
 def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write a file in one step (temporary file, then rename), readable by this user only.
+    """Write a file in one step (temporary file, then rename), readable by this user only; ``OSError`` if it cannot be.
 
-    Args:
-        path: the file; what was there stays if ``write`` raises.
-        write: is given the open temporary file.
-
-    Raises:
-        OSError: it cannot be written.
+    ``write`` is given the open temporary file; what was there stays if it raises.
     """
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     try:

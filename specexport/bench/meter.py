@@ -14,11 +14,7 @@ if TYPE_CHECKING:
 
 
 class Meter:
-    """Sums wall time and the engine's own counters over the calls of one run.
-
-    Args:
-        engine: the engine that the calls go to.
-    """
+    """Sums wall time and the engine's own counters over the calls of one run."""
 
     def __init__(self, engine: "SpecEngine") -> None:
         self._engine = engine
@@ -42,13 +38,7 @@ class Meter:
         return results
 
     def record(self, cell: Cell, repeat: int, results: "Seq[GenerationResult]") -> RunRecord:
-        """The record of the run.
-
-        Args:
-            cell: what was run.
-            repeat: which repeat.
-            results: of all its calls.
-        """
+        """The record of the run; ``results`` are those of all its calls, ``repeat`` counts from 0."""
         tokens = sum(len(result.token_ids) for result in results)
         in_rounds, seconds_of_rounds = self._padding["accepted"], self._phases["total"]
         return RunRecord(

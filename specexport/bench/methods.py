@@ -28,48 +28,29 @@ class EngineKey(NamedTuple):
 
 
 class Method(NamedTuple):
-    """A way to decode.
+    """A way to decode."""
 
-    Attributes:
-        name: one of :data:`METHODS`.
-        drafter: as ``SpecEngine.generate`` takes it; ``"none"`` for plain decoding.
-        unpad_kv: each sequence writes its KV at its own position.
-        unpad_input: new tokens are concatenated, not padded.
-    """
-
-    name: str
-    drafter: str
-    unpad_kv: bool = True
-    unpad_input: bool = True
+    name: str  # one of :data:`METHODS`
+    drafter: str  # as ``SpecEngine.generate`` takes it; ``"none"`` for plain decoding
+    unpad_kv: bool = True  # each sequence writes its KV at its own position
+    unpad_input: bool = True  # new tokens are concatenated, not padded
 
 
 PLAIN = Method("plain", "none")
 
 
 class Cell(NamedTuple):
-    """One combination of everything that is swept.
+    """One combination of everything that is swept."""
 
-    Attributes:
-        method: name of the method.
-        drafter: one of :data:`DRAFTERS`, or ``"none"``.
-        unpad_kv: see :class:`Method`.
-        unpad_input: see :class:`Method`.
-        batch_size: cache rows: sequences decoded at a time.
-        num_speculative_tokens: K; 0 for plain decoding, :data:`AUTO` where it is chosen in every round.
-        temperature: of sampling; 0 is greedy.
-        domain: domain of the prompts.
-        batching: ``"continuous"``, or ``"static"``: groups of ``batch_size`` prompts, one after another.
-    """
-
-    method: str
-    drafter: str
-    unpad_kv: bool
-    unpad_input: bool
-    batch_size: int
-    num_speculative_tokens: int
-    temperature: float
-    domain: str
-    batching: str
+    method: str  # its name
+    drafter: str  # one of :data:`DRAFTERS`, or ``"none"``
+    unpad_kv: bool  # see :class:`Method`
+    unpad_input: bool  # see :class:`Method`
+    batch_size: int  # cache rows: sequences decoded at a time
+    num_speculative_tokens: int  # K; 0 for plain decoding, :data:`AUTO` where it is chosen in every round
+    temperature: float  # 0 is greedy
+    domain: str  # of the prompts
+    batching: str  # ``"continuous"``, or ``"static"``: groups of ``batch_size`` prompts, one after another
 
     @property
     def engine(self) -> EngineKey:
@@ -103,28 +84,19 @@ class Cell(NamedTuple):
 
 
 def resolve_methods(
+    # of :data:`METHODS`; None takes ``auto`` and the drafters that the bundle can run, except ones that learn
     names: Seq[str] | None,
     *,
-    drafter: str,
-    has_draft: bool,
-    has_gates: bool = False,
-    has_head: bool = False,
-    unpad_kv: bool = True,
-    unpad_input: bool = True,
+    drafter: str,  # of ``vanilla``, ``unpad-kv`` and ``unpad-input``
+    has_draft: bool,  # the bundle has a draft model
+    has_gates: bool = False,  # the target can draft with some of its layers
+    has_head: bool = False,  # the bundle has a draft head
+    unpad_kv: bool = True,  # of the methods that a drafter names
+    unpad_input: bool = True,  # likewise
 ) -> list[Method]:
     """The methods to measure; plain decoding comes first, asked for or not: all others are compared with it.
 
-    Args:
-        names: of :data:`METHODS`; None: the drafters that the bundle can run, but for what learns, and ``auto``.
-        drafter: which drafter ``vanilla``, ``unpad-kv`` and ``unpad-input`` use.
-        has_draft: the bundle has a draft model.
-        has_gates: the target can draft with some of its own layers.
-        has_head: the bundle has a draft head.
-        unpad_kv: of the methods that are named by a drafter.
-        unpad_input: likewise.
-
-    Raises:
-        InvalidRequestError: an unknown method or drafter, or one that the bundle cannot draft with.
+    Raises InvalidRequestError for an unknown method or drafter, or one that the bundle cannot draft with.
     """
     _check_name("drafter", drafter, DRAFTERS)
     offer = DraftOffer(has_draft, None if has_gates else _NO_LAYERS, None if has_head else NO_HEAD)
@@ -178,13 +150,8 @@ def _check_name(what: str, name: str, known: Seq[str]) -> None:
 def lookaheads(method: Method, requested: Seq[int] | None, *, built: int) -> list[int]:
     """The values of K to measure a method with; [0] for plain decoding.
 
-    Args:
-        method: the method.
-        requested: the values asked for, :data:`AUTO` among them; None takes the drafter's default.
-        built: largest K of the bundle.
-
-    Raises:
-        InvalidRequestError: a K that the bundle was not built for.
+    ``requested`` may hold :data:`AUTO`; None takes the drafter's default. A K above ``built``, the bundle's largest,
+    raises InvalidRequestError.
     """
     if method.drafter == "none":
         return [0]

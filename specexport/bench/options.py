@@ -15,32 +15,20 @@ BATCHINGS = ("continuous", "static")
 class BenchOptions:
     """All combinations of methods, K, batch sizes, temperatures and batchings are measured.
 
-    Attributes:
-        methods: see :func:`specexport.bench.methods.resolve_methods`.
-        num_speculative_tokens: values of K; None takes each drafter's default.
-        batch_sizes: cache rows, for each value another engine.
-        temperatures: 0 is greedy.
-        batchings: of ``"continuous"`` and ``"static"``.
-        max_tokens: most tokens of a text, from the first to the second number; each prompt draws its own.
-        ignore_eos: go on after an end token.
-        seed: of those lengths and of sampling.
-        repeats: runs of each combination; figures are medians over them.
-        warmup: short runs of each drafter after an engine is loaded, not counted.
-
-    Raises:
-        InvalidRequestError: a value is out of its range.
+    A value out of its range raises InvalidRequestError.
     """
 
-    methods: tuple[Method, ...]
-    num_speculative_tokens: tuple[int, ...] | None = None
-    batch_sizes: tuple[int, ...] = (1,)
-    temperatures: tuple[float, ...] = (0.0,)
-    batchings: tuple[str, ...] = ("continuous",)
+    methods: tuple[Method, ...]  # see :func:`specexport.bench.methods.resolve_methods`
+    num_speculative_tokens: tuple[int, ...] | None = None  # values of K; None takes each drafter's default
+    batch_sizes: tuple[int, ...] = (1,)  # cache rows; each value needs another engine
+    temperatures: tuple[float, ...] = (0.0,)  # 0 is greedy
+    batchings: tuple[str, ...] = ("continuous",)  # of ``"continuous"`` and ``"static"``
+    # most tokens of a text, from the first to the second number; each prompt draws its own
     max_tokens: tuple[int, int] = (64, 64)
-    ignore_eos: bool = False
-    seed: int = 0
-    repeats: int = 3
-    warmup: int = 1
+    ignore_eos: bool = False  # go on after an end token
+    seed: int = 0  # of those lengths and of sampling
+    repeats: int = 3  # runs of each combination; figures are medians over them
+    warmup: int = 1  # short runs of each drafter after an engine is loaded, not counted
 
     def __post_init__(self) -> None:
         for size in self.batch_sizes:
@@ -67,10 +55,6 @@ def _check_least(what: str, values: Seq[float], least: float) -> None:
 
 
 def parse_lengths(text: str) -> tuple[int, int]:
-    """``"64"`` or ``"16:128"`` as the least and the most.
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """``"64"`` or ``"16:128"`` as the least and the most; ValueError if it is neither."""
     low, colon, high = text.partition(":")
     return (int(low), int(high)) if colon else (int(low), int(low))

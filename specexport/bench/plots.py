@@ -34,23 +34,16 @@ _Value = Callable[[Summary], float | None]
 
 
 class PlotOutcome(NamedTuple):
-    """What became of the pictures.
+    """What became of the pictures."""
 
-    Attributes:
-        written: files.
-        skipped: one line for each picture that has nothing to show.
-    """
-
-    written: list[Path]
-    skipped: list[str]
+    written: list[Path]  # files
+    skipped: list[str]  # one line for each picture that has nothing to show
 
 
 def check_plots(folder: Path) -> None:
     """Refuse what cannot be drawn, before the work starts.
 
-    Raises:
-        MissingDependencyError: matplotlib is not installed.
-        UserInputError: the folder cannot be made or written to.
+    Raises MissingDependencyError without matplotlib, UserInputError if the folder cannot be made or written to.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise MissingDependencyError("Plots need matplotlib.", "pip install 'specexport[bench]'")
@@ -62,15 +55,9 @@ def check_plots(folder: Path) -> None:
 
 
 def write_plots(folder: Path, result: BenchResult) -> PlotOutcome:
-    """Draw every picture that has data. Equal records give equal bytes.
+    """Draw every picture that has data into ``folder``, made if it is missing; equal records give equal bytes.
 
-    Args:
-        folder: where to; made if it is missing.
-        result: what to draw.
-
-    Raises:
-        MissingDependencyError: matplotlib is not installed.
-        UserInputError: a file cannot be written.
+    Raises MissingDependencyError without matplotlib, UserInputError if a file cannot be written.
     """
     check_plots(folder)
     written, skipped = [], []

@@ -16,37 +16,24 @@ _FORM = 'write one object a line: {"prompt": "…"}, with `id`, `domain` and `re
 
 
 class BenchPrompt(NamedTuple):
-    """One prompt.
+    """One prompt."""
 
-    Attributes:
-        id: its name in reports; no two prompts share one.
-        domain: what kind of text it is; domains are measured apart.
-        text: the prompt itself.
-        reference: a text that lookup drafting may copy from; None: none.
-    """
-
-    id: str
-    domain: str
-    text: str
-    reference: str | None = None
+    id: str  # its name in reports; no two prompts share one
+    domain: str  # what kind of text it is; domains are measured apart
+    text: str  # the prompt itself
+    reference: str | None = None  # a text that lookup drafting may copy from
 
 
 def read_prompts(
     paths: Seq[Path], *, num_prompts: int | None = None, domains: Seq[str] | None = None
 ) -> list[BenchPrompt]:
-    """Prompts of JSONL files, in order.
+    """Prompts of JSONL files, in order; without files, the built-in set.
 
-    Each line is an object with ``prompt``, and optionally ``id`` (else file name and line number), ``domain`` (else
-    the file name) and ``reference``. Other fields are ignored.
+    Each line is an object with ``prompt``, and optionally ``id`` (else file name and line number), ``domain`` (else the
+    file name) and ``reference``. Other fields are ignored. ``num_prompts`` is the most of each domain.
 
-    Args:
-        paths: the files; none: the built-in set.
-        num_prompts: most prompts of each domain; None takes all.
-        domains: which domains; None takes all.
-
-    Raises:
-        InvalidRequestError: a file cannot be read or has no prompts, a line has another form (it is named), two
-            prompts share an id, or there is no such domain.
+    Raises InvalidRequestError if a file cannot be read or has no prompts, a line has another form (it is named), two
+    prompts share an id, or there is no such domain.
     """
     if num_prompts is not None and num_prompts < 1:
         raise InvalidRequestError(f"the number of prompts is {num_prompts}.", "give 1 or more.")

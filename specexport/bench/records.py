@@ -16,96 +16,55 @@ SCHEMA = "specexport.bench/1"
 
 @dataclass(frozen=True)
 class RunRecord:
-    """All prompts of a domain, once. Times in seconds.
+    """All prompts of a domain, once. Times in seconds."""
 
-    Attributes:
-        cell: what was run.
-        repeat: which repeat, from 0.
-        num_prompts: prompts of the run.
-        new_tokens: generated tokens of all prompts together.
-        wall_s: time in ``generate()``.
-        tokens_per_second: ``new_tokens / wall_s``; the prompts' prefill is in that time.
-        decode_tokens_per_second: tokens of the verify rounds over the time of these rounds; None without one. Prompt
-            chunks that ride along with a round are in its time.
-        phases: ``engine.times``.
-        padding: ``engine.padding``, with ``ratio``.
-    """
-
-    cell: Cell
-    repeat: int
+    cell: Cell  # what was run
+    repeat: int  # from 0
     num_prompts: int
-    new_tokens: int
-    wall_s: float
-    tokens_per_second: float
+    new_tokens: int  # generated tokens of all prompts together
+    wall_s: float  # time in ``generate()``
+    tokens_per_second: float  # ``new_tokens / wall_s``; the prompts' prefill is in that time
+    # tokens of the verify rounds over the time of these rounds; None without one. Prompt chunks that ride along with a
+    # round are in its time.
     decode_tokens_per_second: float | None
-    phases: Mapping[str, float]
-    padding: Mapping[str, float]
+    phases: Mapping[str, float]  # ``engine.times``
+    padding: Mapping[str, float]  # ``engine.padding``, with ``ratio``
 
 
 @dataclass(frozen=True)
 class PromptRecord:
-    """One prompt of one run. Times in seconds.
+    """One prompt of one run. Times in seconds."""
 
-    Attributes:
-        cell: what was run.
-        repeat: which repeat, from 0.
-        id: the prompt.
-        prompt_tokens: its tokens.
-        max_tokens: most tokens that were asked for.
-        new_tokens: generated tokens.
-        rounds: target passes that gave it tokens, prefill's last one too.
-        draft_rounds: those with draft tokens.
-        drafted: draft tokens tested.
-        accepted: of these, accepted.
-        accepted_lengths: tokens of each round, the target's own included.
-        wall_s: from the start of its prefill to its end.
-        queued_s: from the start of the run to the start of its prefill.
-        time_to_first_token_s: from the start of its prefill to its first token.
-        decode_s: from its first token to its end.
-        finish_reason: ``"stop"`` or ``"length"``.
-        equal_to_plain: same tokens as plain greedy decoding; None where nothing can be compared (sampling).
-        first_difference: output position of the first other token; None if there is none.
-    """
-
-    cell: Cell
-    repeat: int
-    id: str
+    cell: Cell  # what was run
+    repeat: int  # from 0
+    id: str  # of the prompt
     prompt_tokens: int
-    max_tokens: int
-    new_tokens: int
-    rounds: int
-    draft_rounds: int
-    drafted: int
-    accepted: int
-    accepted_lengths: Seq[int]
-    wall_s: float
-    queued_s: float
-    time_to_first_token_s: float | None
-    decode_s: float | None
-    finish_reason: str
-    equal_to_plain: bool | None
-    first_difference: int | None
+    max_tokens: int  # most tokens that were asked for
+    new_tokens: int  # generated
+    rounds: int  # target passes that gave it tokens, prefill's last one too
+    draft_rounds: int  # rounds with draft tokens
+    drafted: int  # draft tokens tested
+    accepted: int  # draft tokens accepted
+    accepted_lengths: Seq[int]  # tokens of each round, the target's own included
+    wall_s: float  # from the start of its prefill to its end
+    queued_s: float  # from the start of the run to the start of its prefill
+    time_to_first_token_s: float | None  # from the start of its prefill
+    decode_s: float | None  # from its first token to its end
+    finish_reason: str  # ``"stop"`` or ``"length"``
+    equal_to_plain: bool | None  # same tokens as plain greedy decoding; None where nothing can be compared (sampling)
+    first_difference: int | None  # output position of the first other token; None if there is none
 
 
 @dataclass(frozen=True)
 class BenchResult:
-    """A whole benchmark.
+    """A whole benchmark."""
 
-    Attributes:
-        command: the command line.
-        machine: see :func:`specexport.bench.subject.describe_machine`.
-        bundle: names and hashes.
-        options: see :class:`specexport.bench.options.BenchOptions`.
-        runs: one record a run, in the order they ran.
-        prompts: one record a prompt and run.
-    """
-
-    command: Seq[str]
-    machine: Mapping[str, Any]
-    bundle: Mapping[str, Any]
-    options: Mapping[str, Any]
-    runs: Seq[RunRecord]
-    prompts: Seq[PromptRecord]
+    command: Seq[str]  # the command line
+    machine: Mapping[str, Any]  # see :func:`specexport.bench.subject.describe_machine`
+    bundle: Mapping[str, Any]  # names and hashes
+    options: Mapping[str, Any]  # see :class:`specexport.bench.options.BenchOptions`
+    runs: Seq[RunRecord]  # in the order they ran
+    prompts: Seq[PromptRecord]  # one record a prompt and run
 
     @property
     def compared(self) -> list[PromptRecord]:
@@ -148,11 +107,7 @@ def _split(fields: Mapping[str, Any]) -> _Split:
 
 
 def write_json(path: Path, result: BenchResult) -> None:
-    """Write the records in one step, one a line.
-
-    Raises:
-        UserInputError: the file cannot be written.
-    """
+    """Write the records in one step, one a line; UserInputError if the file cannot be written."""
     parts = [f"{_dump(name)}: {_dump_lines(value)}" for name, value in result.to_json().items()]
     text = "{\n" + ",\n".join(parts) + "\n}\n"
 
@@ -176,8 +131,7 @@ def _dump_lines(value: object) -> str:
 def read_json(path: Path) -> BenchResult:
     """Read what :func:`write_json` wrote.
 
-    Raises:
-        InvalidRequestError: the file cannot be read or holds something else.
+    Raises InvalidRequestError if the file cannot be read or holds something else.
     """
     fix = "give a file that `specexport bench --json` wrote."
     try:

@@ -23,11 +23,7 @@ def format_report(result: BenchResult) -> str:
 
 
 def write_markdown(path: Path, result: BenchResult) -> None:
-    """Write :func:`format_report` in one step.
-
-    Raises:
-        UserInputError: the file cannot be written.
-    """
+    """Write :func:`format_report` in one step; UserInputError if the file cannot be written."""
     text = format_report(result) + "\n"
 
     def write(temporary: Path) -> None:

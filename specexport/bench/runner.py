@@ -30,27 +30,13 @@ WARMUP_TOKENS = 16
 
 
 class BenchRunner:
-    """Measures every combination.
-
-    Args:
-        subject: what is measured.
-        prompts: with what.
-        options: how.
-        progress: called before each run.
-
-    Attributes:
-        runs: one record a run.
-        records: one record a prompt and run.
-
-    Raises:
-        InvalidRequestError: a K that the bundle was not built for.
-    """
+    """Measures every combination; a K that the bundle was not built for raises InvalidRequestError."""
 
     def __init__(
         self, subject: Subject, prompts: Seq[BenchPrompt], options: BenchOptions, progress: Progress | None = None
     ) -> None:
-        self.runs: list[RunRecord] = []
-        self.records: list[PromptRecord] = []
+        self.runs: list[RunRecord] = []  # one record a run
+        self.records: list[PromptRecord] = []  # one a prompt and run
         self._subject = subject
         self._options = options
         self._progress = progress
@@ -64,11 +50,10 @@ class BenchRunner:
         self._total = options.repeats * sum(map(len, self._cells.values()))
 
     def run(self) -> None:
-        """Run everything.
+        """Run everything; ``progress`` is called before each run.
 
-        Raises:
-            InvalidRequestError: a prompt does not fit the engine.
-            SpecexportError: loading or decoding failed.
+        Raises InvalidRequestError if a prompt does not fit the engine, another SpecexportError if loading or decoding
+        fails.
         """
         try:
             for cells in self._cells.values():
@@ -224,18 +209,10 @@ def run_bench(
     *,
     command: Seq[str] = (),
 ) -> BenchResult:
-    """Measure everything that ``options`` asks for.
+    """Measure everything that ``options`` asks for; ``progress`` is called before each run.
 
-    Args:
-        subject: what is measured.
-        prompts: with what.
-        options: how.
-        progress: called before each run.
-        command: the command line, for the record.
-
-    Raises:
-        InvalidRequestError: a K that the bundle was not built for, or a prompt that does not fit.
-        SpecexportError: loading or decoding failed.
+    ``command`` is the command line, for the record. Raises InvalidRequestError if the bundle was not built for a K or a
+    prompt does not fit, another SpecexportError if loading or decoding fails.
     """
     machine = describe_machine()  # its load before ours
     runner = BenchRunner(subject, prompts, options, progress)

@@ -23,25 +23,15 @@ _VERSIONS = ("specexport", "numpy", "onnxruntime", "onnxruntime-gpu", "tokenizer
 
 @dataclass(frozen=True)
 class Subject:
-    """A bundle, or what a test has in its place.
+    """A bundle, or what a test has in its place."""
 
-    Attributes:
-        name: its name in reports.
-        has_draft: it has a draft model.
-        lookahead: largest K it was built for.
-        details: names and hashes of its parts, for the record.
-        load: makes an engine.
-        has_gates: the target can draft with some of its own layers, by the default rules.
-        has_head: it has a draft head.
-    """
-
-    name: str
-    has_draft: bool
-    lookahead: int
-    details: Mapping[str, Any]
+    name: str  # in reports
+    has_draft: bool  # it has a draft model
+    lookahead: int  # largest K it was built for
+    details: Mapping[str, Any]  # names and hashes of its parts, for the record
     load: "Callable[[EngineKey], SpecEngine]"
-    has_gates: bool = False
-    has_head: bool = False
+    has_gates: bool = False  # the target can draft with some of its layers, by the default rules
+    has_head: bool = False  # it has a draft head
 
     @property
     def own_drafter(self) -> str | None:
@@ -52,26 +42,16 @@ class Subject:
 def open_subject(
     folder: Path,
     *,
-    max_model_len: int | None = None,
-    max_num_batched_tokens: int = 512,
-    num_threads: int | None = None,
-    spin: bool = True,
-    lora: str | None = None,
+    max_model_len: int | None = None,  # most tokens of one sequence; None takes the bundle's limit
+    max_num_batched_tokens: int = 512,  # most tokens of one step
+    num_threads: int | None = None,  # None takes the cores available
+    spin: bool = True,  # let idle threads spin
+    lora: str | None = None,  # LoRA adapter that the target writes with, one that requests may choose; None for none
 ) -> Subject:
-    """A bundle to measure. Its files are checked when an engine is loaded.
+    """A bundle to measure; its files are checked when an engine is loaded.
 
-    Args:
-        folder: bundle folder.
-        max_model_len: most tokens of one sequence; None takes the bundle's limit.
-        max_num_batched_tokens: most tokens of one step.
-        num_threads: compute threads; None takes the cores available.
-        spin: let idle threads spin.
-        lora: the LoRA adapter that the target writes with, of those that requests may choose; None for none.
-
-    Raises:
-        BundleError: the folder is no bundle.
-        IncompatibleError: another schema or ABI.
-        InvalidRequestError: it has no such adapter.
+    Raises BundleError if the folder is no bundle, IncompatibleError for another schema or ABI, InvalidRequestError if
+    the bundle has no such adapter.
     """
     manifest = load_manifest(folder)
     check_adapter(lora, manifest.models["target"].chosen_adapters)

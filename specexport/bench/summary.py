@@ -9,46 +9,29 @@ from specexport.bench.records import BenchResult, PromptRecord, RunRecord
 
 
 class Summary(NamedTuple):
-    """One combination over all its repeats.
+    """One combination over all its repeats."""
 
-    Attributes:
-        cell: what was run.
-        tokens_per_second: median over the repeats.
-        spread: fastest less slowest repeat over the median: how far to trust it; None for one repeat.
-        decode_tokens_per_second: the same for verify rounds alone; None without one.
-        speedup: over plain decoding: median of the ratios within each repeat; None if there is none to compare with.
-        over_vanilla: the same over the padded method with the same drafter and K.
-        over_static: the same over static batching; None for static batching itself.
-        acceptance_rate: accepted over drafted tokens; None if nothing was drafted.
-        mean_accepted_length: tokens of a speculative round, the target's own included; None without one.
-        efficiency: tokens of the speculative rounds over the most they could give, their draft tokens and one more:
-            ``mean_accepted_length / (K + 1)`` if every draft has K tokens (Chen et al. 2023, figure 1); None without.
-        padding_ratio: padding over accepted tokens (EMS-SD), padded or not.
-        input_padding: share of padding in the tokens fed.
-        overhead: scheduling and packing over the time of the rounds: median over the repeats.
-        latency: milliseconds of a text for each of its tokens: mean over the prompts.
-        latency_deviation: its standard deviation over the prompts.
-        latency_p50: half of the prompts have no more.
-        latency_p99: 99 of 100 prompts have no more; between the slowest two where there are fewer.
-    """
-
-    cell: Cell
-    tokens_per_second: float
-    spread: float | None
-    decode_tokens_per_second: float | None
+    cell: Cell  # what was run
+    tokens_per_second: float  # median over the repeats
+    spread: float | None  # fastest less slowest repeat over the median: how far to trust it; None for one repeat
+    decode_tokens_per_second: float | None  # the same median for verify rounds alone; None without one
+    # over plain decoding: median of the ratios within each repeat; None if there is none to compare with
     speedup: float | None
-    over_vanilla: float | None
-    over_static: float | None
-    acceptance_rate: float | None
-    mean_accepted_length: float | None
+    over_vanilla: float | None  # the same over the padded method with the same drafter and K
+    over_static: float | None  # the same over static batching; None for static batching itself
+    acceptance_rate: float | None  # accepted over drafted tokens; None if nothing was drafted
+    mean_accepted_length: float | None  # tokens of a speculative round, the target's own included; None without one
+    # tokens of the speculative rounds over the most they could give, their draft tokens and one more:
+    # ``mean_accepted_length / (K + 1)`` if every draft has K tokens (Chen et al. 2023, figure 1); None without such a
+    # round
     efficiency: float | None
-    padding_ratio: float
-    input_padding: float
-    overhead: float
-    latency: float
-    latency_deviation: float
-    latency_p50: float
-    latency_p99: float
+    padding_ratio: float  # padding over accepted tokens (EMS-SD), padded or not
+    input_padding: float  # share of padding in the tokens fed
+    overhead: float  # scheduling and packing over the time of the rounds: median over the repeats
+    latency: float  # milliseconds of a text for each of its tokens: mean over the prompts
+    latency_deviation: float  # standard deviation of the latency over the prompts
+    latency_p50: float  # half of the prompts have no more
+    latency_p99: float  # 99 of 100 prompts have no more; between the slowest two where there are fewer
 
 
 def summarize(result: BenchResult) -> list[Summary]:

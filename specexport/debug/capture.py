@@ -22,21 +22,14 @@ Feeds = dict[str, npt.NDArray[Any]]
 
 
 class CapturedStep(NamedTuple):
-    """One step of one sequence.
-
-    Attributes:
-        kind: what the step was for.
-        tokens: its new tokens.
-        context: the tokens before them, whose entries the cache holds.
-        feeds: every input of the graph contract by name, those of padded-KV graphs included; gates are left out.
-        logits: what the engine gave, [R, V].
-    """
+    """One step of one sequence."""
 
     kind: StepKind
-    tokens: tuple[int, ...]
-    context: tuple[int, ...]
+    tokens: tuple[int, ...]  # new in the step
+    context: tuple[int, ...]  # the tokens before them, whose entries the cache holds
+    # every input of the graph contract by name, the inputs of padded-KV graphs included; gates are left out
     feeds: Feeds
-    logits: Float32Array
+    logits: Float32Array  # of the engine, [R, V]
 
     @property
     def past(self) -> int:
@@ -49,11 +42,7 @@ class CapturedStep(NamedTuple):
 
 
 class _Recorder:
-    """An executor that keeps the inputs of its last step.
-
-    Args:
-        executor: what runs the steps.
-    """
+    """An executor that keeps the inputs of its last step."""
 
     def __init__(self, executor: Any) -> None:
         self._executor = executor
@@ -73,19 +62,12 @@ def capture_step(
 ) -> CapturedStep:
     """Decode until the wanted step, and run it.
 
-    A verify step holds the next token and, as its draft, the K tokens that greedy decoding goes on with.
+    A verify step holds the next token and, as its draft, the K tokens that greedy decoding goes on with. A prefill step
+    takes the first chunk of the prompt, with the logits of every token; otherwise ``after`` tokens are decoded before
+    the step. The cache rows of ``bundle`` must be long enough.
 
-    Args:
-        bundle: the bundle, with cache rows that are long enough.
-        role: ``"target"`` or ``"draft"``.
-        prompt: its tokens.
-        kind: the step. A prefill step takes the first chunk of the prompt, with the logits of every token.
-        after: tokens decoded before it.
-        num_threads: compute threads.
-
-    Raises:
-        InvalidRequestError: the prompt is empty or too long.
-        IncompatibleError, BundleError: the engine cannot be opened.
+    Raises InvalidRequestError if the prompt is empty or too long, IncompatibleError or BundleError if the engine cannot
+    be opened.
     """
     lookahead = bundle.manifest.lookahead
     if not prompt:

@@ -22,49 +22,32 @@ NOTICEABLE = 1e-5
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One tensor that both graphs have.
+    """One tensor that both graphs have."""
 
-    Attributes:
-        label: the layer, or the operator and the tensor.
-        op: what gives it.
-        layer: number of the transformer layer; None outside of them.
-        error: relative error (root mean square) where everything before it is of the graph that is looked at.
-        within: ``error`` is within the tolerance.
-        own_error: the same where everything before it is the reference's; None if that cannot be told.
-        divergence: mean Kullback-Leibler divergence of the next-token distributions, in nats, if only this layer is of
-            the graph that is looked at; None if its own error is too small to be looked at, or it was not asked for.
-    """
-
-    label: str
-    op: str
-    layer: int | None
-    error: float
-    within: bool
-    own_error: float | None
+    label: str  # the layer, or the operator and the tensor
+    op: str  # what gives it
+    layer: int | None  # number of the transformer layer; None outside of them
+    error: float  # relative error (root mean square) where everything before it is of the graph that is looked at
+    within: bool  # ``error`` is within the tolerance
+    own_error: float | None  # the same where everything before it is the reference's; None if that cannot be told
+    # mean Kullback-Leibler divergence of the next-token distributions, in nats, if only this layer is of the graph that
+    # is looked at; None if its own error is too small to be looked at, or it was not asked for
     divergence: float | None
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was found.
+    """What was found."""
 
-    Attributes:
-        rows: every tensor that both graphs have, in the order of the reference graph.
-        first: label of the first that leaves the tolerance; None if none does.
-        ranking: labels of the layers whose own error does something to the logits, those that do most first.
-        tolerance: largest relative error.
-        divergence: mean Kullback-Leibler divergence of the logits of the whole graphs, in nats.
-        same_token: share of the step's logit rows whose likeliest token is the same.
-        replayed_error: relative error of the graph's logits to those that the engine itself gave in this step: graphs
-            with all their layers as outputs are optimized less. None if no graph was replayed.
-    """
-
-    rows: tuple[LayerRow, ...]
-    first: str | None
+    rows: tuple[LayerRow, ...]  # every tensor that both graphs have, in the order of the reference graph
+    first: str | None  # label of the first that leaves the tolerance; None if none does
+    # labels of the layers whose own error does something to the logits, largest divergence first
     ranking: tuple[str, ...]
-    tolerance: float
-    divergence: float
-    same_token: float
+    tolerance: float  # largest relative error
+    divergence: float  # mean Kullback-Leibler divergence of the logits of the whole graphs, in nats
+    same_token: float  # share of the step's logit rows whose likeliest token is the same
+    # relative error of the graph's logits to the engine's own in this step: graphs with all their layers as outputs are
+    # optimized less; None if no graph was replayed
     replayed_error: float | None
 
     def row(self, label: str) -> LayerRow:
@@ -73,31 +56,21 @@ class Comparison:
 
 
 def compare_graphs(
-    reference: EngineGraph,
-    other: EngineGraph,
+    reference: EngineGraph,  # what is right
+    other: EngineGraph,  # what is looked at, the graph that the step was captured from
     step: CapturedStep,
     *,
-    tolerance: float,
-    same_names: bool,
-    layers: Seq[str] = (),
+    tolerance: float,  # largest relative error
+    same_names: bool,  # names that tracing gave mean the same in both graphs
+    layers: Seq[str] = (),  # patterns of the labels whose effect on the logits is measured; empty takes all
     num_threads: int = 1,
+    # called with a label, its number from 1 and how many there are, before its effect is measured
     on_layer: Callable[[str, int, int], None] | None = None,
 ) -> Comparison:
     """Compare two graphs of a model in one step.
 
-    Args:
-        reference: what is right.
-        other: what is looked at, the graph that the step was captured from.
-        step: the step.
-        tolerance: largest relative error.
-        same_names: names that tracing gave mean the same in both graphs.
-        layers: patterns of labels; the effect of other layers on the logits is not measured. Empty takes all.
-        num_threads: compute threads.
-        on_layer: called with a label, its number and how many there are, before its effect is measured.
-
-    Raises:
-        InvalidRequestError: a pattern fits no layer.
-        CheckFailedError: polygraphy cannot run a graph, or the graphs have nothing in common.
+    Raises InvalidRequestError if a pattern fits no layer, CheckFailedError if polygraphy cannot run a graph or the
+    graphs have nothing in common.
     """
     pairs = pair_points(reference, other, same_names=same_names)
     if not any(pair.reference.key[0] != "name" for pair in pairs):

@@ -1,8 +1,8 @@
 """Engines that do not show their layers, compared by what they leave behind: cache entries of every layer, and logits.
 
 A TensorRT engine is one piece: no tensor inside it can be made an output any more. But each layer writes its keys and
-values, so the first layer that goes wrong can still be told. polygraphy's own ``TrtRunner`` gives every output memory
-of its own, and these engines write caches in place; so the engine runs as it always does, in its own executor.
+values, so the first layer that goes wrong can still be told. polygraphy's own ``TrtRunner`` gives every output its
+own memory, and these engines write caches in place; so the engine runs as it always does, in its own executor.
 """
 
 from collections import OrderedDict
@@ -27,11 +27,7 @@ _PARTS = {"k": "keys", "v": "values"}
 def make_engine_runner(bundle: Bundle, role: str, step: CapturedStep, num_threads: int | None) -> "BaseRunner":
     """A polygraphy runner that repeats a step in a bundle's engine; it takes no feed.
 
-    Args:
-        bundle: the bundle, with cache rows that are long enough.
-        role: ``"target"`` or ``"draft"``.
-        step: what to repeat.
-        num_threads: compute threads, on a CPU.
+    The cache rows of ``bundle`` must be long enough.
     """
     from polygraphy.backend.base import BaseRunner
     from polygraphy.common import TensorMetadata
@@ -76,8 +72,7 @@ def compare_engines(
 ) -> Comparison:
     """Repeat a step in two engines, and compare what it leaves.
 
-    Raises:
-        IncompatibleError, MissingDependencyError: an engine cannot run on this machine.
+    Raises IncompatibleError or MissingDependencyError if an engine cannot run on this machine.
     """
     from polygraphy.comparator import Comparator
 

@@ -19,16 +19,11 @@ IN, NUDGE, NUDGED = "@in", "@nudge", "@nudged"
 
 
 class EngineGraph(NamedTuple):
-    """A graph without gates.
-
-    Attributes:
-        model: the graph.
-        folder: where its weights lie.
-        streams: names of the residual stream behind the parts that had gates, by ``(layer, part)``.
-    """
+    """A graph without gates."""
 
     model: ir.Model
-    folder: Path
+    folder: Path  # of its weights
+    # names of the residual stream behind the parts that had gates, by ``(layer, part)``
     streams: dict[tuple[int, str], str]
 
     def inputs(self) -> dict[str, int]:
@@ -41,11 +36,7 @@ class EngineGraph(NamedTuple):
 
 
 def load_graph(path: Path) -> EngineGraph:
-    """Read a graph, and put the branches that run in the place of their gates.
-
-    Raises:
-        BundleError: it cannot be read.
-    """
+    """Read a graph, and put the branches that run in the place of their gates; BundleError if it cannot be read."""
     try:
         model = ir.load(path)
     except Exception as error:  # onnx raises protobuf's own types
@@ -89,12 +80,7 @@ def values_by_name(model: ir.Model) -> dict[str, ir.Value]:
 
 
 def cut_graph(source: EngineGraph, ranks: dict[str, int]) -> EngineGraph:
-    """A copy in which whoever reads one of some tensors reads an input ``…@in`` instead.
-
-    Args:
-        source: the graph; not changed.
-        ranks: names of the tensors, with their ranks.
-    """
+    """A copy in which the readers of some tensors, given with their ranks, read inputs ``…@in`` instead."""
     copy = source._replace(model=source.model.clone())
     graph, values = copy.model.graph, values_by_name(copy.model)
     for name, rank in ranks.items():
@@ -105,16 +91,7 @@ def cut_graph(source: EngineGraph, ranks: dict[str, int]) -> EngineGraph:
 
 
 def nudge_graph(source: EngineGraph, ranks: dict[str, int], output: str) -> tuple[EngineGraph, str]:
-    """A copy in which an input ``…@nudge`` is added to each of some tensors.
-
-    Args:
-        source: the graph; not changed.
-        ranks: names of the tensors, with their ranks.
-        output: name of the one output that the copy keeps.
-
-    Returns:
-        the copy, and what that output is called in it.
-    """
+    """A copy in which inputs ``…@nudge`` are added to the tensors in ``ranks``, and what ``output`` is called in it."""
     copy = source._replace(model=source.model.clone())
     graph, values = copy.model.graph, values_by_name(copy.model)
     for name, rank in ranks.items():

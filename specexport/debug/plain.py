@@ -33,13 +33,9 @@ class _Row(NamedTuple):
 
 
 def with_plain_operators(model: ir.Model, feeds: Feeds) -> ir.Model:
-    """A copy of a graph that is written in standard operators, and gives no caches.
+    """A copy of an ONNX Runtime CPU graph in standard operators, for one step's feeds, that gives no caches.
 
     Weights are float32, what they stand for; products read activations as they are, where ours round them.
-
-    Args:
-        model: a graph of an engine for ONNX Runtime on a CPU.
-        feeds: of the step that the copy is for.
     """
     copy = model.clone()
     for node in [node for node in copy.graph if node.domain == OP_DOMAIN and node.op_type in _OF_BLOCKS]:
@@ -136,7 +132,7 @@ def _floats(
 
 
 class _Attention:
-    """One node of ours."""
+    """One node of our attention operator."""
 
     def __init__(self, node: ir.Node, feeds: Feeds, emit: Emitter) -> None:
         self.given = dict(zip(INPUTS, node.inputs, strict=False))

@@ -35,23 +35,14 @@ Key = tuple[str, ...]
 
 
 class Point(NamedTuple):
-    """One tensor of a graph.
+    """One tensor of a graph."""
 
-    Attributes:
-        key: what it is, the same in every graph of the model.
-        label: what to call it.
-        op: the operator or the kind of layer that gives it.
-        name: its name in this graph.
-        layer: number of the transformer layer; None outside of them.
-        whole: key of the packed layer that it is a part of; None for what is whole.
-    """
-
-    key: Key
-    label: str
-    op: str
-    name: str
-    layer: int | None
-    whole: Key | None = None
+    key: Key  # what it is, the same in every graph of the model
+    label: str  # what to call it
+    op: str  # the operator or the kind of layer that gives it
+    name: str  # in this graph
+    layer: int | None  # number of the transformer layer; None outside of them
+    whole: Key | None = None  # key of the packed layer that it is a part of; None for what is whole
 
 
 class Pair(NamedTuple):
@@ -69,10 +60,7 @@ class Pair(NamedTuple):
 def pair_points(reference: EngineGraph, other: EngineGraph, *, same_names: bool) -> list[Pair]:
     """The tensors that two graphs of a model have in common, in the order of the reference graph; logits come last.
 
-    Args:
-        reference: one graph.
-        other: the other.
-        same_names: whether names that tracing gave mean the same in both.
+    ``same_names`` says that names that tracing gave mean the same in both.
     """
     if same_names:  # only one of the graphs may have gates to tell its stream by
         streams = reference.streams | other.streams

@@ -30,27 +30,19 @@ _TRACING = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript")
 class DebugOptions:
     """What to compare, and in which step.
 
-    Attributes:
-        against: bundle whose graph is the reference; None takes the engine's own graph of the same bundle.
-        graph: which graph of a model: its engine, the one for padded caches, or the one for steps of one token.
-        role: ``"target"`` or ``"draft"``.
-        step: kind of step.
-        after: tokens decoded before it.
-        tolerance: largest relative error of a tensor; None takes the default.
-        layers: patterns of layers whose effect on the logits is measured; empty takes all.
-        save: folder to write both graphs and the step to.
-        num_threads: compute threads; None takes the cores available.
+    A value out of its range, or nothing to compare, raises InvalidRequestError; an existing ``save`` OutputExistsError.
     """
 
+    # bundle whose graph is the reference; None takes the engine's own graph of the same bundle
     against: Path | None = None
-    graph: GraphKind = "engine"
-    role: str = "target"
+    graph: GraphKind = "engine"  # the engine's own, or the one for padded caches
+    role: str = "target"  # ``"target"`` or ``"draft"``
     step: "StepKind" = "verify"
-    after: int = 0
-    tolerance: float | None = None
-    layers: Seq[str] = ()
-    save: Path | None = None
-    num_threads: int | None = None
+    after: int = 0  # tokens decoded before the step
+    tolerance: float | None = None  # largest relative error of a tensor; None takes the default
+    layers: Seq[str] = ()  # patterns of layers whose effect on the logits is measured; empty takes all
+    save: Path | None = None  # new folder to write both graphs and the step to
+    num_threads: int | None = None  # None takes the cores available
 
     def __post_init__(self) -> None:
         if self.against is None and self.graph == "engine":
@@ -68,19 +60,10 @@ class DebugOptions:
 
 @dataclass(frozen=True)
 class DebugReport:
-    """What was compared, and what was found.
+    """What was compared, and what was found."""
 
-    Attributes:
-        bundle: name of the bundle that was looked at.
-        reference: what it was compared with, in words.
-        role: the model.
-        graph: its graph.
-        step: the step.
-        comparison: what was found.
-    """
-
-    bundle: str
-    reference: str
+    bundle: str  # name of the bundle that was looked at
+    reference: str  # what it was compared with, in words
     role: str
     graph: GraphKind
     step: "CapturedStep"
@@ -88,20 +71,12 @@ class DebugReport:
 
 
 def debug_bundle(folder: Path, prompt: str, options: DebugOptions, *, progress: Progress | None = None) -> DebugReport:
-    """Decode up to the wanted step, and compare two graphs in it.
+    """Decode behind ``prompt`` up to the wanted step, and compare two graphs in it.
 
-    Args:
-        folder: the bundle.
-        prompt: text to decode behind.
-        options: what to compare.
-        progress: called as each stage begins.
-
-    Raises:
-        MissingDependencyError: polygraphy is not installed.
-        InvalidRequestError: the bundles are of different checkpoints, a model or a graph is not there, a pattern fits
-            no layer, or the prompt is too long.
-        IncompatibleError: a graph is not one of ONNX Runtime on a CPU.
-        BundleError: a bundle cannot be loaded.
+    Raises MissingDependencyError without polygraphy; InvalidRequestError if the bundles are of different checkpoints, a
+    model or a graph is not there, a pattern fits no layer, or the prompt is too long; IncompatibleError if an engine
+    shows no layers (one of TensorRT is only held against one of ONNX Runtime on a CPU) or cannot run here;
+    CheckFailedError if polygraphy cannot run a graph; BundleError if a bundle cannot be loaded.
     """
     from specexport.debug.runs import require_polygraphy
 
@@ -202,13 +177,7 @@ def _debug_engine(
 
 
 def _entry(manifest: Manifest, folder: Path | None, options: DebugOptions) -> ModelEntry:
-    """The entry of the model in one of the bundles.
-
-    Args:
-        manifest: the bundle's.
-        folder: the bundle that is looked at; None for the one that it is held against.
-        options: the role, the graph, and where the other bundle is.
-    """
+    """The model's entry in one of the bundles; ``folder`` is that of the bundle looked at, None for the other."""
     entry, where = manifest.models.get(options.role), folder or options.against
     if entry is None:
         raise InvalidRequestError(f"{where} has no {options.role} model.", f"leave out --role {options.role}.")

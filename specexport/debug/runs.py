@@ -26,11 +26,7 @@ Tensors = dict[str, npt.NDArray[Any]]
 
 
 def require_polygraphy() -> None:
-    """Check that polygraphy is there.
-
-    Raises:
-        MissingDependencyError: it is not.
-    """
+    """Check that polygraphy and what it needs is there; MissingDependencyError if not."""
     from importlib.util import find_spec
 
     missing = [name for name in ("polygraphy", "onnx", "onnx_ir", "onnxruntime") if find_spec(name) is None]
@@ -95,13 +91,8 @@ def compare_outputs(
     """Relative error of each tensor, and whether it is within the tolerance, by polygraphy's ``Comparator``.
 
     The error is the root mean square of the difference over that of the reference, which is polygraphy's
-    signal-to-noise ratio as a number: ``10 ** (-dB / 20)``.
-
-    Args:
-        reference: tensors of the reference graph.
-        other: tensors of the other graph, in any shape.
-        names: names of the tensors to compare, in the reference graph and in the other.
-        tolerance: largest relative error.
+    signal-to-noise ratio as a number: ``10 ** (-dB / 20)``. ``names`` maps names in the reference graph to names in the
+    other, whose tensors may have another shape.
     """
     from polygraphy.comparator import Comparator, IterationResult, RunResults, SnrCompareFunc
 

@@ -16,14 +16,8 @@ MODEL, WEIGHTS, INPUTS = "model.onnx", "model.onnx.data", "inputs.json"
 def save_graphs(folder: Path, graphs: Mapping[str, tuple[EngineGraph, Seq[str]]], step: CapturedStep) -> None:
     """Write a subfolder for each graph: the model and its weights in standard operators, and the inputs of the step.
 
-    Args:
-        folder: where to; must not be there yet.
-        graphs: graphs and the tensors that they give, by the name of their subfolder.
-        step: the step.
-
-    Raises:
-        OutputExistsError: the folder is in use.
-        UserInputError: it cannot be written.
+    ``graphs`` holds graphs and the tensors that they give, by the name of their subfolder. Raises OutputExistsError if
+    ``folder`` exists, UserInputError if it cannot be written.
     """
     import onnx_ir as ir
     import onnx_ir.passes.common as common_passes

@@ -35,11 +35,7 @@ _VISIBLE = str.maketrans({"\n": "⏎", "\r": "␍", "\t": "⇥"})
 
 
 def make_console(colour: bool | None) -> "Console":
-    """A console on standard output.
-
-    Args:
-        colour: None colours on a terminal.
-    """
+    """A console on standard output; a ``colour`` of None colours on a terminal."""
     from rich.console import Console
 
     terminal = sys.stdout.isatty()
@@ -52,9 +48,7 @@ def make_console(colour: bool | None) -> "Console":
 class Pieces:
     """Text of single tokens of a sequence, spaces before them included.
 
-    Args:
-        decode: text of token ids.
-        before: the token before the first round's.
+    ``before`` is the token before the first round's.
     """
 
     def __init__(self, decode: Decode, before: int) -> None:

@@ -18,15 +18,10 @@ Seconds = Callable[[int], float]
 
 
 class Position(NamedTuple):
-    """Tests of one draft position.
+    """Tests of one draft position."""
 
-    Attributes:
-        tested: drafts that had a token there, all before it being accepted.
-        accepted: of these, how many were accepted.
-    """
-
-    tested: int
-    accepted: int
+    tested: int  # drafts that had a token there, all before it being accepted
+    accepted: int  # tested tokens that were accepted
 
     @property
     def rate(self) -> float:
@@ -35,69 +30,40 @@ class Position(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What the costs of steps say about K for one drafter, given the acceptance that was measured.
-
-    Attributes:
-        drafter: who drafted.
-        best: K with the most expected tokens per second; 0 is plain decoding.
-        speedups: by K: expected tokens per second over those of plain decoding.
-    """
+    """What the costs of steps say about K for one drafter, given the acceptance that was measured."""
 
     drafter: str
-    best: int
-    speedups: tuple[float, ...]
+    best: int  # K with the most expected tokens per second; 0 is plain decoding
+    speedups: tuple[float, ...]  # by K from 0: expected tokens per second over those of plain decoding
 
 
 class Way(NamedTuple):
-    """How one way to go on, a drafter or plain decoding, fared in a trace.
+    """How one way to go on, a drafter or plain decoding, fared in a trace."""
 
-    Attributes:
-        drafter: who drafts; empty for plain decoding.
-        taken: rounds that went this way.
-        promised: mean tokens a second that it promised in these; None if nobody weighed them.
-        real: tokens a second that these gave; None if there were none.
-        turned_down: rounds in which it was weighed, and another way was taken.
-        declined: mean tokens a second that it promised in those, at its best K; None if there were none.
-        instead: mean tokens a second that the ways that were taken promised in those; None if there were none.
-    """
-
-    drafter: str
-    taken: int
-    promised: float | None
-    real: float | None
-    turned_down: int
-    declined: float | None
+    drafter: str  # empty for plain decoding
+    taken: int  # rounds that went this way
+    promised: float | None  # mean tokens a second that it promised in these; None if it was weighed in none
+    real: float | None  # tokens a second that these gave; None if there were none
+    turned_down: int  # rounds in which it was weighed, and another way was taken
+    declined: float | None  # mean tokens a second that it promised in those, at its best K; None if there were none
+    # mean tokens a second that the ways that were taken promised in those; None if there were none
     instead: float | None
 
 
 class Summary(NamedTuple):
-    """A whole trace.
+    """A whole trace."""
 
-    Attributes:
-        rounds: verify rounds.
-        tokens: tokens that they gave.
-        drafted: draft tokens.
-        accepted: of these, accepted.
-        milliseconds: of all rounds.
-        plain_milliseconds: plain decoding would have taken; None if that is not known.
-        ends: why drafts ended, and how often.
-        reasons: why K was what it was, and how often.
-        positions: tests of each draft position, by drafter.
-        verdicts: one for each drafter that drafted.
-        ways: one for each drafter that drafted or was weighed, and one for plain decoding.
-    """
-
-    rounds: int
-    tokens: int
-    drafted: int
-    accepted: int
-    milliseconds: float
-    plain_milliseconds: float | None
-    ends: dict[str, int]
-    reasons: dict[str, int]
-    positions: dict[str, list[Position]]
-    verdicts: list[Verdict]
-    ways: list[Way]
+    rounds: int  # verify rounds
+    tokens: int  # that the rounds gave
+    drafted: int  # draft tokens
+    accepted: int  # draft tokens that were accepted
+    milliseconds: float  # of all rounds
+    plain_milliseconds: float | None  # of plain decoding for the same tokens; None if that is not known
+    ends: dict[str, int]  # why drafts ended, and how often
+    reasons: dict[str, int]  # why K was what it was, and how often
+    positions: dict[str, list[Position]]  # tests of each draft position, by drafter
+    verdicts: list[Verdict]  # one for each drafter that drafted; empty without cost curves
+    ways: list[Way]  # one for each drafter, or plain decoding, that was taken or weighed
 
     @property
     def saved_milliseconds(self) -> float | None:
@@ -128,9 +94,9 @@ def count_positions(trace: Seq[RoundTrace], drafter: str) -> list[Position]:
 
 
 def compare_ways(trace: Seq[RoundTrace]) -> list[Way]:
-    """What each drafter and plain decoding promised in a trace, and what those that were taken gave.
+    """What each drafter and plain decoding promised in a trace, and what the ways that were taken gave.
 
-    The way of a round that made no draft is plain decoding, whoever was asked for one.
+    The way of a round that made no draft is plain decoding, whichever drafter was asked for one.
     """
     taken = [r.drafter if r.drafted else "" for r in trace]
     weighed = [each.drafter for r in trace for each in r.promised]
@@ -169,14 +135,9 @@ def expected_tokens(positions: Seq[Position], lookahead: int) -> float:
 
 
 def judge(drafter: str, positions: Seq[Position], longest: int, verify: Seconds, draft: Seconds) -> Verdict:
-    """Compare every K by expected tokens per second.
+    """Compare every K up to ``longest`` by expected tokens per second; at least one of ``positions`` is needed.
 
-    Args:
-        drafter: who drafted.
-        positions: its acceptance; at least one.
-        longest: largest K.
-        verify: seconds of the target's step with K draft tokens.
-        draft: seconds of K draft steps.
+    ``verify`` gives the seconds of the target's step with K draft tokens, ``draft`` the seconds of K draft steps.
     """
     plain = 1 / verify(0)
     goodput = [expected_tokens(positions, k) / (verify(k) + draft(k)) / plain for k in range(longest + 1)]
@@ -186,22 +147,13 @@ def judge(drafter: str, positions: Seq[Position], longest: int, verify: Seconds,
 def summarize(
     trace: Seq[RoundTrace],
     *,
-    curves: "CostCurves | None",
-    learned: "LearnedCosts | None" = None,
-    longest: int,
-    context: int,
-    layers: "LayerChoice | None" = None,
+    curves: "CostCurves | None",  # what steps cost by size; None gives no verdict
+    learned: "LearnedCosts | None" = None,  # corrects them by what rounds took; None takes them as they are
+    longest: int,  # largest K to judge
+    context: int,  # cache entries that a step reads, on average
+    layers: "LayerChoice | None" = None,  # what the draft of ``self`` keeps; None takes the whole target for it
 ) -> Summary:
-    """Add up a trace.
-
-    Args:
-        trace: rounds of one sequence that was decoded alone.
-        curves: what steps cost by size; None gives no verdict.
-        learned: mends them by what rounds took; None takes them as they are.
-        longest: largest K to judge.
-        context: cache entries that a step reads, on average.
-        layers: what the draft of ``self`` keeps; None takes the whole target for it.
-    """
+    """Add up the trace of one sequence that was decoded alone."""
     plain = [r.plain_milliseconds for r in trace]
     drafters = list(dict.fromkeys(r.drafter for r in trace if r.own[0]))
     positions = {name: count_positions(trace, name) for name in drafters}

@@ -9,31 +9,19 @@ MAX_DRAFT_TOKENS = 1 << 21
 
 
 def check_probability(name: str, value: float) -> None:
-    """Refuse a value outside [0, 1].
-
-    Raises:
-        UserInputError: it is outside, or not a number.
-    """
+    """Refuse a value outside [0, 1], or NaN, with UserInputError."""
     if not 0.0 <= value <= 1.0:
         raise UserInputError(f"{name} is {value:g}, which is not a probability.", "give a number from 0 to 1.")
 
 
 def check_count(name: str, value: int) -> None:
-    """Refuse a count below 1.
-
-    Raises:
-        UserInputError: it is below 1.
-    """
+    """Refuse a count below 1 with UserInputError."""
     if value < 1:
         raise UserInputError(f"{name} is {value}.", "give a whole number from 1 up.")
 
 
 def check_batch(batch_size: int, draft_length: int) -> None:
-    """Refuse a batch or a draft below 1, and one that would not fit into memory.
-
-    Raises:
-        UserInputError: as said.
-    """
+    """Refuse a batch or a draft below 1, or too large for memory, with UserInputError."""
     check_count("The batch size", batch_size)
     check_count("The draft length", draft_length)
     if batch_size * draft_length > MAX_DRAFT_TOKENS:
@@ -44,20 +32,12 @@ def check_batch(batch_size: int, draft_length: int) -> None:
 
 
 def check_not_negative(name: str, value: float) -> None:
-    """Refuse a negative or infinite value.
-
-    Raises:
-        UserInputError: it is negative, infinite or not a number.
-    """
+    """Refuse a negative or infinite value, or NaN, with UserInputError."""
     if not 0.0 <= value < math.inf:
         raise UserInputError(f"{name} is {value:g}.", "give a finite number from 0 up.")
 
 
 def check_concentration(value: float | None) -> None:
-    """Refuse a concentration that is not positive.
-
-    Raises:
-        UserInputError: it is zero, negative, infinite or not a number.
-    """
+    """Refuse a concentration that is not positive and finite with UserInputError; None passes."""
     if value is not None and not 0.0 < value < math.inf:
         raise UserInputError(f"The concentration is {value:g}.", "give a finite number above 0, or none.")

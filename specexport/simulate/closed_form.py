@@ -6,7 +6,7 @@ leading right tokens, at most n, so
 
     P(X >= k) = h a^k    for k = 1..n
 
-and the round advances the sequence by A = X + 1 tokens: the target adds one of its own. A padded batch advances every
+and the round advances the sequence by A = X + 1 tokens: the target adds one token. A padded batch advances every
 sequence by the longest A, so a sequence gets E[max A] - E[A] padding slots. Where the formulas come from:
 
 - E[A] = (1 - a^(n+1)) / (1 - a) and the speedup E[A] / (K c + 1): Leviathan et al. 2023, equation 1 and theorem 3.8.
@@ -32,17 +32,11 @@ Floats = NDArray[np.float64]
 
 
 class Padding(NamedTuple):
-    """Expectations of one round of a batch, in tokens a sequence.
+    """Expectations of one round of a batch, in tokens a sequence."""
 
-    Attributes:
-        accepted: E[A], the mean over the sequences: tokens a round, the target's own included.
-        longest: E[max A], what a padded batch advances by.
-        padding: ``longest - accepted``, the slots without a token.
-    """
-
-    accepted: float
-    longest: float
-    padding: float
+    accepted: float  # E[A], the mean over the sequences: tokens a round, the target's own included
+    longest: float  # E[max A], what a padded batch advances by
+    padding: float  # ``longest - accepted``, the slots without a token
 
     @property
     def ratio(self) -> float:
@@ -55,15 +49,11 @@ class StepCost(NamedTuple):
 
     A target step over T tokens costs ``1 + token_cost * T``, so a plain step of b sequences costs
     ``1 + token_cost * b``. Reading a longer KV cache is free in this model.
-
-    Attributes:
-        cost_ratio: c, a draft step over a plain target step of the same batch; 0 for lookup. K of them are paid in
-            every round.
-        token_cost: cost of one more token in a target step over the step's fixed cost. 0: verify is free.
     """
 
+    # c, a draft step over a plain target step of the same batch; 0 for lookup; K are paid a round
     cost_ratio: float = 0.0
-    token_cost: float = 0.0
+    token_cost: float = 0.0  # one more token in a target step over the step's fixed cost; 0: verify is free
 
     def round_cost(self, draft_length: int, batch_size: int, tokens: float) -> float:
         """Cost of a round over a plain step of the same batch: K draft steps, a target step over ``tokens`` tokens."""
@@ -72,34 +62,19 @@ class StepCost(NamedTuple):
 
 
 class Speedup(NamedTuple):
-    """Expected speedups over plain decoding of the same batch.
+    """Expected speedups over plain decoding of the same batch."""
 
-    Attributes:
-        unpadded: only real tokens are in the target's input.
-        padded: every sequence's input has the longest draft's length.
-    """
-
-    unpadded: float
-    padded: float
+    unpadded: float  # only real tokens are in the target's input
+    padded: float  # every sequence's input has the longest draft's length
 
 
 def survival(
     accuracy: ArrayLike, draft_length: int, *, hit_rate: float = 1.0, concentration: float | None = None
 ) -> Floats:
-    """P(X >= k) for k = 1..n.
+    """P(X >= k) for k = 1..n: float64 [n] for one accuracy, [b, n] for accuracies of shape [b].
 
-    Args:
-        accuracy: a, one number or one for each sequence, shape [b].
-        draft_length: n.
-        hit_rate: h, the probability that a sequence has a draft at all.
-        concentration: if given, each sequence draws its accuracy from Beta(a C, (1 - a) C); a is the mean, and
-            E[a^k] = prod_{i<k} (a C + i) / (C + i).
-
-    Returns:
-        float64 [n] for one accuracy, [b, n] for several.
-
-    Raises:
-        UserInputError: an argument is out of its range.
+    With a concentration C each sequence draws its accuracy from Beta(a C, (1 - a) C); a is the mean, and
+    E[a^k] = prod_{i<k} (a C + i) / (C + i). An argument out of its range raises UserInputError.
     """
     mean = np.asarray(accuracy, dtype=np.float64)
     for value in mean.ravel():
@@ -116,16 +91,10 @@ def survival(
 
 
 def expected_padding(chances: Floats) -> Padding:
-    """Padding of one round of a batch.
+    """Padding of one round of a batch, from the s of :func:`survival`, [b, n]; its rows may differ.
 
     With s_jk = P(X_j >= k):  E[A_j] = 1 + sum_k s_jk  and  E[max A] = 1 + sum_k (1 - prod_j (1 - s_jk)), which for
-    equal accuracies is 1 + sum_{k=1..n} (1 - (1 - a^k)^b).
-
-    Args:
-        chances: s from :func:`survival`, float64 [b, n]; the rows may differ.
-
-    Raises:
-        UserInputError: there is no sequence.
+    equal accuracies is 1 + sum_{k=1..n} (1 - (1 - a^k)^b). Raises UserInputError if there is no sequence.
     """
     check_count("The batch size", len(chances))
     accepted = 1.0 + float(chances.sum(axis=1).mean())
@@ -147,8 +116,7 @@ def batch_padding(
 ) -> Padding:
     """:func:`expected_padding` of ``batch_size`` sequences of one accuracy.
 
-    Raises:
-        UserInputError: an argument is out of its range.
+    An argument out of its range raises UserInputError.
     """
     check_batch(batch_size, draft_length)
     one = survival(accuracy, draft_length, hit_rate=hit_rate, concentration=concentration)
@@ -158,8 +126,7 @@ def batch_padding(
 def mixed_padding(accuracies: Seq[float], draft_length: int, *, hit_rate: float = 1.0) -> Padding:
     """:func:`expected_padding` of a batch whose sequences have the accuracies given.
 
-    Raises:
-        UserInputError: an argument is out of its range, or there is no accuracy.
+    An argument out of its range, or no accuracy, raises UserInputError.
     """
     check_count("The batch size", len(accuracies))
     return expected_padding(survival(accuracies, draft_length, hit_rate=hit_rate))
@@ -178,10 +145,7 @@ def expected_speedup(
 
     The target's input has b (1 + h K) tokens on average; padded to the longest draft of the batch,
     b (1 + (1 - (1 - h)^b) K). With h = 1 both are b (1 + K), and with free verify tokens the result is Leviathan's
-    theorem 3.8 for every batch size.
-
-    Raises:
-        UserInputError: an argument is out of its range.
+    theorem 3.8 for every batch size. An argument out of its range raises UserInputError.
     """
     check_count("The batch size", batch_size)
     check_not_negative("The cost ratio", cost.cost_ratio)
@@ -208,8 +172,7 @@ def best_draft_length(
 ) -> int:
     """The K of 1..max_draft_length with the highest unpadded speedup; 0 if none is faster than plain decoding.
 
-    Raises:
-        UserInputError: an argument is out of its range.
+    An argument out of its range raises UserInputError.
     """
     check_count("The largest draft length", max_draft_length)
     best, best_speedup = 0, 1.0

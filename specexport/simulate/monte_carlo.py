@@ -21,15 +21,10 @@ Seed = int | tuple[int, ...]
 
 
 class Estimate(NamedTuple):
-    """A mean over samples.
-
-    Attributes:
-        mean: the estimate.
-        standard_error: its standard error; None with a single sample.
-    """
+    """A mean over samples."""
 
     mean: float
-    standard_error: float | None
+    standard_error: float | None  # None with a single sample
 
     def deviations(self, expected: float) -> float | None:
         """How many standard errors the estimate is from ``expected``; None if the error is unknown or zero."""
@@ -46,43 +41,26 @@ class RoundEstimate(NamedTuple):
 
 
 class GenerationEstimate(NamedTuple):
-    """Simulated generations of a static batch: no sequence joins, and the batch ends with its last sequence.
+    """Simulated generations of a static batch: no sequence joins, and the batch ends with its last sequence."""
 
-    Attributes:
-        rounds: verify rounds until the last sequence has all its tokens.
-        ratio: padding slots over accepted tokens, summed over the generation; finished sequences count in neither.
-        idle: share of row-rounds spent by sequences that were finished already.
-        cache_slots: cache slots that attention reads in a padded cache over those it reads in an unpadded one,
-            unfinished sequences only.
-    """
-
-    rounds: Estimate
+    rounds: Estimate  # verify rounds until the last sequence has all its tokens
+    # padding slots over accepted tokens, summed over the generation; finished sequences count in neither
     ratio: Estimate
-    idle: Estimate
+    idle: Estimate  # share of row-rounds spent by sequences that were finished already
+    # cache slots that attention reads in a padded cache over those in an unpadded one, unfinished sequences only
     cache_slots: Estimate
 
 
 class Drafts(NamedTuple):
-    """What is drafted for a batch; see :mod:`specexport.simulate.closed_form` for the model.
+    """What is drafted for a batch; see :mod:`specexport.simulate.closed_form` for the model."""
 
-    Attributes:
-        accuracy: a, or its mean if ``concentration`` is given.
-        draft_length: n.
-        hit_rate: h.
-        concentration: C of the Beta distribution that each sequence draws its accuracy from.
-    """
-
-    accuracy: float
-    draft_length: int
-    hit_rate: float = 1.0
-    concentration: float | None = None
+    accuracy: float  # a, or its mean if ``concentration`` is given
+    draft_length: int  # n
+    hit_rate: float = 1.0  # h
+    concentration: float | None = None  # C of the Beta distribution that each sequence draws its accuracy from
 
     def check(self) -> None:
-        """Check the ranges.
-
-        Raises:
-            UserInputError: a field is out of its range.
-        """
+        """Refuse a field out of its range with UserInputError."""
         check_probability("The accuracy", self.accuracy)
         check_count("The draft length", self.draft_length)
         check_probability("The hit rate", self.hit_rate)
@@ -95,14 +73,9 @@ class Drafts(NamedTuple):
         return rng.beta(self.accuracy * self.concentration, (1 - self.accuracy) * self.concentration, shape)
 
     def draw_advances(self, rng: np.random.Generator, accuracies: Floats) -> Counts:
-        """A of one round for every sequence: leading right draft tokens, and one of the target's own.
+        """A of one round, int64 from 1 to n + 1, in the shape of ``accuracies``.
 
-        Args:
-            rng: source of the draws.
-            accuracies: any shape [...].
-
-        Returns:
-            int64 [...], each from 1 to n + 1.
+        That is a sequence's leading right draft tokens, and one token from the target.
         """
         right = rng.random((*accuracies.shape, self.draft_length)) < accuracies[..., None]
         leading: Counts = np.logical_and.accumulate(right, axis=-1).sum(axis=-1)
@@ -129,16 +102,9 @@ def _ratio(part: Floats, whole: Floats) -> Estimate:
 
 
 def simulate_rounds(drafts: Drafts, batch_size: int, *, samples: int, seed: Seed) -> RoundEstimate:
-    """Simulate independent rounds of a batch.
+    """Simulate ``samples`` independent rounds of a batch; equal seeds give equal results.
 
-    Args:
-        drafts: the model.
-        batch_size: b.
-        samples: rounds to simulate.
-        seed: equal seeds give equal results.
-
-    Raises:
-        UserInputError: an argument is out of its range.
+    An argument out of its range raises UserInputError.
     """
     drafts.check()
     check_batch(batch_size, drafts.draft_length)
@@ -156,18 +122,10 @@ def simulate_rounds(drafts: Drafts, batch_size: int, *, samples: int, seed: Seed
 def simulate_generations(
     drafts: Drafts, batch_size: int, *, max_new_tokens: int, prompt_tokens: int = 0, samples: int, seed: Seed
 ) -> GenerationEstimate:
-    """Simulate whole generations of a static batch; each sequence keeps its accuracy throughout.
+    """Simulate ``samples`` generations of a static batch; each sequence keeps its accuracy throughout.
 
-    Args:
-        drafts: the model.
-        batch_size: b.
-        max_new_tokens: tokens that every sequence generates.
-        prompt_tokens: tokens in each cache at the start.
-        samples: generations to simulate.
-        seed: equal seeds give equal results.
-
-    Raises:
-        UserInputError: an argument is out of its range.
+    Every sequence starts with ``prompt_tokens`` in its cache and generates ``max_new_tokens``. Equal seeds give equal
+    results. An argument out of its range raises UserInputError.
     """
     drafts.check()
     check_batch(batch_size, drafts.draft_length)
@@ -190,17 +148,10 @@ def simulate_generations(
 def _generate(
     drafts: Drafts, accuracies: Floats, max_new_tokens: int, prompt_tokens: int, rng: np.random.Generator
 ) -> Floats:
-    """Generations of a batch, all samples at once.
+    """Generations of a batch, all samples at once; accuracies are float64 [samples, b].
 
-    Args:
-        drafts: the model.
-        accuracies: float64 [samples, b].
-        max_new_tokens: tokens that every sequence generates.
-        prompt_tokens: tokens in each cache at the start.
-        rng: source of the draws.
-
-    Returns:
-        float64 [5, samples]: rounds, row-rounds, padding slots, slots read in a padded and in an unpadded cache.
+    The result is float64 [5, samples]: rounds, row-rounds, padding slots, slots read in a padded and in an unpadded
+    cache.
     """
     left = np.full(accuracies.shape, max_new_tokens)
     padded_length = np.full(len(accuracies), prompt_tokens)

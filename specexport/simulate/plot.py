@@ -18,9 +18,7 @@ FORMATS = (".png", ".svg", ".pdf")
 def check_plot(path: Path) -> None:
     """Refuse what cannot be drawn, before the work starts.
 
-    Raises:
-        MissingDependencyError: matplotlib is not installed.
-        UserInputError: the file's ending is not one of :data:`FORMATS`.
+    Raises MissingDependencyError without matplotlib, UserInputError if the file's ending is not one of :data:`FORMATS`.
     """
     if path.suffix.lower() not in FORMATS:
         raise UserInputError(f"{path} has an unknown image format.", f"end the name with {', '.join(FORMATS)}.")
@@ -31,11 +29,8 @@ def check_plot(path: Path) -> None:
 def write_plot(path: Path, rows: Seq[Row]) -> None:
     """Draw padding ratio and speedup over the batch size, one line an accuracy.
 
-    Lines are exact, dots with bars are simulated and their 95 % intervals.
-
-    Raises:
-        MissingDependencyError: matplotlib is not installed.
-        UserInputError: the file cannot be written.
+    Lines are exact, dots with bars are simulated and their 95 % intervals. Raises as :func:`check_plot` does, and
+    UserInputError if the file cannot be written.
     """
     check_plot(path)
     from matplotlib.figure import Figure  # without pyplot: no window system, no global state

@@ -29,34 +29,19 @@ SCHEMA = "specexport.simulate/1"
 
 
 class Study(NamedTuple):
-    """What to compute.
+    """What to compute."""
 
-    Attributes:
-        accuracies: a of each row.
-        batch_sizes: b of each row; all pairs are computed.
-        draft_length: n.
-        hit_rate: h.
-        concentration: Beta concentration of the accuracies, or None.
-        cost: what a round costs.
-        max_draft_length: largest K tried for the best one.
-        samples: simulated rounds of each row.
-        max_new_tokens: length of the simulated generations; None: none are simulated.
-        prompt_tokens: tokens in each cache at the start of a generation.
-        generations: simulated generations of each row.
-        seed: seed of the simulations.
-    """
-
-    accuracies: Seq[float]
-    batch_sizes: Seq[int]
-    draft_length: int
-    hit_rate: float = 1.0
-    concentration: float | None = None
+    accuracies: Seq[float]  # a of each row
+    batch_sizes: Seq[int]  # b of each row; all pairs are computed
+    draft_length: int  # n
+    hit_rate: float = 1.0  # h
+    concentration: float | None = None  # of the Beta distribution of the accuracies
     cost: StepCost = StepCost()
-    max_draft_length: int = 16
-    samples: int = 10000
-    max_new_tokens: int | None = None
-    prompt_tokens: int = 0
-    generations: int = 100
+    max_draft_length: int = 16  # largest K tried for the best one
+    samples: int = 10000  # simulated rounds of each row
+    max_new_tokens: int | None = None  # of each simulated generation; None simulates none
+    prompt_tokens: int = 0  # in each cache at the start of a generation
+    generations: int = 100  # simulated generations of each row
     seed: int = 0
 
 
@@ -73,11 +58,7 @@ class Row(NamedTuple):
 
 
 def compute_rows(study: Study) -> list[Row]:
-    """Every accuracy at every batch size.
-
-    Raises:
-        UserInputError: a value is out of its range.
-    """
+    """Every accuracy at every batch size; a value out of its range raises UserInputError."""
     check_count("The number of generations", study.generations)
     pairs = [(accuracy, batch_size) for accuracy in study.accuracies for batch_size in study.batch_sizes]
     return [_compute_row(study, *pair, seed=(study.seed, index)) for index, pair in enumerate(pairs)]
@@ -141,12 +122,7 @@ def _percent(estimate: Estimate) -> str:
 
 
 def format_table(rows: Seq[Row], max_draft_length: int) -> str:
-    """The rows as a Markdown table.
-
-    Args:
-        rows: what to show.
-        max_draft_length: a best K of this is shown as a lower limit.
-    """
+    """The rows as a Markdown table; a best K of ``max_draft_length`` is shown as a lower limit."""
     columns = _columns(rows, max_draft_length)
     cells = [list(columns), *([show(row) for show in columns.values()] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
@@ -184,11 +160,7 @@ def _record_estimates(estimates: RoundEstimate | GenerationEstimate) -> dict[str
 
 
 def write_record(path: Path, study: Study, rows: Seq[Row]) -> None:
-    """Write :func:`record` as JSON.
-
-    Raises:
-        UserInputError: the file cannot be written.
-    """
+    """Write :func:`record` as JSON; UserInputError if the file cannot be written."""
     text = json.dumps(record(study, rows), indent=1, allow_nan=False) + "\n"
 
     def write(temporary: Path) -> None:

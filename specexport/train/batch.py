@@ -6,16 +6,9 @@ from torch import Tensor
 
 
 class Batch(NamedTuple):
-    """Texts of a training step.
+    """Texts of a training step."""
 
-    Attributes:
-        tokens: int64 [B, T].
-        states: tapped hidden states, [B, T, H] each.
-        last: what the target's LM head reads [B, T, H].
-        lengths: tokens of each text, int64 [B].
-    """
-
-    tokens: Tensor
-    states: list[Tensor]
-    last: Tensor
-    lengths: Tensor
+    tokens: Tensor  # int64 [B, T]
+    states: list[Tensor]  # tapped hidden states, [B, T, H] each
+    last: Tensor  # what the target's LM head reads, [B, T, H]
+    lengths: Tensor  # tokens of each text, int64 [B]

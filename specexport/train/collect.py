@@ -14,22 +14,14 @@ _BATCH = 8  # texts that are read together
 
 
 def collect_states(
-    model: Any,
-    texts: Seq[Seq[int]],
+    model: Any,  # the target, a transformers causal language model
+    texts: Seq[Seq[int]],  # token ids
     taps: Seq[int],
     writer: StoreWriter,
     *,
-    on_batch: Callable[[int], None] = lambda _: None,
+    on_batch: Callable[[int], None] = lambda _: None,  # hears how many texts are done
 ) -> None:
-    """Run the target over texts and keep what it has at ``taps`` and behind its last norm.
-
-    Args:
-        model: the target, a transformers causal language model.
-        texts: token ids.
-        taps: hidden states that the head will read.
-        writer: where they go.
-        on_batch: called with the number of texts that are done.
-    """
+    """Run the target over texts and keep what it has at ``taps`` and behind its last norm."""
     wanted = [*taps, AFTER_NORM]
     for at in range(0, len(texts), _BATCH):
         group = texts[at : at + _BATCH]

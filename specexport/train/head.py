@@ -24,19 +24,12 @@ BEST_ROWS = 512  # hidden states whose logits over the whole vocabulary are held
 
 
 class Target(NamedTuple):
-    """What of the target a head's training needs.
+    """What of the target a head's training needs."""
 
-    Attributes:
-        whole: its LM head, bfloat16 [V, H].
-        ids: token ids of the head's LM head, int64 [N].
-        rows: the rows of ``whole`` for them [N, H].
-        softcap: bound of its logits; 0 for none.
-    """
-
-    whole: Tensor
-    ids: Tensor
-    rows: Tensor
-    softcap: float = 0.0
+    whole: Tensor  # its LM head, bfloat16 [V, H]
+    ids: Tensor  # token ids of the head's LM head, int64 [N]
+    rows: Tensor  # the rows of ``whole`` for them, [N, H]
+    softcap: float = 0.0  # bound of its logits; 0 for none
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., N] of what its LM head reads [..., H], for the head's tokens."""
@@ -49,13 +42,7 @@ class Target(NamedTuple):
 
 
 class HeadStudent:
-    """A head in training, and its projection, which is trained with it. See :class:`specexport.train.student.Student`.
-
-    Args:
-        head: the head.
-        projection: its projection.
-        target: for the loss.
-    """
+    """A head in training, with its projection. See :class:`specexport.train.student.Student`."""
 
     def __init__(self, head: DraftHead, projection: FeatureProjection, target: Target) -> None:
         self.head, self.projection, self.target = head, projection, target
@@ -94,10 +81,7 @@ class HeadStudent:
 class HeadPlan:
     """How a head is made of a target. See :class:`specexport.train.student.Plan`.
 
-    Args:
-        options: what was asked for.
-        checkpoint: the target.
-        texts: token ids that it wrote: the tokens of the LM head are counted there.
+    ``texts`` are token ids that the target wrote: the tokens of the LM head are counted there.
     """
 
     def __init__(self, options: TrainOptions, checkpoint: Any, texts: Seq[Seq[int]]) -> None:
@@ -110,7 +94,7 @@ class HeadPlan:
 
     @property
     def taps(self) -> Seq[int]:
-        """Those that its configuration names."""
+        """The taps that its configuration names."""
         return self._config.taps
 
     def make(self, note: Callable[[str], None]) -> HeadStudent:  # noqa: ARG002  # it is made at once

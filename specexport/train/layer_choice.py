@@ -23,23 +23,16 @@ NUM_PIECES, PIECE_LEN = 8, 256
 
 
 class Choice(NamedTuple):
-    """Layers that may be kept.
+    """Layers that may be kept."""
 
-    Attributes:
-        kept: their numbers, ascending.
-        loss: cross entropy under the whole model's distribution, nats a token.
-    """
-
-    kept: tuple[int, ...]
-    loss: float
+    kept: tuple[int, ...]  # their numbers, ascending
+    loss: float  # cross entropy under the whole model's distribution, nats a token
 
 
 def likely_choices(num_layers: int, count: int) -> Iterator[tuple[int, ...]]:
     """All choices that leave one run of consecutive layers out, and the one that spreads what stays evenly.
 
-    Args:
-        num_layers: layers of the target.
-        count: how many stay, fewer than these.
+    ``count`` layers stay, fewer than ``num_layers``.
     """
     found = [(*range(first), *range(num_layers - count + first, num_layers)) for first in range(count, -1, -1)]
     if count > 1:
@@ -50,13 +43,8 @@ def likely_choices(num_layers: int, count: int) -> Iterator[tuple[int, ...]]:
 def measure_choices(model: Any, count: int, texts: Seq[Seq[int]]) -> list[Choice]:
     """Each likely choice with its loss on some of the texts, the best one first; the model stays as it is.
 
-    Args:
-        model: the target, a transformers causal language model.
-        count: how many layers stay.
-        texts: token ids.
-
-    Raises:
-        UnsupportedModelError: its layers cannot be found or watched, or its LM head cannot be run alone.
+    ``model`` is a transformers causal language model, of which ``count`` layers stay; ``texts`` are token ids.
+    UnsupportedModelError: its layers cannot be found or watched, or its LM head cannot be run alone.
     """
     text = model.config.get_text_config()
     read, vocab_size = LmHead(model), int(model.get_output_embeddings().weight.shape[0])

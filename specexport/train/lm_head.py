@@ -15,13 +15,8 @@ class LmHead:
     """A model's way from what its LM head reads to its logits; factors and bounds on logits are in it.
 
     It is the model's own forward pass, with its layers replaced by a module that hands on what it is given. The weights
-    are a bfloat16 copy.
-
-    Args:
-        model: a transformers causal language model in float32.
-
-    Raises:
-        UnsupportedModelError: its forward pass cannot be split there.
+    are a bfloat16 copy; ``model`` is a transformers causal language model in float32. UnsupportedModelError: its
+    forward pass cannot be split there.
     """
 
     def __init__(self, model: Any) -> None:

@@ -24,38 +24,20 @@ STEP_DECAY = 0.8
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """How a draft is trained.
+    """How a draft is trained."""
 
-    Attributes:
-        steps: draft steps of the training-time test, of heads.
-        batch_tokens: most tokens of a batch.
-        max_len: tokens of a text that are read.
-        matrix_rate: learning rate of the matrices (Muon).
-        vector_rate: that of all else (AdamW), the LM head included.
-        warmup: batches until the full rate.
-        total: batches in all; the rate falls to nothing till then.
-        seed: of the order of batches.
-    """
-
-    steps: int = 3
-    batch_tokens: int = 2048
-    max_len: int = 512
-    matrix_rate: float = 0.003
-    vector_rate: float = 5e-4
-    warmup: int = 30
-    total: int = 1000
-    seed: int = 0
+    steps: int = 3  # draft steps of the training-time test, of heads
+    batch_tokens: int = 2048  # most tokens of a batch
+    max_len: int = 512  # tokens of a text that are read
+    matrix_rate: float = 0.003  # learning rate of the matrices (Muon)
+    vector_rate: float = 5e-4  # that of all else (AdamW), the LM head included
+    warmup: int = 30  # batches until the full rate
+    total: int = 1000  # batches in all; the rate falls till then, to no less than 2 % of the full one
+    seed: int = 0  # of the order of batches
 
 
 class Trainer:
-    """Trains a draft.
-
-    Args:
-        student: the draft.
-        store: what it learns from.
-        indices: texts to learn from.
-        settings: how.
-    """
+    """Trains a draft on the texts of ``store`` that ``indices`` names."""
 
     def __init__(self, student: Student, store: FeatureStore, indices: Seq[int], settings: TrainSettings) -> None:
         self.student = student
@@ -138,8 +120,7 @@ class Trainer:
     def save(self, folder: Path) -> None:
         """Write all that :meth:`resume` needs; what was there is replaced when that is whole.
 
-        Raises:
-            UserInputError: the file cannot be written.
+        UserInputError: the file cannot be written.
         """
         tensors: dict[str, Tensor] = dict(self._trained())
         for number, optimizer in enumerate(self.optimizers):
@@ -155,8 +136,7 @@ class Trainer:
     def resume(self, folder: Path) -> bool:
         """Go on from what :meth:`save` wrote; False if there is nothing.
 
-        Raises:
-            InvalidRequestError: it was written with other settings.
+        InvalidRequestError: it was written with other settings.
         """
         path = folder / STATE_NAME
         if not path.is_file():
@@ -197,30 +177,18 @@ _TOLD = ("done", "tokens", "seconds", "curve")
 
 
 class Acceptance(NamedTuple):
-    """How a draft would do on texts that it did not learn from.
+    """How a draft would do on texts that it did not learn from."""
 
-    Attributes:
-        rates: for each draft step, the share of places where its best token is the target's, of those where all steps
-            before were right.
-        length: mean tokens a round with as many drafts: 1 and the accepted ones.
-        loss: of the first step, nats a token.
-        overlap: see :class:`specexport.train.student.Guess`.
-    """
-
+    # for each draft step, the share of places where its best token is the target's, of the places where all steps
+    # before were right
     rates: tuple[float, ...]
-    length: float
-    loss: float
-    overlap: float | None
+    length: float  # mean tokens a round with as many drafts: 1 and the accepted ones
+    loss: float  # of the first step, nats a token
+    overlap: float | None  # see :class:`specexport.train.student.Guess`
 
 
 def measure_acceptance(trainer: Trainer, indices: Seq[int], steps: int = 5) -> Acceptance:
-    """Greedy drafts on held-out texts; the tokens fed are the text's own, as an accepted draft's are.
-
-    Args:
-        trainer: has the draft.
-        indices: the texts.
-        steps: draft steps.
-    """
+    """Greedy drafts on held-out texts; the tokens fed are the text's own, as an accepted draft's are."""
     right, seen = [0.0] * steps, [0.0] * steps
     losses: list[float] = []
     overlaps: list[float] = []

@@ -7,10 +7,7 @@ from torch.nn import functional
 def divergence(logits: Tensor, target: Tensor, valid: Tensor) -> Tensor:
     """Mean cross entropy of the head's distribution under the target's, over valid places.
 
-    Args:
-        logits: of the head [B, T, N].
-        target: of the target, for the same tokens [B, T, N].
-        valid: bool [B, T].
+    Both logits are of the same tokens, [B, T, N]; ``valid`` is bool [B, T].
     """
     places = valid.flatten()
     log_q = functional.log_softmax(logits.flatten(0, 1)[places].float(), dim=-1)

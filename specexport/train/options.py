@@ -18,51 +18,29 @@ HEAD_LAYERS = 4
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """How a draft is to be trained.
+    """How a draft is to be trained; InvalidRequestError if a value is out of its range."""
 
-    Attributes:
-        target: checkpoint of the target.
-        output: folder of the draft.
-        prompts: files of prompts.
-        kind: what is trained: a head, ``"eagle3"``, which reads three hidden states of the target, or ``"mtp"``, which
-            reads its last one; or ``"pruned"``, a draft model of some of the target's own layers.
-        work: folder for what can be used again: texts, hidden states, the state of the training.
-        bundle: a bundle of the target that writes the texts; None builds one.
-        max_tokens: tokens that are written for each prompt.
-        temperature: of every second text; the others are greedy.
-        draft_vocab_size: tokens of a head's LM head; None takes all of a small vocabulary, and 16,384 of a large one.
-        keep_layers: layers of a pruned draft; None takes a quarter of the target's, and at least two.
-        steps: draft steps of a head's training-time test; None takes three.
-        batches: batches to learn from; None goes over all texts ``epochs`` times.
-        epochs: see ``batches``.
-        batch_tokens: tokens of a batch.
-        max_states_gb: most disk that hidden states may take, GB.
-        rate: learning rate of the matrices.
-        seed: of everything random.
-        threads: compute threads; None takes the cores there are.
-
-    Raises:
-        InvalidRequestError: a value is out of its range.
-    """
-
-    target: str
-    output: Path
+    target: str  # a checkpoint
+    output: Path  # a folder, of the draft
     prompts: tuple[Path, ...]
+    # ``"eagle3"``: a head that reads three hidden states of the target; ``"mtp"``: one that reads its last;
+    # ``"pruned"``: a draft model of some of the target's own layers
     kind: Literal["eagle3", "mtp", "pruned"] = "eagle3"
-    work: Path | None = None
-    bundle: Path | None = None
-    max_tokens: int = 192
-    temperature: float = 0.7
+    work: Path | None = None  # folder of texts, hidden states and the training's state, to be used again
+    bundle: Path | None = None  # of the target, writes the texts; None builds one
+    max_tokens: int = 192  # that are written for each prompt
+    temperature: float = 0.7  # of every second group of texts; the others are greedy
+    # tokens of a head's LM head; None: all of a small vocabulary, 16,384 of a large one
     draft_vocab_size: int | None = None
-    keep_layers: int | None = None
-    steps: int | None = None
-    batches: int | None = None
+    keep_layers: int | None = None  # of a pruned draft; None: a quarter of the target's, and at least two
+    steps: int | None = None  # draft steps of a head's training-time test; None: three
+    batches: int | None = None  # to learn from; None goes over all texts ``epochs`` times
     epochs: int = 4
-    batch_tokens: int = 2048
-    max_states_gb: float = 8.0
-    rate: float = 0.003
-    seed: int = 0
-    threads: int | None = None
+    batch_tokens: int = 2048  # most tokens of a batch
+    max_states_gb: float = 8.0  # most disk for hidden states, GB
+    rate: float = 0.003  # learning rate of the matrices
+    seed: int = 0  # of everything random
+    threads: int | None = None  # None: the cores there are
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -104,14 +82,7 @@ class TrainOptions:
         return self.steps or DRAFT_STEPS
 
     def layers_kept(self, num_layers: int) -> int:
-        """How many layers of a target a pruned draft keeps.
-
-        Args:
-            num_layers: layers of the target.
-
-        Raises:
-            InvalidRequestError: that is not fewer than there are.
-        """
+        """How many layers of a target a pruned draft keeps; InvalidRequestError if that is not fewer than it has."""
         kept = self.keep_layers or max(FEWEST_LAYERS, round(num_layers / LAYER_SHARE))
         if kept >= num_layers:
             raise InvalidRequestError(
@@ -121,14 +92,9 @@ class TrainOptions:
         return kept
 
     def check_target(self, num_layers: int, *, keeps_state: bool) -> None:
-        """Refuse a target of too few layers, and one whose layers cannot be taken out.
+        """Refuse a target of too few layers, and one whose layers keep a state and so cannot be taken out.
 
-        Args:
-            num_layers: its decoder layers.
-            keeps_state: some of them keep a state.
-
-        Raises:
-            UnsupportedModelError, InvalidRequestError: it is one.
+        Raises InvalidRequestError or UnsupportedModelError.
         """
         if self.kind == "pruned":
             self.layers_kept(num_layers)
@@ -156,11 +122,7 @@ class TrainOptions:
 
 
 def _check_kind(options: TrainOptions) -> None:
-    """Refuse what the kind that is trained has no use for.
-
-    Raises:
-        InvalidRequestError: something of it was given.
-    """
+    """Refuse options that the kind has no use for."""
     if options.kind != "pruned":
         if options.keep_layers is not None:
             raise InvalidRequestError(

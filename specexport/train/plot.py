@@ -8,14 +8,9 @@ from specexport.atomic import write_file
 
 
 def plot_curve(curve: Seq[dict[str, Any]], path: Path) -> None:
-    """Draw tokens a round on held-out texts against batches.
+    """Draw tokens a round on held-out texts against batches; ``curve`` is ``Trained.curve``.
 
-    Args:
-        curve: see ``Trained.curve``.
-        path: the picture; its ending decides the form.
-
-    Raises:
-        UserInputError: the file cannot be written.
+    The ending of ``path`` decides the picture's format. UserInputError: the file cannot be written.
     """
     from matplotlib.figure import Figure  # without pyplot: no window system, no global state
 

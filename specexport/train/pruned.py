@@ -27,13 +27,8 @@ from specexport.train.wide_loss import compare, wide_divergence
 class PrunedStudent:
     """A pruned draft in training. See :class:`specexport.train.student.Student`.
 
-    Args:
-        model: a transformers causal language model in float32, with the target's embedding and LM head.
-        kept: numbers of the target's layers that it has.
-        vocab_size: V.
-
-    Raises:
-        UnsupportedModelError: its LM head cannot be run alone.
+    ``model`` is a transformers causal language model in float32, with the target's embedding, its LM head and its
+    layers ``kept``. UnsupportedModelError: its LM head cannot be run alone.
     """
 
     def __init__(self, model: Any, kept: Seq[int], vocab_size: int) -> None:
@@ -67,7 +62,7 @@ class PrunedStudent:
             yield Guess(at_offset(drafted, offset), at_offset(wanted, offset), valid, offset, *told)
 
     def _read_tokens(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """What its LM head reads [n, H], and of which places: bool [B, T], those that are no filling."""
+        """What its LM head reads [n, H], and of which places: bool [B, T], all but the filling."""
         places = torch.arange(batch.tokens.shape[1])[None] < batch.lengths[:, None]
         hidden: Tensor = self.modules(input_ids=batch.tokens, use_cache=False)[0]
         return hidden[places], places
@@ -76,10 +71,7 @@ class PrunedStudent:
 class PrunedPlan:
     """How a pruned draft is made of a target. See :class:`specexport.train.student.Plan`.
 
-    Args:
-        options: what was asked for.
-        checkpoint: the target.
-        texts: token ids that it wrote: what layers do is measured there.
+    ``texts`` are token ids that the target wrote: what layers do is measured there.
     """
 
     taps = ()
@@ -89,7 +81,7 @@ class PrunedPlan:
         self._num_layers = int(checkpoint.model.config.get_text_config().num_hidden_layers)
 
     def make(self, note: Callable[[str], None]) -> PrunedStudent:
-        """The layers that serve best without training, or those of a run before, whose files are kept."""
+        """The layers that serve best without training, or the layers of an earlier run, whose files are kept."""
         start = self._options.work_folder / "pruned-start"
         count, target = self._options.layers_kept(self._num_layers), self._target
         before = read_layers(start)

@@ -32,13 +32,8 @@ def round_weights(model: Any) -> None:
 def write_draft(folder: Path, model: Any, target: Checkpoint) -> None:
     """Write a model with the target's tokenizer: weights in bfloat16, ``config.json`` last.
 
-    Args:
-        folder: where; created. What has another name stays.
-        model: the draft, a transformers causal language model.
-        target: whose tokenizer and ending tokens it has.
-
-    Raises:
-        UserInputError: a file cannot be written.
+    ``model`` is a transformers causal language model. The folder is created if it is missing; its files of other names
+    stay. UserInputError: a file cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -52,17 +47,10 @@ def write_draft(folder: Path, model: Any, target: Checkpoint) -> None:
 
 
 def check_files(folder: Path, model: Any) -> Any:
-    """Load what was written, and compare it with what was meant.
+    """Load what :func:`write_draft` wrote, in float32, and compare it with what was meant.
 
-    Args:
-        folder: see :func:`write_draft`.
-        model: what was written, with the values of its weights in the file.
-
-    Returns:
-        the model as it was loaded, in float32.
-
-    Raises:
-        UnsupportedModelError: its configuration does not describe it.
+    ``model`` has the values that its weights have in the file. UnsupportedModelError: the configuration does not
+    describe it.
     """
     tokens = torch.tensor([[(11 * i + 5) % model.config.get_text_config().vocab_size for i in range(_PROOF_TOKENS)]])
     reason = "without some layers it is no model that its configuration can describe"
@@ -104,7 +92,7 @@ def _save(folder: Path, model: Any, target: Checkpoint) -> None:
     values = json.loads(path.read_text(encoding="utf-8")) | {"dtype": "bfloat16"}  # the model's own is that in memory
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     mode = path.stat().st_mode
-    for path in folder.iterdir():  # safetensors' own files are for nobody else
+    for path in folder.iterdir():  # safetensors' own files are for their owner alone
         path.chmod(mode)
 
 

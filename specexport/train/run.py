@@ -24,30 +24,19 @@ STAGES = 6
 
 
 class Trained(NamedTuple):
-    """What a training gave.
+    """What a training gave."""
 
-    Attributes:
-        output: folder of the draft.
-        flag: of ``specexport build``, which takes it.
-        num_texts: texts that it learned from.
-        num_tokens: tokens of them.
-        batches: batches that it learned from.
-        seconds: of learning, this run and those before.
-        curve: acceptance on held-out texts: ``batch``, ``length``, ``rates`` and ``loss`` each time; of draft models
-            also ``overlap``, the share of drawn tokens that would be accepted.
-        tokens_per_second: of learning.
-        peak_memory_bytes: most resident memory of this process so far, pages of the hidden states' files included.
-    """
-
-    output: Path
-    flag: str
-    num_texts: int
-    num_tokens: int
-    batches: int
-    seconds: float
+    output: Path  # folder of the draft
+    flag: str  # of ``specexport build``, which takes it
+    num_texts: int  # that it learned from
+    num_tokens: int  # of these texts
+    batches: int  # that it learned from
+    seconds: float  # of learning, in this run and those before
+    # acceptance on held-out texts: ``batch``, ``length``, ``rates`` and ``loss`` each time; of draft models also
+    # ``overlap``, the share of drawn tokens that would be accepted
     curve: Seq[dict[str, Any]]
-    tokens_per_second: float
-    peak_memory_bytes: int
+    tokens_per_second: float  # of learning
+    peak_memory_bytes: int  # most resident memory of this process so far, pages of the hidden states' files included
 
     def to_json(self) -> dict[str, Any]:
         """As JSON types."""
@@ -57,15 +46,9 @@ class Trained(NamedTuple):
 def train_draft(options: TrainOptions, progress: Progress | None = None) -> Trained:
     """Train a draft; a run that was ended goes on.
 
-    Args:
-        options: what was asked for.
-        progress: told of stages and of the acceptance.
-
-    Raises:
-        InvalidRequestError: prompts, limits, the bundle or the work folder do not allow it.
-        OutputExistsError: something else stands in the output folder.
-        CheckpointError, UnsupportedModelError: the target cannot be used.
-        UserInputError: the disk is full.
+    InvalidRequestError: prompts, limits, the bundle or the work folder do not allow it. OutputExistsError: something
+    else stands in the output folder. CheckpointError, UnsupportedModelError: the target cannot be used. UserInputError:
+    the disk is full.
     """
     import torch
 
@@ -105,11 +88,7 @@ def train_draft(options: TrainOptions, progress: Progress | None = None) -> Trai
 
 
 def _check_output(folder: Path, kind: str) -> None:
-    """Refuse a folder that holds something else, for it may be a checkpoint, and a draft takes its names.
-
-    Raises:
-        OutputExistsError: it does.
-    """
+    """Refuse a folder that holds something else, for it may be a checkpoint, and a draft takes its names."""
     place_behind_links(folder)
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
@@ -137,7 +116,7 @@ def _write_texts(options: TrainOptions, prompts: Seq[str], path: Path, clock: St
         from specexport.recipe import BuildRecipe
 
         bundle = options.work_folder / "texts-bundle"
-        # By this name nobody else has one: one of an earlier version is built again.
+        # No other bundle has this name: one of an earlier version is built again.
         build_bundle(BuildRecipe(target=options.target, output=str(bundle)), force=True)
     written_by = load_manifest(bundle).models["target"]
     if written_by.source_sha256 != sha256:

@@ -20,11 +20,7 @@ MLP_RATIO = 3.2
 def new_config(kind: HeadKind, target: Any, vocab_size: int, draft_vocab_size: int) -> HeadConfig:
     """A head of one layer for a target. An EAGLE-3 head has a norm for each hidden state that it reads.
 
-    Args:
-        kind: ``"eagle3"`` or ``"mtp"``.
-        target: configuration of the target, as transformers has it.
-        vocab_size: V.
-        draft_vocab_size: N.
+    ``target`` is the target's configuration as transformers has it.
     """
     width, layers = int(target.hidden_size), int(target.num_hidden_layers)
     head_dim = 64 if width < 512 else 128
@@ -64,16 +60,9 @@ def draft_size(asked: int | None, vocab_size: int) -> int:
 
 
 def count_ids(texts: Iterable[Seq[int]], size: int, vocab_size: int, keep: Iterable[int]) -> Int32Array:
-    """The tokens that a head's LM head has: those that the target's texts have most often.
+    """The tokens that a head's LM head has, int32 [size], ascending: the most frequent ones of the target's texts.
 
-    Args:
-        texts: token ids.
-        size: N.
-        vocab_size: V.
-        keep: ids that stay, however often they were seen: those that end a text.
-
-    Returns:
-        int32 [N], ascending.
+    Ids of ``keep`` stay, however often they were seen: they end a text.
     """
     counts: Counter[int] = Counter()
     for text in texts:

@@ -17,24 +17,16 @@ FILE_TOKENS = 16_384
 
 
 class Example(NamedTuple):
-    """A text as the target read it.
+    """A text as the target read it."""
 
-    Attributes:
-        tokens: int64 [n].
-        states: tapped hidden states, and the one that its LM head reads last, bfloat16 [n, taps + 1, H].
-    """
-
-    tokens: Tensor
-    states: Tensor
+    tokens: Tensor  # int64 [n]
+    states: Tensor  # tapped hidden states, and the one that its LM head reads last, bfloat16 [n, taps + 1, H]
 
 
 class FeatureStore:
     """Texts with hidden states, in a folder.
 
     A file is written whole under another name, then renamed: what is there can be read, however the writer ended.
-
-    Args:
-        folder: where the files are.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -69,12 +61,7 @@ class FeatureStore:
 
 
 class StoreWriter:
-    """Adds texts to a folder, a file at a time.
-
-    Args:
-        folder: where the files go.
-        first: number of the next file.
-    """
+    """Adds texts to a folder, a file at a time; ``first`` is the number of the next file."""
 
     def __init__(self, folder: Path, first: int) -> None:
         self.folder, self._next = folder, first

@@ -12,23 +12,16 @@ from specexport.train.batch import Batch
 
 
 class Guess(NamedTuple):
-    """One draft step at every place of a batch.
+    """One draft step at every place of a batch."""
 
-    Attributes:
-        drafted: the draft's best token for ``i + 1 + offset``, int64 [B, T-1].
-        wanted: the target's, int64 [B, T-1].
-        valid: places where that is known, bool [B, T-1].
-        offset: 1 for the first step, and one more for each further one.
-        loss: mean cross entropy under the target's distribution, nats a token; of the first step only.
-        overlap: chance that a token drawn from the draft's distribution is accepted, the sum of min(p, q) (Leviathan et
-            al. 2023, section 3.3), mean over valid places; of the first step only, where it is measured.
-    """
-
-    drafted: Tensor
-    wanted: Tensor
-    valid: Tensor
-    offset: int
+    drafted: Tensor  # the draft's best token for ``i + 1 + offset``, int64 [B, T-1]
+    wanted: Tensor  # the target's, int64 [B, T-1]
+    valid: Tensor  # places where that is known, bool [B, T-1]
+    offset: int  # 1 for the first step, and one more for each further one
+    # mean cross entropy under the target's distribution, nats a token; of the first step only
     loss: float | None = None
+    # chance that a token drawn from the draft's distribution is accepted, the sum of min(p, q) (Leviathan et al. 2023,
+    # section 3.3), mean over valid places; of the first step only, where it is measured
     overlap: float | None = None
 
 
@@ -38,31 +31,20 @@ def at_offset(values: Tensor, offset: int) -> Tensor:
 
 
 class Described(NamedTuple):
-    """What a model card says of a draft.
+    """What a model card says of a draft."""
 
-    Attributes:
-        title: a few words.
-        form: what it is, in sentences.
-        use: how it is used, and what its files hold, in sentences.
-        flag: of ``specexport build``.
-    """
-
-    title: str
-    form: str
-    use: str
-    flag: str
+    title: str  # a few words
+    form: str  # what it is, in sentences
+    use: str  # how it is used, and what its files hold, in sentences
+    flag: str  # of ``specexport build``
 
 
 class Student(Protocol):
-    """A draft in training.
-
-    Attributes:
-        modules: its parameters; those that require a gradient are trained and saved, the others are the target's.
-    """
+    """A draft in training."""
 
     @property
     def modules(self) -> nn.Module:
-        """See above."""
+        """Its parameters: the ones that require a gradient are trained and saved, the others are the target's."""
         ...
 
     def describe(self) -> dict[str, Any]:
@@ -79,33 +61,24 @@ class Student(Protocol):
 
 
 class Plan(Protocol):
-    """How a draft of one kind is made of a target, and written.
-
-    Attributes:
-        taps: hidden states of the target that it learns from, beside the one that the LM head reads.
-    """
+    """How a draft of one kind is made of a target, and written."""
 
     @property
     def taps(self) -> Seq[int]:
-        """See above."""
+        """Hidden states of the target that it learns from, beside the one that the LM head reads."""
         ...
 
     def make(self, note: Callable[[str], None]) -> Student:
-        """The draft, not yet trained. The target's model is let go of.
+        """The draft, not yet trained; the target's model is let go of, and ``note`` hears of what takes long.
 
-        Args:
-            note: told of what takes long.
-
-        Raises:
-            UnsupportedModelError: there is none of this kind for such a target.
+        UnsupportedModelError: there is no draft of this kind for such a target.
         """
         ...
 
     def write(self, folder: Path, student: Any) -> None:
-        """Write what :meth:`make` made, trained: all files but those that tell of the training.
+        """Write what :meth:`make` made, trained: all files but the record of the training.
 
-        Raises:
-            UserInputError: a file cannot be written.
+        UserInputError: a file cannot be written.
         """
         ...
 

@@ -14,29 +14,18 @@ GROUP = 32
 
 
 def write_texts(
-    bundle: Path,
+    bundle: Path,  # of the target
     prompts: Seq[str],
-    path: Path,
-    settings: dict[str, Any],
+    path: Path,  # JSON lines with ``tokens`` (prompt and text) and ``num_prompt``
+    settings: dict[str, Any],  # ``max_tokens``, ``temperature`` and ``seed``, and what else decides the texts
     *,
     threads: int | None = None,
-    on_group: Callable[[int], None] = lambda _: None,
+    on_group: Callable[[int], None] = lambda _: None,  # hears how many texts are there
 ) -> None:
     """Let a bundle continue prompts; every second group greedily, as most users decode, the others drawn.
 
-    What is in ``path`` already is kept: a line a prompt, in the order of the prompts.
-
-    Args:
-        bundle: a bundle of the target.
-        prompts: the prompts.
-        path: JSON lines with ``tokens`` (prompt and text) and ``num_prompt``.
-        settings: ``max_tokens``, ``temperature`` and ``seed``, and what else decides the texts.
-        threads: compute threads.
-        on_group: called with the number of texts that are there.
-
-    Raises:
-        InvalidRequestError: the file holds texts of other prompts or settings, or the bundle has no room for
-            such texts.
+    What is in ``path`` already is kept: a line a prompt, in the order of the prompts. InvalidRequestError: the file
+    holds texts of other prompts or settings, or the bundle has no room for such texts.
     """
     key = hashlib.sha256(json.dumps([list(prompts), settings]).encode()).hexdigest()[:16]
     done = _whole_lines(path, key)

@@ -17,30 +17,20 @@ Read = Callable[[Tensor], Tensor]
 def wide_divergence(hidden: Tensor, wanted: Tensor, read: Read, vocab_size: int) -> Tensor:
     """Mean cross entropy of the draft's distribution under the target's, nats; the LM head itself learns nothing.
 
-    Args:
-        hidden: what the draft's LM head reads [n, H].
-        wanted: what the target's reads [n, H].
-        read: the LM head of both.
-        vocab_size: V.
+    ``hidden`` is what the draft's LM head reads [n, H], ``wanted`` what the target's reads [n, H], ``read`` the LM head
+    of both.
     """
     loss: Tensor = _WideDivergence.apply(hidden, wanted, read, _rows(vocab_size))
     return loss
 
 
 class Comparison(NamedTuple):
-    """A draft's distributions beside the target's.
+    """A draft's distributions beside the target's."""
 
-    Attributes:
-        drafted: best token ids of the draft, int64 [n].
-        best: those of the target, int64 [n].
-        overlap: sum of min(p, q), float32 [n].
-        loss: cross entropy of the draft's distribution under the target's, nats, float32 [n].
-    """
-
-    drafted: Tensor
-    best: Tensor
-    overlap: Tensor
-    loss: Tensor
+    drafted: Tensor  # best token ids of the draft, int64 [n]
+    best: Tensor  # best token ids of the target, int64 [n]
+    overlap: Tensor  # sum of min(p, q), float32 [n]
+    loss: Tensor  # cross entropy of the draft's distribution under the target's, nats, float32 [n]
 
 
 def compare(hidden: Tensor, wanted: Tensor, read: Read, vocab_size: int) -> Comparison:

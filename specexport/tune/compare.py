@@ -13,38 +13,25 @@ OWN_DRAFTERS = frozenset({DRAFT_MODEL, HEAD})
 
 
 class CellPick(NamedTuple):
-    """The best draft at one batch size and context.
+    """The best draft at one batch size and context."""
 
-    Attributes:
-        batch_size: sequences decoded at a time.
-        context: prompt length, tokens.
-        bundle: whose draft; None where plain decoding is faster than every draft.
-        lookahead: the K that it is fastest with; 0 for plain decoding.
-        tokens_per_second: with this K.
-        speedup: over plain decoding.
-    """
-
-    batch_size: int
-    context: int
-    bundle: str | None
-    lookahead: int
-    tokens_per_second: float
-    speedup: float
+    batch_size: int  # sequences decoded at a time
+    context: int  # prompt length, tokens
+    bundle: str | None  # of the draft; None where plain decoding is faster than every draft
+    lookahead: int  # the K chosen for it; 0 for plain decoding
+    tokens_per_second: float  # with this K
+    speedup: float  # over plain decoding
 
 
 class Pick(NamedTuple):
-    """The best draft.
+    """The best draft."""
 
-    Attributes:
-        bundle: whose draft has the largest speedup; None where plain decoding is faster than every draft everywhere.
-        speedups: of each bundle, over plain decoding: geometric mean over the batch sizes and contexts, each at the K
-            that is fastest there. Where that is 0 the draft is not used, and the speedup is 1.
-        cells: the best draft of each batch size and context.
-    """
-
+    # of the draft with the largest speedup; None where plain decoding is faster than every draft everywhere
     bundle: str | None
+    # of each bundle, over plain decoding: geometric mean over the batch sizes and contexts, each at the K chosen there.
+    # Where that is 0 the draft is not used, and the speedup is 1.
     speedups: Mapping[str, float]
-    cells: tuple[CellPick, ...]
+    cells: tuple[CellPick, ...]  # the best draft of each batch size and context
 
     def to_json(self) -> dict[str, Any]:
         """JSON form; numbers are not rounded."""
@@ -56,10 +43,9 @@ class Pick(NamedTuple):
 
 
 def pick_draft(measured: Mapping[str, Seq[TuneCell]]) -> Pick:
-    """Compare draft models and heads. Of equal ones the first counts.
+    """Compare draft models and heads; of equal ones the first counts.
 
-    Args:
-        measured: what was measured, by the bundles' names: the same batch sizes and contexts of each.
+    ``measured`` holds the same batch sizes and contexts for each bundle, by its name.
     """
     cells = {name: [cell for cell in found if cell.drafter in OWN_DRAFTERS] for name, found in measured.items()}
     speedups = {name: geometric_mean(cell.speedup for cell in found) for name, found in cells.items()}

@@ -48,13 +48,9 @@ _Runs = dict[tuple[int, int, _Way], list[_Run]]
 
 
 def fit_prompt(ids: Seq[int], length: int) -> list[int]:
-    """A prompt of exactly ``length`` tokens that ends as ``ids`` does.
+    """A prompt of exactly ``length`` tokens that ends as ``ids``, at least one token, does.
 
     The first token, often one that begins a sequence, stays in front; behind it the rest is repeated, or cut in front.
-
-    Args:
-        ids: token ids, at least one.
-        length: tokens wanted.
     """
     first, rest = ids[0], list(ids[1:]) or [ids[0]]
     times = -(-length // len(rest))
@@ -93,16 +89,9 @@ def describe_rounds(runs: Seq[_Run]) -> TuneRounds:
 
 
 class Tuner:
-    """Measures all that the options ask for.
+    """Measures all that the options ask for, with one bundle or more of the same target, by their names.
 
-    Args:
-        subjects: the bundles by their names, one or more with the same target.
-        texts: prompts.
-        options: what to measure.
-        progress: called before each run.
-
-    Attributes:
-        checks: how many texts of each bundle were compared with plain decoding's, and how many differ.
+    ``progress`` is called before each run.
     """
 
     def __init__(
@@ -119,18 +108,14 @@ class Tuner:
         ]
         self._ways = [self._plain, *drafting]
         self._plain_texts: dict[tuple[int, int, int], list[int]] = {}
-        self.checks = {name: TextCheck() for name in subjects}
+        self.checks = {name: TextCheck() for name in subjects}  # texts of each bundle against plain decoding's
         self._done = 0
         self._total = options.repeats * len(options.batch_sizes) * len(options.contexts) * len(self._ways)
 
     def run(self) -> dict[str, tuple[TuneCell, ...]]:
-        """Measure.
+        """By the bundles' names, a cell for each drafter, batch size and context, in this order.
 
-        Returns:
-            by the bundles' names: a cell for each drafter, batch size and context, in this order.
-
-        Raises:
-            SpecexportError: loading or decoding failed.
+        Raises SpecexportError if loading or decoding fails.
         """
         runs: _Runs = {}
         for size in self._options.batch_sizes:

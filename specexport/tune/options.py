@@ -24,26 +24,16 @@ DEFAULT_LOOKAHEADS = (0, 1, 2, 4, 6, 8)
 class TuneOptions:
     """Every drafter is measured with every K at every batch size and context.
 
-    Attributes:
-        drafters: of ``drafters.registry.KINDS``, without those that learn.
-        batch_sizes: sequences decoded at a time; for each another engine is loaded.
-        contexts: prompt lengths, tokens.
-        lookaheads: values of K; 0, plain decoding, is always among them.
-        tokens: most new tokens of a text.
-        repeats: runs of each combination; medians count.
-        num_prompts: prompts of a run; a larger batch has one for each row.
-
-    Raises:
-        InvalidRequestError: a value is out of its range.
+    A value out of its range raises InvalidRequestError.
     """
 
-    drafters: tuple[str, ...]
-    batch_sizes: tuple[int, ...]
-    contexts: tuple[int, ...]
-    lookaheads: tuple[int, ...]
-    tokens: int = 48
-    repeats: int = 3
-    num_prompts: int = 4
+    drafters: tuple[str, ...]  # of ``drafters.registry.KINDS``, without ones that learn
+    batch_sizes: tuple[int, ...]  # sequences decoded at a time; each needs another engine
+    contexts: tuple[int, ...]  # prompt lengths, tokens, ascending
+    lookaheads: tuple[int, ...]  # values of K, ascending; 0, plain decoding, is always among them
+    tokens: int = 48  # most new tokens of a text
+    repeats: int = 3  # runs of each combination; medians count
+    num_prompts: int = 4  # of a run; a larger batch has one for each row
 
     def __post_init__(self) -> None:
         for size in self.batch_sizes:
@@ -61,30 +51,20 @@ class TuneOptions:
 
 
 def resolve_options(
-    subjects: Mapping[str, Subject],
+    subjects: Mapping[str, Subject],  # the bundles by their names
     *,
-    drafters: Seq[str],
-    batch_sizes: Seq[int] | None,
-    contexts: Seq[int] | None,
-    lookaheads: Seq[int] | None,
+    drafters: Seq[str],  # empty takes all that the bundle has, or the draft models and heads of several
+    batch_sizes: Seq[int] | None,  # None takes the default
+    contexts: Seq[int] | None,  # likewise
+    lookaheads: Seq[int] | None,  # likewise
     tokens: int,
     repeats: int,
     num_prompts: int,
 ) -> TuneOptions:
-    """Options that every bundle can serve. Defaults shrink to what fits; what was asked for is refused if it does not.
+    """Options that every bundle can serve; defaults shrink to what fits.
 
-    Args:
-        subjects: the bundles by their names.
-        drafters: what to draft with; none: everything that the bundle has, or the draft models and heads of several.
-        batch_sizes: None takes the default.
-        contexts: likewise.
-        lookaheads: likewise.
-        tokens: see :class:`TuneOptions`.
-        repeats: likewise.
-        num_prompts: likewise.
-
-    Raises:
-        InvalidRequestError: a bundle lacks a drafter, a K or a context, or a value is out of its range.
+    Raises InvalidRequestError if a bundle lacks a drafter, a K or a context that was asked for, or a value is out of
+    its range.
     """
     room = min(subject.details["max_model_len"] for subject in subjects.values()) - tokens
     if lookaheads is None:

@@ -15,14 +15,8 @@ if TYPE_CHECKING:
 def write_plot(path: Path, tables: Mapping[str, TuneTable]) -> None:
     """Draw the speedup over plain decoding against K: a line for each batch size and context.
 
-    Each drafter of each bundle has a panel. The chosen K has a ring. Equal tables give equal bytes.
-
-    Args:
-        path: the file.
-        tables: by the bundles' names.
-
-    Raises:
-        UserInputError: the file cannot be written.
+    Each drafter of each bundle (``tables`` has their names) has a panel. The chosen K has a ring. Equal tables give
+    equal bytes. Raises UserInputError if the file cannot be written.
     """
     from matplotlib.figure import Figure  # without pyplot: no window system, no global state
 

@@ -22,10 +22,7 @@ _CAPTION = (
 def print_tables(tables: Mapping[str, TuneTable], checks: Mapping[str, TextCheck], pick: Pick | None) -> None:
     """Print a table for each bundle, whether the texts are plain decoding's, and which draft is the best.
 
-    Args:
-        tables: by the bundles' names.
-        checks: of their texts.
-        pick: the best draft; None for a single bundle.
+    ``tables`` and ``checks`` are by the bundles' names; ``pick`` is None for a single bundle.
     """
     console = _open_console()
     for name, table in tables.items():
@@ -57,12 +54,7 @@ def _new_table(title: str, names: Seq[str], numbers: Seq[str], caption: str | No
 
 
 def make_table(cells: Seq[TuneCell], name: str) -> "Table":
-    """Tokens/s of every K, the chosen one, its speedup over plain decoding, and what the rounds were like.
-
-    Args:
-        cells: a row for each.
-        name: of the bundle.
-    """
+    """Tokens/s of every K, the chosen one, its speedup over plain decoding, and what the rounds were like."""
     tried = sorted({k for cell in cells for k in cell.tokens_per_second})
     rates = [f"K={k}" if k else "plain" for k in tried]
     rounds = ["acceptance", "tokens/round", "draft ms", "verify ms"]

@@ -20,17 +20,11 @@ SCHEMA = "specexport.tune-comparison/2"
 
 @dataclass(frozen=True)
 class TuneResult:
-    """What was found.
+    """What was found."""
 
-    Attributes:
-        tables: one for each bundle, by the bundles' names.
-        checks: of the texts of each.
-        pick: the best draft; None for a single bundle.
-    """
-
-    tables: Mapping[str, TuneTable]
-    checks: Mapping[str, TextCheck]
-    pick: Pick | None
+    tables: Mapping[str, TuneTable]  # by the bundles' names
+    checks: Mapping[str, TextCheck]  # of the texts of each bundle, by its name
+    pick: Pick | None  # None for a single bundle
 
     def to_json(self) -> dict[str, Any]:
         """JSON form: the table of a single bundle; of several, all of them and the pick."""
@@ -41,27 +35,15 @@ class TuneResult:
 
 
 def run_tune(
-    subjects: Mapping[str, Subject],
-    texts: Seq[str],
+    subjects: Mapping[str, Subject],  # the bundles by their names, one or more with the same target
+    texts: Seq[str],  # prompts
     options: TuneOptions,
-    progress: Progress | None = None,
+    progress: Progress | None = None,  # called before each run
     *,
-    command: Seq[str] = (),
-    settings: Mapping[str, Any],
+    command: Seq[str] = (),  # the command line, for the record
+    settings: Mapping[str, Any],  # what else it is measured with, for the record
 ) -> TuneResult:
-    """Measure everything that ``options`` asks for.
-
-    Args:
-        subjects: the bundles by their names, one or more with the same target.
-        texts: prompts.
-        options: what to measure.
-        progress: called before each run.
-        command: the command line, for the record.
-        settings: what else it is measured with, for the record.
-
-    Raises:
-        SpecexportError: loading or decoding failed.
-    """
+    """Measure everything that ``options`` asks for; SpecexportError if loading or decoding fails."""
     tuner = Tuner(subjects, texts, options, progress)
     measured = tuner.run()
     date = datetime.now(UTC).isoformat(timespec="seconds")

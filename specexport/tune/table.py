@@ -8,40 +8,25 @@ SCHEMA = "specexport.tune/2"
 
 
 class TuneRounds(NamedTuple):
-    """What the rounds of one K were like, over all repeats; milliseconds are medians.
+    """What the rounds of one K were like, over all repeats; milliseconds are medians."""
 
-    Attributes:
-        acceptance_rate: accepted over drafted tokens; None if nothing was drafted.
-        mean_accepted_length: tokens of a round with a draft, the target's own included; None without one.
-        draft_milliseconds: of one draft step: one more draft token of every sequence. What the draft model spent on
-            reading prompts is left out; None without a draft.
-        verify_milliseconds: of the target's step in a round; None without a round.
-    """
-
-    acceptance_rate: float | None
-    mean_accepted_length: float | None
+    acceptance_rate: float | None  # accepted over drafted tokens; None if nothing was drafted
+    mean_accepted_length: float | None  # tokens of a round with a draft, the target's own included; None without one
+    # of one draft step: one more draft token of every sequence, without what the draft model spent on reading prompts;
+    # None without a draft
     draft_milliseconds: float | None
-    verify_milliseconds: float | None
+    verify_milliseconds: float | None  # of the target's step in a round; None without a round
 
 
 class TuneCell(NamedTuple):
-    """What was measured for one drafter at one batch size and context.
+    """What was measured for one drafter at one batch size and context."""
 
-    Attributes:
-        drafter: a drafter with a K of its own; ``chained`` uses those of its parts.
-        batch_size: sequences decoded at a time.
-        context: least prompt length, tokens.
-        lookahead: the K that was fastest; 0 is plain decoding.
-        tokens_per_second: of every K that was tried, 0 (plain decoding) included: medians.
-        rounds: what the rounds of each of them were like.
-    """
-
-    drafter: str
-    batch_size: int
-    context: int
-    lookahead: int
-    tokens_per_second: Mapping[int, float]
-    rounds: Mapping[int, TuneRounds] = {}
+    drafter: str  # one with its own K; ``chained`` uses those of its parts
+    batch_size: int  # sequences decoded at a time
+    context: int  # prompt length, tokens
+    lookahead: int  # the chosen K: the smallest within 1 % of the fastest; 0 is plain decoding
+    tokens_per_second: Mapping[int, float]  # of every K that was tried, 0 (plain decoding) included: medians
+    rounds: Mapping[int, TuneRounds] = {}  # of each of these K
 
     @property
     def speedup(self) -> float:
@@ -51,26 +36,17 @@ class TuneCell(NamedTuple):
 
 @dataclass(frozen=True)
 class TuneTable:
-    """Everything that was measured of a bundle.
+    """Everything that was measured of a bundle."""
 
-    Attributes:
-        bundle: name of the bundle.
-        build_key: which build of it, as in its manifest.
-        machine: which machine, as ``machine_key`` says.
-        date: when it was measured, ISO 8601.
-        command: the command line that made it.
-        settings: what else it was measured with (threads, tokens, repeats, prompts), what draft model the bundle has,
-            and how many texts were equal to plain decoding's.
-        cells: one for each drafter, batch size and context.
-    """
-
-    bundle: str
-    build_key: str
-    machine: str
-    date: str
-    command: tuple[str, ...]
+    bundle: str  # its name
+    build_key: str  # of the build, as in its manifest
+    machine: str  # as ``machine_key`` gives it
+    date: str  # of the measurement, UTC, ISO 8601
+    command: tuple[str, ...]  # the command line that made it
+    # what else it was measured with (threads, tokens, repeats, prompts), the bundle's draft model or head, and how many
+    # texts were equal to plain decoding's
     settings: Mapping[str, Any]
-    cells: tuple[TuneCell, ...]
+    cells: tuple[TuneCell, ...]  # one for each drafter, batch size and context
 
     def to_json(self) -> dict[str, Any]:
         """JSON form; numbers are not rounded."""

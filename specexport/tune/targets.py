@@ -12,10 +12,9 @@ _SHOWN = 12  # characters of a hash
 
 
 def name_bundles(folders: Seq[Path], subjects: Seq[Subject]) -> dict[str, Subject]:
-    """The bundles by names that are theirs alone: their own, or the folders as given where two have the same.
+    """The bundles by unique names: their own, or the folders as given where two have the same.
 
-    Raises:
-        InvalidRequestError: two of them are one bundle.
+    Raises InvalidRequestError if two of them are one bundle.
     """
     for i, (folder, subject) in enumerate(zip(folders, subjects, strict=True)):
         for earlier, other in zip(folders[:i], subjects[:i], strict=True):
@@ -28,17 +27,11 @@ def name_bundles(folders: Seq[Path], subjects: Seq[Subject]) -> dict[str, Subjec
 
 
 def check_same_target(subjects: Mapping[str, Subject]) -> None:
-    """Refuse bundles that do not have the target of the first.
+    """Refuse bundles that do not have the target of the first: InvalidRequestError names the bundle and what differs.
 
     Two targets are one if checkpoint, tokenizer, backend, dtype and quantization are the same, and the engine file too.
     TensorRT times its kernels while it builds, so that two builds of one model may differ: there the file may. It may
     too where a target gives features to a head, which nothing else in it depends on.
-
-    Args:
-        subjects: the bundles by their names.
-
-    Raises:
-        InvalidRequestError: names the bundle and what differs.
     """
     first, *others = subjects.items()
     wanted = _identity(first[1])

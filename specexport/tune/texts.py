@@ -5,26 +5,14 @@ from itertools import zip_longest
 
 
 class TextCheck:
-    """Counts the texts of one bundle that differ from plain decoding's.
-
-    Attributes:
-        compared: texts.
-        different: of these, the ones that differ.
-        first: where the first of them does, for a reader; None if there is none.
-    """
+    """Counts the texts of one bundle that differ from plain decoding's."""
 
     def __init__(self) -> None:
         self.compared = self.different = 0
-        self.first: str | None = None
+        self.first: str | None = None  # where the first text that differs does, for a reader; None if there is none
 
     def compare(self, tokens: Seq[int], plain: Seq[int], what: str) -> None:
-        """Count one text.
-
-        Args:
-            tokens: its ids.
-            plain: those of plain greedy decoding.
-            what: how it was made, for a reader.
-        """
+        """Count one text: its token ids against plain greedy decoding's; ``what`` tells a reader how it was made."""
         self.compared += 1
         differing = (i for i, (a, b) in enumerate(zip_longest(tokens, plain)) if a != b)
         position = next(differing, None)

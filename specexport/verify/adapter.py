@@ -10,15 +10,10 @@ if TYPE_CHECKING:
 
 
 class VerifiedAdapter(NamedTuple):
-    """An adapter of a bundle's target.
-
-    Attributes:
-        entry: what the manifest says of it.
-        source: its files; None where nobody said where they are.
-    """
+    """An adapter of a bundle's target."""
 
     entry: AdapterEntry
-    source: "LoraSource | None"
+    source: "LoraSource | None"  # its files; None if they were not given
 
     @property
     def chosen(self) -> str | None:
@@ -27,15 +22,10 @@ class VerifiedAdapter(NamedTuple):
 
 
 def find_adapter(manifest: Manifest, asked: str | None) -> VerifiedAdapter | None:
-    """The adapter to verify with: the one that was asked for, or the one that is merged; None for none.
+    """The adapter asked for as ``"NAME"`` or ``"NAME=FOLDER"``; None asks for the merged one, if there is one.
 
-    Args:
-        manifest: the bundle's.
-        asked: ``"NAME"`` or ``"NAME=FOLDER"``; None for none.
-
-    Raises:
-        InvalidRequestError: the bundle has no such adapter.
-        CheckpointError: the folder holds another adapter, or none.
+    Raises InvalidRequestError if the bundle has no such adapter, CheckpointError if the folder holds another one or
+    none.
     """
     adapters = {adapter.name: adapter for adapter in manifest.models["target"].adapters}
     if asked is None:

@@ -31,20 +31,10 @@ class CheckpointNotFoundError(CheckpointError):
 
 
 def find_checkpoint(manifest: Manifest, role: str, given: str | None, bundle: Path) -> str:
-    """The checkpoint that the engine of ``role`` was built from.
+    """A source for :func:`specexport.frontend.load_checkpoint` with the hash that the manifest records for ``role``.
 
-    Args:
-        manifest: the bundle's manifest.
-        role: ``"target"`` or ``"draft"``.
-        given: checkpoint that the caller named: a folder, a file or a hub id.
-        bundle: the bundle's folder.
-
-    Returns:
-        a source for :func:`specexport.frontend.load_checkpoint` whose hash is the recorded one.
-
-    Raises:
-        CheckpointError: ``given`` cannot be read, or is another checkpoint.
-        CheckpointNotFoundError: nothing was given, and none was found.
+    Raises CheckpointError if ``given`` (a folder, a file or a hub id) cannot be read or is another checkpoint, and
+    CheckpointNotFoundError if it is None and no checkpoint is found.
     """
     from specexport.frontend import hash_checkpoint
 
@@ -81,39 +71,24 @@ def _candidates(source: str, bundle: Path) -> Iterator[str]:
 
 
 class EagerModel(NamedTuple):
-    """A checkpoint, and what makes of it the float model that an engine computes.
-
-    Attributes:
-        source: the checkpoint.
-        dtype: dtype that the engine holds weights in. They are rounded to it and computed with in float32, so that the
-            engine's arithmetic is all that differs.
-        revision: its hub revision.
-        trust_remote_code: let Python code from the checkpoint run.
-        dropped: layers that the engine was built without.
-        adapter: what the weights are changed by; None for nothing.
-        rope_len: length that the engine's rotary tables were chosen for; None where none depends on it.
-        rounded: dtype that weights alone were rounded to; None for none.
-    """
+    """A checkpoint, and what makes of it the float model that an engine computes."""
 
     source: str
+    # of the engine's weights: they are rounded to it and computed with in float32, so that only the engine's arithmetic
+    # differs
     dtype: str
-    revision: str | None = None
-    trust_remote_code: bool = False
-    dropped: Seq[int] = ()
-    adapter: VerifiedAdapter | None = None
-    rope_len: int | None = None
-    rounded: str | None = None
+    revision: str | None = None  # on the hub
+    trust_remote_code: bool = False  # let Python code from the checkpoint run
+    dropped: Seq[int] = ()  # layers that the engine was built without
+    adapter: VerifiedAdapter | None = None  # changes the weights; None for none
+    rope_len: int | None = None  # length that the engine's rotary tables were chosen for; None if none depends on it
+    rounded: str | None = None  # dtype that the weights alone were rounded to; None for none
 
 
 def eager_references(model: EagerModel, sequences: Seq[Seq[int]]) -> list[Float32Array]:
     """Logits [len, V] of each sequence from eager transformers; the model is freed before this returns.
 
-    Args:
-        model: what is to be computed.
-        sequences: token ids.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be loaded.
+    Raises CheckpointError if the checkpoint cannot be loaded.
     """
     from specexport.frontend import reference_logits
 
@@ -127,13 +102,7 @@ def eager_references(model: EagerModel, sequences: Seq[Seq[int]]) -> list[Float3
 def eager_score(model: EagerModel, windows: Seq[Seq[int]], head: CutHead | None = None) -> TextScore:
     """What eager transformers makes of ``windows``; the model is freed before this returns.
 
-    Args:
-        model: what is to be computed.
-        windows: token ids.
-        head: see ``text_score.TextScorer``.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be loaded.
+    ``head`` is that of ``text_score.TextScorer``. Raises CheckpointError if the checkpoint cannot be loaded.
     """
     from specexport.frontend import reference_logits
 

@@ -20,12 +20,7 @@ def chi_square_tail(statistic: float, dof: int) -> float:
     This is the regularised upper incomplete gamma function Q(dof/2, statistic/2), by the series of its complement below
     the bulk and by its continued fraction above (NIST DLMF 8.7.1 and 8.9.2).
 
-    Args:
-        statistic: not negative; infinity gives 0.
-        dof: at least 1.
-
-    Raises:
-        ValueError: an argument is out of its range.
+    ``dof`` below 1 and ``statistic`` below 0 raise ValueError; an infinite ``statistic`` gives 0.
     """
     if dof < 1 or not statistic >= 0.0:
         raise ValueError(f"chi_square_tail({statistic}, {dof}) is not defined")
@@ -66,16 +61,11 @@ def _upper_fraction(a: float, x: float) -> float:
 
 
 class PearsonResult(NamedTuple):
-    """Pearson's chi-square test of counts against exact probabilities.
+    """Pearson's chi-square test of counts against exact probabilities."""
 
-    Attributes:
-        statistic: sum over cells of (observed - expected)^2 / expected.
-        dof: cells - 1; 0 if there is only one cell, where nothing can be tested.
-        p_value: probability of a statistic at least this large if the probabilities are right; 1 without cells to test.
-    """
-
-    statistic: float
-    dof: int
+    statistic: float  # sum over cells of (observed - expected)^2 / expected
+    dof: int  # cells - 1; 0 if there is only one cell, where nothing can be tested
+    # probability of a statistic at least this large if the probabilities are right; 1 without cells to test
     p_value: float
 
 

@@ -10,55 +10,32 @@ from specexport_runtime.packing.batch import ModelRunner, RowWork
 
 @dataclass(frozen=True)
 class GreedyDifference:
-    """The first difference of one prompt at one lookahead.
+    """The first difference of one prompt at one lookahead."""
 
-    Attributes:
-        drafter: in words: ``"draft model"``, ``"chained"``, or ``"scripted"`` (see :class:`ScriptedDrafter`).
-        lookahead: K.
-        prompt: index of the prompt.
-        position: index of the token in the output.
-        plain_token: what plain decoding gave.
-        speculative_token: what speculative decoding gave.
-        gap: difference of the two tokens' logits in a rerun one token at a time.
-        shortfall: how far the lower of the two is below the largest logit of that rerun.
-        limit: near-tie tolerance at that position's logit scale.
-        explained: both tokens lie within ``limit`` of the largest logit: float rounding decides between them. Nothing
-            is explained with a limit of 0.
-    """
-
-    drafter: str
-    lookahead: int
-    prompt: int
-    position: int
-    plain_token: int
-    speculative_token: int
+    drafter: str  # in words, such as ``"draft model"``, or ``"scripted"`` (see ScriptedDrafter)
+    lookahead: int  # K
+    prompt: int  # its index, from 0
+    position: int  # index of the token in the output, from 0
+    plain_token: int  # -1 if plain decoding ended before
+    speculative_token: int  # -1 if speculative decoding ended before
+    # difference of the two tokens' logits in a rerun one token at a time; infinite for outputs of unequal lengths
     gap: float
-    shortfall: float
-    limit: float
+    shortfall: float  # how far the lower of the two is below the largest logit of that rerun
+    limit: float  # near-tie tolerance at that position's logit scale
+    # ``shortfall`` is below ``limit``: float rounding decides between the tokens; a limit of 0 explains nothing
     explained: bool
 
 
 def compare_outputs(
-    target: Executor,
-    prompts: Seq[list[int]],
-    plain: Seq[list[int]],
-    outputs: Seq[list[int]],
+    target: Executor,  # runs a sequence once more, in cache row 0
+    prompts: Seq[list[int]],  # token ids
+    plain: Seq[list[int]],  # outputs of plain decoding
+    outputs: Seq[list[int]],  # outputs of speculative decoding
     drafter: str,
     lookahead: int,
-    tolerance: float = 0.0,
+    tolerance: float = 0.0,  # relative to the logit scale; 0 for engines whose logits have the same bits in any step
 ) -> list[GreedyDifference]:
-    """The first difference of each prompt that has one.
-
-    Args:
-        target: the engine, to run a sequence once more.
-        prompts: token ids of each prompt.
-        plain: what plain decoding gave for each.
-        outputs: what speculative decoding gave.
-        drafter: who drafted.
-        lookahead: K.
-        tolerance: near-tie tolerance, relative to the logit scale; 0 for engines whose logits have the same bits in any
-            step.
-    """
+    """The first difference of each prompt that has one."""
     found = []
     for index, (expected, output) in enumerate(zip(plain, outputs, strict=True)):
         pairs = zip(expected, output, strict=False)

@@ -30,21 +30,15 @@ def accept_everything(
 def draw_outcome(
     target: Conditional,
     draft: Conditional | None,
-    draws: RoundDraws,
+    draws: RoundDraws,  # random numbers by place in a round
     accept: AcceptFunction,
     *,
     depth: int,
-    lookahead: int,
+    lookahead: int,  # most draft tokens a round
 ) -> Path:
     """The first ``depth`` tokens of a speculative decoding, round by round as the decoder does it.
 
-    Args:
-        target: the target's distributions.
-        draft: the draft's; None drafts the target's likeliest token and says so with a one-hot distribution.
-        draws: random numbers by place in a round.
-        accept: the acceptance rule.
-        depth: tokens wanted.
-        lookahead: most draft tokens a round.
+    A ``draft`` of None drafts the target's likeliest token and stands for a one-hot distribution.
     """
     tokens: Path = ()
     while len(tokens) < depth:

@@ -19,58 +19,34 @@ DrawKind = Literal["acceptance", "engine"]
 
 @dataclass(frozen=True)
 class SamplingTest:
-    """One setting and context, drawn one way.
-
-    Attributes:
-        kind: ``"acceptance"`` or ``"engine"``.
-        setting: name of the sampling parameters.
-        prompt: index of the prompt whose end is the context.
-        samples: outcomes drawn.
-        depth: tokens of an outcome.
-        cells: cells of the test; with 1 there is nothing to test.
-        chi_square: Pearson's statistic.
-        p_value: its tail probability.
-        total_variation: distance between the drawn shares and the exact probabilities of the cells.
-        expected_total_variation: its mean for exact draws, from sampling error alone.
-        total_variation_limit: the largest distance that passes.
-        impossible: outcomes drawn that the target gives probability 0; must be none.
-        passed: p-value, distance and impossible outcomes are all within their limits.
-    """
+    """One setting and context, drawn one way."""
 
     kind: DrawKind
-    setting: str
-    prompt: int
-    samples: int
-    depth: int
-    cells: int
-    chi_square: float
+    setting: str  # name of the sampling parameters
+    prompt: int  # index of the prompt whose end is the context
+    samples: int  # outcomes drawn
+    depth: int  # tokens of an outcome
+    cells: int  # of the test; with 1 there is nothing to test
+    chi_square: float  # Pearson's statistic
     p_value: float
-    total_variation: float
-    expected_total_variation: float
-    total_variation_limit: float
-    impossible: int
-    passed: bool
+    total_variation: float  # distance between the drawn shares and the exact probabilities of the cells
+    expected_total_variation: float  # its mean for exact draws, from sampling error alone
+    total_variation_limit: float  # the largest distance that passes
+    impossible: int  # outcomes drawn that the target gives probability 0; must be none
+    passed: bool  # p-value, distance and impossible outcomes are all within their limits
 
 
 @dataclass(frozen=True)
 class SamplingResult:
-    """All tests of the sampling part.
-
-    Attributes:
-        passed: every test passed.
-        tests: the tests.
-        alpha: smallest p-value that passes a single test.
-        control_p_value: p-value of the first chi-square test that has power when every draft token is accepted
-            untested. A value above ``alpha`` says that this pair's draft is too close to its target for the test to see
-            a mistake in acceptance.
-        compared: what was compared, in words.
-    """
+    """All tests of the sampling part."""
 
     passed: bool
     tests: tuple[SamplingTest, ...]
-    alpha: float
+    alpha: float  # smallest p-value that passes a single test
+    # of the first test that has power, when every draft token is accepted untested; None without one. Above ``alpha``
+    # the pair's draft is too close to its target for the test to see a mistake in acceptance.
     control_p_value: float | None
-    compared: str
+    compared: str  # in words
 
     @property
     def has_power(self) -> bool:
@@ -90,24 +66,14 @@ class SamplingResult:
 
 def judge(
     kind: DrawKind,
-    setting: str,
-    prompt: int,
-    partition: Partition,
-    outcomes: Seq[Path],
+    setting: str,  # name of the sampling parameters
+    prompt: int,  # its index
+    partition: Partition,  # cells of outcomes of ``depth`` tokens
+    outcomes: Seq[Path],  # at least one
     depth: int,
-    alpha: float,
+    alpha: float,  # smallest p-value that passes; also the error probability of the total-variation limit
 ) -> SamplingTest:
-    """Test outcomes against the exact probabilities of a partition.
-
-    Args:
-        kind: how they were drawn.
-        setting: name of the sampling parameters.
-        prompt: index of the prompt.
-        partition: cells of outcomes of ``depth`` tokens.
-        outcomes: what was drawn, at least one.
-        depth: tokens of an outcome.
-        alpha: smallest p-value that passes; also the error probability of the total-variation limit.
-    """
+    """Test outcomes against the exact probabilities of a partition."""
     cells = [partition.cell(outcome) for outcome in outcomes]
     impossible = cells.count(IMPOSSIBLE)
     probabilities = partition.probabilities

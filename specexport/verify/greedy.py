@@ -27,42 +27,25 @@ _RULES = LayerRules(period=2, keep_last=None)
 
 @dataclass(frozen=True)
 class GreedyRun:
-    """All prompts in one batch at one lookahead.
+    """All prompts in one batch at one lookahead."""
 
-    Attributes:
-        drafter: who drafted.
-        lookahead: K.
-        identical: prompts whose output is the same to the last token.
-        tokens_compared: tokens up to each prompt's first difference, that one included.
-        mean_accepted_length: mean tokens of a speculative round; None if no round had a draft.
-    """
-
-    drafter: str
-    lookahead: int
-    identical: int
-    tokens_compared: int
-    mean_accepted_length: float | None
+    drafter: str  # in words
+    lookahead: int  # K
+    identical: int  # prompts whose output is the same to the last token
+    tokens_compared: int  # up to each prompt's first difference, that one included
+    mean_accepted_length: float | None  # mean tokens of a speculative round; None if no round had a draft
 
 
 @dataclass(frozen=True)
 class GreedyResult:
-    """Speculative against plain greedy decoding.
+    """Speculative against plain greedy decoding."""
 
-    Attributes:
-        passed: every difference is explained by a near-tie.
-        num_prompts: prompts decoded together.
-        runs: one for each drafter and lookahead.
-        differences: the first difference of each prompt and run that has one.
-        tolerance: near-tie tolerance, relative to the logit scale; 0 where nothing is one.
-        compared: what was compared, in words.
-    """
-
-    passed: bool
-    num_prompts: int
-    runs: tuple[GreedyRun, ...]
-    differences: tuple[GreedyDifference, ...]
-    tolerance: float
-    compared: str
+    passed: bool  # a near-tie explains every difference
+    num_prompts: int  # decoded together
+    runs: tuple[GreedyRun, ...]  # one for each drafter and lookahead
+    differences: tuple[GreedyDifference, ...]  # the first of each prompt and run that has one
+    tolerance: float  # of a near-tie, relative to the logit scale; 0 where nothing is one
+    compared: str  # in words
 
     @property
     def near_ties(self) -> int:
@@ -77,24 +60,18 @@ class GreedyResult:
 
 def check_greedy(
     engine: SpecEngine,
-    prompts: Seq[Seq[int]],
+    prompts: Seq[Seq[int]],  # token ids, of one prompt or more
     *,
+    # values of K, larger ones than the engine's are left out; empty takes 1, 2, 4 and the engine's
     lookaheads: Seq[int] = (),
-    max_tokens: int = 64,
-    tolerance: float = 0.0,
+    max_tokens: int = 64,  # of each prompt; end tokens are ignored
+    tolerance: float = 0.0,  # see ``tolerance.step_tolerance``
 ) -> GreedyResult:
     """Decode all prompts plainly and speculatively and compare the tokens.
 
-    Args:
-        engine: the engine. The draft model drafts where it has one, the target's own layers where they can be switched
-            off, lookup and the scripted drafter always.
-        prompts: token ids of each prompt, at least one.
-        lookaheads: values of K; empty takes 1, 2, 4 and the engine's largest. Those above the largest are left out.
-        max_tokens: tokens to generate for each prompt, end tokens ignored.
-        tolerance: see ``tolerance.step_tolerance``.
-
-    Raises:
-        InvalidRequestError: a prompt is empty, too long or out of range, or a lookahead is.
+    The draft model drafts if the engine has one, the target's own layers if they can be switched off, lookup and the
+    scripted drafter always. An empty prompt, one that is too long or out of range, or such a lookahead raises
+    InvalidRequestError.
     """
     given = [list(prompt) for prompt in prompts]
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
@@ -133,7 +110,7 @@ def check_greedy(
 def _drafters(engine: SpecEngine, lookaheads: Seq[int]) -> list[tuple[str, int]]:
     """What drafts in each run, by the engine's name for it, and K.
 
-    A drafter with a cache of its own is tried at every K: what it keeps must be taken back by any number of tokens.
+    A drafter with its own cache is tried at every K: what it keeps must be taken back by any number of tokens.
     """
     runs = []
     for name, kind in KINDS.items():

@@ -15,29 +15,20 @@ from specexport_runtime.packing.batch import ModelRunner, RowWork
 
 
 class HeadTree(LogitTree):
-    """Logits of a head after ``context`` and a path that it drafted itself.
-
-    Args:
-        target: the target's engine, whose features of the context are true ones. Its cache row 0 is used.
-        head: the head's. Cache row 0 belongs to the tree until its last new path.
-        context: token ids, at least two.
-        vocab_size: ids below it have a logit; None takes the head's.
-        lm_head: the token ids of the head's LM head, if that was cut.
-        mask: of a head that drafts all tokens in one step: what it reads for those that are not known. What it says of
-            a place then does not depend on the path to it.
-        places: tokens that such a head drafts in one step, if it can.
-    """
+    """Logits of a head after ``context`` and a path that it drafted itself."""
 
     def __init__(
         self,
-        target: Executor,
-        head: Executor,
-        context: Seq[int],
+        target: Executor,  # gives true features of the context; its cache row 0 is used
+        head: Executor,  # its cache row 0 belongs to the tree until its last new path
+        context: Seq[int],  # token ids, at least two
         *,
-        vocab_size: int | None = None,
-        lm_head: CutHead | None = None,
+        vocab_size: int | None = None,  # ids below it have a logit; None takes the head's
+        lm_head: CutHead | None = None,  # the token ids of the head's LM head, if that was cut
+        # of a head that drafts all tokens in one step: what it reads for unknown tokens; its logits of a place then do
+        # not depend on the path
         mask: MaskInput | None = None,
-        places: int = 1,
+        places: int = 1,  # tokens that such a head drafts in one step
     ) -> None:
         self._target, self._mask = target, mask
         own = as_head(head)

@@ -23,13 +23,11 @@ MIN_EXPECTED = 10.0
 
 
 class LogitTree:
-    """Logits after ``context`` and a path, from the engine.
+    """Logits after ``context`` (token ids, at least one) and a path, from the engine.
 
-    Args:
-        executor: the engine. Cache row 0 belongs to the tree until its last new path: nothing else may run meanwhile.
-        context: token ids, at least one.
-        vocab_size: ids below it have a logit; None takes the engine's.
-        head: the token ids of the engine's LM head, if that was cut: the others have the logit -inf.
+    Cache row 0 belongs to the tree until its last new path: nothing else may run meanwhile. Ids below ``vocab_size``
+    have a logit; None takes the engine's. ``head`` holds the token ids of an LM head that was cut: the others have the
+    logit -inf.
     """
 
     def __init__(
@@ -77,12 +75,7 @@ class LogitTree:
 
 
 def conditional(tree: LogitTree, sampler: Sampler) -> Conditional:
-    """The processed distributions of a tree, each computed once.
-
-    Args:
-        tree: raw logits.
-        sampler: logits processing of a sequence whose committed tokens are the tree's context.
-    """
+    """The processed distributions of a tree; the sampler's committed tokens are the tree's context."""
     known: dict[Path, Distribution] = {}
 
     def distribution(path: Path) -> Distribution:
@@ -97,7 +90,7 @@ def conditional(tree: LogitTree, sampler: Sampler) -> Conditional:
 class _Node(NamedTuple):
     distribution: Distribution
     children: dict[int, int | None]
-    """Cell of each token that has one of its own; None where the token leads to a node."""
+    """Own cell of each token that has one; None where the token leads to a node."""
     rest: int | None
     """Cell of the other possible tokens."""
 
@@ -109,13 +102,9 @@ IMPOSSIBLE = -1
 class Partition:
     """Continuations of ``depth`` tokens, grouped into cells of exact probability large enough for a chi-square test.
 
-    The cells depend on the distribution alone, never on what was drawn. A token with enough mass is followed into the
-    next position; the others of its position share a cell; small cells are joined at the end.
-
-    Args:
-        target: the exact distributions.
-        depth: tokens of an outcome.
-        num_samples: draws that the test will see.
+    The cells depend on the distribution alone, never on what was drawn. A token with enough mass for ``num_samples``
+    draws is followed into the next position; the others of its position share a cell; small cells are joined at the
+    end.
     """
 
     def __init__(self, target: Conditional, depth: int, num_samples: int) -> None:

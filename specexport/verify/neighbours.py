@@ -36,44 +36,26 @@ _PIECE = 7  # divides no size that a kernel works in
 
 @dataclass(frozen=True)
 class NeighbourCase:
-    """The subject's tokens in one company.
+    """The subject's tokens in one company."""
 
-    Attributes:
-        name: who shares the step, in words.
-        rows: logit rows compared.
-        max_relative: largest difference from the same token alone, over the logit scale.
-        median_relative: the median over the rows of their largest difference.
-        argmax_agreement: share of rows with the same most likely token.
-        same_bits: rows whose logits have the bits that they have alone.
-        passed: every difference is within the tolerance; with a tolerance of 0, every bit is the same.
-    """
-
-    name: str
-    rows: int
-    max_relative: float
-    median_relative: float
-    argmax_agreement: float
-    same_bits: int
-    passed: bool
+    name: str  # what shares the step, in words
+    rows: int  # logit rows compared
+    max_relative: float  # largest difference from the same token alone, over the logit scale
+    median_relative: float  # the median over the rows of their largest difference, over the logit scale
+    argmax_agreement: float  # share of rows with the same most likely token
+    same_bits: int  # rows whose logits have the bits that they have alone
+    passed: bool  # every difference is within the tolerance; with a tolerance of 0, every bit is the same
 
 
 @dataclass(frozen=True)
 class NeighbourResult:
-    """One engine against itself.
+    """One engine against itself."""
 
-    Attributes:
-        role: ``"target"`` or ``"draft"``.
-        passed: every case passed.
-        cases: one for each company.
-        tolerance: largest difference allowed, relative to the logit scale; 0 allows no other bit.
-        compared: what was compared, in words.
-    """
-
-    role: str
+    role: str  # ``"target"`` or ``"draft"``
     passed: bool
-    cases: tuple[NeighbourCase, ...]
-    tolerance: float
-    compared: str
+    cases: tuple[NeighbourCase, ...]  # one for each company
+    tolerance: float  # largest difference allowed, relative to the logit scale; 0 demands the same bits
+    compared: str  # in words
 
     @property
     def max_relative(self) -> float:
@@ -82,25 +64,16 @@ class NeighbourResult:
 
 
 def check_neighbours(
-    role: str,
+    role: str,  # ``"target"`` or ``"draft"``, for the report
     executor: Executor,
-    sequences: Seq[Seq[int]],
+    sequences: Seq[Seq[int]],  # token ids: the subject and its company, none longer than a cache row less K+1 entries
     *,
-    lookahead: int,
-    tolerance: float = 0.0,
+    lookahead: int,  # K
+    tolerance: float = 0.0,  # see ``tolerance.step_tolerance``
 ) -> NeighbourResult:
-    """Step the end of ``sequences[0]`` alone and in company, and compare the logits.
+    """Step the end of ``sequences[0]`` alone and in company, and compare the logits; the engine must be idle.
 
-    Args:
-        role: ``"target"`` or ``"draft"``, for the report.
-        executor: the engine; nothing else may use it meanwhile.
-        sequences: token ids; the first is the subject, the others keep it company. At least ``LEAST_TOKENS`` each,
-            none longer than a cache row less K+1 entries.
-        lookahead: K.
-        tolerance: see ``tolerance.step_tolerance``.
-
-    Raises:
-        InvalidRequestError: there is no subject, or a sequence is too short.
+    Raises InvalidRequestError if there is no sequence, or one is shorter than ``LEAST_TOKENS``.
     """
     if not sequences or min(map(len, sequences)) < LEAST_TOKENS:
         raise InvalidRequestError(

@@ -35,44 +35,26 @@ _LOGIT_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class PerplexityResult:
-    """One engine with quantized weights or caches against the float model.
+    """One engine with quantized weights or caches against the float model."""
 
-    Attributes:
-        role: ``"target"`` or ``"draft"``.
-        passed: change and divergence are within their limits.
-        approximation: see ``ModelEntry.approximation``.
-        num_tokens: tokens predicted.
-        perplexity: the engine's.
-        reference_perplexity: the float model's.
-        change: ``perplexity / reference_perplexity - 1``; negative if the engine happens to be better.
-        limit: largest change allowed.
-        divergence: mean Kullback-Leibler divergence of the engine's next-token distributions from the float model's, in
-            nats; see ``specexport.verify.text_score``.
-        divergence_limit: largest one allowed.
-        agreement: share of the tokens where both have the same likeliest one.
-        reference: what the float model was, in words.
-    """
-
-    role: str
-    passed: bool
-    approximation: str | None
-    num_tokens: int
-    perplexity: float
-    reference_perplexity: float
-    change: float
-    limit: float
+    role: str  # ``"target"`` or ``"draft"``
+    passed: bool  # change and divergence are within their limits
+    approximation: str | None  # see ``ModelEntry.approximation``
+    num_tokens: int  # predicted
+    perplexity: float  # the engine's
+    reference_perplexity: float  # the float model's
+    change: float  # ``perplexity / reference_perplexity - 1``; negative if the engine happens to be better
+    limit: float  # largest change allowed
+    # mean Kullback-Leibler divergence of the next-token distributions from the float model's, in nats; see
+    # ``text_score``
     divergence: float
-    divergence_limit: float
-    agreement: float
-    reference: str
+    divergence_limit: float  # largest one allowed, in nats
+    agreement: float  # share of the tokens where both have the same likeliest one
+    reference: str  # what the float model was, in words
 
 
 def read_text(path: Path) -> list[str]:
-    """A UTF-8 text file, as one text.
-
-    Raises:
-        InvalidRequestError: the file cannot be read, is not UTF-8, or holds no text.
-    """
+    """A UTF-8 text file, as one text; InvalidRequestError if it is unreadable, not UTF-8 or empty."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -89,15 +71,8 @@ def make_windows(
 ) -> list[list[int]]:
     """Windows of at least two tokens, each led by what the tokenizer puts before a text (BOS where it does).
 
-    Args:
-        texts: texts to read; no window spans two.
-        tokenizer: the bundle's.
-        vocab_size: V.
-        max_model_len: most tokens of one sequence.
-        max_tokens: most tokens in all; the rest is left out.
-
-    Raises:
-        InvalidRequestError: no text has two tokens, or one has a token that the model does not know.
+    No window spans two texts. Raises InvalidRequestError if no text has two tokens, or one has a token that the model
+    does not know. After ``max_tokens`` in all, the rest is left out.
     """
     lead = list(tokenizer.encode("").ids)
     size = min(WINDOW, max_model_len) - len(lead)
@@ -117,21 +92,13 @@ def make_windows(
 
 def score_engine(
     executor: Executor,
-    windows: Seq[Seq[int]],
+    windows: Seq[Seq[int]],  # token ids, at least two each; the first of each is only read
     *,
-    lookahead: int,
-    head: CutHead | None = None,
-    reference: Likeliest | None = None,
+    lookahead: int,  # K: engines with profiles compute the logits of K+1 tokens a step, and no more
+    head: CutHead | None = None,  # see ``TextScorer``
+    reference: Likeliest | None = None,  # of :func:`score_logits` or another engine, to be compared with
 ) -> TextScore:
-    """What an engine makes of a text; nothing else may use the engine meanwhile.
-
-    Args:
-        executor: the engine.
-        windows: token ids, at least two each; the first of each is only read.
-        lookahead: K: engines with profiles compute the logits of K+1 tokens a step, and no more.
-        head: see ``TextScorer``.
-        reference: of :func:`score_logits` or another engine, to be compared with.
-    """
+    """What an engine makes of a text; nothing else may use the engine meanwhile."""
     runner = ModelRunner(executor)
     most = runner.max_chunk if executor.max_num_tokens is None else lookahead + 1
     size = max(1, min(most, _LOGIT_BYTES // (4 * executor.vocab_size)))
@@ -157,10 +124,9 @@ def score_logits(logits: Iterator[Float32Array], windows: Seq[Seq[int]], head: C
 
 
 def count_predicted(windows: Seq[Seq[int]], head: CutHead | None = None) -> int:
-    """Tokens of all windows but the first of each; those only that an LM head has, if it was cut.
+    """Tokens of all windows but the first of each; with a cut LM head, only the tokens that it has.
 
-    Raises:
-        InvalidRequestError: it has none of them.
+    Raises InvalidRequestError if the head has none of them.
     """
     if head is None:
         return sum(len(window) - 1 for window in windows)
@@ -171,26 +137,16 @@ def count_predicted(windows: Seq[Seq[int]], head: CutHead | None = None) -> int:
 
 
 def compare_perplexity(
-    role: str,
-    score: TextScore,
-    float_loss: float,
-    num_tokens: int,
+    role: str,  # ``"target"`` or ``"draft"``
+    score: TextScore,  # the engine's
+    float_loss: float,  # the float model's, in nats a token
+    num_tokens: int,  # predicted
     *,
-    approximation: str | None,
+    approximation: str | None,  # see ``ModelEntry.approximation``
     limits: TextLimits,
-    reference: str,
+    reference: str,  # what the float model was, in words
 ) -> PerplexityResult:
-    """Judge an engine's score, compared with the float model's distributions, by the largest differences allowed.
-
-    Args:
-        role: ``"target"`` or ``"draft"``.
-        score: the engine's.
-        float_loss: the float model's, in nats a token.
-        num_tokens: tokens predicted.
-        approximation: see ``ModelEntry.approximation``.
-        limits: what is allowed.
-        reference: what the float model was, in words.
-    """
+    """Judge an engine's score, compared with the float model's distributions, by the largest differences allowed."""
     change = math.expm1(score.loss - float_loss) if abs(score.loss - float_loss) < 700 else math.inf
     divergence = math.nan if score.divergence is None else score.divergence
     return PerplexityResult(

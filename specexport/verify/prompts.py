@@ -27,8 +27,7 @@ _FORM = 'write one object a line: {"prompt": "…"}.'
 def read_prompts(path: Path) -> list[str]:
     """The field ``prompt`` of each line of a JSONL file.
 
-    Raises:
-        InvalidRequestError: the file cannot be read, is not UTF-8, has no prompts, or a line has another form.
+    Raises InvalidRequestError if the file cannot be read, is not UTF-8 or has no prompts, or a line has another form.
     """
     prompts = []
     for number, record in json_lines(path):
@@ -44,15 +43,8 @@ def encode_prompts(
 ) -> list[list[int]]:
     """Token ids of each prompt, with room for at least one generated token.
 
-    Args:
-        texts: the prompts.
-        tokenizer: the bundle's tokenizer.
-        vocab_size: V; the bundle's models know the ids below it.
-        max_model_len: most tokens of one sequence.
-        shorten: cut a prompt to half of ``max_model_len`` instead of refusing a longer one.
-
-    Raises:
-        InvalidRequestError: a prompt has no tokens, too many, or one that the models do not know.
+    ``shorten`` cuts a prompt to half of ``max_model_len`` at most. Raises InvalidRequestError if a prompt has no
+    tokens, too many, or one that is not below ``vocab_size``.
     """
     encoded = []
     for number, text in enumerate(texts, start=1):

@@ -42,45 +42,29 @@ EAGER = "eager transformers"
 
 @dataclass(frozen=True)
 class Reference:
-    """What an engine's logits are compared with.
+    """What an engine's logits are compared with."""
 
-    Attributes:
-        sequences: token ids.
-        logits: eager logits [len, V] of each; [len, N] where the engine's LM head was cut.
-    """
-
-    sequences: list[list[int]]
-    logits: list[Float32Array]
+    sequences: list[list[int]]  # token ids
+    logits: list[Float32Array]  # eager logits [len, V] of each; [len, N] if the engine's LM head was cut
 
 
 @dataclass(frozen=True)
 class FloatScore:
-    """What the float model makes of the windows.
+    """What the float model makes of the windows."""
 
-    Attributes:
-        loss: nats per token.
-        likeliest: its distributions.
-        source: what the float model was, in words.
-    """
-
-    loss: float
-    likeliest: Likeliest | None
-    source: str
+    loss: float  # nats per token
+    likeliest: Likeliest | None  # its distributions
+    source: str  # what the float model was, in words
 
 
 @dataclass(frozen=True)
 class References:
-    """What was found to compare with, by role.
+    """What was found to compare with, by role."""
 
-    Attributes:
-        logits: for engines that are no approximation.
-        losses: for those that are, and for all where a text was given.
-        missing: why a role lacks what it needs.
-    """
-
-    logits: dict[str, Reference] = field(default_factory=dict)
+    logits: dict[str, Reference] = field(default_factory=dict)  # for engines that are no approximation
+    # for approximations, and for all where a text was given
     losses: dict[str, FloatScore] = field(default_factory=dict)
-    missing: dict[str, str] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)  # why a role lacks what it needs
 
 
 def roles_of(manifest: Manifest) -> list[str]:
@@ -99,28 +83,17 @@ def wants_loss(manifest: Manifest, role: str, options: "VerifyOptions") -> bool:
 def collect_references(
     bundle: Path,
     manifest: Manifest,
-    prompts: Seq[Seq[int]],
-    windows: Seq[Seq[int]],
+    prompts: Seq[Seq[int]],  # token ids
+    windows: Seq[Seq[int]],  # token ids of the text that perplexity is measured on
     options: "VerifyOptions",
     clock: StageClock,
-    adapter: VerifiedAdapter | None = None,
+    adapter: VerifiedAdapter | None = None,  # of the target
 ) -> References:
     """Compute what the engines will be compared with; no model stays in memory.
 
-    Args:
-        bundle: the bundle's folder.
-        manifest: its manifest.
-        prompts: token ids of the prompts.
-        windows: token ids of the text that perplexity is measured on.
-        options: checkpoints, reference bundle, threads.
-        clock: reports the stages.
-        adapter: the LoRA adapter of the target.
-
-    Raises:
-        CheckpointError: a given checkpoint cannot be read or is another one, or a required one was not found.
-        InvalidRequestError: a checkpoint is given for a model that the bundle lacks, or the reference bundle does not
-            hold this bundle's float models.
-        BundleError, IncompatibleError: the reference bundle cannot be loaded.
+    Raises CheckpointError if a given checkpoint cannot be read or is another one, or a required one was not found;
+    InvalidRequestError if a checkpoint is given for a model that the bundle lacks, or the reference bundle does not
+    hold this bundle's float models; BundleError or IncompatibleError if the reference bundle cannot be loaded.
     """
     found = References()
     if options.reference is not None:

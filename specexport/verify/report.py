@@ -27,42 +27,25 @@ Result = TensorResult | PerplexityResult | NeighbourResult | GreedyResult | Samp
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a verification.
+    """One part of a verification."""
 
-    Attributes:
-        name: ``"tensors"``, ``"perplexity"``, ``"neighbours"``, ``"greedy"`` or ``"sampling"``.
-        status: ``"skipped"`` says that something was not proven, never that it holds.
-        reason: why it was skipped, or why it broke off.
-        results: what was found: at most one in ``greedy`` and ``sampling``, else one for each engine.
-    """
-
-    name: str
-    status: PartStatus
-    reason: str | None
-    results: tuple[Result, ...]
+    name: str  # ``"tensors"``, ``"perplexity"``, ``"neighbours"``, ``"greedy"`` or ``"sampling"``
+    status: PartStatus  # ``"skipped"`` says that something was not proven, never that it holds
+    reason: str | None  # why it was skipped, or why it broke off
+    results: tuple[Result, ...]  # at most one in ``greedy`` and ``sampling``, else one for each engine
 
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """A whole verification.
+    """A whole verification."""
 
-    Attributes:
-        bundle: name of the bundle.
-        build_key: build that was verified.
-        date: when, in UTC, ISO 8601.
-        tools: versions that it ran with.
-        options: what decides the result: prompts, tokens, samples, seed.
-        seconds: time of each stage.
-        parts: the parts that apply to the bundle: only approximations have a perplexity to compare, only the others
-            logits.
-    """
-
-    bundle: str
-    build_key: str
-    date: str
-    tools: Mapping[str, str]
-    options: Mapping[str, Any]
-    seconds: Mapping[str, float]
+    bundle: str  # its name
+    build_key: str  # of the build that was verified
+    date: str  # UTC, ISO 8601
+    tools: Mapping[str, str]  # versions that it ran with
+    options: Mapping[str, Any]  # what decides the result: prompts, tokens, samples, seed
+    seconds: Mapping[str, float]  # of each stage
+    # by perplexity only approximations are compared (all, if a text was given), by logits only the others
     parts: tuple[Part, ...]
 
     @property
@@ -88,7 +71,7 @@ class VerifyReport:
         return plain
 
     def to_json(self) -> dict[str, Any]:
-        """JSON form; numbers are not rounded, and those that are not finite become text."""
+        """JSON form; numbers are not rounded, and infinite and undefined ones become text."""
         parts = {
             part.name: {
                 "status": part.status,
@@ -135,11 +118,7 @@ def _plain(value: Any) -> Any:
 
 
 def write_json(path: Path, report: VerifyReport) -> None:
-    """Write the report in one step (temporary file, then rename).
-
-    Raises:
-        UserInputError: the file cannot be written.
-    """
+    """Write the report in one step (temporary file, then rename); UserInputError if that fails."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
@@ -150,16 +129,11 @@ def write_json(path: Path, report: VerifyReport) -> None:
 
 
 def record_report(bundle: Path, report: VerifyReport) -> Manifest:
-    """Put the report into the bundle: the file with its hash, and the summary in the manifest.
+    """Put the report into the bundle: the file with its hash, and the summary in the manifest, which is returned.
 
-    Whenever this is interrupted, the bundle stays valid: the manifest never names a file of another content.
-
-    Returns:
-        the manifest as it is now; its ``build_key`` is unchanged, so the bundle is still up to date.
-
-    Raises:
-        BundleError: the bundle was rebuilt meanwhile.
-        UserInputError: the bundle cannot be written.
+    Whenever this is interrupted, the bundle stays valid: the manifest never names a file of another content. The
+    ``build_key`` is unchanged, so the bundle is still up to date. Raises BundleError if the bundle was rebuilt
+    meanwhile, UserInputError if it cannot be written.
     """
     manifest = load_manifest(bundle)
     if manifest.build_key != report.build_key:

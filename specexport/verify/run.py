@@ -1,4 +1,4 @@
-"""Running the three parts on a bundle: checkpoints and prompts in, a report out.
+"""Running all parts on a bundle: checkpoints and prompts in, a report out.
 
 The eager references are computed before the engines are loaded, and each model is freed before the next needs memory.
 """
@@ -30,10 +30,9 @@ _LENGTH_STEP = 64
 def verify_bundle(bundle: Path, options: VerifyOptions, *, progress: Progress | None = None) -> VerifyReport:
     """Run all parts on a bundle; nothing is written.
 
-    Raises:
-        BundleError, IncompatibleError: the bundle cannot be loaded.
-        CheckpointError: a given checkpoint cannot be read or is another one, or a required one was not found.
-        InvalidRequestError: a prompt or an option cannot be used.
+    Raises BundleError or IncompatibleError if the bundle cannot be loaded; CheckpointError if a given checkpoint cannot
+    be read or is another one, or a required one was not found; InvalidRequestError if a prompt or an option cannot be
+    used.
     """
     manifest = load_manifest(bundle)
     roles = roles_of(manifest)

@@ -35,17 +35,12 @@ MAX_CONTEXT = 24
 
 
 class Setting(NamedTuple):
-    """Sampling parameters to test.
+    """Sampling parameters to test."""
 
-    Attributes:
-        name: for the report.
-        params: the parameters; seed and lengths are replaced.
-        depth: tokens of an outcome on recorded logits. 1 where the support is large: a second token would need an
-            engine step for every first one.
-    """
-
-    name: str
-    params: SamplingParams
+    name: str  # for the report
+    params: SamplingParams  # seed and lengths are replaced
+    # tokens of an outcome on recorded logits; 1 where the support is large: a second token would need an engine step
+    # for every first one
     depth: int
 
 
@@ -69,19 +64,12 @@ _NOTABLE = 0.025  # ten expected draws in the engine's 400 runs
 
 
 class _Context(NamedTuple):
-    """A context with the trees of both models.
+    """A context with the trees of both models."""
 
-    Attributes:
-        prompt: index of the prompt.
-        tokens: token ids.
-        target: the target's logits.
-        draft: the draft's logits; None without a draft model.
-    """
-
-    prompt: int
-    tokens: list[int]
+    prompt: int  # its index
+    tokens: list[int]  # token ids
     target: LogitTree
-    draft: LogitTree | None
+    draft: LogitTree | None  # None without a draft model or head
 
     def sampler(self, params: SamplingParams) -> Sampler:
         """Logits processing after this context."""
@@ -97,32 +85,21 @@ class _Drawing(NamedTuple):
 
 def check_sampling(
     engine: SpecEngine,
+    # token ids of real prompts; the ends of the prompts with most possible next tokens are the contexts
     prompts: Seq[Seq[int]],
     *,
     settings: Seq[Setting] = SETTINGS,
-    num_samples: int = 4000,
-    num_runs: int = 400,
-    num_contexts: int = 3,
-    draft_vocab_size: int | None = None,
-    seed: int = 0,
-    accept: AcceptFunction = RULES[DEFAULT_RULE],
+    num_samples: int = 4000,  # outcomes on recorded logits, for each setting and context
+    num_runs: int = 400,  # generations through the engine, for each setting
+    num_contexts: int = 3,  # for the recorded logits; the first one serves the engine too
+    draft_vocab_size: int | None = None,  # ids below it may be drafted; None takes the draft's LM head
+    seed: int = 0,  # of the first draw; the result depends on it and the bundle only
+    accept: AcceptFunction = RULES[DEFAULT_RULE],  # the acceptance rule on recorded logits
 ) -> SamplingResult:
     """Draw from the speculative process and compare with the target's exact distribution.
 
-    Args:
-        engine: the engine; without a draft model, one-hot drafts are tested on recorded logits and plain sampling in
-            the engine.
-        prompts: token ids of real prompts; the ends of those with most possible next tokens are the contexts.
-        settings: sampling parameters to test.
-        num_samples: outcomes on recorded logits, for each setting and context.
-        num_runs: generations through the engine, for each setting.
-        num_contexts: contexts for the recorded logits; the first one serves the engine too.
-        draft_vocab_size: ids below it may be drafted; None takes the draft's LM head.
-        seed: of the first draw. The result depends on it and the bundle only.
-        accept: the acceptance rule on recorded logits.
-
-    Raises:
-        InvalidRequestError: there is no prompt or setting, or too few samples for a test.
+    Without a draft model or head, one-hot drafts are tested on recorded logits and plain sampling in the engine. Raises
+    InvalidRequestError if there is no prompt or setting, or too few samples for a test.
     """
     if not prompts or not settings or min(num_samples, num_runs) < _MIN_SAMPLES:
         raise InvalidRequestError(f"the sampling test needs a prompt and {_MIN_SAMPLES} samples.", "ask for more.")

@@ -12,10 +12,7 @@ class ScriptedDrafter:
     The right drafts before a mistake number 0, 1, 2, … K in turn, unequal between sequences, so that every accepted
     length occurs beside every other in one step, whatever the draft model is worth.
 
-    Args:
-        outputs: the expected output of each sequence, by ``Sequence.index``.
-        vocab_size: V; a changed token is the next id, modulo V.
-        lookahead: K.
+    ``outputs`` are the expected ones, by ``Sequence.index``; a changed token is the next id, modulo V.
     """
 
     traits = DrafterTraits(default_lookahead=1)

@@ -30,46 +30,27 @@ _REFERENCE_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class TensorCase:
-    """One kind of step.
+    """One kind of step."""
 
-    Attributes:
-        name: ``"prefill"``, ``"width 3"``, ``"ragged"``.
-        rows: logit rows compared.
-        max_abs: largest absolute difference of a logit.
-        max_relative: largest difference over the logit scale of its sequence.
-        max_rms: largest root mean square of a row's differences, over the same.
-        argmax_agreement: share of rows with the same most likely token.
-        passed: every difference is within the tolerance.
-    """
-
-    name: str
-    rows: int
-    max_abs: float
-    max_relative: float
-    max_rms: float
-    argmax_agreement: float
-    passed: bool
+    name: str  # ``"prefill"``, ``"width 3"``, ``"ragged"``
+    rows: int  # logit rows compared
+    max_abs: float  # largest absolute difference of a logit
+    max_relative: float  # largest difference over the logit scale of its sequence
+    max_rms: float  # largest root mean square of a row's differences, over the same
+    argmax_agreement: float  # share of rows with the same most likely token
+    passed: bool  # every difference is within the tolerance
 
 
 @dataclass(frozen=True)
 class TensorResult:
-    """One engine against eager transformers.
+    """One engine against eager transformers."""
 
-    Attributes:
-        role: ``"target"`` or ``"draft"``.
-        passed: every case passed.
-        cases: one for each kind of step.
-        tolerance: largest difference allowed, relative to the logit scale.
-        rms_tolerance: largest root mean square of a row's differences allowed, relative to the logit scale.
-        compared: what was compared, in words.
-    """
-
-    role: str
+    role: str  # ``"target"`` or ``"draft"``
     passed: bool
-    cases: tuple[TensorCase, ...]
-    tolerance: float
-    rms_tolerance: float
-    compared: str
+    cases: tuple[TensorCase, ...]  # one for each kind of step
+    tolerance: float  # largest difference allowed, relative to the logit scale
+    rms_tolerance: float  # largest root mean square of a row's differences allowed, relative to the logit scale
+    compared: str  # in words
 
     @property
     def max_abs(self) -> float:
@@ -87,15 +68,8 @@ def make_sequences(
 ) -> list[list[int]]:
     """Token sequences for the check: real text, and one of random ids so that rare embeddings are seen too.
 
-    Args:
-        texts: token ids of real prompts.
-        vocab_size: V; ids beyond it are left out.
-        lookahead: K.
-        max_model_len: most tokens of one sequence.
-        num_rows: sequences wanted.
-
-    Returns:
-        ``num_rows`` sequences, the first one long (a cache of several hundred entries where V allows it).
+    ``texts`` are token ids of real prompts; ids from ``vocab_size`` on are left out. The first of the ``num_rows``
+    sequences is long (a cache of several hundred entries where V allows it).
     """
     pool = [token for text in texts for token in text if token < vocab_size] or [0]
     random = np.random.default_rng(7).integers(0, vocab_size, max_model_len).tolist()
@@ -149,28 +123,18 @@ class _Comparison:
 
 
 def check_tensors(
-    role: str,
+    role: str,  # ``"target"`` or ``"draft"``, for the report
     executor: Executor,
-    sequences: Seq[Seq[int]],
-    references: Seq[Float32Array],
+    sequences: Seq[Seq[int]],  # token ids, one for each cache row used; none longer than a cache row less K+1 entries
+    references: Seq[Float32Array],  # logits [len, V] of each sequence
     *,
-    lookahead: int,
-    dtype: str = "float32",
-    num_layers: int = 1,
+    lookahead: int,  # K; widths 1 … K+1 are checked
+    dtype: str = "float32",  # of the engine; decides the tolerance together with ``num_layers``
+    num_layers: int = 1,  # L, attention layers of the model
 ) -> TensorResult:
-    """Compare an engine with reference logits.
+    """Compare an engine with reference logits; nothing else may use the engine meanwhile.
 
-    Args:
-        role: ``"target"`` or ``"draft"``, for the report.
-        executor: the engine; nothing else may use it meanwhile.
-        sequences: token ids, one sequence for each cache row used; none longer than a cache row less K+1 entries.
-        references: [len, V] logits of each sequence.
-        lookahead: K; widths 1 … K+1 are checked.
-        dtype: the engine's dtype, which decides the tolerance together with
-        num_layers: L, attention layers of the model.
-
-    Raises:
-        IncompatibleError: no tolerance is known for ``dtype``.
+    Raises IncompatibleError if no tolerance is known for ``dtype``.
     """
     tolerance = logit_tolerance(dtype, num_layers)
     comparison = _Comparison(tolerance, references)

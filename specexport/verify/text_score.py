@@ -19,41 +19,27 @@ is never negative, and little: these hold nearly all of a trained model's probab
 
 
 class Likeliest(NamedTuple):
-    """A model's likeliest next tokens at each of n places.
+    """A model's likeliest next tokens at each of n places."""
 
-    Attributes:
-        ids: int32 [n, k], the likeliest first.
-        logs: float32 [n, k], logarithms of their probabilities.
-    """
-
-    ids: Int32Array
-    logs: Float32Array
+    ids: Int32Array  # [n, k], the likeliest first
+    logs: Float32Array  # [n, k], logarithms of their probabilities
 
 
 class TextScore(NamedTuple):
-    """What a model makes of a text.
+    """What a model makes of a text."""
 
-    Attributes:
-        loss: mean of -ln p(token | tokens before it), in nats.
-        likeliest: its distributions, to compare others with; None if it was compared itself.
-        divergence: mean Kullback-Leibler divergence of its distributions from the other model's, in nats; None if it
-            was not compared.
-        agreement: share of the places where both have the same likeliest token; None if it was not compared.
-    """
-
-    loss: float
-    likeliest: Likeliest | None = None
+    loss: float  # mean of -ln p(token | tokens before it), in nats
+    likeliest: Likeliest | None = None  # its distributions, to compare others with; None if it was compared itself
+    # mean Kullback-Leibler divergence from the other model's, in nats; None if not compared
     divergence: float | None = None
-    agreement: float | None = None
+    agreement: float | None = None  # share of the places where both have the same likeliest token; None if not compared
 
 
 class TextScorer:
     """Adds up a score, a step's logits at a time.
 
-    Args:
-        head: an LM head that was cut: distributions are over its tokens, and places where another token comes are left
-            out.
-        reference: the other model's distributions at the same places; None keeps this one's.
+    With ``head``, an LM head that was cut, distributions are over its tokens, and places where another token comes are
+    left out. ``reference`` holds the other model's distributions at the same places; None keeps this one's.
     """
 
     def __init__(self, head: CutHead | None = None, reference: Likeliest | None = None) -> None:
@@ -62,12 +48,7 @@ class TextScorer:
         self._kept: list[tuple[npt.NDArray[np.int32], Float32Array]] = []
 
     def add(self, logits: Float32Array, tokens: Seq[int]) -> None:
-        """Read some places.
-
-        Args:
-            logits: [n, V]; those of an engine with a cut head [n, N].
-            tokens: the n tokens that came.
-        """
+        """Read n places: logits [n, V], or [n, N] from an engine with a cut head, and the n tokens that came."""
         for row, token in zip(logits, tokens, strict=True):
             if self._head is None:
                 self._read(row, token)

@@ -28,15 +28,10 @@ worst of three models (``docs/quantization.md``)."""
 
 
 class TextLimits(NamedTuple):
-    """What an engine may lose on a text.
+    """What an engine may lose on a text."""
 
-    Attributes:
-        perplexity: largest relative rise.
-        divergence: largest mean divergence, in nats.
-    """
-
-    perplexity: float
-    divergence: float
+    perplexity: float  # largest relative rise
+    divergence: float  # largest mean divergence, in nats
 
 
 def logit_scale(logits: Float32Array) -> float:
@@ -49,15 +44,8 @@ def step_tolerance(backend: str, dtype: str, num_layers: int) -> float:
     """How far a token's logits may be from those of the same token in another step, relative to the logit scale.
 
     0 asks for the same bits. In 16 bits a step of another width sums in another order and rounds anew, so that both
-    sides may be off, and two logits that are closer may change places.
-
-    Args:
-        backend: name of the engine's backend.
-        dtype: numpy name.
-        num_layers: L, attention layers of the model.
-
-    Raises:
-        IncompatibleError: none is known for ``dtype``.
+    sides may be off, and two logits that are closer may change places. Raises IncompatibleError if none is known for
+    ``dtype`` (its numpy name).
     """
     found = backend_of(backend)
     return 0.0 if found is not None and found.same_bits else logit_tolerance(dtype, num_layers).largest
@@ -66,8 +54,7 @@ def step_tolerance(backend: str, dtype: str, num_layers: int) -> float:
 def text_limits(approximation: str | None, dtype: str, num_layers: int) -> TextLimits:
     """What an approximation may cost on a text, and what 16 bits may.
 
-    Raises:
-        IncompatibleError: no limit is known for ``approximation`` or ``dtype``.
+    Raises IncompatibleError if no limit is known for ``approximation`` or ``dtype``.
     """
     if approximation not in PERPLEXITY_LIMIT:
         raise IncompatibleError(f"no limit is known for {approximation}.", "upgrade specexport.")

@@ -20,23 +20,14 @@ FALLBACK_SM = "89"  # nearest to what a package has where it lacks the GPU's own
 
 
 class BundlePlan(NamedTuple):
-    """One of the bundles.
+    """One of the bundles."""
 
-    Attributes:
-        model: its sizes, by name.
-        is_decisive: see ``make_tensors``.
-        has_draft: whether it has the layer-skipping draft.
-        lookahead: K.
-        max_model_len: most tokens of a sequence.
-        max_num_seqs: cache rows.
-    """
-
-    model: str
-    is_decisive: bool
-    has_draft: bool
-    lookahead: int
-    max_model_len: int
-    max_num_seqs: int
+    model: str  # its sizes, by name
+    is_decisive: bool  # see ``make_tensors``
+    has_draft: bool  # a layer-skipping one
+    lookahead: int  # K
+    max_model_len: int  # most tokens of a sequence
+    max_num_seqs: int  # cache rows
 
 
 PLANS = {
@@ -53,11 +44,7 @@ LARGE_VERIFY = (3, 5, 9)
 
 
 def sm_of_gpu() -> str:
-    """Architecture of the GPU, for example ``"90"``.
-
-    Raises:
-        SpecexportError: there is none; see ``CudaDriver``.
-    """
+    """Architecture of the GPU, for example ``"90"``; SpecexportError if there is none."""
     from specexport_runtime.executors.cuda_driver import CudaDriver
 
     driver = CudaDriver()
@@ -95,29 +82,16 @@ def large_profiles(
 
 
 def build(
-    context_work: Path,
-    name: str,
+    context_work: Path,  # folder of checkpoints and bundles
+    name: str,  # one of ``PLANS``
     backend: str,
     *,
-    sm: Seq[str] = (),
-    lowering: str = "auto",
-    output: Path | None = None,
-    quantize: str | None = None,
+    sm: Seq[str] = (),  # TensorRT architectures; empty for the GPU's own
+    lowering: str = "auto",  # of TensorRT
+    output: Path | None = None,  # None for a folder in ``context_work``
+    quantize: str | None = None,  # how the target's weights are quantized
 ) -> Path:
-    """Build a bundle, unless it is there already.
-
-    Args:
-        context_work: folder for checkpoints and bundles.
-        name: one of ``PLANS``.
-        backend: what it is for.
-        sm: TensorRT architectures; empty for the GPU's own.
-        lowering: of TensorRT.
-        output: its folder; None for one in the work folder.
-        quantize: how the target's weights are quantized.
-
-    Returns:
-        its folder.
-    """
+    """Build a bundle, unless it is there already; returns its folder."""
     from specexport.build.pipeline import build_bundle
     from specexport.recipe import BuildRecipe
 
@@ -144,13 +118,7 @@ def _folder_name(name: str, backend: str, lowering: str) -> str:
 
 
 def get_bundle(context: Context, name: str, backend: str) -> Bundle:
-    """A bundle, built now if it is not there.
-
-    Args:
-        context: of the task.
-        name: one of ``PLANS``.
-        backend: what it is for.
-    """
+    """A bundle, one of ``PLANS``, built now if it is not there."""
     start = time.monotonic()
     sm = (choose_sm(context),) if backend == "tensorrt-rtx" else ()
     folder = build(context.work, name, backend, sm=sm, lowering=context.lowering)
@@ -164,12 +132,7 @@ def get_bundle(context: Context, name: str, backend: str) -> Bundle:
 def open_executor(context: Context, bundle: Bundle, role: str, *, graphs: bool, num_rows: int = 0) -> Executor:
     """The executor of one model, on this GPU even if its engine names another architecture (that is a finding then).
 
-    Args:
-        context: of the task.
-        bundle: from :func:`get_bundle`.
-        role: ``"target"`` or ``"draft"``.
-        graphs: record CUDA graphs.
-        num_rows: cache rows; 0 for all that the bundle takes.
+    With ``graphs`` CUDA graphs are recorded. ``num_rows`` are cache rows; 0 stands for all that the bundle takes.
     """
     from specexport_runtime.executors import trt_open
 

@@ -17,23 +17,14 @@ class SkipTaskError(Exception):
 
 @dataclass
 class Context:
-    """See the module.
+    """See the module."""
 
-    Attributes:
-        recorder: takes the task's rows.
-        work: folder for checkpoints, bundles and what tasks tell each other.
-        seconds: the task's time limit.
-        tiny: tiny models and few measurements: a dry run of the logic.
-        lowering: what stands behind attention in TensorRT engines, as for ``specexport build``.
-        start: when the task began, by ``time.monotonic``.
-    """
-
-    recorder: Recorder
-    work: Path
-    seconds: float
-    tiny: bool = False
-    lowering: str = "auto"
-    start: float = field(default_factory=time.monotonic)
+    recorder: Recorder  # takes the task's rows
+    work: Path  # folder for checkpoints, bundles and what tasks tell each other
+    seconds: float  # the task's time limit
+    tiny: bool = False  # tiny models and few measurements: a dry run of the logic
+    lowering: str = "auto"  # what stands behind attention in TensorRT engines, as for ``specexport build``
+    start: float = field(default_factory=time.monotonic)  # when the task began, by ``time.monotonic``
 
     @property
     def left(self) -> float:
@@ -76,11 +67,7 @@ class Context:
         return "info" if self.tiny else judge(value, at_least=at_least, at_most=at_most)
 
     def require_backend(self, backend: str) -> None:
-        """Skip the task if the backend was tried on this machine and did not run.
-
-        Raises:
-            SkipTaskError: it did not.
-        """
+        """Skip the task (SkipTaskError) if the backend was tried on this machine and did not run."""
         tried = self.recall(f"backend-{backend}")
         if tried is not None and not tried["runs"]:
             raise SkipTaskError(f"{backend} does not run here: {tried['reason']}")

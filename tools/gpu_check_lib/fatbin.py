@@ -31,19 +31,11 @@ class Image(NamedTuple):
 
 
 def keep_architecture(path: Path, sm: int) -> int:
-    """Overwrite the code in a library that a GPU would not take.
+    """Overwrite the code in a library that a GPU would not take; returns the number of bytes that were overwritten.
 
     Machine code runs on its own architecture and on later ones of its generation: of 80 and 86, a GPU of 8.9 takes 86.
-
-    Args:
-        path: the ELF file; changed in place.
-        sm: architecture of the GPU, such as 90.
-
-    Returns:
-        bytes that were overwritten.
-
-    Raises:
-        ValueError: it holds no such code, or is laid out in an unknown way; it is as it was.
+    The ELF file is changed in place; ``sm`` is such as 90. ValueError: it holds no such code, or is laid out in an
+    unknown way; it is as it was.
     """
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as data:
         try:

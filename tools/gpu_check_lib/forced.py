@@ -21,19 +21,9 @@ from specexport_runtime.sequences.sequence import Sequence
 class ForcedDrafter:
     """Lets another drafter work, then puts the target's own next tokens in place of what it said.
 
-    Each token is the right one with probability ``rate``, and a wrong one otherwise, drawn for each place of a text on
-    its own: a seed gives the same draws whatever the batch.
-
-    Args:
-        inner: the drafter that is paid for.
-        continuations: what the target says after each prompt, by sequence index: from a run without drafts.
-        rate: probability that a token is right, 0 to 1.
-        vocab_size: ids below it may be drafted.
-        seed: of the draws.
-
-    Attributes:
-        departed: sequences whose text left its continuation (another kernel, another rounding). From there on the
-            inner drafter's tokens stand.
+    Each token is the right one with probability ``rate``, and a wrong one otherwise, drawn for each place of a text
+    separately: a seed gives the same draws whatever the batch. ``continuations`` are what the target says after each
+    prompt, by sequence index: from a run without drafts. Ids below ``vocab_size`` may be drafted.
     """
 
     def __init__(
@@ -45,6 +35,8 @@ class ForcedDrafter:
         self._right = {
             index: (np.random.default_rng([seed, index]).random(longest) < rate).tolist() for index in continuations
         }
+        # sequences whose text left its continuation (another kernel, another rounding): from there on the inner
+        # drafter's tokens stand
         self.departed: set[int] = set()
 
     @property
@@ -88,27 +80,16 @@ class ForcedDrafter:
 
 
 class Decoded(NamedTuple):
-    """What one run did, from the moment every sequence had its first token until the first one was finished.
+    """What one run did, from the moment every sequence had its first token until the first one was finished."""
 
-    Attributes:
-        outputs: whole continuations, by sequence.
-        seconds: wall time.
-        tokens: committed in that time, all sequences together.
-        rounds: in that time.
-        host_seconds: of them outside the engines.
-        tested: draft tokens that were decided on: all accepted ones, and the first wrong one of a round.
-        accepted: of these, accepted.
-        departed: sequences that left their continuation.
-    """
-
-    outputs: list[list[int]]
-    seconds: float
-    tokens: int
-    rounds: int
-    host_seconds: float
-    tested: int
-    accepted: int
-    departed: int
+    outputs: list[list[int]]  # whole continuations, by sequence
+    seconds: float  # wall time
+    tokens: int  # committed in that time, all sequences together
+    rounds: int  # in that time
+    host_seconds: float  # of ``seconds``, outside the engines
+    tested: int  # draft tokens that were decided on: all accepted ones, and the first wrong one of a round
+    accepted: int  # of these, accepted
+    departed: int  # sequences that left their continuation
 
     @property
     def tokens_per_second(self) -> float:
@@ -127,26 +108,16 @@ class Decoded(NamedTuple):
 
 
 def decode(
-    target: Executor,
-    prompts: Seq[Seq[int]],
-    num_tokens: int,
+    target: Executor,  # with a row for each prompt
+    prompts: Seq[Seq[int]],  # token ids
+    num_tokens: int,  # to generate for each prompt
     *,
     draft: Executor | None = None,
-    lookahead: int = 0,
-    rate: float | None = 1.0,
-    continuations: Seq[Seq[int]] = (),
+    lookahead: int = 0,  # K; 0 decodes plainly
+    rate: float | None = 1.0,  # probability that a draft token is right; None lets the draft say what it wants to
+    continuations: Seq[Seq[int]] = (),  # what plain decoding generated for each prompt; needed with a draft and a rate
 ) -> Decoded:
-    """Decode a batch greedily; with ``draft`` and ``lookahead``, speculatively at a forced acceptance rate.
-
-    Args:
-        target: the target's executor, with a row for each prompt.
-        prompts: token ids of each prompt.
-        num_tokens: tokens to generate for each.
-        draft: the draft's executor.
-        lookahead: K; 0 decodes plainly.
-        rate: probability that a draft token is right; None lets the draft say what it wants to.
-        continuations: what plain decoding generated for each prompt; needed with a draft and a rate.
-    """
+    """Decode a batch greedily; with ``draft`` and ``lookahead``, speculatively at a forced acceptance rate."""
     drafters: dict[str, Drafter] = {}
     forced: ForcedDrafter | None = None
     if draft is not None and lookahead:
@@ -171,7 +142,7 @@ def _run(decoder: Decoder, sequences: Seq[Sequence], forced: ForcedDrafter | Non
     while decoder.has_work and not all(seq.num_generated for seq in sequences):
         decoder.step()
     begin = sum(seq.num_generated for seq in sequences)
-    # Rounds in which nobody has finished: the batch is full in all of them.
+    # Rounds before the first sequence finishes: the batch is full in all of them.
     rounds, tested, accepted, host, tokens, seconds = 0, 0, 0, 0.0, 0, 0.0
     start = time.perf_counter()
     is_full = not any(seq.finish_reason for seq in sequences)

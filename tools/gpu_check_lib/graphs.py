@@ -35,10 +35,7 @@ def compare_graphs(context: Context, backend: str) -> None:
 def compare(context: Context, backend: str, open_engine: Callable[[bool], Executor]) -> None:
     """The rows of one backend.
 
-    Args:
-        context: of the task.
-        backend: its name.
-        open_engine: opens its executor of four rows or more, with recorded graphs or without.
+    ``open_engine`` opens its executor of four rows or more, with recorded graphs or without.
     """
     found: dict[bool, Measured] = {}
     for graphs in (False, True):
@@ -81,12 +78,7 @@ def step_name(past: int, rows: int, new: int) -> str:
 
 
 def measure(executor: Executor, tiny: bool) -> Measured:
-    """Run everything with one executor.
-
-    Args:
-        executor: with four rows or more.
-        tiny: few repetitions, short pasts.
-    """
+    """Run everything with one executor of four rows or more; few repetitions and short pasts if ``tiny``."""
     from tools.gpu_check_lib.forced import decode
     from tools.gpu_check_lib.steps import fill, random_tokens, time_step
 

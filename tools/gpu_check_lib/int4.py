@@ -19,19 +19,12 @@ TOLERANCE = 2e-2
 
 
 class Layers(NamedTuple):
-    """Linear layers that are timed one after another: together their weights must exceed the L2 cache.
+    """Linear layers that are timed one after another: together their weights must exceed the L2 cache."""
 
-    Attributes:
-        depth: K.
-        width: N.
-        copies: how many.
-        dtype: numpy name of activations.
-    """
-
-    depth: int
-    width: int
-    copies: int
-    dtype: str
+    depth: int  # K
+    width: int  # N
+    copies: int  # how many layers
+    dtype: str  # numpy name, of activations
 
 
 LARGE = Layers(4096, 14336, 6, "float16")

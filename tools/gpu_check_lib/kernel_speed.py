@@ -41,11 +41,7 @@ def measure_kernels(context: Context) -> None:
 
 
 def require_gpu() -> None:
-    """Skip the task without torch, Triton and a GPU that torch sees.
-
-    Raises:
-        SkipTaskError: one of them is missing.
-    """
+    """Skip the task (SkipTaskError) without torch, Triton and a GPU that torch sees."""
     from tools.gpu_check_lib.context import SkipTaskError
     from tools.gpu_check_lib.machine import require_modules
 
@@ -102,13 +98,7 @@ def _chosen_splits(sm: int, past: int, multiprocessors: int) -> int:
 
 
 def call(tensors: Tensors, splits: int, tiles: "TileConfig | None" = None) -> "Callable[[], Tensor]":
-    """Our kernel on the inputs of a step, to be called.
-
-    Args:
-        tensors: from :func:`filled`.
-        splits: parts of the entries.
-        tiles: None for the tuning table's.
-    """
+    """Our kernel on the inputs of a step, from :func:`filled`, to be called; tiles None are the tuning table's."""
     from specexport.kernels import launch
 
     def run() -> "Tensor":
@@ -122,11 +112,7 @@ def call(tensors: Tensors, splits: int, tiles: "TileConfig | None" = None) -> "C
 
 
 def require_right(output: "Tensor", right: "Tensor") -> None:
-    """Refuse a result that is not the reference's.
-
-    Raises:
-        CheckFailedError: it is off by more than rounding.
-    """
+    """Refuse a result (CheckFailedError) that is off the reference's by more than rounding."""
     from specexport_runtime.errors import CheckFailedError
 
     error = float((output[: len(right)].float() - right).abs().max())

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 # Inputs are exact in their type; the weights before the second product and the result are rounded to it.
 TOLERANCES = {"float16": 4e-3, "bfloat16": 3e-2}
-_BESIDE = 3  # tokens behind the last row's, which are nobody's
+_BESIDE = 3  # tokens behind the last row's, which belong to no row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +136,7 @@ def expected(case: Case, q: "Tensor", k_cache: "Tensor", v_cache: "Tensor", scal
 def check_case(case: Case, dtype: str, *, device: str) -> Checked:
     """Run ``kv_append`` and ``ragged_attention`` and compare caches and output with torch's.
 
-    A difference in a cache, or output for a token that is nobody's, counts as an infinite error.
+    A difference in a cache, or output for a token behind the last row's, counts as an infinite error.
     """
     from unittest import mock
 
@@ -197,11 +197,7 @@ def check_all(context: Context) -> None:
 
 
 def require_device(context: Context) -> str:
-    """Where kernels run: ``"cuda"``, or ``"cpu"`` in a dry run that interprets them.
-
-    Raises:
-        SkipTaskError: neither.
-    """
+    """Where kernels run: ``"cuda"``, or ``"cpu"`` in a dry run that interprets them; SkipTaskError if neither."""
     from tools.gpu_check_lib.machine import require_modules
 
     require_modules("torch", "triton")

@@ -27,16 +27,9 @@ def open_role(
 ) -> TrtExecutor:
     """The executor of one model of a pair; its engine file is made if it is not in the work folder.
 
-    Args:
-        context: of the task.
-        model: one of ``proof.models.PLANS``.
-        role: ``"target"`` or ``"draft"``.
-        graphs: record CUDA graphs.
-        num_rows: cache rows.
-        profiles: step sizes; empty for those that a build would plan.
-
-    Raises:
-        SkipTaskError: there is no GPU, and this is no dry run that interprets kernels.
+    ``model`` is one of ``proof.models.PLANS``; with ``graphs`` CUDA graphs are recorded; ``num_rows`` are cache rows;
+    empty ``profiles`` stand for the step sizes that a build would plan. SkipTaskError: there is no GPU, and this is no
+    dry run that interprets kernels.
     """
     from tools.gpu_check_lib.kernels import require_device
     from tools.proof.devices import HostGpu
@@ -86,12 +79,8 @@ def report_texts(
 ) -> None:
     """One row: tokens that are equal, and how narrowly the CPU engine decided where a text parts first.
 
-    Args:
-        context: takes the row.
-        what: its name.
-        texts: the CPU engine's.
-        outputs: the proof engine's, as long or shorter.
-        acceptance: share of draft tokens that were accepted, if there was a draft.
+    ``texts`` are the CPU engine's, ``outputs`` the proof engine's, as long or shorter. ``acceptance`` is None without a
+    draft.
     """
     equal, total, worst = 0, 0, 0.0
     for text, output in zip(texts, outputs, strict=True):

@@ -44,11 +44,7 @@ def info(context: Context) -> None:
 
 
 def gpu_line() -> str:
-    """What nvidia-smi says of the first GPU.
-
-    Raises:
-        SkipTaskError: there is no nvidia-smi.
-    """
+    """What nvidia-smi says of the first GPU; SkipTaskError if there is no nvidia-smi."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         raise SkipTaskError("nvidia-smi is not on the PATH")
@@ -95,11 +91,7 @@ MODULES = {
 
 
 def require_modules(*names: str) -> None:
-    """Skip what needs a module that is not here.
-
-    Raises:
-        SkipTaskError: names it.
-    """
+    """Skip (SkipTaskError) what needs a module that is not here."""
     for name in names:
         try:
             is_there = importlib.util.find_spec(name) is not None

@@ -78,14 +78,9 @@ class _Weights:
 def make_tensors(size: LlamaSize, *, seed: int, decisive: bool) -> Iterator[tuple[str, Float16Array]]:
     """The weights of a Llama by name, one after another.
 
-    A plain random model's best two tokens are often nearly equal, and then rounding decides. A decisive model's head
-    is its embedding in another order, and its layers add little, so that one token follows another by a wide margin
-    whatever kernels compute it. Its weights are as random and as many, so it takes the same time.
-
-    Args:
-        size: its sizes.
-        seed: of the weights.
-        decisive: see above.
+    A plain random model's best two tokens are often nearly equal, and then rounding decides. A ``decisive`` model's
+    head is its embedding in another order, and its layers add little, so that one token follows another by a wide
+    margin whatever kernels compute it. Its weights are as random and as many, so it takes the same time.
     """
     weights = _Weights(seed, min(_POOL, size.parameters | 1))
     hidden, wide, narrow = size.hidden, size.heads * size.head_size, size.kv_heads * size.head_size
@@ -115,13 +110,7 @@ def make_tensors(size: LlamaSize, *, seed: int, decisive: bool) -> Iterator[tupl
 
 
 def write_checkpoint(folder: Path, size: LlamaSize, tensors: dict[str, Float16Array]) -> None:
-    """Write a Hugging Face folder: config, weights, a tokenizer of made-up words.
-
-    Args:
-        folder: made; it is complete once ``config.json`` is there.
-        size: its sizes.
-        tensors: its weights.
-    """
+    """Write a Hugging Face folder: config, weights, a tokenizer of made-up words; ``config.json`` comes last."""
     from safetensors.numpy import save_file
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -161,16 +150,9 @@ def config_of(size: LlamaSize) -> dict[str, Any]:
 
 
 def ensure_pair(folder: Path, name: str, *, decisive: bool, seed: int = 7) -> tuple[Path, Path]:
-    """Write a target and its layer-skipping draft, unless they are there.
+    """Write a target and its layer-skipping draft, unless they are there; returns the folders of both.
 
-    Args:
-        folder: where.
-        name: one of ``SIZES``.
-        decisive: see :func:`make_tensors`.
-        seed: of the weights.
-
-    Returns:
-        folders of the target and of the draft.
+    ``name`` is one of ``SIZES``; ``decisive`` is told in :func:`make_tensors`.
     """
     base = folder / f"{name}{'-decisive' if decisive else ''}"
     target, draft = base / "target", base / "draft"

@@ -23,17 +23,11 @@ tokens behind a past for one row only."""
 
 
 class Choice(NamedTuple):
-    """What the rule says.
+    """What the rule says."""
 
-    Attributes:
-        name: one of ``CHOICES``.
-        reason: why, with figures.
-        steps: milliseconds of the model's steps with each choice; predicted for all but today's.
-    """
-
-    name: str
-    reason: str
-    steps: dict[str, Steps]
+    name: str  # one of ``CHOICES``
+    reason: str  # why, with figures
+    steps: dict[str, Steps]  # milliseconds of the model's steps with each choice; predicted for all but today's
 
 
 def choose(model: Steps, num_layers: int, operators: Mapping[str, tuple[float, float]]) -> Choice:
@@ -44,13 +38,8 @@ def choose(model: Steps, num_layers: int, operators: Mapping[str, tuple[float, f
     fastest decode step is taken. If there is none, the one with the fastest verify step is, if it is ``WORTH`` it; one
     that decodes slower than today's by more than the same ratio does not count then.
 
-    Args:
-        model: the model's steps at 8,192 entries, as measured.
-        num_layers: of the model.
-        operators: microseconds of decode(1) and verify(5) a layer, by way; ways that failed are not there.
-
-    Raises:
-        KeyError: today's operator was not measured.
+    ``model`` was measured behind 8,192 entries. ``operators`` has the microseconds of decode(1) and verify(5) a layer,
+    by way; ways that failed are not there. KeyError: today's operator was not measured.
     """
     # What runs today is cuDNN with a row for each token from sm 90 on, and neither before: the faster stands for it.
     times = {

@@ -1,6 +1,6 @@
 """Section 7: ONNX Runtime's attention operators by themselves, decode and verify, at several lengths.
 
-Each way runs in a process of its own, because the kernels are chosen by environment variables that are read once, and
+Each way runs in a separate process, because the kernels are chosen by environment variables that are read once, and
 because a way that crashes must cost its own row only. The sizes are those of one layer of the large model, so that the
 figures can be set against its steps (``operator_choice``).
 
@@ -37,7 +37,7 @@ Array = npt.NDArray[Any]
 PASTS = (8192, 256, 2048)
 VERIFY_TOKENS = 5
 NUM_LAYERS = 8
-"""Nodes of the graph, each with caches of its own: together more than an L2 cache holds."""
+"""Nodes of the graph, each with separate caches: together more than an L2 cache holds."""
 CUDNN, DEBUG = "ORT_ENABLE_CUDNN_FLASH_ATTENTION", "ORT_ENABLE_ATTENTION_KERNEL_DEBUG_INFO"
 ELEMENT_TYPES = {"float32": 1, "int8": 3, "float16": 10, "float8e4m3fn": 17}  # ONNX TensorProto.DataType
 INT8_STEP = 4.5 / 127  # numbers of the caches are normal: few lie beyond 4.5
@@ -56,18 +56,13 @@ class Geometry(NamedTuple):
 
 
 class Way(NamedTuple):
-    """One way to attend.
+    """One way to attend."""
 
-    Attributes:
-        operator: ``"PagedAttention"``; ``"rows"``: the same, each new token as a row of its own that shares the blocks
-            of its sequence, so that a verify step looks like decoding; or ``"GroupQueryAttention"``.
-        cache: element type of the caches.
-        cudnn: whether cuDNN's kernel is asked for, or forbidden.
-    """
-
+    # ``"PagedAttention"``; ``"rows"``: the same, each new token as a row that shares the blocks of its sequence, so
+    # that a verify step looks like decoding; or ``"GroupQueryAttention"``
     operator: str
-    cache: str = "float16"
-    cudnn: bool = True
+    cache: str = "float16"  # element type of the caches
+    cudnn: bool = True  # whether cuDNN's kernel is asked for, or forbidden
 
     @property
     def name(self) -> str:
@@ -88,17 +83,11 @@ OURS = "our kernel"
 
 
 class Step(NamedTuple):
-    """What one step is given.
+    """What one step is given."""
 
-    Attributes:
-        inputs: arrays by name of graph input, caches apart.
-        caches: keys and values of one layer, as the operator stores them.
-        right: the output that is right, float32 [T, heads * head_size].
-    """
-
-    inputs: dict[str, Array]
-    caches: tuple[Array, Array]
-    right: Array
+    inputs: dict[str, Array]  # by name of graph input, caches apart
+    caches: tuple[Array, Array]  # keys and values of one layer, as the operator stores them
+    right: Array  # the output that is right, float32 [T, heads * head_size]
 
 
 class Timing(NamedTuple):
@@ -124,14 +113,7 @@ def large_geometry() -> Geometry:
 
 
 def make_model(way: Way, geometry: Geometry, *, dtype: str = "float16", layers: int = NUM_LAYERS) -> "onnx.ModelProto":
-    """A graph of one attention node a layer; all read the same tokens.
-
-    Args:
-        way: operator and element type of the caches.
-        geometry: sizes.
-        dtype: of tokens and output.
-        layers: nodes.
-    """
+    """A graph of one attention node a layer; all read the same tokens. ``dtype`` is that of tokens and output."""
     from onnx import helper
 
     grouped = way.operator == "GroupQueryAttention"
@@ -184,13 +166,7 @@ def _step_of(cache: str) -> float:
 def make_step(way: Way, geometry: Geometry, past: int, new: int, *, dtype: str = "float16", seed: int = 5) -> Step:
     """One sequence with ``past`` entries and ``new`` tokens: what its graph is fed, and what must come out.
 
-    Args:
-        way: operator and element type of the caches.
-        geometry: sizes.
-        past: entries before the step.
-        new: its tokens.
-        dtype: of tokens and output.
-        seed: of the numbers.
+    ``dtype`` is that of tokens and output.
     """
     random = np.random.default_rng(seed)
     total = past + new
@@ -247,16 +223,9 @@ def _with_room(entries: Array, capacity: int) -> Array:
 
 
 def attend(query: Array, keys: Array, values: Array, past: int) -> Array:
-    """Causal attention in float32.
+    """Causal attention in float32, [new, heads * size], of queries [new, heads, size] behind ``past`` entries.
 
-    Args:
-        query: [new, heads, size].
-        keys: [past + new, KV heads, size].
-        values: likewise.
-        past: entries before the first query.
-
-    Returns:
-        [new, heads * size].
+    ``keys`` and ``values`` are [past + new, KV heads, size].
     """
     new, heads, size = query.shape
     group = heads // keys.shape[1]
@@ -284,15 +253,14 @@ def find_way(name: str) -> Way:
 
 
 def sizes() -> Iterator[tuple[int, int]]:
-    """(past, new tokens) of every step, those that decide first."""
+    """(past, new tokens) of every step, the decisive ones first."""
     yield from ((past, new) for past in PASTS for new in (1, VERIFY_TOKENS))
 
 
 def measure_way(way: Way) -> list[Timing]:
     """Every step of one way on this GPU, recorded as a CUDA graph if that is possible.
 
-    Raises:
-        SpecexportError: there is no GPU, or no onnxruntime for it.
+    SpecexportError: there is no GPU, or no onnxruntime for it.
     """
     from specexport_runtime.executors.ort_cuda_session import import_onnxruntime
 
@@ -334,14 +302,7 @@ def _open(ort: Any, model: bytes, *, graphs: bool) -> Any:
 
 
 class _Bound:
-    """One step's arrays on the GPU, bound to a session.
-
-    Args:
-        ort: the onnxruntime module.
-        session: of ``make_model``.
-        way: what the caches' element type is known from.
-        step: the arrays.
-    """
+    """One step's arrays on the GPU, bound to a session of ``make_model``."""
 
     def __init__(self, ort: Any, session: Any, way: Way, step: Step) -> None:
         self._session, self._options = session, ort.RunOptions
@@ -391,8 +352,7 @@ class _Bound:
 def read_output(text: str) -> list[Timing]:
     """What a way's process printed: its timings, each with the kernel that ONNX Runtime said it chose.
 
-    Raises:
-        CheckFailedError: it did not come to its end; says its last words.
+    CheckFailedError: it did not come to its end; says its last words.
     """
     lines = text.strip().splitlines()
     result = next((line for line in lines if line.startswith(RESULT)), None)
@@ -427,11 +387,7 @@ def measure_operators(context: Context) -> None:
 
 
 def run_way(context: Context, way: Way) -> list[Timing]:
-    """A way's timings, from its own process.
-
-    Raises:
-        CheckFailedError: it failed; says why.
-    """
+    """A way's timings, from a separate process; CheckFailedError says why it failed."""
     command = [sys.executable, "-m", "tools.gpu_check_lib.operators", way.name]
     environment = {**os.environ, CUDNN: str(int(way.cudnn))}
     try:
@@ -449,11 +405,7 @@ def run_way(context: Context, way: Way) -> list[Timing]:
 def report_way(context: Context, name: str, timings: Seq[Timing], cache: str) -> dict[str, tuple[float, float]]:
     """The row of one way; returns microseconds a layer of decode(1) and verify(5), by past.
 
-    Args:
-        context: takes the row.
-        name: of the way.
-        timings: of every step.
-        cache: element type of its caches, which decides the tolerance.
+    ``cache`` is the element type of its caches, which decides the tolerance; a way that is off by more gives nothing.
     """
     by_past = {
         past: {item.new: item for item in timings if item.past == past}

@@ -20,27 +20,18 @@ PROMPT_TOKENS = 12
 
 
 class FirstDifference(NamedTuple):
-    """How far two greedy texts agree.
+    """How far two greedy texts agree."""
 
-    Attributes:
-        equal: tokens before the first difference.
-        total: tokens compared.
-        gap: how much the reference prefers its own token to the other's at the first difference; None without one.
-    """
-
-    equal: int
-    total: int
+    equal: int  # tokens before the first difference
+    total: int  # tokens compared
+    # how much the reference prefers its own token to the other's at the first difference; None without one
     gap: float | None
 
 
 def compare_texts(reference: Executor, prompt: Seq[int], ours: Seq[int], theirs: Seq[int]) -> FirstDifference:
     """Where ``theirs`` leaves ``ours``, and by how little the reference decided there.
 
-    Args:
-        reference: the executor that wrote ``ours``; its row 0 is used.
-        prompt: token ids before both.
-        ours: the reference's greedy tokens.
-        theirs: those of the other.
+    ``reference`` wrote ``ours``, its greedy tokens behind ``prompt``; its row 0 is used.
     """
     equal = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), len(ours))
     if equal == len(ours):
@@ -112,7 +103,7 @@ def check_greedy(context: Context, backend: str, reference: Executor, other: Exe
 
 
 def _widest_gap(reference: Executor, other: Executor, prompts: Seq[Seq[int]]) -> float:
-    """Twice the largest logit difference after the prompts: rounding can turn over no wider gap than about that."""
+    """Four times the largest logit difference after the prompts: rounding can turn over no wider gap than that."""
     largest = 0.0
     for prompt in prompts:
         logits = [_last_logits(executor, prompt) for executor in (reference, other)]

@@ -43,8 +43,7 @@ PLATFORMS = (
 def room_beside(root: Path) -> int:
     """Bytes that a folder of pieces may have beside the tracked files of a checkout.
 
-    Raises:
-        ValueError: the checkout alone is too large.
+    ValueError: the checkout alone is too large.
     """
     command = ["git", "-C", str(root), "ls-files", "-z"]
     names = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split("\0")
@@ -58,13 +57,8 @@ def room_beside(root: Path) -> int:
 def split_file(path: Path, folder: Path, piece_bytes: int) -> list[Path]:
     """Cut a file into ``piece-00/NAME.part-00``, ``piece-01/NAME.part-01`` …; the last name ends in the file's hash.
 
-    Args:
-        path: the file; left as it is.
-        folder: where the folders of pieces go; other pieces of such a file there are removed.
-        piece_bytes: most bytes of a piece.
-
-    Returns:
-        the pieces, in order.
+    The pieces, in order, have at most ``piece_bytes`` each and go to ``folder``, from which other pieces of such a file
+    are removed.
     """
     for old in folder.rglob(f"{path.name}{MARK}*"):
         old.unlink()
@@ -88,19 +82,10 @@ class PiecesMissingError(ValueError):
 
 
 def join_pieces(folder: Path, name: str, target: Path) -> Path:
-    """Put a split file together in ``target``, checked against its hash.
+    """Put a split file together in the folder ``target``, checked against its hash; returns the joined file.
 
-    Args:
-        folder: it and its subfolders hold the pieces.
-        name: of the file.
-        target: folder of the joined file.
-
-    Returns:
-        the joined file.
-
-    Raises:
-        PiecesMissingError: not all are here.
-        ValueError: there are none, or one is altered.
+    ``folder`` and its subfolders hold the pieces. PiecesMissingError: not all are here. ValueError: there are none, or
+    one is altered.
     """
     pieces = sorted(folder.rglob(f"{name}{MARK}*"), key=lambda path: path.name)
     if not pieces:
@@ -150,18 +135,9 @@ def pack(
 ) -> list[Path]:
     """Fetch packages and pack them for one architecture, in pieces that can be carried one at a time. Needs an index.
 
-    Args:
-        folder: where the pieces go; made.
-        sm: architecture of the GPU, such as 90.
-        requirements: wheels to fetch.
-        sources: what to build wheels of.
-        piece_bytes: most bytes of a piece.
-
-    Returns:
-        the pieces; what pip could not get is not in them, and pip has said why.
-
-    Raises:
-        ValueError: nothing could be had, or a library cannot be cut down to the architecture.
+    Returns the pieces, in ``folder``; what pip could not get is not in them, and pip has said why. ``sm`` is such as
+    90; ``sources`` are what to build wheels of. ValueError: nothing could be had, or a library cannot be cut down to
+    the architecture.
     """
     with tempfile.TemporaryDirectory() as work:
         wheels, site = (Path(work) / name for name in ("wheels", "site"))
@@ -186,18 +162,10 @@ def pack(
 
 
 def install(folder: Path, work: Path) -> Path:
-    """Join and unpack what :func:`pack` made into ``work/site``, instead of what is there.
+    """Join and unpack what :func:`pack` made into ``work/site``, instead of what is there; returns that folder.
 
-    Args:
-        folder: it and its subfolders hold the pieces.
-        work: the work folder.
-
-    Returns:
-        the folder for ``PYTHONPATH``.
-
-    Raises:
-        PiecesMissingError: pieces are still to be brought.
-        OSError, ValueError, tarfile.TarError: it cannot be read or written.
+    ``folder`` and its subfolders hold the pieces. PiecesMissingError: pieces are still to be brought. OSError,
+    ValueError or tarfile.TarError: it cannot be read or written.
     """
     site, new = work / "site", work / "site.new"
     last = max((path.name for path in folder.rglob(f"{ARCHIVE}{MARK}*")), default="")
@@ -215,14 +183,10 @@ def install(folder: Path, work: Path) -> Path:
 
 
 def unpack(wheel: Path, site: Path) -> None:
-    """Install a wheel by unpacking it.
+    """Install a wheel by unpacking it into a folder of ``PYTHONPATH``.
 
     ``pip install --target`` would take a wheel's folder away where the next one has it too (``cuda`` is shared by
     several).
-
-    Args:
-        wheel: the file.
-        site: a folder of ``PYTHONPATH``.
     """
     name, version = wheel.name.split("-")[:2]
     data = f"{name}-{version}.data/"

@@ -105,14 +105,9 @@ def estimate_of(task: Task) -> float:
 
 
 def list_tasks(backends: Seq[str], only: Seq[str] = ()) -> list[Task]:
-    """Tasks in order.
+    """Tasks in order; ``only`` names sections or tasks, and is empty for all.
 
-    Args:
-        backends: what to check.
-        only: names of sections or tasks; empty for all.
-
-    Raises:
-        ValueError: one of ``only`` is neither.
+    ValueError: a name of ``only`` is neither.
     """
     tasks = []
     for name, (_, _, seconds, needed, _) in _entries(backends).items():

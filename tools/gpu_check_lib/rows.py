@@ -13,26 +13,17 @@ OUT_OF_TIME = "out of time"
 
 
 class Row(NamedTuple):
-    """One line of the report.
+    """One line of the report."""
 
-    Attributes:
-        section: heading it stands under.
-        what: what was looked at.
-        value: what was found, for people.
-        target: what it must reach; empty for none.
-        verdict: ``"ok"`` or ``"missed"`` where there is a target or a right answer, ``"info"`` where there is none,
-            ``"failed"`` (an error, whose reason is the value) or ``"skipped"`` (it was not tried; the value says why).
-        data: the numbers behind ``value``.
-        is_detail: only in the JSON file and the details, not in the table.
-    """
-
-    section: str
-    what: str
-    value: str
-    target: str = ""
+    section: str  # heading it stands under
+    what: str  # what was looked at
+    value: str  # what was found, for people
+    target: str = ""  # what it must reach; empty for none
+    # ``"ok"`` or ``"missed"`` where there is a target or a right answer, ``"info"`` where there is none, ``"failed"``
+    # (an error, whose reason is the value) or ``"skipped"`` (it was not tried; the value says why)
     verdict: Verdict = "info"
-    data: Mapping[str, Any] = {}
-    is_detail: bool = False
+    data: Mapping[str, Any] = {}  # the numbers behind ``value``
+    is_detail: bool = False  # only in the JSON file and the details, not in the table
 
 
 def judge(value: float, *, at_least: float | None = None, at_most: float | None = None) -> Verdict:
@@ -57,12 +48,7 @@ def clean(text: str) -> str:
 
 
 class Recorder:
-    """Appends rows to a file of JSON lines, each on the disk before the next is measured.
-
-    Args:
-        path: the file.
-        section: heading of the rows.
-    """
+    """Appends rows of one section to a file of JSON lines, each on the disk before the next is measured."""
 
     def __init__(self, path: Path, section: str) -> None:
         self.path, self.section = path, section
@@ -103,12 +89,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def format_report(rows: Seq[Row], head: Seq[str]) -> str:
-    """The Markdown report: a summary, one table for each section, and the detail rows behind them.
-
-    Args:
-        rows: all rows, in order.
-        head: lines that stand before the tables.
-    """
+    """The Markdown report: ``head``, a summary, one table for each section, and the detail rows behind them."""
     counts = {verdict: sum(row.verdict == verdict for row in rows) for verdict in ("ok", "missed", "failed", "skipped")}
     summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
     lines = [*head, "", f"Rows with a right answer or a target: {summary}.", ""]
@@ -127,13 +108,9 @@ def _table(title: str, rows: Iterable[Row]) -> list[str]:
 
 
 def write_report(folder: Path, rows: Seq[Row], head: Seq[str], about: Mapping[str, Any]) -> None:
-    """Write ``results.json`` and ``results.md``, each in one step.
+    """Write ``results.json`` and ``results.md``, each in one step; the JSON file says ``about`` beside the rows.
 
-    Args:
-        folder: where; created.
-        rows: all rows so far.
-        head: lines before the tables.
-        about: what the JSON file says beside the rows.
+    ``head`` are the lines before the tables of ``results.md``. The folder is created.
     """
     folder.mkdir(parents=True, exist_ok=True)
     record = {**about, "rows": [row._asdict() for row in rows]}

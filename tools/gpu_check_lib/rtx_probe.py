@@ -24,9 +24,7 @@ _ROWS, _COLUMNS = 4, 64
 def candidates(sm: str, known: list[str]) -> list[str]:
     """What to build for, to try on a GPU, best first: its own architecture, ``CURRENT``, the nearest, and any.
 
-    Args:
-        sm: the GPU's, for example ``"90"``.
-        known: names that the package has, for example ``["CURRENT", "SM89"]``.
+    ``sm`` is for example ``"90"``; ``known`` are the package's names, for example ``["CURRENT", "SM89"]``.
     """
     numbers = sorted((int(name[2:]) for name in known if re.fullmatch(r"SM\d+", name)), reverse=True)
     below = [f"SM{number}" for number in numbers if number < int(sm)]
@@ -36,7 +34,7 @@ def candidates(sm: str, known: list[str]) -> list[str]:
 
 
 def probe(context: Context) -> None:
-    """Try every candidate in a process of its own, and remember the first architecture that runs."""
+    """Try every candidate in a separate process, and remember the first architecture that runs."""
     require_modules("tensorrt_rtx", "cuda.bindings")
     import tensorrt_rtx as trt
 
@@ -83,8 +81,7 @@ def _conclude(context: Context, sm: str, runs: list[str]) -> None:
 def run_candidate(name: str) -> str:
     """Build ``relu(x @ w)`` for an architecture, run it on this GPU, compare with numpy.
 
-    Raises:
-        CheckFailedError: a step failed; names it.
+    CheckFailedError names the step that failed.
     """
     import tensorrt_rtx as trt
 

@@ -1,6 +1,6 @@
-"""Runs tasks one after another, each in a process of its own with a time limit, inside one budget for all.
+"""Runs tasks one after another, each in a separate process with a time limit, inside one budget for all.
 
-A process of its own, because a GPU error poisons the process it happens in, and because native code may crash or hang.
+A separate process, because a GPU error poisons the process it happens in, and because native code may crash or hang.
 Imports nothing heavy.
 """
 
@@ -21,19 +21,12 @@ GRACE_SECONDS = 3.0
 
 
 class Task(NamedTuple):
-    """One isolated piece of work.
+    """One isolated piece of work."""
 
-    Attributes:
-        name: unique, for example ``"outputs.ort-cuda"``; the part before the dot is its section.
-        title: the section's heading.
-        seconds: time limit.
-        needs: it is not started with less time than this left.
-    """
-
-    name: str
-    title: str
-    seconds: float
-    needs: float
+    name: str  # unique, for example ``"outputs.ort-cuda"``; the part before the dot is its section
+    title: str  # the section's heading
+    seconds: float  # time limit
+    needs: float  # seconds; it is not started with less time than this left
 
     @property
     def section(self) -> str:
@@ -42,12 +35,7 @@ class Task(NamedTuple):
 
 
 class Budget:
-    """Time for all tasks together.
-
-    Args:
-        seconds: how much.
-        clock: seconds on a monotonic clock.
-    """
+    """Time for all tasks together, in seconds of a monotonic clock."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -64,27 +52,17 @@ class Budget:
 
 
 class Outcome(NamedTuple):
-    """How a task's process ended.
+    """How a task's process ended."""
 
-    Attributes:
-        status: exit status; negative for a signal; None if it ran out of time.
-        seconds: how long it ran.
-        last_words: end of what it printed.
-    """
-
-    status: int | None
-    seconds: float
-    last_words: str
+    status: int | None  # exit status; negative for a signal; None if it ran out of time
+    seconds: float  # how long it ran
+    last_words: str  # last line of what it printed
 
 
 def run_process(command: Seq[str], log: Path, limit: float, environment: Mapping[str, str]) -> Outcome:
-    """Run a command with its output in ``log``; end it and its children when its time is up.
+    """Run a command with its output appended to ``log``; end it and its children after ``limit`` seconds.
 
-    Args:
-        command: program and arguments.
-        log: file that the output is appended to.
-        limit: seconds.
-        environment: its whole environment.
+    ``environment`` is its whole environment.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
@@ -136,29 +114,16 @@ def describe(outcome: Outcome, limit: float) -> str:
 
 
 def run_tasks(
-    tasks: Seq[Task],
+    tasks: Seq[Task],  # in order
     budget: Budget,
-    folder: Path,
-    log: Path,
+    folder: Path,  # where tasks write their rows, and where those of an earlier call are
+    log: Path,  # what the tasks print
     *,
-    command: Callable[[Task, float], Seq[str]],
+    command: Callable[[Task, float], Seq[str]],  # of a task, given its time limit in seconds
     environment: Mapping[str, str],
-    report: Callable[[Seq[Row]], None],
+    report: Callable[[Seq[Row]], None],  # called with all rows so far after each task
 ) -> list[Row]:
-    """Run every task for which there is time, and that an earlier call has not finished.
-
-    Args:
-        tasks: in order.
-        budget: time for all.
-        folder: where tasks write their rows, and where those of an earlier call are.
-        log: what the tasks print.
-        command: the command of a task, given its time limit.
-        environment: of the tasks.
-        report: called with all rows so far after each task.
-
-    Returns:
-        all rows.
-    """
+    """Run every task for which there is time, and that an earlier call has not finished; returns all rows."""
     rows: list[Row] = []
     for task in tasks:
         place = rows_file(folder, task)

@@ -14,33 +14,21 @@ RATIO_TARGET = 1.15
 RATIO_LOOKAHEAD = 4
 HOST_US_TARGET = 100.0
 LONG_LOOKAHEADS = (RATIO_LOOKAHEAD, 2, 8)
-"""K behind long pasts: those that have a profile of their own."""
+"""K behind long pasts: each has its own profile."""
 
 
 class Plan(NamedTuple):
-    """What is measured.
+    """What is measured."""
 
-    Attributes:
-        bundle: name of the bundle.
-        batches: sequences at a time.
-        lookaheads: K.
-        rates: probabilities that a draft token is right; the first one is in the table.
-        past: entries of a row while steps are timed.
-        prompt: tokens of a prompt.
-        tokens: tokens to generate for each.
-        repeats: of a step.
-        long_pasts: more entries of a row to time steps behind, the one that matters most first.
-    """
-
-    bundle: str
-    batches: tuple[int, ...]
-    lookaheads: tuple[int, ...]
-    rates: tuple[float, ...]
-    past: int
-    prompt: int
-    tokens: int
-    repeats: int
-    long_pasts: tuple[int, ...] = ()
+    bundle: str  # its name
+    batches: tuple[int, ...]  # sequences at a time
+    lookaheads: tuple[int, ...]  # K
+    rates: tuple[float, ...]  # probabilities that a draft token is right; the first one is in the table
+    past: int  # entries of a row while steps are timed
+    prompt: int  # tokens of a prompt
+    tokens: int  # to generate for each
+    repeats: int  # of a step
+    long_pasts: tuple[int, ...] = ()  # more entries of a row to time steps behind, the one that matters most first
 
 
 LARGE = Plan(
@@ -126,10 +114,7 @@ def measure_speed(context: Context, backend: str) -> None:
 def open_or_eager(context: Context, what: str, open_engine: Callable[[bool], Executor]) -> Executor:
     """An executor with recorded CUDA graphs; one kernel at a time where recording them is refused, which a row says.
 
-    Args:
-        context: takes the row.
-        what: whose.
-        open_engine: opens it, with graphs or without.
+    ``open_engine`` opens it with graphs or without.
     """
     executor = None
     try:

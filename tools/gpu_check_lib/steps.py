@@ -37,15 +37,9 @@ def time_step(
 ) -> StepTime:
     """Time a step of ``new_tokens`` tokens on each of the first ``rows`` rows, which only token ids come back from.
 
-    The entries it writes are not committed, so each repetition is the same step.
-
-    Args:
-        runner: its rows hold their past already.
-        rows: B.
-        new_tokens: tokens of each row.
-        repeats: most repetitions.
-        seconds: stop repeating after this long; there are at least three.
-        warm_up: steps that are not counted; one of them may record a graph.
+    The entries it writes are not committed, so each repetition is the same step; the rows hold their past already.
+    After ``warm_up`` steps, one of which may record a graph, it is repeated up to ``repeats`` times: until ``seconds``
+    are over, but three times at least.
     """
     executor = runner.executor
     work = [RowWork(tokens, new_tokens) for tokens in random_tokens(executor.vocab_size, rows, new_tokens)]
@@ -66,21 +60,13 @@ def time_step(
 
 
 class Comparison(NamedTuple):
-    """Largest difference of two executors' logits in one step.
-
-    Attributes:
-        what: the step.
-        largest: largest absolute difference; NaN if either has one.
-        scale: largest magnitude of the reference's logits.
-        same_best: rows of logits whose best token is the same.
-        rows: rows of logits.
-    """
+    """Largest difference of two executors' logits in one step."""
 
     what: str
-    largest: float
-    scale: float
-    same_best: int
-    rows: int
+    largest: float  # largest absolute difference; NaN if either has one
+    scale: float  # largest magnitude of the reference's logits
+    same_best: int  # rows of logits whose best token is the same
+    rows: int  # rows of logits
 
 
 # (tokens of each row, tokens of each that are kept): a prefill, then ragged verify steps of four rows, one of them idle

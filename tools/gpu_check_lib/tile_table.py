@@ -26,8 +26,7 @@ class Entry(NamedTuple):
 def read_results(folder: Path) -> tuple[list[Row], str]:
     """Rows of a run, and when and on which GPU it was made.
 
-    Raises:
-        ValueError: there are none, or they are a dry run's.
+    ValueError: there are none, or they are a dry run's.
     """
     path = folder / "results.json"
     try:
@@ -45,10 +44,8 @@ def best_tiles(rows: Iterable[Row]) -> list[Entry]:
     """What the sweep found to be faster than the table.
 
     A candidate counts if it was timed behind every length. Its score is the sum of its times, each as a share of the
-    best one behind that length. Tiles of at most 48 KiB are candidates for the larger set too.
-
-    Raises:
-        ValueError: there is no sweep among the rows.
+    best one behind that length. Tiles of at most 48 KiB are candidates for the larger set too. ValueError: there is no
+    sweep among the rows.
     """
     sweeps = [row.data for row in rows if "ranked" in row.data]
     if not sweeps:
@@ -79,12 +76,9 @@ def _tiles(values: Mapping[str, Any]) -> TileConfig:
 
 
 def write_table(entries: Seq[Entry], source: str, place: Path = PLACE) -> None:
-    """Write the module anew: what it has, and the entries instead of those with their keys.
+    """Write the module anew: what it has, and the entries instead of the old ones with their keys.
 
-    Args:
-        entries: from :func:`best_tiles`.
-        source: the GPU and the day.
-        place: the module's file.
+    ``source`` names the GPU and the day.
     """
     table = MEASURED | {entry.key: (entry.tiles[1], entry.tiles[2], entry.tiles[3]) for entry in entries}
     sources = SOURCES | {entry.key[0]: source for entry in entries}

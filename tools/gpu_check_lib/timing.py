@@ -12,12 +12,7 @@ WORKING_SET = 4  # times the size of the L2 cache
 def kv_step_bytes(num_seqs: int, kv_heads: int, entries: int, head_size: int, item_bytes: int) -> int:
     """Bytes of keys and values that one attention step must read: every entry of every row, once for each KV head.
 
-    Args:
-        num_seqs: B.
-        kv_heads: H.
-        entries: entries of each row, the step's own included.
-        head_size: D of keys and of values.
-        item_bytes: of an element.
+    ``entries`` are those of each row, the step's own included; ``head_size`` is D of keys and of values.
     """
     return num_seqs * kv_heads * entries * 2 * head_size * item_bytes
 
@@ -35,13 +30,9 @@ def num_sets(bytes_of_one: int, cache_bytes: int) -> int:
 def time_rotating(calls: Seq[Callable[[], object]], *, repeats: int = 20, warm_up: int = 3) -> tuple[float, str]:
     """Median milliseconds of one call, and how it was measured.
 
-    All calls are recorded into one CUDA graph, which is replayed: so the time between launches is the GPU's, not
-    Python's. Where recording fails they are launched one by one.
-
-    Args:
-        calls: the same work, each on buffers of its own.
-        repeats: replays that are timed, each by its own pair of events.
-        warm_up: replays before.
+    All calls, the same work on different buffers, are recorded into one CUDA graph, which is replayed: so the time
+    between launches is the GPU's, not Python's. Where recording fails they are launched one by one. ``repeats`` replays
+    are timed, each by a pair of events, behind ``warm_up`` others.
     """
     import torch
 

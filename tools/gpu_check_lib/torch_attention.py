@@ -113,7 +113,7 @@ def _varlen(tensors: Mapping[str, "Tensor"]) -> Call:
 
 
 def measure_flex(context: Context) -> None:
-    """``flex_attention`` for the shortest of the lengths: it compiles for a while, so it is a task of its own."""
+    """``flex_attention`` for the shortest of the lengths: it compiles for a while, so it is a separate task."""
     import torch
 
     from tools.gpu_check_lib.kernel_speed import PASTS, case_of, filled, require_right

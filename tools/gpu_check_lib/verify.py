@@ -64,14 +64,8 @@ def _prompts(vocab_size: int) -> list[str]:
 def check_loop(context: Context, target: TrtExecutor, draft: TrtExecutor, *, num_layers: int) -> None:
     """Parts ``neighbours`` and ``greedy`` over the proof engine: they compare it with itself.
 
-    Args:
-        context: takes the rows.
-        target: the proof engine, float16; of four rows or more.
-        draft: that of the draft model.
-        num_layers: of the target.
-
-    Raises:
-        SkipTaskError: there is no tokenizers package; the proof engine does without it.
+    The target is float16 and has four rows or more. SkipTaskError: there is no tokenizers package; the proof engine
+    does without it.
     """
     if importlib.util.find_spec("tokenizers") is None:
         raise SkipTaskError("tokenizers is not installed")

@@ -20,7 +20,7 @@ class Device(Protocol):
     """For torch."""
 
     def view(self, address: int, shape: tuple[int, ...], dtype: str) -> "Tensor":
-        """A tensor over memory that somebody else owns."""
+        """A tensor over memory that another object owns."""
         ...
 
     def put(self, stream: int, work: Callable[[], None]) -> None:
@@ -40,9 +40,9 @@ class _Memory:
 class CudaDevice:
     """The current CUDA device.
 
-    What torch allocates while an engine runs comes from a pool of the engine's own, which is never given back before
-    the engine is: a recorded CUDA graph keeps these addresses. All steps of an engine run one after another on one
-    stream, so they may use the same memory. A step runs once before it is recorded; all it needs is in the pool then.
+    What torch allocates while an engine runs comes from the engine's pool, which is never given back before the engine
+    is: a recorded CUDA graph keeps these addresses. All steps of an engine run one after another on one stream, so they
+    may use the same memory. A step runs once before it is recorded; all it needs is in the pool then.
     """
 
     name = "cuda"
@@ -80,9 +80,6 @@ class HostGpu:
 
     Memory is poisoned where it is allocated (NaN in every float type), addresses outside of it are errors, and work
     runs when the stream is synchronized. A recorded graph is the list of what was put on the stream meanwhile.
-
-    Args:
-        total_bytes: its memory.
     """
 
     name = "cpu"

@@ -25,19 +25,12 @@ Run = Callable[[list[Any], int], Any]
 
 
 class Step(NamedTuple):
-    """One node, ready to run.
+    """One node, ready to run."""
 
-    Attributes:
-        run: takes its inputs and the new tokens of a row; returns a tensor, or several in a list or tuple.
-        inputs: names of its tensors; lists of ints are bound in ``run``.
-        outputs: names of what it makes.
-        last_used: names that nobody reads any more.
-    """
-
-    run: Run
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    last_used: tuple[str, ...]
+    run: Run  # takes its inputs and the new tokens of a row; returns a tensor, or several in a list or tuple
+    inputs: tuple[str, ...]  # names of its tensors; lists of ints are bound in ``run``
+    outputs: tuple[str, ...]  # names of what it makes
+    last_used: tuple[str, ...]  # names that no later step reads
 
 
 def proof_loader(device: Device) -> EngineLoader:
@@ -51,18 +44,12 @@ def proof_loader(device: Device) -> EngineLoader:
 
 
 class ProofEngine:
-    """See ``trt_engine.Engine``.
+    """See ``trt_engine.Engine``; ``weights`` are numpy arrays by the initializer's name.
 
-    Args:
-        graph: the graph.
-        weights: by the initializer's name, numpy arrays.
-        device: where it runs.
-
-    Raises:
-        UnsupportedModelError: an operator is not known here, or its shapes depend on what it computes.
+    UnsupportedModelError: an operator is not known here, or its shapes depend on what it computes.
     """
 
-    activation_bytes = 0  # torch has memory of its own
+    activation_bytes = 0  # torch has its own memory
 
     def __init__(self, graph: Graph, weights: dict[str, Any], device: Device) -> None:
         import torch
@@ -114,11 +101,7 @@ class ProofContext:
         return True
 
     def enqueue(self, stream: int) -> None:
-        """See ``EngineContext.enqueue``.
-
-        Raises:
-            SpecexportError: torch or Triton failed.
-        """
+        """See ``EngineContext.enqueue``; SpecexportError if torch or Triton failed."""
         if self._work is None:
             self._work = self._bind()
         try:
@@ -175,11 +158,7 @@ def run_steps(steps: tuple[Step, ...], values: "dict[str, Tensor]", new_tokens: 
 
 
 def plan_steps(graph: Graph) -> tuple[Step, ...]:
-    """The nodes of a graph as steps.
-
-    Raises:
-        UnsupportedModelError: see ``ProofEngine``.
-    """
+    """The nodes of a graph as steps; UnsupportedModelError as in :class:`ProofEngine`."""
     kept = {tensor.name for tensor in graph.outputs}
     steps: list[Step] = []
     for node in reversed(graph.nodes):

@@ -64,8 +64,7 @@ def _to_node(node: "ir.Node") -> Node:
 def name_weights(graph: Graph, weights: Mapping[str, Array], tensors: Mapping[str, Array]) -> Graph:
     """Say which tensor of a checkpoint each weight is: the one of its name, or else the one that is equal.
 
-    Raises:
-        ValueError: there is none; the passes have made a weight of their own.
+    ValueError: there is none; the passes have made a new weight.
     """
     found = {}
     for name, array in weights.items():
@@ -101,13 +100,7 @@ def lower(ir_model: "ir.Model", capacity: int, num_splits: int | None = None) ->
 
 
 def export_role(model: str, role: str, work: Path) -> str:
-    """JSON of the graph of one model of a pair.
-
-    Args:
-        model: one of ``PLANS``.
-        role: ``"target"`` or ``"draft"``.
-        work: folder for checkpoints.
-    """
+    """JSON of the graph of one model of a pair of ``PLANS``; ``work`` is the folder for checkpoints."""
     from safetensors.numpy import load_file
 
     plan = PLANS[model]

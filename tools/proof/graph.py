@@ -35,21 +35,13 @@ class Node(NamedTuple):
 
 
 class Graph(NamedTuple):
-    """A lowered graph without its weights.
+    """A lowered graph without its weights."""
 
-    Attributes:
-        inputs: step inputs, then caches.
-        outputs: logits, token ids and caches.
-        nodes: in an order in which they can run.
-        constants: small initializers by name.
-        weights: all other initializers: name of the checkpoint's tensor, or "" where nobody has asked for it.
-    """
-
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
-    nodes: tuple[Node, ...]
-    constants: Mapping[str, Array]
-    weights: Mapping[str, str]
+    inputs: tuple[Tensor, ...]  # step inputs, then caches
+    outputs: tuple[Tensor, ...]  # logits, token ids and caches
+    nodes: tuple[Node, ...]  # in an order in which they can run
+    constants: Mapping[str, Array]  # small initializers by name
+    weights: Mapping[str, str]  # all other initializers: name of the checkpoint's tensor, or "" where it is not known
 
     @property
     def caches(self) -> tuple[Tensor, ...]:
@@ -92,13 +84,7 @@ def shipped_graph(model: str, role: str) -> Graph:
 
 
 def write_engine(path: Path, graph: Graph, weights: Mapping[str, Array]) -> None:
-    """Write an engine file.
-
-    Args:
-        path: the file, complete when this returns.
-        graph: the graph.
-        weights: every weight of it by the initializer's name; float16 or float32.
-    """
+    """Write an engine file, complete when this returns; ``weights`` are float16 or float32, by name of initializer."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     text = np.frombuffer(to_json(graph).encode(), np.uint8)

@@ -15,19 +15,12 @@ MAX_NUM_TOKENS = 512
 
 
 class Plan(NamedTuple):
-    """One pair.
+    """One pair."""
 
-    Attributes:
-        is_decisive: see ``make_tensors``.
-        lookahead: K.
-        max_model_len: most tokens of a sequence.
-        max_num_seqs: cache rows.
-    """
-
-    is_decisive: bool
-    lookahead: int
-    max_model_len: int
-    max_num_seqs: int
+    is_decisive: bool  # see ``make_tensors``
+    lookahead: int  # K
+    max_model_len: int  # most tokens of a sequence
+    max_num_seqs: int  # cache rows
 
 
 PLANS = {
@@ -55,14 +48,7 @@ def ensure_engine(folder: Path, model: str, role: str) -> Path:
 
 
 def plan_entry(graph: Graph, path: Path, profiles: tuple[Profile, ...], sm: str) -> ModelEntry:
-    """What a manifest would say of an engine.
-
-    Args:
-        graph: its graph.
-        path: its file.
-        profiles: step sizes it is to run.
-        sm: architecture of the GPU, such as ``"sm90"``.
-    """
+    """What a manifest would say of an engine; ``sm`` is such as ``"sm90"``, ``profiles`` are its step sizes."""
     sizes = [tensor.shape for tensor in graph.caches]
     logits = next(tensor for tensor in graph.outputs if tensor.name == "logits")
     return ModelEntry(

@@ -17,16 +17,10 @@ def open_engine(
 ) -> TrtExecutor:
     """Open an engine file as ``open_trt_executor`` opens a TensorRT engine.
 
-    Args:
-        path: the file.
-        profiles: step sizes to run, as a build would plan them.
-        num_rows: cache rows.
-        graphs: record the fixed profiles' steps before the first one is asked for.
-        gpu: a CPU that plays a GPU; None for the real one, by way of cuda-python.
-
-    Raises:
-        IncompatibleError: there is no GPU, or too little memory.
-        MissingDependencyError: cuda-python is not installed.
+    ``profiles`` are step sizes to run, as a build would plan them; ``num_rows`` are cache rows; with ``graphs`` the
+    fixed profiles' steps are recorded before the first one is asked for. ``gpu`` is a CPU that plays a GPU; None stands
+    for the real one, by way of cuda-python. IncompatibleError: there is no GPU, or too little memory.
+    MissingDependencyError: cuda-python is not installed.
     """
     driver: GpuDriver
     device: Device

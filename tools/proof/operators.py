@@ -20,15 +20,10 @@ _DTYPES = {1: "float32", 6: "int32", 7: "int64", 9: "bool", 10: "float16", 16: "
 
 
 class Operator(NamedTuple):
-    """How an operator runs.
+    """How an operator runs."""
 
-    Attributes:
-        run: takes its inputs (tensors, lists of ints, None) and its attributes; returns its outputs.
-        ints: positions of the inputs that are lists of ints.
-    """
-
-    run: Callable[..., Any]
-    ints: tuple[int, ...] = ()
+    run: Callable[..., Any]  # takes its inputs (tensors, lists of ints, None) and its attributes; returns its outputs
+    ints: tuple[int, ...] = ()  # positions of the inputs that are lists of ints
 
 
 def _cast(x: "Tensor", *, to: int) -> "Tensor":

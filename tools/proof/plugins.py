@@ -30,15 +30,10 @@ def embedded_tiles(spec: KernelSpec, sm: int, new_tokens: int) -> TileConfig:
 
 
 def run_plugin(spec: KernelSpec, inputs: "list[Tensor]", new_tokens: int) -> "list[Tensor]":
-    """Launch a kernel on a node's inputs; caches are [B, H, L, D] as in the graph, and are written in place.
+    """Launch a kernel on a node's inputs, in the order of its signature; returns the node's outputs.
 
-    Args:
-        spec: the kernel.
-        inputs: by the kernel's signature.
-        new_tokens: of a row, to choose tiles by.
-
-    Returns:
-        the node's outputs; those that alias an input are that tensor.
+    Caches are [B, H, L, D] as in the graph, and are written in place: an output that aliases an input is that tensor.
+    Tiles are chosen by ``new_tokens`` of a row.
     """
     import torch
 

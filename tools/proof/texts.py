@@ -21,19 +21,12 @@ NUM_TOKENS = {"tiny": 8, "small": 64}
 
 
 class Text(NamedTuple):
-    """One prompt and what the CPU engine says after it.
+    """One prompt and what the CPU engine says after it."""
 
-    Attributes:
-        prompt: token ids.
-        tokens: greedy continuation.
-        gaps: by how much each of these tokens' logit was ahead of the second best.
-        scale: largest magnitude of a logit.
-    """
-
-    prompt: list[int]
-    tokens: list[int]
-    gaps: list[float]
-    scale: float
+    prompt: list[int]  # token ids
+    tokens: list[int]  # greedy continuation
+    gaps: list[float]  # by how much each of these tokens' logit was ahead of the second best
+    scale: float  # largest magnitude of a logit
 
 
 def read_texts(model: str) -> list[Text]:

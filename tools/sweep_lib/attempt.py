@@ -24,32 +24,19 @@ _NOT_CAUSAL = ("is not causal", "encoder-decoder")
 
 
 class Outcome(NamedTuple):
-    """What came of an architecture.
+    """What came of an architecture."""
 
-    Attributes:
-        name: its ``model_type``.
-        model: class of the model.
-        outcome: one of the words above.
-        reason: why not, or the traceback.
-        error: largest difference of logits, in parts of the largest logit; None if none were compared.
-        seconds: it took.
-    """
-
-    name: str
-    model: str
-    outcome: str
-    reason: str = ""
+    name: str  # its ``model_type``
+    model: str  # class of the model
+    outcome: str  # one of the words above
+    reason: str = ""  # why not, or the traceback
+    # largest difference of logits, in parts of the largest logit; None if none were compared
     error: float | None = None
-    seconds: float = 0.0
+    seconds: float = 0.0  # it took
 
 
 def attempt(name: str, folder: Path) -> Outcome:
-    """Make, build and compare an architecture.
-
-    Args:
-        name: its ``model_type``.
-        folder: an empty one.
-    """
+    """Make, build and compare an architecture, by its ``model_type``, in an empty folder."""
     start = time.monotonic()
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
@@ -113,9 +100,7 @@ def _make(name: str, folder: Path) -> None:
 
 
 def _compare(checkpoint: Any, bundle: Path) -> float:
-    """The largest difference of logits in rounds of every width, with drafts of which some are right, in parts of the
-    largest logit.
-    """  # noqa: D205
+    """Largest difference of logits, in parts of the largest logit, in rounds of every width with some right drafts."""
     from specexport.frontend import reference_logits
     from specexport_runtime.bundle.manifest import load_manifest
     from specexport_runtime.executors.ort import OrtExecutor

@@ -108,14 +108,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 
 
 def shrink(name: str) -> Any:
-    """A small configuration of an architecture.
-
-    Args:
-        name: its ``model_type``.
-
-    Raises:
-        Exception: whatever its configuration class says of the sizes.
-    """
+    """A small configuration of an architecture, by its ``model_type``; raises what its configuration class raises."""
     from transformers import CONFIG_MAPPING
 
     return _shrunk(CONFIG_MAPPING[name], OVERRIDES.get(name, {}))
@@ -123,7 +116,7 @@ def shrink(name: str) -> Any:
 
 def _shrunk(kind: Any, overrides: dict[str, Any]) -> Any:
     default = kind()
-    plain = default.to_dict()  # some fields cannot be read as attributes where layers have sizes of their own
+    plain = default.to_dict()  # some fields cannot be read as attributes where layers have their own sizes
     fields = _small_sizes({key: value for key, value in plain.items() if key not in kind.sub_configs})
     for key in ("is_decoder", "is_encoder_decoder"):
         if hasattr(default, key):

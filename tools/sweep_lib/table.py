@@ -46,14 +46,9 @@ _SECTIONS = {
 
 
 def write_table(names: Mapping[str, str], results: Mapping[str, Outcome]) -> int:
-    """Write the page.
+    """Write the page; returns the exit status: 1 if an architecture has no result or a defect.
 
-    Args:
-        names: class by model type, of the installed transformers.
-        results: what is known.
-
-    Returns:
-        exit status: 1 if an architecture has no result or a defect.
+    ``names`` are classes by model type, of the installed transformers.
     """
     import transformers
 

@@ -11,11 +11,7 @@ REBUILD = "build it again with `specexport build`."
 
 
 def read_array(path: Path) -> Any:
-    """What an ``.npy`` file holds; pickles are refused. The caller looks at what it is.
-
-    Raises:
-        BundleError: it cannot be read.
-    """
+    """What an ``.npy`` file holds, unchecked; BundleError if it cannot be read or holds pickles."""
     try:
         return np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:

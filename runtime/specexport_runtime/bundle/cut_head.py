@@ -20,15 +20,10 @@ HEAD_IDS_NAME = "head_ids.npy"
 
 
 class CutHead(NamedTuple):
-    """An LM head of N of a model's V token ids.
+    """An LM head of N of a model's V token ids: an engine's logits and greedy tokens are in its rows."""
 
-    Attributes:
-        ids: token id of each row, int32 [N], ascending; an engine's logits and greedy tokens are in rows.
-        vocab_size: V, the ids that the model can be fed.
-    """
-
-    ids: npt.NDArray[np.int32]
-    vocab_size: int
+    ids: npt.NDArray[np.int32]  # [N], ascending: the token id of each row
+    vocab_size: int  # V, the ids that the model can be fed
 
     def below(self, vocab_size: int) -> "CutHead":
         """The head without the ids from ``vocab_size`` on: its first rows, for they ascend."""
@@ -42,14 +37,10 @@ class CutHead(NamedTuple):
 
 
 def load_cut_head(folder: Path, entry: ModelEntry) -> CutHead | None:
-    """Which token ids the LM head of a model has; None if it has all.
+    """Token ids that the LM head of a model has; None if it has all.
 
-    Args:
-        folder: what the entry's paths are relative to.
-        entry: the model's manifest entry.
-
-    Raises:
-        BundleError: the file is no array of as many ids as the manifest says, ascending, each once, within V.
+    The entry's paths are relative to ``folder``. BundleError if the file does not hold as many ids as the manifest
+    says, ascending, each once, within V.
     """
     if entry.head_ids_path is None:
         return None
@@ -62,7 +53,6 @@ def load_cut_head(folder: Path, entry: ModelEntry) -> CutHead | None:
 
 
 def _problem(ids: object, entry: ModelEntry) -> str | None:
-    """What is wrong with the ids; None if nothing is."""
     if not isinstance(ids, np.ndarray) or ids.dtype != np.int32 or ids.ndim != 1:
         return "it holds no int32 token ids"
     if len(ids) != entry.head_size:

@@ -29,24 +29,15 @@ Copies = npt.NDArray[np.int64]
 
 
 def delta_size(path: Path) -> int:
-    """Bytes of the file that a delta stands for.
-
-    Raises:
-        BundleError: it is no delta.
-    """
+    """Bytes of the file that a delta stands for; BundleError if ``path`` is no delta."""
     with path.open("rb") as file:
         return _read_sizes(file, path)[1]
 
 
 def apply_delta(path: Path, base: Path) -> bytearray:
-    """The file that a delta stands for.
+    """The file that the delta at ``path``, made from ``base``, stands for; BundleError if the two do not fit.
 
-    Args:
-        path: the delta.
-        base: the file that it was made from; it is mapped, so that its pages need no memory of their own.
-
-    Raises:
-        BundleError: one of the two is missing or cut, or is not what the other was made for.
+    The base is mapped, so that its pages take no further memory.
     """
     if not base.is_file():
         raise BundleError(f"{path}: {base} is missing.", _REBUILD)

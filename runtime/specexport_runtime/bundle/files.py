@@ -50,18 +50,10 @@ def hashes_forced() -> bool:
 
 
 def check_files(folder: Path, files: "Mapping[str, FileEntry]", *, remember: bool = False) -> bool:
-    """Check that every file exists and has its recorded size and hash.
+    """Check the size and hash of every file, given by relative path; True if nothing had to be hashed.
 
-    Args:
-        folder: where the files are.
-        files: hash and size by relative path.
-        remember: take the word of the record for files that were checked before, and extend it.
-
-    Returns:
-        whether all of them were known, so that nothing was hashed.
-
-    Raises:
-        BundleError: a file is missing, no regular file, or was altered; the message names it.
+    With ``remember``, files in the record are not hashed again, and the record is extended. BundleError names a file
+    that is missing, no regular file, or altered.
     """
     root = folder.resolve()
     for name, entry in files.items():
@@ -104,11 +96,7 @@ def file_fault(path: Path) -> tuple[str, str] | None:
 
 
 def native_path(path: Path) -> str:
-    """A path as libraries take it that know UTF-8 only, whatever the locale makes of its bytes.
-
-    Raises:
-        BundleError: its bytes are no UTF-8.
-    """
+    """A path for libraries that know UTF-8 only, whatever the locale; BundleError if its bytes are not UTF-8."""
     try:
         return os.fsencode(path).decode("utf-8")
     except UnicodeDecodeError:

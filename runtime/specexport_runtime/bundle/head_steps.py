@@ -1,7 +1,7 @@
 """Sizes of the steps that a draft head runs between two rounds: what engines with fixed sizes are built for.
 
-A row of such a step has the entries whose features the head has not read, and behind them what stands for tokens that
-nobody knows (see ``drafters.at_once``)::
+A row of such a step has the entries whose features the head has not read, and behind them stand-ins for tokens that
+are not known yet (see ``drafters.at_once``)::
 
                        not read    stand-ins                 logits
     token by token     1 … K+1     none                      1        then one entry a step
@@ -16,19 +16,12 @@ from typing import NamedTuple
 
 
 class HeadSteps(NamedTuple):
-    """Steps of a draft head, beside those that only read a prompt.
+    """Sizes of a draft head's steps, beside the steps that only read a prompt."""
 
-    Attributes:
-        fresh: most entries of a row whose features are new.
-        behind: entries of a row behind these.
-        logits: rows of logits that a row of the step wants.
-        steps_alone: it drafts token after token, so that most of its steps have one entry a row.
-    """
-
-    fresh: int
-    behind: int
-    logits: int
-    steps_alone: bool
+    fresh: int  # most entries of a row whose features are new
+    behind: int  # entries of a row behind these
+    logits: int  # rows of logits that a row of the step wants
+    steps_alone: bool  # the head drafts token after token, so that most of its steps have one entry a row
 
     @property
     def width(self) -> int:
@@ -46,11 +39,8 @@ def head_steps(
 ) -> HeadSteps:
     """The steps of a head that drafts up to ``lookahead`` tokens (K); K is less where the head has no more to give.
 
-    Args:
-        lookahead: K.
-        num_draft_heads: of Medusa heads, how many there are; 0 for all others.
-        block_size: of a head that fills blocks, most tokens of one; None for all others.
-        has_mask: it drafts all tokens in one step.
+    ``num_draft_heads`` counts Medusa heads, ``block_size`` is the most tokens of a block (DFlash), and ``has_mask``
+    says that the head drafts all tokens in one step.
     """
     if num_draft_heads:
         drafted = min(lookahead, num_draft_heads)

@@ -50,7 +50,7 @@ version 7 the layers that a draft was built without, version 8 what a step's cos
 dtype of KV caches, version 10 draft heads, version 11 the states of recurrences, windows, experts, LoRA adapters, and
 which rotary table an engine has, version 12 engines for CPUs of our own operators, and how a draft got its form. An
 older manifest is one without them."""
-_GONE = {"full_path", "full_inputs", "one_token_path", "one_token_inputs"}  # of graphs that nobody needs any more
+_GONE = {"full_path", "full_inputs", "one_token_path", "one_token_inputs"}  # of graphs that are not used any more
 MANIFEST_NAME = "manifest.json"
 DEFAULT_NUM_SEQS = 8
 MAX_LOOKAHEAD = 64
@@ -68,217 +68,128 @@ _REBUILD = "build it again with `specexport build`."
 
 @dataclass(frozen=True)
 class EngineFile:
-    """A model's engine for one GPU architecture.
-
-    Attributes:
-        path: engine file, relative to the bundle folder.
-        sm: architecture, for example ``"sm89"``; ``"any"`` for a portable engine.
-        builder: package that built it and can load it: ``"tensorrt"`` or ``"tensorrt-rtx"``.
-        builder_version: its version; an engine loads only under the version that built it.
-        memory_bytes: device memory that the largest profile needs for activations; None where the builder did not say.
-        report: what the builder told of the finished engine, see ``specexport.backends.trt_report``.
-        base: engine file in the same folder that ``path`` is the difference from (``bundle.delta``), relative to the
-            bundle folder; None where ``path`` is the engine itself.
-    """
+    """A model's engine for one GPU architecture; its paths are relative to the bundle folder."""
 
     path: str
-    sm: str
-    builder: str
-    builder_version: str
-    memory_bytes: int | None = None
-    report: Mapping[str, Any] = field(default_factory=dict)
+    sm: str  # architecture, for example "sm89"; "any" for a portable engine
+    builder: str  # package that built it and can load it: "tensorrt" or "tensorrt-rtx"
+    builder_version: str  # an engine loads only under the version that built it
+    memory_bytes: int | None = None  # device memory for the activations of the largest profile; None: not known
+    report: Mapping[str, Any] = field(default_factory=dict)  # of the builder, see ``specexport.backends.trt_report``
+    # Engine in the same folder that ``path`` is the difference from (``bundle.delta``); None where ``path`` is whole.
     base: str | None = None
 
 
 class ExpertSizes(NamedTuple):
-    """The experts of a model, of all layers that have some.
+    """The experts of a model, of all layers that have some."""
 
-    Attributes:
-        parameters: of all experts together.
-        per_token: how many of a layer's experts a token takes.
-        per_layer: how many a layer has.
-    """
-
-    parameters: int
-    per_token: int
-    per_layer: int
+    parameters: int  # of all experts together
+    per_token: int  # how many of a layer's experts a token takes
+    per_layer: int  # how many experts a layer has
 
 
 class TriedForm(NamedTuple):
-    """A form of a draft that a build tried.
+    """A form of a draft that a build tried."""
 
-    Attributes:
-        quantize: of its weights, as in ``ModelEntry``.
-        head_size: tokens of its LM head.
-        accepted: share of the target's tokens that it guessed, 0 to 1.
-        step: what a step costs, over a step of the target.
-        speed: tokens a second that it promises, over plain decoding.
-    """
-
-    quantize: str | None
-    head_size: int
-    accepted: float
-    step: float
-    speed: float
+    quantize: str | None  # of its weights, as in ``ModelEntry``
+    head_size: int  # tokens of its LM head
+    accepted: float  # share of the target's tokens that it guessed, 0 to 1
+    step: float  # what a step costs, over a step of the target
+    speed: float  # tokens a second that it promises, over plain decoding
 
 
 class FormTrial(NamedTuple):
-    """How a build chose the form of a draft.
+    """How a build chose the form of a draft."""
 
-    Attributes:
-        num_tokens: tokens of the target that were to be guessed.
-        forms: what was tried, the simplest first.
-        obstacle: why nothing was tried, or not all of it; None where all was.
-    """
-
-    num_tokens: int
-    forms: tuple[TriedForm, ...]
-    obstacle: str | None = None
+    num_tokens: int  # tokens of the target that were to be guessed
+    forms: tuple[TriedForm, ...]  # what was tried, the simplest first
+    obstacle: str | None = None  # why nothing was tried, or not all of it; None where all was
 
 
 @dataclass(frozen=True)
 class AdapterEntry:
-    """A LoRA adapter of a target.
+    """A LoRA adapter of a target."""
 
-    Attributes:
-        name: as requests call it.
-        source: name of the folder that it came from.
-        sha256: hash over its files.
-        rank: the largest r of its layers.
-        use: ``"merged"`` where it is a part of the weights, ``"chosen"`` where requests choose it.
-    """
-
-    name: str
-    source: str
-    sha256: str
-    rank: int
-    use: str
+    name: str  # as requests call it
+    source: str  # name of the folder that it came from
+    sha256: str  # over its files
+    rank: int  # the largest r of its layers
+    use: str  # "merged" where it is a part of the weights, "chosen" where requests choose it
 
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """One model of a bundle (the target or the draft) and its engine, or its engines by GPU architecture.
+    """One model of a bundle (target, draft or draft head) and its engine, or its engines by GPU architecture.
 
-    Attributes:
-        path: engine file, relative to the bundle folder.
-        backend: backend that built it, for example ``"ort-cpu"``.
-        architecture: model class name of the checkpoint.
-        dtype: dtype of activations and, unless ``kv_dtype`` says otherwise, caches; a numpy name. Of weights too, where
-            ``weight_formats`` names no others.
-        vocab_size: token ids of the model (V): rows of its LM head, unless that was cut.
-        layers: cache sizes of each attention layer, in order.
-        inputs: step inputs the lowered graph takes (names of the contract).
-        num_parameters: parameters of the model, tied ones counted once.
-        max_positions: positions the model supports; None if it has no limit.
-        source: where the checkpoint came from: a hub id, or the name of a local folder or file.
-        source_sha256: hash over the checkpoint's files.
-        passes: what each compiler pass changed, in order: ``[name, changes]``.
-        padded_path: graph for caches that hold padding entries, over the same weights; None if there is none.
-        padded_inputs: step inputs that graph takes.
-        lowering: what stands behind attention: ``"function"`` (ort-cpu), ``"paged"`` (ort-cuda), or for TensorRT
-            ``"native-folded"``, ``"native"`` or ``"plugin"``; in older bundles ``"native-grouped"`` too.
-        engines: engine files by GPU architecture; empty where ``path`` is the one engine. ``path`` is the first then.
-        profiles: step sizes the engines were built for, in their order; empty where any size runs.
-        kv_capacity: L, entries of a cache row, where the engine fixes it; None where the arena decides.
-        max_num_seqs: cache rows the engine was built for; None for any number.
-        num_gates: G, parts that can be switched off for drafting with the target itself; 0 where none can.
-        gate_kinds: what each of them is, see ``abi.GateKind``; empty in older bundles, where each layer has an
-            attention and an MLP.
-        skipped_layers: layers that such drafts leave out, where the engine fixes them; empty where each prompt decides.
-        gate_obstacle: why no layer of a target can be skipped exactly; None where that was not asked, or can be done.
-        quantize: ``"int8"`` or ``"int4"`` where the linear layers' weights are quantized, ``"keep"`` where they are
-            the integers of a quantized checkpoint.
-        quantized_bytes: bytes of the packed weights, and what they would take in ``dtype``; None where not counted.
-        fused: what the lowering fused: ``[name, count]``.
-        head_ids_path: the token ids that the LM head of a draft was cut down to, see ``bundle.cut_head``; None where it
-            is whole.
-        num_head_ids: N, how many those are.
-        dropped_layers: layers of its checkpoint that a draft was built without, in the order in which they were chosen:
-            number, and mean cosine of input and output (-1 to 1). Empty where it has all.
-        step_parameters: parameters that a step multiplies with each of its tokens: without an embedding that is only
-            looked up, and without what an LM head was cut by. None in older bundles.
-        experts: of those parameters, the ones of which a step reads what its tokens chose; None where there are none,
-            and where the backend multiplies by copies of them.
-        num_heads: query heads of an attention layer; None in older bundles, and where the checkpoint does not say.
-        weight_formats: of engines for CPUs, each format of the packed weights: name, weights and bytes; with ``"keep"``
-            those of the checkpoint.
-        kv_dtype: dtype of the KV caches, ``"int8"``, where they are of another than ``dtype``; None where not.
-        feature_size: E: of a target with a draft head, width of the features that it gives; of the head, of those that
-            it reads. 0 for all others.
-        head_kind: of a draft head: what it computes, ``"eagle3"`` or another; None for all others.
-        taps: of a draft head: the target's hidden states that features are made of, as transformers numbers them, and
-            -1 for the one behind its last norm.
-        mask_token_id: of a draft head that drafts all tokens in one step: the token that stands for those which are not
-            known yet. None for all others.
-        mask_path: the feature that comes with it, see ``bundle.mask_feature``; None where none does.
-        block_size: of a draft head that fills blocks: most tokens of a block, the newest and those to guess. None for
-            all others.
-        num_draft_heads: of Medusa and Hydra heads: how many there are, each for a place of a draft; 0 for all others.
-        windows: entries that a token of each attention layer sees, itself included, -1 for all; empty where all layers
-            see all.
-        states: sizes of what each recurrence keeps of a row, in order; empty for models of attention alone.
-        target_layers: of a draft head that reads caches of the target, and has none: layers of the target that fill
-            them; ``layers`` has their sizes. Empty for all others.
-        guessed: of a draft head: share of first guesses that were right when it was built, 0 to 1; None where that was
-            not looked at.
-        rope: rotary tables that depend on a sequence's length, and which of them the engine has; None where none does.
-        rope_len: tokens of the longest sequence, which they were chosen for.
-        reading: of a draft head: how it was read otherwise than its files say; None where it was not.
-        adapters: LoRA adapters of a target: the one that is merged, or those that requests may choose, in the order of
-            their numbers, from 1.
-        trial: of a draft whose form the build chose: how; None for all others.
+    Paths are relative to the bundle folder. Fields that an older bundle lacks have their defaults.
     """
 
-    path: str
-    backend: str
-    architecture: str
-    dtype: str
-    vocab_size: int
-    layers: tuple[LayerGeometry, ...]
-    inputs: tuple[str, ...]
-    num_parameters: int
-    max_positions: int | None
-    source: str
-    source_sha256: str
-    passes: tuple[tuple[str, int], ...] = ()
-    padded_path: str | None = None
-    padded_inputs: tuple[str, ...] = ()
+    path: str  # engine file; the first of ``engines`` where there are some
+    backend: str  # that built it, for example "ort-cpu"
+    architecture: str  # model class name of the checkpoint
+    dtype: str  # numpy name: of activations, and of caches and weights unless kv_dtype and weight_formats name others
+    vocab_size: int  # token ids of the model (V): rows of its LM head, unless that was cut
+    layers: tuple[LayerGeometry, ...]  # cache sizes of each attention layer, in order
+    inputs: tuple[str, ...]  # step inputs that the lowered graph takes (names of the contract)
+    num_parameters: int  # tied ones counted once
+    max_positions: int | None  # None: no limit
+    source: str  # of the checkpoint: a hub id, or the name of a local folder or file
+    source_sha256: str  # over the checkpoint's files
+    passes: tuple[tuple[str, int], ...] = ()  # what each compiler pass changed, in order: name, changes
+    padded_path: str | None = None  # graph for caches that hold padding entries, over the same weights
+    padded_inputs: tuple[str, ...] = ()  # step inputs that graph takes
+    # What stands behind attention: "function" (ort-cpu), "paged" (ort-cuda), or for TensorRT "native-folded", "native"
+    # or "plugin"; in older bundles "native-grouped" too.
     lowering: str = "function"
-    engines: tuple[EngineFile, ...] = ()
-    profiles: tuple[Profile, ...] = ()
-    kv_capacity: int | None = None
-    max_num_seqs: int | None = None
-    num_gates: int = 0
+    engines: tuple[EngineFile, ...] = ()  # by GPU architecture; empty where ``path`` is the one engine
+    profiles: tuple[Profile, ...] = ()  # step sizes the engines were built for, in their order; empty: any size runs
+    kv_capacity: int | None = None  # L, entries of a cache row, where the engine fixes it; None: the arena decides
+    max_num_seqs: int | None = None  # cache rows the engine was built for; None: any number
+    num_gates: int = 0  # G, parts that can be switched off for drafting with the target itself; 0 where none can
+    # What each of them is, see ``abi.GateKind``; empty in older bundles, where each layer has an attention and an MLP.
     gate_kinds: tuple[str, ...] = ()
-    gate_obstacle: str | None = None
-    skipped_layers: tuple[int, ...] = ()
+    gate_obstacle: str | None = None  # why no layer can be skipped exactly; None where not asked for, or one can
+    skipped_layers: tuple[int, ...] = ()  # that such drafts leave out, where the engine fixes them; else prompts decide
+    # Of the linear layers' weights: "int8", "int4", or "keep" for the integers of a quantized checkpoint.
     quantize: str | None = None
-    quantized_bytes: tuple[int, int] | None = None
-    fused: tuple[tuple[str, int], ...] = ()
-    head_ids_path: str | None = None
-    num_head_ids: int | None = None
+    quantized_bytes: tuple[int, int] | None = None  # of the packed weights, and what they would take in ``dtype``
+    fused: tuple[tuple[str, int], ...] = ()  # what the lowering fused: name, count
+    head_ids_path: str | None = None  # token ids that a draft's LM head was cut down to, see ``bundle.cut_head``
+    num_head_ids: int | None = None  # N, how many those are; None: the LM head is whole
+    # Layers of its checkpoint that a draft was built without, in the order in which they were chosen: number, and mean
+    # cosine of input and output (-1 to 1).
     dropped_layers: tuple[tuple[int, float], ...] = ()
+    # Parameters that a step multiplies with each of its tokens: without an embedding that is only looked up, and
+    # without what an LM head was cut by.
     step_parameters: int | None = None
+    # Of those parameters, the ones of which a step reads what its tokens chose; None where there are none, and where
+    # the backend multiplies by copies of them.
     experts: ExpertSizes | None = None
-    num_heads: int | None = None
+    num_heads: int | None = None  # query heads of an attention layer; None where the checkpoint does not say
+    # Of engines for CPUs, each format of the packed weights: name, weights and bytes; with "keep" those of the
+    # checkpoint.
     weight_formats: tuple[tuple[str, int, int], ...] = ()
-    kv_dtype: str | None = None
-    feature_size: int = 0
-    head_kind: str | None = None
+    kv_dtype: str | None = None  # "int8" where the KV caches are not of ``dtype``
+    feature_size: int = 0  # E: width of the features that a target gives, and its draft head reads; 0 without a head
+    head_kind: str | None = None  # of a draft head: what it computes, "eagle3" or another
+    # Of a draft head: the target's hidden states that features are made of, as transformers numbers them, and -1 for
+    # the one behind its last norm.
     taps: tuple[int, ...] = ()
-    mask_token_id: int | None = None
-    mask_path: str | None = None
-    num_draft_heads: int = 0
-    block_size: int | None = None
-    target_layers: tuple[int, ...] = ()
+    mask_token_id: int | None = None  # of a head that drafts all tokens in one step: stands for tokens not known yet
+    mask_path: str | None = None  # the feature that comes with it, see ``bundle.mask_feature``; None where none does
+    num_draft_heads: int = 0  # Medusa and Hydra heads, each for a place of a draft
+    block_size: int | None = None  # of a head that fills blocks: most tokens of one, the newest and those to guess
+    target_layers: tuple[int, ...] = ()  # of a head that reads the target's caches: whose; ``layers`` has their sizes
+    # Entries that a token of each attention layer sees, itself included, -1 for all; empty where all layers see all.
     windows: tuple[int, ...] = ()
-    states: tuple[StateGeometry, ...] = ()
-    guessed: float | None = None
-    reading: str | None = None
-    rope: str | None = None
-    rope_len: int | None = None
+    states: tuple[StateGeometry, ...] = ()  # sizes of what each recurrence keeps of a row, in order
+    guessed: float | None = None  # of a draft head: share of first guesses that were right when it was built, 0 to 1
+    reading: str | None = None  # of a draft head: how it was read otherwise than its files say
+    rope: str | None = None  # rotary tables that depend on a sequence's length, and which of them the engine has
+    rope_len: int | None = None  # tokens of the longest sequence, which they were chosen for
+    # Of a target: the merged one, or the ones that requests may choose, in the order of their numbers, from 1.
     adapters: tuple[AdapterEntry, ...] = ()
-    trial: FormTrial | None = None
+    trial: FormTrial | None = None  # of a draft whose form the build chose
 
     @property
     def chosen_adapters(self) -> tuple[str, ...]:
@@ -338,54 +249,31 @@ class ModelEntry:
 
 @dataclass(frozen=True)
 class VocabularyInfo:
-    """Vocabulary and tokenizer identity.
+    """Vocabulary and tokenizer identity."""
 
-    Attributes:
-        size: token ids that both models know and that the tokenizer can produce: only ids below it are drafted.
-        tokenizer_sha256: hash of ``tokenizer.json``.
-        bos_token_id: id of the beginning-of-sequence token, if the checkpoint names one.
-        eos_token_ids: ids that end a generation.
-        special_tokens: text of named special tokens (``bos_token``, ``eos_token``, …), for chat templates.
-    """
-
-    size: int
-    tokenizer_sha256: str
+    size: int  # token ids that both models know and that the tokenizer can produce: only ids below it are drafted
+    tokenizer_sha256: str  # of ``tokenizer.json``
     bos_token_id: int | None
-    eos_token_ids: tuple[int, ...]
-    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    eos_token_ids: tuple[int, ...]  # any of them ends a generation
+    special_tokens: Mapping[str, str] = field(default_factory=dict)  # text by name (``bos_token``), for chat templates
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything a bundle says about itself (``manifest.json``).
-
-    Attributes:
-        name: bundle name.
-        build_key: hash of all that decides the result: recipe, weights, compiler sources, tool versions.
-        recipe: the resolved build recipe.
-        tools: versions of the tools that built it.
-        vocabulary: vocabulary and tokenizer identity.
-        max_model_len: most tokens (prompt and generated) of one sequence.
-        lookahead: largest K the bundle was built and verified for.
-        max_num_seqs: sequences that are decoded at a time, unless a load says otherwise; None leaves it to the runtime.
-        max_num_tokens: most tokens of one step, likewise.
-        models: ``"target"`` and, if the bundle has a draft model, ``"draft"``, or a draft head, ``"head"``.
-        files: every other file of the bundle by relative path.
-        verify: summary of the last ``specexport verify``; None before the first.
-    """
+    """Everything a bundle says about itself (``manifest.json``)."""
 
     name: str
-    build_key: str
-    recipe: Mapping[str, Any]
-    tools: Mapping[str, str]
+    build_key: str  # hash of all that decides the result: recipe, weights, compiler sources, tool versions
+    recipe: Mapping[str, Any]  # the resolved one
+    tools: Mapping[str, str]  # versions of the tools that built it
     vocabulary: VocabularyInfo
-    max_model_len: int
-    lookahead: int
-    models: Mapping[str, ModelEntry]
-    files: Mapping[str, FileEntry]
-    verify: Mapping[str, Any] | None = None
-    max_num_seqs: int | None = None
-    max_num_tokens: int | None = None
+    max_model_len: int  # most tokens (prompt and generated) of one sequence
+    lookahead: int  # largest K the bundle was built and verified for
+    models: Mapping[str, ModelEntry]  # "target", and "draft" for a draft model or "head" for a draft head
+    files: Mapping[str, FileEntry]  # every other file of the bundle by relative path
+    verify: Mapping[str, Any] | None = None  # summary of the last ``specexport verify``
+    max_num_seqs: int | None = None  # sequences decoded at a time, unless a load says otherwise; None: default_num_seqs
+    max_num_tokens: int | None = None  # most tokens of one step, likewise; None: the runtime's choice
     schema_version: int = SCHEMA_VERSION
     abi_version: int = ABI_VERSION
 
@@ -546,9 +434,8 @@ def _digest(data: Mapping[str, Any]) -> str:
 def load_manifest(folder: Path) -> Manifest:
     """Read and check ``folder/manifest.json``; the other files are checked by :func:`check_files`.
 
-    Raises:
-        BundleError: the folder is no bundle, or its manifest was altered.
-        IncompatibleError: the manifest has a newer schema or another ABI.
+    BundleError if the folder is no bundle or its manifest was altered, IncompatibleError for a schema or an ABI that
+    this runtime does not read.
     """
     path = folder / MANIFEST_NAME
     if not os.path.isdir(folder):  # Path.is_dir raises for a name that no folder can have

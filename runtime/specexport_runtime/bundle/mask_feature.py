@@ -1,4 +1,4 @@
-"""What a parallel draft head is fed in the place of tokens that nobody knows yet: one token id, and one feature."""
+"""What a parallel draft head is fed in the place of tokens that are not known yet: one token id, and one feature."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -15,17 +15,12 @@ MASK_NAME = "mask_feature.npy"
 
 
 class MaskInput(NamedTuple):
-    """The stand-in for a token that is not known.
+    """The stand-in for a token that is not known."""
 
-    Attributes:
-        token: its id.
-        feature: what comes with it, float32 [E].
-        block_size: of a head that fills blocks (DFlash): most tokens of a block, the newest and those to guess. None
-            for a head whose entries all have a token and a feature (P-EAGLE).
-    """
-
-    token: int
-    feature: npt.NDArray[np.float32]
+    token: int  # its id
+    feature: npt.NDArray[np.float32]  # [E], what comes with it
+    # Of a head that fills blocks (DFlash): most tokens of a block, the newest and those to guess. None for a head whose
+    # entries all have a token and a feature (P-EAGLE).
     block_size: int | None = None
 
     @property
@@ -37,12 +32,8 @@ class MaskInput(NamedTuple):
 def load_mask(folder: Path, entry: ModelEntry) -> MaskInput | None:
     """The stand-in of a head; None for one that drafts token after token.
 
-    Args:
-        folder: what the entry's paths are relative to.
-        entry: the head's manifest entry.
-
-    Raises:
-        BundleError: the file is no feature of the head's size, or the token is none of its vocabulary.
+    The entry's paths are relative to ``folder``. BundleError if the file is no feature of the head's size, or the token
+    is not in its vocabulary.
     """
     if entry.mask_token_id is None:
         return None

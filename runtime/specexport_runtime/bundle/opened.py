@@ -18,37 +18,19 @@ WEIGHTS = "[!.]*.data"
 
 
 class Bundle(NamedTuple):
-    """A bundle that passed its checks.
-
-    Attributes:
-        folder: where it lies.
-        manifest: its metadata.
-        tokenizer: tokenizer of all its models.
-        chat_template: Jinja source; None if the checkpoint had none.
-        max_model_len: most tokens of one sequence, as asked for.
-        max_num_seqs: sequences that run at a time, as asked for.
-        num_rows: cache rows: these, and those that only keep prefixes.
-    """
+    """A bundle that passed its checks, with the limits that the load asked for."""
 
     folder: Path
     manifest: Manifest
     tokenizer: "Tokenizer"
-    chat_template: str | None
-    max_model_len: int
-    max_num_seqs: int
-    num_rows: int
+    chat_template: str | None  # Jinja source
+    max_model_len: int  # most tokens of one sequence
+    max_num_seqs: int  # sequences that run at a time
+    num_rows: int  # cache rows: max_num_seqs, and the rows that only keep prefixes
 
 
 def check_num_seqs(count: int, name: str = "max_num_seqs") -> None:
-    """Refuse a number of cache rows that is out of range.
-
-    Args:
-        count: the number.
-        name: what the caller calls it.
-
-    Raises:
-        InvalidRequestError: it is out of range.
-    """
+    """Refuse a number of cache rows that is out of range (InvalidRequestError); the message calls it ``name``."""
     if not 1 <= count <= MAX_NUM_SEQS:
         raise InvalidRequestError(f"{name} is {count}.", f"choose a number from 1 to {MAX_NUM_SEQS}.")
 
@@ -66,16 +48,8 @@ def load_bundle(
 ) -> Bundle:
     """Open ``folder``, checking its versions and the hash of every file that was not checked here before.
 
-    Args:
-        folder: bundle folder.
-        max_model_len: most tokens of one sequence; None takes the bundle's limit.
-        max_num_seqs: sequences that run at a time; None takes the bundle's own default.
-        prefix_rows: cache rows beside theirs.
-
-    Raises:
-        BundleError: the folder is no bundle, or a file is missing or altered.
-        IncompatibleError: another schema or ABI.
-        InvalidRequestError: a limit is out of range.
+    None takes the manifest's limit; ``prefix_rows`` come beside the ``max_num_seqs`` rows. BundleError if a file is
+    missing or altered, IncompatibleError for another schema or ABI, InvalidRequestError for a limit out of range.
     """
     manifest = load_manifest(folder)
     if max_model_len is not None and not 2 <= max_model_len <= manifest.max_model_len:

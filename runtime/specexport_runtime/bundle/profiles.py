@@ -13,29 +13,20 @@ from specexport_runtime.abi import StepShape
 from specexport_runtime.errors import IncompatibleError
 
 ProfileKind = Literal["decode", "self", "verify", "catch-up", "draft", "prefill"]
+"""One token a row; the same without some of the layers (a draft); K+1 tokens a row of the target; what a draft model is
+fed after a round that accepted everything, two tokens a row (K+1 of a draft head, which reads all its entries again);
+a head that drafts all tokens in one step; and ranged."""
 
 
 class Profile(NamedTuple):
-    """One optimization profile.
-
-    Attributes:
-        kind: ``"decode"`` (one token a row), ``"self"`` (the same without some of the layers: a draft), ``"verify"``
-            (K+1 tokens a row, the target's), ``"catch-up"`` (two tokens a row: what a draft model is fed after a round
-            that accepted everything; K+1 of a draft head, whose entries all have to be read again), ``"draft"`` (of a
-            head that drafts all tokens in one step), or ``"prefill"`` (ranged).
-        num_seqs: B of a fixed profile; the largest B of a ranged one.
-        max_new_tokens: Q, likewise.
-        num_tokens: T, likewise; B*Q in a fixed profile, where every row is padded to Q tokens.
-        num_logit_rows: R, likewise.
-        fold: tokens of a row that the attention takes for heads: the width of its tile is a multiple of it.
-    """
+    """One optimization profile: the sizes of a fixed one, the largest sizes of a ranged one."""
 
     kind: ProfileKind
-    num_seqs: int
-    max_new_tokens: int
-    num_tokens: int
-    num_logit_rows: int
-    fold: int = 1
+    num_seqs: int  # B
+    max_new_tokens: int  # Q
+    num_tokens: int  # T; B*Q in a fixed profile, where every row is padded to Q tokens
+    num_logit_rows: int  # R
+    fold: int = 1  # tokens of a row that the attention takes for heads: the width of its tile is a multiple of it
 
     @property
     def largest(self) -> StepShape:
@@ -65,14 +56,9 @@ class Profile(NamedTuple):
 
 
 def choose_profile(profiles: Seq[Profile], shape: StepShape) -> int:
-    """Index of the cheapest profile that fits: fewest padded tokens first, then fewest rows; fixed before ranged.
+    """Index of the cheapest profile that fits a step: fixed before ranged, then fewest padded tokens, then fewest rows.
 
-    Args:
-        profiles: those of the engine, in its order.
-        shape: the step.
-
-    Raises:
-        IncompatibleError: no profile fits; names the size that is beyond all of them and the flag that raises it.
+    IncompatibleError where none fits; it names the size that is beyond all of them and the flag that raises it.
     """
     fitting = [i for i, profile in enumerate(profiles) if profile.fits(shape)]
     if not fitting:

@@ -123,13 +123,7 @@ def table_of(rule: Rule, keys: Rule = text) -> Rule:
 
 
 def record(rules: Mapping[str, Rule], *, may_lack: frozenset[str] = frozenset(), more: bool = False) -> Rule:
-    """An object with known fields.
-
-    Args:
-        rules: the rule of each field.
-        may_lack: fields that need not be there.
-        more: whether other fields are allowed.
-    """
+    """An object with known fields, of which ``may_lack`` may be lacking; ``more`` allows other fields."""
 
     def check(value: Any, where: str) -> None:
         if not isinstance(value, dict):

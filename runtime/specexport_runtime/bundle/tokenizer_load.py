@@ -1,4 +1,4 @@
-"""Loading ``tokenizer.json``: at once, or on a thread of its own after the engine was opened.
+"""Loading ``tokenizer.json``: at once, or on a separate thread after the engine was opened.
 
 A vocabulary of 262,144 takes 0.6 s to parse, as long as opening an engine of 1 GB. Both fill fresh memory page by page
 and gain nothing from running side by side. Imports tokenizers when it loads.
@@ -20,15 +20,10 @@ _CHANCES = ("dropout", "alpha")
 
 
 def load_tokenizer(path: Path, *, background: bool = False) -> "Tokenizer":
-    """Load a tokenizer.
+    """Load ``tokenizer.json``; BundleError if it cannot be read.
 
-    Args:
-        path: ``tokenizer.json``.
-        background: return at once. :func:`start_loading` starts the thread, or the first use, which waits for it. For
-            a file that is known to be right: what is wrong with it shows at the first use.
-
-    Raises:
-        BundleError: the file cannot be read.
+    With ``background`` it returns at once, for a file that is known to be right: :func:`start_loading` starts the
+    thread, or the first use does, waits for it, and raises the error.
     """
     return cast("Tokenizer", _BackgroundTokenizer(path)) if background else _load(path)
 

@@ -1,4 +1,4 @@
-"""The end of a command whose output nobody reads any more, as in ``specexport generate … | head``."""
+"""The end of a command whose output is read no more, as in ``specexport generate … | head``."""
 
 import contextlib
 import os
@@ -12,16 +12,15 @@ EXIT_CLOSED_OUTPUT = 141
 
 
 class ClosedOutputError(Exception):
-    """Nobody reads the output. Not an ``OSError``: click makes an exit code of its own of that."""
+    """The output is read no more. Not an ``OSError``: click has its own exit code for that."""
 
 
 @contextlib.contextmanager
 def watch_output() -> Iterator[None]:
     """Tell a closed output from other broken pipes.
 
-    Raises:
-        ClosedOutputError: nobody reads what the block has written; nothing more will be.
-        RuntimeError: another pipe broke, which is a defect.
+    ``ClosedOutputError``: what the block wrote is read no more. ``RuntimeError``: another pipe broke, which is a
+    defect.
     """
     try:
         yield

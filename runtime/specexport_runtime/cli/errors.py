@@ -76,14 +76,7 @@ def _describe_click_error(error: click.ClickException) -> str:
 
 
 def run_command(command: Callable[[], Any]) -> int:
-    """Run a command and turn what it raises into an exit code, as the table of this module says.
-
-    Args:
-        command: does the work; an int that it returns is the exit code.
-
-    Returns:
-        the exit code.
-    """
+    """Run a command; its exit code is the int that it returns, or that of what it raises by this module's table."""
     with handle_interrupts() as interrupts:
         try:
             result = command()

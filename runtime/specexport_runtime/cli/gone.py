@@ -1,4 +1,4 @@
-"""Switches of earlier releases that have nothing to switch any more: whoever still gives one is told why."""
+"""Switches of earlier releases that have nothing to switch any more: a user that still gives one is told why."""
 
 import sys
 from collections.abc import Callable
@@ -11,11 +11,8 @@ def gone(names: str, why: str) -> Callable[[Any], Any]:
     """A switch that no help shows and that changes nothing: a person at a terminal is warned.
 
     Scripts of an earlier release go on as they were, standard error and all. Only for what is done in any case now: an
-    option that would change a result is removed, and refused as unknown.
-
-    Args:
-        names: as for ``click.option``: ``"--a/--no-a"``.
-        why: there is nothing to switch.
+    option that would change a result is removed, and refused as unknown. ``names`` are as for ``click.option``:
+    ``"--a/--no-a"``.
     """
 
     def tell(_ctx: click.Context, param: click.Parameter, value: bool | None) -> None:

@@ -39,13 +39,7 @@ LIMITS = (
 
 
 class NumberOr(click.ParamType):  # type: ignore[type-arg]  # older releases of click have no arguments
-    """A number, or a word that stands for something else.
-
-    Args:
-        word: the word.
-        value: what it stands for.
-        integer: whether the number has to be one.
-    """
+    """A number (an integer if ``integer``), or a word that stands for ``value``."""
 
     def __init__(self, word: str, value: Any, *, integer: bool = True) -> None:
         self.word, self.value, self.integer = word, value, integer
@@ -77,11 +71,7 @@ def sampling_options(
 ) -> Any:
     """Add the options that make a ``SamplingParams``; ranges are checked there, in one place.
 
-    Args:
-        command: the command.
-        max_tokens: default; None for a command that finds its own.
-        temperature: default.
-        top_p: default.
+    ``max_tokens`` is a default, None for a command that finds its own.
     """
     from specexport_runtime.sampling.params import CUTS
 
@@ -270,15 +260,9 @@ def drafting_options(command: Any) -> Any:
 
 
 def check_of_use(limits: Mapping[str, Any], drafting: "Drafting", params: "SamplingParams | None" = None) -> None:
-    """Refuse what would be loaded and then be asked by nobody, given how the requests draft.
+    """Refuse options of ``SpecEngine.load`` for drafter suffix if no request drafts by it.
 
-    Args:
-        limits: options that ``SpecEngine.load`` takes.
-        drafting: how the requests draft.
-        params: how they sample; None if greedily.
-
-    Raises:
-        InvalidRequestError: something for drafter suffix is given, which does not draft.
+    ``params`` None: requests sample greedily.
     """
     drafter, lookahead = drafting["drafter"], drafting["num_speculative_tokens"]
     is_repeatable = params is not None and params.seed is not None and not params.is_greedy
@@ -293,8 +277,7 @@ def check_of_use(limits: Mapping[str, Any], drafting: "Drafting", params: "Sampl
 def take_drafting(options: dict[str, Any]) -> "Drafting":
     """The keyword arguments that the options of :func:`drafting_options` make; takes them out of ``options``.
 
-    Raises:
-        InvalidRequestError: a value is out of its range, or options contradict each other.
+    ``InvalidRequestError`` if a value is out of its range, or options contradict each other.
     """
     from specexport_runtime.requests.checks import check_acceptance
     from specexport_runtime.sequences.draft_exit import DraftExitParams
@@ -329,8 +312,7 @@ def take_drafting(options: dict[str, Any]) -> "Drafting":
 def sampling_params(sampling: dict[str, Any]) -> "SamplingParams":
     """The parameters that the options of :func:`sampling_options` make; takes some of them out.
 
-    Raises:
-        InvalidRequestError: a value is out of its range.
+    ``InvalidRequestError`` if a value is out of its range.
     """
     from specexport_runtime.sampling.params import SamplingParams
 

@@ -16,21 +16,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """Form of the output.
+    """Form of the output."""
 
-    Attributes:
-        as_json: one JSON object a line.
-        stats: counters on standard error.
-        colour: colour tokens by where they came from.
-        show_prompt: print the prompt before the text.
-        trace: what each round did, on standard error, or in the JSON objects.
-    """
-
-    as_json: bool
-    stats: bool
-    colour: bool
-    show_prompt: bool
-    trace: bool = False
+    as_json: bool  # one JSON object a line
+    stats: bool  # counters on standard error
+    colour: bool  # colour tokens by where they came from
+    show_prompt: bool  # before the text
+    trace: bool = False  # what each round did, on standard error, or in the JSON objects
 
 
 _STYLES: dict[str, dict[str, Any]] = {
@@ -59,13 +51,7 @@ def print_stream(prompt: str, chunks: "Iterator[StreamChunk]", output: OutputOpt
 
 
 def print_chunk(chunk: "StreamChunk", *, colour: bool, is_dim: Callable[[str], bool] = lambda _: False) -> None:
-    """Print the pieces of one round, coloured by where they came from.
-
-    Args:
-        chunk: the round.
-        colour: whether to colour them.
-        is_dim: told the text of each piece in turn; whether to show it dim.
-    """
+    """Print the pieces of one round, coloured by where they came from; ``is_dim`` is told each piece's text in turn."""
     for piece in chunk.pieces:
         style = {**_STYLES[piece.kind], "dim": is_dim(piece.text) or None} if colour else {}
         click.echo(click.style(piece.text, **style), nl=False, color=colour)
@@ -122,11 +108,9 @@ def print_result(prompt: str, result: "GenerationResult", output: OutputOptions)
 
 
 def describe_drafters(drafters: dict[str, dict[str, int]], plain: int) -> str:
-    """Which drafter made how much: accepted of drafted tokens, and rounds; then the rounds that nobody drafted in.
+    """Which drafter made how much: accepted of drafted tokens, and rounds; then the ``plain`` rounds without a draft.
 
-    Args:
-        drafters: as in ``SequenceStats.to_json``.
-        plain: rounds without a draft.
+    ``drafters`` are as in ``SequenceStats.to_json``.
     """
     parts = [
         f"{name} {each['accepted']} of {each['drafted']} in {_rounds(each['rounds'])}"

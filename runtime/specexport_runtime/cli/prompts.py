@@ -14,27 +14,17 @@ _FORM = 'write one object a line: {"prompt": "…"}.'
 
 
 class PromptItem(NamedTuple):
-    """One prompt of a command.
-
-    Attributes:
-        text: the prompt.
-        reference: text that lookup drafting may copy from; None if none was given.
-    """
+    """One prompt of a command."""
 
     text: str
-    reference: str | None = None
+    reference: str | None = None  # text that lookup drafting may copy from
 
 
 def read_prompts(prompt: str | None, prompt_file: Path | None, prompts: Path | None) -> Iterator[PromptItem]:
-    """The prompts of one command.
+    """The prompts of one command: the argument (``-`` or None reads standard input), a UTF-8 text file, or JSON lines.
 
-    Args:
-        prompt: the argument; ``-`` or None reads standard input.
-        prompt_file: a UTF-8 text file.
-        prompts: a UTF-8 file of JSON lines with a field ``prompt`` and optionally ``reference``.
-
-    Raises:
-        InvalidRequestError: two sources, none, an unreadable file, bytes that are not UTF-8, a line without a prompt.
+    A line has a field ``prompt`` and optionally ``reference``. Two sources, none, an unreadable file, bytes that are
+    not UTF-8 and a line without a prompt are an ``InvalidRequestError``.
     """
     given = [
         name for name, value in (("PROMPT", prompt), ("--prompt-file", prompt_file), ("--prompts", prompts)) if value
@@ -56,11 +46,7 @@ def read_prompts(prompt: str | None, prompt_file: Path | None, prompts: Path | N
 
 
 def read_text(path: Path) -> str:
-    """The content of a UTF-8 text file.
-
-    Raises:
-        InvalidRequestError: it cannot be read, or is not UTF-8.
-    """
+    """The content of a UTF-8 text file; ``InvalidRequestError`` if it cannot be read, or is not UTF-8."""
     try:
         return _decode(path.read_bytes(), str(path))
     except OSError as error:
@@ -68,13 +54,10 @@ def read_text(path: Path) -> str:
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The JSON objects of a UTF-8 file of one a line, with or without a byte order mark.
+    """Line number and object of each line of a UTF-8 file of JSON objects, with or without a byte order mark.
 
-    Yields:
-        the line's number and its object. Its texts can be encoded. Lines that are blank are left out.
-
-    Raises:
-        InvalidRequestError: the file cannot be read, is not UTF-8, has a line of another form, or has no objects.
+    Texts of an object can be encoded. Blank lines are left out. ``InvalidRequestError`` if the file cannot be read, is
+    not UTF-8, has a line of another form, or has no objects.
     """
     empty = True
     # Not splitlines: it also breaks at characters that JSON allows inside a string.

@@ -183,8 +183,7 @@ def _folder_name(bundle: Path) -> str:
 def collect_keys(given: tuple[str, ...], file: Path | None) -> tuple[str, ...]:
     """Keys of the command line and of the file; if there are neither, the one of the environment.
 
-    Raises:
-        InvalidRequestError: a key is empty or could not be sent, or the file cannot be read.
+    ``InvalidRequestError`` if a key is empty or could not be sent, or the file cannot be read.
     """
     for key in given:
         check_key(key, "--api-key")

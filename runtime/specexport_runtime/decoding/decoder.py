@@ -37,32 +37,20 @@ __all__ = ["Decoder", "RoundEvent"]
 
 
 class Decoder:
-    """Decodes many sequences at once over one target and one drafter.
-
-    Args:
-        target: the target model.
-        drafter: where draft tokens come from.
-        max_num_seqs: most sequences at a time; at most the target's cache rows.
-        max_num_batched_tokens: most tokens of one step, see ``Scheduler``; at most what the target's engine takes.
-        lengths: chooses how far adaptive sequences draft; the drafter's own, if it has one.
-        tracer: writes down the rounds of sequences that keep a trace.
-        reuses_prefixes: let sequences go on from what cache rows have of their prompts.
-        pace: times that are to be kept; None for none.
-        memory: what bounds the memory of the cache rows; None: nothing but their number.
-    """
+    """Decodes many sequences at once over one target and one drafter."""
 
     def __init__(
         self,
         target: ModelRunner,
         drafter: Drafter,
         *,
-        max_num_seqs: int | None = None,
-        max_num_batched_tokens: int = 512,
-        lengths: Controller | None = None,
+        max_num_seqs: int | None = None,  # None takes all cache rows of the target
+        max_num_batched_tokens: int = 512,  # of one step; cut to what the target's engine takes
+        lengths: Controller | None = None,  # chooses how far adaptive sequences draft
         tracer: RoundTracer | None = None,
         reuses_prefixes: bool = False,
         pace: Pace | None = None,
-        memory: MemoryBudget | None = None,
+        memory: MemoryBudget | None = None,  # None: only the number of cache rows is bounded
     ) -> None:
         self.target = target
         self.drafter = drafter
@@ -106,11 +94,9 @@ class Decoder:
     def step(self) -> list[RoundEvent]:
         """Admit what fits, then run one packed step: a round for all that decode, with prompt chunks of the others.
 
-        An exception inside one sequence's acceptance, text or sampling ends that sequence alone, with its ``error``
-        set. An exception of an engine leaves this method; call :meth:`fail` then.
-
-        Returns:
-            one event for each sequence that got tokens or failed.
+        Each sequence that got tokens or failed has one event. An exception inside one sequence's acceptance, text or
+        sampling ends that sequence alone, with its ``error`` set. An exception of an engine leaves this method; call
+        :meth:`fail` then.
         """
         start = time.perf_counter()
         engines_before = self.target.executor.engine_seconds + self.drafter.engine_seconds
@@ -198,20 +184,14 @@ class Decoder:
     def cancel(self, sequence: Sequence, error: Exception | None = None) -> None:
         """Drop one sequence, waiting or running, and free its row; one that has finished stays as it is.
 
-        Args:
-            sequence: the sequence.
-            error: what ended it, if it was not its owner.
+        ``error`` is what ended it; None if its owner did.
         """
         if sequence.finish_reason is None:
             sequence.end("cancelled" if error is None else "error", error)
             self._retire(sequence)
 
     def fail(self, error: Exception) -> list[Sequence]:
-        """End all running sequences with ``error`` and forget their rows; waiting ones stay queued.
-
-        Returns:
-            the sequences that were ended.
-        """
+        """End all running sequences with ``error``, forget their rows and return them; waiting ones stay queued."""
         failed = self.running
         for seq in failed:
             seq.end("error", error)
@@ -222,11 +202,7 @@ class Decoder:
         return failed
 
     def check(self) -> None:
-        """Assert the invariants between rounds.
-
-        Raises:
-            SpecexportError: a row number or a cache length is wrong.
-        """
+        """Assert the invariants between rounds; SpecexportError if a row number or a cache length is wrong."""
         self.target.kv.check()
         self.scheduler.check([self.target.kv.kv_len(row) for row in range(self.target.kv.num_rows)])
         self.memory.check()
@@ -383,16 +359,7 @@ class Decoder:
         return RowWork(known + proposal.tokens, drafts + wanted, drafts=drafts, adapter=seq.adapter)
 
     def _score(self, scored: Mapping[int, int], output: StepOutput, first_row: int) -> list[Sequence]:
-        """Keep log-probabilities of prompts.
-
-        Args:
-            scored: prompt tokens of the rows that are scored.
-            output: logits of the step.
-            first_row: its first row.
-
-        Returns:
-            sequences that failed.
-        """
+        """Keep log-probabilities of prompts, ``scored`` tokens of each row; returns the sequences that failed."""
         failed = []
         for row, count in scored.items():
             seq, begin = self._in_row(row), self.target.logit_starts[row - first_row]
@@ -476,15 +443,7 @@ def _busy(ready: Seq[Sequence]) -> int:
 
 
 def accept_argmax(proposal: Proposal, greedy: Seq[int]) -> Verdict:
-    """Acceptance where nothing but the argmax of the raw logits is wanted.
-
-    Args:
-        proposal: K draft tokens.
-        greedy: the target's greedy tokens at their K+1 positions.
-
-    Raises:
-        CheckFailedError: the logits held a NaN.
-    """
+    """Accept K draft tokens by the target's K+1 greedy tokens; CheckFailedError if the logits held a NaN."""
     verdict = accept_greedy(proposal.tokens, greedy)
     if verdict.next_token == NO_TOKEN:
         raise CheckFailedError("the target's logits contain NaN.", "run `specexport verify` on this bundle.")
@@ -494,14 +453,8 @@ def accept_argmax(proposal: Proposal, greedy: Seq[int]) -> Verdict:
 def accept_processed(seq: Sequence, proposal: Proposal, logits: Float32Array) -> Verdict:
     """Acceptance where logits processing depends on the history: each row sees the draft tokens before it.
 
-    Args:
-        seq: the sequence, before the round's tokens.
-        proposal: K draft tokens.
-        logits: [K+1, V] raw logits of the target.
-
-    Raises:
-        CheckFailedError: the logits hold NaN or +inf.
-        InvalidRequestError: every token is banned.
+    ``seq`` is without the round's tokens; ``logits`` are the target's raw ones [K+1, V]. NaN or +inf in them is a
+    CheckFailedError, a ban of every token an InvalidRequestError.
     """
     drafted = proposal.tokens
     if seq.sampler.is_greedy:

@@ -35,25 +35,16 @@ class _Loop(Protocol):
 
 
 class RequestHandle:
-    """One request. Iterate over it for its chunks (once), or ask for its :meth:`result`.
-
-    Args:
-        prompt: the prompt as it was given.
-        sequence: its state; only the decoding thread touches it before ``done``.
-        loop: what decodes it; where to cancel it.
-        stream: keep chunks for iteration.
-        callback: called with each chunk, in the decoding thread; an exception in it ends this request alone.
-        listener: told of each chunk, and of the end.
-    """
+    """One request. Iterate over it for its chunks (once), or ask for its :meth:`result`."""
 
     def __init__(
         self,
         prompt: Prompt,
-        sequence: Sequence,
+        sequence: Sequence,  # only the decoding thread touches it before ``done``
         loop: _Loop,
         *,
-        stream: bool = False,
-        callback: Callback | None = None,
+        stream: bool = False,  # keep chunks for iteration
+        callback: Callback | None = None,  # called in the decoding thread; an exception in it ends this request alone
         listener: RequestListener | None = None,
     ) -> None:
         self.prompt = prompt
@@ -75,19 +66,12 @@ class RequestHandle:
         self._loop.cancel(self)
 
     def result(self, timeout: float | None = None) -> GenerationResult:
-        """Wait for the end.
+        """Wait for the end, ``timeout`` seconds at the most; None waits for ever.
 
-        Args:
-            timeout: seconds to wait; None waits for ever.
-
-        Returns:
-            the result; for a cancelled request what it had, with ``finish_reason`` ``"cancelled"``.
-
-        Raises:
-            TimeoutError: it is not done in time. The request goes on.
-            EndlessWaitError: it is not done, and this is a callback, a listener or an observer: it never would be.
-            RequestFailedError: it was ended by an exception, which is the cause.
-            SpecexportError: that exception itself, if it is one of ours.
+        The result of a cancelled request is what it had, with ``finish_reason`` ``"cancelled"``. After a TimeoutError
+        the request goes on. In callbacks, listeners and observers a request that is not done is an EndlessWaitError. A
+        request that an exception ended raises it if it is a SpecexportError, else a RequestFailedError with it as the
+        cause.
         """
         if timeout != 0 and not self.done:
             self._loop.check_may_wait("RequestHandle.result()")
@@ -115,11 +99,7 @@ class RequestHandle:
             self.cancel()
 
     def deliver(self, event: RoundEvent) -> None:
-        """Pass on one round (decoding thread only).
-
-        Raises:
-            Exception: whatever the callback raises.
-        """
+        """Pass on one round (decoding thread only); what the callback raises is raised here too."""
         if self._chunks is None and self._callback is None:
             return
         chunk = make_chunk(event)

@@ -37,11 +37,7 @@ def _close_at_exit(loop: "weakref.ref[DecodeLoop]") -> None:
 
 
 class DecodeLoop:
-    """Runs a decoder for requests that come and go.
-
-    Args:
-        decoder: what to run; nobody else may touch it while the loop is busy.
-    """
+    """Runs a decoder for requests that come and go; nothing else may touch the decoder while the loop is busy."""
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
@@ -60,9 +56,7 @@ class DecodeLoop:
     def submit(self, handles: Seq[RequestHandle]) -> None:
         """Queue requests, in order; all of them join before the same round.
 
-        Raises:
-            EngineClosedError: the loop was closed.
-            EndlessWaitError: this process was forked while requests ran.
+        A closed loop raises EngineClosedError; a process that was forked while requests ran, EndlessWaitError.
         """
         self._check_process()
         with self._lock:
@@ -75,13 +69,9 @@ class DecodeLoop:
             self._submitted.extend(handles)
 
     def check_may_wait(self, what: str) -> None:
-        """Refuse to wait for requests where that would never end.
+        """Refuse to wait for requests where that would never end; the message calls the wait ``what``.
 
-        Args:
-            what: the call that would wait, for the message.
-
-        Raises:
-            EndlessWaitError: this is the decoding thread, or a process that was forked while requests ran.
+        EndlessWaitError: this is the decoding thread, or a process that was forked while requests ran.
         """
         self._check_process()
         if threading.current_thread() is self._thread:
@@ -102,8 +92,7 @@ class DecodeLoop:
     def load(self) -> EngineLoad:
         """How busy the decoder is, with what it has not taken in yet; may be asked from any thread.
 
-        Raises:
-            EndlessWaitError: this process was forked while requests ran.
+        A process that was forked while requests ran raises EndlessWaitError.
         """
         self._check_process()
         with self._lock:  # nobody is between the two queues
@@ -111,12 +100,7 @@ class DecodeLoop:
             return load._replace(num_waiting=load.num_waiting + len(self._submitted))
 
     def check_idle(self, check: Callable[[], object]) -> None:
-        """Call ``check`` while nothing is decoded, nor can begin.
-
-        Raises:
-            SpecexportError: a request has not ended.
-            Exception: whatever ``check`` raises.
-        """
+        """Call ``check`` while nothing is decoded, nor can begin; SpecexportError if a request has not ended."""
         self._check_process()
         with self._lock:
             busy = len(self._handles) + len(self._submitted)
@@ -127,11 +111,9 @@ class DecodeLoop:
     def close(self, release: Callable[[], object] = lambda: None) -> None:
         """Cancel everything and wait for the thread to end. Requests are refused from now on.
 
-        In the decoding thread itself, in a callback, it returns at once, and the thread ends after the round. In a
-        process that was forked while requests ran nothing is done: the engines' own threads stayed in the parent too.
-
-        Args:
-            release: called when the thread has ended, or is about to.
+        ``release`` is called when the thread has ended, or is about to. In the decoding thread itself, in a callback,
+        ``close`` returns at once, and the thread ends after the round. In a process that was forked while requests ran
+        nothing is done: the engines' own threads stayed in the parent too.
         """
         if self._orphaned:
             return

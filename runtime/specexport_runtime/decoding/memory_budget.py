@@ -9,8 +9,9 @@
 Rows are as long as the longest text may be, in addresses. In memory a row takes what was written to it, and goes back
 page by page, so that more rows can be there than the budget holds at their full length. A sequence begins when all that
 it may come to need fits beside what the others may: its prompt, ``max_tokens`` and the slack of a verification. So none
-ever has to stop, to move or to be taken out again, and those that do not fit wait in order. What nobody holds any more
-stays as a spare for the next, up to a share of the budget: pages that went back come again as zeros, one fault each.
+ever has to stop, to move or to be taken out again, and what does not fit waits in order. What no sequence holds any
+more stays as a spare for the next, up to a share of the budget: pages that went back come again as zeros, one fault
+each.
 """
 
 from bisect import bisect_right
@@ -29,15 +30,10 @@ SPARE_SHARE = 1 / 8
 
 
 class Holding(NamedTuple):
-    """What a row is held for.
+    """What a row is held for."""
 
-    Attributes:
-        entries: cache entries, of each model.
-        num_bytes: memory of these, in whole pages.
-    """
-
-    entries: tuple[int, ...]
-    num_bytes: int
+    entries: tuple[int, ...]  # cache entries, of each model
+    num_bytes: int  # memory of these, in whole pages
 
 
 _NOTHING = Holding((), 0)
@@ -54,26 +50,16 @@ class _Use(NamedTuple):
 class MemoryBudget:
     """Memory of the cache rows of all models of an engine. Without a limit it only counts.
 
-    Args:
-        runners: the target, then the models that draft with a cache of their own.
-        limit: bytes; None takes what all rows have at their full length, and gives nothing back.
-        slack: entries that a sequence may need beyond its tokens (``abi.kv_slack``).
-        max_model_len: most tokens of a sequence; None takes what a row holds.
-
-    Attributes:
-        limit: bytes; None where nobody set one.
-
-    Raises:
-        InvalidRequestError: there is a limit, and an engine cannot give memory back, or a sequence of full length does
-            not fit.
+    ``runners`` are the target, then the models that draft with a cache beside it. InvalidRequestError: there is a
+    limit, and an engine cannot give memory back, or a sequence of full length does not fit.
     """
 
     def __init__(
         self, runners: Seq[ModelRunner], *, limit: int | None = None, slack: int = 0, max_model_len: int | None = None
     ) -> None:
         self._runners = [runner for runner in runners if not borrows_cache(runner.executor)]
-        self.limit, self._slack = limit, slack
-        self._most = min(runner.kv.capacity for runner in self._runners) - slack
+        self.limit, self._slack = limit, slack  # bytes, None for no limit; entries beyond a sequence's tokens
+        self._most = min(runner.kv.capacity for runner in self._runners) - slack  # tokens of a sequence at most
         if max_model_len is not None:
             self._most = min(self._most, max_model_len)
         self._held: dict[int, Holding] = {}
@@ -117,14 +103,9 @@ class MemoryBudget:
         return None if self.limit is None else self.limit - self.need(seq).num_bytes - self.bytes_of(rows)
 
     def check_pin(self, num_tokens: int, pinned: Iterable[int]) -> None:
-        """Refuse to keep a text for good if a sequence of full length would not fit beside all of these.
+        """Refuse to keep a text for good if a sequence of full length would not fit beside it and ``pinned``.
 
-        Args:
-            num_tokens: its tokens.
-            pinned: rows of those that are kept for good.
-
-        Raises:
-            InvalidRequestError: it would not.
+        ``pinned`` are the rows of the texts that are kept for good already. The refusal is an InvalidRequestError.
         """
         if self.limit is None:
             return
@@ -160,7 +141,7 @@ class MemoryBudget:
             self._held[other] = of_one
 
     def settle(self) -> None:
-        """Give memory back that nobody holds: what is over the limit, and over the share that may stay as a spare.
+        """Give memory back that no sequence holds: what is over the limit, and over the share that may stay as a spare.
 
         Rows without a holder give first, the last ones before others: sequences fill rows from the front.
         """
@@ -197,10 +178,6 @@ class MemoryBudget:
         return sum([runner.row_bytes(runner.kv.touched(row)) for runner in self._runners for row in rows])
 
     def check(self) -> None:
-        """Assert that what rows are held for, and what is resident beyond that, is within the limit.
-
-        Raises:
-            SpecexportError: it is not.
-        """
+        """Assert that what rows are held for, and what else is resident, is within the limit; else SpecexportError."""
         if self.limit is not None and (taken := sum([use.taken for use in self._uses()])) > self.limit:
             raise SpecexportError(f"{taken} bytes of KV cache are held or resident, of {self.limit}.")

@@ -1,13 +1,13 @@
 """How many prompt tokens a step may have, and whose come first, by the times that an operator wants to keep.
 
 Time to first token: a prompt that cannot have its first token within the budget any more, or never could, yields to
-those that can; of these the oldest has the nearest deadline. So short prompts overtake the chunks of a long one, which
-goes on with what is left: the oldest always gets a share (``sharing``).
+prompts that can; of these the oldest has the nearest deadline. So short prompts overtake the chunks of a long one,
+which goes on with what is left: the oldest always gets a share (``sharing``).
 
 Time between tokens: a step that decodes takes no more prompt tokens than fit into the budget beside its round.
 
 What a prompt token and a round cost is learned from the steps that were made. It decides nothing but the sizes of
-chunks, and those no token: not their identity, only their number shows in the time that a step takes.
+chunks, and these change no token that comes out, only the time that a step takes.
 """
 
 import time
@@ -20,30 +20,21 @@ _WEIGHT = 0.2  # of the newest step
 
 
 class Pace:
-    """The budgets, and what steps cost.
-
-    Args:
-        ttft_budget_s: seconds from submission to the first token; None for no such budget.
-        itl_budget_s: seconds between two rounds of a sequence that decodes; None for no such budget.
-        clock: seconds, of the same clock as ``SequenceStats.submit_time``.
-
-    Raises:
-        InvalidRequestError: a budget is not positive.
-    """
+    """The budgets, and what steps cost; a budget that is not positive is an InvalidRequestError."""
 
     def __init__(
         self,
-        ttft_budget_s: float | None = None,
-        itl_budget_s: float | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        ttft_budget_s: float | None = None,  # seconds from submission to the first token; None for no such budget
+        itl_budget_s: float | None = None,  # seconds between two rounds of a sequence that decodes; None for none
+        clock: Callable[[], float] = time.perf_counter,  # seconds, of the clock of ``SequenceStats.submit_time``
     ) -> None:
         for name, value in (("ttft_budget_ms", ttft_budget_s), ("itl_budget_ms", itl_budget_s)):
             if value is not None and not 0 < value < float("inf"):
                 raise InvalidRequestError(f"{name} is {1000 * value:g}.", "give milliseconds, more than 0.")
         self.ttft_budget_s, self.itl_budget_s = ttft_budget_s, itl_budget_s
         self._clock = clock
-        self._round: float | None = None
-        self._token: float | None = None
+        self._round: float | None = None  # seconds; None before the first
+        self._token: float | None = None  # seconds of a prompt token; None before the first
 
     @property
     def is_on(self) -> bool:
@@ -51,13 +42,7 @@ class Pace:
         return self.ttft_budget_s is not None or self.itl_budget_s is not None
 
     def note(self, seconds: float, prompt_tokens: int, num_decoding: int) -> None:
-        """Learn from a step.
-
-        Args:
-            seconds: it took, drafting included.
-            prompt_tokens: of prompts, that it read.
-            num_decoding: sequences that it decoded.
-        """
+        """Learn from the seconds of a step, drafting included, and the prompt tokens that it read."""
         if not prompt_tokens:
             self._round = _mixed(self._round, seconds)
             return
@@ -65,24 +50,14 @@ class Pace:
         self._token = _mixed(self._token, max(rest, 0.0) / prompt_tokens)
 
     def is_late(self, seq: Sequence, unread: int) -> bool:
-        """Whether the first token of a sequence will come too late, even if nothing but its prompt is read.
-
-        Args:
-            seq: a sequence whose prompt is being read.
-            unread: tokens of it that are left.
-        """
+        """Whether a first token will come too late, even if only the ``unread`` tokens of its prompt are read."""
         if self.ttft_budget_s is None or seq.num_generated:
             return False
         there = self._clock() + unread * (self._token or 0.0)
         return there > seq.stats.submit_time + self.ttft_budget_s
 
     def most(self, tokens: int, num_decoding: int) -> int:
-        """Of the prompt tokens that a step has room for, those that it has time for; at least one.
-
-        Args:
-            tokens: that it has room for.
-            num_decoding: sequences that decode in it.
-        """
+        """Of the prompt ``tokens`` that a step has room for, the number that it has time for; at least one."""
         if self.itl_budget_s is None or not num_decoding or not self._token:
             return tokens
         return min(tokens, max(1, int((self.itl_budget_s - (self._round or 0.0)) / self._token)))

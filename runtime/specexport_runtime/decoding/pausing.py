@@ -1,7 +1,7 @@
 """Whom to pause so that another need not wait for a row, which may take as long as the longest text.
 
 A paused sequence loses its row and nothing else: it reads what it had again, or finds it in a row that was free to keep
-it, and goes on with the same text (``Sequence.reads_again``). That costs time, so nobody is paused
+it, and goes on with the same text (``Sequence.reads_again``). That costs time, so no sequence is paused
 
 - for another sequence of the same owner, unless that one has a higher priority (a lower number);
 - while its owner holds no more rows than the other would then: with two rows or more over the other's, at once; with
@@ -9,7 +9,7 @@ it, and goes on with the same text (``Sequence.reads_again``). That costs time, 
 - again before it has generated a quarter of what it would have to read again;
 - within a few tokens of its end, or while its prompt is scored.
 
-So with one owner, and one priority, nobody is ever paused.
+So with one owner, and one priority, no sequence is ever paused.
 """
 
 from collections import Counter
@@ -29,20 +29,12 @@ NEARLY_DONE = 8
 def whom_to_pause(
     newcomer: Sequence,
     running: Seq[Sequence],
-    num_read: Callable[[Sequence], int],
-    can_resume: Callable[[Sequence], bool] = lambda _: True,
+    num_read: Callable[[Sequence], int],  # tokens of a sequence that the target has read
+    can_resume: Callable[[Sequence], bool] = lambda _: True,  # whether a sequence can go on when it was paused
 ) -> Sequence | None:
-    """The sequence whose row another had better have.
+    """The sequence whose row another had better have; None if none may be paused.
 
-    Args:
-        newcomer: who waits.
-        running: all that hold a row.
-        num_read: tokens of a sequence that the target has read.
-        can_resume: whether a sequence can go on when it was paused.
-
-    Returns:
-        of those that may be paused, one of the lowest priority, of the owner with the most rows, with the least to read
-        again; None if nobody may.
+    It is one of the lowest priority, of the owner with the most rows, with the least to read again.
     """
     held = Counter(seq.owner for seq in running)
 

@@ -8,9 +8,9 @@
 A sequence that is admitted takes the longest common beginning of its prompt and of any text that a row has: a kept
 one, or one that runs (its committed entries never change). What it finds in its own row it goes on from, and what is
 elsewhere is copied. What its row held for others moves to another row, or is forgotten: rows that say no more than
-others do go first, then those that nobody used for the longest time.
+others do go first, then rows that were not used for the longest time.
 
-The numbers are those that reading the prompt would have given: an entry depends on the tokens before it, and engines
+The numbers are what reading the prompt would have given: an entry depends on the tokens before it, and engines
 give a token the same bits in a step of any width. Entries are never shifted to other positions.
 """
 
@@ -38,21 +38,13 @@ SHORT_TAIL = 32
 
 @dataclass
 class KeptPrefix:
-    """The text of a row that nobody runs in.
+    """The text of a row that no sequence runs in."""
 
-    Attributes:
-        tokens: int64 [n]; the row has the entries of all of them.
-        scope: who may go on from it, and with which adapter.
-        drafts: what the drafter has of the row.
-        used: when it was last used, in admissions.
-        is_pinned: it stays, whatever comes.
-    """
-
-    tokens: Int64Array
-    scope: tuple[str, int | None]
-    drafts: Any
-    used: int
-    is_pinned: bool = False
+    tokens: Int64Array  # [n]; the row has the entries of all of them
+    scope: tuple[str, int | None]  # who may go on from it, and with which adapter
+    drafts: Any  # what the drafter has of the row
+    used: int  # when it was last used, in admissions
+    is_pinned: bool = False  # it stays, whatever comes
 
 
 class _Match(NamedTuple):
@@ -66,30 +58,15 @@ class _Match(NamedTuple):
 
 
 class PrefixCounts(NamedTuple):
-    """What prefix reuse did, in tokens, as vLLM counts it.
+    """What prefix reuse did, in tokens, as vLLM counts it."""
 
-    Attributes:
-        queries: of prompts that were looked up.
-        hits: of these, that were not read again.
-        copied: entries that were copied from one row to another, for these and to make room.
-    """
-
-    queries: int = 0
-    hits: int = 0
-    copied: int = 0
+    queries: int = 0  # of prompts that were looked up
+    hits: int = 0  # of these, not read again
+    copied: int = 0  # entries copied from one row to another, for hits and to make room
 
 
 class Prefixes:
-    """The texts in the cache rows of an engine.
-
-    Args:
-        target: the target; its executor copies rows.
-        drafter: what else has something in rows.
-        memory: what bounds the memory of rows; None: nothing.
-
-    Attributes:
-        counts: what it did.
-    """
+    """The texts in the cache rows of an engine; without ``memory`` nothing bounds the bytes of rows."""
 
     def __init__(
         self,
@@ -133,9 +110,7 @@ class Prefixes:
     def begin(self, seq: Sequence, running: Seq[Sequence]) -> None:
         """A sequence got a cache row: let it go on from what rows have of its prompt, or of its text if it was paused.
 
-        Args:
-            seq: the sequence; nothing of it was read.
-            running: all that hold a row.
+        Nothing of it was read yet; ``running`` are all that hold a row.
         """
         self._clock += 1
         found, is_new = None, not seq.stats.preemptions
@@ -169,11 +144,10 @@ class Prefixes:
             self.counts = self.counts._replace(hits=self.counts.hits + found.reused)
 
     def _make_room(self, seq: Sequence, found: _Match | None, running: Seq[Sequence]) -> bool:
-        """Kept texts go until a sequence fits, those that are worth less before others.
+        """Kept texts go until a sequence fits, cheap ones first; whether it goes on from the row of ``found`` itself.
 
-        Returns:
-            whether it goes on from the row of ``found`` itself. A text that it continues is kept again when it ends;
-            one that would lose more of its own stays, where there is memory for both.
+        A text that it continues is kept again when it ends; one that would lose more of its own stays, where there is
+        memory for both.
         """
         may_lose, is_continued = False, False
         if found is not None and found.kept is not None and not found.kept.is_pinned:
@@ -192,10 +166,9 @@ class Prefixes:
         return is_continued or (room < 0 and may_lose)
 
     def keep(self, seq: Sequence) -> bool:
-        """A sequence leaves its row: keep its text there, if anybody may go on from it.
+        """A sequence leaves its row: keep its text there, if another may go on from it.
 
-        Returns:
-            whether it is kept; if not, the caller clears the row.
+        False: it is not kept, and the caller clears the row.
         """
         count = self._target.kv.kv_len(seq.row)
         if seq.is_pinned:
@@ -217,8 +190,7 @@ class Prefixes:
     def make_way(self, source: int, destination: int) -> bool:
         """The sequence of a row moves to another, where a text may be kept: they change places.
 
-        Returns:
-            whether they did; if not, nothing is kept there, and nothing was moved.
+        False: nothing is kept there, and nothing was moved.
         """
         kept = self._kept.pop(destination, None)
         if kept is None:
@@ -235,8 +207,7 @@ class Prefixes:
     def unpin(self, tokens: Seq[int], scope: str, adapter: int | None = None) -> bool:
         """Let a text that is kept for good go when its row is wanted; may be called from any thread.
 
-        Returns:
-            whether there was one.
+        False: there was none.
         """
         wanted, found = list(tokens), False
         for kept in tuple(self._kept.values()):
@@ -255,11 +226,7 @@ class Prefixes:
             self._drop(row)
 
     def check(self, running: Seq[Sequence]) -> None:
-        """Assert that no row is kept and used at a time, or counted as used while it is kept.
-
-        Raises:
-            SpecexportError: one is.
-        """
+        """Assert that no row is kept and used at a time, or counted as used while it is kept; else SpecexportError."""
         for row in self._kept:
             if any(seq.row == row for seq in running) or self._target.kv.kv_len(row):
                 raise SpecexportError(f"row {row} is kept for later and in use.")
@@ -330,8 +297,8 @@ class Prefixes:
     def _vacate(self, row: int, running: Seq[Sequence], but: int | None = None) -> int | None:
         """What is kept in a row goes elsewhere, at the cost of what is worth less; ``but`` is not to be touched.
 
-        Returns:
-            where it is now; None if nothing was kept, or if it was forgotten: the row's memory has its entries still.
+        Returns where it is now; None if nothing was kept, or if it was forgotten: the row's memory has its entries
+        still.
         """
         kept = self._kept.get(row)
         if kept is None:

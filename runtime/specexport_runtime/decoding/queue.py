@@ -17,7 +17,7 @@ class WaitingQueue:
     """Sequences without a cache row.
 
     The lowest priority number goes first. Of equal ones the owner that holds the fewest rows does: max-min fairness of
-    rows, so that how much an owner has waiting delays nobody else. Owners that hold equally many take turns. Within an
+    rows, so that how much an owner has waiting delays no other. Owners that hold equally many take turns. Within an
     owner the order is that of arrival; who was paused is in front.
     """
 
@@ -50,14 +50,10 @@ class WaitingQueue:
         return self._count == len(self._levels.get(seq.priority, {}).get(seq.owner, ()))
 
     def next(self, held: Mapping[str, int], skipped: Collection[str] = ()) -> Sequence | None:
-        """Who is next, and stays in the queue.
+        """The next sequence, which stays in the queue; None if no owner of the first priority is left.
 
-        Args:
-            held: rows that each owner holds; those that are not named hold none.
-            skipped: owners that are passed over this time.
-
-        Returns:
-            None if nobody of the first priority is left.
+        ``held`` counts the rows of each owner; an owner that it does not name holds none. ``skipped`` owners are passed
+        over.
         """
         if not self._count:
             return None

@@ -1,8 +1,8 @@
 """Continuous batching: who runs, in which cache row, and how the step's token budget is shared. Knows no model.
 
 Running sequences hold rows 0 … n-1. When one finishes its row is a hole, which the next waiting sequence takes over at
-once; holes that nobody takes are closed by moving the last row. Who is next says ``queue``, who gives way ``pausing``,
-and how prompts share a step ``sharing``.
+once; other holes are closed by moving the last row. Who is next says ``queue``, who gives way ``pausing``, and how
+prompts share a step ``sharing``.
 """
 
 import time
@@ -25,35 +25,22 @@ Pending = Callable[[Sequence], int]
 
 
 class Scheduler:
-    """Rows for those that are next, and tokens for those that hold a row.
-
-    Args:
-        num_rows: cache rows: sequences that run at a time.
-        max_num_batched_tokens: most tokens of one step. Sequences that are decoding always get theirs; prompts share
-            what is left.
-        min_prefill_tokens: prompts get this many even if nothing is left, so that they cannot starve.
-        pace: times that are to be kept; None for none.
-        can_resume: whether a sequence can go on when it was paused.
-
-    Attributes:
-        waiting: sequences without a row.
-        rows: the sequence of each row in use; None is a hole.
-    """
+    """Rows for sequences that are next, and tokens for sequences that hold a row."""
 
     def __init__(
         self,
         num_rows: int,
         *,
-        max_num_batched_tokens: int,
-        min_prefill_tokens: int = 16,
+        max_num_batched_tokens: int,  # of one step; sequences that decode always get theirs, prompts share what is left
+        min_prefill_tokens: int = 16,  # prompts get these even if nothing is left, so that they cannot starve
         pace: Pace | None = None,
-        can_resume: Callable[[Sequence], bool] = lambda _: True,
+        can_resume: Callable[[Sequence], bool] = lambda _: True,  # whether a sequence can go on when it was paused
     ) -> None:
         self.num_rows = num_rows
         self.max_num_batched_tokens = max_num_batched_tokens
         self.min_prefill_tokens = min_prefill_tokens
         self.waiting = WaitingQueue()
-        self.rows: list[Sequence | None] = []
+        self.rows: list[Sequence | None] = []  # None is a hole
         self._pace = pace or Pace()
         self._can_resume = can_resume
         self._arrivals: dict[int, Sequence] = {}
@@ -74,26 +61,17 @@ class Scheduler:
 
     def place(
         self,
-        busy_tokens: int,
+        busy_tokens: int,  # that decoding sequences may take in this step
         pending: Pending,
-        move_row: Callable[[int, int], None],
-        begin: Callable[[Sequence], None] = lambda _: None,
-        is_early: Callable[[Sequence], bool] = lambda _: False,
-        fits: Callable[[Sequence], bool] = lambda _: True,
-        pause: Callable[[Sequence], None] = lambda _: None,
+        move_row: Callable[[int, int], None],  # source, destination
+        begin: Callable[[Sequence], None] = lambda _: None,  # hears of each sequence that was admitted
+        is_early: Callable[[Sequence], bool] = lambda _: False,  # it had better wait, and its owner's behind it
+        fits: Callable[[Sequence], bool] = lambda _: True,  # if there is no memory for it, it waits, and all behind it
+        pause: Callable[[Sequence], None] = lambda _: None,  # hears of each sequence that is about to lose its row
     ) -> None:
         """Admit what fits, then close the holes that are left.
 
         A sequence is admitted when a row is free, or can be made free, and the step still has budget for its prompt.
-
-        Args:
-            busy_tokens: tokens that decoding sequences may take in this step.
-            pending: tokens of a sequence that the target has not seen.
-            move_row: moves a cache row: source, destination.
-            begin: told of each sequence that was admitted.
-            is_early: whether a sequence had better wait, and with it those of its owner behind it.
-            fits: whether there is memory for a sequence; if not, it waits, and with it all behind it.
-            pause: told of each sequence that is about to lose its row.
         """
         passed: set[str] = set()
         while (seq := self.waiting.next(self._held(), passed)) is not None:
@@ -128,15 +106,9 @@ class Scheduler:
             self.rows.pop()
 
     def share(self, busy_tokens: int, pending: Pending, max_chunk: int) -> dict[int, int]:
-        """Prompt tokens of each row in this step; see ``sharing``.
+        """Prompt tokens of each row in this step, for rows that get any, the oldest first; see ``sharing``.
 
-        Args:
-            busy_tokens: tokens that decoding sequences take in this step.
-            pending: tokens of a sequence that the target has not seen.
-            max_chunk: most prompt tokens of one row.
-
-        Returns:
-            row to number of tokens, for rows that get any, the oldest first.
+        ``busy_tokens`` are taken by sequences that decode; ``max_chunk`` is the most of one row.
         """
         reads = self._reads()
         if not reads:
@@ -160,13 +132,9 @@ class Scheduler:
         self._leave(seq)
 
     def check(self, kv_lens: Mapping[int, int] | Seq[int]) -> None:
-        """Assert the invariants between rounds.
+        """Assert the invariants between rounds; ``kv_lens``: committed cache entries of every row.
 
-        Args:
-            kv_lens: committed cache entries of every row.
-
-        Raises:
-            SpecexportError: a row number or a cache length is wrong.
+        SpecexportError: a row number or a cache length is wrong.
         """
         if len(self.rows) > self.num_rows or set(self._arrivals) != {id(seq) for seq in self.running}:
             raise SpecexportError(f"{len(self.running)} sequences run in {len(self.rows)} of {self.num_rows} rows.")

@@ -15,12 +15,7 @@ MOST_SCORED = 64
 
 
 def bound_scored(chunks: Mapping[int, int], rows: Mapping[int, Sequence]) -> dict[int, int]:
-    """Prompt tokens of each row, such that no more are scored at a time than there should be.
-
-    Args:
-        chunks: prompt tokens of each row.
-        rows: the sequences of these rows.
-    """
+    """Prompt tokens of each row, cut such that a step scores no more than ``MOST_SCORED``."""
     left, bounded = MOST_SCORED, {}
     for row, count in chunks.items():
         if not rows[row].is_scored:
@@ -32,15 +27,9 @@ def bound_scored(chunks: Mapping[int, int], rows: Mapping[int, Sequence]) -> dic
 
 
 def note_scores(seq: Sequence, start: int, logits: Float32Array) -> None:
-    """Keep the log-probabilities of the prompt's tokens behind those of a chunk.
+    """Keep the log-probabilities of the prompt's tokens behind those of a chunk, from its logits [n, V].
 
-    Args:
-        seq: a scored sequence.
-        start: tokens before the chunk.
-        logits: [n, V] of the chunk's tokens.
-
-    Raises:
-        CheckFailedError: the logits hold NaN or +inf.
+    ``start`` is the number of tokens before the chunk. CheckFailedError: the logits hold NaN or +inf.
     """
     if seq.prompt_logprobs is None:
         return

@@ -14,30 +14,18 @@ _OLDEST_SHARE = 4
 
 
 class Reading(NamedTuple):
-    """A prompt that is being read, or a text that is read again.
-
-    Attributes:
-        sequence: whose it is.
-        most: tokens that its next chunk has at most.
-        unread: tokens that are left.
-        is_late: it yields to those that are not.
-    """
+    """A prompt that is being read, or a text that is read again."""
 
     sequence: Sequence
-    most: int
-    unread: int
-    is_late: bool = False
+    most: int  # tokens that its next chunk has at most
+    unread: int  # tokens that are left
+    is_late: bool = False  # it yields to readings that are not
 
 
 def share_tokens(readings: Seq[Reading], tokens: int) -> dict[int, int]:
-    """Tokens of each row in this step.
+    """Tokens of each row in this step, for rows that get any, in the order of ``readings``: the oldest first.
 
-    Args:
-        readings: the oldest first.
-        tokens: to be shared; the oldest gets one at least.
-
-    Returns:
-        row to number of tokens, for rows that get any, in the order of ``readings``.
+    The oldest gets one token at least.
     """
     if not readings:
         return {}
@@ -61,14 +49,10 @@ def share_tokens(readings: Seq[Reading], tokens: int) -> dict[int, int]:
 
 
 def go_alone(ready: Seq[Sequence], ending: Seq[Sequence]) -> list[Sequence]:
-    """Those whose first token should not wait for a round of others.
+    """Sequences of ``ending``, whose prompt ends in the step, whose first token should not wait for a round of others.
 
-    They have a step for themselves; who decodes sits it out, which changes no draw. Only for owners of whom nothing
-    decodes, and for sequences that are more urgent than all that do.
-
-    Args:
-        ready: sequences that decode.
-        ending: sequences whose prompt ends in the step.
+    They have a step for themselves; who decodes (``ready``) sits it out, which changes no draw. Only for owners of whom
+    nothing decodes, and for sequences that are more urgent than all that do.
     """
     if not ready:
         return []

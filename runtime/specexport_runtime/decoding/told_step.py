@@ -11,28 +11,16 @@ from specexport_runtime.sequences.sequence import Sequence
 def told_step(
     target: ModelRunner,
     drafter: Drafter,
-    sequences: Seq[Sequence],
-    prompts: Seq[Sequence],
+    sequences: Seq[Sequence],  # all that have tokens in the step
+    prompts: Seq[Sequence],  # of these, all with a chunk of their prompt
     first_row: int,
     work: Seq[RowWork],
     want: Want,
 ) -> StepOutput:
-    """A step of the target; the drafter is told what it wants to know of it.
+    """A step of the target, as ``ModelRunner.step`` has it; the drafter is told what it wants to know of it.
 
-    Both cost a little, so they are off in all steps that bring nothing that is wanted, and off again however the step
-    ends.
-
-    Args:
-        target: the target.
-        drafter: who may want to know the attention similarity of prompts, or features of all that is read.
-        sequences: all that have tokens in the step.
-        prompts: those of them with a chunk of their prompt.
-        first_row: see ``ModelRunner.step``.
-        work: likewise.
-        want: likewise.
-
-    Returns:
-        what ``ModelRunner.step`` does.
+    Similarities of prompts and features of all that is read cost a little, so both are off in all steps that bring
+    nothing that is wanted, and off again however the step ends.
     """
     asks, reads = as_similarity(drafter) if prompts else None, as_feature_drafter(drafter)
     measured = [] if asks is None else [seq for seq in prompts if asks.wants_similarity(seq)]

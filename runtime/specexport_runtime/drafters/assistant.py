@@ -30,16 +30,10 @@ DEFAULT_ASSISTANT_LOOKAHEAD = 4
 
 
 class AssistantDrafter(LastFeatureDrafter):
-    """Draft tokens from an assistant over the target's last feature and the target's cache.
+    """Draft tokens from an assistant over the target's last feature and the target's cache; it has no cache itself.
 
-    The base class has what else such drafters need; there is no cache of its own.
-
-    Args:
-        runner: the assistant; its rows are the target's (``BorrowedKv``).
-        **named: see ``OwnCacheDrafter``.
-
-    Raises:
-        SpecexportError: the runner's engine is no assistant's.
+    The rows of ``runner`` are the target's (``BorrowedKv``); SpecexportError if its engine is no assistant's.
+    ``named``: see ``OwnCacheDrafter``.
     """
 
     traits = DrafterTraits(default_lookahead=DEFAULT_ASSISTANT_LOOKAHEAD, can_exit=True, goes_on=True)

@@ -24,23 +24,16 @@ from specexport_runtime.packing.batch import RowWork
 
 
 class AtOnce(NamedTuple):
-    """A draft in one step.
+    """A draft in one step."""
 
-    Attributes:
-        work: what the head is fed; its last entries are the places of the draft.
-        kept: of its entries, how many are committed.
-    """
-
-    work: RowWork
-    kept: int
+    work: RowWork  # what the head is fed; its last entries are the places of the draft
+    kept: int  # entries that are committed
 
 
 def entry_tokens(tokens: Seq[int], mask: MaskInput | None) -> list[int]:
-    """Input ids of the entries of known features.
+    """Input ids of the entries of known features, by the token behind each.
 
-    Args:
-        tokens: the token behind each feature.
-        mask: None for a head that drafts token after token.
+    ``mask`` is None for a head that drafts token after token.
     """
     return [CONTEXT_ID] * len(tokens) if mask is not None and mask.block_size is not None else list(tokens)
 
@@ -51,14 +44,10 @@ def num_behind(count: int, mask: MaskInput) -> int:
 
 
 def draft_work(tokens: Seq[int], features: Float32Array, newest: int, count: int, mask: MaskInput) -> AtOnce:
-    """The step that drafts ``count`` tokens behind the newest one.
+    """The step that drafts ``count`` tokens, at least one, behind the ``newest`` token of a sequence.
 
-    Args:
-        tokens: input ids of the entries that the head has not read, at least one, from :func:`entry_tokens`.
-        features: theirs [n, E].
-        newest: the last token of the sequence.
-        count: tokens to draft, at least one.
-        mask: what stands for those that are not known.
+    ``tokens`` are the input ids of the entries that the head has not read, at least one, from :func:`entry_tokens`;
+    ``features`` [n, E] are theirs. ``mask`` stands for the unknown ones.
     """
     behind = [mask.token] * (count - 1) if mask.block_size is None else [newest, *[mask.token] * count]
     whole = np.concatenate([features, np.tile(mask.feature, (len(behind), 1))])

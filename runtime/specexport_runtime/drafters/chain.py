@@ -33,17 +33,13 @@ class ChainDrafter:
     A plan of ``(lookup, draft-model)`` copies text where it can and asks the model where it cannot. An empty plan is
     plain decoding, so a chain of no drafters serves engines that never draft.
 
-    What a grammar forces comes before all stages: it begins the draft, whoever continues it, and is a draft by itself
-    if nobody does.
+    What a grammar forces comes before all stages: it begins the draft, for any stage to continue, and is a draft by
+    itself if none does.
 
     Sequences that wait for the same drafter share one call, at whatever place it has in their plans; a drafter that
-    none waits for is not called. All drafters hear of commits and rows: one that was not asked in some rounds catches
-    up from what it has seen of a sequence.
-
-    Args:
-        drafters: drafters by the names that plans use. Of those that are waited for, free ones are called first, so
-            that sequences they have nothing for can still join another's call.
-        lengths: chooses how far adaptive sequences draft; None if there are none.
+    none waits for is not called. Free ones are called before others, so that sequences they have nothing for can still
+    join another's call. All drafters hear of commits and rows: one that was not asked in some rounds catches up from
+    what it has seen of a sequence.
     """
 
     traits = DrafterTraits(default_lookahead=1)  # of itself; plans ask the drafters behind it
@@ -63,14 +59,10 @@ class ChainDrafter:
         return sum(prefill_seconds_of(drafter) for drafter in self.drafters.values())
 
     def propose(self, sequences: Seq[Sequence], lookaheads: Seq[int]) -> list[Proposal]:
-        """Draft tokens for each sequence; see ``Drafter.propose``.
+        """Draft tokens for each sequence, in ascending rows; see ``Drafter.propose``.
 
-        Args:
-            sequences: sequences that are ready to draft, in ascending rows.
-            lookaheads: room of each sequence. A stage drafts at most the smaller of this and its own lookahead.
-
-        Raises:
-            SpecexportError: a plan names a drafter that is not here.
+        ``lookaheads`` are the room of each sequence: a stage drafts at most the smaller of this and its own lookahead.
+        SpecexportError: a plan names a drafter that is not here.
         """
         begun = begin_drafts(sequences, lookaheads)
         proposals = [Proposal([], end="none") for _ in sequences] if begun is None else begun.alone()

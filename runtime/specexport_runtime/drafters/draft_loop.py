@@ -22,36 +22,24 @@ _NAN = "the draft's logits contain NaN."
 
 
 class Draft:
-    """A draft that grows.
+    """A draft that grows, by at most ``limit`` steps of the model (K).
 
-    Args:
-        sequence: whom it is for.
-        limit: most steps of the model (K).
-        begun: draft tokens that are there already; None for none.
-        one_by_one: the model reads what it handed on itself with each draft token, or has a place for each, so that a
-            token that is forced takes a step too.
-
-    Attributes:
-        tokens: draft tokens so far.
-        waiting: tokens behind them that a grammar forces.
-        forced: places of such tokens in the draft.
-        distributions: what each was drawn from; None for a greedy sequence.
-        has_exited: it ended because the model was no longer sure.
-        has_ended: its last token ends the text, or the model has no more to say.
-        carried: of a draft head: what it handed on behind its last token, float32 [E]; None before that.
-        error: what came of drawing a token from the model's logits, if that failed: they were no numbers, say.
+    ``one_by_one``: the model reads what it handed on itself with each draft token, or has a place for each, so that a
+    token that is forced takes a step too.
     """
 
     def __init__(self, sequence: Sequence, limit: int, begun: Begun | None = None, *, one_by_one: bool = False) -> None:
         self.sequence, self.limit = sequence, limit
         self.tokens: list[int] = []
-        self.waiting: list[int] = [] if begun is None else list(begun.tokens)
-        self.forced: list[int] = []
+        self.waiting: list[int] = [] if begun is None else list(begun.tokens)  # forced tokens behind them
+        self.forced: list[int] = []  # places of forced tokens in the draft
+        # What each token was drawn from; None for a greedy sequence.
         self.distributions: list[Distribution | None] | None = None if sequence.sampler.is_greedy else []
-        self.has_exited = False
-        self.carried: Float32Array | None = None
-        self.error: Exception | None = None
+        self.has_exited = False  # the model was no longer sure
+        self.carried: Float32Array | None = None  # [E], what a draft head handed on behind its last token
+        self.error: Exception | None = None  # of drawing a token from the model's logits: they held a NaN, say
         self._num_begun = len(self.waiting)
+        # Its last token ends the text, or the model has no more to say.
         self.has_ended = bool(self.waiting) and sequence.is_end(self.waiting[-1])
         self._room = 0 if begun is None else begun.room
         self._steps = 0
@@ -108,16 +96,10 @@ class Draft:
         """Append the token that ``logits`` [V] give, and end the draft behind it if the model is not sure of that step.
 
         The token is kept then: its step was paid for, and to leave it out because of *what it is* would make the text
-        follow another distribution.
+        follow another distribution. ``head`` has the token ids of the rows of ``logits`` [N]; None where they are the
+        rows. The distribution is over all ids either way, so that what is drawn from is what is tested.
 
-        Args:
-            logits: of the model's LM head.
-            head: the token ids of its rows, for ``logits`` [N]; None where they are the rows. The distribution is over
-                all ids either way, so that what is drawn from is what is tested.
-
-        Raises:
-            CheckFailedError: the logits hold NaN or +inf.
-            InvalidRequestError: every token is banned.
+        CheckFailedError: the logits hold NaN or +inf. InvalidRequestError: every token is banned.
         """
         seq, top = self.sequence, 1.0
         draft_exit = seq.draft_exit if self._steps + 1 < self.limit else None
@@ -149,11 +131,7 @@ class Draft:
             self.has_ended = self.sequence.is_end((self.waiting or self.tokens)[-1])
 
     def proposal(self, drafter: str) -> Proposal:
-        """What is to be tested.
-
-        Args:
-            drafter: name of the drafter in draft plans.
-        """
+        """What is to be tested, under the name of ``drafter`` in draft plans."""
         if self.error is not None:
             return Proposal([], None, "none", drafter, error=_named(self.error, drafter))
         if len(self.tokens) <= self._num_begun:
@@ -175,12 +153,8 @@ def open_drafts(
 ) -> list[Draft]:
     """A draft for each sequence; one whose prompt was not read to its end drafts nothing.
 
-    Args:
-        sequences: whom they are for.
-        lookaheads: most steps of each (K).
-        begun: what is there already; None for nothing.
-        most: most steps of the model; None for no bound.
-        one_by_one: see :class:`Draft`.
+    ``lookaheads`` are the steps of each at most (K), and ``most`` those of the model. ``one_by_one``: see
+    :class:`Draft`.
     """
     limits = lookaheads if most is None else [min(limit, most) for limit in lookaheads]
     return [
@@ -190,24 +164,14 @@ def open_drafts(
 
 
 def run_drafts(
-    runner: ModelRunner,
-    drafts: Seq[Draft],
-    vocab_size: int,
-    pending: Callable[[Draft], RowWork],
-    head: "CutHead | None" = None,
-    is_kept: Callable[[Draft], bool] = lambda _: True,
+    runner: ModelRunner,  # its committed lengths grow by what it is fed
+    drafts: Seq[Draft],  # in ascending rows
+    vocab_size: int,  # ids that may be drafted; logits beyond it are cut off
+    pending: Callable[[Draft], RowWork],  # what is fed for a draft as it stands: what the model has not seen
+    head: "CutHead | None" = None,  # ids below ``vocab_size`` of the LM head's rows; None where it has all
+    is_kept: Callable[[Draft], bool] = lambda _: True,  # whether what is fed for a draft as it stands is committed
 ) -> None:
-    """Fill all drafts, one packed step of the model for each depth. Rows without an open draft sit a step out.
-
-    Args:
-        runner: the model; its committed lengths grow by what it is fed.
-        drafts: in ascending rows.
-        vocab_size: ids that may be drafted; logits beyond it are cut off.
-        pending: gives what the model is fed for a draft as it stands: what of the sequence it has not seen, and of the
-            draft.
-        head: the ids below ``vocab_size`` that the model's LM head has rows for; None where it has all.
-        is_kept: whether what the model is fed for a draft as it stands is committed.
-    """
+    """Fill all drafts, one packed step of the model for each depth. Rows without an open draft sit a step out."""
     num_rows = vocab_size if head is None else len(head.ids)
     while active := [draft for draft in drafts if draft.is_open]:
         for draft in active:
@@ -232,14 +196,10 @@ def run_drafts(
 def draft_at_once(
     runner: ModelRunner, drafts: Seq[Draft], work: "Seq[AtOnce]", vocab_size: int, head: "CutHead | None" = None
 ) -> None:
-    """Fill all drafts from one packed step, whose last rows are of the draft's places.
+    """Fill all drafts, open ones in ascending rows, from one packed step, whose last rows are of the draft's places.
 
-    Args:
-        runner: a parallel draft head.
-        drafts: open ones, in ascending rows.
-        work: what each is fed; it wants as many logits as the draft has places.
-        vocab_size: ids that may be drafted.
-        head: the ids below ``vocab_size`` that the model's LM head has rows for; None where it has all.
+    ``work`` wants as many logits for each draft as it has places; ``head`` has the ids below ``vocab_size`` of the LM
+    head's rows, None where it has all.
     """
     first = drafts[0].sequence.row
     rows = [IDLE] * (drafts[-1].sequence.row - first + 1)
@@ -291,11 +251,7 @@ def _carry(runner: ModelRunner, active: Seq[Draft]) -> None:
 
 
 def _step(runner: ModelRunner, fed: Seq[tuple[int, RowWork]], kept: Seq[bool], want: Want) -> StepOutput:
-    """Feed tokens to rows, and count those that are kept as seen.
-
-    Returns:
-        logits [A, V] or token ids [A], one for each of the A rows.
-    """
+    """Feed tokens to A rows, and count the kept ones as seen; logits [A, V] or token ids [A]."""
     first = fed[0][0]
     work = [IDLE] * (fed[-1][0] - first + 1)
     for row, given in fed:

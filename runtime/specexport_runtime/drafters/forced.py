@@ -15,22 +15,15 @@ from specexport_runtime.sequences.sequence import Sequence
 
 
 class BegunDrafts:
-    """The drafts of a round in which sequences have grammars.
+    """The drafts of a round in which sequences have grammars; ``rooms``: most draft tokens of each.
 
     What goes wrong with a grammar concerns its sequence alone, whose proposal has the error.
-
-    Args:
-        sequences: that draft in this round.
-        rooms: most draft tokens of each.
-
-    Attributes:
-        drafts: the beginning of each: nothing where no grammar forces anything, or where the sequence does not draft.
     """
 
     def __init__(self, sequences: Seq[Sequence], rooms: Seq[int]) -> None:
         self._sequences = sequences
         self._errors: dict[int, Exception] = {}
-        self.drafts: list[Begun] = []
+        self.drafts: list[Begun] = []  # empty where no grammar forces anything, or the sequence does not draft
         for i, (seq, most) in enumerate(zip(sequences, rooms, strict=True)):
             room, grammar = min(most, seq.max_lookahead), seq.sampler.grammar
             tokens: list[int] = []

@@ -7,12 +7,12 @@
     feature:      fa   fb   fc   fd             what the target thought behind each
     head entry:   fa,b fb,c fc,d fd,e           entry i: the feature of token i, and token i+1; it guesses token i+2
 
-A draft goes on with what the head itself handed on, in the place of features that nobody has yet. When the target has
-tested the draft, the entries behind the last true feature are forgotten, and the accepted tokens are fed again with the
-features that the target gave: left in the cache, the head's own would cost acceptance.
+A draft goes on with what the head itself handed on, in the place of features that are not there yet. When the target
+has tested the draft, the entries behind the last true feature are forgotten, and the accepted tokens are fed again with
+the features that the target gave: left in the cache, the head's own would cost acceptance.
 
 A parallel head (P-EAGLE, DFlash) guesses all tokens in one step: behind the entries that it catches up on come
-stand-ins for the tokens that nobody knows yet (``at_once``). Each guess is drawn from what the head says of its place
+stand-ins for the tokens that are not known yet (``at_once``). Each guess is drawn from what the head says of its place
 alone, whatever the guesses before it are: that is the distribution that is tested against.
 """
 
@@ -87,13 +87,8 @@ class _Snapshot(NamedTuple):
 class HeadDrafter(OwnCacheDrafter):
     """Draft tokens from a head over the target's features, with a KV cache of its own, row for row beside the target's.
 
-    Args:
-        runner: the draft head.
-        mask: what a parallel head is fed for tokens that are not known; None for one that drafts token after token.
-        **named: see :class:`OwnCacheDrafter`.
-
-    Raises:
-        SpecexportError: the runner's engine is no head's.
+    ``mask`` is what a parallel head is fed for tokens that are not known; None for one that drafts token after token.
+    ``named``: see :class:`OwnCacheDrafter`. SpecexportError: the runner's engine is no head's.
     """
 
     traits = DrafterTraits(default_lookahead=DEFAULT_HEAD_LOOKAHEAD, has_own_cache=True, can_exit=True, goes_on=True)
@@ -115,8 +110,8 @@ class HeadDrafter(OwnCacheDrafter):
     def note_features(self, sequence: Sequence, start: int, features: Float32Array) -> None:
         """Keep features for the head's next step; see ``FeatureDrafter.note_features``.
 
-        Those kept so far are of committed tokens. If there are many, of a long prompt or after many rounds without a
-        draft, the head reads them now.
+        The features kept so far are of committed tokens. If there are many, of a long prompt or after many rounds
+        without a draft, the head reads them now.
         """
         held = self._held.setdefault(sequence, _Held())
         if held.count + len(features) > MAX_HELD and held.count:
@@ -129,7 +124,8 @@ class HeadDrafter(OwnCacheDrafter):
         """Draft up to ``lookaheads[i]`` tokens for each sequence; see ``ContinuingDrafter.propose``.
 
         A sequence whose prompt the target has not read to its end drafts nothing. Tokens that are there already, or
-        that a grammar forces, take a step or a place of the head's as its own guesses do: nobody has features of them.
+        that a grammar forces, take a step or a place of the head's as its own guesses do: there are no features of
+        them.
         """
         mask = self._mask
         drafts = open_drafts(sequences, lookaheads, begun, most=self.traits.max_lookahead, one_by_one=True)
@@ -156,9 +152,7 @@ class HeadDrafter(OwnCacheDrafter):
     def _unread(self, seq: Sequence, behind: int = 0) -> tuple[list[int], Float32Array]:
         """Input ids and features of the entries that the head has not read; if they are many, of the last of them.
 
-        Args:
-            seq: the sequence.
-            behind: entries that the step has behind them.
+        ``behind`` entries follow them in the step.
         """
         held = self._held.get(seq)
         if held is None or not held.count:

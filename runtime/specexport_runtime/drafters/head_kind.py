@@ -24,12 +24,7 @@ def _make(parts: DrafterParts) -> Drafter:
 
 
 def head_obstacle(target: ModelRunner, has_head: bool) -> Obstacle | None:
-    """Why no head can draft for a target; None if one can.
-
-    Args:
-        target: the target.
-        has_head: whether there is a head.
-    """
+    """Why no head can draft for a target; None if one can."""
     if not has_head:
         return NO_HEAD
     if not (target.unpad_kv and target.unpad_input):

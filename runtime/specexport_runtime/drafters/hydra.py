@@ -27,15 +27,7 @@ from specexport_runtime.packing.batch import ModelRunner, RowWork
 
 
 class HydraDrafter(HeadDrafter):
-    """Draft tokens from Hydra heads, at most one a head.
-
-    Args:
-        runner: the heads.
-        **named: see :class:`HeadDrafter`.
-
-    Raises:
-        SpecexportError: the runner's engine is not of Hydra heads.
-    """
+    """Draft tokens from Hydra heads, at most one a head; SpecexportError if the engine is not of Hydra heads."""
 
     def __init__(self, runner: ModelRunner, **named: Any) -> None:
         super().__init__(runner, **named)

@@ -27,7 +27,7 @@ class LastFeatures:
     """Keeps, of each sequence, the features that its next draft may be made of.
 
     By sequence, not by row: nothing to do when rows move, and a dropped sequence takes its features along. Nor is there
-    anything to do when drafts are rejected: which feature counts is told by how many tokens the sequence has.
+    anything to do when drafts are rejected: which feature counts follows from how many tokens the sequence has.
     """
 
     def __init__(self) -> None:
@@ -39,21 +39,15 @@ class LastFeatures:
     def note(self, sequence: Sequence, start: int, features: Float32Array) -> None:
         """Keep the feature of the last token that is known now, or of a draft token behind it.
 
-        Args:
-            sequence: whose they are.
-            start: position of the first.
-            features: of the tokens that the target has just read [t, E]; copied.
+        ``features`` [t, E] are of the tokens that the target has just read, from position ``start`` on; they are
+        copied.
         """
         first = max(start, len(sequence.tokens) - 1)
         if first < start + len(features):
             self._last[sequence] = _Last(first, features[first - start :].copy())
 
     def of(self, sequence: Sequence) -> Float32Array:
-        """The feature [E] of the token before the newest.
-
-        Raises:
-            SpecexportError: the target gave none.
-        """
+        """The feature [E] of the token before the newest; SpecexportError if the target gave none."""
         last, at = self._last.get(sequence), len(sequence.tokens) - 2
         if last is None or not last.start <= at < last.start + len(last.features):
             raise SpecexportError("the target gave no features of this sequence.")
@@ -62,12 +56,7 @@ class LastFeatures:
 
 
 class LastFeatureDrafter(OwnCacheDrafter):
-    """The part of a drafter that reads no other feature; it has no cache of its own.
-
-    Args:
-        runner: the head.
-        **named: see :class:`OwnCacheDrafter`.
-    """
+    """The part of a drafter whose head reads no other feature, and has no cache; ``named``: see its base class."""
 
     def __init__(self, runner: ModelRunner, **named: Any) -> None:
         super().__init__(runner, **named)

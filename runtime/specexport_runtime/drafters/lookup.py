@@ -33,14 +33,8 @@ class LookupDrafter:
     of the recent matches foretold their next token, a copy is no longer than its match. The gate looks at the text
     alone: never at other sequences, nor at drafts that were discarded, nor at where rounds began (``RandomStream`` says
     why). With a reference, where copying is expected, it starts open. Adaptive sequences do without the gate: how much
-    of a copy they test is chosen by what became of earlier copies.
-
-    Args:
-        match_length: shortest match that is copied from.
-        gate: False copies the full length after every match, as in the paper.
-
-    Raises:
-        InvalidRequestError: ``match_length`` is less than 1.
+    of a copy they test is chosen by what became of earlier copies. ``gate=False`` copies the full length after every
+    match, as in the paper. A ``match_length`` of less than 1 is an InvalidRequestError.
     """
 
     traits = DrafterTraits(default_lookahead=DEFAULT_COPY_LENGTH, is_free=True, takes_reference=True, goes_on=True)

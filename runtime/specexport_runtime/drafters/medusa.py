@@ -34,14 +34,8 @@ DEFAULT_MEDUSA_LOOKAHEAD = 4
 class MedusaDrafter(LastFeatureDrafter):
     """Draft tokens from Medusa heads over the target's last feature.
 
-    Its engine has no cache; the base class has all the same what else such drafters need.
-
-    Args:
-        runner: the heads.
-        **named: see ``OwnCacheDrafter``.
-
-    Raises:
-        SpecexportError: the runner's engine is not of Medusa heads.
+    Their engine has no cache; the base class has all the same what else such drafters need. ``named``: see
+    ``OwnCacheDrafter``. SpecexportError: the runner's engine is not of Medusa heads.
     """
 
     def __init__(self, runner: ModelRunner, **named: Any) -> None:

@@ -12,23 +12,17 @@ MAX_BACKLOG = 32  # tokens that a model catches up on within a drafting step: se
 
 
 class OwnCacheDrafter:
-    """The part of a drafter that keeps a cache of its own.
-
-    Args:
-        runner: the model that drafts.
-        vocab_size: ids that may be drafted; logits of padding rows beyond it are cut off.
-        head: the token ids of the model's LM head; None where it has all.
-        max_backlog: a sequence with more tokens to catch up on is prefilled alone first, so that the packed step
-            stays narrow; at most what lets every row catch up in one step of the model's engine.
-    """
+    """The part of a drafter that keeps a KV cache beside the target's."""
 
     def __init__(
         self,
         runner: ModelRunner,
         *,
-        vocab_size: int,
+        vocab_size: int,  # ids that may be drafted; logits of padding rows beyond it are cut off
+        # A sequence with more tokens to catch up on is prefilled alone first, so that the packed step stays narrow; cut
+        # to what lets every row catch up in one step of the engine.
         max_backlog: int = MAX_BACKLOG,
-        head: "CutHead | None" = None,
+        head: "CutHead | None" = None,  # the token ids of the model's LM head; None where it has all
     ) -> None:
         self.runner = runner
         self._known_ids = runner.executor.vocab_size if head is None else head.vocab_size

@@ -48,17 +48,13 @@ from 2 (at an acceptance a of 0.8) to 4 (at 0.9)."""
 class SelfDrafter:
     """Draft tokens from the target with the layers off that its rules choose for a prompt (ASD, Metel et al. 2024).
 
-    The choice is made once a prompt, before the first draft behind it, see :meth:`choice_of`. One that
-    removes nothing drafts nothing. Where the engine fixes the layers, every prompt gets those. Sequences with different
-    choices are drafted one group after another, so that what is drafted for one never depends on its neighbours.
+    The choice is made once a prompt, before the first draft behind it, see :meth:`choice_of`. One that removes nothing
+    drafts nothing. Where the engine fixes the layers, every prompt gets those. Sequences with different choices are
+    drafted one group after another, so that what is drafted for one never depends on its neighbours.
 
-    Args:
-        runner: the target's own runner, over an executor with gates. Its cache and its committed lengths are used while
-            a draft goes on, and are as before when ``propose`` returns or raises.
-        vocab_size: ids that may be drafted.
-
-    Raises:
-        SpecexportError: the target's layers cannot be switched off, or its cache holds padding.
+    ``runner`` is the target's own, over an executor with gates. Its cache and its committed lengths are used while a
+    draft goes on, and are as before when ``propose`` returns or raises. ``vocab_size``: ids that may be drafted.
+    SpecexportError: the target's layers cannot be switched off, or its cache holds padding.
     """
 
     traits = DrafterTraits(default_lookahead=DEFAULT_SELF_LOOKAHEAD, can_exit=True, takes_layers=True, goes_on=True)
@@ -136,7 +132,7 @@ class SelfDrafter:
         return planned and not sequence.num_generated and measured
 
     def note_similarity(self, sequence: Sequence, similarity: Float32Array) -> None:
-        """Add a chunk of the prompt to what the choice will be made from; see ``Drafter.note_similarity``.
+        """Add a chunk of the prompt to what the choice is made from; see ``SimilarityDrafter.note_similarity``.
 
         Summed in float64, where sums of float32 cosines are exact for all that matters: how a prompt was cut into
         chunks does not change the average.

@@ -1,4 +1,4 @@
-"""Suffix drafting: copy what followed the same words before, in this text and in those that were generated earlier.
+"""Suffix drafting: copy what followed the same words before, in this text and in texts that were generated earlier.
 
 Source: SuffixDecoding (Oliaro et al. 2024, "SuffixDecoding: A Model-Free Approach to Speeding Up Large Language Model
 Inference"). A request's own text is searched as by lookup; what earlier requests of the same scope were given, and the
@@ -32,12 +32,8 @@ class SuffixDrafter:
     - A sequence with a ``scope`` finds what earlier sequences of the same scope were given, and the corpus. What it is
       given is kept in its turn, when it has finished. One without finds the corpus alone and leaves nothing behind.
     - Drafts have no distribution: the proposal is one-hot, for sampled sequences too, so acceptance stays exact.
-    - How long a draft may be follows from the length of the match. Of an adaptive sequence as much is tested as what
-      became of earlier drafts promises.
-
-    Args:
-        store: what was generated before.
-        match_length: fewest tokens that must match.
+    - How long a draft may be follows from the length of the match, of ``match_length`` tokens at least. Of an adaptive
+      sequence as much is tested as what became of earlier drafts promises.
     """
 
     traits = DrafterTraits(

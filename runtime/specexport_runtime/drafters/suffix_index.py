@@ -17,30 +17,20 @@ class SuffixIndex:
 
     States also keep their most recent end position. All suffixes of the text end at its newest token, so each token
     updates the chain of links from its state. In text that chain is short, but in ``a a a a`` it is as long as the
-    text, so at most 64 links are followed. The longest match is always exact. The most recent place is exact as long
-    as no chain is longer than that (so always in texts of up to 64 tokens); otherwise it is a place where the match
+    text, so at most 64 links are followed. The longest match is always exact. The most recent place is exact as long as
+    no chain is longer than that (so always in texts of up to 64 tokens); otherwise it is a place where the match
     occurred, but perhaps not the most recent one.
 
     A token costs amortised constant time. Memory is at most two states a token.
-
-    Attributes:
-        tokens: the text so far.
-        match_length: tokens of the longest suffix that occurred before; 0 if the last token is new.
-        match_end: where the most recent earlier occurrence ends: ``tokens[match_end]`` followed it. Less than
-            ``len(tokens)`` once there is a token; means nothing while ``match_length`` is 0.
-        hit_rate: how often a match of at least ``min_length`` has foretold the next token: a moving average over the
-            text in which the newest such match weighs 1/10. 1/2 at first.
-
-    Args:
-        min_length: shortest match that counts in ``hit_rate``.
     """
 
     def __init__(self, min_length: int = 1) -> None:
-        self.min_length = max(min_length, 1)
+        self.min_length = max(min_length, 1)  # shortest match that counts in ``hit_rate``
         self.tokens: list[int] = []
-        self.match_length = 0
+        self.match_length = 0  # tokens of the longest suffix that occurred before; 0 if the last token is new
+        # ``tokens[match_end]`` followed its most recent earlier occurrence; no meaning without a match.
         self.match_end = 0
-        self.hit_rate = 0.5
+        self.hit_rate = 0.5  # moving average (newest 1/10): how often a match of ``min_length`` foretold the next token
         # State 0 is the empty string. For each state: transitions, link, longest string, most recent end position.
         self._next: list[dict[int, int]] = [{}]
         self._link = [-1]

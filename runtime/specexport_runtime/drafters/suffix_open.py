@@ -25,24 +25,14 @@ _LARGEST_FILE = 4 << 20  # bytes of a corpus file; larger ones are data, not tex
 
 
 class KeptSuffixes(NamedTuple):
-    """A store, and where it is kept.
-
-    Attributes:
-        store: the store.
-        file: its file; None if it ends with the engine.
-        tokenizer_sha256: hash of the tokenizer, which gives ids their meaning.
-    """
+    """A store, and where it is kept."""
 
     store: SuffixStore
-    file: Path | None
-    tokenizer_sha256: str
+    file: Path | None  # None if the store ends with the engine
+    tokenizer_sha256: str  # of the tokenizer, which gives ids their meaning
 
     def save(self) -> None:
-        """Write the store to its file in one step, readable by this user only.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write the store to its file in one step, readable by this user only; OSError if it cannot be written."""
         if self.file is not None:
             _write(self.file, self.store, self.tokenizer_sha256)
 
@@ -51,24 +41,16 @@ def open_suffixes(
     tokenizer: "Tokenizer",
     *,
     tokenizer_sha256: str,
-    vocab_size: int,
-    memory_mb: int | None = None,
-    corpus: Path | str | None = None,
+    vocab_size: int,  # rows of the target's LM head (V): ids from here on are none
+    memory_mb: int | None = None,  # most megabytes (10^6 bytes) of texts and their order; None: ``DEFAULT_MEMORY_MB``
+    corpus: Path | str | None = None,  # folder of text files that every request may copy from
+    # The store begins with it, and is written to it in the end; ``"cache"``: see ``CACHE``. None for neither.
     file: Path | str | None = None,
 ) -> KeptSuffixes:
     """Make the store of an engine.
 
-    Args:
-        tokenizer: the bundle's.
-        tokenizer_sha256: its hash.
-        vocab_size: rows of the target's LM head (V): ids from here on are none.
-        memory_mb: most megabytes (10^6 bytes) of texts and their order; None takes ``DEFAULT_MEMORY_MB``.
-        corpus: folder of text files that every request may copy from.
-        file: file that the store begins with and is written to in the end, or ``"cache"``; None for neither.
-
-    Raises:
-        InvalidRequestError: the bound is out of range or more than the machine has, the corpus is no folder with text
-            or does not fit, or the file is damaged or belongs to another tokenizer.
+    InvalidRequestError: the bound is out of range or more than the machine has, the corpus is no folder with text or
+    does not fit, or the file is damaged or belongs to another tokenizer.
     """
     memory = DEFAULT_MEMORY_MB if memory_mb is None else memory_mb
     _check_memory(memory)

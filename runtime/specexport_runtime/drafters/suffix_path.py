@@ -10,27 +10,18 @@ from typing import NamedTuple
 
 
 class Path(NamedTuple):
-    """A draft.
+    """A draft."""
 
-    Attributes:
-        score: expected number of accepted tokens, if the past foretells the future.
-        tokens: the draft tokens.
-        chances: of each, that it is accepted and all before it are.
-    """
-
-    score: float
+    score: float  # expected number of accepted tokens, if the past foretells the future
     tokens: list[int]
-    chances: list[float]
+    chances: list[float]  # of each, that it is accepted and all before it are
 
 
 def best_path(continuations: Seq[Seq[int]]) -> Path:
-    """The path through a trie of continuations with the highest score.
+    """The path through a trie of continuations, each at most as long as a draft may be, with the highest score.
 
     A tie goes to the continuation that comes first. Each continuation is looked at once a depth, and no longer once it
     is alone.
-
-    Args:
-        continuations: token ids that followed, at most as many as may be drafted.
     """
     return _best([each for each in continuations if len(each)], 0, 1.0, len(continuations))
 

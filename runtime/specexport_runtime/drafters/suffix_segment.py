@@ -25,27 +25,17 @@ TokenArray = npt.NDArray[np.int32]
 
 
 class Match(NamedTuple):
-    """Places of a segment that follow the longest known suffix of a context.
+    """Places of a segment that follow the longest known suffix of a context."""
 
-    Attributes:
-        length: tokens of that suffix; at most ``DEPTH``.
-        first: the first place in the sorted order.
-        last: behind the last one.
-    """
-
-    length: int
-    first: int
-    last: int
+    length: int  # tokens of that suffix; at most ``DEPTH``
+    first: int  # place in the sorted order
+    last: int  # behind the last place
 
 
 class SuffixSegment:
-    """Texts that do not change any more.
+    """Texts that do not change any more: token ids int32 [n], and a ``SEPARATOR`` behind each text.
 
-    Args:
-        tokens: int32 [n]: token ids, and a ``SEPARATOR`` behind each text.
-
-    Raises:
-        ValueError: a token id is out of range.
+    ValueError: a token id is out of range.
     """
 
     def __init__(self, tokens: TokenArray) -> None:
@@ -67,14 +57,10 @@ class SuffixSegment:
         return len(self.tokens)
 
     def find(self, recent: Seq[int], least: int) -> Match | None:
-        """The longest suffix of a context that occurs here, and what follows it.
+        """The longest suffix of a context that occurs here, and what follows it; None if none has ``least`` tokens.
 
-        Args:
-            recent: newest tokens of the context, the newest first; at most ``DEPTH`` count.
-            least: fewest tokens that a match must have; 2 or more.
-
-        Returns:
-            None if there is no such match.
+        ``recent`` are the newest tokens of the context, the newest first; at most ``DEPTH`` count. ``least`` is 2 or
+        more.
         """
         if len(recent) < least:
             return None
@@ -90,7 +76,7 @@ class SuffixSegment:
         return Match(length, first, last) if length >= least else None
 
     def _longest(self, wanted: list[int], first: int, last: int, least: int) -> tuple[int, int, int]:
-        """How much of a context the places of a range share with it at most, and those that do.
+        """How much of a context the places of a range share with it at most, and the range of the places that do.
 
         Most segments know less of a context than another one does, which one search shows: less than ``least``.
         """
@@ -150,11 +136,7 @@ def join_segments(segments: Seq[SuffixSegment]) -> SuffixSegment:
 
 
 def segment_of(texts: Seq[Seq[int]]) -> SuffixSegment:
-    """A segment of some texts.
-
-    Raises:
-        ValueError: a token id is out of range.
-    """
+    """A segment of some texts; ValueError if a token id is out of range."""
     ids = [token for text in texts for token in (*text, SEPARATOR)]
     if any(token < 0 for text in texts for token in text):
         raise ValueError("token ids must not be negative.")

@@ -33,17 +33,11 @@ _LARGEST_SHARE = 8  # of the bound: one segment is forgotten at a time
 
 
 class Found(NamedTuple):
-    """Continuations of the longest match.
+    """Continuations of the longest match."""
 
-    Attributes:
-        length: tokens that matched.
-        places: how many places matched.
-        continuations: what followed at the newest of them, the newest first.
-    """
-
-    length: int
-    places: int
-    continuations: list[list[int]]
+    length: int  # tokens that matched
+    places: int  # how many places matched
+    continuations: list[list[int]]  # what followed at the newest of them, the newest first
 
 
 class _Shelf:
@@ -56,7 +50,7 @@ class _Shelf:
 
 
 class _Join:
-    """Segments that are sorted together in a thread of their own."""
+    """Segments that are sorted together in another thread."""
 
     def __init__(self, segments: Seq[SuffixSegment]) -> None:
         self.segments = tuple(segments)
@@ -78,18 +72,12 @@ class SuffixStore:
     """Texts of many scopes, searched for the longest suffix of a context.
 
     New texts become small segments. Eight neighbours of a size are joined, so that a search looks at few segments and a
-    token is sorted again only a few times. What a search finds does not depend on when they are joined. Beyond the
-    bound the segment whose newest text is the oldest is forgotten, whoever's it is.
+    token is sorted again only a few times. What a search finds does not depend on when they are joined. Beyond
+    ``max_tokens`` the segment whose newest text is the oldest is forgotten, in whatever scope; each counts
+    ``SEGMENT_TOKENS`` besides its own. The ``corpus``, which every scope may see, counts too, and is never forgotten.
 
-    Not safe for threads: one thread calls it.
-
-    Args:
-        max_tokens: bound; each segment counts ``SEGMENT_TOKENS`` besides its own. What lies in ``corpus`` counts too,
-            and is never forgotten.
-        corpus: texts that every scope may see.
-
-    Raises:
-        ValueError: the corpus alone is beyond the bound, or holds ids that are none.
+    Not safe for threads: one thread calls it. ValueError: the corpus alone is beyond the bound, or holds ids that are
+    none.
     """
 
     def __init__(self, max_tokens: int, corpus: Iterable[Seq[int]] = ()) -> None:
@@ -118,11 +106,7 @@ class SuffixStore:
         return self._used * BYTES_PER_TOKEN
 
     def add(self, scope: str, text: Seq[int]) -> None:
-        """Keep a text; of one that is longer than the largest segment, the end.
-
-        Raises:
-            ValueError: it holds ids that are none.
-        """
+        """Keep a text; of one longer than the largest segment, the end. ValueError: it holds ids that are none."""
         text = text[-(self._largest - 1) :]
         if len(text) < 2:
             return
@@ -131,8 +115,7 @@ class SuffixStore:
     def restore(self, scope: str, texts: Iterable[Seq[int]]) -> None:
         """Keep many texts, the oldest first, in segments that need not be joined one by one.
 
-        Raises:
-            ValueError: they hold ids that are none.
+        ValueError: they hold ids that are none.
         """
         for segment in _segments_of(texts, self._largest):
             self._append(scope, segment)
@@ -149,17 +132,10 @@ class SuffixStore:
         self._forget()
 
     def find(self, scope: str | None, context: Seq[int], *, least: int, most: int, width: int) -> Found | None:
-        """What followed the longest suffix of a context that occurs in what a scope may see.
+        """What followed the longest suffix of a context that occurs in what a scope may see; None if nothing matches.
 
-        Args:
-            scope: whose texts count, besides the corpus; None for nobody's.
-            context: token ids.
-            least: fewest tokens that must match; 2 or more.
-            most: most continuations.
-            width: most tokens of each.
-
-        Returns:
-            None if nothing matches.
+        A ``scope`` of None sees the corpus alone. ``least`` tokens must match, 2 or more; up to ``most`` continuations
+        have up to ``width`` tokens each.
         """
         shelf = None if scope is None else self._shelves.get(scope)
         segments = [*self._corpus, *(() if shelf is None else shelf.segments)]

@@ -14,9 +14,7 @@ _NO_DRIVER = ("cudaErrorInsufficientDriver", "cudaErrorNoDevice", "cudaErrorInit
 class CudaDriver:
     """A new stream on the current CUDA device (``CUDA_VISIBLE_DEVICES`` decides which that is). See ``GpuDriver``.
 
-    Raises:
-        MissingDependencyError: cuda-python is not installed.
-        IncompatibleError: there is no GPU, or no driver for it that is new enough.
+    MissingDependencyError without cuda-python, IncompatibleError without a GPU or a driver that is new enough.
     """
 
     def __init__(self) -> None:
@@ -43,7 +41,7 @@ class CudaDriver:
         kinds = runtime.cudaMemcpyKind
         self._in, self._out = kinds.cudaMemcpyHostToDevice, kinds.cudaMemcpyDeviceToHost
         self._within = kinds.cudaMemcpyDeviceToDevice
-        # Only this thread's calls may break a capture: other threads have engines and allocations of their own.
+        # Only this thread's calls may break a capture: other threads have their own engines and allocations.
         self._mode = runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
 
     def _check(self, error: Any, what: str) -> None:
@@ -144,7 +142,6 @@ class CudaDriver:
 
 
 def _name(runtime: Any, error: Any) -> str:
-    """CUDA's own name of a status."""
     return bytes(runtime.cudaGetErrorName(error)[1]).decode()
 
 

@@ -31,14 +31,10 @@ Parsing keeps what is not named here.
 
 
 def session_model(path: Path, options: Any) -> str | bytes:
-    """What an ``InferenceSession`` is made of: the graph's path, or the graph where its weights are links elsewhere.
+    """What an ``InferenceSession`` is made of: the graph's path, or its bytes where its weights are links elsewhere.
 
-    Args:
-        path: the graph.
-        options: the session's options; told where the weights are.
-
-    Raises:
-        OSError, ValueError: the graph cannot be read, or has weights in other files than those.
+    Sets in the session's ``options`` where such weights are. OSError or ValueError if the graph cannot be read, or has
+    weights in other files than :data:`WEIGHTS`.
     """
     if all(file.resolve().parent == path.parent.resolve() for file in path.parent.glob(WEIGHTS)):
         return native_path(path)
@@ -49,17 +45,10 @@ def session_model(path: Path, options: Any) -> str | bytes:
 
 
 def follow_links(model: Any, folder: Path) -> Path:
-    """Name the files of a graph's weights anew: those that the links in ``folder`` lead to.
+    """Name a graph's weights after the files that the links in ``folder`` lead to; gives the root of these names.
 
-    Args:
-        model: an ``onnx.ModelProto``, or what :func:`read_model` gave; changed.
-        folder: where its weights are.
-
-    Returns:
-        the folder that the new names are relative to.
-
-    Raises:
-        ValueError: the graph names a file that is not one of :data:`WEIGHTS`.
+    ``model`` is an ``onnx.ModelProto``, or what :func:`read_model` gave, and is changed. ValueError if it names a file
+    that is not one of :data:`WEIGHTS`.
     """
     files = {file.name: file.resolve() for file in folder.glob(WEIGHTS)}
     root = Path(os.path.commonpath([file.parent for file in files.values()])) if files else folder
@@ -83,7 +72,7 @@ def external_entries(graph: Any) -> Iterator[Any]:
 
 
 def read_model(path: Path) -> Any:
-    """A graph's file as a protobuf message that knows :data:`_FIELDS`."""
+    """A graph's file as a protobuf message that knows :data:`_FIELDS`; ValueError if it is no such message."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message, message_factory
 
     field = descriptor_pb2.FieldDescriptorProto

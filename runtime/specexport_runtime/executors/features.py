@@ -14,39 +14,23 @@ _WIDE = (FEATURES.name, TOKEN_FEATURES.name, NEXT_FEATURES.name)
 
 
 class BoundFeatures(NamedTuple):
-    """Where the features of one step are; None where the engine has none of that kind, or none are wanted.
+    """Where the features of one step are; None where the engine has none of that kind, or none are wanted."""
 
-    Attributes:
-        given: of a target [T, E].
-        read: of a head, to be filled [T, E].
-        handed_on: of a head [R, E].
-    """
-
-    given: Float32Array | None = None
-    read: Float32Array | None = None
-    handed_on: Float32Array | None = None
+    given: Float32Array | None = None  # of a target [T, E]
+    read: Float32Array | None = None  # of a head, to be filled [T, E]
+    handed_on: Float32Array | None = None  # of a head [R, E]
 
 
 class EngineFeatures:
-    """What one engine has of features, checked against its manifest.
+    """What one engine has of features, checked against its manifest: IncompatibleError if they differ.
 
-    Args:
-        shapes: shape of each of its inputs and outputs, by name.
-        size: E that the manifest says; 0 for an engine without features.
-        where: names the engine in messages.
-        gated: a target's engine has the input ``want_features``; without, it computes features in every step.
-
-    Attributes:
-        size: E.
-        gives: whether this is a target that gives features.
-        reads: whether this is a draft head.
-
-    Raises:
-        IncompatibleError: the engine has no features, or others than it is said to have.
+    ``shapes`` has its inputs and outputs by name; ``size`` is the manifest's E, 0 for an engine without features. A
+    target that is ``gated`` has the input ``want_features``; without, it computes features in every step.
     """
 
     def __init__(self, shapes: Mapping[str, Seq[int | str | None]], size: int, where: object, *, gated: bool) -> None:
         self.size = size
+        # A target gives features, a draft head reads them.
         self.gives, self.reads = FEATURES.name in shapes, TOKEN_FEATURES.name in shapes
         widths = {shapes[name][-1] for name in _WIDE if name in shapes}
         pairs = {WANT_FEATURES.name: self.gives and gated, NEXT_FEATURES.name: self.reads}
@@ -72,14 +56,9 @@ class EngineFeatures:
 
 
 class WithFeatures:
-    """The part of ``FeaturedExecutor`` and ``HeadExecutor`` that all executors have.
+    """The part of ``FeaturedExecutor`` and ``HeadExecutor`` that all executors have."""
 
-    Attributes:
-        num_draft_heads: see ``HeadExecutor``.
-        reads_draft: likewise.
-    """
-
-    num_draft_heads: int
+    num_draft_heads: int  # see ``HeadExecutor``, as for reads_draft
     reads_draft: bool = False
     _features: EngineFeatures
     _bound: BoundFeatures = BoundFeatures()

@@ -1,8 +1,8 @@
 """What an executor needs of a GPU: a protocol, so that tests can put a fake in its place.
 
 One driver is one stream on one device. Everything between two :meth:`GpuDriver.synchronize` calls runs in order, and
-the host memory that it reads or writes must be left alone until then. ``cuda_driver`` is the real
-one. Imports numpy only.
+the host memory that it reads or writes must be left alone until then. ``cuda_driver`` is the real one. Imports numpy
+only.
 """
 
 from typing import NamedTuple, Protocol
@@ -21,19 +21,12 @@ MEMORY_HINT = (
 
 
 class GpuInfo(NamedTuple):
-    """What an executor must know of a GPU.
+    """What an executor must know of a GPU."""
 
-    Attributes:
-        name: for people, for example ``"NVIDIA L4"``.
-        sm: architecture, for example ``"sm89"``.
-        total_bytes: its memory.
-        free_bytes: what is free now.
-    """
-
-    name: str
-    sm: str
-    total_bytes: int
-    free_bytes: int
+    name: str  # for people, for example "NVIDIA L4"
+    sm: str  # architecture, for example "sm89"
+    total_bytes: int  # of its memory
+    free_bytes: int  # free when the driver was asked
 
 
 class GpuDriver(Protocol):
@@ -47,10 +40,9 @@ class GpuDriver(Protocol):
         ...
 
     def allocate(self, num_bytes: int, what: str) -> int:
-        """Address of new device memory, aligned to ``ALIGNMENT`` and not cleared; ``what`` it is for is for messages.
+        """Address of new device memory, aligned to ``ALIGNMENT`` and not cleared; messages say ``what`` it is for.
 
-        Raises:
-            IncompatibleError: there is not so much left; names both numbers.
+        IncompatibleError if there is not so much left; it names both numbers.
         """
         ...
 
@@ -91,13 +83,9 @@ class GpuDriver(Protocol):
         ...
 
     def end_capture(self) -> int:
-        """Stop recording.
+        """Stop recording and give a graph that :meth:`launch` replays.
 
-        Returns:
-            a graph that :meth:`launch` replays.
-
-        Raises:
-            SpecexportError: the recording failed; the stream is usable again.
+        SpecexportError if the recording failed; the stream is usable again.
         """
         ...
 

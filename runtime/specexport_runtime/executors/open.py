@@ -1,6 +1,6 @@
 """The engines of a bundle, opened by the backend that each was built for: the one place that knows backends by name.
 
-A new backend is an :class:`~specexport_runtime.executors.base.EngineBackend` in a module of its own and one line of
+A new backend is an :class:`~specexport_runtime.executors.base.EngineBackend` in a new module and one line of
 :data:`PLACES` here; its other half is in ``specexport.backends``. A module is imported when a bundle needs it.
 """
 
@@ -38,15 +38,7 @@ def backends_with(trait: str) -> str:
 
 
 def check_threads(count: int | None, name: str = "num_threads") -> None:
-    """Refuse a number of compute threads that no machine of this size can use.
-
-    Args:
-        count: the number; None is left to the runtime.
-        name: what the caller calls it.
-
-    Raises:
-        InvalidRequestError: it is out of range.
-    """
+    """Refuse a number of compute threads that this machine cannot use (InvalidRequestError); None passes."""
     most = most_threads()
     if count is not None and not 1 <= count <= most:
         raise InvalidRequestError(f"{name} is {count}.", f"give 1 to {most}, or leave it out.")
@@ -60,35 +52,21 @@ def _takes_turns(bundle: Bundle) -> bool:
 
 def open_executor(
     bundle: Bundle,
-    role: str,
+    role: str,  # "target", "draft" or "head"
     *,
-    num_threads: int | None = None,
-    spin: bool = True,
-    unpad_kv: bool = True,
-    cuda_graphs: bool | None = None,
-    share_threads: bool = False,
-    gives_back: bool = False,
-    target: Executor | None = None,
+    num_threads: int | None = None,  # compute threads on a CPU; None takes the cores really available
+    spin: bool = True,  # on a CPU: let idle threads spin
+    unpad_kv: bool = True,  # False loads the graph for caches that hold padding entries
+    cuda_graphs: bool | None = None,  # on a GPU: replay decode and verify steps; None does so where the engine can
+    share_threads: bool = False,  # on a CPU: one pool of threads for all engines of this process, if the draft is large
+    gives_back: bool = False,  # memory of cache rows that is of no use goes back to the system
+    target: Executor | None = None,  # the target's, opened with the same bundle: a draft head may read its caches
 ) -> Executor:
     """Load the engine of one model of a bundle.
 
-    Args:
-        bundle: the bundle, with the limits that its rows are made for.
-        role: ``"target"`` or ``"draft"``.
-        num_threads: on a CPU: compute threads; None takes the cores really available.
-        spin: on a CPU: let idle threads spin.
-        unpad_kv: False loads the graph for caches that hold padding entries.
-        cuda_graphs: on a GPU: record decode and verify steps and replay them; None does so where the engine can.
-        share_threads: on a CPU: let all engines of this process take one pool of threads, if the draft is large.
-        gives_back: memory of cache rows that is of no use goes back to the system.
-        target: the target's executor, opened with the same ``bundle``: a draft head may read its caches.
-
-    Raises:
-        IncompatibleError: the engine's backend is unknown to this runtime, has no padded-KV graph, or does not fit
-            this machine or the bundle's ``max_num_seqs``.
-        MissingDependencyError: what the backend runs on is not installed.
-        InvalidRequestError: CUDA graphs are asked for on a CPU, or more threads than can be of use, or others than
-            those that the engines of this process share.
+    IncompatibleError if its backend is unknown here, has no padded-KV graph, or does not fit this machine or the
+    bundle's limits; MissingDependencyError if what it runs on is not installed; InvalidRequestError if CUDA graphs are
+    asked for on a CPU, too many threads, or others than the engines of this process share.
     """
     check_threads(num_threads)
     entry, folder = bundle.manifest.models[role], bundle.folder

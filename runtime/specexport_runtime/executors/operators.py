@@ -26,13 +26,9 @@ _REGISTERED = "specexport.operators"
 
 
 def register(options: Any) -> None:
-    """Make our operators known to a session that is to be opened; again is nothing.
+    """Make our operators known to the ``SessionOptions`` of a session that is to be opened; again is nothing.
 
-    Args:
-        options: its ``onnxruntime.SessionOptions``.
-
-    Raises:
-        MissingDependencyError, IncompatibleError, UserInputError: as :func:`kernels`; ONNX Runtime is too old.
+    Raises as :func:`kernels`, and IncompatibleError if ONNX Runtime is too old.
     """
     _loaded()
     _check_onnxruntime()
@@ -46,10 +42,8 @@ def register(options: Any) -> None:
 def kernels() -> str:
     """The instruction set whose kernels run in this process, as ``"avx512vnni"``.
 
-    Raises:
-        MissingDependencyError: there is no library.
-        IncompatibleError: it cannot be loaded, or other sources lie beside it than it was compiled from.
-        UserInputError: ``SPECEXPORT_CPU_KERNELS`` names what this processor has not.
+    MissingDependencyError without the library, IncompatibleError if it cannot be loaded or is older than its sources,
+    UserInputError if ``SPECEXPORT_CPU_KERNELS`` names what this processor lacks.
     """
     return _text(_loaded().specexport_kernels)
 
@@ -60,11 +54,7 @@ def runnable_kernels() -> tuple[str, ...]:
 
 
 def check_sources() -> None:
-    """Compare an editable installation's library with its sources, whatever their dates say.
-
-    Raises:
-        IncompatibleError: it was compiled from others.
-    """
+    """Refuse an editable installation's library of other sources, whatever their dates (IncompatibleError)."""
     if _has_sources() and (built := _text(_loaded().specexport_build)) != _fingerprint():
         raise IncompatibleError(f"{_LIBRARY} was compiled from other sources ({built}) than lie beside it.", _mend())
 

@@ -79,24 +79,8 @@ class OrtExecutor(ArenaRows, GatedByInputs, WithFeatures):
     row r, so no cache entry is ever copied. Gates are bound by pointer too, so that switching layers on and off is
     free.
 
-    Args:
-        path: engine file of the bundle.
-        entry: its manifest entry.
-        num_rows: cache rows.
-        kv_capacity: entries of each row (L).
-        num_threads: compute threads; None takes the cores really available.
-        spin: let idle threads spin: faster on an idle machine, much slower on a busy one.
-        unpad_kv: ``path`` is the entry's own engine; False if it is the entry's padded-KV graph.
-        lookahead: K of the steps it will verify.
-        lender: whose caches a head reads that has none; None lets it read zeros.
-        lends: a head reads these caches: they keep what lies before their own windows.
-        gives_back: pages of the arena that are of no use go back to the system, where it takes them. Rows then begin
-            at pages.
-
-    Raises:
-        MissingDependencyError: onnxruntime is not installed.
-        IncompatibleError: the engine's inputs do not match the contract, or there is no memory for the arena.
-        BundleError: ONNX Runtime cannot load the engine.
+    MissingDependencyError without onnxruntime, BundleError if it cannot load the engine, IncompatibleError if the
+    inputs break the contract or there is no memory for the arena.
     """
 
     def __init__(
@@ -105,14 +89,14 @@ class OrtExecutor(ArenaRows, GatedByInputs, WithFeatures):
         entry: ModelEntry,
         *,
         num_rows: int,
-        kv_capacity: int,
-        num_threads: int | None = None,
-        spin: bool = True,
-        unpad_kv: bool = True,
-        lookahead: int = 0,
-        lender: CacheLender | None = None,
-        lends: bool = False,
-        gives_back: bool = False,
+        kv_capacity: int,  # entries of each row (L)
+        num_threads: int | None = None,  # compute threads; None takes the cores really available
+        spin: bool = True,  # let idle threads spin: faster on an idle machine, much slower on a busy one
+        unpad_kv: bool = True,  # False if ``path`` is the entry's padded-KV graph
+        lookahead: int = 0,  # K of the steps it will verify
+        lender: CacheLender | None = None,  # whose caches a head reads that has none; None lets it read zeros
+        lends: bool = False,  # a head reads these caches: they keep what lies before their own windows
+        gives_back: bool = False,  # unused pages go back to the system, if it takes them; rows then begin at pages
     ) -> None:
         self.vocab_size = entry.head_size
         self.num_rows = num_rows
@@ -173,8 +157,7 @@ class OrtExecutor(ArenaRows, GatedByInputs, WithFeatures):
     def execute(self, want: Want = "logits") -> StepOutput:
         """Run the prepared step; returns logits [R, V] float32, overwritten by the next call, or their argmax [R].
 
-        Raises:
-            BundleError: an operator refuses what the graph gives it.
+        BundleError if an operator refuses what the graph gives it.
         """
         binding = self._current
         if binding is None:
@@ -285,9 +268,8 @@ def open_ort_executor(request: EngineRequest) -> OrtExecutor:
     process is ours alone, else it does not spin. With both spinning on two threads, a round of the demo pair took twice
     as long.
 
-    Raises:
-        IncompatibleError: the model has no padded-KV graph, or see :class:`OrtExecutor`.
-        InvalidRequestError: the engines of this process share their threads, and others are asked for.
+    Raises as :class:`OrtExecutor`, IncompatibleError without a padded-KV graph, and InvalidRequestError if others than
+    the shared threads are asked for.
     """
     entry, num_threads, spin = request.entry, request.num_threads, request.spin
     path = entry.path if request.unpad_kv else entry.padded_path

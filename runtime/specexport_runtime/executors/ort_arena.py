@@ -8,7 +8,7 @@
 
 A row has its full length in addresses, and memory only as far as it was written to. On Linux memory also goes back page
 by page, so that short texts in long rows cost what short rows would: what vAttention (Prabhu et al. 2024) does with a
-GPU's page tables, the system does here of itself. Nothing moves, and a step sees the same addresses as ever.
+GPU's page tables, the system does here by itself. Nothing moves, and a step sees the same addresses as ever.
 """
 
 import math
@@ -33,25 +33,17 @@ _PAGE = mmap.PAGESIZE
 
 
 class CacheMemory(NamedTuple):
-    """One cache of the arena.
+    """One cache of the arena."""
 
-    Attributes:
-        mapping: its memory, private to this process: a child that is forked has a copy.
-        array: the same as [rows, 1, H, L, D].
-    """
-
-    mapping: mmap.mmap
-    array: npt.NDArray[Any]
+    mapping: mmap.mmap  # private to this process: a child that is forked has a copy
+    array: npt.NDArray[Any]  # the same memory as [rows, 1, H, L, D]
 
     @classmethod
     def make(cls, shape: tuple[int, ...], dtype: npt.DTypeLike) -> "CacheMemory":
         """A cache of zeros, of which no page is resident.
 
         ``np.zeros`` promises no such thing: it takes memory that ONNX Runtime has freed, and clears it by writing.
-
-        Raises:
-            OSError: the system refuses so much.
-            OverflowError: no process can address so much.
+        OSError if the system refuses so much, OverflowError if no process can address it.
         """
         size = max(1, math.prod(shape) * np.dtype(dtype).itemsize)
         mapping = mmap.mmap(-1, size, flags=_FLAGS) if _FLAGS else mmap.mmap(-1, size)
@@ -94,32 +86,20 @@ def paged_capacity(layers: Seq[LayerGeometry], kv_capacity: int, item_bytes: int
 
 
 class ArenaRows:
-    """The rows of an engine's caches: copies, moves, and memory that is given back.
-
-    Attributes:
-        num_rows: rows.
-        kv_capacity: entries that a row may have.
-        gives_back: pages of entries that are of no use go back to the system.
-    """
+    """The rows of an engine's caches: copies, moves, and memory that is given back."""
 
     num_rows: int
-    kv_capacity: int
-    gives_back: bool
+    kv_capacity: int  # entries that a row may have
+    gives_back: bool  # pages of entries that are of no use go back to the system
     recedes: bool = False
     _windows: Seq[int] = ()
     _memory: Mapping[str, CacheMemory]
     _state_memory: Mapping[str, CacheMemory] = MappingProxyType({})
 
     def make_arena(self, layers: Seq[LayerGeometry], dtype: npt.DTypeLike, windows: Seq[int] = ()) -> None:
-        """Make the caches.
+        """Make the caches; IncompatibleError if there is no memory for them.
 
-        Args:
-            layers: their sizes.
-            dtype: of a value.
-            windows: entries that a token of each layer sees, itself included; -1 for all. Empty: all layers see all.
-
-        Raises:
-            IncompatibleError: there is no memory for them.
+        ``windows`` has the entries that a token of each layer sees, itself included, -1 for all; empty if all see all.
         """
         item = np.dtype(dtype).itemsize
         self.recedes = CAN_GIVE_BACK and any(window > 0 for window in windows)
@@ -236,11 +216,6 @@ class ArenaRows:
             state[row] = 0.0
 
     def move_entries(self, row: int, entries: Int64Array) -> None:
-        """Keep the cache entries ``entries`` of a row, packed to its front, in every layer.
-
-        Args:
-            row: cache row.
-            entries: ascending indices of the entries that stay.
-        """
+        """Keep the listed cache entries (ascending) of a row, packed to its front, in every layer."""
         for memory in self._memory.values():
             memory.array[row, :, :, : len(entries)] = memory.array[row][:, :, entries]

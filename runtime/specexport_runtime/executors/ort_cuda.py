@@ -70,23 +70,9 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
     features where they are wanted (``ort_features``). Gates are in host memory, where ONNX Runtime reads them: another
     choice of layers costs nothing.
 
-    Args:
-        path: engine file of the bundle.
-        entry: its manifest entry.
-        num_rows: cache rows.
-        kv_capacity: entries of each row (L); the arena rounds it up to whole blocks.
-        cuda_graphs: let the provider record the shapes given to :meth:`capture` and replay them. None does so where it
-            can: the engine has no gates, and ONNX Runtime does not refuse.
-        device_id: number of the GPU.
-
-    Attributes:
-        splits_rows: steps of few tokens are handed to the engine as a row for each token.
-
-    Raises:
-        MissingDependencyError: the installed onnxruntime has no CUDA provider.
-        IncompatibleError: there is no GPU or driver, too little of its memory, or inputs that break the contract.
-        InvalidRequestError: CUDA graphs are asked for, and the engine has gates.
-        BundleError: ONNX Runtime cannot load the engine.
+    MissingDependencyError if onnxruntime has no CUDA provider, IncompatibleError without a GPU, driver or enough of its
+    memory, or if inputs break the contract, InvalidRequestError for CUDA graphs of an engine with gates, BundleError if
+    ONNX Runtime cannot load the engine.
     """
 
     def __init__(
@@ -95,7 +81,9 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
         entry: ModelEntry,
         *,
         num_rows: int,
-        kv_capacity: int,
+        kv_capacity: int,  # entries of each row (L); the arena rounds it up to whole blocks
+        # Let the provider record the shapes given to :meth:`capture` and replay them. None does so where it can: the
+        # engine has no gates, and ONNX Runtime does not refuse.
         cuda_graphs: bool | None = None,
         device_id: int = 0,
     ) -> None:
@@ -116,6 +104,7 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
         self._ort = import_onnxruntime(device_id)
         self._session, self._graphs = self._open(path, entry, cuda_graphs)
         self._check_contract(path, entry)
+        # Steps of few tokens are handed to the engine as a row for each token.
         self.splits_rows = pays(entry, compute_capability(device_id), os.environ)
         self.num_gates, self.gate_kinds = entry.num_gates, entry.gate_kinds
         self._gates = OrtGates(self._session, self.num_gates, path, separate=True)
@@ -181,16 +170,9 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
         return buffers
 
     def execute(self, want: Want = "logits") -> StepOutput:
-        """Run the prepared step.
+        """Run the prepared step: logits [R, V] float32, or each row's greedy token, int64 [R], -1 for one with a NaN.
 
-        Args:
-            want: which output to bring to the host.
-
-        Returns:
-            logits [R, V] float32, or the greedy token of each row, int64 [R], -1 for a row with a NaN.
-
-        Raises:
-            SpecexportError: nothing is prepared, or the provider failed.
+        SpecexportError if nothing is prepared, or the provider failed.
         """
         shape = self._current
         if shape is None:
@@ -270,11 +252,7 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
         """Nothing: attention reads no entry beyond a row's length."""
 
     def move_entries(self, row: int, entries: Int64Array) -> None:
-        """Not on this backend.
-
-        Raises:
-            SpecexportError: always: only padded-KV graphs move entries, and this backend has none.
-        """
+        """Refuse (SpecexportError): only padded-KV graphs move entries, and this backend has none."""
         raise SpecexportError(f"backend ort-cuda cannot move {len(entries)} entries of row {row}.", "use unpadded KV.")
 
     def close(self) -> None:

@@ -21,24 +21,19 @@ _log = logging.getLogger(__name__)
 class StepGraphs:
     """Numbers of graphs by the size of a step.
 
-    Args:
-        ort: the onnxruntime module.
-        enabled: the session was opened for graphs.
-        optional: nobody asked for them: where recording fails, steps run without.
-
-    Attributes:
-        sizes: what is recorded, with the number of each.
+    With ``enabled`` the session was opened for graphs. With ``optional`` they were not asked for: where recording
+    fails, steps run without.
     """
 
     def __init__(self, ort: Any, *, enabled: bool, optional: bool) -> None:
-        self.sizes: dict[StepShape, int] = {}
+        self.sizes: dict[StepShape, int] = {}  # what is recorded, with the number of each
         self._ort, self._enabled, self._optional = ort, enabled, optional
         self._takes_more = enabled
         self._recorded: set[tuple[StepShape, bool]] = set()
         self._bytes = self._count = 0
 
     def add(self, sizes: Iterable[StepShape]) -> list[StepShape]:
-        """Record steps of these sizes from now on; returns those that were not before."""
+        """Record steps of these sizes from now on; returns the sizes that are new."""
         new = [size for size in dict.fromkeys(sizes) if self._takes_more and size not in self.sizes]
         for size in new:
             self._count += 1
@@ -74,7 +69,7 @@ class StepGraphs:
             self._recorded.add((size, is_long))
 
     def give_up(self, size: StepShape, is_long: bool, error: Exception) -> bool:
-        """Whether a step that failed can run without its graph: it was about to be recorded, and nobody asked for that.
+        """Whether a step that failed can run without its graph: it was about to be recorded, which is optional.
 
         From then on nothing is recorded or replayed.
         """

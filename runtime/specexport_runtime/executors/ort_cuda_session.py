@@ -25,11 +25,9 @@ def reason_of(error: Exception) -> str:
 
 
 def import_onnxruntime(device_id: int) -> Any:
-    """The onnxruntime module, if it has the CUDA provider and a GPU to run it on.
+    """The onnxruntime module, if it has the CUDA provider (else MissingDependencyError) and a GPU to run it on.
 
-    Raises:
-        MissingDependencyError: onnxruntime is not installed, or without the CUDA provider.
-        IncompatibleError: no such GPU, or no driver or CUDA libraries for it.
+    IncompatibleError without such a GPU, or a driver or CUDA libraries for it.
     """
     install = "pip uninstall onnxruntime, then pip install 'specexport[cuda]'."
     try:
@@ -71,17 +69,9 @@ def compute_capability(device_id: int) -> int:
 
 
 def open_session(ort: Any, path: Path, device_id: int, cuda_graphs: bool) -> Any:
-    """A session of the engine ``path`` on GPU ``device_id``.
+    """A session on a GPU; with ``cuda_graphs``, runs with a ``gpu_graph_id`` are captured and replayed.
 
-    Args:
-        ort: the onnxruntime module.
-        path: engine file.
-        device_id: number of the GPU.
-        cuda_graphs: let runs with a ``gpu_graph_id`` be captured and replayed.
-
-    Raises:
-        BundleError: ONNX Runtime cannot load the engine.
-        IncompatibleError: it would run on the CPU.
+    BundleError if ONNX Runtime cannot load the engine, IncompatibleError if it would run on the CPU.
     """
     options = ort.SessionOptions()
     options.log_severity_level = 3

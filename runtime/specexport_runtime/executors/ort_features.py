@@ -17,17 +17,7 @@ from specexport_runtime.executors.features import BoundFeatures, EngineFeatures
 
 
 class OrtFeatures(EngineFeatures):
-    """The features of one engine. Whether a target on a CPU computes them is bound by pointer, like a gate.
-
-    Args:
-        session: the ONNX Runtime session.
-        size: E; 0 for an engine without features.
-        where: names the graph in messages.
-        on_gpu: it runs on a GPU.
-
-    Raises:
-        IncompatibleError: see ``EngineFeatures``.
-    """
+    """The features of one engine. Whether a target on a CPU computes them is bound by pointer, like a gate."""
 
     def __init__(self, session: Any, size: int, where: object, *, on_gpu: bool = False) -> None:
         own = {FEATURES.name, TOKEN_FEATURES.name, NEXT_FEATURES.name, WANT_FEATURES.name}
@@ -61,7 +51,7 @@ class OrtFeatures(EngineFeatures):
         return BoundFeatures(read=rows, handed_on=handed)
 
     def host_rows(self, num_tokens: int) -> Float32Array | None:
-        """An array of its own for what a head on a GPU reads [T, E]; None for a target."""
+        """A new array for what a head on a GPU reads [T, E]; None for a target."""
         return np.zeros((num_tokens, self.size), np.float32) if self.reads else None
 
     def device_inputs(self, size: StepShape, make: Callable[[Any], Any]) -> dict[str, Any]:

@@ -18,24 +18,12 @@ LAYER_ON = TensorSpec(
 class OrtGates:
     """The gate inputs of one engine, bound by pointer: setting them costs nothing, and no binding has to change.
 
-    They are in host memory on a GPU too: ONNX Runtime decides there which branch of an ``If`` runs.
-
-    Args:
-        session: the ONNX Runtime session.
-        num_gates: G of the graph; 0 for one without gates.
-        where: names the graph in messages.
-        separate: the graph has an input for each gate.
-
-    Attributes:
-        count: G.
-        wanted: whether the next steps measure similarity.
-
-    Raises:
-        IncompatibleError: the graph's gates are not those that it is said to have.
+    They are in host memory on a GPU too: ONNX Runtime decides there which branch of an ``If`` runs. With ``separate``
+    the graph has an input for each gate. IncompatibleError if its gates are not the ``num_gates`` of the manifest.
     """
 
     def __init__(self, session: Any, num_gates: int, where: Path, *, separate: bool = False) -> None:
-        self.count = num_gates
+        self.count = num_gates  # G
         self._mask: BoolArray = np.ones(num_gates, np.bool_)
         self._wanted: BoolArray = np.zeros(1, np.bool_)
         self._inputs: dict[str, BoolArray] = {}
@@ -65,11 +53,7 @@ class OrtGates:
         self._wanted[0] = wanted
 
     def bind(self, io: Any, shape: StepShape, measured: bool) -> Float32Array:
-        """Bind the gates to a step of ``shape``.
-
-        Returns:
-            where its similarity goes, float32 [N, T] or, if it is not measured, [N, 0].
-        """
+        """Bind the gates to a step; gives where its similarity goes, float32 [N, T], or [N, 0] if not ``measured``."""
         similarity = np.zeros((self.count // 2, shape.num_tokens if measured else 0), np.float32)
         for name, array in self._inputs.items():
             io.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
@@ -84,15 +68,10 @@ def is_gate(name: str) -> bool:
 
 
 class GatedByInputs:
-    """The part of ``GatedExecutor`` that all executors with gate inputs have.
+    """The part of ``GatedExecutor`` that all executors with gate inputs have."""
 
-    Attributes:
-        fixed_layers: None: any layers may be switched off.
-        gate_kinds: see ``GatedExecutor``.
-    """
-
-    fixed_layers: BoolArray | None = None
-    gate_kinds: Seq[str] = ()
+    fixed_layers: BoolArray | None = None  # None: any layers may be switched off
+    gate_kinds: Seq[str] = ()  # see ``GatedExecutor``
     _gates: OrtGates
     _similarity: Float32Array
 

@@ -11,15 +11,10 @@ from specexport_runtime.executors.ort_session import open_session
 
 
 class OrtGraph(NamedTuple):
-    """A graph that is ready to run.
+    """A graph that is ready to run."""
 
-    Attributes:
-        session: the ``onnxruntime.InferenceSession``.
-        inputs: names of all its inputs.
-    """
-
-    session: Any
-    inputs: frozenset[str]
+    session: Any  # the ``onnxruntime.InferenceSession``
+    inputs: frozenset[str]  # names of all its inputs
 
 
 def open_graph(
@@ -32,9 +27,7 @@ def open_graph(
 ) -> OrtGraph:
     """Open a graph whose inputs must be ``step_inputs`` and the caches and states of ``entry``; see ``open_session``.
 
-    Raises:
-        MissingDependencyError, BundleError: see ``open_session``.
-        IncompatibleError: the inputs are others, or states have other sizes.
+    IncompatibleError if the inputs are others, or states have other sizes.
     """
     session = open_session(path, num_threads, spin)
     inputs = frozenset(value.name for value in session.get_inputs())

@@ -13,19 +13,10 @@ from specexport_runtime.executors.ort_threads import set_threads
 
 
 def open_session(path: Path, num_threads: int, spin: bool) -> Any:
-    """Open an engine.
+    """Open an engine in an ``onnxruntime.InferenceSession``; with ``spin``, its idle compute threads spin.
 
-    Args:
-        path: engine file of the bundle.
-        num_threads: compute threads.
-        spin: let idle threads spin.
-
-    Returns:
-        an ``onnxruntime.InferenceSession``.
-
-    Raises:
-        MissingDependencyError: onnxruntime or the library of operators is not there.
-        BundleError: ONNX Runtime cannot load the engine.
+    MissingDependencyError without onnxruntime, BundleError if it cannot load the engine; errors of the operators'
+    library are those of ``operators.register``.
     """
     try:
         import onnxruntime

@@ -2,7 +2,7 @@
 
 Two engines take turns on the same cores. With a pool each, the idle threads of one spin while the other computes. In
 one pool they are the same threads. But once ONNX Runtime 1.31 has that pool, it refuses every session of the process
-with threads of its own, so it is not for programs that may have other sessions. Imports onnxruntime when it is used.
+with separate threads, so it is not for programs that may have other sessions. Imports onnxruntime when it is used.
 """
 
 import threading
@@ -18,14 +18,8 @@ _shared: list[int] = []
 def join_threads(num_threads: int | None, *, spin: bool, begin: bool) -> bool:
     """Whether the sessions of an engine that is to be opened take the threads that this process shares.
 
-    Args:
-        num_threads: compute threads that were asked for, the calling one included; None takes the cores available, or
-            those that are shared.
-        spin: idle threads shall spin, as shared ones do.
-        begin: share from now on, if ``spin``.
-
-    Raises:
-        InvalidRequestError: threads are shared, and others are asked for.
+    ``num_threads`` counts the calling thread; None takes the cores available, or the shared threads. ``begin`` shares
+    from now on, if idle threads shall ``spin``. InvalidRequestError if threads are shared, and others are asked for.
     """
     import onnxruntime
 
@@ -45,13 +39,7 @@ def join_threads(num_threads: int | None, *, spin: bool, begin: bool) -> bool:
 
 
 def set_threads(options: Any, num_threads: int, *, spin: bool) -> None:
-    """Set the threads of a session that is to be opened.
-
-    Args:
-        options: its ``onnxruntime.SessionOptions``.
-        num_threads: compute threads of its own pool; of no account where the pool is shared.
-        spin: let idle threads spin; those of the shared pool do.
-    """
+    """Set the threads in a session's ``SessionOptions``: the shared pool if there is one, else one as asked for."""
     if _shared:
         options.use_per_session_threads = False
         return

@@ -1,6 +1,6 @@
 """Kernels that TensorRT for RTX compiles when a context first meets a shape, kept in a file between runs.
 
-The file holds code that this process runs on the GPU: it is read only where nobody else could have written it.
+The file holds code that this process runs on the GPU: it is read only where no other user could have written it.
 """
 
 import hashlib
@@ -16,13 +16,7 @@ KIND = "rtx-kernels"
 
 
 class RtxKernels:
-    """The runtime cache of one engine, in the user cache folder: it fits one engine file, GPU and version.
-
-    Args:
-        path: the engine file.
-        file: what the manifest says of it.
-        gpu_name: of the GPU.
-    """
+    """The runtime cache of one engine, in the user cache folder: it fits one engine file, GPU and version."""
 
     def __init__(self, path: Path, file: EngineFile, gpu_name: str) -> None:
         gpu = "-".join("".join(c if c.isalnum() else " " for c in gpu_name).split())
@@ -34,16 +28,11 @@ class RtxKernels:
         self._loaded = 0
 
     def configure(self, trt: Any, config: Any, *, is_fixed: bool) -> None:
-        """Set what RTX adds to a context's configuration.
+        """Set what RTX adds to the configuration (``IRuntimeConfig``) of a context.
 
         In a fixed profile kernels are compiled before the first run: a graph would keep the stand-ins it recorded.
         Ranged profiles meet a new size with every prompt. Compiling for each would never end, and which kernel runs
         would depend on timing, so they keep to the kernels that take any size.
-
-        Args:
-            trt: the package.
-            config: an ``IRuntimeConfig``.
-            is_fixed: the context's profile has one size of everything.
         """
         config.cuda_graph_strategy = trt.CudaGraphStrategy.DISABLED  # the executor records its own
         strategies = trt.DynamicShapesKernelSpecializationStrategy

@@ -32,13 +32,10 @@ _KNOWN = (INPUT_IDS, POSITIONS, LOGIT_ROWS, KV_LENS, CU_NEW_TOKENS)
 
 
 def pays(entry: ModelEntry, capability: int, environment: Mapping[str, str]) -> bool:
-    """Whether steps of few tokens are faster with a row for each: cuDNN computes them, and attention is all that asks.
+    """Whether steps of few tokens are faster with a row for each: cuDNN computes them, and only attention reads rows.
 
-    Args:
-        entry: of the engine. Layers with windows have no cuDNN kernel, and those of a head that fills blocks see later
-            tokens of their row.
-        capability: of the GPU, 90 for 9.0; ONNX Runtime takes cuDNN from there on.
-        environment: of the process; ONNX Runtime's switch may turn cuDNN off.
+    ONNX Runtime takes cuDNN from ``capability`` 90 (9.0) on, unless its switch in ``environment`` turns cuDNN off.
+    Layers with windows have no cuDNN kernel, and layers of a head that fills blocks see later tokens of their row.
     """
     by_row = any(spec.name in entry.inputs for spec in STEP_INPUTS if spec not in _KNOWN)
     sees_rows = by_row or entry.block_size is not None or entry.num_draft_heads > 0
@@ -63,9 +60,8 @@ def token_row_shapes() -> list[StepShape]:
 def spread(buffers: StepBuffers) -> tuple[Int64Array, Int32Array, Int32Array]:
     """The inputs by row of a step with a row for each token.
 
-    Returns:
-        for each token: which of the step's rows it is of, int64 [T]; its own ``kv_lens``, int32 [T, 1]; and
-        ``cu_new_tokens``, int32 [T+1].
+    They are the step's row that each token is of, int64 [T], its ``kv_lens``, int32 [T, 1], and ``cu_new_tokens``,
+    int32 [T+1].
     """
     counts = np.diff(buffers.cu_new_tokens)
     rows = np.repeat(np.arange(len(counts)), counts)

@@ -41,38 +41,20 @@ _NO_TOKENS = StepShape(0, 1, 0, 1, 0)
 class TrtExecutor(WithFeatures):
     """Runs one TensorRT engine on one GPU; see ``Executor``.
 
-    Args:
-        entry: manifest entry of the model.
-        file: the engine file for this GPU, one of ``entry.engines``.
-        folder: the bundle's folder.
-        num_rows: cache rows.
-        driver: stream and memory; None makes a ``CudaDriver``. Closed with the executor.
-        use_graphs: record decode and verify steps into CUDA graphs; False runs them one kernel at a time.
-        load: how the engine file is loaded; tests give their own.
-
-    Attributes:
-        kv_capacity: entries of a row that may be used; the engine's rows have some more, see ``EngineSizes.scratch``.
-        max_num_tokens: most tokens of a step that mixes prompts and verification: the largest prefill profile.
-        graphs: recorded steps.
-        num_gates: see ``GatedExecutor``; 0 unless the engine has draft steps.
-        fixed_layers: the one mask beside None that :meth:`set_layers` takes: the engine was built for it.
-
-    Raises:
-        IncompatibleError: the engine does not fit the GPU, its memory, ``num_rows`` or its manifest.
-        MissingDependencyError: TensorRT or cuda-python is not installed.
-        BundleError: the engine file cannot be read.
+    IncompatibleError if the engine does not fit the GPU, its memory, ``num_rows`` or its manifest,
+    MissingDependencyError without TensorRT or cuda-python, BundleError if the engine file cannot be read.
     """
 
     def __init__(
         self,
         entry: ModelEntry,
-        file: EngineFile,
-        folder: Path,
+        file: EngineFile,  # the one for this GPU, of ``entry.engines``
+        folder: Path,  # of the bundle
         *,
         num_rows: int,
-        driver: GpuDriver | None = None,
-        use_graphs: bool = True,
-        load: EngineLoader = load_engine,
+        driver: GpuDriver | None = None,  # stream and memory, closed with the executor; None makes a ``CudaDriver``
+        use_graphs: bool = True,  # False runs decode and verify steps one kernel at a time
+        load: EngineLoader = load_engine,  # tests give another
     ) -> None:
         if driver is None:
             from specexport_runtime.executors.cuda_driver import CudaDriver
@@ -82,7 +64,8 @@ class TrtExecutor(WithFeatures):
         sizes = self._parts.sizes
         self.vocab_size = entry.head_size
         self.num_rows = num_rows
-        self.kv_capacity = sizes.kv_capacity - sizes.scratch
+        self.kv_capacity = sizes.kv_capacity - sizes.scratch  # entries of a row that may be used
+        # A step that mixes prompts and verification runs in a prefill profile.
         ranged = [profile.num_tokens for _, profile in sizes.profiles if not profile.is_fixed]
         self.max_num_tokens: int | None = max(ranged or [profile.num_tokens for _, profile in sizes.profiles])
         self.engine_seconds = 0.0
@@ -94,7 +77,7 @@ class TrtExecutor(WithFeatures):
         self._packed, self._dtype = entry.lowering == "plugin", entry.dtype
         self._ends: Int32Array = np.zeros((sizes.arena_rows, 1), np.int32)
         self._last_position = (entry.max_positions or sizes.kv_capacity) - 1
-        self.num_gates = entry.num_gates if entry.skipped_layers else 0
+        self.num_gates = entry.num_gates if entry.skipped_layers else 0  # 0 unless the engine has draft steps
         self.gate_kinds = entry.gate_kinds
         self.fixed_layers: BoolArray | None = None
         if self.num_gates:
@@ -114,11 +97,7 @@ class TrtExecutor(WithFeatures):
         return self._parts.kv.num_bytes
 
     def prepare(self, shape: StepShape) -> StepBuffers:
-        """Choose a profile for ``shape`` and return the arrays to fill. See ``Executor.prepare``.
-
-        Raises:
-            IncompatibleError: no profile is large enough.
-        """
+        """Choose a profile for ``shape`` (IncompatibleError if none is large enough). See ``Executor.prepare``."""
         shape = shape._replace(skips=self._skips)
         step = self._steps.get(shape)
         if step is None:
@@ -134,11 +113,7 @@ class TrtExecutor(WithFeatures):
         return step.buffers
 
     def execute(self, want: Want = "logits") -> StepOutput:
-        """Run the prepared step. See ``Executor.execute``.
-
-        Raises:
-            SpecexportError: the GPU or TensorRT failed.
-        """
+        """Run the prepared step; SpecexportError if the GPU or TensorRT failed. See ``Executor.execute``."""
         step = self._current
         if step is None or step.buffers is None:
             raise SpecexportError("execute() was called before prepare().")
@@ -162,19 +137,14 @@ class TrtExecutor(WithFeatures):
     def set_layers(self, mask: BoolArray | None) -> None:
         """See ``GatedExecutor.set_layers``; holds for steps that are prepared from here on, of one token a row.
 
-        Raises:
-            SpecexportError: the engine was built to leave out other layers.
+        SpecexportError if the engine was built to leave out other layers.
         """
         if mask is not None and not np.array_equal(mask, self.fixed_layers):  # type: ignore[arg-type]
             raise SpecexportError("this engine leaves out the layers that it was built for, and no others.")
         self._skips = mask is not None
 
     def measure_similarity(self, wanted: bool) -> None:
-        """See ``GatedExecutor.measure_similarity``.
-
-        Raises:
-            SpecexportError: it is wanted: these engines measure none.
-        """
+        """See ``GatedExecutor.measure_similarity``; SpecexportError if it is wanted: these engines measure none."""
         if wanted:
             raise SpecexportError("TensorRT engines measure no similarity: their layers are fixed.")
 
@@ -220,11 +190,7 @@ class TrtExecutor(WithFeatures):
         self._ends[row] = 0
 
     def move_entries(self, row: int, entries: Int64Array) -> None:
-        """Not for GPU engines: their caches hold no padding.
-
-        Raises:
-            SpecexportError: always.
-        """
+        """Refuse (SpecexportError): caches of GPU engines hold no padding."""
         raise SpecexportError(f"TensorRT engines have no padded KV cache: {len(entries)} entries of row {row} stay.")
 
     def close(self) -> None:

@@ -85,11 +85,7 @@ def feature_outputs(engine: Engine) -> list[str]:
 
 
 def check_tensors(engine: Engine, what: str, inputs: Seq[str], caches: Seq[CacheTensor]) -> None:
-    """Compare an engine's tensors with its manifest's.
-
-    Raises:
-        IncompatibleError: names of tensors, or sizes of caches, differ.
-    """
+    """Refuse an engine whose names of tensors or sizes of caches are not the manifest's (IncompatibleError)."""
     names = [*inputs, LOGITS.name, TOKEN_IDS.name, *(tensor.name for tensor in query_tensors(engine))]
     names += feature_outputs(engine)  # whose sizes are compared by EngineFeatures
     for cache in caches:

@@ -27,7 +27,7 @@ _LOCK = threading.RLock()
 def _undisturbed() -> Iterator[None]:
     """Make or release objects of TensorRT with no other being released meanwhile.
 
-    TensorRT holds a lock of its own while it does either, and logs under it. Our logger is Python: a garbage collection
+    TensorRT holds an inner lock while it does either, and logs under it. Our logger is Python: a garbage collection
     in it, or another thread, that released a runtime left over from before would wait for that lock for ever.
     """
     with _LOCK:
@@ -60,11 +60,7 @@ class EngineContext(Protocol):
         ...
 
     def enqueue(self, stream: int) -> None:
-        """Put one run on the stream.
-
-        Raises:
-            SpecexportError: TensorRT refused; the message holds what it logged.
-        """
+        """Put one run on the stream; SpecexportError with what TensorRT logged if it refuses."""
         ...
 
     def is_capturable(self, stream: int) -> bool:
@@ -80,13 +76,9 @@ class Engine(Protocol):
     """Device memory that every context needs; contexts that never run at the same time may share it."""
 
     def make_context(self, profile: int, activations: int, stream: int, *, is_fixed: bool) -> EngineContext:
-        """A context for one profile.
+        """A context for the profile of this number, with the address of ``activation_bytes`` of device memory.
 
-        Args:
-            profile: its number in the engine.
-            activations: address of ``activation_bytes`` of device memory.
-            stream: stream that the context will run on.
-            is_fixed: the profile has one size of everything, so that kernels made for just that size pay.
+        With ``is_fixed`` the profile has one size of everything, so that kernels made for just that size pay.
         """
         ...
 
@@ -96,17 +88,10 @@ class Engine(Protocol):
 
 
 def load_engine(path: Path, file: EngineFile, gpu_name: str) -> Engine:
-    """Load an engine file, with the package that built it.
+    """Load an engine file, with the package that built it; RTX keeps the kernels it compiles under ``gpu_name``.
 
-    Args:
-        path: the file.
-        file: what the manifest says of it.
-        gpu_name: of the GPU it will run on; kernels that RTX compiles for it are kept under this name.
-
-    Raises:
-        MissingDependencyError: the package is not installed.
-        IncompatibleError: another version of it is (names both), or the GPU or its driver cannot take the engine.
-        BundleError: the file, or the one that it is stored as the difference from, is cut or cannot be read.
+    MissingDependencyError without the package, IncompatibleError if its version is another or the GPU or its driver
+    cannot take the engine, BundleError if the file, or the base of its difference, is cut or cannot be read.
     """
     trt = _import_package(file)
     messages: list[str] = []
@@ -127,22 +112,14 @@ def load_engine(path: Path, file: EngineFile, gpu_name: str) -> Engine:
 
 
 def read_engine(path: Path, file: EngineFile) -> bytes | bytearray:
-    """The engine of ``path``, which may be stored as its difference from another.
-
-    Raises:
-        BundleError: the difference, or what it was made from, is cut or missing.
-    """
+    """The engine of ``path``; BundleError if it is a difference, and that or its base is cut or missing."""
     if file.base is None:
         return path.read_bytes()
     return apply_delta(path, _base_of(path, file.base))
 
 
 def engine_size(path: Path, file: EngineFile) -> int:
-    """Bytes of the engine of ``path``.
-
-    Raises:
-        BundleError: it should be stored as a difference, and is not.
-    """
+    """Bytes of the engine of ``path``; BundleError if it should be stored as a difference, and is not."""
     return path.stat().st_size if file.base is None else delta_size(path)
 
 

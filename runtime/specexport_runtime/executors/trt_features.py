@@ -17,19 +17,7 @@ from specexport_runtime.executors.trt_pack import Plan
 
 
 class TrtFeatures(EngineFeatures):
-    """The features of one engine.
-
-    Args:
-        tensors: of the engine.
-        size: E; 0 for an engine without features.
-        where: names the engine in messages.
-        driver: whose memory they are in.
-        address: device memory for the features of the largest step.
-        host: pinned memory for as many.
-
-    Raises:
-        IncompatibleError: see ``EngineFeatures``.
-    """
+    """The features of one engine; at ``address`` and in ``host`` is room for the largest step."""
 
     def __init__(
         self, tensors: Seq[EngineTensor], size: int, where: str, driver: GpuDriver, address: int, host: HostOutput
@@ -39,23 +27,14 @@ class TrtFeatures(EngineFeatures):
         self._driver, self._host = driver, host
 
     def copy_out(self, shape: StepShape) -> None:
-        """Put on the stream what brings the features of a step to the host, if anybody wants them.
-
-        Args:
-            shape: the step as the engine sees it.
-        """
+        """Put the copy of a step's features on the stream, if they are needed; ``shape`` is the step in the engine."""
         if self.reads or (self.gives and self.wanted):
             self._host.open()
             rows = shape.num_tokens if self.gives else shape.num_logit_rows
             self._driver.copy_out(self._host.address, self.address, rows * self._host.row_bytes)
 
     def bound(self, plan: Plan, num_logit_rows: int) -> BoundFeatures:
-        """What was copied of a step that is done, without the rows of dummies.
-
-        Args:
-            plan: of the step.
-            num_logit_rows: R of the step as it really is.
-        """
+        """What was copied of a step that is done, without the rows of dummies: R is that of the step before padding."""
         if self.reads:
             return BoundFeatures(handed_on=self._host.array[:num_logit_rows])
         return BoundFeatures(given=self._host.array[plan.tokens] if self.gives and self.wanted else None)

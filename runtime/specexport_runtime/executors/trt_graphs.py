@@ -22,27 +22,17 @@ class GraphKey(NamedTuple):
 
 
 class GraphPool:
-    """Recorded steps by key.
-
-    Args:
-        driver: what records and replays them.
-        enabled: False runs every step eagerly.
-
-    Attributes:
-        enabled: False from the first failure on: recording is an optimization, and steps run without it.
-        keys: what was recorded, in that order.
-        replays: steps that were replayed.
-    """
+    """Recorded steps by key."""
 
     def __init__(self, driver: GpuDriver, *, enabled: bool) -> None:
-        self.enabled = enabled
-        self.replays = 0
+        self.enabled = enabled  # False from the first failure on: recording is an optimization, steps run without it
+        self.replays = 0  # steps that were replayed
         self._driver = driver
         self._graphs: dict[GraphKey, int] = {}
 
     @property
     def keys(self) -> list[GraphKey]:
-        """See the class."""
+        """What was recorded, in that order."""
         return list(self._graphs)
 
     def __contains__(self, key: GraphKey) -> bool:
@@ -58,12 +48,9 @@ class GraphPool:
         return True
 
     def record(self, key: GraphKey, enqueue: Callable[[], None], *, capturable: bool = True) -> None:
-        """Record what ``enqueue`` puts on the stream. It must have run before: a first run sets an engine up.
+        """Record the step that ``enqueue`` puts on the stream. It must have run before: a first run sets an engine up.
 
-        Args:
-            key: for :meth:`launch`.
-            enqueue: puts one step on the stream.
-            capturable: False if the engine says that it cannot be recorded.
+        A failure, or a step that is not ``capturable``, ends all recording; the step still runs eagerly.
         """
         if not self.enabled or key in self._graphs:
             return

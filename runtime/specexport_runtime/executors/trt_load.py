@@ -31,33 +31,19 @@ EngineLoader = Callable[[Path, EngineFile, str], Engine]
 
 
 class EngineSizes(NamedTuple):
-    """Sizes of one executor, from its manifest entry and the rows asked for.
+    """Sizes of one executor, from its manifest entry and the rows asked for."""
 
-    Attributes:
-        arena_rows: cache rows in memory: enough for the smallest batch bucket that holds ``num_rows``.
-        kv_capacity: entries of a row (L).
-        scratch: entries at a row's end that no sequence uses: fixed profiles pad rows with as many dummies at most.
-        profiles: number in the engine and sizes of the profiles that can run on ``arena_rows`` rows.
-        max_logit_rows: most rows of logits of a step.
-    """
-
-    arena_rows: int
-    kv_capacity: int
-    scratch: int
-    profiles: tuple[tuple[int, Profile], ...]
-    max_logit_rows: int
+    arena_rows: int  # cache rows in memory: enough for the smallest batch bucket that holds the rows asked for
+    kv_capacity: int  # entries of a row (L)
+    scratch: int  # entries at a row's end that no sequence uses: fixed profiles pad rows with as many dummies at most
+    profiles: tuple[tuple[int, Profile], ...]  # with their numbers in the engine: all that can run on ``arena_rows``
+    max_logit_rows: int  # most rows of logits of a step
 
 
 def size_engine(entry: ModelEntry, what: str, num_rows: int) -> EngineSizes:
-    """Sizes of an executor of ``num_rows`` rows.
+    """Sizes of an executor of ``num_rows`` cache rows of a TensorRT engine; messages call it ``what``.
 
-    Args:
-        entry: manifest entry of a TensorRT engine.
-        what: names it in messages.
-        num_rows: cache rows asked for.
-
-    Raises:
-        IncompatibleError: the engine was built for fewer rows, or its entry lacks something or names an unknown input.
+    IncompatibleError if it was built for fewer rows, or its entry lacks something or names an unknown input.
     """
     if entry.max_num_seqs is None or entry.kv_capacity is None or not entry.profiles or entry.dtype not in ITEM_BYTES:
         raise IncompatibleError(f"{what}: the manifest does not describe a TensorRT engine.", "build it again.")
@@ -112,10 +98,8 @@ def load_parts(
 ) -> TrtParts:
     """Load an engine and allocate everything around it. Takes over ``driver``, also when it fails.
 
-    Raises:
-        IncompatibleError: planned or allocated, it does not fit the GPU; or the engine does not fit its manifest or
-            ``num_rows``.
-        BundleError: the engine file cannot be read.
+    IncompatibleError if the plan or an allocation does not fit the GPU, or the engine its manifest or ``num_rows``,
+    BundleError if the engine file cannot be read.
     """
     with ExitStack() as stack:
         stack.callback(driver.close)
@@ -125,14 +109,7 @@ def load_parts(
 
 
 def plan_memory(entry: ModelEntry, sizes: EngineSizes, weights: int, activations: int) -> MemoryPlan:
-    """What an executor will need on the device, in bytes.
-
-    Args:
-        entry: its manifest entry.
-        sizes: from :func:`size_engine`.
-        weights: bytes of the engine.
-        activations: as the engine or its manifest says.
-    """
+    """Bytes that an executor will need on the device, of which the engine's weights and activations are given."""
     _, kv_bytes = lay_out_caches(entry.layers, sizes.arena_rows, sizes.kv_capacity, ITEM_BYTES[entry.dtype])
     outputs = sizes.max_logit_rows * (4 * entry.head_size + 8)
     buffers = _input_bytes(entry, sizes) + outputs + _feature_bytes(entry, sizes)

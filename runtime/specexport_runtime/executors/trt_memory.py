@@ -31,21 +31,13 @@ def aligned(num_bytes: int) -> int:
 
 
 class MemoryPlan(NamedTuple):
-    """Bytes of device memory that an executor will need.
+    """Bytes of device memory that an executor will need."""
 
-    Attributes:
-        weights: the engine, about as large as its file.
-        kv_cache: the arena of ``num_rows`` rows.
-        activations: what the largest profile needs while it runs.
-        buffers: step inputs and outputs.
-        num_rows: rows of the arena.
-    """
-
-    weights: int
-    kv_cache: int
-    activations: int
-    buffers: int
-    num_rows: int
+    weights: int  # the engine, about as large as its file
+    kv_cache: int  # the arena of ``num_rows`` rows
+    activations: int  # what the largest profile needs while it runs
+    buffers: int  # step inputs and outputs
+    num_rows: int  # rows of the arena, no bytes
 
     @property
     def total(self) -> int:
@@ -55,8 +47,7 @@ class MemoryPlan(NamedTuple):
     def check(self, what: str, gpu: GpuInfo) -> None:
         """Refuse a plan that does not fit, before anything is allocated.
 
-        Raises:
-            IncompatibleError: names what is needed for what, and what is free.
+        The IncompatibleError names what is needed for what, and what is free.
         """
         if self.total <= gpu.free_bytes:
             return
@@ -69,25 +60,15 @@ class MemoryPlan(NamedTuple):
 
 
 class CacheTensor(NamedTuple):
-    """One cache of the arena.
+    """One cache of the arena."""
 
-    Attributes:
-        name: the engine's input.
-        out_name: the engine's output, in the same memory.
-        offset: bytes from the arena's start.
-        heads: KV heads.
-        head_bytes: bytes of one head of one row: L entries.
-        entry_bytes: bytes of one entry of one head.
-        shape: of one row, without leading or middle ones: [H, L, D].
-    """
-
-    name: str
-    out_name: str
-    offset: int
-    heads: int
-    head_bytes: int
-    entry_bytes: int
-    shape: tuple[int, int, int]
+    name: str  # the engine's input
+    out_name: str  # the engine's output, in the same memory
+    offset: int  # bytes from the arena's start
+    heads: int  # KV heads
+    head_bytes: int  # of one head of one row: L entries
+    entry_bytes: int  # of one entry of one head
+    shape: tuple[int, int, int]  # of one row, [H, L, D]
 
     @property
     def row_bytes(self) -> int:
@@ -98,10 +79,9 @@ class CacheTensor(NamedTuple):
 def lay_out_caches(
     layers: Seq[LayerGeometry], num_rows: int, kv_capacity: int, item_bytes: int
 ) -> tuple[tuple[CacheTensor, ...], int]:
-    """The caches of an arena [num_rows, H, L, D] each, and its bytes.
+    """The caches of an arena, [num_rows, H, L, D] each, and its bytes.
 
-    Raises:
-        IncompatibleError: a row's address would not be aligned as TensorRT wants it.
+    IncompatibleError if a row's address would not be aligned as TensorRT wants it.
     """
     caches, offset = [], 0
     for i, layer in enumerate(layers):
@@ -129,14 +109,7 @@ def lay_out_caches(
 
 
 class KvMemory:
-    """The KV arena: zeroed, because attention multiplies masked entries by 0, and 0 times NaN is NaN.
-
-    Args:
-        driver: whose memory it is.
-        caches: from :func:`lay_out_caches`.
-        num_bytes: likewise.
-        address: device memory of that size.
-    """
+    """The KV arena: zeroed, because attention multiplies masked entries by 0, and 0 times NaN is NaN."""
 
     def __init__(self, driver: GpuDriver, caches: Seq[CacheTensor], num_bytes: int, address: int) -> None:
         self._driver, self._caches, self._address = driver, caches, address
@@ -154,14 +127,7 @@ class KvMemory:
             self._driver.clear(address, cache.row_bytes)
 
     def read_entries(self, row: int, start: int, stop: int, dtype: str) -> dict[str, npt.NDArray[np.float32]]:
-        """The entries ``[start, stop)`` of a row, float32 [H, entries, D] for each cache by the name of its input.
-
-        Args:
-            row: cache row.
-            start: first entry.
-            stop: one past the last.
-            dtype: of the caches.
-        """
+        """The entries ``[start, stop)`` of a row, float32 [H, entries, D] for each cache by the name of its input."""
         found = {}
         for cache, address in self.addresses(row):
             size = (stop - start) * cache.entry_bytes
@@ -209,17 +175,12 @@ def lay_out_inputs(names: Seq[str], shape: StepShape, feature_size: int = 0) -> 
 
 
 class HostBlock:
-    """Pinned memory that step inputs are gathered in. A fixed profile has one to itself, ranged ones share one.
-
-    Attributes:
-        address: where it begins.
-        plan: of the step whose constant inputs it holds.
-    """
+    """Pinned memory that step inputs are gathered in. A fixed profile has one to itself, ranged ones share one."""
 
     def __init__(self, memory: ByteArray) -> None:
         self._memory = memory
         self.address = int(memory.ctypes.data)
-        self.plan: object = None
+        self.plan: object = None  # of the step whose constant inputs it holds
 
     def views(self, tensors: Seq[InputTensor]) -> Mapping[str, npt.NDArray[Any]]:
         """Arrays over the block."""
@@ -230,13 +191,7 @@ class HostBlock:
 
 
 class HostOutput:
-    """Pinned memory for an output, allocated when it is first asked for: greedy decoding never needs the logits'.
-
-    Args:
-        driver: whose memory it is.
-        shape: of the largest output.
-        dtype: numpy name.
-    """
+    """Pinned memory for the largest output of a kind, allocated when first needed: greedy decoding needs no logits."""
 
     def __init__(self, driver: GpuDriver, shape: tuple[int, ...], dtype: str) -> None:
         self._driver, self._shape, self._dtype = driver, shape, np.dtype(dtype)

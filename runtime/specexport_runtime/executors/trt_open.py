@@ -11,10 +11,8 @@ from specexport_runtime.executors.trt import TrtExecutor
 def open_trt_executor(request: EngineRequest) -> TrtExecutor:
     """Load the engine for the GPU of this machine, and record its decode and verify steps unless that is switched off.
 
-    Raises:
-        IncompatibleError: there is no GPU, no engine for it, or it does not fit; names both sides.
-        MissingDependencyError: TensorRT or cuda-python is not installed.
-        BundleError: the engine file cannot be read.
+    IncompatibleError if there is no GPU, no engine for it, or it does not fit (names both sides);
+    MissingDependencyError without TensorRT or cuda-python; BundleError if the engine file cannot be read.
     """
     entry, folder = request.entry, request.folder
     use_graphs = request.cuda_graphs is None or request.cuda_graphs
@@ -37,11 +35,7 @@ def open_trt_executor(request: EngineRequest) -> TrtExecutor:
 
 
 def record_fixed(executor: TrtExecutor) -> TrtExecutor:
-    """Record the steps of all fixed profiles; an executor that cannot be recorded is closed.
-
-    Raises:
-        SpecexportError: the GPU or TensorRT failed.
-    """
+    """Record the steps of all fixed profiles; if that fails (SpecexportError), the executor is closed."""
     try:
         executor.capture(executor.fixed_shapes())
     except BaseException:
@@ -53,13 +47,7 @@ def record_fixed(executor: TrtExecutor) -> TrtExecutor:
 def choose_engine(entry: ModelEntry, what: str, gpu: GpuInfo) -> EngineFile:
     """The engine file for a GPU: one built for its architecture, which no other runs, else a portable one.
 
-    Args:
-        entry: manifest entry of a TensorRT engine.
-        what: names it in messages.
-        gpu: where it is to run.
-
-    Raises:
-        IncompatibleError: there is none; names the GPU's architecture and those that there are.
+    IncompatibleError if there is none; it names the GPU's architecture and those of the engines of ``what``.
     """
     for sm in (gpu.sm, "any"):
         for file in entry.engines:

@@ -43,50 +43,29 @@ DUMMY_TOKEN = 0  # any id that the model can embed; nothing of it is ever read
 
 
 class Window(NamedTuple):
-    """Where a step lies in an engine's sizes.
+    """Where a step lies in an engine's sizes."""
 
-    Attributes:
-        fill: how rows and tokens are padded.
-        shape: the step as the engine sees it; ``first_row`` is the first cache row that is bound.
-        offset: window row of the step's first row.
-    """
-
-    fill: Fill
-    shape: StepShape
-    offset: int
+    fill: Fill  # how rows and tokens are padded
+    shape: StepShape  # the step as the engine sees it; ``first_row`` is the first cache row that is bound
+    offset: int  # window row of the step's first row
 
 
 class Plan(NamedTuple):
-    """All of a step that depends on its counts only, and not on tokens and lengths.
-
-    Attributes:
-        window: where it lies.
-        tokens: slot of each of the step's T tokens among the engine's T'.
-        rows: window rows that have tokens.
-        sources: the step's rows that these are.
-        counts: new tokens of each window row that its length counts [B', 1], int32: dummies too, unless tokens see
-            later ones.
-        own: those of ``rows`` that are no dummies, likewise.
-        constants: inputs that are the same in every step of this plan, by name.
-    """
+    """All of a step that depends on its counts only, and not on tokens and lengths."""
 
     window: Window
-    tokens: Int64Array
-    rows: Int64Array
-    sources: Int64Array
-    counts: npt.NDArray[np.int32]
-    own: npt.NDArray[np.int32]
-    constants: dict[str, npt.NDArray[Any]]
+    tokens: Int64Array  # slot of each of the step's T tokens among the engine's T'
+    rows: Int64Array  # window rows that have tokens
+    sources: Int64Array  # the step's rows that these are
+    counts: npt.NDArray[np.int32]  # [B', 1]: new tokens in each row's length, with dummies unless tokens see later ones
+    own: npt.NDArray[np.int32]  # [len(rows), 1]: new tokens of each of ``rows`` that are no dummies
+    constants: dict[str, npt.NDArray[Any]]  # inputs that are the same in every step of this plan, by name
 
 
 def place_step(shape: StepShape, profile: Profile, num_rows: int, *, packed: bool) -> Window:
-    """Where a step lies in a profile that it fits.
+    """Where a step lies in a profile that it fits; ``packed`` or dense (see the module) if the profile is fixed.
 
-    Args:
-        shape: the step.
-        profile: the profile; if fixed, of at most ``num_rows`` rows.
-        num_rows: cache rows; a window that would pass their end is moved down.
-        packed: what a fixed profile is filled with, see the module.
+    A fixed profile has at most ``num_rows`` (cache) rows; a window that would pass their end is moved down.
     """
     if not profile.is_fixed:
         return Window("ranged", shape._replace(fold=profile.fold), 0)
@@ -98,14 +77,10 @@ def place_step(shape: StepShape, profile: Profile, num_rows: int, *, packed: boo
 def plan_step(
     window: Window, counts: Seq[int], logit_rows: Int64Array, names: Seq[str], *, sees_ahead: bool = False
 ) -> Plan:
-    """Everything that follows from the counts of a step.
+    """Everything that follows from the new tokens of each row, and from the tokens that need logits, [R] of T.
 
-    Args:
-        window: see :func:`place_step`.
-        counts: new tokens of each row of the step.
-        logit_rows: which of the step's T tokens need logits [R].
-        names: step inputs that the engine takes.
-        sees_ahead: tokens see later ones of their row, and must see no dummies behind them.
+    ``names`` are the inputs that the engine takes. With ``sees_ahead``, tokens see later ones of their row, and must
+    see no dummies behind them.
     """
     fill, shape, offset = window
     real = np.zeros(shape.num_seqs, np.int64)
@@ -129,11 +104,9 @@ def plan_step(
 
 
 def index_inputs(counts: Int64Array, shape: StepShape) -> dict[str, npt.NDArray[Any]]:
-    """Inputs that depend on the counts of new tokens alone, by name.
+    """Inputs by name that depend only on ``counts``, the new tokens of each row [B].
 
-    Args:
-        counts: new tokens of each row [B]; at most T in all, and what is left belongs to no row.
-        shape: sizes.
+    They are at most T in all; the tokens that are left belong to no row.
     """
     left_width, width, last = shape.max_new_tokens, shape.tile_width, shape.num_tokens - 1
     cu = np.concatenate([[0], np.cumsum(counts)])
@@ -166,12 +139,8 @@ def fill_step(
 ) -> None:
     """Write what changes from step to step into the engine's host arrays.
 
-    Args:
-        plan: of this step.
-        buffers: the step.
-        arrays: host arrays by input name, already holding ``plan.constants``; only what the engine takes.
-        ends: for every row of the window, where the entries that it may hold end [B', 1]. Updated for rows of the step.
-        last_position: the largest that the model knows; dummies stay within it.
+    The arrays already hold ``plan.constants``. ``ends`` [B', 1] says where the entries that a window row may hold end,
+    and is updated for rows of the step. Dummies stay within ``last_position``, the largest that the model knows.
     """
     fill, shape, _ = plan.window
     arrays["input_ids"][plan.tokens] = buffers.input_ids

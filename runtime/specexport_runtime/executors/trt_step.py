@@ -16,32 +16,21 @@ def make_buffers(shape: StepShape, feature_size: int = 0) -> StepBuffers:
 
 
 class PlacedStep:
-    """What is kept of one step shape: the arrays that the caller fills, and where they go.
-
-    Attributes:
-        buffers: host arrays of the step as it really is.
-        profile: number of the engine's profile that runs it.
-        window: where it lies in that profile.
-        tensors: the engine's inputs in the block.
-        num_bytes: bytes of the block that are copied.
-        block: pinned memory that the engine's inputs are gathered in.
-        arrays: views of it.
-        ends: where the window's rows end, see ``fill_step``.
-        plans: by counts of new tokens and logit rows.
-    """
+    """What is kept of one step shape: the arrays that the caller fills, and where they go."""
 
     def __init__(
         self,
-        profile: int,
-        window: Window,
-        block: HostBlock,
-        names: tuple[str, ...],
-        ends: Int32Array,
-        feature_size: int = 0,
+        profile: int,  # number in the engine
+        window: Window,  # in that profile
+        block: HostBlock,  # for the engine's inputs
+        names: tuple[str, ...],  # step inputs that the engine takes
+        ends: Int32Array,  # of all cache rows, see ``fill_step``
+        feature_size: int = 0,  # E of a draft head
     ) -> None:
         self.profile, self.window, self.block = profile, window, block
         self.ends = ends[window.shape.first_row :][: window.shape.num_seqs]
+        # The engine's inputs in the block, and its bytes that are copied.
         self.tensors, self.num_bytes = lay_out_inputs(names, window.shape, feature_size)
         self.arrays = block.views(self.tensors)
-        self.plans: dict[bytes, Plan] = {}
-        self.buffers: StepBuffers | None = None
+        self.plans: dict[bytes, Plan] = {}  # by counts of new tokens and logit rows
+        self.buffers: StepBuffers | None = None  # of the step as it really is

@@ -41,25 +41,17 @@ from specexport_runtime.packing.state import StateArena
 
 
 class RowWork(NamedTuple):
-    """New tokens of one cache row in a step.
+    """New tokens of one cache row in a step."""
 
-    Attributes:
-        tokens: new tokens, in order; empty for a row that sits the step out.
-        num_logits: how many of the last tokens need logits.
-        features: of a draft head: the feature that comes with each token, float32 [n, E]; None gives zeros.
-        drafts: how many of the row's last tokens behind this step are drafts: they may not enter a state. Those of
-            earlier steps count too, as long as nobody tested them.
-        adapter: of a target with adapters to choose from: the tokens' own, from 1; 0 for none, None for the default of
-            the executor.
-        settles: the step may let tokens into a state, all but ``drafts``. False where some layers are off: nothing may,
-            for the states of those layers would lack it, and those of the others would have been given other inputs.
-    """
-
-    tokens: Seq[int]
-    num_logits: int
-    features: Float32Array | None = None
+    tokens: Seq[int]  # in order; empty for a row that sits the step out
+    num_logits: int  # how many of the last tokens need logits
+    features: Float32Array | None = None  # of a draft head, [n, E]: comes with the tokens; None gives zeros
+    # How many of the row's last tokens behind this step are drafts: they may not enter a state. Drafts of earlier steps
+    # count too, until they are verified.
     drafts: int = 0
-    adapter: int | None = None
+    adapter: int | None = None  # the tokens' own, from 1; 0 for none, None for the executor's default
+    # The step may let tokens into a state, all but ``drafts``. False where some layers are off: nothing may, for the
+    # states of those layers would lack it, and the states of the others would have been given other inputs.
     settles: bool = True
 
 
@@ -89,13 +81,7 @@ def pad_work(work: Seq[RowWork]) -> list[RowWork]:
 
 
 def fill_index_inputs(buffers: StepBuffers, counts: Seq[int], num_logits: Seq[int]) -> None:
-    """Fill the inputs that depend on the counts only: all but input_ids, positions, kv_lens, row_totals, kv_positions.
-
-    Args:
-        buffers: host arrays of the step.
-        counts: new tokens of each row.
-        num_logits: trailing tokens of each row that need logits.
-    """
+    """Fill the inputs that depend only on the new tokens of each row and its last ``num_logits`` that need logits."""
     num_rows, _, width = buffers.pad_index.shape
     given, wanted = np.asarray(counts), np.asarray(num_logits)
     buffers.cu_new_tokens[0] = 0
@@ -112,7 +98,6 @@ def fill_index_inputs(buffers: StepBuffers, counts: Seq[int], num_logits: Seq[in
 
 
 def _fill_features(buffer: Float32Array, work: Seq[RowWork]) -> None:
-    """Put the features of all rows one behind the other."""
     start = 0
     for row in work:
         buffer[start : start + len(row.tokens)] = 0.0 if row.features is None else row.features
@@ -120,7 +105,6 @@ def _fill_features(buffer: Float32Array, work: Seq[RowWork]) -> None:
 
 
 def _fill_adapters(buffer: Int64Array, work: Seq[RowWork], default: int) -> None:
-    """Put the adapter of each row beside each of its tokens."""
     start = 0
     for row in work:
         buffer[start : start + len(row.tokens)] = default if row.adapter is None else row.adapter
@@ -128,30 +112,16 @@ def _fill_adapters(buffer: Int64Array, work: Seq[RowWork], default: int) -> None
 
 
 class ModelRunner:
-    """One model: an executor, its KV bookkeeping, and the packing of steps for it.
-
-    Args:
-        executor: the engine; for ``unpad_kv=False`` one that runs a padded-KV graph.
-        max_chunk: most tokens of one prefill step; at most what the executor takes.
-        unpad_kv: each row has its own write position; False advances all rows of a step together, with padding.
-        unpad_input: new tokens are concatenated; False pads every row of a step to the longest.
-        kv: the bookkeeping of its rows, where it has none of its own.
-
-    Attributes:
-        logit_starts: after a step, where each row's logits begin.
-        step_padding: padding tokens that were fed in that step.
-        prefill_seconds: spent inside the engine by :meth:`prefill` since creation.
-        gives_back: memory of its rows that is of no use can go back to the system.
-    """
+    """One model: an executor, its KV bookkeeping, and the packing of steps for it."""
 
     def __init__(
         self,
         executor: Executor,
         *,
-        max_chunk: int = MAX_CHUNK,
-        unpad_kv: bool = True,
-        unpad_input: bool = True,
-        kv: KvArena | None = None,
+        max_chunk: int = MAX_CHUNK,  # most tokens of one prefill step; the executor's limit holds too
+        unpad_kv: bool = True,  # False advances all rows of a step together: the executor runs a padded-KV graph
+        unpad_input: bool = True,  # False pads every row of a step to the longest
+        kv: KvArena | None = None,  # None makes one
     ) -> None:
         self.executor = executor
         self._states = as_stateful(executor)
@@ -166,15 +136,16 @@ class ModelRunner:
         self.kv: KvArena = arena(executor.num_rows, executor.kv_capacity) if kv is None else kv
         self.max_chunk = min(max_chunk, executor.max_num_tokens or max_chunk)
         self.unpad_input = unpad_input
-        self.logit_starts: list[int] = []
-        self.step_padding = 0
-        self.prefill_seconds = 0.0
+        self.logit_starts: list[int] = []  # of the last step: where each row's logits begin
+        self.step_padding = 0  # padding tokens that were fed in the last step
+        self.prefill_seconds = 0.0  # spent inside the engine by :meth:`prefill`
         self._filled: dict[StepShape, tuple[StepBuffers, tuple[tuple[int, int], ...]]] = {}
         self._arange = np.arange(executor.kv_capacity + 1, dtype=np.int64)
         self._paged = as_paged(executor)
+        # Whether row memory that is of no use can go back to the system.
         self.gives_back = self._paged is not None and self._paged.gives_back and unpad_kv
         self._receding = as_receding(executor) if unpad_kv else None
-        # What the memory of each row has, whoever runs there: in these, a text is gone on from behind so many tokens.
+        # Of the text in each row's memory: a sequence can go on from it only behind so many tokens.
         self._floors, self._state_lens = [0] * executor.num_rows, [0] * executor.num_rows
 
     @property
@@ -187,27 +158,15 @@ class ModelRunner:
         return max(self._floors[row], self._state_lens[row])
 
     def go_on(self, row: int, count: int) -> None:
-        """Go on in an empty row behind the first ``count`` tokens of the text in its memory, which it has.
-
-        Raises:
-            SpecexportError: it cannot: they are fewer than :meth:`least_len`.
-        """
+        """Go on in an empty row behind ``count`` tokens of the text in its memory, :meth:`least_len` or more."""
         self.kv.restore(row, count, self._state_lens[row])
 
     def step(self, first_row: int, work: Seq[RowWork], want: Want = "logits") -> StepOutput:
-        """Run one packed step. Entries are written after each row's committed ones and are not committed.
+        """Run one packed step of consecutive rows, with at least one token and one logit row in all.
 
-        Args:
-            first_row: cache row of ``work[0]``.
-            work: new tokens of consecutive rows; at least one token and one logit row in all.
-            want: logits, or only the greedy token of each logit row; see ``Executor.execute``.
-
-        Returns:
-            logits [R, V], float32, or token ids [R], int64: the wanted rows of each sequence, from ``logit_starts[i]``
-            on; overwritten by the next step.
-
-        Raises:
-            SpecexportError: a row cannot hold the new tokens.
+        Entries are written after each row's committed ones and are not committed. Gives logits float32 [R, V] or token
+        ids int64 [R], those of ``work[i]`` from ``logit_starts[i]`` on; the next step overwrites them.
+        SpecexportError if a row cannot hold the new tokens.
         """
         self.step_padding = 0
         if not self.unpad_input and len(work) > 1:
@@ -266,10 +225,9 @@ class ModelRunner:
                 self._floors[row] = known - WAY_BACK
 
     def _make_room(self, first_row: int, needed: Seq[int]) -> int:
-        """In the padded method: pad the rows to one length, squeezing old padding out when they are full.
+        """In the padded method, pad the rows to one length, squeezing old padding out when they are full.
 
-        Returns:
-            kv_span of the step; 0 without padding in the cache.
+        Gives the step's kv_span; 0 in the unpadded method.
         """
         if not isinstance(self.kv, PaddedKvArena):
             return 0
@@ -305,13 +263,7 @@ class ModelRunner:
             buffers.kv_positions[:, 0] = self.kv.kv_positions[first_row : first_row + len(work), :span]
 
     def prefill(self, row: int, tokens: Seq[int], features: Float32Array | None = None) -> None:
-        """Feed ``tokens`` to ``row`` in chunks and commit them; their logits are not wanted.
-
-        Args:
-            row: cache row.
-            tokens: in order.
-            features: of a draft head, see ``RowWork``.
-        """
+        """Feed ``tokens`` to ``row`` in chunks and commit them; their logits are not wanted."""
         before = self.executor.engine_seconds
         for start in range(0, len(tokens), self.max_chunk):
             chunk = tokens[start : start + self.max_chunk]
@@ -337,8 +289,7 @@ class ModelRunner:
     def copy_row(self, source: int, destination: int, count: int) -> None:
         """Copy the first ``count`` entries of a row's memory to another row; no length changes.
 
-        Raises:
-            SpecexportError: the executor cannot copy rows, see ``as_copying``.
+        SpecexportError if the executor cannot copy rows, see ``as_copying``.
         """
         if count and source != destination:
             if self._receding is None:
@@ -353,15 +304,9 @@ class ModelRunner:
             each[destination] = each[source]
 
     def swap_rows(self, one: int, other: int, counts: tuple[int, int]) -> None:
-        """Exchange the first entries of the memory of two rows; no length changes.
+        """Exchange the memory of two rows, the first ``counts`` entries of each; errors as :meth:`copy_row`.
 
-        Args:
-            one: a row.
-            other: another.
-            counts: entries of each.
-
-        Raises:
-            SpecexportError: as :meth:`copy_row`.
+        No length changes.
         """
         if any(counts):
             if self._receding is None:
@@ -393,7 +338,7 @@ class ModelRunner:
         return executor
 
     def forget_row(self, row: int) -> None:
-        """Nobody runs in ``row`` any more; its memory stays as it is."""
+        """Free ``row``; its memory stays as it is."""
         self.kv.release(row)
 
     def release_row(self, row: int) -> None:

@@ -16,10 +16,6 @@ class KvArena:
 
         row:  [ committed entries | written, not committed | free ]
               0             kv_len                          capacity
-
-    Args:
-        num_rows: rows in the executor's cache.
-        capacity: entries a row can hold (L).
     """
 
     def __init__(self, num_rows: int, capacity: int) -> None:
@@ -45,8 +41,7 @@ class KvArena:
     def write(self, first_row: int, counts: Seq[int]) -> None:
         """A step is about to write ``counts[i]`` entries after the committed ones of row ``first_row + i``.
 
-        Raises:
-            SpecexportError: a row cannot hold them; no row is changed then.
+        SpecexportError if a row cannot hold them; no row is changed then.
         """
         ends = [kv_len + count for kv_len, count in zip(self._kv_lens[first_row:], counts, strict=False)]
         if max(ends) > self.capacity:
@@ -59,7 +54,7 @@ class KvArena:
                 touched[row] = end
 
     def touched(self, row: int) -> int:
-        """Entries of ``row`` that were written to since its memory went back to the system, by whomever."""
+        """Entries of ``row`` that any sequence wrote to since its memory went back to the system."""
         return self._touched[row]
 
     def touch(self, row: int, entries: int) -> None:
@@ -73,8 +68,7 @@ class KvArena:
     def commit(self, row: int, kv_len: int) -> None:
         """Make ``kv_len`` the committed length of ``row``; what lies beyond is forgotten.
 
-        Raises:
-            SpecexportError: entries would be committed that were never written.
+        SpecexportError if entries would be committed that were never written.
         """
         if not 0 <= kv_len <= self._written[row]:
             raise SpecexportError(f"KV row {row}: cannot commit {kv_len} entries, {self._written[row]} were written.")
@@ -88,28 +82,16 @@ class KvArena:
     def restore(self, row: int, kv_len: int, state_len: int = 0) -> None:  # noqa: ARG002
         """The first ``kv_len`` entries of an empty row were put there without a step, and are committed.
 
-        Args:
-            row: the row.
-            kv_len: its entries.
-            state_len: see ``StateArena``.
-
-        Raises:
-            SpecexportError: the row is not empty, or cannot hold them.
+        SpecexportError if the row is not empty, or cannot hold them. ``StateArena`` uses ``state_len``.
         """
         if self._kv_lens[row] or not 0 <= kv_len <= self.capacity:
             raise SpecexportError(f"KV row {row}: cannot take over {kv_len} entries, it has {self._kv_lens[row]}.")
         self._kv_lens[row] = self._written[row] = kv_len
 
     def assume(self, row: int, kv_len: int, pending: int = 0) -> None:  # noqa: ARG002
-        """For measuring: say that ``row`` has ``kv_len`` entries, whatever they hold.
+        """For measuring: say that ``row`` has ``kv_len`` entries, whatever they hold; it must have room for them.
 
-        Args:
-            row: the row.
-            kv_len: its entries.
-            pending: the last of them that are not in its state yet, see ``StateArena``.
-
-        Raises:
-            SpecexportError: the row cannot hold them.
+        ``pending`` counts the last of them that are not in its state yet (``StateArena``).
         """
         missing = kv_len - self.kv_len(row)
         if missing > 0:
@@ -121,22 +103,14 @@ class KvArena:
         self._kv_lens[row] = self._written[row] = 0
 
     def check(self) -> None:
-        """Assert the invariants: ``0 <= kv_len <= written <= capacity`` in every row.
-
-        Raises:
-            SpecexportError: an invariant does not hold.
-        """
+        """Assert the invariants: ``0 <= kv_len <= written <= capacity`` in every row, else SpecexportError."""
         for row, (kv_len, written) in enumerate(zip(self._kv_lens, self._written, strict=True)):
             if not 0 <= kv_len <= written <= self.capacity:
                 raise SpecexportError(f"KV row {row}: kv_len {kv_len}, written {written}, capacity {self.capacity}.")
 
 
 class BorrowedKv(KvArena):
-    """The lengths of another model's rows, as an engine sees them that reads its cache and writes nothing.
-
-    Args:
-        lender: whose rows they are.
-    """
+    """The lengths of another model's rows, for an engine that reads that model's cache and writes nothing."""
 
     def __init__(self, lender: KvArena) -> None:
         super().__init__(lender.num_rows, lender.capacity)

@@ -22,14 +22,11 @@ PADDING = -1
 
 
 class PaddedKvArena(KvArena):
-    """A :class:`KvArena` whose rows also hold padding entries.
-
-    Attributes:
-        kv_positions: int64 [num_rows, capacity]: position of the token in each entry, ``-1`` for padding.
-    """
+    """A :class:`KvArena` whose rows also hold padding entries."""
 
     def __init__(self, num_rows: int, capacity: int) -> None:
         super().__init__(num_rows, capacity)
+        # [num_rows, capacity]: position of the token in each entry, -1 for padding.
         self.kv_positions: Int64Array = np.full((num_rows, capacity), PADDING, np.int64)
         self._entries = [0] * num_rows
 
@@ -41,7 +38,7 @@ class PaddedKvArena(KvArena):
         """Pad ``num_rows`` rows from ``first_row`` to the longest of them."""
         longest = max(self._entries[first_row : first_row + num_rows])
         for row in range(first_row, first_row + num_rows):
-            # What an earlier step wrote and nobody committed must not count as part of the gap.
+            # What an earlier step wrote and did not commit must not count as part of the gap.
             self.kv_positions[row, self._entries[row] :] = PADDING
             self._entries[row] = longest
 
@@ -50,11 +47,7 @@ class PaddedKvArena(KvArena):
         return all(self._entries[first_row + i] + count <= self.capacity for i, count in enumerate(counts))
 
     def squeeze(self, row: int) -> Int64Array:
-        """Drop the padding of ``row``.
-
-        Returns:
-            the entries that stay, ascending: the executor must move them to the front of the row.
-        """
+        """Drop the padding of ``row``; the executor must move the entries given back, ascending, to its front."""
         kept = np.flatnonzero(self.kv_positions[row, : self._entries[row]] != PADDING)
         self.kv_positions[row] = PADDING
         self.kv_positions[row, : len(kept)] = np.arange(len(kept))
@@ -98,11 +91,7 @@ class PaddedKvArena(KvArena):
         self.kv_positions[row] = PADDING
 
     def check(self) -> None:
-        """Assert the invariants: each row holds the positions 0 … kv_len - 1, once each and in order.
-
-        Raises:
-            SpecexportError: an invariant does not hold.
-        """
+        """Assert the invariants: each row holds the positions 0 … kv_len - 1, once each and in order."""
         for row, (kv_len, entries) in enumerate(zip(self._kv_lens, self._entries, strict=True)):
             held = self.kv_positions[row, :entries]
             if entries > self.capacity or held[held != PADDING].tolist() != list(range(kv_len)):

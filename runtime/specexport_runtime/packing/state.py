@@ -20,13 +20,7 @@ from specexport_runtime.packing.kv import KvArena
 
 
 class StateArena(KvArena):
-    """A KV arena whose rows also have states.
-
-    Args:
-        num_rows: rows in the executor's cache.
-        capacity: entries a row can hold (L).
-        num_pending: drafts that a row can keep aside (S).
-    """
+    """A KV arena whose rows also have states, and room for ``num_pending`` (S) tokens that wait to enter them."""
 
     def __init__(self, num_rows: int, capacity: int, num_pending: int) -> None:
         super().__init__(num_rows, capacity)
@@ -38,15 +32,10 @@ class StateArena(KvArena):
         return self._state_at[row]
 
     def step(self, first_row: int, given: Seq[tuple[int, int | None]]) -> Int64Array:
-        """What a step does with the states of its rows, ``abi.STATE_STEPS`` [B, 4]; it is about to be run.
+        """What the next step does with the states of its rows, ``abi.STATE_STEPS`` [B, 4].
 
-        Args:
-            first_row: its first row.
-            given: of each row, its new tokens, and how many of the last tokens that it then has are drafts; None for
-                all that its state has not, so that nothing enters it.
-
-        Raises:
-            SpecexportError: a row would have to go back behind its state, or keeps too many drafts.
+        ``given`` has the new tokens of each row, and how many of the last tokens that it then has are drafts; None lets
+        nothing enter its state. SpecexportError if a row would go back behind its state, or keep too many drafts.
         """
         steps = np.zeros((len(given), 4), np.int64)
         for row, (count, drafts) in enumerate(given, start=first_row):
@@ -66,11 +55,7 @@ class StateArena(KvArena):
         return steps
 
     def commit(self, row: int, kv_len: int) -> None:
-        """See ``KvArena.commit``.
-
-        Raises:
-            SpecexportError: likewise, or less would be committed than the state has.
-        """
+        """See ``KvArena.commit``; SpecexportError also if less would be committed than the state has."""
         if kv_len < self._state_at[row]:
             raise SpecexportError(f"KV row {row}: cannot go back to {kv_len} tokens, its state has more.")
         super().commit(row, kv_len)
@@ -83,8 +68,7 @@ class StateArena(KvArena):
     def restore(self, row: int, kv_len: int, state_len: int = 0) -> None:
         """See ``KvArena.restore``; the state that was put there has ``state_len`` of the tokens.
 
-        Raises:
-            SpecexportError: likewise, or it has more than are committed, or than can wait.
+        SpecexportError also if it has more than are committed, or leaves more than can wait.
         """
         state_len = state_len if kv_len else 0
         if not kv_len - self.num_pending <= state_len <= kv_len:
@@ -93,11 +77,7 @@ class StateArena(KvArena):
         self._state_at[row] = state_len
 
     def assume(self, row: int, kv_len: int, pending: int = 0) -> None:
-        """See ``KvArena.assume``.
-
-        Raises:
-            SpecexportError: likewise, or so many cannot wait.
-        """
+        """See ``KvArena.assume``; SpecexportError also if so many cannot wait."""
         if not 0 <= pending <= min(kv_len, self.num_pending):
             raise SpecexportError(f"KV row {row}: {pending} of {kv_len} tokens cannot wait, {self.num_pending} can.")
         self._state_at[row] = 0
@@ -110,11 +90,7 @@ class StateArena(KvArena):
         self._state_at[row] = 0
 
     def check(self) -> None:
-        """See ``KvArena.check``: and a state has no more tokens than are committed, and not many fewer.
-
-        Raises:
-            SpecexportError: an invariant does not hold.
-        """
+        """See ``KvArena.check``; a state has no more tokens than are committed, and at most S fewer."""
         super().check()
         for row, (kv_len, at) in enumerate(zip(self._kv_lens, self._state_at, strict=True)):
             if not kv_len - self.num_pending <= at <= kv_len:

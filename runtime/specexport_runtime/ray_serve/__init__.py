@@ -26,18 +26,10 @@ __all__ = ["RaySettings", "build_app", "deploy", "parse_settings"]
 
 
 def build_app(args: Mapping[str, Any]) -> Any:
-    """The Ray Serve application of a bundle.
+    """The Ray Serve application of a bundle, as ``serve.run`` takes it; ``args`` are those of ``parse_settings``.
 
-    Args:
-        args: settings; see ``RaySettings``, and ``parse_settings`` for what else may be given.
-
-    Returns:
-        what ``serve.run`` takes.
-
-    Raises:
-        InvalidRequestError: a setting is unknown or out of its range, or the proxies' address needs an API key.
-        BundleError: ``bundle`` is no bundle.
-        MissingDependencyError: Ray is not installed.
+    Errors are those of ``parse_settings``, ``InvalidRequestError`` if the proxies' address needs an API key, and
+    ``MissingDependencyError`` if Ray is not installed.
     """
     settings = parse_settings(args)
     _check_ray()
@@ -49,15 +41,8 @@ def build_app(args: Mapping[str, Any]) -> Any:
 def deploy(args: Mapping[str, Any], *, route_prefix: str = "/") -> Any:
     """Start Ray Serve's proxies at ``host`` and ``port`` if they do not run, and run a bundle's application there.
 
-    Args:
-        args: settings, as :func:`build_app`.
-        route_prefix: path below which it answers.
-
-    Returns:
-        a handle of the application, once its replicas are ready.
-
-    Raises:
-        SpecexportError: as :func:`build_app`, or a replica does not start: the message has the reason.
+    Returns a handle once the replicas are ready; ``SpecexportError`` as :func:`build_app`, or with the reason why a
+    replica does not start. ``route_prefix`` is the path below which the application answers.
     """
     settings = parse_settings(args)
     application = build_app(args)

@@ -11,11 +11,8 @@ def prompt_key(body: bytes, chars: int) -> str:
     """A short key of a request's beginning; empty where there is none (no prompt, or not JSON).
 
     Of a conversation, all up to the first message of the user: later turns have the same key. Of a plain prompt, its
-    first ``chars`` characters (of token ids: as many of their text), the first prompt's if there are several.
-
-    Args:
-        body: JSON body of a request to ``/v1/completions``, ``/v1/chat/completions`` or ``/v1/responses``.
-        chars: most characters that are looked at.
+    first ``chars`` characters (of token ids: as many of their text), the first prompt's if there are several. ``body``
+    is that of ``/v1/completions``, ``/v1/chat/completions`` or ``/v1/responses``.
     """
     try:
         data = json.loads(body)
@@ -70,12 +67,9 @@ def by_preference(key: str, replicas: Seq[str]) -> list[str]:
 
 
 def is_overloaded(preferred: int | None, others: Seq[int | None], margin: int) -> bool:
-    """Whether a replica's queue is longer than the shortest of the others by more than ``margin``.
+    """Whether a replica's queue is longer than the shortest of the others by more than ``margin`` requests.
 
-    Args:
-        preferred: requests at the replica; None if unknown, which counts as few.
-        others: requests at the other replicas; unknown ones do not count.
-        margin: by how much it may be longer.
+    None is an unknown queue: the preferred replica's counts as short, those of others do not count.
     """
     known = [length for length in others if length is not None]
     return preferred is not None and bool(known) and preferred > min(known) + margin

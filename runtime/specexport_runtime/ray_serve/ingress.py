@@ -1,4 +1,4 @@
-"""The deployment in front of the replicas that reads prompts, so that those that begin alike go to one replica."""
+"""The deployment in front of the replicas that reads prompts, so that prompts that begin alike go to one replica."""
 
 import asyncio
 from collections.abc import MutableMapping
@@ -17,10 +17,7 @@ _PICKLED = (
 class PrefixIngress:
     """Reads a request's body, and passes the request on to a replica by the beginning of its prompt.
 
-    Args:
-        settings: what is deployed.
-        replicas: handle of the deployment of replicas.
-        needs_key: refuse to start without an API key in this process's environment.
+    ``needs_key`` refuses to start without an API key in this process's environment.
     """
 
     def __init__(self, settings: RaySettings, replicas: Any, *, needs_key: bool) -> None:

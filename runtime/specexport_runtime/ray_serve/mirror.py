@@ -9,13 +9,10 @@ _log = logging.getLogger(__name__)
 
 
 class MetricsMirror:
-    """Copies the samples of a registry to gauges of Ray, with the tags of the replica.
+    """Copies the samples of a Prometheus ``CollectorRegistry`` to gauges of Ray, with the tags of the replica.
 
     A counter's sample stays cumulative, so ``rate()`` works on it. ``vllm:x`` becomes ``vllm_x``, and Ray puts ``ray_``
     before it.
-
-    Args:
-        registry: a ``prometheus_client.CollectorRegistry``.
     """
 
     def __init__(self, registry: Any) -> None:

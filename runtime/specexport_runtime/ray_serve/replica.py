@@ -34,9 +34,7 @@ class StuckError(SpecexportError):
 class Replica:
     """Loads the bundle of ``settings`` and answers with it; Ray Serve makes it, checks its health and ends it.
 
-    Args:
-        settings: what to deploy.
-        needs_key: refuse to start without an API key in this process's environment.
+    ``needs_key`` refuses to start without an API key in this process's environment.
     """
 
     def __init__(self, settings: RaySettings, *, needs_key: bool) -> None:
@@ -91,14 +89,9 @@ class Replica:
             raise
 
     async def relay(self, scope: dict[str, Any], body: bytes) -> AsyncIterator[list[Message]]:
-        """Answer a request whose body was read elsewhere.
+        """Answer a request whose body was read elsewhere; ``scope`` is what can be pickled of its ASGI scope.
 
-        Args:
-            scope: its ASGI scope, what can be pickled of it.
-            body: its body.
-
-        Yields:
-            ASGI messages of the answer, all that are there at a time. Closing the generator cancels the request.
+        Yields ASGI messages of the answer, all that are there at a time. Closing the generator cancels the request.
         """
         async for messages in run_asgi(self.app, scope, body):
             yield messages
@@ -113,10 +106,6 @@ class Progress:
     """Notices when an engine stops making rounds; an ``EngineObserver``.
 
     Every step is a round, also one that only reads a part of a long prompt; the end of a request counts too.
-
-    Args:
-        limit_s: longest time without a round while requests are active.
-        clock: seconds that never go back.
     """
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -135,10 +124,9 @@ class Progress:
         self._ended += 1
 
     def check(self, num_active: int) -> None:
-        """Raise if nothing moved for too long, as far as checks have seen: the time before the first one is not known.
+        """Raise ``StuckError`` if requests are active, and no round and no request ended for longer than the limit.
 
-        Raises:
-            StuckError: requests are active, and since longer than the limit no round and no request has ended.
+        The time before the first check is not known.
         """
         now, events = self._clock(), self.rounds + self._ended
         if not num_active:
@@ -197,8 +185,7 @@ def with_headers(app: AsgiApp, *more: tuple[bytes, bytes]) -> AsgiApp:
 def config_here(settings: RaySettings, *, needs_key: bool) -> ServerConfig:
     """The server's settings with the API keys of this process's environment and the address of Ray's proxies.
 
-    Raises:
-        InvalidRequestError: there must be a key and is none.
+    ``InvalidRequestError`` if there must be a key and is none.
     """
     keys = api_keys()
     if needs_key and not keys:
@@ -212,8 +199,7 @@ def config_here(settings: RaySettings, *, needs_key: bool) -> ServerConfig:
 def at_proxy(config: ServerConfig) -> ServerConfig:
     """Where Ray Serve runs already, its proxies' address counts, whatever the settings say.
 
-    Raises:
-        InvalidRequestError: other machines can reach that address, and there is no API key.
+    ``InvalidRequestError`` if other machines can reach that address, and there is no API key.
     """
     from ray.serve.context import _get_global_client
 

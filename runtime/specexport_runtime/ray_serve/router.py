@@ -15,8 +15,8 @@ def _router_class() -> type:
     class AffinityRouter(RequestRouter):  # type: ignore[misc]
         """The key is the session id of a request's metadata; without one, or if overloaded, the power of two choices.
 
-        Args of ``request_router_kwargs``:
-            margin: requests by which the preferred replica's queue may be longer than the shortest.
+        ``request_router_kwargs`` has ``margin``: requests by which the preferred replica's queue may be longer than the
+        shortest.
         """
 
         def initialize_state(self, margin: int = 4) -> None:

@@ -27,52 +27,29 @@ _SPARE = 16
 
 @dataclass(frozen=True)
 class RaySettings:
-    """What to deploy.
+    """What to deploy."""
 
-    Attributes:
-        bundle: bundle folder, at the same path on every node.
-        num_replicas: replicas, if their number is fixed.
-        min_replicas: fewest replicas, if their number follows the load.
-        max_replicas: most replicas; turns autoscaling on.
-        target_ongoing_requests: requests a replica that autoscaling aims at; None: its rows.
-        upscale_delay_s: seconds for which more replicas must be wanted before one is added; None: Ray's default, as for
-            the next two.
-        downscale_delay_s: the same for one that is taken away.
-        look_back_period_s: seconds over which the number of requests is averaged.
-        max_ongoing_requests: most requests that Ray gives one replica; None: rows, queue and a few to be refused.
-        max_queued_requests: most requests that wait in a proxy for a replica; more get 429 from the proxy.
-        routing: how a replica is chosen for a request.
-        prefix_chars: characters of a prompt that say where it goes.
-        routing_margin: requests by which a replica's queue may be longer before its keys go elsewhere.
-        ingress_replicas: replicas of the deployment that reads prompts (``routing="prefix"``).
-        ray_actor_options: what Ray reserves for a replica; None: as many CPUs as threads.
-        health_check_period_s: seconds between health checks of a replica.
-        stuck_after_s: seconds without a round, while requests are active, after which a replica is replaced.
-        app_name: name of the application.
-        engine: keyword arguments of ``SpecEngine.load``.
-        server: limits of each replica's server.
-    """
-
-    bundle: Path
-    num_replicas: int | None = None
-    min_replicas: int | None = None
-    max_replicas: int | None = None
-    target_ongoing_requests: float | None = None
+    bundle: Path  # folder, at the same path on every node
+    num_replicas: int | None = None  # if their number is fixed
+    min_replicas: int | None = None  # if their number follows the load
+    max_replicas: int | None = None  # turns autoscaling on
+    target_ongoing_requests: float | None = None  # requests a replica that autoscaling aims at; None: its rows
+    # Seconds for which more replicas must be wanted before one is added; None: Ray's default, as for the next two.
     upscale_delay_s: float | None = None
-    downscale_delay_s: float | None = None
-    look_back_period_s: float | None = None
-    max_ongoing_requests: int | None = None
-    max_queued_requests: int = 256
-    routing: Routing = "balanced"
-    prefix_chars: int = 256
-    routing_margin: int = 4
-    ingress_replicas: int = 1
-    ray_actor_options: Mapping[str, Any] | None = None
-    health_check_period_s: float = 5.0
-    stuck_after_s: float = 60.0
+    downscale_delay_s: float | None = None  # seconds for which fewer must be wanted
+    look_back_period_s: float | None = None  # seconds over which the number of requests is averaged
+    max_ongoing_requests: int | None = None  # most that Ray gives a replica; None: rows, queue and a few to be refused
+    max_queued_requests: int = 256  # most requests that wait in a proxy for a replica; more get 429 from the proxy
+    routing: Routing = "balanced"  # how a replica is chosen for a request
+    prefix_chars: int = 256  # characters of a prompt that say where it goes
+    routing_margin: int = 4  # requests by which a replica's queue may be longer before its keys go elsewhere
+    ingress_replicas: int = 1  # of the deployment that reads prompts (``routing="prefix"``)
+    ray_actor_options: Mapping[str, Any] | None = None  # reserved for a replica; None: as many CPUs as threads
+    health_check_period_s: float = 5.0  # of a replica
+    stuck_after_s: float = 60.0  # seconds without a round, while requests are active, after which a replica is replaced
     app_name: str = "specexport"
-    engine: Mapping[str, Any] = field(default_factory=dict)
-    server: ServerConfig = field(default_factory=ServerConfig)
+    engine: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of ``SpecEngine.load``
+    server: ServerConfig = field(default_factory=ServerConfig)  # limits of each replica's server
 
     def __post_init__(self) -> None:
         if not (self.bundle / MANIFEST_NAME).is_file():
@@ -132,15 +109,8 @@ def parse_settings(args: Mapping[str, Any], environ: Mapping[str, str] | None = 
     """Settings from ``key=value`` arguments, as ``serve run`` passes them (all text), or from Python.
 
     Keys are the fields of :class:`RaySettings`, the keyword arguments of ``SpecEngine.load``, and the fields of
-    ``ServerConfig``; ``host`` and ``port`` are those of Ray's proxies. API keys come from the environment only.
-
-    Args:
-        args: the settings.
-        environ: where API keys are looked up; None: this process's environment.
-
-    Raises:
-        InvalidRequestError: a key is unknown, or a value is not of its type or out of its range.
-        BundleError: ``bundle`` is no bundle.
+    ``ServerConfig``; ``host`` and ``port`` are those of Ray's proxies. API keys come from ``environ`` only (None: this
+    process's). ``InvalidRequestError`` if a key or value is wrong, ``BundleError`` if ``bundle`` is no bundle.
     """
     sorted_out: tuple[dict[str, Any], ...] = ({}, {}, {})
     for key, value in args.items():
@@ -166,11 +136,7 @@ def api_keys(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
 
 
 def coerce(key: str, value: Any, kind: Any) -> Any:
-    """``value`` as a ``kind``: itself if it is one, else read from text.
-
-    Raises:
-        InvalidRequestError: it is neither.
-    """
+    """``value`` as a ``kind``: itself if it is one, else read from text; ``InvalidRequestError`` if it is neither."""
     choices = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
     if value is None or value in ("None", "null"):
         if types.NoneType in choices:

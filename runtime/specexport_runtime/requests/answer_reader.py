@@ -28,21 +28,13 @@ class ThinkingMarks(NamedTuple):
 
 @dataclass(frozen=True)
 class AnswerSyntax:
-    """How to read an answer.
+    """How to read an answer."""
 
-    Attributes:
-        thinking: what stands around its thinking; None where it does not think.
-        has_begun: the prompt has begun the thinking.
-        format: how calls are written; None where none are looked for.
-        names: functions that may be called.
-        most_calls: more calls are left out.
-    """
-
-    thinking: ThinkingMarks | None = None
-    has_begun: bool = False
-    format: ToolFormat | None = None
-    names: frozenset[str] = frozenset()
-    most_calls: int | None = None
+    thinking: ThinkingMarks | None = None  # what stands around its thinking; None where the model does not think
+    has_begun: bool = False  # the prompt has begun the thinking
+    format: ToolFormat | None = None  # how calls are written; None where none are looked for
+    names: frozenset[str] = frozenset()  # functions that may be called
+    most_calls: int | None = None  # further calls are left out; None for no limit
 
 
 @dataclass
@@ -55,25 +47,15 @@ class Call:
 
 @dataclass
 class AnswerParts:
-    """What an answer consists of.
+    """What an answer consists of."""
 
-    Attributes:
-        content: text for the user.
-        reasoning: what the model thought before.
-        calls: functions that it calls.
-    """
-
-    content: str = ""
-    reasoning: str = ""
+    content: str = ""  # text for the user
+    reasoning: str = ""  # what the model thought before
     calls: list[Call] = field(default_factory=list)
 
 
 class AnswerReader:
-    """Reads one answer while it comes. Nothing it can meet is an error: what is no call is text.
-
-    Args:
-        syntax: how to read it.
-    """
+    """Reads one answer while it comes. Nothing it can meet is an error: what is no call is text."""
 
     def __init__(self, syntax: AnswerSyntax) -> None:
         self._syntax, self._feed = syntax, Feed()
@@ -92,11 +74,7 @@ class AnswerReader:
         return list(self._until_more_is_needed())
 
     def finish(self, *, is_cut: bool) -> list[Event]:
-        """The rest, as no text follows.
-
-        Args:
-            is_cut: the text was long enough, and ended wherever it was.
-        """
+        """The rest, as no text follows; ``is_cut``: the answer ended by its length, wherever it was."""
         self._feed.ended, self._feed.is_cut = True, is_cut
         return list(self._until_more_is_needed())
 
@@ -115,13 +93,7 @@ class AnswerReader:
 
 
 def read_parts(syntax: AnswerSyntax, text: str, *, is_cut: bool) -> AnswerParts:
-    """A whole answer. Calls whose arguments are no JSON are text.
-
-    Args:
-        syntax: how to read it.
-        text: the answer.
-        is_cut: it ended because it was long enough.
-    """
+    """A whole answer, ``is_cut`` if its length ended it. Calls whose arguments are no JSON are text."""
     parts = AnswerParts()
     for found in read_whole(syntax, text, is_cut=is_cut):
         match found:
@@ -198,8 +170,7 @@ def _read_until(
 ) -> Generator[Event | None, None, int | None]:
     """Text up to one of ``ends``, without the white space before it.
 
-    Returns:
-        where that white space begins; None if the text ended before.
+    Returns where that white space begins; None if the text ended before.
     """
     beginnings = StopStrings(tuple(ends), include=False)
     while True:

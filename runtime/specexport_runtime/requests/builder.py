@@ -32,37 +32,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RequestBuilder:
-    """What every request of an engine is checked against.
-
-    Attributes:
-        tokenizer: tokenizer of all models.
-        vocab_size: rows of the target's LM head (V).
-        max_model_len: most tokens of one sequence, prompt included.
-        abilities: ways to draft that the engine has.
-        eos_token_ids: ids that end a text.
-        defaults: how to draft for requests that do not say.
-        grammars: makes the grammars of texts whose form is given.
-        adapters: names of the LoRA adapters that requests may choose, in the order of their numbers, from 1.
-    """
+    """What every request of an engine is checked against."""
 
     tokenizer: "Tokenizer"
-    vocab_size: int
-    max_model_len: int
+    vocab_size: int  # rows of the target's LM head (V)
+    max_model_len: int  # most tokens of one sequence, prompt included
     abilities: Abilities
     eos_token_ids: tuple[int, ...]
-    defaults: DraftDefaults
-    grammars: GrammarCompiler
-    adapters: tuple[str, ...] = ()
+    defaults: DraftDefaults  # how to draft for requests that do not say
+    grammars: GrammarCompiler  # of texts whose form is given
+    adapters: tuple[str, ...] = ()  # LoRA adapters that requests may choose, in the order of their numbers, from 1
 
     def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt, checked.
+        """Token ids of a prompt; ``InvalidRequestError`` if it is empty, no text, too long, or has ids out of range.
 
-        Args:
-            prompt: a text or token ids.
-            add_special_tokens: put what the tokenizer adds (a beginning-of-sequence token, say) around a text.
-
-        Raises:
-            InvalidRequestError: the prompt is empty, no text, too long for the engine, or has ids out of range.
+        ``add_special_tokens`` puts what the tokenizer adds (a beginning-of-sequence token, say) around a text.
         """
         if not len(prompt):
             ids = []
@@ -75,11 +59,7 @@ class RequestBuilder:
         return ids
 
     def encode_reference(self, reference: Prompt | None) -> list[int]:
-        """Token ids of a reference text, without special tokens; none for None or an empty text.
-
-        Raises:
-            InvalidRequestError: it is no text, or has ids out of range.
-        """
+        """Token ids of a reference text, without special tokens; none for None or an empty text."""
         if reference is None or not len(reference):
             return []
         if isinstance(reference, str):
@@ -92,27 +72,15 @@ class RequestBuilder:
 
     def build(
         self,
-        index: int,
+        index: int,  # the caller's number for the request
         prompt: Prompt,
         params: SamplingParams,
         options: RequestOptions,
-        reference: Prompt | None = None,
+        reference: Prompt | None = None,  # what lookup may copy from
         *,
-        stream: bool = False,
+        stream: bool = False,  # keep the text of each token
     ) -> Sequence:
-        """The sequence of one request.
-
-        Args:
-            index: the caller's number for it.
-            prompt: a text or token ids.
-            params: sampling parameters.
-            options: how to draft.
-            reference: what lookup may copy from.
-            stream: keep the text of each token.
-
-        Raises:
-            InvalidRequestError: the request can never be served.
-        """
+        """The sequence of one request; ``InvalidRequestError`` if the request can never be served."""
         is_repeatable = params.seed is not None and not params.is_greedy
         plan = resolve_draft_plan(options, self.abilities, self.defaults, is_repeatable=is_repeatable)
         traits = [self.abilities.drafters[stage.drafter] for stage in plan.stages]
@@ -189,11 +157,7 @@ class RequestBuilder:
         return (self.special_tokens | ends) - frozenset(params.shown_special_tokens)
 
     def find_adapter(self, name: str | None) -> int | None:
-        """Number of an adapter, from 1; None for no name.
-
-        Raises:
-            InvalidRequestError: there is none of that name.
-        """
+        """Number of an adapter, from 1; None for no name; ``InvalidRequestError`` for an unknown one."""
         check_adapter(name, self.adapters)
         return None if name is None else self.adapters.index(name) + 1
 
@@ -212,11 +176,7 @@ class RequestBuilder:
 
 
 def _scope(options: RequestOptions) -> str | None:
-    """Who shares what is kept of a request; None for nobody.
-
-    Raises:
-        InvalidRequestError: the salt is no text, or of no use.
-    """
+    """Name of the scope within which requests share kept texts; None to share none."""
     salt = options.cache_salt
     if salt is not None and not (isinstance(salt, str) and salt):
         raise InvalidRequestError(f"cache_salt is {salt!r}.", "give a text, or leave it out.")

@@ -23,29 +23,18 @@ _TEMPLATE_HINT = "check the messages against the model's chat template, or pass 
 
 
 def render_chat(
-    template: str,
+    template: str,  # Jinja source
+    # each with ``role`` and ``content`` (or ``tool_calls``, whose arguments are objects)
     messages: Seq[Mapping[str, Any]],
-    special_tokens: Mapping[str, str],
-    add_generation_prompt: bool = True,
-    tools: Seq[Mapping[str, Any]] | None = None,
-    template_arguments: Mapping[str, Any] | None = None,
+    special_tokens: Mapping[str, str],  # names to texts, ``{"bos_token": "<s>"}`` say; variables of the template
+    add_generation_prompt: bool = True,  # end with the header of the assistant's turn
+    tools: Seq[Mapping[str, Any]] | None = None,  # functions that may be called, as OpenAI writes them
+    template_arguments: Mapping[str, Any] | None = None,  # more variables, ``{"enable_thinking": False}`` say
 ) -> str:
     """Render messages with a chat template, in the form in which they are given.
 
-    Args:
-        template: Jinja source.
-        messages: each with a ``role`` and a ``content`` (or ``tool_calls``, whose arguments are objects).
-        special_tokens: names to texts, for example ``{"bos_token": "<s>"}``; variables of the template.
-        add_generation_prompt: end with the header of the assistant's turn.
-        tools: functions that may be called, as OpenAI writes them.
-        template_arguments: more variables of the template, ``{"enable_thinking": False}`` say.
-
-    Returns:
-        the prompt. It usually holds the beginning-of-sequence token already: tokenize without adding one.
-
-    Raises:
-        InvalidRequestError: the messages are malformed, the template is wrong or refuses them, or it does not have the
-            variables.
+    The prompt usually holds the beginning-of-sequence token already: tokenize without adding one. Messages that are
+    malformed or refused, a wrong template and variables that it does not read are an ``InvalidRequestError``.
     """
     from jinja2 import TemplateError, TemplateSyntaxError
 
@@ -78,9 +67,7 @@ def render_whole(
 ) -> str:
     """Render messages as :func:`render_chat` does, in a form of them in which the template leaves nothing out.
 
-    Raises:
-        UnwrittenError: there is no such form.
-        InvalidRequestError: as :func:`render_chat`.
+    ``UnwrittenError`` if there is no such form.
     """
 
     def write(messages: Seq[Mapping[str, Any]], header: bool) -> str:
@@ -103,11 +90,7 @@ def template_variables(template: str) -> frozenset[str]:
 def check_template_arguments(
     template: str, given: Mapping[str, Any], special_tokens: Mapping[str, str] | None = None
 ) -> None:
-    """Refuse variables that a template does not read, that are set by us, or that are too large.
-
-    Raises:
-        InvalidRequestError: says which.
-    """
+    """Refuse variables that a template does not read, that are set by us, or that are too large."""
     if len(given) > MAX_TEMPLATE_ARGUMENTS:
         raise InvalidRequestError(
             f"{len(given)} variables are given to the chat template.", f"give at most {MAX_TEMPLATE_ARGUMENTS}."

@@ -35,29 +35,17 @@ _LETTERS = string.ascii_letters + string.digits
 
 
 class ChatDialect:
-    """A chat template, and what it tells of the model.
-
-    Args:
-        template: Jinja source.
-        special_tokens: named special tokens of the template.
-        tokenizer: the target's.
-        eos_token_ids: ids that end a text.
-        tool_call_parser: name of the format of calls; ``"auto"`` finds it.
-        reasoning_parser: ``"none"`` leaves what a model thinks in the text; ``"auto"`` takes it out.
-
-    Raises:
-        InvalidRequestError: there is no parser of that name.
-    """
+    """A chat template, and what it tells of the model."""
 
     def __init__(
         self,
-        template: str,
+        template: str,  # Jinja source
         special_tokens: Mapping[str, str],
-        tokenizer: "Tokenizer",
+        tokenizer: "Tokenizer",  # the target's
         eos_token_ids: Seq[int] = (),
         *,
-        tool_call_parser: str = "auto",
-        reasoning_parser: str = "auto",
+        tool_call_parser: str = "auto",  # name of the format of calls; ``"auto"`` finds it
+        reasoning_parser: str = "auto",  # ``"none"`` leaves what a model thinks in the text; ``"auto"`` takes it out
     ) -> None:
         check_parsers(tool_call_parser, reasoning_parser)
         self.template = template
@@ -111,11 +99,7 @@ class ChatDialect:
         return Style(",", ":") if f'"{_KEY}":1' in self._probe.replace("'", '"') else Style()
 
     def check_tools(self) -> ToolFormat:
-        """How the model writes calls.
-
-        Raises:
-            InvalidRequestError: the template knows no functions, or calls of no known format.
-        """
+        """How the model writes calls; ``InvalidRequestError`` if it is unknown, or the template takes no functions."""
         found = self.tool_format
         if not self.takes_tools and not isinstance(found, GenericJson):
             raise InvalidRequestError(
@@ -135,16 +119,9 @@ class ChatDialect:
         tools: Seq[Mapping[str, Any]] = (),
         template_arguments: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt of a conversation.
+        """The prompt of a conversation; ``UnwrittenError`` if the template leaves a message out.
 
-        Args:
-            messages: as OpenAI writes them; arguments of ``tool_calls`` are objects.
-            tools: functions that may be called, as OpenAI writes them.
-            template_arguments: more variables of the template.
-
-        Raises:
-            UnwrittenError: the template leaves a message out.
-            InvalidRequestError: the template refuses them, or cannot hold them.
+        ``messages`` and ``tools`` are as OpenAI writes them, but arguments of ``tool_calls`` are objects.
         """
         if tools:
             self.check_tools()
@@ -155,13 +132,7 @@ class ChatDialect:
         )
 
     def syntax(self, prompt: str, functions: Seq[Function] = (), choice: ToolChoice | None = None) -> AnswerSyntax:
-        """How an answer to a prompt is read.
-
-        Args:
-            prompt: what :meth:`render` gave.
-            functions: that may be called.
-            choice: whether they are; None leaves it to the model.
-        """
+        """How an answer to a prompt of :meth:`render` is read; ``choice`` None leaves calls to the model."""
         choice = choice or ToolChoice()
         where = self._place(prompt)
         calls = self.check_tools() if functions and choice.mode != "none" else None
@@ -177,19 +148,12 @@ class ChatDialect:
         self,
         prompt: str,
         functions: Seq[Function] = (),
-        choice: ToolChoice | None = None,
-        answer: StructuredOutputs | None = None,
+        choice: ToolChoice | None = None,  # whether functions are called; None leaves it to the model
+        answer: StructuredOutputs | None = None,  # the form of an answer that calls none
     ) -> StructuredOutputs | None:
-        """The form that an answer to a prompt has; None for any.
+        """The form that an answer to a prompt of :meth:`render` has, behind what the model thinks; None for any.
 
-        Args:
-            prompt: what :meth:`render` gave; the form begins behind what the model thinks.
-            functions: that may be called.
-            choice: whether they are; None leaves it to the model.
-            answer: the form of an answer that calls none.
-
-        Raises:
-            InvalidRequestError: the thinking has no tokens of its own, or ``answer`` cannot stand beside calls.
+        ``InvalidRequestError`` if the thinking has no tokens for its marks, or ``answer`` cannot stand beside calls.
         """
         choice = choice or ToolChoice()
         if not functions or choice.mode == "none":
@@ -201,11 +165,7 @@ class ChatDialect:
         return None if text is None else self._behind_thinking(StructuredOutputs(grammar=text), prompt)
 
     def check_choice(self, functions: Seq[Function], choice: ToolChoice) -> None:
-        """Refuse a choice of functions that are not there.
-
-        Raises:
-            FunctionError: it is.
-        """
+        """Refuse a choice of functions that are not there, with a ``FunctionError``."""
         if choice.mode == "required" and not functions:
             raise FunctionError("tool_choice", "there are no functions to choose from.", "give tools.")
         if choice.name is not None and all(choice.name != each.name for each in functions):
@@ -236,16 +196,9 @@ class ChatDialect:
         return f"call_{secrets.token_hex(12)}"
 
     def read(self, text: str, prompt: str, tools: Seq[Mapping[str, Any]] = (), *, is_cut: bool = False) -> AnswerParts:
-        """What an answer consists of: text, thinking, calls.
+        """What an answer consists of: text (special tokens of :meth:`shown_tokens` must be in it), thinking, calls.
 
-        Args:
-            text: the answer; special tokens of :meth:`shown_tokens` must be in it.
-            prompt: what :meth:`render` gave.
-            tools: functions that may be called, as OpenAI writes them.
-            is_cut: the answer ended because it was long enough.
-
-        Raises:
-            InvalidRequestError: a function is malformed, or the template knows none.
+        ``prompt`` is what :meth:`render` gave; ``is_cut``: the answer ended by its length.
         """
         return read_parts(self.syntax(prompt, read_functions(tools)), text, is_cut=is_cut)
 
@@ -276,11 +229,7 @@ class ChatDialect:
 
 
 def check_parsers(tool_call_parser: str, reasoning_parser: str) -> None:
-    """Refuse names of parsers that there are not.
-
-    Raises:
-        InvalidRequestError: there is none of that name.
-    """
+    """Refuse names of parsers that there are not."""
     for name, given, known in (
         ("--tool-call-parser", tool_call_parser, PARSERS),
         ("--reasoning-parser", reasoning_parser, REASONING_PARSERS),
@@ -290,11 +239,7 @@ def check_parsers(tool_call_parser: str, reasoning_parser: str) -> None:
 
 
 def _schema_of(form: StructuredOutputs) -> Mapping[str, Any]:
-    """The schema of an answer that may stand in the place of calls.
-
-    Raises:
-        InvalidRequestError: it has none.
-    """
+    """The schema of an answer that may stand in the place of calls; ``InvalidRequestError`` if it has none."""
     import json
 
     if form.kind == "json_object":

@@ -1,7 +1,7 @@
 """Conversations in the form that a chat template writes in full, found out by trying: nothing of them is lost.
 
 Templates take a content as one text or as parts, know some roles and not others, and leave out without a word what
-they do not know. So a conversation of the same shape, with a word of its own in each place, is rendered first: where
+they do not know. So a conversation of the same shape, with a distinct word in each place, is rendered first: where
 every word is in the text, the messages are handed over in that form.
 """
 
@@ -21,11 +21,7 @@ Write = Callable[[Seq[Message], bool], str]
 
 
 class UnwrittenError(InvalidRequestError):
-    """A chat template leaves out something of a message.
-
-    Attributes:
-        param: what it leaves out, ``messages[1].content`` say.
-    """
+    """A chat template leaves out something of a message; ``param`` names it, ``messages[1].content`` say."""
 
     def __init__(self, param: str, message: str, hint: str) -> None:
         super().__init__(message, hint)
@@ -33,23 +29,14 @@ class UnwrittenError(InvalidRequestError):
 
 
 class _Form(NamedTuple):
-    """How messages are handed over.
+    """How messages are handed over."""
 
-    Attributes:
-        parts: roles whose content is a list of parts.
-        joined: such a list has one part.
-        system: what a developer says is said by the system.
-        null: a content that is empty beside calls is null, or an empty text where it was null.
-        split: text and calls of one message are two messages.
-        written: arguments of calls are text, as OpenAI has them.
-    """
-
-    parts: frozenset[str] = frozenset()
-    joined: bool = False
-    system: bool = False
-    null: bool = False
-    split: bool = False
-    written: bool = False
+    parts: frozenset[str] = frozenset()  # roles whose content is a list of parts
+    joined: bool = False  # such a list has one part
+    system: bool = False  # a developer's messages are given the role system
+    null: bool = False  # a content that is empty beside calls is null, or an empty text where it was null
+    split: bool = False  # text and calls of one message are two messages
+    written: bool = False  # arguments of calls are text, as OpenAI has them
 
     def apply(self, messages: Seq[Message]) -> list[Message]:
         return [each for message in messages for each in self._of(message)]
@@ -76,15 +63,9 @@ class _Form(NamedTuple):
 
 
 def write_whole(messages: Seq[Message], write: Write) -> str:
-    """The text of a conversation, in the first form in which nothing of it is left out.
+    """The text of a conversation, in the first form in which nothing of it is left out; ``UnwrittenError`` if none is.
 
-    Args:
-        messages: checked ones.
-        write: renders messages, with or without the header of an answer.
-
-    Raises:
-        UnwrittenError: there is no such form.
-        InvalidRequestError: the template refuses the messages.
+    ``write`` renders checked messages, with or without the header of an answer.
     """
     words = _Words()
     shape = [words.shape(i, message) for i, message in enumerate(messages)]
@@ -105,7 +86,7 @@ def write_whole(messages: Seq[Message], write: Write) -> str:
             return write(form.apply(messages), True)
         best = lost if best is None or len(lost) < len(best) else best
     if best is not None:
-        if not found:  # an empty prompt: whoever gets it refuses it
+        if not found:  # an empty prompt: the caller refuses it
             return ""
         raise _unwritten(words.places[best[0]], messages)
     text = write(_Form().apply(messages), True)  # what the template has against them, if it has
@@ -138,14 +119,10 @@ def _forms(messages: Seq[Message]) -> Iterator[_Form]:
 
 
 class _Words:
-    """Words that stand in a conversation in the places of its own.
-
-    Attributes:
-        places: the message of each word, and its part.
-    """
+    """Words that stand in a conversation in the places of its texts."""
 
     def __init__(self) -> None:
-        self.places: list[tuple[int, str]] = []
+        self.places: list[tuple[int, str]] = []  # the message of each word, and its part
 
     def shape(self, index: int, message: Message) -> Message:
         """A message with words in the places of what it says; empty texts stay."""

@@ -13,13 +13,6 @@ def check_text(text: str, what: str) -> None:
     """Refuse a text with halves of surrogate pairs: no tokenizer takes them.
 
     That is what Python makes of a byte of an argument that is not UTF-8, and JSON of an escape for one half.
-
-    Args:
-        text: the text.
-        what: what it is, for the message.
-
-    Raises:
-        InvalidRequestError: names the first one.
     """
     if text.isascii():
         return
@@ -34,15 +27,7 @@ def check_text(text: str, what: str) -> None:
 
 
 def check_adapter(name: str | None, adapters: Seq[str]) -> None:
-    """Refuse a LoRA adapter that an engine has not, or that is in its weights.
-
-    Args:
-        name: as a caller names it; None for none.
-        adapters: those that requests may choose.
-
-    Raises:
-        InvalidRequestError: there is none of that name.
-    """
+    """Refuse a LoRA adapter that an engine has not, or that is in its weights; None passes."""
     if name is None or name in adapters:
         return
     near = get_close_matches(str(name), adapters, n=1)
@@ -53,16 +38,7 @@ def check_adapter(name: str | None, adapters: Seq[str]) -> None:
 
 
 def check_token_ids(ids: Seq[int], *, vocab_size: int, max_model_len: int) -> None:
-    """Refuse a prompt that is empty, has ids outside the vocabulary, or leaves no room for a generated token.
-
-    Args:
-        ids: prompt token ids.
-        vocab_size: rows of the target's LM head (V).
-        max_model_len: most tokens of one sequence.
-
-    Raises:
-        InvalidRequestError: says which of the three.
-    """
+    """Refuse a prompt that is empty, has ids outside the vocabulary (V), or leaves no room for a generated token."""
     if not ids:
         raise InvalidRequestError("the prompt is empty.", "give at least one token of text.")
     check_token_range(ids, vocab_size=vocab_size, what="the prompt")
@@ -74,16 +50,7 @@ def check_token_ids(ids: Seq[int], *, vocab_size: int, max_model_len: int) -> No
 
 
 def check_token_range(ids: Seq[int], *, vocab_size: int, what: str) -> None:
-    """Refuse token ids outside the vocabulary.
-
-    Args:
-        ids: token ids.
-        vocab_size: rows of the target's LM head (V).
-        what: what they are, for the message.
-
-    Raises:
-        InvalidRequestError: names the first bad one.
-    """
+    """Refuse token ids outside the vocabulary (V); the message names the first bad one, and calls the ids ``what``."""
     bad = next((token for token in ids if not isinstance(token, int) or not 0 <= token < vocab_size), None)
     if bad is not None:
         raise InvalidRequestError(
@@ -92,11 +59,7 @@ def check_token_range(ids: Seq[int], *, vocab_size: int, what: str) -> None:
 
 
 def one_each(values: Any, count: int, what: str) -> list[Any]:
-    """``values`` as a list of one item a prompt; a single value (or None) stands for all.
-
-    Raises:
-        InvalidRequestError: a list of another length.
-    """
+    """``values`` as a list of one item a prompt; a single value (or None) stands for all, another length is refused."""
     if not isinstance(values, (list, tuple)):
         return [values] * count
     if len(values) != count:
@@ -105,11 +68,7 @@ def one_each(values: Any, count: int, what: str) -> list[Any]:
 
 
 def check_rank(owner: object, priority: object) -> None:
-    """Whose a request is, and how urgent.
-
-    Raises:
-        InvalidRequestError: the owner is no text, or the priority no integer of 64 bits.
-    """
+    """Refuse an owner that is no text, and a priority that is no integer of 64 bits."""
     if not isinstance(owner, str):
         raise InvalidRequestError(f"owner is {owner!r}.", "give a text.")
     if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
@@ -117,31 +76,19 @@ def check_rank(owner: object, priority: object) -> None:
 
 
 def check_match_length(value: object) -> None:
-    """Refuse a match length that is not an integer of at least 1.
-
-    Raises:
-        InvalidRequestError: it is not.
-    """
+    """Refuse a match length that is not an integer of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InvalidRequestError(f"the match length of lookup drafting is {value!r}.", "give an integer of 1 or more.")
 
 
 def check_acceptance(value: object) -> None:
-    """Refuse what is not the name of a rule by which sampled drafts are accepted.
-
-    Raises:
-        InvalidRequestError: it is not.
-    """
+    """Refuse what is not the name of a rule by which sampled drafts are accepted."""
     if value not in list(RULES):
         raise InvalidRequestError(f"acceptance is {value!r}.", f"choose one of {', '.join(RULES)}.")
 
 
 def budget_of(value: int | str | None) -> int | None:
-    """Bytes of the option ``kv_cache_memory_bytes``; None if it was not given.
-
-    Raises:
-        InvalidRequestError: see :func:`parse_bytes`.
-    """
+    """Bytes of the option ``kv_cache_memory_bytes``, as :func:`parse_bytes` reads it; None if it was not given."""
     return None if value is None else parse_bytes(value, "kv_cache_memory_bytes")
 
 
@@ -151,12 +98,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "
 def parse_bytes(value: int | str, name: str) -> int:
     """A number of bytes, or a text with a unit: ``"2GiB"``, ``"1.5 GB"``, ``"500M"``; ``Ki`` is 1,024 and ``K`` 1,000.
 
-    Args:
-        value: what was given.
-        name: what the caller calls it.
-
-    Raises:
-        InvalidRequestError: it is neither, or no positive number.
+    ``InvalidRequestError`` if it is neither, or not positive; ``name`` is what the caller calls it.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", str(value).strip(), re.IGNORECASE)
     unit = None if found is None else _UNITS.get(found[2].lower())

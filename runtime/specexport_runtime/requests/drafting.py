@@ -17,50 +17,40 @@ from specexport_runtime.sequences.results import Prompt
 
 DRAFTERS = (*KINDS, "chained", "auto", "none")
 """Ways to draft that every request can name. ``self`` drafts with some of the target's own layers; ``chained`` asks
-lookup first and, where it finds nothing, the draft model, or the target's own layers if there is no draft model.
-``suffix`` copies as lookup does, and from what earlier requests were given. ``auto`` asks suffix, then the draft
-model or the own layers, and with cost curves takes what promises the most tokens a second, or neither."""
+lookup first and, where it finds nothing, the first that there is of draft model, draft head and own layers.
+``suffix`` copies as lookup does, and from what earlier requests were given. ``auto`` asks suffix, then the same first
+one, and with cost curves takes what promises the most tokens a second, or neither."""
 
 Lookahead = int | Literal["auto"]
 """Draft tokens a round, or ``"auto"``: chosen in every round for the most expected tokens per second."""
 
 
 class Drafting(TypedDict, total=False):
-    """How to draft for one request: keyword arguments of ``SpecEngine.submit``, ``generate`` and ``stream``.
+    """How to draft for one request: keyword arguments of ``SpecEngine.submit``, ``generate`` and ``stream``."""
 
-    Attributes:
-        drafter: ``"draft-model"``, ``"head"``, ``"lookup"``, ``"self"`` (some of the target's own layers),
-            ``"chained"`` (lookup, and where it finds nothing the draft model, the draft head, or the target's own
-            layers), ``"auto"`` (whatever the bundle has, by what each promises) or ``"none"``; None takes the engine's
-            default: ``"auto"``, or the draft model for a request with a number of tokens, with a seed of its own to
-            sample by, or without cost curves.
-        num_speculative_tokens: K (4 if None; of ``"self"`` 3), or tokens copied by ``"lookup"`` (7 if None), or
-            ``"auto"``: chosen in every round, up to what was built; not for an engine loaded with ``adaptive=False``.
-        speculation: False decodes plainly, as ``drafter="none"``.
-        layer_rules: which layers ``"self"`` leaves out.
-        draft_exit: end a model's draft when it is no longer sure: True, False or the parameters of the threshold.
-        acceptance: how sampled drafts are accepted: ``"block"``, which keeps the most, or ``"token"``, one by one; None
-            takes ``"block"``. Another rule is another draw from the same distribution.
-        trace: keep what each round did.
-        cache_salt: who may see what is kept of this request, and whose kept texts it may see: those with the same salt.
-        remember: False keeps nothing of this request for later ones, and shows it nothing of earlier ones.
-        owner: whose the request is. Owners get cache rows in turns, however much each has waiting.
-        priority: requests with a lower number go first, as in vLLM, and may have others paused.
-        lora: the LoRA adapter that the target writes with, one of ``SpecEngine.adapters``; None takes the engine's
-            default, which is none unless it was loaded with one.
-    """
-
+    # ``"draft-model"``, ``"head"``, ``"lookup"``, ``"suffix"``, ``"self"`` (some of the target's own layers),
+    # ``"chained"`` (lookup, and where it finds nothing the draft model, the draft head, or the target's own layers),
+    # ``"auto"`` (whatever the bundle has, by what each promises) or ``"none"``. None takes the engine's default:
+    # ``"auto"``, or the draft model for a request with a number of tokens, with a seed to sample by, or without cost
+    # curves.
     drafter: str | None
+    # K (4 if None; of ``"self"`` 3), or tokens copied by ``"lookup"`` (7 if None), or ``"auto"``: chosen in every
+    # round, up to what was built; not for an engine loaded with ``adaptive=False``.
     num_speculative_tokens: Lookahead | None
-    speculation: bool
-    layer_rules: LayerRules | None
+    speculation: bool  # False decodes plainly, as ``drafter="none"``
+    layer_rules: LayerRules | None  # which layers ``"self"`` leaves out
+    # End a model's draft when it is no longer sure: True, False or the parameters of the threshold.
     draft_exit: DraftExitParams | bool | None
+    # How sampled drafts are accepted: ``"block"``, which keeps the most, or ``"token"``, one by one; None takes
+    # ``"block"``. Another rule is another draw from the same distribution.
     acceptance: str | None
-    trace: bool
-    cache_salt: str | None
-    remember: bool
-    owner: str
-    priority: int
+    trace: bool  # keep what each round did
+    cache_salt: str | None  # requests of one salt, or of none, may see what is kept of each other
+    remember: bool  # False keeps nothing of this request for later ones, and shows it nothing of earlier ones
+    owner: str  # owners get cache rows in turns, however much each has waiting
+    priority: int  # requests with a lower number go first, as in vLLM, and may have others paused
+    # The LoRA adapter that the target writes with, one of ``SpecEngine.adapters``; None takes the engine's default,
+    # which is none unless it was loaded with one.
     lora: str | None
 
 
@@ -82,41 +72,25 @@ class RequestOptions(NamedTuple):
 
 
 class DraftDefaults(NamedTuple):
-    """How an engine drafts for requests that do not say.
+    """How an engine drafts for requests that do not say."""
 
-    Attributes:
-        drafter: one of ``DRAFTERS``; None: ``"auto"``, see :class:`Drafting`.
-        lookahead: K of a model, or tokens copied by lookup, or ``"auto"``; None takes the default of each.
-        match_length: fewest tokens that lookup must match.
-        layer_rules: which layers ``"self"`` leaves out.
-        draft_exit: threshold at which a model's draft ends; None for no such threshold.
-    """
-
-    drafter: str | None = None
-    lookahead: Lookahead | None = None
-    match_length: int = DEFAULT_MATCH_LENGTH
-    layer_rules: LayerRules = LayerRules()
-    draft_exit: DraftExitParams | None = None
+    drafter: str | None = None  # one of ``DRAFTERS``; None: ``"auto"``, see :class:`Drafting`
+    lookahead: Lookahead | None = None  # K of a model, or tokens copied by lookup; None takes the default of each
+    match_length: int = DEFAULT_MATCH_LENGTH  # fewest tokens that lookup must match
+    layer_rules: LayerRules = LayerRules()  # which layers ``"self"`` leaves out
+    draft_exit: DraftExitParams | None = None  # threshold at which a model's draft ends; None for no threshold
 
 
 class Abilities(NamedTuple):
-    """What an engine can do.
+    """What an engine can do."""
 
-    Attributes:
-        drafters: traits of the drafters that it may have, by name.
-        obstacles: why it has not some of them.
-        lookahead: largest K it was built for.
-        weighed: drafters between which, and for which, K can be chosen; empty without cost curves.
-        num_layers: layers of a target that can draft with its own layers.
-        fixed_layers: which of them its drafts leave out was fixed when it was built.
-    """
-
-    drafters: Mapping[str, DrafterTraits]
-    obstacles: Mapping[str, Obstacle]
-    lookahead: int
+    drafters: Mapping[str, DrafterTraits]  # by name
+    obstacles: Mapping[str, Obstacle]  # why it has not some drafters, by name
+    lookahead: int  # largest K it was built for
+    # drafters between which, and for which, K can be chosen; empty without cost curves
     weighed: frozenset[str] = frozenset()
-    num_layers: int = 0
-    fixed_layers: bool = False
+    num_layers: int = 0  # of a target that can draft with its own layers
+    fixed_layers: bool = False  # the build fixed which of them its drafts leave out
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -136,27 +110,16 @@ class Abilities(NamedTuple):
 
 
 class DraftPlan(NamedTuple):
-    """How to draft for one request.
+    """How to draft for one request."""
 
-    Attributes:
-        stages: ways to draft, in the order they are tried; empty for plain decoding.
-        adaptive: the lookahead of each stage is the most that may be chosen, round by round.
-    """
-
-    stages: tuple[DraftStage, ...] = ()
-    adaptive: bool = False
+    stages: tuple[DraftStage, ...] = ()  # in the order they are tried; empty for plain decoding
+    adaptive: bool = False  # the lookahead of each stage is the most that may be chosen, round by round
 
 
 def resolve_lookahead(requested: Lookahead | None, *, built: int, default: int) -> int:
-    """The lookahead K of a drafter.
+    """The lookahead K of a drafter; ``InvalidRequestError`` if the engine was not ``built`` for that many.
 
-    Args:
-        requested: what the caller asked for; None takes ``default``, or less if less was built.
-        built: largest K of the engine.
-        default: K where nothing else is asked for.
-
-    Raises:
-        InvalidRequestError: the engine was not built for it.
+    ``requested`` None takes ``default``, or less if less was built.
     """
     if requested is None:
         return min(default, built)
@@ -174,18 +137,11 @@ def resolve_lookahead(requested: Lookahead | None, *, built: int, default: int) 
 def resolve_draft_plan(
     options: RequestOptions, abilities: Abilities, defaults: DraftDefaults, *, is_repeatable: bool = False
 ) -> DraftPlan:
-    """The ways to draft for one request.
+    """The ways to draft for one request; ``InvalidRequestError`` if its options contradict each other or the abilities.
 
-    Args:
-        options: what the request asks for.
-        abilities: what the engine can do.
-        defaults: what the engine does where the request does not say.
-        is_repeatable: the request is sampled by a seed of its own, so that the same request gives the same text. What
-            ``auto`` drafts depends on other requests, and with it the sampled text of a seed (not its distribution):
-            it has to be asked for then.
-
-    Raises:
-        InvalidRequestError: options contradict each other, or the engine cannot do what was asked.
+    ``is_repeatable``: the request has a seed to sample by, so that the same request gives the same text. What ``auto``
+    drafts depends on other requests, and with it the sampled text of a seed (not its distribution): such a request has
+    to ask for it.
     """
     drafter, requested = options.drafter, options.num_speculative_tokens
     if drafter is not None and drafter not in abilities.names:
@@ -232,11 +188,7 @@ def resolve_draft_plan(
 
 
 def stage_names(drafter: str, abilities: Abilities) -> tuple[str, ...]:
-    """Names of the drafters behind one that a request may name.
-
-    Raises:
-        InvalidRequestError: the engine has not one of them.
-    """
+    """Names of the drafters behind one that a request may name; ``InvalidRequestError`` if the engine lacks one."""
     names: tuple[str, ...] = (drafter,)
     models = [name for name in KINDS if not KINDS[name].traits.is_free]
     usable = [name for name in models if name not in abilities.obstacles]
@@ -266,16 +218,9 @@ def _check_weighed(names: Seq[str], abilities: Abilities) -> None:
 
 
 class RequestSpec(NamedTuple):
-    """One request.
-
-    Attributes:
-        prompt: a text or token ids.
-        params: sampling parameters.
-        reference: a text or token ids that lookup may copy from.
-        drafting: how to draft; see ``requests.Drafting``.
-    """
+    """One request."""
 
     prompt: Prompt
     params: SamplingParams = SamplingParams()
-    reference: Prompt | None = None
-    drafting: Mapping[str, Any] = {}
+    reference: Prompt | None = None  # what lookup may copy from
+    drafting: Mapping[str, Any] = {}  # see :class:`Drafting`

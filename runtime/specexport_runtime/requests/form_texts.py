@@ -58,12 +58,7 @@ def _values(schema: Any) -> Iterator[Any]:
 
 
 def named_tokens(lark: str, token_of: Callable[[str], int | None]) -> Iterator[set[int]]:
-    """Token ids of each ``<name>`` and ``<[1,3-5]>`` of a grammar; those that it only leaves out are none.
-
-    Args:
-        lark: the grammar.
-        token_of: the id of a token's text.
-    """
+    """Token ids of each ``<name>`` and ``<[1,3-5]>`` of a Lark grammar; tokens that it only leaves out are none."""
     for kind, name in _parts(lark):
         if kind != "token":
             continue

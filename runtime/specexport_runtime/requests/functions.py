@@ -19,13 +19,7 @@ _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additional
 
 
 class FunctionError(InvalidRequestError):
-    """A function cannot be called.
-
-    Args:
-        param: which part is wrong, ``tools[2].function.name`` say.
-        message: what is wrong with it.
-        hint: how to fix it.
-    """
+    """A function cannot be called; ``param`` says which part is wrong, ``tools[2].function.name`` say."""
 
     def __init__(self, param: str, message: str, hint: str | None = None) -> None:
         super().__init__(f"{param}: {message}", hint)
@@ -34,19 +28,12 @@ class FunctionError(InvalidRequestError):
 
 @dataclass(frozen=True)
 class Function:
-    """A function that may be called.
+    """A function that may be called."""
 
-    Attributes:
-        name: 1 to 64 of ``A-Z a-z 0-9 _ -``.
-        parameters: JSON schema of its arguments, an object; None: it takes none.
-        strict: arguments follow the schema whoever decides to call.
-        tool: the tool as it was given; chat templates get it so.
-    """
-
-    name: str
-    parameters: Mapping[str, Any] | None
-    strict: bool
-    tool: Mapping[str, Any]
+    name: str  # 1 to 64 of ``A-Z a-z 0-9 _ -``
+    parameters: Mapping[str, Any] | None  # JSON schema of its arguments, an object; None: it takes none
+    strict: bool  # arguments follow the schema, also where the model decides to call
+    tool: Mapping[str, Any]  # the tool as it was given; chat templates get it so
 
     @property
     def schema(self) -> Mapping[str, Any]:
@@ -57,13 +44,9 @@ class Function:
 
 
 def read_functions(tools: Seq[Mapping[str, Any]]) -> tuple[Function, ...]:
-    """The functions of ``tools``, checked.
+    """The functions of ``tools``, as OpenAI writes them, checked.
 
-    Args:
-        tools: each ``{"type": "function", "function": {"name", "description", "parameters", "strict"}}``.
-
-    Raises:
-        FunctionError: one of them is malformed, two have one name, or they are too many or too large.
+    A malformed one, two of one name, and too many or too large ones are a ``FunctionError``.
     """
     if len(tools) > MAX_FUNCTIONS:
         raise FunctionError("tools", f"{len(tools)} functions.", f"give at most {MAX_FUNCTIONS}.")
@@ -96,14 +79,8 @@ def read_functions(tools: Seq[Mapping[str, Any]]) -> tuple[Function, ...]:
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """Whether functions are called.
+    """Whether functions are called."""
 
-    Attributes:
-        mode: ``"auto"`` leaves it to the model, ``"none"`` calls none, ``"required"`` calls one or more.
-        name: the function that is called, once; with ``"required"`` only.
-        parallel: an answer may have several calls.
-    """
-
-    mode: str = "auto"
-    name: str | None = None
-    parallel: bool = True
+    mode: str = "auto"  # ``"auto"`` leaves it to the model, ``"none"`` calls none, ``"required"`` calls one or more
+    name: str | None = None  # the function that is called, once; with ``"required"`` only
+    parallel: bool = True  # an answer may have several calls

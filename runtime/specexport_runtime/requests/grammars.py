@@ -30,13 +30,7 @@ _LIMITS = {
 
 
 class GrammarCompiler:
-    """Makes grammars over one vocabulary. Safe from any thread; the tokenizer is read when the first one is wanted.
-
-    Args:
-        tokenizer: tokenizer of the target.
-        vocab_size: V.
-        eos_token_ids: ids that end a text.
-    """
+    """Makes grammars over one vocabulary. Safe from any thread; the tokenizer is read when the first one is wanted."""
 
     def __init__(self, tokenizer: "Tokenizer", vocab_size: int, eos_token_ids: Seq[int]) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
@@ -52,15 +46,10 @@ class GrammarCompiler:
         return self._plain.is_complete
 
     def compile(self, form: StructuredOutputs, *, follows_text: bool = True) -> Grammar:
-        """The grammar of a text that has yet to begin.
+        """The grammar of a text that has yet to begin; ``InvalidRequestError`` if the form is unknown or too large.
 
-        Args:
-            form: what the text is like.
-            follows_text: the prompt shows some text; otherwise decoders may show a first token in another way.
-
-        Raises:
-            InvalidRequestError: the form cannot be honoured: it says what in it is not known, or too large.
-            MissingDependencyError: llguidance is not installed.
+        ``follows_text``: the prompt shows some text; otherwise decoders may show a first token in another way. Without
+        llguidance it is a ``MissingDependencyError``.
         """
         if not self._eos:
             raise InvalidRequestError(

@@ -19,31 +19,21 @@ _BYTES_OF_TEXTS = [*range(0xC0), *range(0xC2, 0xF5)]
 class PlainTokens:
     """What ``llguidance.TokenizerWrapper`` wraps.
 
-    Args:
-        tokenizer: tokenizer of the target.
-        vocab_size: V.
-        eos_token_ids: ids that end a text, at least one.
-
-    Attributes:
-        tokens: bytes of each id, V of them.
-        special_token_ids: those that spell nothing.
-        is_complete: every text can be spelled.
-
-    Raises:
-        InvalidRequestError: what a token adds to a text depends on its neighbours.
+    ``eos_token_ids`` has at least one. ``InvalidRequestError`` if what a token adds to a text depends on its
+    neighbours.
     """
 
     bos_token_id = None
 
     def __init__(self, tokenizer: "Tokenizer", vocab_size: int, eos_token_ids: Seq[int]) -> None:
-        self.tokens = token_bytes(tokenizer, vocab_size)
+        self.tokens = token_bytes(tokenizer, vocab_size)  # bytes of each id, V of them
         added = {token for token in tokenizer.get_added_tokens_decoder() if token < vocab_size}
-        self.special_token_ids = sorted(added.union(eos_token_ids))
+        self.special_token_ids = sorted(added.union(eos_token_ids))  # ids that spell nothing
         self.eos_token_id = eos_token_ids[0]
         named = set(self.special_token_ids)
         self._ids = {data: token for token, data in enumerate(self.tokens) if data and token not in named}
         self._longest = max(map(len, self._ids), default=0)
-        self.is_complete = all(bytes([byte]) in self._ids for byte in _BYTES_OF_TEXTS)
+        self.is_complete = all(bytes([byte]) in self._ids for byte in _BYTES_OF_TEXTS)  # every text can be spelled
         self._given, self._tokenizer = tokenizer, _without_added_tokens(tokenizer)
 
     @cached_property

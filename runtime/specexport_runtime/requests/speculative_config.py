@@ -25,19 +25,12 @@ _KEYS = ("method", "num_speculative_tokens", *sorted(key for kind in KINDS.value
 
 
 def parse_speculative_config(config: Mapping[str, Any], *, sources: Mapping[str, str], built: int) -> DraftDefaults:
-    """How an engine drafts, from vLLM's speculative-config keys.
+    """How an engine drafts, from vLLM's speculative-config keys, all optional.
 
-    Args:
-        config: ``method`` (``"draft_model"``, ``"ngram"``, and of our own ``"self"``, ``"chained"`` and ``"none"``, see
-            ``drafting.DRAFTERS``; any of vLLM's names for draft heads means the bundle's own), ``model`` (if given,
-            it must be the bundle's own draft, or its own head), ``num_speculative_tokens`` (a number, or ``"auto"``),
-            and for ``"ngram"`` ``prompt_lookup_min`` (fewest tokens to match); all optional.
-        sources: names of the checkpoints that the bundle drafts with, by the names of their drafters.
-        built: largest K of the bundle.
-
-    Raises:
-        InvalidRequestError: an unknown key, or a value that this bundle cannot honour. Whether the target can draft
-            with its own layers is seen when the engine is made.
+    ``method`` may also be ``"self"``, ``"chained"`` or ``"none"`` (see ``drafting.DRAFTERS``); any of vLLM's names for
+    draft heads means the bundle's own. ``model`` must be the bundle's draft or head, as ``sources`` names them by
+    drafter; ``num_speculative_tokens`` may be ``"auto"``, and is at most ``built``. Unknown keys and values that the
+    bundle cannot honour are an ``InvalidRequestError``; whether the target can draft with its own layers is seen later.
     """
     _check_keys(config)
     given = config.get("num_speculative_tokens")

@@ -15,27 +15,18 @@ _ANY_TEXT = r"/(.|\n)*/"
 
 @dataclass(frozen=True)
 class CallGrammar:
-    """Writes grammars of calls.
-
-    Attributes:
-        format: how calls are written.
-        style: how the model writes JSON.
-        token_of: id of the token that is a text of its own; None where there is none.
-        eos_token_ids: ids that end a text.
-    """
+    """Writes grammars of calls."""
 
     format: ToolFormat
     style: Style
-    token_of: Callable[[str], int | None]
+    token_of: Callable[[str], int | None]  # id of the token that is exactly a text; None where there is none
     eos_token_ids: tuple[int, ...]
 
     def write(self, functions: Seq[Function], choice: ToolChoice, answer: Mapping[str, Any] | None) -> str | None:
         """The grammar of an answer, in Lark; None if any text will do.
 
-        Args:
-            functions: those that may be called; of a named one, that one alone.
-            choice: whether they are.
-            answer: JSON schema of an answer that calls none; None for any text.
+        ``functions`` may be called (of a named choice, that one alone); ``answer`` is the JSON schema of an answer that
+        calls none, None for any text.
         """
         is_free = choice.mode == "auto" and answer is None
         if is_free and not any(function.strict for function in functions):

@@ -18,26 +18,18 @@ _FEW = 4096  # supports up to here are aligned by binary search
 
 
 class Verdict(NamedTuple):
-    """What became of one sequence's draft tokens in a round.
+    """What became of one sequence's draft tokens in a round."""
 
-    Attributes:
-        accepted: leading draft tokens that stay.
-        next_token: the token after them, from the target: a correction or a bonus.
-        is_bonus: every draft token (of which there may be none) was accepted.
-    """
-
-    accepted: int
-    next_token: int
-    is_bonus: bool
+    accepted: int  # leading draft tokens that stay
+    next_token: int  # behind them, from the target: a correction or a bonus
+    is_bonus: bool  # every draft token (of which there may be none) was accepted
 
 
 def accept_greedy(drafted: Seq[int], target_tokens: Seq[int]) -> Verdict:
     """Accept draft tokens as long as they equal the target's greedy choice.
 
-    Args:
-        drafted: K draft tokens.
-        target_tokens: K+1 greedy tokens of the target, or as many as there are up to the first rejection; entry j
-            follows the first j draft tokens.
+    ``target_tokens`` are K+1 for K draft tokens, or as many as there are up to the first rejection; entry j follows the
+    first j draft tokens.
     """
     for j, token in enumerate(drafted):
         if token != target_tokens[j]:
@@ -46,25 +38,16 @@ def accept_greedy(drafted: Seq[int], target_tokens: Seq[int]) -> Verdict:
 
 
 def accept_sampled(
-    drafted: Seq[int],
-    draft_distributions: Seq[Distribution | None] | None,
+    drafted: Seq[int],  # K draft tokens
+    draft_distributions: Seq[Distribution | None] | None,  # p of each; None, for all or one: one-hot, p(x) = 1
+    # q of new position j, 0 <= j <= K. Called in order, and not for positions after the first rejection.
     target_distribution: Callable[[int], Distribution],
-    draws: Callable[[int], Draws],
+    draws: Callable[[int], Draws],  # the uniforms of new position j
 ) -> Verdict:
     """Accept draft token x with probability min(1, q(x)/p(x)); at the first rejection draw from max(0, q - p).
 
-    p is the draft's distribution and q the target's, both after the request's logits processing.
-
-    Args:
-        drafted: K draft tokens.
-        draft_distributions: the distribution each of them was drawn from; None says one-hot, p(x) = 1, of all of them
-            or of one.
-        target_distribution: ``target_distribution(j)`` is q for the j-th new position, 0 <= j <= K. Called in order,
-            and not for positions after the first rejection.
-        draws: ``draws(j)`` gives the uniforms of the j-th new position.
-
-    Raises:
-        CheckFailedError: a draft token has no probability above 0 in the distribution that it is said to come from.
+    p is the draft's distribution and q the target's, both after the request's logits processing. CheckFailedError: a
+    draft token has no probability above 0 in the distribution that it is said to come from.
     """
     for j, token in enumerate(drafted):
         target = target_distribution(j)
@@ -79,11 +62,7 @@ def accept_sampled(
 
 
 def draft_probability(draft: Distribution | None, token: int, place: int) -> float:
-    """Probability p of a draft token; 1 without a distribution.
-
-    Raises:
-        CheckFailedError: it is not above 0.
-    """
+    """Probability p of a draft token; 1 without a distribution. CheckFailedError: it is not above 0."""
     if draft is None:
         return 1.0
     probability = draft.probability(token)
@@ -97,13 +76,10 @@ def draft_probability(draft: Distribution | None, token: int, place: int) -> flo
 
 
 def surplus(target: Distribution, draft: Distribution | None, token: int, weight: float = 1.0) -> Float64Array:
-    """The masses max(0, w q - p), on the target's support.
+    """The masses max(0, w q - p), on the target's support, for a ``weight`` w in (0, 1].
 
-    Args:
-        target: q, dense or sparse.
-        draft: p, dense or sparse; ids that only one side has are probability 0 on the other. None says one-hot.
-        token: where p is 1 if it is one-hot.
-        weight: w, in (0, 1].
+    Either distribution may be dense or sparse; ids that only one has are probability 0 in the other. A ``draft`` of
+    None is one-hot at ``token``.
     """
     masses = target.probs * weight
     if draft is None:

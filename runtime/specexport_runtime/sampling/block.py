@@ -19,9 +19,13 @@ from specexport_runtime.sampling.rng import Draws
 
 
 def accept_block(
-    drafted: Seq[int],
+    drafted: Seq[int],  # K tokens; K may depend on the tokens that are kept in it, and on nothing that was left out
     draft_distributions: Seq[Distribution | None] | None,
+    # As for ``accept_sampled``, but called behind tokens that are not kept in the end too; never behind one that the
+    # target cannot give.
     target_distribution: Callable[[int], Distribution],
+    # The uniforms of new position j. Tokens are kept or not by what comes behind them too, so that no later round may
+    # look at any of these again (``RoundDraws``).
     draws: Callable[[int], Draws],
 ) -> Verdict:
     """Accept draft tokens up to the last whose test passes, and behind them draw from max(0, r q - p).
@@ -31,16 +35,7 @@ def accept_block(
     counted, round by round, without a bias by the length of the draft. Where nothing was drawn (copies, greedy drafts)
     there is nothing to gain, and the rule is ``accept_sampled``.
 
-    Args:
-        drafted: K draft tokens; K may depend on the tokens that are kept in it, and on nothing that was left out.
-        draft_distributions: as for ``accept_sampled``.
-        target_distribution: as for ``accept_sampled``, but called behind tokens that are not kept in the end too.
-            Never behind one that the target cannot give.
-        draws: ``draws(j)`` gives the uniforms of the j-th new position. Tokens are kept or not by those behind them
-            too, so that no later round may look at any of these again (``RoundDraws``).
-
-    Raises:
-        CheckFailedError: a draft token has no probability above 0 in the distribution that it is said to come from.
+    CheckFailedError: a draft token has no probability above 0 in the distribution that it is said to come from.
     """
     if draft_distributions is None or all(draft is None for draft in draft_distributions):
         return accept_sampled(drafted, draft_distributions, target_distribution, draws)

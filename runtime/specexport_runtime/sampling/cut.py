@@ -16,20 +16,15 @@ _KEY = "cut"
 class Cut(NamedTuple):
     """A rule with one number.
 
-    Attributes:
-        keep: ``keep(values, value, temperature, peak)`` gives the ascending indices of the entries that stay, at least
-            one: of logits [n] float32, under the rule's number, a temperature above 0, and the largest of the logits.
-        off: the number that turns it off.
-        low: least number.
-        high: largest number.
-        help: one line for the command line.
+    ``keep(values, value, temperature, peak)`` gives the ascending indices of the entries that stay, at least one: of
+    logits [n] float32, under the rule's number, a temperature above 0, and the largest of the logits.
     """
 
     keep: Callable[[Float32Array, float, float, float], Int64Array]
-    off: float
-    low: float
-    high: float
-    help: str
+    off: float  # the number that turns it off
+    low: float  # least number
+    high: float  # largest number
+    help: str  # one line for the command line
 
 
 def cut_field(cut: Cut) -> Any:

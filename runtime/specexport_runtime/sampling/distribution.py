@@ -14,15 +14,10 @@ _SMALL = 4096  # below this one running sum is cheaper than two
 
 
 class Distribution(NamedTuple):
-    """A distribution over token ids: exactly the one that is drawn from and tested against.
+    """A distribution over token ids: exactly the one that is drawn from and tested against."""
 
-    Attributes:
-        token_ids: [n] int64, ascending ids of the support; None says dense: the id is the index.
-        probs: [n] float64, sums to 1.
-    """
-
-    token_ids: Int64Array | None
-    probs: Float64Array
+    token_ids: Int64Array | None  # [n], ascending ids of the support; None: dense, the id is the index
+    probs: Float64Array  # [n], sums to 1
 
     def probability(self, token: int) -> float:
         """Probability of one token; 0 when the distribution does not hold it."""
@@ -40,14 +35,9 @@ def one_hot(token: int) -> Distribution:
 
 
 def sample_token(distribution: Distribution, u: float) -> int:
-    """The token at ``u`` of the inverse cumulative distribution, ids ascending.
+    """The token at ``u`` in [0, 1) of the inverse cumulative distribution, ids ascending.
 
-    Args:
-        distribution: sums to 1 up to rounding.
-        u: uniform in [0, 1).
-
-    Returns:
-        a token id; never one of probability 0, for any ``u``.
+    It is never one of probability 0, for any ``u``. The distribution sums to 1 up to rounding.
     """
     probs = distribution.probs
     index = _locate(probs, u) if len(probs) <= _SMALL else _locate_blocked(probs, u)

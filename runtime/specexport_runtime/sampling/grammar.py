@@ -17,16 +17,13 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 class Grammar:
-    """Where a text is in its grammar.
+    """Where a text is in its grammar, by a ``llguidance.LLMatcher`` at its beginning that nothing else uses.
 
     The matcher may stand behind draft tokens; :meth:`consume` takes it back to the committed ones. Masks behind draft
     tokens are kept until other tokens are drafted or some are committed: what drafting needed, testing has.
 
-    Args:
-        matcher: a ``llguidance.LLMatcher`` at the beginning of the text; this object's own.
-        vocab_size: V.
-        eos_token_ids: ids that end a text, where the grammar lets it end.
-        first: [V], tokens that the text may begin with; None for all.
+    ``eos_token_ids`` end a text, where the grammar lets it end. ``first`` [V] are tokens that the text may begin with;
+    None for all.
     """
 
     def __init__(self, matcher: Any, vocab_size: int, eos_token_ids: Seq[int], first: BoolArray | None = None) -> None:
@@ -42,9 +39,7 @@ class Grammar:
     def allowed(self, drafted: Seq[int]) -> BoolArray | None:
         """Which tokens may follow ``drafted``: [V]; None behind the end of the text, where nothing is wanted.
 
-        Raises:
-            CheckFailedError: a draft token is not allowed.
-            InvalidRequestError: the grammar is too complex.
+        CheckFailedError: a draft token is not allowed. InvalidRequestError: the grammar is too complex.
         """
         return None if self._is_over(drafted) else self._mask(drafted)
 
@@ -65,12 +60,8 @@ class Grammar:
     def forced(self, most: int, drafted: Seq[int] = ()) -> list[int]:
         """Tokens that a text of this grammar goes on with behind ``drafted``, whatever it says; at most ``most``.
 
-        Where nothing can follow, that is its end. It is the only token that may not be the one that is allowed: a
-        model may have others that end a text.
-
-        Raises:
-            CheckFailedError: a draft token is not allowed.
-            InvalidRequestError: the grammar is too complex.
+        Where nothing can follow, that is its end. It is the only token that may not be the one that is allowed: a model
+        may have others that end a text. Errors are as for :meth:`allowed`.
         """
         if most <= 0 or self._is_over(drafted):
             return []
@@ -87,11 +78,7 @@ class Grammar:
         return tokens
 
     def consume(self, tokens: Seq[int]) -> None:
-        """Tokens were committed.
-
-        Raises:
-            CheckFailedError: one of them is not allowed.
-        """
+        """Tokens were committed; CheckFailedError if one of them is not allowed."""
         if self._has_ended:
             return
         end = self._end_in(tokens)

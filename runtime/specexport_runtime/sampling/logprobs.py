@@ -16,30 +16,19 @@ class TokenLogprobs(NamedTuple):
     """Log-probability of one token, and the most likely ones in its place.
 
     They are of the target's own distribution: the softmax of its raw logits.
-
-    Attributes:
-        token_id: the token that was chosen, or that the prompt has.
-        logprob: its natural log-probability.
-        rank: its place among all tokens, from 1, the likeliest first; on a tie the lower id is the likelier.
-        top: the most likely token ids with theirs, those of ranks 1, 2, ….
     """
 
-    token_id: int
-    logprob: float
-    rank: int
-    top: tuple[tuple[int, float], ...] = ()
+    token_id: int  # that was chosen, or that the prompt has
+    logprob: float  # natural logarithm
+    rank: int  # among all tokens, from 1, the likeliest first; on a tie the lower id is the likelier
+    top: tuple[tuple[int, float], ...] = ()  # the most likely token ids with theirs, of ranks 1, 2, …
 
 
 def logprobs_of(tokens: Seq[int], logits: "Float32Array", count: int) -> list[TokenLogprobs]:
-    """Log-probabilities and ranks of one round's tokens, or of a prompt's.
+    """Log-probabilities and ranks of one round's tokens, or of a prompt's, each with the ``count`` likeliest.
 
-    Args:
-        tokens: the tokens that were chosen.
-        logits: [n, V] raw logits of the target; row ``j`` is what ``tokens[j]`` was chosen from. They are not changed.
-        count: how many of the likeliest tokens to list.
-
-    Raises:
-        CheckFailedError: the logits hold NaN or +inf.
+    Row j of ``logits`` [n, V], raw ones of the target, is what ``tokens[j]`` was chosen from; they are not changed.
+    CheckFailedError: they hold NaN or +inf.
     """
     return [_of_row(token, logits[j], count) for j, token in enumerate(tokens)]
 

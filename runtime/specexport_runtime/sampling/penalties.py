@@ -11,13 +11,7 @@ from specexport_runtime.sampling.params import SamplingParams
 
 
 class LogitAdjuster:
-    """Applies bias and penalties of one sequence, and keeps the history that they need.
-
-    Args:
-        params: the request's parameters.
-        prompt_tokens: token ids of the prompt.
-        vocab_size: V.
-    """
+    """Applies bias and penalties of one sequence, and keeps the history that they need."""
 
     def __init__(self, params: SamplingParams, prompt_tokens: Seq[int], vocab_size: int) -> None:
         self._params = params
@@ -41,11 +35,9 @@ class LogitAdjuster:
                 self._history.add(token)
 
     def apply(self, logits: Float32Array, drafted: Seq[int]) -> Float32Array:
-        """A processed copy of ``logits``.
+        """A processed copy of ``logits`` [V'], where V' may be below V.
 
-        Args:
-            logits: [V'] float32; V' may be below V.
-            drafted: draft tokens after the committed output; they count as output.
+        ``drafted`` are the draft tokens after the committed output; they count as output.
         """
         processed = logits.copy()
         if len(self._bias_ids):

@@ -1,4 +1,4 @@
-"""Counter-based random numbers: a pure function of (seed, position), whoever shares the batch."""
+"""Counter-based random numbers: a pure function of (seed, position), whatever else is in the batch."""
 
 from typing import NamedTuple
 
@@ -12,24 +12,17 @@ _MASK64 = 2**64 - 1
 
 
 class Draws(NamedTuple):
-    """The three independent uniforms in [0, 1) of one (seed, position).
+    """The three independent uniforms in [0, 1) of one (seed, position)."""
 
-    Attributes:
-        draft: draws the draft token.
-        accept: tests it.
-        resample: draws the token that the round ends with (residual or bonus).
-    """
-
-    draft: float
-    accept: float
-    resample: float
+    draft: float  # draws the draft token
+    accept: float  # tests it
+    resample: float  # draws the token that the round ends with (residual or bonus)
 
 
 def check_seed(seed: int) -> int:
     """The seed as a plain int.
 
-    Raises:
-        InvalidRequestError: not an integer, or outside the signed 128-bit range (two seeds would share a stream).
+    InvalidRequestError: not an integer, or outside the signed 128-bit range (two seeds would share a stream).
     """
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
         raise InvalidRequestError(f"seed is {seed!r}, which is not an integer.", hint="give an integer.")
@@ -39,7 +32,7 @@ def check_seed(seed: int) -> int:
 
 
 class RandomStream:
-    """The random numbers of one request, addressed by position.
+    """The random numbers of one request, addressed by position; for seeds see :func:`check_seed`.
 
     Philox4x64-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): the seed is the key, the position
     the counter, and three of the four 64-bit words of each counter are used.
@@ -47,12 +40,6 @@ class RandomStream:
     A position that is drafted, discarded and drafted again sees the same numbers. This is exact where draft tokens are
     accepted one by one, because whether a position is discarded then depends on earlier positions only. It also binds
     the caller: how many tokens to draft next must not be decided from drafted tokens that were discarded.
-
-    Args:
-        seed: signed 128-bit integer.
-
-    Raises:
-        InvalidRequestError: see ``check_seed``.
     """
 
     def __init__(self, seed: int) -> None:
@@ -61,13 +48,9 @@ class RandomStream:
         self._blocks: dict[int, list[Draws]] = {}
 
     def draws(self, position: int) -> Draws:
-        """The uniforms of one position.
+        """The uniforms of one absolute position in a sequence, from 0.
 
-        Args:
-            position: absolute position of the token in its sequence, from 0.
-
-        Raises:
-            ValueError: the position is negative or beyond 2**62.
+        ValueError: the position is negative or beyond 2**62.
         """
         index, offset = divmod(position, _BLOCK)
         block = self._blocks.get(index)
@@ -93,11 +76,9 @@ class RandomStream:
 class RoundDraws:
     """The random numbers of a text that is made in rounds: those of each place in the round at hand.
 
-    Args:
-        stream: they come from it, in order.
-        fresh: no number serves two rounds, as block verification needs it: a round begins behind all numbers that were
-            looked at, not at its position in the text. Where nothing but accepted and corrected places was looked at
-            (plain decoding, copies) that is the same.
+    ``fresh``: no number serves two rounds, as block verification needs it: a round begins behind all numbers that were
+    looked at, not at its position in the text. Where nothing but accepted and corrected places was looked at (plain
+    decoding, copies) that is the same.
     """
 
     def __init__(self, stream: RandomStream, *, fresh: bool) -> None:

@@ -17,16 +17,11 @@ class Sampler:
     """Logits processing of one sequence: turns raw logits into a distribution (or a greedy token).
 
     Draft rows and target rows go through the same object with the same history, so what is drawn from and what is
-    tested against cannot drift apart. The caller's logits are never changed.
+    tested against cannot drift apart. The caller's logits are never changed. The order of processing is documented in
+    ``SamplingParams``.
 
-    Args:
-        params: the request's parameters; the order of processing is documented there.
-        prompt_tokens: token ids of the prompt (the repetition penalty counts them).
-        vocab_size: V of the target; logits beyond it are padding and can never be drawn.
-        grammar: which tokens may come next; None for any.
-
-    Raises:
-        InvalidRequestError: a token id in ``logit_bias`` is not in the vocabulary.
+    ``vocab_size`` is V of the target; logits beyond it are padding and can never be drawn. InvalidRequestError: a token
+    id in ``logit_bias`` is not below it.
     """
 
     def __init__(
@@ -60,15 +55,10 @@ class Sampler:
             self.grammar.consume(tokens)
 
     def distribution(self, logits: Float32Array, drafted: Seq[int] = ()) -> Distribution:
-        """The distribution of the token after the committed ones and ``drafted``.
+        """The distribution of the token after the committed ones and ``drafted``, from raw logits [V'].
 
-        Args:
-            logits: [V'] float32 raw logits. V' below ``vocab_size`` (a draft's smaller head) leaves the other ids out.
-            drafted: draft tokens between the committed tokens and this position.
-
-        Raises:
-            CheckFailedError: the logits hold NaN or +inf.
-            InvalidRequestError: every token is banned.
+        V' below ``vocab_size`` (a draft's smaller head) leaves the other ids out. CheckFailedError: the logits hold NaN
+        or +inf. InvalidRequestError: every token is banned.
         """
         if self.is_greedy:
             return one_hot(self.greedy_token(logits, drafted))
@@ -98,8 +88,7 @@ class Sampler:
 def _ids_of(allowed: BoolArray, logits: Float32Array) -> Int64Array:
     """The ids [n] that a grammar allows, ascending: few as a rule, and then all that follows is quick.
 
-    Raises:
-        InvalidRequestError: there are none among the logits.
+    InvalidRequestError: there are none among the logits.
     """
     ids: Int64Array = allowed[: len(logits)].nonzero()[0]
     if not len(ids):

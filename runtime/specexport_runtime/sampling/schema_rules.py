@@ -21,11 +21,7 @@ _MAPS = _DEFINITIONS | {"properties", "patternProperties", "dependentSchemas"}
 
 
 def fault_of(schema: Any) -> str | None:
-    """What is wrong with a JSON schema, as a sentence without its full stop; None if nothing is.
-
-    Args:
-        schema: as JSON reads it: mappings, lists, texts, numbers.
-    """
+    """What is wrong with a JSON schema, as a sentence without its full stop; None if nothing is."""
     for where, part in _parts(schema):
         if found := MATCHER_KEYS & part.keys():
             return f"{_name(where)} has {min(found)!r}, a setting of the matcher and no keyword"
@@ -46,9 +42,7 @@ def fault_of(schema: Any) -> str | None:
 def _parts(schema: Any, *, only_used: bool = False) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:
     """All schemas within a schema that are objects, and where they are; what references lead to is one wherever it is.
 
-    Args:
-        schema: the whole.
-        only_used: leave out definitions that no reference leads to.
+    ``only_used`` leaves out definitions that no reference leads to.
     """
     todo: list[tuple[tuple[str, ...], Any]] = [((), schema)]
     seen: set[int] = set()

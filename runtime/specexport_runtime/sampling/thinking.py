@@ -15,20 +15,11 @@ _NEXT: dict[_Place, _Place] = {"behind": "a line behind", "a line behind": "answ
 
 @dataclass(frozen=True)
 class Thinking:
-    """Where a text thinks, as token ids.
+    """Where a text thinks, as token ids; an InvalidRequestError if one of them is none."""
 
-    Attributes:
-        end: the token that ends the thinking, ``</think>`` say.
-        begin: the token that begins it. None: the prompt has begun it, so the text is in the middle of it.
-        between: tokens of which two may stand between the end and what follows: line breaks.
-
-    Raises:
-        InvalidRequestError: one of them is no token id.
-    """
-
-    end: int
-    begin: int | None = None
-    between: tuple[int, ...] = ()
+    end: int  # ends the thinking, ``</think>`` say
+    begin: int | None = None  # begins it. None: the prompt has, so the text is in the middle of it
+    between: tuple[int, ...] = ()  # of these two may stand between the end and what follows: line breaks
 
     def __post_init__(self) -> None:
         given = [self.end, *self.between, *(() if self.begin is None else (self.begin,))]
@@ -39,16 +30,10 @@ class Thinking:
 class GrammarAfterThinking(Grammar):
     """A grammar behind a free part.
 
-    Before the token that ends the thinking every token is allowed, but those that end the text: the grammar still has
-    to be followed (where it takes an empty text, they are). From the token after it on, the grammar rules. A text that
-    has yet to begin may begin to think, or follow the grammar at once. All of this holds place by place, so that a
-    draft may run across the border.
-
-    Args:
-        matcher: as for ``Grammar``; it has seen nothing.
-        vocab_size: V.
-        eos_token_ids: ids that end a text.
-        thinking: where the text thinks.
+    Before the token that ends the thinking every token is allowed, except for tokens that end the text: the grammar
+    still has to be followed (where it takes an empty text, they are allowed too). From the token after it on, the
+    grammar rules. A text that has yet to begin may begin to think, or follow the grammar at once. All of this holds
+    place by place, so that a draft may run across the border. Arguments: as for ``Grammar``.
     """
 
     def __init__(self, matcher: Any, vocab_size: int, eos_token_ids: Seq[int], thinking: Thinking) -> None:

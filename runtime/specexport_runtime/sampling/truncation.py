@@ -19,15 +19,10 @@ _SAMPLE = 4096  # entries sampled to find that band
 
 
 def check_peak(peak: float, logits: Float32Array) -> None:
-    """Refuse logits that define no distribution.
+    """Refuse logits [V'] that define no distribution, by the largest of them (NaN if there is any NaN).
 
-    Args:
-        peak: the largest logit (NaN if there is any NaN).
-        logits: [V'] float32, for the message.
-
-    Raises:
-        CheckFailedError: NaN or +inf among the logits: the engine is broken.
-        InvalidRequestError: every token at -inf: the request bans them all.
+    CheckFailedError: NaN or +inf among the logits: the engine is broken. InvalidRequestError: every token at -inf: the
+    request bans them all.
     """
     if math.isfinite(peak):
         return
@@ -48,16 +43,8 @@ def check_peak(peak: float, logits: Float32Array) -> None:
 def truncated_softmax(logits: Float32Array, params: SamplingParams) -> Distribution:
     """Softmax at ``params.temperature`` (above 0), then cuts (min-p), top-k, top-p, each on what the one before left.
 
-    Args:
-        logits: [V'] float32, after bias and penalties. Not changed.
-        params: temperature, cuts, top_k, top_p.
-
-    Returns:
-        dense if nothing was cut, otherwise sparse.
-
-    Raises:
-        CheckFailedError: see ``check_peak``.
-        InvalidRequestError: see ``check_peak``.
+    ``logits`` [V'] are those after bias and penalties, and are not changed. The distribution is dense if nothing was
+    cut, otherwise sparse. Errors: see ``check_peak``.
     """
     peak = float(logits.max())
     check_peak(peak, logits)
@@ -96,16 +83,10 @@ def top_k_indices(values: Float32Array, k: int) -> Int64Array:
 
 
 def _top_p(values: Float32Array, top_p: float, temperature: float, peak: float) -> tuple[Int64Array, Float64Array]:
-    """The fewest largest values whose softmax mass is at least ``top_p``, at least one.
+    """The fewest largest values whose softmax mass is at least ``top_p`` in (0, 1), at least one.
 
-    Args:
-        values: [n] float32 logits; among equal ones the lower index wins.
-        top_p: in (0, 1).
-        temperature: above 0.
-        peak: the largest of ``values``.
-
-    Returns:
-        ascending indices and unnormalised probabilities of the kept values.
+    ``values`` [n] are logits, of which the lower index wins on a tie, and ``peak`` is their largest; the temperature is
+    above 0. Ascending indices and unnormalised probabilities of the kept values.
     """
     candidates, tail = None, 0.0
     if len(values) > _TINY:

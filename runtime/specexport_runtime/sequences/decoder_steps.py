@@ -44,7 +44,7 @@ def _maps_single_characters(step: Mapping[str, Any]) -> bool:
 def unsettled_names(steps: Iterable[Mapping[str, Any]]) -> re.Pattern[str] | None:
     """The names of tokens whose own text tokens behind them may change; None if there are none.
 
-    Byte tokens (``<0x41>``), and those that hold the suffix of a ``BPEDecoder`` before their end: it is a space there,
+    Byte tokens (``<0x41>``), and tokens that hold the suffix of a ``BPEDecoder`` before their end: it is a space there,
     and nothing in the last token.
     """
     found = []

@@ -12,17 +12,11 @@ nothing: where one draft in five has an accepted token, 16 drafts without any ar
 
 @dataclass
 class DraftCounts:
-    """What one drafter did.
+    """What one drafter did."""
 
-    Attributes:
-        rounds: rounds of a sequence that had a draft of it.
-        drafted: draft tokens that the target tested.
-        accepted: of these, accepted and emitted.
-    """
-
-    rounds: int = 0
-    drafted: int = 0
-    accepted: int = 0
+    rounds: int = 0  # of a sequence, with a draft of it
+    drafted: int = 0  # draft tokens that the target tested
+    accepted: int = 0  # of these, accepted and emitted
 
     def add(self, drafted: int, accepted: int) -> None:
         """Count a draft."""

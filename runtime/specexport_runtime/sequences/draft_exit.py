@@ -15,22 +15,14 @@ from specexport_runtime.errors import InvalidRequestError
 class DraftExitParams:
     """How the threshold starts and moves. The defaults are those of the paper's public code.
 
-    Attributes:
-        gamma: threshold of the first round, in [0, 1]: 0 never ends a draft, 1 ends every draft after one token.
-        target_acceptance: wanted acceptance rate, in (0, 1]: below it gamma rises, above it gamma falls.
-        epsilon: step of gamma, in [0, 1]; 0 leaves it where it is.
-        beta1: weight of the past in the measured acceptance rate, in [0, 1).
-        beta2: weight of the past in gamma, in [0, 1).
-
-    Raises:
-        InvalidRequestError: a value is not a number, or is out of its range.
+    A value that is not a number, or is out of its range, is an InvalidRequestError.
     """
 
-    gamma: float = 0.8
-    target_acceptance: float = 0.9
-    epsilon: float = 0.01
-    beta1: float = 0.5
-    beta2: float = 0.9
+    gamma: float = 0.8  # of the first round, in [0, 1]: 0 never ends a draft, 1 ends every draft after one token
+    target_acceptance: float = 0.9  # wanted acceptance rate, in (0, 1]: below it gamma rises, above it gamma falls
+    epsilon: float = 0.01  # step of gamma, in [0, 1]; 0 leaves it where it is
+    beta1: float = 0.5  # weight of the past in the measured acceptance rate, in [0, 1)
+    beta2: float = 0.9  # weight of the past in gamma, in [0, 1)
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -46,45 +38,32 @@ class DraftExitParams:
 class DraftExit:
     """The threshold of one sequence.
 
-    The paper measures acceptance as accepted over *drafted* tokens. Here it is accepted over *tested* tokens: up to
-    and with the first that was rejected. Where drafts are accepted token by token, those behind that one were drawn
-    with random numbers that the next rounds use again, so a threshold moved by how many there were would decide the
-    length of the next draft from draws that are still to be used, and the sampled text would no longer follow the
-    target's distribution (``RandomStream``). A tested token's draws are used up, and so is what decided whether there
-    was a token after it.
+    The paper measures acceptance as accepted over *drafted* tokens. Here it is accepted over *tested* tokens: up to and
+    with the first that was rejected. Where drafts are accepted token by token, those behind that one were drawn with
+    random numbers that the next rounds use again, so a threshold moved by how many there were would decide the length
+    of the next draft from draws that are still to be used, and the sampled text would no longer follow the target's
+    distribution (``RandomStream``). A tested token's draws are used up, and so is what decided whether there was a
+    token after it.
 
     For the same reason :meth:`should_end` asks for the draft's *top* probability, which does not depend on the token
     drawn there, and the token whose step fell under gamma is kept and tested: leaving it out after looking at *it*
     would be a choice between tokens.
-
-    Args:
-        params: how it starts and moves.
-
-    Attributes:
-        gamma: the threshold.
-        acceptance: exponential average of the measured acceptance rate; it starts at the wanted one, as nothing speaks
-            against that yet.
     """
 
     def __init__(self, params: DraftExitParams | None = None) -> None:
         self.params = params or DraftExitParams()
         self.gamma = self.params.gamma
+        # Exponential average of the measured rate; at first the wanted one, as nothing speaks against it yet.
         self.acceptance = self.params.target_acceptance
 
     def should_end(self, top_probability: float) -> bool:
-        """Whether the draft ends with the token just drafted.
-
-        Args:
-            top_probability: probability of the likeliest token in that step of the draft, before any draw.
-        """
+        """Whether the draft ends with the token just drafted; the top probability is of that step, before any draw."""
         return top_probability < self.gamma
 
     def observe(self, accepted: int, rejected: bool) -> None:
-        """Learn from the tests of one round; a round without any changes nothing.
+        """Learn from the tests of one round, ``accepted`` of which passed; a round without any changes nothing.
 
-        Args:
-            accepted: draft tokens that passed their test.
-            rejected: whether one failed, which ended the tests; never count the draft tokens behind it.
+        ``rejected``: one failed, which ended the tests; the draft tokens behind it never count.
         """
         tests = accepted + rejected
         if not tests:

@@ -24,20 +24,14 @@ DEFAULT_KEEP_LAST = 2
 class LayerRules:
     """The rules that make a draft out of a target; None switches a rule off.
 
-    Attributes:
-        threshold: alpha: attention layers with an average cosine similarity above it are removed.
-        period: m, rule 1: of attention and MLP layers alike, layers m, 2m, … (counted from 1) are removed.
-        keep_last: l, rule 2: the last l attention and MLP layers are never removed, whatever the other rules say.
-
     A recurrence stands for a layer's attention, in all rules, where the layer has one in its place or beside it.
-
-    Raises:
-        InvalidRequestError: a value has the wrong type or is out of its range, or the rules remove nothing.
+    InvalidRequestError: a value has the wrong type or is out of its range, or the rules remove nothing.
     """
 
+    # Alpha: attention layers with an average cosine similarity above it are removed.
     threshold: float | None = DEFAULT_THRESHOLD
-    period: int | None = DEFAULT_PERIOD
-    keep_last: int | None = DEFAULT_KEEP_LAST
+    period: int | None = DEFAULT_PERIOD  # m, rule 1: attention and MLP of layers m, 2m, … (counted from 1) are removed
+    keep_last: int | None = DEFAULT_KEEP_LAST  # l, rule 2: the last l layers stay whole, whatever the other rules say
 
     def __post_init__(self) -> None:
         if self.threshold is not None:
@@ -51,14 +45,7 @@ class LayerRules:
             )
 
     def check_layers(self, num_layers: int) -> None:
-        """Refuse rules that can make no draft of a model, whatever the prompt.
-
-        Args:
-            num_layers: N, layers of the model.
-
-        Raises:
-            InvalidRequestError: nothing would ever be removed.
-        """
+        """Refuse, by InvalidRequestError, rules that can make no draft of a model of N layers, whatever the prompt."""
         removable = num_layers - (self.keep_last or 0)
         if removable <= 0:
             raise InvalidRequestError(
@@ -79,19 +66,12 @@ class LayerRules:
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """The draft of one prompt.
+    """The draft of one prompt."""
 
-    Attributes:
-        mixers: for each layer, whether the draft keeps its mixer: attention, recurrences, or both.
-        mlp: for each layer, whether the draft keeps its MLP; False where it has none.
-        acs: average cosine similarity (ACS) of each mixer over the prompt; empty if it was not measured.
-        kinds: what mixer and MLP of each layer in turn are [2N] (``abi.GateKind``); empty: an attention and an MLP.
-    """
-
-    mixers: tuple[bool, ...]
-    mlp: tuple[bool, ...]
-    acs: tuple[float, ...] = ()
-    kinds: tuple[str, ...] = ()
+    mixers: tuple[bool, ...]  # of each layer, whether the draft keeps its mixer: attention, recurrences, or both
+    mlp: tuple[bool, ...]  # of each layer, whether the draft keeps its MLP; False where it has none
+    acs: tuple[float, ...] = ()  # average cosine similarity of each mixer over the prompt; empty: not measured
+    kinds: tuple[str, ...] = ()  # [2N], each layer's mixer and MLP in turn (``abi.GateKind``); empty: attention and MLP
 
     @property
     def num_layers(self) -> int:
@@ -152,15 +132,8 @@ def choose_layers(
 ) -> LayerChoice:
     """ASD's Adaptive Draft Model Generator.
 
-    Args:
-        acs: average cosine similarity of each of the N mixers over the prompt; empty if not measured, which is only
-            allowed where ``rules`` have no threshold.
-        rules: what to remove.
-        num_layers: N; needed only without ``acs``.
-        kinds: see :class:`LayerChoice`.
-
-    Raises:
-        ValueError: ``acs`` is missing, or is not of ``num_layers`` layers.
+    ``acs`` is the average cosine similarity of each of the N mixers over the prompt. It may be empty where ``rules``
+    have no threshold; then ``num_layers`` is needed. ValueError: it is missing, or is not of ``num_layers`` layers.
     """
     count = len(acs) if num_layers is None else num_layers
     if len(acs) != count and (len(acs) or rules.threshold is not None):

@@ -1,4 +1,4 @@
-"""Records that pass between drafting, lengths, verification and those who watch. They hold no state and import none."""
+"""Records that pass between drafting, lengths, verification and observers. They hold no state and import none."""
 
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -13,32 +13,19 @@ FORCED = "forced"
 
 
 class Proposal(NamedTuple):
-    """Draft tokens for one sequence.
+    """Draft tokens for one sequence."""
 
-    Attributes:
-        tokens: the draft tokens, in order; empty for plain decoding.
-        distributions: the distribution each token was drawn from; None says one-hot (greedy, copied text, a token that
-            a grammar forces), for all of them or for one.
-        end: why the draft has no more tokens.
-        drafter: name of the drafter in the draft plan; empty if none was asked or none found anything.
-        match_length: of a copied draft, how many tokens before it matched; 0 for drafts of models.
-        gamma: threshold that could end the draft early; None if nothing could.
-        asked: the stages of the draft plan that were considered, in order; only for a sequence that keeps a trace.
-        promised: what each way to go on promised; only for an adaptive sequence that keeps a trace.
-        error: drafting failed for this sequence, by logits that are no numbers for example: it ends with this error.
-        forced: places of the tokens that a grammar forces, ascending; the others are the drafter's own.
-    """
-
-    tokens: list[int]
+    tokens: list[int]  # in order; empty for plain decoding
+    # What each token was drawn from. None, for all or for one: one-hot (greedy, copied text, forced by a grammar).
     distributions: "list[Distribution | None] | None" = None
     end: DraftEnd = "lookahead"
-    drafter: str = ""
-    match_length: int = 0
-    gamma: float | None = None
-    asked: "tuple[Asked, ...]" = ()
-    promised: "tuple[Promise, ...]" = ()
-    error: Exception | None = None
-    forced: tuple[int, ...] = ()
+    drafter: str = ""  # its name in the draft plan; empty: none was asked, or none found anything
+    match_length: int = 0  # of a copied draft, tokens before it that matched; 0 for drafts of models
+    gamma: float | None = None  # threshold that could end the draft early; None if nothing could
+    asked: "tuple[Asked, ...]" = ()  # stages considered, in order; only for a sequence that keeps a trace
+    promised: "tuple[Promise, ...]" = ()  # by each way to go on; only for an adaptive sequence that keeps a trace
+    error: Exception | None = None  # drafting failed, by logits with a NaN for example: the sequence ends with this
+    forced: tuple[int, ...] = ()  # places of tokens that a grammar forces, ascending; the others are the drafter's own
 
     @property
     def num_own(self) -> int:
@@ -55,10 +42,9 @@ class Proposal(NamedTuple):
         return sum([place < count for place in self.forced])
 
     def own_tests(self, accepted: int) -> tuple[int, bool]:
-        """What became of the drafter's own tokens: how many passed their test, and whether one failed.
+        """How many of the drafter's own tokens passed their test, and whether one of them failed.
 
-        Args:
-            accepted: tests passed, of all tokens; if that is not all of them, the next one failed.
+        ``accepted`` of all tokens passed; if that is not all of them, the next one failed.
         """
         failed = accepted < len(self.tokens) and accepted not in self.forced
         return accepted - self.num_forced(accepted), failed
@@ -73,41 +59,24 @@ class Proposal(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """The draft tokens that are there before any drafter is asked: what a grammar forces.
-
-    Attributes:
-        tokens: draft token ids.
-        room: most tokens of the whole draft, these included.
-    """
+    """The draft tokens that are there before any drafter is asked: what a grammar forces."""
 
     tokens: list[int]
-    room: int
+    room: int  # most tokens of the whole draft, these included
 
 
 class DrafterTraits(NamedTuple):
-    """What a drafter is like, for those that plan drafts and weigh what they cost.
+    """What a drafter is like, for the draft plan and the weighing of costs."""
 
-    Attributes:
-        default_lookahead: K where nothing else is asked for.
-        is_free: a draft costs next to nothing, so how much of one is tested is decided when it is there.
-        has_own_cache: it must read what it has missed of a sequence before it can draft.
-        can_exit: it drafts token by token, and ends a draft that it is no longer sure of (``Sequence.draft_exit``).
-        takes_reference: it copies from the text that a request brings along.
-        takes_layers: it leaves out layers of the target, by a request's layer rules.
-        remembers: it keeps what sequences with a ``scope`` were given, and drafts from it for later ones.
-        max_lookahead: most tokens that it ever drafts at a time; None for no bound of its own.
-        goes_on: it can draft behind tokens that are drafted already (``ContinuingDrafter``).
-    """
-
-    default_lookahead: int
-    is_free: bool = False
-    has_own_cache: bool = False
-    can_exit: bool = False
-    takes_reference: bool = False
-    takes_layers: bool = False
-    remembers: bool = False
-    max_lookahead: int | None = None
-    goes_on: bool = False
+    default_lookahead: int  # K where nothing else is asked for
+    is_free: bool = False  # a draft costs next to nothing; how much of it is tested is decided when it is there
+    has_own_cache: bool = False  # it must read what it has missed of a sequence before it can draft
+    can_exit: bool = False  # it drafts token by token, and ends a draft it is not sure of (``Sequence.draft_exit``)
+    takes_reference: bool = False  # it copies from the text that a request brings along
+    takes_layers: bool = False  # it leaves out layers of the target, by a request's layer rules
+    remembers: bool = False  # it keeps what sequences with a ``scope`` were given, and drafts from it later
+    max_lookahead: int | None = None  # most tokens of a draft; None: no bound
+    goes_on: bool = False  # it can draft behind tokens that are drafted already (``ContinuingDrafter``)
 
 
 LengthReason = Literal["fixed", "goodput", "probe", "bypass", "room"]
@@ -116,21 +85,13 @@ that is bypassed; drafting does not pay; the sequence has no room for more."""
 
 
 class StepLoad(NamedTuple):
-    """What a step of the target holds before anything is drafted.
+    """What a step of the target holds before anything is drafted."""
 
-    Attributes:
-        num_rows: rows that take part (B).
-        num_tokens: tokens without drafts: one for each row that decodes, and the prompt chunks.
-        num_ready: rows that get a token of the target's own.
-        kv_entries: cache entries of all rows together.
-        num_soon: rows that decode when all prompts that are here have been read, if that is more than ``num_ready``.
-    """
-
-    num_rows: int
-    num_tokens: int
-    num_ready: int
-    kv_entries: int
-    num_soon: int = 0
+    num_rows: int  # rows that take part (B)
+    num_tokens: int  # without drafts: one for each row that decodes, and the prompt chunks
+    num_ready: int  # rows that get a token of the target's own
+    kv_entries: int  # of all rows together
+    num_soon: int = 0  # rows that decode when all prompts that are here have been read, if more than ``num_ready``
 
     @property
     def prompt_tokens(self) -> int:
@@ -146,49 +107,29 @@ class StepLoad(NamedTuple):
 
 
 class Allowed(NamedTuple):
-    """How far one stage may draft in this round.
+    """How far one stage may draft in this round."""
 
-    Attributes:
-        lookahead: most draft tokens.
-        reason: why so many.
-        expected: tokens that the round is expected to give the sequence, the target's own included; None if unknown.
-    """
-
-    lookahead: int
+    lookahead: int  # most draft tokens
     reason: LengthReason = "fixed"
-    expected: float | None = None
+    expected: float | None = None  # tokens of the round, the target's own included; None if unknown
 
 
 class Asked(NamedTuple):
-    """One stage of the draft plan in one round.
-
-    Attributes:
-        drafter: its drafter.
-        lookahead: most draft tokens that it was allowed; 0 is a bypass: it was not called.
-        reason: why so many.
-        expected: tokens that the round was expected to give, the target's own included; None if nobody estimated.
-    """
+    """One stage of the draft plan in one round."""
 
     drafter: str
-    lookahead: int
+    lookahead: int  # most draft tokens that it was allowed; 0 is a bypass: it was not called
     reason: LengthReason
-    expected: float | None = None
+    expected: float | None = None  # tokens of the round, the target's own included; None if not estimated
 
 
 class Promise(NamedTuple):
-    """What one way to go on promised a sequence in one round, before anything was tested.
+    """What one way to go on promised a sequence in one round, before anything was tested."""
 
-    Attributes:
-        drafter: who would draft; empty for plain decoding.
-        lookahead: draft tokens: as many as it was allowed, else those that promise the most; 0 for plain decoding.
-        expected: tokens that the round would give, the target's own included.
-        tokens_per_second: of the sequence, if all rows of the step did the same.
-    """
-
-    drafter: str
-    lookahead: int
-    expected: float
-    tokens_per_second: float
+    drafter: str  # empty for plain decoding
+    lookahead: int  # as many tokens as it was allowed, else those that promise the most; 0 for plain decoding
+    expected: float  # tokens of the round, the target's own included
+    tokens_per_second: float  # of the sequence, if all rows of the step did the same
 
     def describe(self) -> str:
         """A few words for people."""
@@ -197,43 +138,25 @@ class Promise(NamedTuple):
 
 
 class RoundTrace(NamedTuple):
-    """What one round did for one sequence.
+    """What one round did for one sequence."""
 
-    Attributes:
-        round: number of the round in the engine's life.
-        num_rows: sequences in the step.
-        num_tokens: tokens that the target was fed, of all sequences.
-        prompt_tokens: of these, tokens of prompts that other sequences brought along.
-        asked: the stages of the draft plan that were considered, in order.
-        drafter: who drafted; empty if nobody did.
-        drafted: draft token ids.
-        accepted: how many of them were accepted.
-        end: why the draft had no more tokens.
-        emitted: token ids that the round gave the sequence.
-        gamma: threshold of the draft exit in this round; None without one.
-        milliseconds: of the whole round.
-        plain_milliseconds: what plain decoding would have taken for as many tokens: from the engine's cost curves (time
-            inside the engine alone, so it errs on the low side), else from rounds without drafts that were measured;
-            None if there were none.
-        promised: what each way to go on promised, plain decoding too; empty where nobody weighed them.
-        forced: places of draft tokens that a grammar forces.
-    """
-
-    round: int
-    num_rows: int
-    num_tokens: int
-    prompt_tokens: int
-    asked: tuple[Asked, ...]
-    drafter: str
-    drafted: tuple[int, ...]
+    round: int  # number of the round in the engine's life
+    num_rows: int  # sequences in the step
+    num_tokens: int  # that the target was fed, of all sequences
+    prompt_tokens: int  # of these, of prompts that other sequences brought along
+    asked: tuple[Asked, ...]  # stages of the draft plan that were considered, in order
+    drafter: str  # empty if none drafted
+    drafted: tuple[int, ...]  # token ids
     accepted: int
     end: DraftEnd
-    emitted: tuple[int, ...]
-    gamma: float | None
-    milliseconds: float
+    emitted: tuple[int, ...]  # token ids that the round gave the sequence
+    gamma: float | None  # threshold of the draft exit; None without one
+    milliseconds: float  # of the whole round
+    # Of plain decoding for as many tokens: by the engine's cost curves (time inside the engine alone, so it errs on the
+    # low side), else by rounds without drafts that were measured; None if there were none.
     plain_milliseconds: float | None
-    promised: tuple[Promise, ...] = ()
-    forced: tuple[int, ...] = ()
+    promised: tuple[Promise, ...] = ()  # by each way to go on, plain decoding too; empty where none was weighed
+    forced: tuple[int, ...] = ()  # places of draft tokens that a grammar forces
 
     @property
     def own(self) -> tuple[int, int]:
@@ -298,12 +221,7 @@ class RoundTrace(NamedTuple):
 
 
 class DraftStage(NamedTuple):
-    """One way to draft for a sequence, and how far.
+    """One way to draft for a sequence, and how far."""
 
-    Attributes:
-        drafter: ``"lookup"``, ``"draft-model"``, ``"head"`` or ``"self"``.
-        lookahead: most draft tokens a round (K).
-    """
-
-    drafter: str
-    lookahead: int
+    drafter: str  # ``"lookup"``, ``"draft-model"``, ``"head"`` or ``"self"``
+    lookahead: int  # most draft tokens a round (K)

@@ -28,101 +28,67 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 class Sequence:
     """A prompt, the tokens generated for it, and when to stop.
 
-    What a drafter or the controller remembers of a sequence, it keeps itself, in a ``WeakKeyDictionary`` by
-    sequence: nothing is to be done when rows move, and a dropped sequence takes what was remembered along.
-
-    Args:
-        index: the caller's number for this sequence.
-        prompt: prompt token ids, at least one.
-        params: sampling parameters.
-        vocab_size: rows of the target's LM head (V).
-        max_model_len: most tokens, prompt and generated, that a cache row can hold.
-        eos_token_ids: ids that end the text unless ``params.ignore_eos``.
-        text: detokenizer of this sequence; None if no text is wanted.
-        stream: keep the text of each token for :meth:`take_pieces`.
-        seed: seed of this sequence's random stream.
-        draft_plan: ways to draft, tried in order until one finds something; empty for plain decoding.
-        reference: token ids that lookup drafting may copy from, besides the sequence's own.
-        adaptive: each stage's lookahead is the most that the controller may choose, round by round;
-            False always drafts as far as the stage says.
-        draft_exit: ends drafts of models that are no longer sure; None never does.
-        layer_rules: which layers a draft out of the target itself leaves out; None for the defaults.
-        trace: keep what each round did, in :attr:`trace`.
-        scope: who may see what is kept of it, and whose kept texts it may see; None: nothing is kept and none seen.
-        is_pinned: its prompt stays in its cache row when it has ended.
-        grammar: which tokens may come next; None for any.
-        owner: whose it is; owners get rows in turns.
-        priority: those with a lower one go first.
-        forced_lookahead: most draft tokens of a round in which the grammar forces some.
-        adapter: number of the LoRA adapter that it is written with, from 1; None for the engine's default.
-        acceptance: how drafts are accepted if it is sampled, one of ``sampling.block.RULES``.
-
-    Attributes:
-        tokens: prompt and committed output.
-        draws: its random numbers, by place in the round at hand.
-        row: cache row while it is running; ``NO_ROW`` before and after.
-        finish_reason: None while it may go on.
-        error: what ended it, if its ``finish_reason`` is ``"error"``.
-        trace: what each round did; None if that was not asked for.
-        logprobs: one entry for each token of the output; None if that was not asked for.
-        prompt_logprobs: one entry for each token of the prompt that was read, None for the first, which follows
-            nothing; None if that was not asked for.
-        reads_again: it was paused, and what it had generated is being read again. Its newest token is not: the next
-            round begins with that, as it would have.
-        num_read: tokens that were read before it was paused, so that they are not counted twice.
+    What a drafter or the controller remembers of a sequence, it keeps itself, in a ``WeakKeyDictionary`` by sequence:
+    nothing is to be done when rows move, and a dropped sequence takes what was remembered along.
     """
 
     def __init__(
         self,
-        index: int,
-        prompt: Seq[int],
+        index: int,  # the caller's number for this sequence
+        prompt: Seq[int],  # token ids, at least one
         params: SamplingParams,
         *,
-        vocab_size: int,
-        max_model_len: int,
-        eos_token_ids: Seq[int] = (),
-        text: TextStream | None = None,
-        stream: bool = False,
+        vocab_size: int,  # rows of the target's LM head (V)
+        max_model_len: int,  # most tokens, prompt and generated, that a cache row can hold
+        eos_token_ids: Seq[int] = (),  # end the text unless ``params.ignore_eos``
+        text: TextStream | None = None,  # None if no text is wanted
+        stream: bool = False,  # keep the text of each token for :meth:`take_pieces`
         seed: int = 0,
-        draft_plan: Seq[DraftStage] = (),
-        reference: Seq[int] = (),
-        adaptive: bool = False,
-        draft_exit: "DraftExit | None" = None,
+        draft_plan: Seq[DraftStage] = (),  # tried in order until one finds something; empty for plain decoding
+        reference: Seq[int] = (),  # token ids that lookup drafting may copy from, besides the sequence's own
+        adaptive: bool = False,  # the controller chooses up to each stage's lookahead; False drafts as far as it says
+        draft_exit: "DraftExit | None" = None,  # ends drafts of models that are no longer sure; None never does
+        # What a draft out of the target itself leaves out; None for the defaults.
         layer_rules: LayerRules | None = None,
-        trace: bool = False,
+        trace: bool = False,  # keep what each round did
+        # Who may see what is kept of it, and whose kept texts it may see; None: nothing is kept, and none seen.
         scope: str | None = None,
-        is_pinned: bool = False,
-        grammar: "Grammar | None" = None,
-        owner: str = "",
-        priority: int = 0,
-        forced_lookahead: int = 0,
-        adapter: int | None = None,
-        acceptance: str = DEFAULT_RULE,
+        is_pinned: bool = False,  # its prompt stays in its cache row when it has ended
+        grammar: "Grammar | None" = None,  # which tokens may come next; None for any
+        owner: str = "",  # owners get rows in turns
+        priority: int = 0,  # lower ones go first
+        forced_lookahead: int = 0,  # most draft tokens of a round in which the grammar forces some
+        adapter: int | None = None,  # number of its LoRA adapter, from 1; None for the engine's default
+        acceptance: str = DEFAULT_RULE,  # of drafts if it is sampled, one of ``sampling.block.RULES``
     ) -> None:
         self.index = index
         self.params = params
-        self.tokens = list(prompt)
+        self.tokens = list(prompt)  # prompt and committed output
         self.num_prompt_tokens = len(prompt)
         self.max_tokens = min(params.max_tokens, max_model_len - len(prompt))
         self.sampler = Sampler(params, prompt, vocab_size, grammar)
         self.acceptance = acceptance
-        self.draws = RoundDraws(RandomStream(seed), fresh=acceptance == "block")
+        self.draws = RoundDraws(RandomStream(seed), fresh=acceptance == "block")  # by place in the round at hand
         self.text = text
         self._pieces: list[tuple[str, int]] | None = [] if stream else None
-        self.row = NO_ROW
-        self.finish_reason: FinishReason | None = None
+        self.row = NO_ROW  # cache row while it is running
+        self.finish_reason: FinishReason | None = None  # None while it may go on
         self.error: Exception | None = None
         self.draft_plan = tuple(draft_plan)
         self.reference = tuple(reference)
         self.adaptive = adaptive
         self.draft_exit = draft_exit
         self.layer_rules = DEFAULT_RULES if layer_rules is None else layer_rules
-        self.trace: list[RoundTrace] | None = [] if trace else None
+        self.trace: list[RoundTrace] | None = [] if trace else None  # one entry a round; None: not asked for
         self.scope, self.adapter = scope, adapter
         self.is_pinned = is_pinned
         self.owner, self.priority = owner, priority
+        # ``reads_again``: it was paused, and what it had generated is being read again, but for its newest token, with
+        # which the next round begins. ``num_read``: tokens read before the pause, so that none is counted twice.
         self.reads_again, self.num_read, self._paused_at = False, 0, 0
         self._forced_lookahead = 0 if grammar is None else forced_lookahead
+        # One entry for each token of the output, and of the prompt that was read, None for its first, which follows
+        # nothing; None where they were not asked for.
         self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None if params.prompt_logprobs is None else [None]
         now = time.perf_counter()
@@ -199,14 +165,7 @@ class Sequence:
         return pieces
 
     def commit(self, new_tokens: Seq[int]) -> int:
-        """Append one round's tokens up to the first that ends the text.
-
-        Args:
-            new_tokens: accepted draft tokens and the target's own token, in order.
-
-        Returns:
-            how many of them were taken; less than all only if the sequence finished.
-        """
+        """Append one round's tokens up to the first that ends the text; the number of tokens that were taken."""
         taken = 0
         for token in new_tokens:
             taken += 1
@@ -228,11 +187,7 @@ class Sequence:
         return taken
 
     def pause(self, num_read: int) -> None:
-        """It gives its row up; what was read is read again later, or found in a row that kept it.
-
-        Args:
-            num_read: tokens that were read.
-        """
+        """It gives its row up; the ``num_read`` tokens are read again later, or found in a row that kept them."""
         self.reads_again = self.num_generated > 0
         self.num_read, self._paused_at = max(self.num_read, num_read), self.num_generated
         self.stats.preemptions += 1
@@ -252,23 +207,12 @@ class Sequence:
 
 
 class RoundEvent(NamedTuple):
-    """What one round did for one sequence.
+    """What one round did for one sequence."""
 
-    Attributes:
-        sequence: the sequence; its ``finish_reason`` says whether it is done.
-        tokens: tokens committed: ``accepted`` draft tokens, then the target's own (unless the text ended before it);
-            none if it failed.
-        drafted: draft tokens tested.
-        accepted: of these, accepted and committed.
-        is_bonus: the target's own token follows a fully accepted draft; otherwise it corrects the draft.
-        proposal: the draft itself.
-        gamma: threshold that the draft was made with; None if it had none.
-    """
-
-    sequence: Sequence
-    tokens: list[int]
-    drafted: int
-    accepted: int
-    is_bonus: bool
+    sequence: Sequence  # its ``finish_reason`` says whether it is done
+    tokens: list[int]  # committed: ``accepted`` drafts, then the target's own unless the text ended; none if it failed
+    drafted: int  # draft tokens tested
+    accepted: int  # of these, accepted and committed
+    is_bonus: bool  # the target's own token follows a fully accepted draft; otherwise it corrects the draft
     proposal: Proposal = Proposal([])
-    gamma: float | None = None
+    gamma: float | None = None  # threshold that the draft was made with; None if it had none

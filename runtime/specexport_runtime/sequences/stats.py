@@ -54,14 +54,9 @@ class SequenceStats:
     def record_round(
         self, drafted: int, accepted: int, emitted: int, *, shares: Seq[tuple[str, int, int]] = (), exited: bool = False
     ) -> None:
-        """Count one verify round.
+        """Count one verify round; ``accepted`` of the drafts were emitted, and ``emitted`` tokens in all.
 
-        Args:
-            drafted: draft tokens tested.
-            accepted: of these, accepted and emitted.
-            emitted: tokens added to the output.
-            shares: who drafted, see ``Proposal.shares``.
-            exited: the draft ended because the model was no longer sure.
+        ``shares``: see ``Proposal.shares``. ``exited``: the draft ended because the model was no longer sure.
         """
         self.rounds += 1
         self.num_generated_tokens += emitted
@@ -135,55 +130,34 @@ class SequenceStats:
 
 @dataclass
 class PhaseTimes:
-    """Seconds a decoder spent, by phase.
+    """Seconds a decoder spent, by phase."""
 
-    Attributes:
-        prefill: steps that only fed prompts.
-        schedule: admission, cache rows, sharing out the token budget.
-        draft: proposing (draft engine and draft sampling).
-        draft_prefill: of it, inside the draft model's engine, in steps that only read prompts.
-        pack: filling the inputs of the target's steps.
-        verify: those steps as a whole, packing left out. A step may carry prompt chunks of other sequences.
-        accept: logits processing, acceptance, commit.
-        engine: inside engine execution, target and draft together, in the rounds counted by ``rounds``.
-        total: those rounds as a whole; total - engine is the runtime's own time.
-        rounds: steps in which sequences were verified.
-        draft_steps: draft tokens of the longest draft of each round, without those that a grammar forces, summed: steps
-            of an engine that drafts.
-    """
-
-    prefill: float = 0.0
-    schedule: float = 0.0
-    draft: float = 0.0
-    draft_prefill: float = 0.0
-    pack: float = 0.0
-    verify: float = 0.0
-    accept: float = 0.0
-    engine: float = 0.0
-    total: float = 0.0
-    rounds: int = 0
-    draft_steps: int = 0
+    prefill: float = 0.0  # steps that only fed prompts
+    schedule: float = 0.0  # admission, cache rows, sharing out the token budget
+    draft: float = 0.0  # draft engine and draft sampling
+    draft_prefill: float = 0.0  # of it, inside the draft model's engine, in steps that only read prompts
+    pack: float = 0.0  # the target's other steps outside the engine: filling their inputs
+    verify: float = 0.0  # these steps inside the engine, prompt chunks of other sequences included
+    accept: float = 0.0  # logits processing, acceptance, commit
+    engine: float = 0.0  # inside the engines of target and draft, in the rounds counted by ``rounds``
+    total: float = 0.0  # those rounds as a whole; total - engine is the runtime's own time
+    rounds: int = 0  # steps in which sequences were verified
+    draft_steps: int = 0  # steps of a draft engine: the longest draft of each round, without a grammar's tokens, summed
 
     def count_draft(self, seconds: float, prefill: float, tokens: Seq[int]) -> None:
-        """Count what was drafted for a round.
+        """Count the seconds of drafting for a round, and the own tokens of each sequence's drafter.
 
-        Args:
-            seconds: what it took.
-            prefill: of it, inside the draft model's engine, in steps that only read prompts.
-            tokens: of each sequence's draft, those that its drafter guessed.
+        ``prefill`` are those inside the draft model's engine, in steps that only read prompts.
         """
         self.draft += seconds
         self.draft_prefill += prefill
         self.draft_steps += max(tokens, default=0)
 
     def count_step(self, start: float, executed: float, engine: float, *, is_round: bool) -> None:
-        """Count a step of the target that ends now.
+        """Count a step of the target that ends now, with ``engine`` seconds inside the engine.
 
-        Args:
-            start: when its packing began.
-            executed: when its outputs were there.
-            engine: seconds inside the engine.
-            is_round: sequences were verified; otherwise it only fed prompts.
+        Its packing began at ``start``, and its outputs were there at ``executed``. A step that is no round only fed
+        prompts.
         """
         now = time.perf_counter()
         if not is_round:
@@ -200,18 +174,12 @@ class PaddingStats:
 
     In a verify round of several sequences each advances by its own accepted length (draft tokens accepted, and the
     target's own token). The padded method advances all by the longest of them.
-
-    Attributes:
-        accepted: sum of the accepted lengths.
-        padding: sum of what each falls short of the longest in its round.
-        input_tokens: tokens fed in these rounds, prompt chunks included.
-        input_padding: padding tokens fed beside them (0 with unpadded input).
     """
 
-    accepted: int = 0
-    padding: int = 0
-    input_tokens: int = 0
-    input_padding: int = 0
+    accepted: int = 0  # sum of the accepted lengths
+    padding: int = 0  # sum of what each falls short of the longest in its round
+    input_tokens: int = 0  # fed in these rounds, prompt chunks included
+    input_padding: int = 0  # padding tokens fed beside them (0 with unpadded input)
 
     def record_round(self, lengths: Seq[int]) -> None:
         """Count one round by the accepted lengths of its sequences."""

@@ -21,29 +21,20 @@ class TextStream:
 
     ``take()`` and ``finish()`` joined are exactly what ``tokenizer.decode`` of the prompt and all tokens has behind its
     longest beginning that it shares with ``tokenizer.decode`` of the prompt, cut at the first stop string. Nothing is
-    decoded until somebody asks, unless there are stop strings to look for.
+    decoded until text is asked for, unless there are stop strings to look for.
 
     Decoders are not additive (they strip the first space, join bytes), so a window of recent tokens, at first the last
     ones of the prompt, is decoded and what is new at its end is kept; the window only moves when its shortened form
     decodes to the same ending.
-
-    Args:
-        tokenizer: the bundle's tokenizer.
-        params: ``stop``, ``include_stop_str_in_output`` and ``skip_special_tokens`` are used.
-        hidden: ids that have no text, in place of all special tokens; None goes by ``skip_special_tokens``. Those of
-            the prompt have none either.
-        prompt: token ids that the text follows; they are not copied.
-
-    Attributes:
-        replaced: characters that the prompt's text loses at its end: they became others with the tokens behind them.
     """
 
     def __init__(
         self,
         tokenizer: "Tokenizer",
         params: SamplingParams,
+        # Ids without text, in place of all special tokens, the prompt's too; None goes by ``skip_special_tokens``.
         hidden: frozenset[int] | None = None,
-        prompt: Seq[int] = (),
+        prompt: Seq[int] = (),  # token ids that the text follows; not copied
     ) -> None:
         self._tokenizer, self._hidden = tokenizer, hidden
         self._params = params
@@ -61,7 +52,7 @@ class TextStream:
         self._tentative = ""  # after it: may still change, but is right if generation ends here
         self._taken = 0
         self._done = False
-        self.replaced = 0
+        self.replaced = 0  # last characters of the prompt's text that became others with the tokens behind them
 
     @property
     def text(self) -> str:
@@ -78,8 +69,7 @@ class TextStream:
     def append(self, token: int) -> bool:
         """Add a token; True when a stop string completed with it (append no more then).
 
-        Raises:
-            ValueError: the stream is finished, or a stop string has completed.
+        ValueError: the stream is finished, or a stop string has completed.
         """
         if self._done:
             raise ValueError("the text is finished: no token can follow")
@@ -223,12 +213,7 @@ def text_behind(tokenizer: "Tokenizer", prompt: Seq[int], tokens: Iterable[int])
 
 
 class StopStrings:
-    """Finds stop strings in growing text.
-
-    Args:
-        strings: the stop strings, none empty.
-        include: whether the text keeps the stop string.
-    """
+    """Finds stop strings, none of them empty, in growing text; ``include``: the text keeps the stop string."""
 
     def __init__(self, strings: tuple[str, ...], *, include: bool) -> None:
         self.strings = strings

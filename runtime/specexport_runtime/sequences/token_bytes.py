@@ -21,8 +21,7 @@ _BEFORE = "a"  # decoders strip spaces of a first token
 def token_bytes(tokenizer: "Tokenizer", vocab_size: int) -> list[bytes]:
     """The bytes of each token id; none of an id without a token.
 
-    Raises:
-        InvalidRequestError: what a token adds depends on its neighbours.
+    InvalidRequestError: what a token adds depends on its neighbours.
     """
     steps = decoder_steps(tokenizer)
     kinds = [step["type"] for step in steps]

@@ -20,11 +20,7 @@ Headers = Seq[tuple[bytes, bytes]]
 
 
 class Admission:
-    """Checks of the head of a request.
-
-    Args:
-        config: the server's settings.
-    """
+    """Checks of the head of a request."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
@@ -34,14 +30,7 @@ class Admission:
         self._checks_host = not config.api_keys and (config.is_loopback or bool(config.allowed_hosts))
 
     def check(self, scope: Scope, state: ServerState) -> str:
-        """Let a request pass.
-
-        Returns:
-            a digest of its API key; empty where no key is needed.
-
-        Raises:
-            ApiError: says why not.
-        """
+        """Let a request pass, or raise an ``ApiError``; a digest of its API key, empty where no key is needed."""
         headers: Headers = scope["headers"]
         if self._checks_host:
             self._check_host(headers)
@@ -93,13 +82,10 @@ def has_body(headers: Headers) -> bool:
 
 
 def check_content(headers: Headers) -> None:
-    """A body must be JSON.
+    """A body must be JSON, or it is an ``ApiError``.
 
     A browser asks a server before it posts JSON from a page of another origin, and this one does not say yes: no other
     page can make a browser post here.
-
-    Raises:
-        ApiError: it says that it is something else.
     """
     kinds = _all(headers, b"content-type")
     kind, _, rest = kinds[0].partition(b";") if len(kinds) == 1 else (b"", b"", b"")
@@ -111,11 +97,7 @@ def check_content(headers: Headers) -> None:
 
 
 def check_state(state: ServerState) -> None:
-    """New work is taken while the server is ready.
-
-    Raises:
-        ApiError: the model is loading, or the server ends.
-    """
+    """New work is taken while the server is ready; an ``ApiError`` while the model loads, or the server ends."""
     if state.draining:
         raise unavailable("draining", "The server is shutting down.")
     if state.engine is None:

@@ -65,23 +65,15 @@ class AnswerForm(Protocol):
 
 
 class Answer(Response):
-    """The answer to one request, made while it is sent.
-
-    Args:
-        engine: what generates.
-        plan: what to generate.
-        form: JSON of the endpoint.
-        timeout_s: seconds it may take.
-        texts: of tokens; needed where the plan asks for log-probabilities.
-    """
+    """The answer to one request, made while it is sent."""
 
     def __init__(
         self,
         engine: AsyncSpecEngine,
         plan: Plan,
         form: AnswerForm,
-        timeout_s: float,
-        texts: TokenTexts | None = None,
+        timeout_s: float,  # the request's, waiting included
+        texts: TokenTexts | None = None,  # needed where the plan asks for log-probabilities
     ) -> None:
         super().__init__()
         self._engine, self._plan, self._form, self._timeout_s = engine, plan, form, timeout_s
@@ -91,11 +83,7 @@ class Answer(Response):
         self._echoed: set[int] = set()  # choices whose echo was told to its end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Generate and send.
-
-        Raises:
-            ApiError: nothing was sent yet, and nothing will be.
-        """
+        """Generate and send; an ``ApiError`` says that nothing was sent yet, and nothing will be."""
         stream, log = EventStream(send), scope.get("state", {}).get("log")
         requests: list[AsyncRequest] = []
         try:
@@ -266,11 +254,9 @@ def _replaced(request: AsyncRequest) -> int:
 
 
 def _result(request: AsyncRequest) -> GenerationResult:
-    """The result of a request that has ended.
+    """The result of a request that has ended; raises what it failed with, or an ``ApiError`` if it was cancelled.
 
-    Raises:
-        SpecexportError: it failed.
-        ApiError: somebody cancelled it, and not its client: the server shuts down.
+    Its client did not cancel it: the server shuts down.
     """
     assert request.handle is not None  # noqa: S101  # it was submitted
     result = request.handle.result(0)

@@ -25,12 +25,7 @@ _NO_TELEMETRY_OF_ITS_OWN: TelemetryConfig = {
 
 
 def create_app(engine: AsyncSpecEngine | None, config: ServerConfig | None = None) -> FastAPI:
-    """The application.
-
-    Args:
-        engine: what answers; None for one that is loaded later: call ``app.state.server.use_engine`` then.
-        config: settings; None for the defaults.
-    """
+    """The application; ``engine`` None for one that is loaded later: call ``app.state.server.use_engine`` then."""
     settings = config or ServerConfig()
     app = FastAPI(
         title="specexport",

@@ -14,12 +14,7 @@ class ClientGoneError(Exception):
 
 
 async def read_body(receive: Receive, config: ServerConfig) -> bytes:
-    """The whole body.
-
-    Raises:
-        ApiError: it is larger than it may be (413), or comes too slowly (408).
-        ClientGoneError: there will be no more of it.
-    """
+    """The whole body; ``ApiError`` if it is too large (413) or too slow (408), ``ClientGoneError`` if it ends early."""
     body = bytearray()
     try:
         async with asyncio.timeout(config.body_timeout_s):

@@ -39,11 +39,7 @@ async def create_completion(request: Request) -> Response:
 
 
 def ready_engine(state: ServerState) -> AsyncSpecEngine:
-    """The engine.
-
-    Raises:
-        ApiError: 503, it is not loaded yet, or the server shuts down.
-    """
+    """The engine; ``ApiError`` 503 if it is not loaded yet, or the server shuts down."""
     if state.draining:
         raise unavailable("draining", "The server is shutting down.")
     if state.engine is None:

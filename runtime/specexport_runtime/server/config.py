@@ -20,63 +20,39 @@ _LONGEST_NAME = 256
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Settings of a server.
-
-    Attributes:
-        host: address to bind to.
-        port: TCP port; 0 lets the system choose.
-        model_name: name under which the bundle is served.
-        api_keys: keys of which a request must carry one (``Authorization: Bearer``); none lets everybody in.
-        insecure: allow an address other than loopback without a key.
-        allowed_hosts: names that the ``Host`` header may have besides those of the address itself; only looked at where
-            no key is needed.
-        max_body_bytes: largest request body.
-        max_prompts: most prompts of one request.
-        max_n: most choices a prompt.
-        max_prompt_tokens: longest prompt; None: what the engine takes.
-        max_tokens: most tokens a choice; None: what the engine takes.
-        max_waiting: most sequences that may wait for a cache row; more are refused with 429.
-        max_requests_per_key: most sequences of one key, running or waiting; more are refused with 429. None: of several
-            keys each leaves a quarter of the places in the queue to others; else no limit. Without keys all are one.
-        scheduling_policy: ``"priority"`` lets requests have a priority, ``"fcfs"`` does not. Keys take turns with both.
-        request_timeout_s: longest that a request may take, waiting included.
-        body_timeout_s: longest that a client may take to send its body.
-        drain_timeout_s: longest that requests may go on after SIGTERM.
-        max_connections: most connections at a time. For one more, the one that has rested the longest is closed; where
-            none rests, it is refused with 503.
-        keep_alive_timeout_s: how long a connection may rest before and between requests, as clients are told.
-        log_format: ``"json"`` or ``"text"``.
-        playground: serve the page at ``/``.
-        tool_call_parser: format of calls of functions; ``"auto"`` finds it in the chat template.
-        reasoning_parser: ``"none"`` leaves what a model thinks in its text; ``"auto"`` takes it out.
-
-    Raises:
-        InvalidRequestError: a value is out of its range, or the address needs a key.
-    """
+    """Settings of a server; a value out of its range, or an address that needs a key, is an ``InvalidRequestError``."""
 
     host: str = "127.0.0.1"
-    port: int = 8000
-    model_name: str = "specexport"
+    port: int = 8000  # TCP; 0 lets the system choose
+    model_name: str = "specexport"  # under which the bundle is served
+    # A request must carry one of them (``Authorization: Bearer``); none lets everybody in.
     api_keys: tuple[str, ...] = field(default=(), repr=False)
-    insecure: bool = False
+    insecure: bool = False  # allow an address other than loopback without a key
+    # Names that the ``Host`` header may have besides those of the address itself; only looked at where no key is
+    # needed.
     allowed_hosts: tuple[str, ...] = ()
     max_body_bytes: int = 2**20
-    max_prompts: int = 32
-    max_n: int = 16
-    max_prompt_tokens: int | None = None
-    max_tokens: int | None = None
-    max_waiting: int = 64
+    max_prompts: int = 32  # of one request
+    max_n: int = 16  # most choices a prompt
+    max_prompt_tokens: int | None = None  # longest prompt; None: what the engine takes
+    max_tokens: int | None = None  # most tokens a choice; None: what the engine takes
+    max_waiting: int = 64  # most sequences that may wait for a cache row; more are refused with 429
+    # Most sequences of one key, running or waiting; more are refused with 429. None: of several keys each leaves a
+    # quarter of the places in the queue to others; else no limit. Without keys all are one.
     max_requests_per_key: int | None = None
+    # ``"priority"`` lets requests have one, ``"fcfs"`` does not; keys take turns with both
     scheduling_policy: str = "fcfs"
-    request_timeout_s: float = 600.0
-    body_timeout_s: float = 30.0
-    drain_timeout_s: float = 30.0
+    request_timeout_s: float = 600.0  # longest that a request may take, waiting included
+    body_timeout_s: float = 30.0  # longest that a client may take to send its body
+    drain_timeout_s: float = 30.0  # longest that requests may go on after SIGTERM
+    # For one more connection, the one that has rested the longest is closed; where none rests, it is refused with 503.
     max_connections: int = 1024
+    # how long a connection may rest before and between requests, as clients are told
     keep_alive_timeout_s: float = 75.0
-    log_format: str = "text"
-    playground: bool = True
-    tool_call_parser: str = "auto"
-    reasoning_parser: str = "auto"
+    log_format: str = "text"  # ``"json"`` or ``"text"``
+    playground: bool = True  # serve the page at ``/``
+    tool_call_parser: str = "auto"  # format of calls of functions; ``"auto"`` finds it in the chat template
+    reasoning_parser: str = "auto"  # ``"none"`` leaves what a model thinks in its text; ``"auto"`` takes it out
 
     def __post_init__(self) -> None:
         _check_range("--port", self.port, 0, 65535)
@@ -103,11 +79,7 @@ class ServerConfig:
         self._check_reach()
 
     def per_key_limit(self, num_rows: int) -> int | None:
-        """Most sequences of one key; None for no limit but that of all.
-
-        Args:
-            num_rows: sequences that run at a time.
-        """
+        """Most sequences of one key, if ``num_rows`` sequences run at a time; None for no limit but that of all."""
         if self.max_requests_per_key is not None or len(self.api_keys) < 2:
             return self.max_requests_per_key
         return max(1, num_rows + self.max_waiting - self.max_waiting // 4)
@@ -136,14 +108,9 @@ def is_loopback_name(host: str) -> bool:
 
 
 def check_key(key: str, where: str) -> None:
-    """Refuse an API key that no client could send; the message never holds the key.
+    """Refuse an API key that is empty or that no client could send, with spaces or other than visible ASCII.
 
-    Args:
-        key: the key.
-        where: flag, variable or file and line that it came from.
-
-    Raises:
-        InvalidRequestError: it is empty, or has spaces or characters other than visible ASCII.
+    The message never holds the key; it names ``where``: the flag, variable or file and line that it came from.
     """
     if not key:
         raise InvalidRequestError(f"{where} is empty.", "give a key of visible ASCII characters, or leave it out.")
@@ -156,8 +123,7 @@ def check_key(key: str, where: str) -> None:
 def read_keys(path: Path) -> tuple[str, ...]:
     """Keys of a file, one a line; empty lines and lines that begin with ``#`` are skipped.
 
-    Raises:
-        InvalidRequestError: the file cannot be read, has no key, or one that no client could send.
+    A file that cannot be read, has no key, or a key that no client could send, is an ``InvalidRequestError``.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

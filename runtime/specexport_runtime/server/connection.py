@@ -32,21 +32,14 @@ ASGIApp = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with limits.
-
-    Args:
-        *args: as uvicorn gives them.
-        settings: the server's.
-        overloaded: application that answers connections above the limit.
-        resting: the connections of the server that wait for a request, of which nothing has come; oldest first.
-        **kwargs: as uvicorn gives them.
-    """
+    """uvicorn's protocol with limits."""
 
     def __init__(
         self,
         *args: Any,
         settings: ServerConfig,
-        overloaded: ASGIApp,
+        overloaded: ASGIApp,  # answers connections above the limit
+        # the server's connections that wait for a first byte of a request; oldest first
         resting: "dict[BoundedProtocol, None]",
         **kwargs: Any,
     ) -> None:

@@ -29,11 +29,7 @@ _TESTS_FOR_NONE = re.compile(r"""content['"]?\]?\s+is\s+(not\s+)?none""", re.IGN
 
 
 def dialect_of(engine: SpecEngine, config: ServerConfig) -> ChatDialect:
-    """How the model writes conversations, with the parsers that the server was given.
-
-    Raises:
-        ApiError: 400; the bundle has no chat template.
-    """
+    """How the model writes conversations, by the server's parsers; ``ApiError`` 400 without a chat template."""
     try:
         return engine.chat_dialect(config.tool_call_parser, config.reasoning_parser)
     except InvalidRequestError as error:
@@ -42,23 +38,14 @@ def dialect_of(engine: SpecEngine, config: ServerConfig) -> ChatDialect:
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation that was understood.
+    """A conversation that was understood."""
 
-    Attributes:
-        dialect: how the model writes it.
-        prompt: its text.
-        ids: the tokens of the prompt.
-        functions: that may be called.
-        choice: whether they are.
-        syntax: how the answer is read.
-    """
-
-    dialect: ChatDialect
+    dialect: ChatDialect  # how the model writes it
     prompt: str
-    ids: list[int]
-    functions: tuple[Function, ...]
-    choice: ToolChoice
-    syntax: AnswerSyntax
+    ids: list[int]  # the prompt's tokens
+    functions: tuple[Function, ...]  # that may be called
+    choice: ToolChoice  # whether they are
+    syntax: AnswerSyntax  # how the answer is read
 
     @property
     def has_parts(self) -> bool:
@@ -66,11 +53,7 @@ class Conversation:
         return self.syntax.thinking is not None or self.syntax.format is not None
 
     def sampling(self, biases: Mapping[int, float] | None) -> dict[str, Any]:
-        """Arguments of ``SamplingParams`` without which the answer could not be read, or would have calls.
-
-        Args:
-            biases: those of the body.
-        """
+        """Arguments of ``SamplingParams`` without which the answer could not be read, or would have calls."""
         if self.choice.mode == "none":
             banned = dict.fromkeys(self.dialect.banned_tokens(self.functions), float("-inf"))
             more: dict[str, Any] = {"logit_bias": {**(biases or {}), **banned}} if banned else {}
@@ -79,11 +62,7 @@ class Conversation:
         return more | {"shown_special_tokens": self.dialect.shown_tokens(self.syntax)}
 
     async def form(self, body: ChatRequest, service: AsyncSpecEngine) -> StructuredOutputs | None:
-        """The form of the answer, checked, and ready in the engine; None for any.
-
-        Raises:
-            ApiError: 400; names the parameter.
-        """
+        """The form of the answer, checked, and ready in the engine; None for any. ``ApiError`` 400 if it is refused."""
         for i, function in enumerate(self.functions):
             if function.strict:
                 check_strict(function.schema, f"tools[{i}].function.parameters")
@@ -117,8 +96,7 @@ class Conversation:
 async def read_conversation(body: ChatRequest, service: AsyncSpecEngine, config: ServerConfig) -> Conversation:
     """What a body of ``/v1/chat/completions`` says, as a prompt, and how its answer is to be read.
 
-    Raises:
-        ApiError: 400; names the parameter.
+    ``ApiError`` 400 names the parameter.
     """
     dialect = dialect_of(service.engine, config)
     functions, choice = _functions(body, dialect)
@@ -134,11 +112,7 @@ async def read_prompt(
     functions: Seq[Function],
     template_arguments: Mapping[str, Any] | None,
 ) -> tuple[str, list[int]]:
-    """The prompt of a conversation: its text, and its tokens, of any length.
-
-    Raises:
-        ApiError: 400; names the parameter.
-    """
+    """The prompt of a conversation: its text, and its tokens, of any length; ``ApiError`` 400 names the parameter."""
     try:
         check_template_arguments(dialect.template, template_arguments or {})
     except InvalidRequestError as error:
@@ -161,8 +135,7 @@ async def read_prompt(
 def chat_messages(messages: Seq[Message], dialect: ChatDialect) -> list[dict[str, Any]]:
     """Messages as chat templates take them: contents as texts or lists of them, arguments of calls as objects.
 
-    Raises:
-        ApiError: 400; names the message and its part.
+    ``ApiError`` 400 names the message and its part.
     """
     called: set[str] = set()
     read = []
@@ -194,11 +167,7 @@ def chat_messages(messages: Seq[Message], dialect: ChatDialect) -> list[dict[str
 
 
 def tools_of(tools: Seq[Tool], dialect: ChatDialect) -> tuple[Function, ...]:
-    """The functions of a body, checked against each other and the chat template.
-
-    Raises:
-        ApiError: 400; names the parameter.
-    """
+    """The functions of a body, checked against each other and the chat template; ``ApiError`` 400 if one is refused."""
     try:
         functions = read_functions([tool.model_dump(exclude_none=True) for tool in tools])
         if functions:

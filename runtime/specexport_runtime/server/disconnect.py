@@ -11,14 +11,9 @@ from specexport_runtime.server.errors import client_gone, timed_out
 
 @asynccontextmanager
 async def request_life(receive: Receive, timeout_s: float) -> AsyncIterator[None]:
-    """Interrupts its block, wherever it waits, when the client goes away or the time is up.
+    """Interrupts its block, wherever it waits, when the client goes away (``ApiError`` 499) or the time is up (504).
 
-    Args:
-        receive: of the request, whose body was read.
-        timeout_s: seconds that the block may take.
-
-    Raises:
-        ApiError: 499 or 504, in place of what the block would have raised.
+    ``receive`` is that of a request whose body was read. The error replaces what the block would have raised.
     """
     gone = False
 

@@ -9,15 +9,10 @@ from specexport_runtime.sequences.text import TextStream
 
 
 class Echo(NamedTuple):
-    """What a prompt shows.
+    """What a prompt shows."""
 
-    Attributes:
-        text: its tokens, decoded.
-        open_end: characters at its end that may become others with the tokens of the answer: first bytes of one, say.
-    """
-
-    text: str
-    open_end: int
+    text: str  # the prompt's tokens, decoded
+    open_end: int  # characters at its end that may change with tokens of the answer: first bytes of one, say
 
     @property
     def settled(self) -> str:

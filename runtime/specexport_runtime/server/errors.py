@@ -50,25 +50,16 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 class ApiError(Exception):
-    """An answer other than success.
-
-    Args:
-        status: HTTP status.
-        message: what is wrong, and how to fix it.
-        kind: OpenAI's ``type``, for example ``invalid_request_error``.
-        param: name of the parameter that is to blame.
-        code: OpenAI's ``code``, for example ``unsupported_parameter``.
-        headers: more response headers.
-    """
+    """An answer other than success."""
 
     def __init__(
         self,
-        status: int,
-        message: str,
+        status: int,  # HTTP status
+        message: str,  # what is wrong, and how to fix it
         *,
-        kind: str = "invalid_request_error",
+        kind: str = "invalid_request_error",  # OpenAI's ``type``
         param: str | None = None,
-        code: str | None = None,
+        code: str | None = None,  # OpenAI's, ``unsupported_parameter`` say
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)

@@ -46,11 +46,6 @@ class Guard:
 
     Sets ``scope["state"]["request_id"]``, ``["owner"]`` (a digest of the API key) and, once the answer has begun,
     ``["status"]``.
-
-    Args:
-        app: what comes next.
-        config: the server's settings.
-        state: the server's state.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig, state: ServerState) -> None:

@@ -21,11 +21,7 @@ _FILES_BESIDES_CONNECTIONS = 256
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """Listen on the address of a server.
-
-    Raises:
-        UserInputError: the address is in use, is not this machine's, or may not be taken.
-    """
+    """Listen on the address of a server; ``UserInputError`` if it is in use, not this machine's, or not permitted."""
     host = "127.0.0.1" if config.host == "localhost" else config.host  # whatever else that name may mean here
     try:
         found = socket.getaddrinfo(host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -91,13 +87,7 @@ class _Server(uvicorn.Server):
 
 
 def http_server(app: Any, config: ServerConfig, log_config: dict[str, Any] | None = None) -> uvicorn.Server:
-    """The HTTP server of an application; it leaves signals to its caller.
-
-    Args:
-        app: the application.
-        config: the server's settings.
-        log_config: settings for ``logging.config.dictConfig``; None leaves logging as it is.
-    """
+    """The HTTP server of an application; it leaves signals to its caller, and logging too without ``log_config``."""
     allow_open_files(config.max_connections + _FILES_BESIDES_CONNECTIONS)
     protocol: Any = functools.partial(BoundedProtocol, settings=config, overloaded=overloaded, resting={})
     options = uvicorn.Config(

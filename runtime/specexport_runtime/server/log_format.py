@@ -72,11 +72,8 @@ class TextFormatter(_LineFormatter):
 def log_config(log_format: str = "text", level: str = "INFO") -> dict[str, Any]:
     """Settings for ``logging.config.dictConfig``: our lines and uvicorn's, to standard error.
 
-    Give them to ``uvicorn.Config(log_config=…, access_log=False)``: the line of a request is ours.
-
-    Args:
-        log_format: ``"json"`` or ``"text"``.
-        level: lowest level that is written; ``"DEBUG"`` shows the requests of probes too.
+    Give them to ``uvicorn.Config(log_config=…, access_log=False)``: the line of a request is ours. ``log_format`` is
+    ``"json"`` or ``"text"``; level ``"DEBUG"`` shows the requests of probes too.
     """
     formatter = JsonFormatter if log_format == "json" else TextFormatter
     quiet = {"handlers": ["default"], "propagate": False}

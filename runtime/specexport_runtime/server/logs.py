@@ -35,11 +35,7 @@ def add_logging(app: FastAPI, config: ServerConfig) -> None:  # noqa: ARG001  # 
 
 
 class AccessLog:
-    """ASGI middleware: one line a request, when its last byte was sent or its client has gone.
-
-    Args:
-        app: what comes next.
-    """
+    """ASGI middleware: one line a request, when its last byte was sent or its client has gone."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

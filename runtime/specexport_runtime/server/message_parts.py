@@ -15,15 +15,7 @@ from specexport_runtime.server.token_text import TokenTexts
 
 
 class PartsFormat(ChatFormat):
-    """Of ``/v1/chat/completions``, where answers are read for calls and thinking.
-
-    Args:
-        conversation: says how.
-        header: what all parts repeat.
-        texts: of tokens; None for no log-probabilities.
-        origins: say where each token came from.
-        include_usage: every chunk has a key ``usage``.
-    """
+    """Of ``/v1/chat/completions``, where answers are read for calls and thinking as the conversation says."""
 
     def __init__(
         self,

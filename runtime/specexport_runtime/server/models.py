@@ -8,15 +8,9 @@ from specexport_runtime.server.state import ServerState
 
 
 def adapter_of(model: str | None, engine: SpecEngine | None, served: str) -> str | None:
-    """The adapter that a request means by its ``model``; None for the model alone.
+    """The adapter that a request means by its ``model``; None for the model alone, which is ``served`` or not named.
 
-    Args:
-        model: as the request has it; None where it names none.
-        engine: the engine; None while it is loaded.
-        served: name of the model.
-
-    Raises:
-        ApiError: 404, there is no such model.
+    ``ApiError`` 404 if there is no such model; ``engine`` is None while it is loaded.
     """
     if model in (None, served):
         return None

@@ -30,11 +30,7 @@ _SHOWN = 100  # characters of a name or a value that a message repeats
 
 
 async def parse_body(request: Request, model: type[Body]) -> Body:
-    """The body of a request.
-
-    Raises:
-        ApiError: it is not what ``model`` says; names the parameter.
-    """
+    """The body of a request; ``ApiError`` names the parameter that is not what ``model`` says."""
     try:
         data = await request.body()
     except ClientDisconnect:
@@ -47,11 +43,7 @@ async def parse_body(request: Request, model: type[Body]) -> Body:
 
 
 def parse_json(data: bytes) -> dict[str, Any]:
-    """A JSON object as the standard has it: UTF-8, no key twice, no NaN, no half characters.
-
-    Raises:
-        ApiError: it is something else.
-    """
+    """A JSON object as the standard has it: UTF-8, no key twice, no NaN, no half characters; else an ``ApiError``."""
     try:
         text = data.decode("utf-8")
         value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)

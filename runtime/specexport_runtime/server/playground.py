@@ -45,17 +45,11 @@ _HEADERS = {
 
 
 class StaticFile(NamedTuple):
-    """A file of the page.
-
-    Attributes:
-        content: its bytes.
-        media_type: its content type.
-        etag: changes when the bytes do.
-    """
+    """A file of the page."""
 
     content: bytes
     media_type: str
-    etag: str
+    etag: str  # changes when the bytes do
 
 
 @cache

@@ -15,15 +15,9 @@ MAX_ENTRIES = 2**20
 
 
 def check_entries(param: str, num_prompt_tokens: int, alternatives: int) -> None:
-    """Refuse an answer that would not fit into the server's memory.
+    """Refuse (``ApiError`` 400, for ``param``) log-probabilities that would not fit into the server's memory.
 
-    Args:
-        param: the parameter that asks for it.
-        num_prompt_tokens: of all prompts.
-        alternatives: listed for each token.
-
-    Raises:
-        ApiError: 400; names the parameter.
+    ``num_prompt_tokens`` is of all prompts, ``alternatives`` of each token.
     """
     count = num_prompt_tokens * (1 + alternatives)
     if count > MAX_ENTRIES:
@@ -39,14 +33,7 @@ def check_entries(param: str, num_prompt_tokens: int, alternatives: int) -> None
 def prompt_pieces(
     entries: Seq[TokenLogprobs | None], ids: Seq[int], texts: TokenTexts, params: SamplingParams
 ) -> list[StreamPiece]:
-    """The tokens of a prompt that was scored, as pieces of an echo.
-
-    Args:
-        entries: of the prompt, one a token.
-        ids: the prompt.
-        texts: of tokens.
-        params: say whether special tokens have a text.
-    """
+    """The tokens of a prompt that was scored, an entry each, as pieces of an echo."""
     shown, pieces = texts.stream(params), []
     for token, entry in zip(ids, entries, strict=True):
         offset = shown.length
@@ -60,12 +47,8 @@ def prompt_logprobs_json(
 ) -> list[dict[str, Any] | None]:
     """The ``prompt_logprobs`` of vLLM: None for the first token, then a dict by token id for each.
 
-    A dict has the prompt's own token first, then the likeliest in its place; one that is both is there once.
-
-    Args:
-        entries: of the prompt, one a token.
-        texts: of tokens.
-        alternatives: how many of the likeliest to list.
+    A dict has the prompt's own token first, then the likeliest in its place, ``alternatives`` of them; one that is both
+    is there once.
     """
     return [None if entry is None else _token_json(entry, texts, alternatives) for entry in entries]
 

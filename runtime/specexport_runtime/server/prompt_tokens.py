@@ -29,11 +29,7 @@ def encode(engine: SpecEngine, prompt: Prompt, *, add_special_tokens: bool = Tru
 
 
 def check_prompt(engine: SpecEngine, config: ServerConfig, source: str, ids: list[int]) -> None:
-    """Refuse a prompt that the server or the engine does not take.
-
-    Raises:
-        ApiError: 400; names ``source``.
-    """
+    """Refuse a prompt that the server or the engine does not take; ``ApiError`` 400 names ``source``."""
     if config.max_prompt_tokens is not None and len(ids) > config.max_prompt_tokens:
         raise over_limit(source, f"{source} of {len(ids)} tokens", config.max_prompt_tokens)
     if len(ids) >= engine.max_model_len:
@@ -47,8 +43,7 @@ def check_prompt(engine: SpecEngine, config: ServerConfig, source: str, ids: lis
 def check_reference(engine: SpecEngine, source: str, ids: list[int]) -> None:
     """Refuse a reference longer than any answer could be: reading it keeps all other requests waiting.
 
-    Raises:
-        ApiError: 400; names ``source``.
+    ``ApiError`` 400 names ``source``.
     """
     if len(ids) > engine.max_model_len:
         raise over_limit(source, f"{source} of {len(ids)} tokens", engine.max_model_len)
@@ -57,17 +52,9 @@ def check_reference(engine: SpecEngine, source: str, ids: list[int]) -> None:
 def max_tokens_of(
     engine: SpecEngine, config: ServerConfig, length: int, limit: tuple[str, int | None], default: int
 ) -> int:
-    """Tokens to generate: what was asked for, all of it, or the default as far as there is room.
+    """Tokens to generate after a prompt of ``length``: all that was asked for, or the default as far as there is room.
 
-    Args:
-        engine: what generates.
-        config: the server's limits.
-        length: tokens of the prompt.
-        limit: the parameter that asks, and what it asks for.
-        default: where it does not.
-
-    Raises:
-        ApiError: 400; names the parameter.
+    ``limit`` is the parameter that asks, and what it asks for; ``ApiError`` 400 names it.
     """
     name, asked = limit
     room, most = engine.max_model_len - length, config.max_tokens

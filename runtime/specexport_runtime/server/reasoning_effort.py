@@ -9,15 +9,9 @@ from specexport_runtime.server.protocol import Effort
 
 
 def template_arguments(template: str, effort: Effort | None, given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The variables of a chat template that a body names, its effort among them.
+    """The variables of a chat template that a body names, its effort among them; a given one goes before the effort.
 
-    Args:
-        template: the chat template.
-        effort: what the body asks for; None leaves it to the template.
-        given: variables by their own names; they go before the effort.
-
-    Raises:
-        ApiError: 400; the template does not read an effort.
+    ``effort`` None leaves it to the template; ``ApiError`` 400 if the template does not read one.
     """
     names = template_variables(template)
     if effort is None:

@@ -11,26 +11,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class RequestLog:
-    """What is known of a request, for its log line and its trace; ``request.state.log``.
+    """What is known of a request, for its log line and its trace; ``request.state.log``."""
 
-    Attributes:
-        began: when it came, on the monotonic clock.
-        model: name of the model that it asked for, once that is checked.
-        streamed: it asked for a stream.
-        user: the parameter ``user``.
-        error_code: the ``code`` of an error that it was answered with.
-        sequences: what the engine generates for it, one a choice.
-        status: of the answer, once it has begun; 499 if the client went away before the end.
-        trace_id: of its trace, if there is one.
-    """
-
-    began: float = field(default_factory=time.perf_counter)
-    model: str | None = None
+    began: float = field(default_factory=time.perf_counter)  # when it came, seconds of the monotonic clock
+    model: str | None = None  # that it asked for, once that is checked
     streamed: bool = False
-    user: str | None = None
-    error_code: str | None = None
-    sequences: "list[Sequence]" = field(default_factory=list)
-    status: int | None = None
+    user: str | None = None  # the parameter ``user``
+    error_code: str | None = None  # the ``code`` of the error that answered it
+    sequences: "list[Sequence]" = field(default_factory=list)  # one a choice
+    status: int | None = None  # of the answer, once it has begun; 499 if the client went away before the end
     trace_id: str | None = None
 
     def follow(self, sequences: "Iterable[Sequence]") -> None:

@@ -25,13 +25,10 @@ class Header(NamedTuple):
 
 
 class AnswerFormat(ABC):
-    """JSON of one answer.
+    """JSON of one answer; all its parts repeat the header, and ``origins`` say where each token came from.
 
-    Args:
-        header: what all its parts repeat.
-        texts: of tokens; None for no log-probabilities.
-        origins: say where each token came from.
-        include_usage: every chunk has a key ``usage``, as OpenAI's do then, and the last one has its value.
+    ``texts`` are None for no log-probabilities. With ``include_usage`` every chunk has a key ``usage``, as OpenAI's do
+    then, and the last one has its value.
     """
 
     whole_object: str
@@ -46,21 +43,13 @@ class AnswerFormat(ABC):
 
     def chunk(
         self,
-        index: int,
-        pieces: Seq[StreamPiece],
-        finish: str | None,
-        drafted: int,
-        usage: dict[str, Any] | None = None,
+        index: int,  # the choice
+        pieces: Seq[StreamPiece],  # its new tokens
+        finish: str | None,  # why it ended; None while it goes on
+        drafted: int,  # draft tokens that were tested for them
+        usage: dict[str, Any] | None = None,  # of the answer so far; None for none
     ) -> bytes:
-        """The event of what one choice got; empty if there is nothing to tell.
-
-        Args:
-            index: the choice.
-            pieces: its new tokens.
-            finish: why it ended; None while it goes on.
-            drafted: draft tokens that were tested for them.
-            usage: of the answer so far; None for none.
-        """
+        """The event of what one choice got; empty if there is nothing to tell."""
         text = pieces[0].text if len(pieces) == 1 else "".join([piece.text for piece in pieces])
         if not text and finish is None and not self._origins and self._texts is None:
             return b""
@@ -210,13 +199,7 @@ def _as_first(name: str, shown: str, *, is_shown: bool) -> str:
 
 
 def usage_of(num_prompt_tokens: int, stats: Seq[SequenceStats], cached_tokens: int = 0) -> dict[str, Any]:
-    """Tokens and draft tokens of all choices together.
-
-    Args:
-        num_prompt_tokens: of all prompts.
-        stats: of all choices.
-        cached_tokens: of the prompts, those that were not read again.
-    """
+    """Tokens and draft tokens of all choices and prompts; of the prompts ``cached_tokens`` were not read again."""
     generated = sum(item.num_generated_tokens for item in stats)
     drafters = sum_by_drafter(item.drafters for item in stats)
     drafts = sum_counts(drafters.values())

@@ -41,8 +41,7 @@ async def plan_response(
 ) -> Plan:
     """The request of a body of ``/v1/responses``; ``owner`` keeps what is remembered apart.
 
-    Raises:
-        ApiError: 400; names the parameter.
+    ``ApiError`` 400 names the parameter.
     """
     if body.top_logprobs and not body.wants_logprobs:
         raise invalid("top_logprobs", f'top_logprobs needs include: ["{LOGPROBS}"].')

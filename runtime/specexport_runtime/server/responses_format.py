@@ -22,15 +22,10 @@ _text = json.encoder.encode_basestring_ascii
 
 
 class ResponsesFormat:
-    """JSON of one response; remembers what was streamed, because the last events tell it again.
+    """JSON of one response; remembers what was streamed, because the last events tell it again, with the usage.
 
-    Args:
-        body: what was asked for.
-        conversation: says how answers are read for calls and thinking; None where they are one message.
-        header: what all its parts repeat.
-        texts: of tokens; None for no log-probabilities.
-        origins: say where each token came from.
-        include_usage: not looked at: the last event always has the usage.
+    ``conversation`` is None where answers are one message, not read for calls and thinking; ``texts`` are None for no
+    log-probabilities.
     """
 
     def __init__(
@@ -40,7 +35,7 @@ class ResponsesFormat:
         header: Header,
         *,
         texts: TokenTexts | None,
-        origins: bool,
+        origins: bool,  # say where each token came from
         include_usage: bool,  # noqa: ARG002
     ) -> None:
         self._header, self._texts, self._origins = header, texts, origins
@@ -172,11 +167,7 @@ class ResponsesFormat:
 
 
 class _Thought:
-    """Counts the tokens of an answer up to the one that ends its thinking.
-
-    Args:
-        end: id of that token; None: it is none, and nothing is counted.
-    """
+    """Counts the tokens of an answer up to ``end``, which ends its thinking; None: nothing is counted."""
 
     def __init__(self, end: int | None) -> None:
         self._end, self.count = end, 0

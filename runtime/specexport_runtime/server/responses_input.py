@@ -29,16 +29,9 @@ _NAMES = {
 
 
 class ResponseAsChat:
-    """The chat that a response is, and what its parts are called in the response.
+    """The chat (``request``) that a response is, and what its parts are called in the response.
 
-    Args:
-        body: of the response.
-
-    Attributes:
-        request: the chat.
-
-    Raises:
-        ApiError: 400; it has no messages, or more of them, or of calls beside each other, than a chat may have.
+    ``ApiError`` 400: it has no messages, or more of them, or of calls beside each other, than a chat may have.
     """
 
     def __init__(self, body: ResponsesRequest) -> None:

@@ -14,12 +14,7 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class OutputItem(ABC):
-    """One item.
-
-    Args:
-        item_id: its id.
-        index: its place in the output.
-    """
+    """One item; ``index`` is its place in the output."""
 
     prefix: ClassVar[str]
     delta: ClassVar[str]
@@ -128,14 +123,7 @@ class ReasoningItem(_WithPart):
 
 
 class CallItem(OutputItem):
-    """A call of a function.
-
-    Args:
-        item_id: its id.
-        index: its place in the output.
-        call_id: by which its output is known.
-        name: of the function.
-    """
+    """A call of the function ``name``, whose output is known by ``call_id``."""
 
     prefix, delta = "fc", "response.function_call_arguments.delta"
 
@@ -156,12 +144,7 @@ class CallItem(OutputItem):
 
 
 class OutputItems:
-    """The items of one response, of which the last may still grow.
-
-    Args:
-        name: what their ids end with.
-        new_call_id: makes ids of calls.
-    """
+    """The items of one response, of which the last may still grow; their ids end with ``name``."""
 
     def __init__(self, name: str, new_call_id: Callable[[], str]) -> None:
         self._name, self._new_call_id = name, new_call_id

@@ -27,18 +27,10 @@ _STUCK_S = 30.0
 
 
 def run_server(bundle: Path, config: ServerConfig, **load_options: Any) -> int:
-    """Serve a bundle until SIGTERM or Ctrl-C. A second signal ends the process at once.
+    """Serve a bundle until SIGTERM or Ctrl-C, with ``load_options`` of ``SpecEngine.load``; returns 0 after a drain.
 
-    Args:
-        bundle: bundle folder.
-        config: settings.
-        **load_options: of ``SpecEngine.load``.
-
-    Returns:
-        the exit code: 0 after a drain.
-
-    Raises:
-        SpecexportError: the address cannot be listened on, or the bundle cannot be loaded.
+    A second signal ends the process at once. ``SpecexportError`` if the address cannot be listened on, or the bundle
+    cannot be loaded.
     """
     listener = bind(config)
     with listener, asyncio.Runner(loop_factory=loop_factory()) as runner:
@@ -50,13 +42,7 @@ def _load(bundle: Path, load_options: Mapping[str, Any]) -> SpecEngine:
 
 
 class _Life:
-    """One run of a server.
-
-    Args:
-        listener: a socket that listens.
-        config: settings.
-        load: makes the engine.
-    """
+    """One run of a server on a socket that listens."""
 
     def __init__(self, listener: socket.socket, config: ServerConfig, load: Callable[[], SpecEngine]) -> None:
         self._listener, self._config, self._load = listener, config, load

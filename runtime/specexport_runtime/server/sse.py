@@ -30,11 +30,7 @@ def named_event(name: str, value: Any) -> bytes:
 
 
 class EventStream:
-    """Writes events as the body of an answer.
-
-    Args:
-        send: of the request.
-    """
+    """Writes events as the body of an answer."""
 
     def __init__(self, send: Send) -> None:
         self._send = send

@@ -19,21 +19,13 @@ _log = logging.getLogger("specexport.server")
 
 @dataclass
 class ServerState:
-    """One server's engine and settings, kept in ``app.state.server``.
-
-    Attributes:
-        config: its settings.
-        engine: the engine; None until it is loaded.
-        metrics: its metrics; None without.
-        draining: no request is admitted any more.
-        started: when it was made, seconds since the epoch.
-    """
+    """One server's engine and settings, kept in ``app.state.server``."""
 
     config: ServerConfig
-    engine: AsyncSpecEngine | None = None
+    engine: AsyncSpecEngine | None = None  # None until it is loaded
     metrics: "EngineMetrics | None" = None
-    draining: bool = False
-    started: int = 0
+    draining: bool = False  # no request is admitted any more
+    started: int = 0  # when it was made, seconds since the epoch
 
     @property
     def ready(self) -> bool:
@@ -41,11 +33,7 @@ class ServerState:
         return self.engine is not None and not self.draining
 
     def use_engine(self, engine: AsyncSpecEngine) -> None:
-        """Answer with an engine from now on, and watch it.
-
-        Raises:
-            InvalidRequestError: the model is to have the name of one of its LoRA adapters.
-        """
+        """Answer with an engine from now on, and watch it; the model's name must not be one of its LoRA adapters'."""
         if self.config.model_name in engine.engine.adapters:
             raise InvalidRequestError(
                 f"the model is to be served as {self.config.model_name!r}, and one of its LoRA adapters has that name.",

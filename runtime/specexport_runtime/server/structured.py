@@ -16,11 +16,7 @@ MAX_ENUM_VALUES = 1000
 
 
 async def form_of(body: Choices, service: AsyncSpecEngine) -> StructuredOutputs | None:
-    """The form that a body asks for, checked, and ready in the engine; None for none.
-
-    Raises:
-        ApiError: 400; names the parameter.
-    """
+    """The form that a body asks for, checked, and ready in the engine; None for none. ``ApiError`` 400 if refused."""
     form, param = _asked(body)
     if form is None:
         return None
@@ -62,12 +58,7 @@ def _asked(body: Choices) -> tuple[StructuredOutputs | None, str]:
 def check_strict(schema: Mapping[str, Any], param: str) -> None:
     """Refuse a schema that breaks OpenAI's rules for ``strict``: all of an object's keys are required, and no others.
 
-    Args:
-        schema: the schema.
-        param: its name, for messages.
-
-    Raises:
-        ApiError: 400; says where the schema breaks which rule.
+    ``ApiError`` 400, for ``param``, says where the schema breaks which rule.
     """
     if schema.get("type") != "object" or "anyOf" in schema:
         raise invalid(param, f"{param}: the root of a strict schema is of type 'object', and has no anyOf.")

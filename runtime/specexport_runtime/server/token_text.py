@@ -15,22 +15,16 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenText(NamedTuple):
-    r"""One token.
+    """One token."""
 
-    Attributes:
-        text: its text; of a token that is no whole characters, ``bytes:\xe2\x82`` as OpenAI writes it.
-        data: its bytes.
-    """
-
-    text: str
+    text: str  # of a token that is no whole characters, ``bytes:\xe2\x82`` as OpenAI writes it
     data: bytes
 
 
 class TokenTexts:
     """What the tokens of a vocabulary stand for, each by itself in the middle of a text.
 
-    Args:
-        tokenizer: byte-level, with byte tokens (``<0x41>``), or of any other kind.
+    The tokenizer may be byte-level, with byte tokens (``<0x41>``), or of any other kind.
     """
 
     def __init__(self, tokenizer: "Tokenizer") -> None:

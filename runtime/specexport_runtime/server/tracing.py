@@ -1,7 +1,7 @@
 """OpenTelemetry spans of requests, where a tracer provider is set up.
 
-Only the library's API is used: who runs the server chooses the SDK and the exporter. FastAPI has spans of its own, and
-logs with the texts of exceptions; they are off (see ``app``): a request is to have one span, with no text in it.
+Only the library's API is used: the operator of the server chooses the SDK and the exporter. FastAPI would add spans,
+and log the texts of exceptions; that is off (see ``app``): a request is to have one span, with no text in it.
 """
 
 import sys
@@ -33,11 +33,7 @@ _COUNTERS = ("rounds", "drafted", "accepted")
 
 
 class Tracing:
-    """ASGI middleware: a server span a request, with spans for queue, prefill and decoding below it.
-
-    Args:
-        app: what comes next.
-    """
+    """ASGI middleware: a server span a request, with spans for queue, prefill and decoding below it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

@@ -39,39 +39,22 @@ _SAME_NAMES = (
 
 
 class Plan(NamedTuple):
-    """What a body asks for.
+    """What a body asks for."""
 
-    Attributes:
-        specs: one request a choice; those of the first prompt come first.
-        echoes: text before each choice's own.
-        num_prompt_tokens: of all prompts, each counted once.
-        num_choices: of each prompt.
-        stream: answer with events.
-        include_usage: end the events with the usage.
-        origins: say where each token came from.
-        logprobs: alternatives a token; None for no log-probabilities.
-        scores: an echo has log-probabilities too.
-        only_echo: of the one token that was generated nothing is told.
-        continuous_usage: each chunk has the usage of its choice so far.
-        conversation: whose answers have more than content; None where they have not.
-        prompt_logprobs: alternatives a token of each prompt, in vLLM's shape; None for none.
-        model: name of the model that answers; empty for the one that is served.
-    """
-
-    specs: list[RequestSpec]
-    echoes: list[Echo]
-    num_prompt_tokens: int
-    num_choices: int
-    stream: bool
-    include_usage: bool
-    origins: bool
-    logprobs: int | None
-    scores: bool = False
-    only_echo: bool = False
-    continuous_usage: bool = False
-    conversation: Conversation | None = None
-    prompt_logprobs: int | None = None
-    model: str = ""
+    specs: list[RequestSpec]  # one request a choice; choices of the first prompt come first
+    echoes: list[Echo]  # text before each choice's own
+    num_prompt_tokens: int  # of all prompts, each counted once
+    num_choices: int  # of each prompt
+    stream: bool  # answer with events
+    include_usage: bool  # end the events with the usage
+    origins: bool  # say where each token came from
+    logprobs: int | None  # alternatives a token; None for no log-probabilities
+    scores: bool = False  # an echo has log-probabilities too
+    only_echo: bool = False  # nothing is told of the one token that was generated
+    continuous_usage: bool = False  # each chunk has the usage of its choice so far
+    conversation: Conversation | None = None  # None where answers have nothing but content
+    prompt_logprobs: int | None = None  # alternatives a token of each prompt, in vLLM's shape; None for none
+    model: str = ""  # name of the model that answers; empty for the one that is served
 
 
 async def plan_completion(
@@ -79,8 +62,7 @@ async def plan_completion(
 ) -> Plan:
     """The requests of a body of ``/v1/completions``; ``owner`` keeps what is remembered apart.
 
-    Raises:
-        ApiError: 400; names the parameter.
+    ``ApiError`` 400 names the parameter.
     """
     engine = service.engine
     _check_common(body, engine, config)
@@ -107,8 +89,7 @@ async def plan_completion(
 async def plan_chat(body: ChatRequest, service: AsyncSpecEngine, config: ServerConfig, owner: str = "") -> Plan:
     """The requests of a body of ``/v1/chat/completions``; ``owner`` keeps what is remembered apart.
 
-    Raises:
-        ApiError: 400; names the parameter.
+    ``ApiError`` 400 names the parameter.
     """
     engine = service.engine
     _check_common(body, engine, config)

@@ -1,1 +1,1 @@
-"""Those who watch an engine: observers, traces, counters. Watching never changes what is generated."""
+"""What watches an engine: observers, traces, counters. Watching never changes what is generated."""

@@ -74,46 +74,27 @@ def _histograms() -> dict[str, Histogram]:
 
 @dataclass
 class EngineCounts:
-    """All that was counted since an engine was loaded. Not locked: that is the caller's part.
-
-    Attributes:
-        steps: steps of the engine.
-        step_seconds: they took, drafting included.
-        prompt_tokens: tokens of prompts that were fed, each counted once.
-        reread_tokens: tokens of paused sequences that were fed again.
-        preemptions: how often a sequence was paused.
-        prefix_queries: prompt tokens of ended sequences for which cache rows were searched.
-        prefix_hits: of these, tokens that a row had.
-        generation_tokens: tokens that were generated.
-        saved: seconds of rounds with drafts that were faster than plain decoding, by drafter. The seconds of a round
-            are shared out among those that drafted in it, by their tokens tested: a step has one time, whoever drafted.
-        lost: those of rounds that were slower.
-        accepted: drafts by number of accepted tokens.
-        drafters: what each drafter did.
-        finished: sequences that ended, by reason.
-        failures: of those with reason ``error``, by class of the exception.
-        refused: requests that never reached the engine, by reason.
-        histograms: distributions, by name.
-        last_token: when each running sequence got its newest tokens, by its id.
-    """
+    """All that was counted since an engine was loaded. Not locked: that is the caller's part."""
 
     steps: int = 0
-    step_seconds: float = 0.0
-    prompt_tokens: int = 0
-    reread_tokens: int = 0
-    preemptions: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
+    step_seconds: float = 0.0  # of all steps, drafting included
+    prompt_tokens: int = 0  # that were fed, each counted once
+    reread_tokens: int = 0  # of paused sequences, that were fed again
+    preemptions: int = 0  # how often a sequence was paused
+    prefix_queries: int = 0  # prompt tokens of ended sequences for which cache rows were searched
+    prefix_hits: int = 0  # of these, tokens that a row had
     generation_tokens: int = 0
+    # Seconds of rounds with drafts that were faster than plain decoding, by drafter, and of rounds that were slower. A
+    # round's are shared out among its drafters by their tokens tested: a step has one time, whatever drafted in it.
     saved: dict[str, float] = field(default_factory=dict)
     lost: dict[str, float] = field(default_factory=dict)
-    accepted: list[int] = field(default_factory=lambda: [0])
+    accepted: list[int] = field(default_factory=lambda: [0])  # drafts by number of accepted tokens
     drafters: dict[str, DraftCounts] = field(default_factory=dict)
-    finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS.values(), 0))
-    failures: dict[str, int] = field(default_factory=dict)
-    refused: dict[str, int] = field(default_factory=dict)
+    finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS.values(), 0))  # by reason
+    failures: dict[str, int] = field(default_factory=dict)  # of those with reason ``error``, by class of the exception
+    refused: dict[str, int] = field(default_factory=dict)  # requests that never reached the engine, by reason
     histograms: dict[str, Histogram] = field(default_factory=_histograms)
-    last_token: dict[int, float] = field(default_factory=dict)
+    last_token: dict[int, float] = field(default_factory=dict)  # when each running sequence got its newest, by ``id``
 
     def copy(self) -> "EngineCounts":
         """A copy that does not change, for a scrape."""

@@ -1,4 +1,4 @@
-"""Drafts that are never accepted, said once: nobody sees it in the texts, which are right, only in the time."""
+"""Drafts that are never accepted, said once: it does not show in the texts, which are right, only in the time."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -13,10 +13,8 @@ if TYPE_CHECKING:
 class NeverAccepted:
     """Says of each drafter, once, that nothing of what it drafted was accepted since the watch began.
 
-    An ``EngineObserver``. See ``DraftCounts.never_accepted`` for how much must have been tested.
-
-    Args:
-        say: called with one line (in the decoding thread).
+    An ``EngineObserver``; ``say`` gets one line, in the decoding thread. See ``DraftCounts.never_accepted`` for how
+    much must have been tested.
     """
 
     def __init__(self, say: Callable[[str], object]) -> None:

@@ -14,9 +14,8 @@ if TYPE_CHECKING:
 class RoundTracer:
     """Writes down rounds, and what plain decoding would have taken for them.
 
-    Args:
-        curves: what steps cost; None measures rounds without drafts.
-        learned: how far the curves are from what steps take at the moment; None takes them as they are.
+    ``curves`` are what steps cost; None measures rounds without drafts. ``learned`` is how far they are from what steps
+    take at the moment; None takes them as they are.
     """
 
     def __init__(self, curves: "CostCurves | None" = None, learned: "LearnedCosts | None" = None) -> None:
@@ -25,15 +24,10 @@ class RoundTracer:
         self._rounds = 0
 
     def record(self, events: "Seq[RoundEvent]", load: StepLoad, seconds: float) -> float | None:
-        """Append a round to the traces of its sequences that keep one.
+        """Append a round to the traces of its sequences that keep one; ``load`` is its step without drafts.
 
-        Args:
-            events: what it did.
-            load: the step without drafts.
-            seconds: the whole round took.
-
-        Returns:
-            seconds of a round of plain decoding of the same rows; None if that is not known.
+        ``seconds`` are those of the whole round. The result is the seconds of a round of plain decoding of the same
+        rows; None if that is not known.
         """
         self._rounds += 1
         drafted = sum(event.drafted for event in events)

@@ -46,8 +46,7 @@ class _Listener:
 class Thinking:
     """Which text lies between ``<think>`` and ``</think>``, the tags too; called with each piece of a text in turn.
 
-    Args:
-        begun: whether the prompt ends inside.
+    ``begun``: the prompt ends inside.
     """
 
     def __init__(self, begun: bool) -> None:
@@ -65,20 +64,10 @@ class Thinking:
 
 
 def stream_answer(engine: "SpecEngine", spec: "RequestSpec", slips: Slips, *, colour: bool) -> "GenerationResult":
-    """Generate and print. Ctrl-C ends it with what is there by then.
+    """Generate and print. Ctrl-C ends it with what is there by then; the second one is a ``KeyboardInterrupt``.
 
-    Args:
-        engine: the engine.
-        spec: what to generate; its prompt is token ids.
-        slips: who hears of Ctrl-C.
-        colour: colour tokens by where they came from.
-
-    Returns:
-        the result; what was printed is its text.
-
-    Raises:
-        SpecexportError: as ``SpecEngine.submit``, and as ``RequestHandle.result``.
-        KeyboardInterrupt: Ctrl-C came twice.
+    What was printed is the text of the result. The prompt of ``spec`` is token ids. Errors are those of
+    ``SpecEngine.submit`` and of ``RequestHandle.result``.
     """
     listener, printed = _Listener(), 0
     before: str = engine.tokenizer.decode(engine.encode(spec.prompt)[-8:], skip_special_tokens=False)

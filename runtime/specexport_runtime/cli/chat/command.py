@@ -129,16 +129,7 @@ def _check_template(bundle: Path, options: ChatOptions) -> None:
 def talk(session: Session, commands: Commands, read_line: ReadLine, slips: Slips, *, is_interactive: bool) -> None:
     """Read and answer until the end of input, ``/exit``, or Ctrl-C twice at the prompt.
 
-    Args:
-        session: what answers.
-        commands: what else can be entered.
-        read_line: where lines come from.
-        slips: who hears of Ctrl-C.
-        is_interactive: tell of mistakes and go on; otherwise the first one ends it.
-
-    Raises:
-        SpecexportError: something could not be done, and nobody is there to do better.
-        KeyboardInterrupt: Ctrl-C, and nobody is there who may have slipped.
+    ``is_interactive`` tells of mistakes and goes on; otherwise the first one, or the first Ctrl-C, is raised.
     """
     slipped = False
     while True:

@@ -28,11 +28,7 @@ class _Command(NamedTuple):
 
 
 class Commands:
-    """The commands of one session.
-
-    Args:
-        session: what they act on.
-    """
+    """The commands of one session."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -50,16 +46,9 @@ class Commands:
         }
 
     def run(self, line: str) -> bool:
-        """Run a command.
+        """Run a command, entered without its slash; False ends the conversation.
 
-        Args:
-            line: what was entered, without the slash.
-
-        Returns:
-            whether the conversation goes on.
-
-        Raises:
-            InvalidRequestError: there is no such command, or it cannot be done.
+        ``InvalidRequestError`` if there is no such command, or it cannot be done.
         """
         name, _, argument = line.partition(" ")
         argument = argument.strip()
@@ -78,11 +67,7 @@ class Commands:
         return True
 
     def load(self, path: Path) -> None:
-        """Go on from a saved conversation.
-
-        Raises:
-            InvalidRequestError: it cannot be read, or does not fit.
-        """
+        """Go on from a saved conversation; ``InvalidRequestError`` if it cannot be read, or does not fit."""
         session = self._session
         session.load(load_messages(path))
         self._file = path

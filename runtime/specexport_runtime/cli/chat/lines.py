@@ -21,25 +21,17 @@ ReadLine = Callable[[str], str]
 
 
 class Entry(NamedTuple):
-    """What somebody entered: a message for the model, or a command.
+    """What was entered: a message for the model, or a command."""
 
-    Attributes:
-        text: the message, or the command without its slash.
-        is_command: which of the two.
-    """
-
-    text: str
+    text: str  # the message, or the command without its slash
     is_command: bool = False
 
 
 def read_entry(read_line: ReadLine) -> Entry:
-    r"""The next message or command.
+    r"""The next message or command; ``EOFError`` if nothing was entered, and nothing will be.
 
     A line that ends in a backslash goes on in the next one. Lines between two marks of three quotes are one message.
     Two slashes at the beginning are a message that begins with one.
-
-    Raises:
-        EOFError: nothing was entered, and nothing will be.
     """
     line = read_line(PROMPT)
     if line.lstrip().startswith(_BLOCK):
@@ -86,8 +78,7 @@ def piped_lines() -> ReadLine:
 def terminal_lines(*, keep_history: bool) -> Iterator[ReadLine]:
     """Lines of a terminal, edited by ``readline`` where Python has it.
 
-    Args:
-        keep_history: begin with the lines of earlier conversations, and keep those of this one, in the user's cache.
+    ``keep_history``: begin with the lines of earlier conversations, and keep those of this one, in the user's cache.
     """
     with _history(_import_readline() if sys.stdout.isatty() else None, keep_history):
         yield _read_terminal

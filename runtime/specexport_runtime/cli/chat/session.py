@@ -25,48 +25,26 @@ _PROBE = "x"
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """How answers are made and shown.
-
-    Attributes:
-        params: sampling parameters of every answer.
-        max_tokens: most tokens of an answer; None for as many as there is room for.
-        drafting: how to draft.
-        reference: text that lookup may copy from.
-        stats: print counters behind every answer.
-        colour: colour tokens by where they came from.
-        chat_template: Jinja template in place of the bundle's.
-    """
+    """How answers are made and shown."""
 
     params: "SamplingParams"
-    max_tokens: int | None
+    max_tokens: int | None  # most of an answer; None for as many as there is room for
     drafting: "Drafting"
-    reference: str | None = None
-    stats: bool = False
-    colour: bool = False
-    chat_template: str | None = None
+    reference: str | None = None  # text that lookup may copy from
+    stats: bool = False  # print counters behind every answer
+    colour: bool = False  # colour tokens by where they came from
+    chat_template: str | None = None  # Jinja template in place of the bundle's
 
 
 class Session:
-    """One engine and one conversation, which changes only when an answer, or a command, is complete.
-
-    Args:
-        engine: the engine.
-        options: how to answer.
-        slips: who hears of Ctrl-C.
-
-    Attributes:
-        conversation: what was said.
-        unsent: a message that has no answer, for ``/retry``; None if the last one has.
-        last: what the last answer cost; None before the first.
-        total: what all answers cost.
-    """
+    """One engine and one conversation, which changes only when an answer, or a command, is complete."""
 
     def __init__(self, engine: "SpecEngine", options: ChatOptions, slips: Slips) -> None:
         self._engine, self._options, self._slips = engine, options, slips
         self.conversation = self._open([])
-        self.unsent: str | None = None
-        self.last: Tally | None = None
-        self.total = Tally()
+        self.unsent: str | None = None  # a message that has no answer, for ``/retry``; None if the last one has
+        self.last: Tally | None = None  # what the last answer cost; None before the first
+        self.total = Tally()  # what all answers cost
 
     @property
     def limit(self) -> int:
@@ -76,17 +54,14 @@ class Session:
     def say(self, text: str) -> None:
         """Say something and print the answer.
 
-        Raises:
-            InvalidRequestError: the conversation is too long for the engine, or the template refuses it.
-            SpecexportError: the request was ended by an exception.
+        ``InvalidRequestError`` if the conversation is too long for the engine, or the template refuses it.
         """
         self._say(self.conversation, text)
 
     def retry(self) -> None:
         """Send the message that has no answer, or the last one again; its answer takes the other's place.
 
-        Raises:
-            InvalidRequestError: there is none; and as :meth:`say`.
+        ``InvalidRequestError`` if there is none.
         """
         conversation = self.conversation.copy()
         text = conversation.undo() if self.unsent is None else self.unsent
@@ -95,26 +70,15 @@ class Session:
         self._say(conversation, text)
 
     def undo(self) -> bool:
-        """Forget the last turn, or the message that has no answer.
-
-        Returns:
-            whether there was one.
-        """
+        """Forget the last turn, or the message that has no answer; whether there was one."""
         waiting, self.unsent = self.unsent, None
         return waiting is not None or self.conversation.undo() is not None
 
     def trim(self, count: int | None) -> int:
-        """Forget the oldest turns.
+        """Forget the oldest turns, ``count`` of them; returns how many were forgotten.
 
-        Args:
-            count: how many; None for one, or for as many as make room for the message that has no answer, and for its
-                answer.
-
-        Returns:
-            how many were forgotten.
-
-        Raises:
-            InvalidRequestError: that message alone is too long; nothing is forgotten then.
+        None forgets one, or as many as make room for the message that has no answer, and for its answer. If that
+        message alone is too long, it is an ``InvalidRequestError``, and nothing is forgotten.
         """
         conversation, text = self.conversation.copy(), self.unsent
         if count is not None or text is None:
@@ -134,11 +98,7 @@ class Session:
         self.conversation.clear()
 
     def set_system(self, text: str | None) -> None:
-        """Change what the system says; the turns stay.
-
-        Raises:
-            InvalidRequestError: the template refuses it.
-        """
+        """Change what the system says; the turns stay. ``InvalidRequestError`` if the template refuses it."""
         conversation = self.conversation.copy()
         conversation.system = text
         conversation.copy().ask(_PROBE)
@@ -147,8 +107,7 @@ class Session:
     def load(self, messages: "list[Message]") -> None:
         """Go on from other messages. A last one that has no answer waits for :meth:`retry`.
 
-        Raises:
-            InvalidRequestError: they are no turns of a user and an assistant, or the template refuses them.
+        ``InvalidRequestError`` if they are no turns of a user and an assistant, or the template refuses them.
         """
         waiting = messages[-1]["content"] if messages and messages[-1]["role"] == "user" else None
         conversation = self._open(messages if waiting is None else messages[:-1])

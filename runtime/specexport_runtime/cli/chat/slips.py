@@ -8,10 +8,10 @@ from types import FrameType
 
 
 class Slips:
-    """The handler of SIGINT while somebody talks to a model.
+    """The handler of SIGINT while a user talks to a model.
 
-    While a line is read the signal raises ``KeyboardInterrupt``. At other times the first one is kept for whoever asks
-    to be told, and the second one is the earlier handler's: the command ends.
+    While a line is read the signal raises ``KeyboardInterrupt``. At other times the first one is kept for
+    :meth:`telling`, and the second one is the earlier handler's: the command ends.
     """
 
     def __init__(self) -> None:
@@ -47,11 +47,7 @@ class Slips:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """A line is read.
-
-        Raises:
-            KeyboardInterrupt: Ctrl-C came, or had come since the last line and nobody was told.
-        """
+        """A line is read; ``KeyboardInterrupt`` if Ctrl-C comes, or had come since the last line without being told."""
         came, self._came = self._came, False
         try:
             self._is_reading = True

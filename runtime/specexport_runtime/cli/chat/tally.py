@@ -9,29 +9,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tally:
-    """Counters of answers.
-
-    Attributes:
-        answers: how many.
-        prompt: tokens of their prompts.
-        cached: of these, that were not read again.
-        generated: tokens that were generated.
-        rounds: target steps that gave tokens.
-        drafted: draft tokens that were tested.
-        accepted: of these, that passed.
-        seconds: they took, their prompts included.
-        first_token: seconds to their first tokens.
-    """
+    """Counters of answers."""
 
     answers: int = 0
-    prompt: int = 0
-    cached: int = 0
-    generated: int = 0
-    rounds: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    seconds: float = 0.0
-    first_token: float = 0.0
+    prompt: int = 0  # tokens of the prompts
+    cached: int = 0  # prompt tokens that were not read again
+    generated: int = 0  # tokens
+    rounds: int = 0  # target steps that gave tokens
+    drafted: int = 0  # draft tokens that were tested
+    accepted: int = 0  # draft tokens that passed
+    seconds: float = 0.0  # prompts included
+    first_token: float = 0.0  # seconds to the first tokens
 
     @classmethod
     def of(cls, stats: "SequenceStats") -> "Tally":

@@ -16,8 +16,7 @@ _CUT = ("length", "cancelled")
 def save_messages(path: Path, messages: list[Message]) -> None:
     """Write a conversation to a file that only this user can read. Another conversation may be replaced.
 
-    Raises:
-        InvalidRequestError: the file cannot be written, or holds something else.
+    ``InvalidRequestError`` if the file cannot be written, or holds something else.
     """
     if path.exists():
         try:
@@ -34,8 +33,7 @@ def save_messages(path: Path, messages: list[Message]) -> None:
 def load_messages(path: Path) -> list[Message]:
     """Read a conversation: roles, texts, and which answers were cut off. Other fields are left out; calls are refused.
 
-    Raises:
-        InvalidRequestError: the file cannot be read, or is no conversation.
+    ``InvalidRequestError`` if the file cannot be read, or is no conversation.
     """
     try:
         data = json.loads(read_text(path))

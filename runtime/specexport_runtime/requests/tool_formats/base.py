@@ -10,17 +10,12 @@ from specexport_runtime.requests.tool_formats.events import Feed, Reading
 
 
 class Style(NamedTuple):
-    """How a model writes JSON.
+    """How a model writes JSON."""
 
-    Attributes:
-        item: what stands between items.
-        key: what stands between a key and its value.
-        apart: a grammar of calls has the lexemes of JSON, as that of an answer beside them has: a lexer cannot go back
-            from a longer one. Beside free text, the longer one is what parts them.
-    """
-
-    item: str = ", "
-    key: str = ": "
+    item: str = ", "  # what stands between items
+    key: str = ": "  # what stands between a key and its value
+    # A grammar of calls has the lexemes of JSON, as that of an answer beside them has: a lexer cannot go back from a
+    # longer one. Beside free text, the longer one is what parts them.
     apart: bool = False
 
 
@@ -29,35 +24,22 @@ Marks = Callable[[str], str]
 
 
 class ToolFormat(ABC):
-    """How a family of models writes calls.
+    """How a family of models writes calls."""
 
-    Attributes:
-        name: its name, vLLM's where it has one.
-        openers: texts behind which calls stand, anywhere in an answer.
-        markers: all texts that must be seen to read calls; they may be special tokens.
-        starts: characters with which an answer begins that is calls and has no opener; empty for none.
-        arguments_key: key of the arguments in a call that is one JSON object.
-        has_lists: one opener is enough for several calls.
-        id_length: letters and digits of a call's id, where templates insist; 0 for ids like OpenAI's.
-    """
-
-    name: ClassVar[str]
-    openers: ClassVar[tuple[str, ...]] = ()
-    markers: ClassVar[tuple[str, ...]] = ()
-    starts: ClassVar[str] = ""
-    arguments_key: ClassVar[str] = "arguments"
-    has_lists: ClassVar[bool] = False
-    id_length: ClassVar[int] = 0
+    name: ClassVar[str]  # vLLM's where it has one
+    openers: ClassVar[tuple[str, ...]] = ()  # texts behind which calls stand, anywhere in an answer
+    markers: ClassVar[tuple[str, ...]] = ()  # all texts that must be seen to read calls; they may be special tokens
+    starts: ClassVar[str] = ""  # characters that begin an answer of calls without an opener; empty for none
+    arguments_key: ClassVar[str] = "arguments"  # in a call that is one JSON object
+    has_lists: ClassVar[bool] = False  # one opener is enough for several calls
+    id_length: ClassVar[int] = 0  # letters and digits of a call's id, where templates insist; 0 for ids like OpenAI's
 
     @classmethod
     @abstractmethod
     def of(cls, template: str, call: str, function: str) -> "ToolFormat | None":
         """This format, if a chat template has it.
 
-        Args:
-            template: its text.
-            call: what it wrote of a conversation with a call; empty if it refused.
-            function: name of the function that was called.
+        ``call`` is what the template wrote of a conversation with a call of ``function``; empty if it refused.
         """
 
     @abstractmethod
@@ -68,12 +50,8 @@ class ToolFormat(ABC):
     def rules(self, names: Seq[str], style: Style, marks: Marks, *, opener: str, several: bool) -> str:
         """Rules of a Lark grammar: ``calls`` is one call or, if ``several`` may be, more.
 
-        Args:
-            names: of the functions; ``arguments_0``, ``arguments_1`` and so on are rules of their arguments.
-            style: how the model writes JSON.
-            marks: what markers are called.
-            opener: the opener in the grammar; empty if it was read.
-            several: whether there may be several.
+        ``arguments_0``, ``arguments_1`` and so on are rules of the arguments of ``names``. ``marks`` says what markers
+        are called; ``opener`` is the opener in the grammar, empty if it was read.
         """
 
     def heads(self, style: Style) -> tuple[str, ...]:

@@ -45,19 +45,13 @@ looked for; what it did not take is read otherwise."""
 
 
 class Feed:
-    """Text that grows.
-
-    Attributes:
-        text: all of it.
-        at: where reading goes on.
-        mark: where what is read now began: what is broken is text from here on.
-        ended: no more comes.
-        is_cut: it ended because it was long enough, in the middle of whatever it was.
-    """
+    """Text that grows."""
 
     def __init__(self) -> None:
         self.text = ""
+        # where reading goes on; mark: where what is read now began (what is broken is text from there on)
         self.at = self.mark = 0
+        # no more comes; is_cut: it ended by its length, in the middle of whatever it was
         self.ended = self.is_cut = False
 
     def skip_space(self, space: str | None = None) -> Generator[None, None, None]:

@@ -24,7 +24,7 @@ class GenericJson(ToolFormat):
 
     @classmethod
     def of(cls, template: str, call: str, function: str) -> ToolFormat | None:  # noqa: ARG003
-        """Never: whoever wants it names it."""
+        """Never: a caller that wants it names it."""
         return None
 
     def read(self, feed: Feed, names: frozenset[str]) -> Reading:

@@ -14,11 +14,7 @@ _LONGEST = 256  # characters before the arguments
 
 
 class Mistral(ToolFormat):
-    """Both ways of writing are read; ``named`` says which one a grammar has.
-
-    Args:
-        named: the newer one.
-    """
+    """Both ways of writing are read; a grammar has the newer one if ``named``."""
 
     name = "mistral"
     openers = (_OPEN,)

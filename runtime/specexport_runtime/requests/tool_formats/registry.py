@@ -18,11 +18,7 @@ def find_format(template: str, call: str, function: str) -> ToolFormat | None:
 
 
 def named_format(name: str, template: str, call: str, function: str) -> ToolFormat:
-    """The format of a name, in the way of writing that the template has.
-
-    Raises:
-        InvalidRequestError: there is none of that name.
-    """
+    """The format of a name, as the template writes it; ``InvalidRequestError`` for an unknown name."""
     if name not in FORMATS:
         raise InvalidRequestError(f"there is no tool call parser {name!r}.", f"give one of {', '.join(PARSERS)}.")
     return FORMATS[name].of(template, call, function) or FORMATS[name]()
