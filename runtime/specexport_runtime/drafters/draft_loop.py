@@ -51,6 +51,7 @@ class Draft:
         self.has_exited = False
         self.carried: Float32Array | None = None
         self.error: Exception | None = None
+        self._exit = sequence.draft_exit or sequence.sure
         self._num_begun = len(self.waiting)
         self.has_ended = bool(self.waiting) and sequence.is_end(self.waiting[-1])
         self._room = 0 if begun is None else begun.room
@@ -70,7 +71,7 @@ class Draft:
     @property
     def needs_logits(self) -> bool:
         """Whether the next token takes more than its id. The last token of a draft has nothing to end."""
-        may_exit = self.sequence.draft_exit is not None and self._steps + 1 < self.limit
+        may_exit = self._exit is not None and self._steps + 1 < self.limit
         return may_exit or not self.sequence.sampler.is_plain_greedy
 
     def since(self, position: int) -> list[int]:
@@ -120,7 +121,7 @@ class Draft:
             InvalidRequestError: every token is banned.
         """
         seq, top = self.sequence, 1.0
-        draft_exit = seq.draft_exit if self._steps + 1 < self.limit else None
+        draft_exit = self._exit if self._steps + 1 < self.limit else None
         plain = seq.sampler.is_plain_greedy
         if head is not None and not plain:  # penalties and bias go by token id
             logits = head.widen(logits)
