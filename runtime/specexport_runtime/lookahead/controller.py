@@ -158,7 +158,7 @@ class Controller:
             stage = self._stage_of(name, sequence, own)
             rates = [] if stage is None else stage.rates(stage.asks[0])
             if each := [Promise(name, k, *both) for k, both in enumerate(rates, 1)]:
-                count = allowed.get(name, 0)
+                count = 0 if sequence.sure is not None else allowed.get(name, 0)  # ends by itself
                 found.append(each[count - 1] if count else max(each, key=lambda promise: promise.tokens_per_second))
         return tuple(found)
 

@@ -11,13 +11,12 @@ from collections.abc import Sequence as Seq
 from specexport_runtime.lookahead.acceptance import SequenceAcceptance, SharedAcceptance
 
 _BOUNDS = (0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98, 0.995)
-_BEFORE = ((0.8, 0.65, 0.5, 0.4, 0.3, 0.12, 0.08, 0.04, 0.02, 0.01), 2.0)
-"""Failure rates by slot before anything was tested, and as how many tests they count."""
 
 
 def shared_sureness() -> SharedAcceptance:
     """What is known of all sequences of a drafter."""
-    return SharedAcceptance(len(_BOUNDS) + 1, before=_BEFORE)
+    failures = (0.8, 0.65, 0.5, 0.4, 0.3, 0.12, 0.08, 0.04, 0.02, 0.01)  # by slot, before anything was tested
+    return SharedAcceptance(len(failures), before=(failures, 2.0))
 
 
 class Sureness:
@@ -26,8 +25,7 @@ class Sureness:
     def __init__(self, shared: SharedAcceptance) -> None:
         self._acceptance = SequenceAcceptance(shared)
         self._slots: list[int] = []
-        self._least: Seq[float] = ()
-        self._reached = 1.0
+        self.begin(())
 
     def begin(self, least: Seq[float]) -> "Sureness":
         """A draft begins; ``least[k]`` is the chance that its k tokens pass from which one more is worth its step."""

@@ -15,10 +15,9 @@ from specexport_runtime.sequences.stats import SequenceStats
 from specexport_runtime.sequences.text import TextStream
 
 if TYPE_CHECKING:
-    from specexport_runtime.lookahead.sure import Sureness
     from specexport_runtime.sampling.grammar import Grammar
     from specexport_runtime.sampling.logprobs import TokenLogprobs
-    from specexport_runtime.sequences.draft_exit import DraftExit
+    from specexport_runtime.sequences.draft_exit import DraftExit, EndsDraft
     from specexport_runtime.sequences.records import RoundTrace
 
 NO_ROW = -1
@@ -117,7 +116,7 @@ class Sequence:
         self.reference = tuple(reference)
         self.adaptive = adaptive
         self.draft_exit = draft_exit
-        self.sure: Sureness | None = None  # ends a draft of this round that is no longer worth its steps
+        self.sure: EndsDraft | None = None  # ends a draft of this round that is no longer worth its steps
         self.layer_rules = DEFAULT_RULES if layer_rules is None else layer_rules
         self.trace: list[RoundTrace] | None = [] if trace else None
         self.scope, self.adapter = scope, adapter
