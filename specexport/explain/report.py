@@ -27,7 +27,7 @@ _REASONS = {
 }
 _ENDS = {
     "lookahead": "K reached",
-    "exit": "not sure any more (gamma)",
+    "exit": "not sure any more",
     "text": "nothing more to copy",
     "none": "no draft",
 }

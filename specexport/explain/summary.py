@@ -159,15 +159,14 @@ def summarize(
     positions = {name: count_positions(trace, name) for name in drafters}
     verdicts = []
     if curves is not None:
-        plain_step = curves.target.seconds(1, 1, context)
-        extra = 1.0 if learned is None else learned.extra_ratio(1)
+        ratio = 1.0 if learned is None else learned.extra_ratio(1)
         for name, found in positions.items():
             step = _draft_seconds(curves, name, context, layers)
             step *= 1.0 if learned is None else learned.draft_ratio(name, 1)
             verdicts.append(
                 judge(
                     name, found, longest,
-                    verify=lambda k: plain_step + extra * (curves.target.seconds(1 + k, 1, context) - plain_step),
+                    verify=lambda k: curves.target.seconds(1 + ratio * k, 1, context),
                     draft=lambda k, step=step: k * step,  # type: ignore[misc]
                 )
             )  # fmt: skip

@@ -143,7 +143,7 @@ def test_sentences():
     assert "11 tokens in 5 rounds; 6 of 9 draft tokens accepted (0.667)." in lines
     assert "The rounds took 15.0 ms, plain decoding 22.0 ms: 7.0 ms saved (1.47×)." in lines
     assert "drafting does not pay (1)" in text
-    assert "not sure any more (gamma) (2)" in text
+    assert "not sure any more (2)" in text
     assert "leaves out attention of layers 1 and MLPs of layers none" in text
     hybrid = replace(layers, kinds=("attention", "MLP", "attention and recurrence", "MLP"))
     sentence = "leaves out attention of layers 1, recurrences of layers 1 and MLPs of layers none"

@@ -34,7 +34,7 @@ class Machine(NamedTuple):
 
 
 def _curves(target: StepCost, draft: StepCost) -> CostCurves:
-    return CostCurves(target, {"draft-model": draft})
+    return CostCurves(target, {"draft-model": draft}, has_logits=False)  # how sure the draft was is not recorded
 
 
 # Promised by the sizes of the pair (prior.py); real is fitted to milliseconds of docs/benchmarks.md: 1, 5 and 9 tokens,

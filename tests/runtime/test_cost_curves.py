@@ -84,11 +84,15 @@ def load(prior=CURVES, *, cache=True, **other):
     return load_costs(prior, {"bundle": "b", "kernels": "avx2", "threads": None} | other, cache=cache)
 
 
+def promised(drafted):
+    return 1.0 + 0.1 * drafted
+
+
 def teach(learned):
     """Rounds in which the draft's steps take three times what was promised."""
     for i in range(12):
-        extra = 0.1 * (i % 3)
-        learned.observe(RoundSeconds(1, i % 3, 1.0, extra, 1.0 + extra, {"draft-model": (0.4, 1.2)}))
+        drafted = i % 3
+        learned.observe(RoundSeconds(1, drafted, promised, promised(drafted), {"draft-model": (0.4, 1.2)}))
     assert learned.adopt()
 
 

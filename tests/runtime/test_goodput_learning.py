@@ -1,16 +1,19 @@
 """The goodput controller with cost curves that are wrong, and with a drafter whose draft is one step."""
 
+from dataclasses import replace
+
 import pytest
 from goodput_fakes import CAPACITY, LOOKAHEAD, curves, decode, make_sequences, step_cost
 from loop import VOCAB, finish, goodput_length, greedy_reference, weighed
 
 from specexport_runtime.costs.learned import LearnedCosts, reading_of
 from specexport_runtime.decoding.decoder import Decoder
+from specexport_runtime.drafters.at_once import ParallelCost
 from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.model import ModelDrafter
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.lookahead.controller import Controller
-from specexport_runtime.lookahead.draft_cost import EngineCost, ParallelCost, WeighedDrafter
+from specexport_runtime.lookahead.draft_cost import EngineCost, WeighedDrafter
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sequences.records import DrafterTraits, Proposal, StepLoad
@@ -139,7 +142,7 @@ def test_what_was_seen_is_known_in_the_next_life():
 
 def test_a_draft_that_was_shortened_to_nothing_is_asked_for_again():
     """Where one token pays and no more, a shorter draft is none: that tells of costs, not of the drafter."""
-    told, learned = curves(0.2), LearnedCosts()
+    told, learned = replace(curves(0.2), has_logits=False), LearnedCosts()
     lengths = Timed(told, told, learned)
     (sequence,) = make_sequences(1, ["draft-model"])
     sequence.tokens.append(1)

@@ -28,8 +28,7 @@ def rounds(
             RoundSeconds(
                 rows,
                 width,
-                2.0,
-                0.15 * width,
+                lambda drafted: 2.0 + 0.15 * drafted,
                 load(i) * luck * 0.01 * (2.0 + extra * 0.15 * width),
                 {"draft-model": (promised, load(i) * luck * 0.01 * draft * promised)} if width else {},
             )
@@ -132,7 +131,7 @@ def test_rounds_that_something_disturbed_are_not_taken_for_costs(seed):
     for _ in range(150):
         width = chance.choice((0, 0, 2, 4))
         drafts = {"draft-model": (0.2 * width, burst() * 0.2 * width)} if width else {}
-        learned.observe(RoundSeconds(8, width, 2.0, 0.15 * width, burst() * (2.0 + 0.15 * width), drafts))
+        learned.observe(RoundSeconds(8, width, lambda d: 2.0 + 0.15 * d, burst() * (2.0 + 0.15 * width), drafts))
         learned.adopt()
         found += [learned.extra_ratio(8), learned.draft_ratio("draft-model", 8)]
     assert all(0.5 < ratio < 2 for ratio in found)
@@ -226,7 +225,7 @@ def test_reading_is_told_apart_from_what_was_believed_of_it_because_of_the_steps
     learned.adopt()
     assert learned.draft_ratio(reading_of("draft-model"), 1) == learned.draft_ratio("draft-model", 1) > 3
     for _ in range(6):  # it takes what the curve says, which is not what is in use
-        learned.observe(RoundSeconds(1, 0, 2.0, 0.0, 0.02, {reading_of("draft-model"): (1.0, 0.01)}))
+        learned.observe(RoundSeconds(1, 0, lambda d: 2.0, 0.02, {reading_of("draft-model"): (1.0, 0.01)}))
     learned.adopt()
     assert learned.draft_ratio(reading_of("draft-model"), 1) == pytest.approx(1.0, rel=0.2)
     assert learned.draft_ratio("draft-model", 1) > 3

@@ -49,10 +49,8 @@ def test_what_was_learned_last_is_kept_when_an_engine_is_closed(
     assert engine.learned_costs is not None
     for ratio in (3.0, 9.0):  # the second change follows at once
         for i in range(300):
-            extra = 0.1 * (i % 3)
-            engine.learned_costs.observe(
-                RoundSeconds(1, i % 3, 1.0, extra, 1.0 + extra, {"draft-model": (0.4, 0.4 * ratio)})
-            )
+            drafts = {"draft-model": (0.4, 0.4 * ratio)}
+            engine.learned_costs.observe(RoundSeconds(1, i % 3, lambda d: 1.0 + 0.1 * d, 1.0 + 0.1 * (i % 3), drafts))
         assert engine.learned_costs.adopt()
     engine.close()
     again = SpecEngine.load(demo_bundle, num_threads=1, spin=False)

@@ -11,7 +11,7 @@ from specexport_runtime.costs.step_cost import StepCost
 from specexport_runtime.machine import machine_key
 from specexport_runtime.user_cache import cache_folder, read_json, write_json
 
-SCHEMA = "specexport.costs/8"
+SCHEMA = "specexport.costs/9"
 
 
 class LayerShares(NamedTuple):
@@ -33,6 +33,7 @@ class CostCurves:
     target: StepCost
     drafters: Mapping[str, StepCost] = field(default_factory=dict)
     shares: LayerShares | None = None  # of a target that can draft with any of its layers
+    has_logits: bool = True  # those of a draft step are on the host, and may be looked at
 
     def self_draft_seconds(
         self, mixers_off: float, mlps_off: float, num_tokens: int, num_rows: int, kv_entries: float = 0

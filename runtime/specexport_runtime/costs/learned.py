@@ -4,8 +4,8 @@ A machine that is busy slows everything, so seconds alone say nothing. Two ratio
 gives a sample of them:
 
 - what a draft step takes beside the target's step of the same round;
-- what the draft tokens add to the target's step beside what it takes without them, from a round and the one before it
-  that had other drafts. Of two steps ``level · (1 + ratio · x)`` that follow one another, the level falls out.
+- as how many tokens a draft token counts in the target's step: from a round and the one before it that had other
+  drafts. Of two steps of ``level · seconds(tokens + ratio · drafted)`` that follow one another, the level falls out.
 
 The weighted median of the newest samples counts, so a round that something disturbed moves it no further than any
 other. A ratio that is off by more than a fifth, and by more than the order of the samples leaves to chance, replaces
@@ -35,18 +35,12 @@ _EXTRA, _READING = "target/drafts", "/reading"
 """Under which the target's ratio stands among those of the drafters, and a drafter's of reading."""
 
 
-class _Judge(NamedTuple):
-    """When samples outweigh what is believed."""
-
-    deviations: float  # of the order of the samples, by which chance is left behind
-    independent: float  # share of the samples; a round is in two pairs, which mostly err to one side
-    least: float  # no ratio is smaller
-    most: float = 20.0  # or larger
-
-
-_OF_EXTRA = _Judge(2.4, 0.6, 0.2)  # draft tokens are multiplied with all weights, however fast
-_OF_STEPS = _Judge(2.2, 1.0, 0.05)
-_OF_READING = _Judge(1.7, 1.0, 0.05)  # long and seldom: three that agree suffice, as do five steps
+_CERTAIN, _CERTAIN_STEPS, _CERTAIN_READINGS = 2.4, 2.2, 1.7
+"""Standard deviations of the order of samples that lie between a ratio and another: of what draft tokens add, of draft
+steps, of reading. Readings are long, and seldom: three that agree suffice, as do five steps."""
+_SHARED = 0.6  # of samples from neighbouring rounds: each round is in two, and both mostly err to one side
+_WIDEST = 20.0  # a ratio is never mended beyond this
+_LEAST_EXTRA = 0.2  # the same for what draft tokens add: they are multiplied with all weights, however fast
 
 
 def reading_of(drafter: str) -> str:
@@ -59,22 +53,17 @@ class RoundSeconds(NamedTuple):
 
     num_rows: int
     drafted: int  # draft tokens of the step
-    base: float  # promised of the target's step without them
-    extra: float  # promised of what they add to it
+    promised: Callable[[float], float]  # of the target's step with so many draft tokens
     target: float  # what the target's step took
     drafts: Mapping[str, tuple[float, float]] = {}  # promised and real ones of each drafter, or of its reading
 
     def level(self, ratio: float) -> float:
-        """Real seconds over promised ones, where draft tokens add ``ratio`` times what was promised."""
-        return self.target / (self.base + ratio * self.extra)
+        """Real seconds over promised ones, where each draft token counts as ``ratio`` of them."""
+        return self.target / self.promised(ratio * self.drafted)
 
 
-class _Sample(NamedTuple):
-    """What one round says of a ratio, and how much that weighs; with ``beside``, it holds beside that step."""
-
-    ratio: float
-    weight: float
-    beside: RoundSeconds | None = None
+_Sample = tuple[float, float, RoundSeconds | None]
+"""What one round says of a ratio, how much that weighs, and beside which step it holds."""
 
 
 @dataclass
@@ -104,7 +93,7 @@ class LearnedCosts:
         self._keep, self._is_kept = keep, True
 
     def extra_ratio(self, num_rows: int) -> float:
-        """By what the seconds that draft tokens add to the target's step are multiplied."""
+        """As how many tokens a draft token counts in the target's step."""
         return self._ratio(_EXTRA, num_rows)
 
     def draft_ratio(self, drafter: str, num_rows: int) -> float:
@@ -146,17 +135,12 @@ class LearnedCosts:
         for drafter, (promised, seconds) in taken.drafts.items():
             self._seen[drafter] = self._seen.get(drafter, 0) + 1
             if promised > 0:
-                self._add(drafter, size, _Sample(seconds / promised, promised, taken))
+                self._add(drafter, size, (seconds / promised, promised, taken))
         steps.count += 1
         if steps.count <= _SOON or not steps.count % _LATER:
             for name, of_size in sorted(self._samples, key=lambda key: key[0] != _EXTRA):
                 if of_size == size and (name == _EXTRA or steps.pairs >= _COMPARED or steps.count >= _ENOUGH):
                     self._judge(name, size)
-
-    @property
-    def is_due(self) -> bool:
-        """Whether something in use was found to be wrong."""
-        return bool(self._due)
 
     def adopt(self) -> bool:
         """Use what was learned, if something in use is wrong; whether anything changed.
@@ -194,8 +178,12 @@ class LearnedCosts:
             (ratio if step is None else ratio / step.level(extra), weight)
             for ratio, weight, step in self._samples[name, size]
         ]
-        judge = _OF_EXTRA if name == _EXTRA else _OF_READING if name.endswith(_READING) else _OF_STEPS
-        found = min(max(_beyond(samples, used, judge), judge.least), judge.most)
+        deviations, share, least = _CERTAIN_STEPS, 1.0, 1 / _WIDEST
+        if name == _EXTRA:
+            deviations, share, least = _CERTAIN, _SHARED, _LEAST_EXTRA
+        elif name.endswith(_READING):
+            deviations = _CERTAIN_READINGS
+        found = min(max(_beyond(samples, used, deviations, share), least), _WIDEST)
         if max(found / used, used / found) > WRONG:
             self._due[name, size] = found
             return
@@ -209,27 +197,27 @@ class LearnedCosts:
 
 
 def _extra_sample(before: RoundSeconds, now: RoundSeconds) -> _Sample:
-    """The ratio at which two steps differ by their draft tokens alone.
+    """The ratio at which two steps differ by their draft tokens alone: both then have one level, found by halving."""
+    few, many = sorted((before, now), key=lambda step: step.drafted)
+    weight = many.promised(many.drafted) / many.promised(0) - few.promised(few.drafted) / few.promised(0)
+    low, high = math.log(_LEAST_EXTRA), math.log(_WIDEST)
+    for _ in range(10):  # to within half a hundredth
+        ratio = math.exp(middle := (low + high) / 2)
+        low, high = (middle, high) if many.level(ratio) > few.level(ratio) else (low, middle)
+    return ratio, weight, None
 
-    With x and y for promised extra and real seconds, over the promised ones of the plain step:
-    ``y₁ / y₂ = (1 + ratio · x₁) / (1 + ratio · x₂)``.
-    """
-    (x, y), (more, longer) = sorted((step.extra / step.base, step.target / step.base) for step in (before, now))
-    rest = y * more - longer * x
-    return _Sample((longer - y) / rest if rest > 0 else math.inf, more - x)
 
-
-def _beyond(samples: Collection[tuple[float, float]], used: float, judge: _Judge) -> float:
+def _beyond(samples: Collection[tuple[float, float]], used: float, deviations: float, share: float) -> float:
     """``used``, unless chance hardly put samples and their weights where they are while it is the truth.
 
-    Half of the samples lie below the truth, give or take some of them, whatever they are. The median is believed one
-    standard deviation of that share less far.
+    Half of the samples, of which ``share`` are independent, lie below the truth, give or take some. The median is
+    believed one standard deviation of that less far.
     """
     weight = sum([each for _, each in samples])
     below = sum([each for ratio, each in samples if ratio < used])
     above = sum([each for ratio, each in samples if ratio > used])
-    one = 0.5 * math.sqrt(sum([each**2 for _, each in samples]) / judge.independent)
-    if max(below, above) <= 0.5 * weight + judge.deviations * one:
+    one = 0.5 * math.sqrt(sum([each**2 for _, each in samples]) / share)
+    if max(below, above) <= 0.5 * weight + deviations * one:
         return used
     left = min(0.5 * weight + one, weight) if below > above else 0.5 * weight - one
     ordered = sorted(samples)
@@ -256,6 +244,7 @@ def _read(known: Any) -> dict[str, dict[int, float]]:
         ratios = {str(name): {int(size): float(each[size]) for size in each} for name, each in (known or {}).items()}
     except (AttributeError, TypeError, ValueError):
         return {}
-    least, most = _OF_STEPS.least, _OF_STEPS.most
-    fine = all(size >= 1 and least <= ratio <= most for each in ratios.values() for size, ratio in each.items())
+    fine = all(
+        size >= 1 and 1 / _WIDEST <= ratio <= _WIDEST for each in ratios.values() for size, ratio in each.items()
+    )
     return ratios if fine else {}

@@ -48,7 +48,8 @@ def prior_costs(models: Mapping[str, ModelEntry], *, kernels: str | None) -> Cos
     drafters = {DRAFTER_OF[role]: cost for role, cost in costs.items() if role in DRAFTER_OF}
     if entry.skipped_layers:
         drafters["self"] = target.scaled(1 - len(entry.skipped_layers) / max(len(entry.layers), 1))
-    return CostCurves(target, drafters, _shares(entry) if entry.num_gates and not entry.skipped_layers else None)
+    shares = _shares(entry) if entry.num_gates and not entry.skipped_layers else None
+    return CostCurves(target, drafters, shares, has_logits=kernels is not None)
 
 
 def _cost(entry: ModelEntry, rates: _Rates) -> StepCost:

@@ -26,7 +26,7 @@ class StepCost:
     kv: float = 0.0  # for each cache entry that a step reads
     kv_token: float = 0.0  # for each cache entry and each new token of its row
 
-    def seconds(self, num_tokens: int, num_rows: int, kv_entries: float = 0) -> float:
+    def seconds(self, num_tokens: float, num_rows: int, kv_entries: float = 0) -> float:
         """Seconds of a step of T new tokens in B rows, which read so many cache entries together."""
         reading, products = self.reading, num_tokens * self.token
         if self.unchosen:

@@ -20,7 +20,9 @@ import numpy as np
 from specexport_runtime.abi import CONTEXT_ID
 from specexport_runtime.bundle.mask_feature import MaskInput
 from specexport_runtime.executors.base import Float32Array
+from specexport_runtime.lookahead.draft_cost import EngineCost
 from specexport_runtime.packing.batch import RowWork
+from specexport_runtime.sequences.sequence import Sequence
 
 
 class AtOnce(NamedTuple):
@@ -28,6 +30,22 @@ class AtOnce(NamedTuple):
 
     work: RowWork  # what the head is fed; its last entries are the places of the draft
     kept: int  # entries that are committed
+
+
+class ParallelCost(EngineCost):
+    """The cost of a drafter that drafts all tokens of a sequence in one step of its engine.
+
+    The step is paid once a round, and each token of the draft is one token more in it.
+    """
+
+    def seconds(self, sequences: Seq[Sequence], num_rows: int, kv_entries: float) -> float:  # noqa: ARG002
+        """See ``DraftCost.seconds``: what one token more a row costs."""
+        wide, narrow = (self._curve.seconds(count * num_rows, num_rows, kv_entries) for count in (2, 1))
+        return wide - narrow
+
+    def round_seconds(self, num_rows: int) -> float:
+        """See ``DraftCost.round_seconds``: its part of the step that all rows share."""
+        return self._curve.seconds(num_rows, num_rows) / num_rows
 
 
 def entry_tokens(tokens: Seq[int], mask: MaskInput | None) -> list[int]:

@@ -38,6 +38,7 @@ class Draft:
         self.has_exited = False  # the model was no longer sure
         self.carried: Float32Array | None = None  # [E], what a draft head handed on behind its last token
         self.error: Exception | None = None  # of drawing a token from the model's logits: they held a NaN, say
+        self._exit = sequence.draft_exit or sequence.sure
         self._num_begun = len(self.waiting)
         # Its last token ends the text, or the model has no more to say.
         self.has_ended = bool(self.waiting) and sequence.is_end(self.waiting[-1])
@@ -58,7 +59,7 @@ class Draft:
     @property
     def needs_logits(self) -> bool:
         """Whether the next token takes more than its id. The last token of a draft has nothing to end."""
-        may_exit = self.sequence.draft_exit is not None and self._steps + 1 < self.limit
+        may_exit = self._exit is not None and self._steps + 1 < self.limit
         return may_exit or not self.sequence.sampler.is_plain_greedy
 
     def since(self, position: int) -> list[int]:
@@ -102,7 +103,7 @@ class Draft:
         CheckFailedError: the logits hold NaN or +inf. InvalidRequestError: every token is banned.
         """
         seq, top = self.sequence, 1.0
-        draft_exit = seq.draft_exit if self._steps + 1 < self.limit else None
+        draft_exit = self._exit if self._steps + 1 < self.limit else None
         plain = seq.sampler.is_plain_greedy
         if head is not None and not plain:  # penalties and bias go by token id
             logits = head.widen(logits)

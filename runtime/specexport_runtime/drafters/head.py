@@ -22,12 +22,13 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from specexport_runtime.drafters.at_once import AtOnce, draft_work, entry_tokens, num_behind
+from specexport_runtime.drafters.at_once import AtOnce, ParallelCost, draft_work, entry_tokens, num_behind
 from specexport_runtime.drafters.base import HEAD, DrafterTraits
 from specexport_runtime.drafters.draft_loop import Draft, draft_at_once, open_drafts, run_drafts
 from specexport_runtime.drafters.own_cache import OwnCacheDrafter
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import Float32Array, as_head
+from specexport_runtime.lookahead.draft_cost import DraftCost, EngineCost
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from specexport_runtime.sequences.records import Begun, Proposal
 from specexport_runtime.sequences.sequence import NO_ROW, Sequence
@@ -35,7 +36,6 @@ from specexport_runtime.sequences.sequence import NO_ROW, Sequence
 if TYPE_CHECKING:
     from specexport_runtime.bundle.mask_feature import MaskInput
     from specexport_runtime.costs.curves import CostCurves
-    from specexport_runtime.lookahead.draft_cost import DraftCost
 
 DEFAULT_HEAD_LOOKAHEAD = 4
 """K where nothing else is asked for: a head's step is cheap, and its acceptance falls with each of its own features."""
@@ -225,10 +225,8 @@ class HeadDrafter(OwnCacheDrafter):
                 if seq.row != NO_ROW and self.runner.kv.kv_len(seq.row) > held.start:
                     self.runner.kv.commit(seq.row, held.start)
 
-    def cost(self, curves: "CostCurves") -> "DraftCost | None":
+    def cost(self, curves: "CostCurves") -> DraftCost | None:
         """See ``CostedDrafter.cost``."""
-        from specexport_runtime.lookahead.draft_cost import EngineCost, ParallelCost
-
         curve = curves.drafters.get(HEAD)
         if curve is None:
             return None

@@ -16,7 +16,7 @@ Layers that keep a state do likewise, with what is pending beside it in the plac
 No draft step lets anything into a state: what was accepted enters in the next verify step, in all layers alike.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -29,6 +29,7 @@ from specexport_runtime.drafters.base import DrafterKind, DrafterTraits
 from specexport_runtime.drafters.draft_loop import Draft, open_drafts, run_drafts
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import BoolArray, Float32Array, as_gated
+from specexport_runtime.lookahead.draft_cost import DraftCost, EngineCost
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from specexport_runtime.sequences.layer_choice import LayerChoice, choose_layers
 from specexport_runtime.sequences.records import Begun, Proposal
@@ -36,13 +37,34 @@ from specexport_runtime.sequences.sequence import Sequence
 
 if TYPE_CHECKING:
     from specexport_runtime.costs.curves import CostCurves
-    from specexport_runtime.lookahead.draft_cost import DraftCost
 
 SELF = "self"
 """Name of this drafter in draft plans."""
 DEFAULT_SELF_LOOKAHEAD = 3
 """K of self-drafting: its step costs about half of the target's, so (1 + a + … + a^K) / (1 + K/2) is at its best for K
 from 2 (at an acceptance a of 0.8) to 4 (at 0.9)."""
+_LIKELY_SHARE = 1 / 3  # of the layers is left out, in a draft whose layers were not chosen yet
+
+
+class LayersCost(DraftCost):
+    """The cost of drafting with those of the target's own layers that ``choice_of`` gives, in its own cache."""
+
+    def __init__(self, curves: "CostCurves", choice_of: Callable[[Sequence], LayerChoice | None]) -> None:
+        self._curves, self._choice_of = curves, choice_of
+
+    def seconds(self, sequences: Seq[Sequence], num_rows: int, kv_entries: float) -> float:
+        """See ``DraftCost.seconds``. Sequences with different layers draft one after another."""
+        found = (self._choice_of(seq) for seq in sequences)
+        choices = {(choice.mixers, choice.mlp): choice for choice in found if choice is not None}.values()
+        if choices:
+            mixers = sum(each.mixers.count(False) for each in choices) / len(choices)
+            mlps = sum(each.mlps_off for each in choices) / len(choices)
+        else:
+            shares = self._curves.shares
+            mixers = mlps = 0 if shares is None else _LIKELY_SHARE * shares.num_layers
+        groups = min(max(len(choices), 1), num_rows)
+        each = -(-num_rows // groups)
+        return groups * self._curves.self_draft_seconds(mixers, mlps, each, each, kv_entries / groups)
 
 
 class SelfDrafter:
@@ -149,10 +171,8 @@ class SelfDrafter:
         """Draft for ``sequence`` with the layers of ``choice``; its statistics say so."""
         self._choices[sequence] = sequence.stats.layer_choice = choice
 
-    def cost(self, curves: "CostCurves") -> "DraftCost | None":
+    def cost(self, curves: "CostCurves") -> DraftCost | None:
         """See ``CostedDrafter.cost``."""
-        from specexport_runtime.lookahead.draft_cost import EngineCost, LayersCost
-
         if self._fixed is None:
             return LayersCost(curves, self.choice_of)
         return EngineCost(curves.drafters[SELF], shares_cache=True) if SELF in curves.drafters else None

@@ -36,10 +36,10 @@ def match_slots(lookahead: int) -> list[int]:
 class SharedAcceptance:
     """Failure rates of a drafter over all sequences; ``tests`` is the faded number by slot, ``version`` counts."""
 
-    def __init__(self, num_slots: int, guess: float = GUESS) -> None:
-        self._guess = guess
-        self.tests = [0.0] * num_slots
-        self._fails = [0.0] * num_slots
+    def __init__(self, num_slots: int, guess: float = GUESS, before: tuple[Seq[float], float] = ((), 0.0)) -> None:
+        self._guess, (rates, weight) = guess, before
+        self.tests = [weight] * num_slots
+        self._fails = [weight * rate for rate in rates] or [0.0] * num_slots
         self.version = 0
         self._rates: list[float] | None = None
 

@@ -9,12 +9,10 @@ with a_ij the chance that the j-th draft token passes if those before it did (``
 bundle's sizes, mended by what rounds took (``costs``). K_i = 0 for all is plain decoding, for which no drafter is
 called. What is allowed is decided by the ``rules``, one after the other.
 
-A sequence that is not ``adaptive`` drafts as far as each stage of its plan says, and nothing here is asked for it.
 Choices may depend on tests that were performed (how many draft tokens passed, and whether one failed), on lengths, and
 on numbers that are fixed while sampled sequences have their length chosen. Never on draft tokens that were discarded,
-and of measured time only on what was measured before the first of those sequences began (``RandomStream`` says why).
-They do depend on other sequences: with an adaptive length the sampled text of a seed may depend on who shares the batch
-or came before; its distribution does not, and greedy text never changes.
+or on times that were measured since the first of those sequences began (``RandomStream`` says why). So the sampled text
+of a seed may depend on who shares the batch or came before; its distribution does not, and greedy text never changes.
 """
 
 from collections.abc import Mapping
@@ -71,7 +69,6 @@ class Controller:
         rule of acceptance too: a block keeps more of the same drafts."""
         self._quiet: dict[str, tuple[tuple[int, ...], int, WeakSet[Sequence]]] = {}
         """Circumstances in which, until a round, these do without a drafter: a useless one must cost almost nothing."""
-        self._seen_sizes: set[tuple[str, int, int]] = set()
         self._round = Round(0, StepLoad(1, 1, 1, 0), curves, self._learned)
 
     def begin_round(self, load: StepLoad) -> None:
@@ -108,9 +105,12 @@ class Controller:
         for rule in DRAFTED:
             rule(stage)
         for ask in asks:
+            can_end = known.traits.can_exit and ask.seq.draft_exit is None and ask.seq.sampler.is_greedy
+            ask.seq.sure = ask.memory.sure.begin(ask.least) if can_end and self.curves.has_logits else None
             if ask.count:
                 reason = "probe" if ask.is_probe else self._reason(drafter, ask, limits[ask.index])
-                allowed[ask.index] = Allowed(ask.count, reason, 1.0 + ask.expected)
+                goes_on = ask.seq.sure is not None and ask.goes_on and not now.is_shorter
+                allowed[ask.index] = Allowed(ask.most if goes_on else ask.count, reason, 1.0 + ask.expected)
                 if reading := stage.catch_up(ask, mended=False):
                     now.catching_up[drafter] = now.catching_up.get(drafter, 0.0) + reading
         self._note_quiet(drafter, asks)
@@ -158,7 +158,7 @@ class Controller:
             stage = self._stage_of(name, sequence, own)
             rates = [] if stage is None else stage.rates(stage.asks[0])
             if each := [Promise(name, k, *both) for k, both in enumerate(rates, 1)]:
-                count = allowed.get(name, 0)
+                count = 0 if sequence.sure is not None else allowed.get(name, 0)  # ends by itself
                 found.append(each[count - 1] if count else max(each, key=lambda promise: promise.tokens_per_second))
         return tuple(found)
 
@@ -169,7 +169,7 @@ class Controller:
         drafting = [seq for seq, proposal in zip(sequences, proposals, strict=True) if proposal.num_own]
         if not drafting or not (self._is_watching or (self._learns and reading)):
             return
-        if any(proposal.error is not None for proposal in proposals) or not self._is_known_size(drafter, rows):
+        if any(proposal.error is not None for proposal in proposals):
             return
         lengths = [proposal.num_own for proposal in proposals]
         step = Stage(now, drafter, self._known[drafter], drafting, []).draft_step(len(drafting), mended=False)
@@ -183,16 +183,15 @@ class Controller:
         """A round is over, and all its drafts were observed; verification of ``drafted`` draft tokens took so long."""
         now, rows = self._round, self._round.load.num_rows
         watched = self._is_watching or now.draft_seconds or now.readings
-        if watched and not now.load.prompt_tokens and self._is_known_size("", rows, drafted.bit_length()):
-            base = now.promised(0)
-            taken = RoundSeconds(rows, drafted, base, now.promised(drafted) - base, seconds, now.draft_seconds)
+        if watched and not now.load.prompt_tokens:
+            taken = RoundSeconds(rows, drafted, now.promised, seconds, now.draft_seconds)
             level = taken.level(self._learned.extra_ratio(rows))
             for name, (reading, steps, all_of_it) in now.readings.items():
                 now.draft_seconds[reading_of(name)] = reading, max(all_of_it - level * steps, 0.0)
             self._learned.observe(taken)
         # Random numbers that are still to be used must not meet times: nothing changes while a sampled sequence has
         # its lengths chosen.
-        if self._learned.is_due and all(seq.sampler.is_greedy for seq in sequences if seq.adaptive):
+        if all(seq.sampler.is_greedy for seq in sequences if seq.adaptive):
             self._learned.adopt()
 
     def observe(self, sequence: "Sequence", proposal: Proposal, accepted: int, *, rejected: bool) -> None:
@@ -213,6 +212,7 @@ class Controller:
                 if memory.timer.is_probing and own:
                     memory.acceptance.fade()  # it became better: what it did long ago tells little
                 memory.acceptance.observe(memory.slots, own, rejected=rejected and failed)
+                memory.sure.observe(own, rejected=rejected and failed)
                 memory.timer.note(self._round.number, passed=own > 0)
                 if self._known[name].traits.has_own_cache:
                     memory.read = min(before + proposal.last_own, len(sequence.tokens) - 1)
@@ -294,12 +294,6 @@ class Controller:
         seen = sum([known.shared.version for (name, *_), known in self._drafters.items() if name == drafter])
         context = load.kv_entries // (load.num_rows * _BUCKET)
         return seen, load.num_rows, load.num_tokens, load.num_soon, context, self._round.drafted, version
-
-    def _is_known_size(self, name: str, rows: int, width: int = 0) -> bool:
-        """Whether steps of such a size were seen before: the first one touches new memory, and tells nothing."""
-        is_known = (name, rows, width) in self._seen_sizes
-        self._seen_sizes.add((name, rows, width))
-        return is_known
 
     def _reason(self, drafter: str, ask: Ask, limit: int) -> LengthReason:
         own = next(lookahead for name, lookahead in ask.seq.draft_plan if name == drafter)

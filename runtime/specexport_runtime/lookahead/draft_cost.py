@@ -1,19 +1,15 @@
 """What drafting costs, as the controller asks for it: one entry for each drafter that a plan may name."""
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, NamedTuple
 
-from specexport_runtime.costs.curves import CostCurves
 from specexport_runtime.costs.step_cost import StepCost
-from specexport_runtime.sequences.layer_choice import LayerChoice
 from specexport_runtime.sequences.records import DrafterTraits
 
 if TYPE_CHECKING:
     from specexport_runtime.sequences.sequence import Sequence
 
 _USUAL_BACKLOG = 2  # tokens that a drafter always has to read
-_LIKELY_SHARE = 1 / 3  # of the layers is left out, in a draft whose layers were not chosen yet
 
 
 class DraftCost:
@@ -54,40 +50,3 @@ class EngineCost(DraftCost):
         if self._shares_cache or backlog <= _USUAL_BACKLOG:
             return 0.0
         return self._curve.seconds(backlog, 1, backlog / 2) - self._curve.seconds(1, 1)
-
-
-class ParallelCost(EngineCost):
-    """The cost of a drafter that drafts all tokens of a sequence in one step of its engine.
-
-    The step is paid once a round, and each token of the draft is one token more in it.
-    """
-
-    def seconds(self, sequences: "Seq[Sequence]", num_rows: int, kv_entries: float) -> float:  # noqa: ARG002
-        """See ``DraftCost.seconds``: what one token more a row costs."""
-        wide, narrow = (self._curve.seconds(count * num_rows, num_rows, kv_entries) for count in (2, 1))
-        return wide - narrow
-
-    def round_seconds(self, num_rows: int) -> float:
-        """See ``DraftCost.round_seconds``: its part of the step that all rows share."""
-        return self._curve.seconds(num_rows, num_rows) / num_rows
-
-
-class LayersCost(DraftCost):
-    """The cost of drafting with those of the target's own layers that ``choice_of`` gives, in its own cache."""
-
-    def __init__(self, curves: CostCurves, choice_of: "Callable[[Sequence], LayerChoice | None]") -> None:
-        self._curves, self._choice_of = curves, choice_of
-
-    def seconds(self, sequences: "Seq[Sequence]", num_rows: int, kv_entries: float) -> float:
-        """See ``DraftCost.seconds``. Sequences with different layers draft one after another."""
-        found = (self._choice_of(seq) for seq in sequences)
-        choices = {(choice.mixers, choice.mlp): choice for choice in found if choice is not None}.values()
-        if choices:
-            mixers = sum(each.mixers.count(False) for each in choices) / len(choices)
-            mlps = sum(each.mlps_off for each in choices) / len(choices)
-        else:
-            shares = self._curves.shares
-            mixers = mlps = 0 if shares is None else _LIKELY_SHARE * shares.num_layers
-        groups = min(max(len(choices), 1), num_rows)
-        each = -(-num_rows // groups)
-        return groups * self._curves.self_draft_seconds(mixers, mlps, each, each, kv_entries / groups)

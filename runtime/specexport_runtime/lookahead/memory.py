@@ -3,6 +3,7 @@
 from collections.abc import Sequence as Seq
 
 from specexport_runtime.lookahead.acceptance import GUESS, SequenceAcceptance, SharedAcceptance
+from specexport_runtime.lookahead.sure import Sureness, shared_sureness
 
 _FEW_TESTS = 1.9  # two: they fade
 _SHARE = 0.01
@@ -16,7 +17,7 @@ class DrafterMemory:
     """What is remembered of one drafter over all sequences of a kind: with a grammar, or without."""
 
     def __init__(self, num_slots: int, guess: float = GUESS) -> None:
-        self.shared = SharedAcceptance(num_slots, guess)
+        self.shared, self.sure = SharedAcceptance(num_slots, guess), shared_sureness()
         self.budget = ProbeBudget()
 
     @property
@@ -83,7 +84,7 @@ class StageMemory:
 
     def __init__(self, drafter: DrafterMemory, now: int) -> None:
         self.drafter, self.timer = drafter, ProbeTimer(now)
-        self.acceptance = SequenceAcceptance(drafter.shared)
+        self.acceptance, self.sure = SequenceAcceptance(drafter.shared), Sureness(drafter.sure)
         self.slots: Seq[int] = ()  # of the tokens that it may draft, or has drafted, in this round
         self.read = 0  # tokens of the sequence that a drafter with a cache of its own has read
         # A copy's first token that was not tested, and its place: whether it would have passed is seen without a test.

@@ -39,16 +39,15 @@ class Round:
     draft_seconds: dict[str, tuple[float, float]] = field(default_factory=dict)  # promised and real ones of its steps
     readings: dict[str, tuple[float, float, float]] = field(default_factory=dict)  # promised, steps, and all of it
 
-    def promised(self, drafted: int, load: StepLoad | None = None) -> float:
+    def promised(self, drafted: float, load: StepLoad | None = None) -> float:
         """Seconds of the target's step with so many draft tokens, by size."""
         step = load or self.load
         return self.curves.target.seconds(step.num_tokens + drafted, step.num_rows, step.kv_entries)
 
     def verify(self, most: int, load: StepLoad | None = None) -> list[float]:
         """Seconds of the target's step with 0, 1, … ``most`` draft tokens more than there are; in ``load`` none are."""
-        plain, already = self.promised(0, load), 0 if load else self.drafted
-        ratio = self.learned.extra_ratio((load or self.load).num_rows)
-        return [plain + ratio * (self.promised(already + more, load) - plain) for more in range(most + 1)]
+        ratio, already = self.learned.extra_ratio((load or self.load).num_rows), 0 if load else self.drafted
+        return [self.promised(ratio * (already + more), load) for more in range(most + 1)]
 
     def plain_rate(self, load: StepLoad | None = None) -> float:
         """Tokens a second of each row without drafts."""
@@ -72,6 +71,8 @@ class Ask:
     gains: list[float]  # chance that its draft is accepted up to the first, second, … token; as many as ``most``
     entry: float = 0.0  # seconds that its draft costs whatever its length
     count: int = 0  # tokens that it is allowed
+    least: Seq[float] = ()  # by its tokens so far, their chance of passing from which one more is worth its step
+    goes_on: bool = False  # it may have more than it is allowed, if it is that sure
     is_probe: bool = False  # these are a cheap test
     is_out: bool = False  # it does without the drafter in this round
 

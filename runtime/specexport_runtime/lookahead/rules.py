@@ -47,15 +47,22 @@ def most_tokens_a_second(stage: Stage) -> None:
         ask.entry = stage.price(ask)
     draft = None if stage.drafter.cost is None else stage.draft_step(len(stage.sequences))
     target = now.verify(sum([ask.most for ask in asks]))
-    counts, _ = allocate(
+    counts, rate = allocate(
         [ask.gains for ask in asks],
         [ask.entry for ask in asks],
         now.expected,
         StepTimes(target, draft, stage.fixed),
         _MARGIN,
     )
+    drafting, total = sum([count > 0 for count in counts]), sum(counts)
     for ask, count in zip(asks, counts, strict=True):
         ask.count = count
+        if draft is not None and count:
+            ask.goes_on = drafting == 1 and not any(stage.fixed)  # alone: each step is for it, and so is its price
+            worth = rate / (1.0 - ask.memory.acceptance.failure_rates[0])
+            step, each = draft[drafting] - draft[drafting - 1], (target[total] - target[0]) / total
+            tokens = [target[k + 1] - target[k] if ask.goes_on else each for k in range(ask.most)]
+            ask.least = [worth * (step + token) for token in tokens]
 
 
 def the_unknown_is_tried(stage: Stage) -> None:

@@ -7,6 +7,7 @@ moves so that a wanted share of draft tokens is accepted.
 
 import math
 from dataclasses import dataclass, fields
+from typing import Protocol
 
 from specexport_runtime.errors import InvalidRequestError
 
@@ -33,6 +34,14 @@ class DraftExitParams:
             if not _in_range(float(value), _RANGES[field.name]):
                 raise InvalidRequestError(f"{field.name} is {value:g}.", hint=wanted)
             object.__setattr__(self, field.name, float(value))
+
+
+class EndsDraft(Protocol):
+    """What may end a draft before its length."""
+
+    def should_end(self, top_probability: float, /) -> bool:
+        """Whether the draft ends with the token just drafted, to whose step the draft gave this top probability."""
+        ...
 
 
 class DraftExit:

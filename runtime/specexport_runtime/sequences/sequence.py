@@ -17,7 +17,7 @@ from specexport_runtime.sequences.text import TextStream
 if TYPE_CHECKING:
     from specexport_runtime.sampling.grammar import Grammar
     from specexport_runtime.sampling.logprobs import TokenLogprobs
-    from specexport_runtime.sequences.draft_exit import DraftExit
+    from specexport_runtime.sequences.draft_exit import DraftExit, EndsDraft
     from specexport_runtime.sequences.records import RoundTrace
 
 NO_ROW = -1
@@ -78,6 +78,7 @@ class Sequence:
         self.reference = tuple(reference)
         self.adaptive = adaptive
         self.draft_exit = draft_exit
+        self.sure: EndsDraft | None = None  # ends a draft of this round that is no longer worth its steps
         self.layer_rules = DEFAULT_RULES if layer_rules is None else layer_rules
         self.trace: list[RoundTrace] | None = [] if trace else None  # one entry a round; None: not asked for
         self.scope, self.adapter = scope, adapter
