@@ -30,18 +30,9 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def store_as_delta(whole: Path, base: Path, delta: Path) -> bool:
-    """Replace a file by its difference from ``base``, if that is worth it.
+    """Replace the file ``whole`` by its difference from ``base``, if that is worth it; returns whether it was.
 
-    Args:
-        whole: file to replace; it is gone afterwards if the answer is yes.
-        base: file that stays whole.
-        delta: where the difference goes.
-
-    Returns:
-        whether ``delta`` stands for ``whole`` now.
-
-    Raises:
-        CheckFailedError: what was written does not give the file again.
+    Then ``delta`` stands for ``whole``, which is gone. CheckFailedError if what was written does not give it again.
     """
     base_bytes, bytes_ = _map(base), _map(whole)
     copies = find_copies(base_bytes, bytes_)

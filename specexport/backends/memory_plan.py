@@ -14,19 +14,12 @@ BUILD_BASE_BYTES = 700 * 10**6
 
 
 class MemoryPlan(NamedTuple):
-    """Bytes that one model needs.
+    """Bytes that one model needs."""
 
-    Attributes:
-        host: of host memory, at the peak of the build.
-        disk: of disk, at the peak: the graph, and one engine for each architecture.
-        gpu_weights: of GPU memory for weights, when the engine runs.
-        gpu_kv: of GPU memory for the KV caches of all rows.
-    """
-
-    host: int
-    disk: int
-    gpu_weights: int
-    gpu_kv: int
+    host: int  # host memory, at the peak of the build
+    disk: int  # at the peak: the graph, and one engine for each architecture
+    gpu_weights: int  # GPU memory for weights, when the engine runs
+    gpu_kv: int  # GPU memory for the KV caches of all rows
 
     def describe(self) -> str:
         """One line for people."""
@@ -39,22 +32,13 @@ class MemoryPlan(NamedTuple):
 def plan_memory(
     *,
     num_parameters: int,
-    dtype: str,
+    dtype: str,  # of weights and caches
     layers: Seq[LayerGeometry],
-    kv_capacity: int,
-    max_num_seqs: int,
-    num_engines: int,
+    kv_capacity: int,  # L
+    max_num_seqs: int,  # cache rows
+    num_engines: int,  # one for each architecture
 ) -> MemoryPlan:
-    """What building and running one model needs.
-
-    Args:
-        num_parameters: of the model.
-        dtype: of its weights and caches.
-        layers: cache sizes.
-        kv_capacity: L.
-        max_num_seqs: cache rows.
-        num_engines: architectures built for.
-    """
+    """What building and running one model needs."""
     item = ITEM_BYTES[dtype]
     weights = num_parameters * item
     return MemoryPlan(
@@ -66,15 +50,7 @@ def plan_memory(
 
 
 def require_host_memory(plan: MemoryPlan, available: int) -> None:
-    """Refuse a build that this machine has too little memory for.
-
-    Args:
-        plan: what is needed.
-        available: bytes that are free; 0 where that is unknown.
-
-    Raises:
-        IncompatibleError: names both numbers.
-    """
+    """Refuse a build that needs more than the ``available`` bytes (0: unknown): IncompatibleError names both."""
     if 0 < available < plan.host:
         raise IncompatibleError(
             f"building needs about {plan.host / 1e9:.1f} GB of memory, {available / 1e9:.1f} GB are free here.",
@@ -83,15 +59,9 @@ def require_host_memory(plan: MemoryPlan, available: int) -> None:
 
 
 def require_gpu_memory(plans: Seq[MemoryPlan], activations: int, gpu_memory_gb: float) -> None:
-    """Refuse engines that the GPU they are meant for cannot hold.
+    """Refuse engines that their GPU cannot hold: IncompatibleError names what is needed, and what to lower.
 
-    Args:
-        plans: one for each model of the bundle.
-        activations: bytes of activation memory of all engines; 0 before they are built.
-        gpu_memory_gb: memory of that GPU.
-
-    Raises:
-        IncompatibleError: names what is needed, and what to lower.
+    ``plans`` has one for each model of the bundle; ``activations`` are bytes of all engines, 0 before they are built.
     """
     weights, caches = sum(plan.gpu_weights for plan in plans), sum(plan.gpu_kv for plan in plans)
     needed = weights + caches + activations

@@ -19,16 +19,11 @@ INLINE_BYTES = 1024
 
 
 def write_onnx(ir_model: "ir.Model", folder: Path) -> str:
-    """Write ``model.onnx`` and ``model.onnx.data`` into ``folder``.
+    """Write ``model.onnx`` and ``model.onnx.data`` into ``folder``; returns the engine file's name.
 
     Weights of a page or more start on a page, so that a session can map them. They are written one at a time, and lazy
-    ones are computed then: no second copy of the model is ever held. The same model gives the same bytes.
-
-    Returns:
-        the engine file's name.
-
-    Raises:
-        OSError: the disk is full, or the folder cannot be written.
+    ones are computed then: no second copy of the model is ever held. The same model gives the same bytes. OSError if
+    the disk is full, or the folder cannot be written.
     """
     import onnx_ir as ir
 
@@ -51,17 +46,10 @@ def write_onnx(ir_model: "ir.Model", folder: Path) -> str:
 
 
 def write_padded_onnx(ir_model: "ir.Model", folder: Path) -> str:
-    """Write ``model.padded.onnx``: another graph over the weights that :func:`write_onnx` has written.
+    """Write ``model.padded.onnx``, a graph over the weights that :func:`write_onnx` wrote; returns the file's name.
 
-    Args:
-        ir_model: the padded-KV graph, lowered from a copy of the same traced model; its weights are let go.
-        folder: where ``model.onnx`` is.
-
-    Returns:
-        the file's name.
-
-    Raises:
-        CheckFailedError: the graph has a weight that ``model.onnx`` has not.
+    The padded-KV graph was lowered from a copy of the same traced model, and its weights are let go. CheckFailedError
+    if it has a weight that ``model.onnx`` has not.
     """
     import onnx_ir as ir
 

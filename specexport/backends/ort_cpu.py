@@ -102,7 +102,7 @@ class OrtCpu(Backend):
 
 
 def _padded_model(ir_model: "ir.Model", job: BuildJob) -> "ir.Model | None":
-    """What becomes the padded-KV graph, which nobody drafts with.
+    """What becomes the padded-KV graph, which drafts never use.
 
     Heads have none, nor have models with states, which what pads a row would enter.
     """

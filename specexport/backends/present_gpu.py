@@ -16,11 +16,7 @@ def present_architecture() -> str | None:
 
 
 def gpu_check_obstacle(recipe: RecipeFields) -> str | None:
-    """Why engines for a GPU cannot be compared with eager transformers here; None if they can.
-
-    Args:
-        recipe: resolved.
-    """
+    """Why engines for a GPU cannot be compared with eager transformers here; None if they can."""
     present = present_architecture()
     if present is None:
         return f"not checked: a {recipe.backend} engine runs on a GPU only, and there is none here"

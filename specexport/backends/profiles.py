@@ -39,26 +39,17 @@ def buckets(largest: int, smallest: int = 1) -> list[int]:
 def plan_profiles(
     role: str,
     *,
-    lookahead: int,
-    max_num_seqs: int,
-    max_num_tokens: int,
-    fold: int = 1,
-    self_draft: bool = False,
-    head: HeadSteps | None = None,
+    lookahead: int,  # K; the target's verify profile has exactly K+1 tokens a row
+    max_num_seqs: int,  # the largest batch bucket
+    max_num_tokens: int,  # the largest prefill bucket
+    fold: int = 1,  # tokens of a row that the attention takes for heads, see ``lowering.trt_native``
+    self_draft: bool = False,  # for every batch bucket, one token a row without the layers that drafts leave out
+    head: HeadSteps | None = None,  # steps of a draft head
 ) -> tuple[Profile, ...]:
     """The profiles of one model: decode and verify (or catch-up) for every batch bucket, and prefill buckets.
 
     A prefill profile takes any number of rows, so it has no batch buckets: with them an engine has twice the profiles,
-    twice the generated kernels and twice the build time.
-
-    Args:
-        role: ``"target"``, ``"draft"`` or ``"head"``.
-        lookahead: K; the target's verify profile has exactly K+1 tokens a row.
-        max_num_seqs: the largest batch bucket.
-        max_num_tokens: the largest prefill bucket.
-        fold: tokens of a row that the attention takes for heads, see ``lowering.trt_native``.
-        self_draft: for every batch bucket, one token a row without the layers that drafts leave out.
-        head: of a draft head, its steps.
+    twice the generated kernels and twice the build time. ``role`` is ``"target"``, ``"draft"`` or ``"head"``.
     """
     batches = buckets(max_num_seqs)
     kinds = _fixed_kinds(role, most_new_tokens(role, lookahead, head), self_draft, head)
@@ -97,13 +88,8 @@ def engine_kv_capacity(max_model_len: int, lookahead: int, width: int | None = N
     """L of an engine with fixed profiles: what a row needs, and more for rows that are only there as padding.
 
     A fixed profile writes its width into every row it covers, also into rows of sequences that are not in the step;
-    those land in the last entries, which hold nothing. Rounded up, so that every row begins at an address that
-    TensorRT takes (a multiple of 256 bytes).
-
-    Args:
-        max_model_len: most tokens of a sequence.
-        lookahead: K.
-        width: tokens a row of the widest fixed profile; None for K+1.
+    those land in the last entries, which hold nothing. Rounded up, so that every row begins at an address that TensorRT
+    takes (a multiple of 256 bytes). ``width`` is tokens a row of the widest fixed profile; None for K+1.
     """
     needed = max_model_len + kv_slack(lookahead) + (lookahead + 1 if width is None else width)
     return -(-needed // _ROW_ENTRIES) * _ROW_ENTRIES
@@ -114,14 +100,8 @@ def input_shapes(
 ) -> dict[str, Shapes]:
     """Smallest, optimal and largest shape of every input of an engine in ``profile``.
 
-    A ranged profile is tuned for one prompt that fills it.
-
-    Args:
-        profile: the profile.
-        names: step inputs that the graph takes.
-        layers: cache sizes.
-        kv_capacity: L.
-        feature_size: E of a draft head.
+    A ranged profile is tuned for one prompt that fills it. ``names`` are the step inputs that the graph takes,
+    ``kv_capacity`` is L, ``feature_size`` E of a draft head.
     """
     smallest = optimum = largest = profile.largest
     if not profile.is_fixed:

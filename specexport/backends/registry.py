@@ -12,11 +12,7 @@ DEFAULT_BACKEND = next(iter(BACKENDS))
 
 
 def find_backend(name: str) -> Backend:
-    """The backend of that name.
-
-    Raises:
-        RecipeError: there is none; lists those there are.
-    """
+    """The backend of that name; RecipeError lists the known ones if there is none."""
     backend = BACKENDS.get(name)
     if backend is None:
         raise RecipeError(f"backend {name!r} is not in this release.", f"use one of: {', '.join(BACKENDS)}.")

@@ -178,8 +178,7 @@ def _fold(ir_model: "ir.Model", job: BuildJob) -> int:
 def choose_skipped(recipe: RecipeFields, num_layers: int) -> tuple[int, ...]:
     """Layers (from 0) that drafts of a target of ``num_layers`` layers leave out.
 
-    Raises:
-        RecipeError: it has no such layer, or none would be left, or left out.
+    RecipeError if it has no such layer, or none would be left, or left out.
     """
     asked = recipe.self_draft_skip
     if asked and (asked[-1] >= num_layers or len(asked) == num_layers):
@@ -197,7 +196,6 @@ def choose_skipped(recipe: RecipeFields, num_layers: int) -> tuple[int, ...]:
 
 
 def _memory_plan(recipe: RecipeFields, num_parameters: int, layers: Seq[LayerGeometry], kv_capacity: int) -> MemoryPlan:
-    """What one model of a resolved recipe needs to build and to run."""
     return plan_memory(
         num_parameters=num_parameters,
         dtype=recipe.dtype,

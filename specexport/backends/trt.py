@@ -39,23 +39,14 @@ _FRUGAL_MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "M
 
 
 class TrtPlan(NamedTuple):
-    """What a TensorRT build needs to know besides the graph.
+    """What a TensorRT build needs to know besides the graph."""
 
-    Attributes:
-        backend: ``"tensorrt"`` or ``"tensorrt-rtx"``.
-        architectures: one engine is built for each, for example ``("89", "120")``.
-        profiles: optimization profiles, in the engine's order.
-        layers: cache sizes.
-        kv_capacity: L.
-        feature_size: E of a draft head.
-    """
-
-    backend: str
-    architectures: tuple[str, ...]
-    profiles: tuple[Profile, ...]
-    layers: tuple[LayerGeometry, ...]
-    kv_capacity: int
-    feature_size: int = 0
+    backend: str  # ``"tensorrt"`` or ``"tensorrt-rtx"``
+    architectures: tuple[str, ...]  # one engine is built for each, for example ``("89", "120")``
+    profiles: tuple[Profile, ...]  # optimization profiles, in the engine's order
+    layers: tuple[LayerGeometry, ...]  # cache sizes
+    kv_capacity: int  # L
+    feature_size: int = 0  # E of a draft head
 
 
 def label(sm: str) -> str:
@@ -73,19 +64,10 @@ def write_trt_engines(
 ) -> tuple[EngineFile, ...]:
     """Build an engine and its build log for every architecture into ``folder`` (which is made).
 
-    Args:
-        ir_model: the lowered graph; its weights are written out once and let go.
-        plan: what to build.
-        folder: the model's folder in the bundle.
-        note: called with what the builder is doing.
-        names: step inputs that the graph takes.
-
-    Returns:
-        the engines, paths relative to ``folder``. The first is a whole file, others may be stored as its difference.
-
-    Raises:
-        CheckFailedError: TensorRT cannot build the graph, or not exactly.
-        SpecexportError: the builder ended without a word.
+    Paths of the returned engines are relative to ``folder``. The first is a whole file, others may be stored as its
+    difference. The graph's weights are written out once and let go. ``note`` is called with what the builder is doing,
+    and ``names`` are the step inputs that the graph takes. CheckFailedError if TensorRT cannot build the graph, or not
+    exactly; IncompatibleError if the builder runs out of memory.
     """
     import onnx_ir as ir
 
@@ -122,7 +104,7 @@ def write_trt_engines(
 
 
 def _share_weights(first: EngineFile, file: EngineFile, folder: Path) -> EngineFile:
-    """Store an engine as its difference from the first one: kernels of its own, and the same weights."""
+    """Store an engine as its difference from the first one: other kernels, and the same weights."""
     delta = str(Path(file.path).with_suffix(".delta"))
     is_delta = store_as_delta(folder / file.path, folder / first.path, folder / delta)
     return replace(file, path=delta, base=first.path) if is_delta else file

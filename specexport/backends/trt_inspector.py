@@ -21,14 +21,8 @@ def can_inspect(sm: str) -> bool:
 def inspect_engine(trt: Any, logger: Any, path: Path, num_profiles: int) -> list[Layer] | None:
     """The layers of every profile, with the sizes of the step that each profile is tuned for.
 
-    Args:
-        trt: the package's module.
-        logger: its logger; it gets the reason where there is nothing to tell.
-        path: the engine file, built with ``ProfilingVerbosity.DETAILED``.
-        num_profiles: profiles of the engine.
-
-    Returns:
-        the layers; None where TensorRT does not load the engine, take its sizes, or tell its layers in this form.
+    The engine was built with ``ProfilingVerbosity.DETAILED``. None where TensorRT does not load it, take its sizes, or
+    tell its layers in this form; ``logger`` gets the reason.
     """
     runtime = trt.Runtime(logger)
     engine = runtime.deserialize_cuda_engine(path.read_bytes())

@@ -16,19 +16,12 @@ from specexport_runtime.errors import IncompatibleError, MissingDependencyError,
 
 
 class TrtPackage(NamedTuple):
-    """One of the packages.
+    """One of the packages."""
 
-    Attributes:
-        backend: backend name, which is also the name of our extra.
-        module: import name.
-        cross_builds: builds for architectures that are not in this machine.
-        times_kernels: keeps a timing cache worth writing.
-    """
-
-    backend: str
-    module: str
-    cross_builds: bool
-    times_kernels: bool
+    backend: str  # also the name of our extra
+    module: str  # import name
+    cross_builds: bool  # builds for architectures that are not in this machine
+    times_kernels: bool  # keeps a timing cache worth writing
 
 
 TENSORRT_RTX = TrtPackage("tensorrt-rtx", "tensorrt_rtx", cross_builds=True, times_kernels=False)
@@ -37,11 +30,7 @@ PACKAGES = {package.backend: package for package in (TENSORRT, TENSORRT_RTX)}
 
 
 def import_package(package: TrtPackage) -> Any:
-    """The package's module.
-
-    Raises:
-        MissingDependencyError: it is not installed, or cannot be loaded; says how to install it.
-    """
+    """The package's module; MissingDependencyError says how to install it if it is absent or cannot be loaded."""
     hint = f"pip install 'specexport[{package.backend}]'."
     if importlib.util.find_spec(package.module) is None:
         if package is TENSORRT:
@@ -58,8 +47,7 @@ def import_package(package: TrtPackage) -> Any:
 def known_architectures(package: TrtPackage) -> tuple[str, ...]:
     """Architectures the package builds for on this machine, for example ``("75", "80", "89")``.
 
-    Raises:
-        MissingDependencyError: the package is not installed.
+    MissingDependencyError if the package is not installed.
     """
     module = import_package(package)
     if not package.cross_builds:
@@ -70,16 +58,11 @@ def known_architectures(package: TrtPackage) -> tuple[str, ...]:
 
 
 def resolve_architectures(package: TrtPackage, asked: Seq[str]) -> tuple[str, ...]:
-    """The architectures to build for: those asked for, or the GPU in this machine.
+    """The architectures to build for: those asked for with ``--sm``, or the GPU in this machine if there are none.
 
-    Args:
-        package: the package that builds.
-        asked: from ``--sm``; may be empty.
-
-    Raises:
-        MissingDependencyError: the package is not installed.
-        RecipeError: one is unknown to the package, or none was given and there is no GPU to ask; lists those it has.
-        IncompatibleError: the package builds only for a GPU that is present, and there is none.
+    RecipeError lists the known ones if one is unknown to the package, or none was given and there is no GPU to ask.
+    IncompatibleError if the package builds only for a GPU that is present, and there is none; MissingDependencyError if
+    it is not installed.
     """
     known = known_architectures(package)
     if not package.cross_builds and not known:
@@ -110,15 +93,10 @@ def resolve_architectures(package: TrtPackage, asked: Seq[str]) -> tuple[str, ..
 def configure(
     trt: Any, package: TrtPackage, config: Any, sm: str, timing_cache: bytes | None, *, has_plugins: bool = False
 ) -> None:
-    """Set what the packages spell differently on a builder config: the architecture, and the timing cache.
+    """Set what the packages spell differently on an ``IBuilderConfig``: the architecture, and the timing cache.
 
-    Args:
-        trt: the package's module.
-        package: which one it is.
-        config: ``IBuilderConfig``.
-        sm: architecture to build for; ``"any"`` for a portable engine.
-        timing_cache: content of the timing cache, empty for a new one; None for none.
-        has_plugins: the network has plugins that carry their kernels with them.
+    ``sm`` is ``"any"`` for a portable engine. ``timing_cache`` is the content of the cache, empty for a new one, None
+    for none. With ``has_plugins`` the network has plugins that carry their kernels with them.
     """
     if package.cross_builds and sm != ANY_ARCHITECTURE:
         config.num_compute_capabilities = 1

@@ -40,23 +40,14 @@ class Tensor(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A layer of a finished engine.
-
-    Attributes:
-        name: the builder's name.
-        kind: the builder's type, for example ``"gemm"`` or ``"kgen"`` (a generated kernel).
-        profile: index of the profile that it belongs to.
-        inputs: what it reads.
-        outputs: what it writes.
-        constants: weights that it reads.
-    """
+    """A layer of a finished engine."""
 
     name: str
-    kind: str
-    profile: int
+    kind: str  # the builder's type, for example ``gemm`` or ``kgen`` (a generated kernel)
+    profile: int  # index of its profile
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
-    constants: tuple[Tensor, ...] = ()
+    constants: tuple[Tensor, ...] = ()  # weights that it reads
 
     @property
     def is_attention(self) -> bool:
@@ -92,12 +83,9 @@ def parse_layers(texts: Iterable[str]) -> list[Layer]:
 def read_layers(text: str, profile: int) -> list[Layer] | None:
     """The layers of one profile, from what the engine inspector tells in JSON.
 
-    Args:
-        text: ``get_engine_information(LayerInformationFormat.JSON)``, asked with a context of that profile.
-        profile: its number. The inspector may list all profiles: then tensors of the others are marked, and left out.
-
-    Returns:
-        None if it tells names only, or tells layers in another form.
+    ``text`` is ``get_engine_information(LayerInformationFormat.JSON)``, asked with a context of that profile. The
+    inspector may list all profiles: then tensors of the others are marked, and left out. None if it tells names only,
+    or tells layers in another form.
     """
     try:
         found = [_layer_of(layer) for layer in json.loads(text)["Layers"]]
@@ -214,12 +202,8 @@ def make_report(
 ) -> dict[str, Any]:
     """Everything the manifest keeps of a build, as plain values.
 
-    Args:
-        trt: the package's module.
-        network: the parsed network.
-        texts: what the builder said.
-        profiles: names of the profiles, in order.
-        inspected: layers as the engine inspector tells them; None takes those in ``texts``.
+    ``texts`` is what the builder said, and ``profiles`` are names in order. ``inspected`` are layers as the engine
+    inspector tells them; None takes those in ``texts``.
     """
     layers = parse_layers(texts) if inspected is None else inspected
     activations = [int(size) for text in texts for size in _ACTIVATIONS.findall(text)]
@@ -254,11 +238,8 @@ def _count(trt: Any, network: Any, kind: str) -> int:
 def network_problems(trt: Any, network: Any, num_layers: int, float32_products: Seq[str] = ()) -> list[str]:
     """What is wrong with a parsed network; empty if nothing is: caches not in place, matrix products in float32.
 
-    Args:
-        trt: the package's module.
-        network: the parsed network.
-        num_layers: attention layers.
-        float32_products: names of products that the model itself has in float32 (a router's, for example).
+    ``num_layers`` counts attention layers; ``float32_products`` names the products that the model itself has in float32
+    (a router's, for example).
     """
     problems = []
     inputs = {network.get_input(i).name: network.get_input(i) for i in range(network.num_inputs)}

@@ -1,6 +1,6 @@
-"""One TensorRT engine, built in a process of its own: ``python -m specexport.backends.trt_worker JOB.json``.
+"""One TensorRT engine, built in a separate process: ``python -m specexport.backends.trt_worker JOB.json``.
 
-A process of its own keeps the builder's memory apart from the compiler's, and an abort inside TensorRT becomes an error
+That keeps the builder's memory apart from the compiler's, and an abort inside TensorRT becomes an error
 message instead of the end of the compiler. Progress and the result are JSON lines on standard output; what TensorRT
 says goes to the log file. Imports the TensorRT package and nothing else that is heavy.
 """
@@ -34,14 +34,11 @@ _STRICT_WORDS = ("unused", "precision", "overflow", "subnormal", "clamp", "trunc
 
 
 class MemoryTrail:
-    """What this process had in memory as a build went on.
-
-    Attributes:
-        marks: bytes of its own and mapped from files: with the ``"libraries"`` loaded, the ``"network"`` read, when
-            the first bytes of the ``"engine"`` came, and when its own were most (``"largest"``) of all samples.
-    """
+    """What this process had in memory as a build went on."""
 
     def __init__(self) -> None:
+        # Bytes, "own" and "mapped" from files: with the "libraries" loaded, the "network" read, when the first bytes of
+        # the "engine" came, and when own bytes were the most ("largest") of all samples
         self.marks: dict[str, dict[str, int]] = {}
 
     def mark(self, name: str) -> None:
@@ -57,33 +54,19 @@ class MemoryTrail:
 
 
 class Job(NamedTuple):
-    """What to build.
+    """What to build."""
 
-    Attributes:
-        backend: ``"tensorrt"`` or ``"tensorrt-rtx"``.
-        model: the lowered graph.
-        sm: architecture, for example ``"89"``.
-        profiles: names of the profiles, in order.
-        shapes: for each profile, smallest, optimal and largest shape of each input.
-        engine: file to write.
-        log: file for what TensorRT says.
-        timing_cache: file to read and write kernel timings, or an empty string.
-        num_layers: attention layers of the model.
-        float32_products: names of the matrix products that the model itself has in float32.
-        plugins: names of the plugins in the graph.
-    """
-
-    backend: str
-    model: str
-    sm: str
-    profiles: list[str]
-    shapes: list[Mapping[str, Any]]
-    engine: str
-    log: str
-    timing_cache: str
-    num_layers: int
-    float32_products: list[str]
-    plugins: list[str]
+    backend: str  # ``tensorrt`` or ``tensorrt-rtx``
+    model: str  # the lowered graph
+    sm: str  # architecture, for example ``89``
+    profiles: list[str]  # names of the profiles, in order
+    shapes: list[Mapping[str, Any]]  # for each profile, smallest, optimal and largest shape of each input
+    engine: str  # file to write
+    log: str  # file for what TensorRT says
+    timing_cache: str  # file to read and write kernel timings, or an empty string
+    num_layers: int  # attention layers of the model
+    float32_products: list[str]  # names of the matrix products that the model itself has in float32
+    plugins: list[str]  # names of the plugins in the graph
 
 
 def main(path: str) -> int:
@@ -106,8 +89,7 @@ def _tell(**event: Any) -> None:
 def build(job: Job, log: TextIO) -> dict[str, Any]:
     """Parse, check and build; writes the engine file and returns the report.
 
-    Raises:
-        CheckFailedError: TensorRT cannot parse or build the graph, or warns about something that would make it inexact.
+    CheckFailedError if TensorRT cannot parse or build the graph, or warns about something that would make it inexact.
     """
     package = PACKAGES[job.backend]
     trt = import_package(package)
@@ -227,7 +209,7 @@ def _make_logger(trt: Any, log: TextIO) -> Any:
     """A logger that keeps the finished engine's layer list, writes the rest to the log, and collects what is refused.
 
     While parsing, every warning that is not known to be harmless is refused: the parser drops what it does not know
-    with a warning only. While building, those are that speak of unused inputs or of precision.
+    with a warning only. While building, only warnings about unused inputs or precision are.
     """
 
     class Collector(trt.ILogger):  # type: ignore[misc]  # the package has no types

@@ -12,50 +12,34 @@ TOKENIZER_NAME = "tokenizer.json"
 
 
 class EngineCheck(NamedTuple):
-    """What the build's check found of an engine, in the worst of its graphs and steps.
+    """What the build's check found of an engine, in the worst of its graphs and steps."""
 
-    Attributes:
-        max_abs_error: largest difference from eager logits.
-        agreement: of a quantized engine, share of the positions where its best token is the float model's, of those
-            where that is decided; None if too few are.
-        divergence: of a quantized engine, mean divergence of its distributions from the float model's, in nats.
-        lost: that, over what the float model's distributions tell; see ``specexport.build.closeness``.
-        perplexity: of a quantized engine's float model, on the built-in texts; None where there are none for it.
-    """
-
-    max_abs_error: float
+    max_abs_error: float  # largest difference from eager logits
+    # of a quantized engine, share of the decided positions where its best token is the float model's; None: too few
     agreement: float | None = None
+    # of a quantized engine, mean divergence of its distributions from the float model's, in nats
     divergence: float | None = None
+    # that, over what the float model's distributions tell; see ``specexport.build.closeness``
     lost: float | None = None
+    # of a quantized engine's float model, on the built-in texts; None where it was not measured
     perplexity: float | None = None
 
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A target, draft or head, built.
+    """A built target, draft or head."""
 
-    Attributes:
-        entry: its manifest entry; paths are relative to the model's own folder.
-        files: engine files by path relative to that folder.
-        tokenizer_json: content of the checkpoint's ``tokenizer.json``.
-        chat_template: Jinja source, if the checkpoint has one.
-        special_tokens: text of named special tokens.
-        bos_token_id: beginning-of-sequence token, if any.
-        eos_token_ids: ids that end a generation.
-        check: what the check found; None if it was not checked.
-    """
-
-    entry: ModelEntry
-    files: Mapping[str, FileEntry]
-    tokenizer_json: bytes = field(repr=False)
-    chat_template: str | None
-    special_tokens: Mapping[str, str]
+    entry: ModelEntry  # paths are relative to the model's own folder
+    files: Mapping[str, FileEntry]  # engine files by path relative to that folder
+    tokenizer_json: bytes = field(repr=False)  # content of the checkpoint's ``tokenizer.json``
+    chat_template: str | None  # Jinja source
+    special_tokens: Mapping[str, str]  # text by name
     bos_token_id: int | None
-    eos_token_ids: tuple[int, ...]
-    check: EngineCheck | None
+    eos_token_ids: tuple[int, ...]  # ids that end a generation
+    check: EngineCheck | None  # None if it was not checked
 
     def to_json(self) -> dict[str, Any]:
-        """JSON form, without the tokenizer (a file of its own)."""
+        """JSON form; the tokenizer is a file beside it."""
         data = asdict(self)
         del data["tokenizer_json"]
         return data

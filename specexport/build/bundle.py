@@ -15,13 +15,9 @@ CHAT_TEMPLATE_NAME = "chat_template.jinja"
 
 
 def check_output(output: Path, *, force: bool) -> bool:
-    """Check the output folder before any work.
+    """Check the output folder before any work; True if a bundle stands there, which may be up to date.
 
-    Returns:
-        whether a bundle stands there (it may be up to date).
-
-    Raises:
-        OutputExistsError: something else stands there.
+    Raises OutputExistsError if something else stands there.
     """
     place_behind_links(output)
     if output.parent.is_dir():
@@ -76,25 +72,14 @@ def refuse_to_replace(output: Path, recipe: BuildRecipe) -> OutputExistsError:
 def write_bundle(
     folder: Path,
     *,
-    recipe: BuildRecipe,
-    build_key: str,
+    recipe: BuildRecipe,  # resolved
+    build_key: str,  # hash of all that decides the result
     tools: Mapping[str, str],
-    models: Mapping[str, BuiltModel],
+    models: Mapping[str, BuiltModel],  # by role; ``"target"`` gives the tokenizer
 ) -> Manifest:
     """Write everything but the engines, which are in ``folder/<role>`` already.
 
-    Args:
-        folder: temporary folder of the bundle.
-        recipe: the resolved recipe.
-        build_key: hash of all that decides the result.
-        tools: versions of the tools.
-        models: the built models by role; ``"target"`` gives the tokenizer.
-
-    Returns:
-        the manifest that was written.
-
-    Raises:
-        OSError: the disk is full, or the folder cannot be written.
+    Raises OSError on a full disk.
     """
     target = models["target"]
     (folder / TOKENIZER_NAME).write_bytes(target.tokenizer_json)

@@ -44,11 +44,9 @@ def open_cache() -> "EngineCache | None":
 
 
 class EngineCache:
-    """The stage cache of ``specexport build``.
+    """The stage cache of ``specexport build``: above ``max_bytes`` the least recently used entries are removed.
 
-    Args:
-        folder: where entries live; None takes :func:`cache_folder`.
-        max_bytes: size above which the least recently used entries are removed.
+    None for ``folder`` takes :func:`cache_folder`.
     """
 
     def __init__(self, folder: Path | None = None, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
@@ -56,17 +54,10 @@ class EngineCache:
         self.max_bytes = max_bytes
 
     def restore(self, key: str, destination: Path) -> BuiltModel | None:
-        """Copy an entry's engine files into ``destination`` and check them there.
+        """Copy an entry's engine files into ``destination``, which it creates, and check them there.
 
-        Args:
-            key: hash of what decides the engine.
-            destination: the model's folder in the bundle being made; created.
-
-        Returns:
-            the built model, or None if there is no entry or it was damaged (then it is gone, and ``destination`` too).
-
-        Raises:
-            OSError: ``destination`` cannot be written.
+        None if there is no entry, or it was damaged: then it is gone, and ``destination`` too. Raises OSError if
+        ``destination`` cannot be written.
         """
         if not self._is_trusted():
             return None
@@ -88,15 +79,9 @@ class EngineCache:
         return None
 
     def store(self, key: str, built: BuiltModel, engine_folder: Path) -> bool:
-        """Keep a built engine. A cache that cannot be written never fails a build.
+        """Keep an engine whose files are in ``engine_folder``; False if it was not stored.
 
-        Args:
-            key: hash of what decides the engine.
-            built: the engine.
-            engine_folder: where its files are.
-
-        Returns:
-            whether it was stored.
+        A cache that cannot be written never fails a build.
         """
         size = sum(entry.size for entry in built.files.values()) + len(built.tokenizer_json)
         try:
@@ -119,11 +104,7 @@ class EngineCache:
     def prune(self, keep: str | None = None) -> list[str]:
         """Remove leftovers of killed builds, then the least recently used entries until the rest fits.
 
-        Args:
-            keep: key of an entry that stays.
-
-        Returns:
-            keys that were removed.
+        The entry ``keep`` stays. Gives the keys of the removed entries.
         """
         entries: list[tuple[float, int, str]] = []
         for folder in self.folder.iterdir() if self.folder.is_dir() else ():

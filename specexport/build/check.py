@@ -53,27 +53,16 @@ TEXT_LENS = (64, 48)
 
 
 class _Run(NamedTuple):
-    """What a graph gave in steps of one kind.
+    """What a graph gave in steps of one kind."""
 
-    Attributes:
-        name: of both, for messages.
-        logits: [n, V].
-        places: row and position of each.
-        adapter: the one that both rows had; 0 for none.
-    """
-
-    name: str
-    logits: Float32Array
-    places: list[tuple[int, int]]
-    adapter: int = 0
+    name: str  # of graph and steps, for messages
+    logits: Float32Array  # [n, V]
+    places: list[tuple[int, int]]  # row and position of each
+    adapter: int = 0  # the one that both rows had; 0 for none
 
 
 def check_sequences(vocab_size: int) -> list[Int64Array]:
-    """The two token sequences that float engines are checked with: fixed, spread over the whole vocabulary.
-
-    Args:
-        vocab_size: V.
-    """
+    """The two token sequences that float engines are checked with: fixed, spread over the whole vocabulary."""
     lengths = [prefill + verify for prefill, verify in zip(PREFILL_LENS, VERIFY_LENS, strict=True)]
     return _any_tokens(vocab_size, lengths)
 
@@ -81,10 +70,8 @@ def check_sequences(vocab_size: int) -> list[Int64Array]:
 def text_sequences(tokenizer_json: bytes, vocab_size: int, max_positions: int | None = None) -> list[Int64Array]:
     """The two token sequences that engines with quantized weights or caches are checked with: code and prose.
 
-    Args:
-        tokenizer_json: the checkpoint's ``tokenizer.json``.
-        vocab_size: V. Where the texts are too short in this vocabulary, or outside of it, any tokens take their place.
-        max_positions: most tokens that the model can read; None for no limit.
+    Where the texts are too short in this vocabulary, or outside of it, random tokens take their place. A model reads
+    ``max_positions`` tokens at most; None is no limit.
     """
     from tokenizers import Tokenizer
 
@@ -97,12 +84,10 @@ def text_sequences(tokenizer_json: bytes, vocab_size: int, max_positions: int | 
 
 
 def text_perplexity(tokenizer_json: bytes, sequences: Seq[Int64Array], references: Seq[Float32Array]) -> float | None:
-    """Perplexity of eager logits on the texts that they are of, which no reading of the weights shares; None of others.
+    """Perplexity of eager logits [len, V] on the built-in texts; None if the sequences are other tokens.
 
-    Args:
-        tokenizer_json: the checkpoint's ``tokenizer.json``.
-        sequences: from :func:`text_sequences`.
-        references: logits [len, V] of each.
+    Engine and eager model read the weights in the same way, so their logits agree even where that way is wrong: this
+    number shows it.
     """
     from tokenizers import Tokenizer
 
@@ -125,11 +110,7 @@ def _any_tokens(vocab_size: int, lengths: Seq[int]) -> list[Int64Array]:
 
 
 def check_obstacle(recipe: BuildRecipe) -> str | None:
-    """Why engines of a recipe cannot be compared with eager transformers here; None if they can.
-
-    Args:
-        recipe: resolved.
-    """
+    """Why engines of a resolved recipe cannot be compared with eager transformers here; None if they can."""
     if not recipe.check:
         return "not checked: asked not to"
     return find_backend(recipe.backend).check_obstacle(recipe)
@@ -138,24 +119,13 @@ def check_obstacle(recipe: BuildRecipe) -> str | None:
 def check_engine(
     folder: Path,
     entry: ModelEntry,
-    sequences: Seq[Int64Array],
-    references: Seq[Float32Array],
-    adapted: Seq[Seq[Float32Array]] = (),
+    sequences: Seq[Int64Array],  # from :func:`check_sequences`, or from :func:`text_sequences` for an approximation
+    references: Seq[Float32Array],  # eager logits [len, V] of each sequence
+    adapted: Seq[Seq[Float32Array]] = (),  # the same with each adapter that requests may choose
 ) -> EngineCheck:
-    """Run the engine on ``sequences`` and compare what it computes.
+    """Run the engine on ``sequences`` and compare what it computes; gives the worst of its graphs and steps.
 
-    Args:
-        folder: the model's folder.
-        entry: its manifest entry.
-        sequences: tokens of each sequence: :func:`check_sequences`, or :func:`text_sequences` for an approximation.
-        references: eager logits [len, V] of each sequence.
-        adapted: the same with each adapter that requests may choose.
-
-    Returns:
-        what was found, of the graph and the steps where it was worst.
-
-    Raises:
-        CheckFailedError: it is beyond the tolerance; names the graph, and what of it.
+    Raises CheckFailedError, which names the graph, if it is beyond the tolerance.
     """
     checks = []
     each = (references, *adapted)
@@ -305,11 +275,7 @@ def _make_executor(folder: Path, entry: ModelEntry, sequences: Seq[Int64Array], 
 def open_new_engine(
     folder: Path, entry: ModelEntry, *, num_rows: int, kv_capacity: int, unpad_kv: bool = True
 ) -> Executor:
-    """An engine that was just built, for a few steps.
-
-    Raises:
-        SpecexportError: the runtime has no such backend.
-    """
+    """Open a just built engine for a few steps; raises SpecexportError if the runtime has no such backend."""
     from specexport_runtime.executors.open import backend_of
 
     backend = backend_of(entry.backend)

@@ -15,12 +15,7 @@ _LENS = ((11, 7), (1, 31), (5, 0), (0, 20), (19, 8))
 
 
 def assistant_reference(head: "AssistantHead", config: "HeadConfig") -> HeadReference:
-    """Steps of one token a row, and what the assistant computes of them in torch, a sequence at a time.
-
-    Args:
-        head: the assistant.
-        config: what it computes.
-    """
+    """Steps of one token a row, and what the assistant computes of them in torch, a sequence at a time."""
     import torch
 
     from specexport.heads.assistant import Places, draft_steps, shape_of

@@ -15,12 +15,7 @@ BLOCK_STEPS = (((5, 3), (2, 2)), ((1, 3), (3, 4)), ((2, 2), (1, 3)))
 
 
 def block_reference(head: "DraftHead", config: "HeadConfig") -> HeadReference:
-    """Steps with random features and tokens, and what the head computes of them in torch, a sequence at a time.
-
-    Args:
-        head: the head.
-        config: what it computes.
-    """
+    """Steps with random features and tokens, and what the head computes of them in torch, a sequence at a time."""
     import torch
 
     from specexport.heads.dflash import block_states

@@ -21,33 +21,20 @@ much as it is large."""
 
 
 class CheckedRow(NamedTuple):
-    """What one sequence is fed in a step, and what comes of it in torch.
+    """What one sequence is fed in a step, and what comes of it in torch."""
 
-    Attributes:
-        tokens: input ids, int64 [n].
-        features: float32 [n, E].
-        kept: how many of these entries are committed.
-        logits: of the last entries [r, N]; they are the ones that want logits.
-        handed_on: of the same [r, E].
-    """
-
-    tokens: np.ndarray
-    features: np.ndarray
-    kept: int
-    logits: np.ndarray
-    handed_on: np.ndarray
+    tokens: np.ndarray  # input ids, int64 [n]
+    features: np.ndarray  # float32 [n, E]
+    kept: int  # how many of these entries are committed
+    logits: np.ndarray  # of the last r entries, which want logits [r, N]
+    handed_on: np.ndarray  # of the same [r, E]
 
 
 class LentRows(NamedTuple):
-    """What a head that reads the target's caches finds in them.
+    """What a head that reads the target's caches finds in them."""
 
-    Attributes:
-        caches: by name [2, 1, H, L, D].
-        lens: entries of the two rows, in each step.
-    """
-
-    caches: Mapping[str, np.ndarray]
-    lens: Seq[tuple[int, int]]
+    caches: Mapping[str, np.ndarray]  # by name [2, 1, H, L, D]
+    lens: Seq[tuple[int, int]]  # entries of the two rows, in each step
 
     def lend(self, layers: Seq[int]) -> dict[str, np.ndarray]:  # noqa: ARG002 - it has those that are asked for
         """See ``CacheLender.lend``."""
@@ -55,27 +42,18 @@ class LentRows(NamedTuple):
 
 
 class HeadReference(NamedTuple):
-    """What a head is checked against.
+    """What a head is checked against."""
 
-    Attributes:
-        steps: the two rows of each step.
-        lent: of a head without a cache.
-    """
-
-    steps: Seq[Seq[CheckedRow]]
-    lent: LentRows | None = None
+    steps: Seq[Seq[CheckedRow]]  # the two rows of each step
+    lent: LentRows | None = None  # of a head without a cache
 
 
 def causal_reference(
     tokens: Seq[np.ndarray], features: Seq[np.ndarray], logits: Seq[np.ndarray], handed_on: Seq[np.ndarray]
 ) -> HeadReference:
-    """Ragged steps of a causal head, from what it computes of each whole sequence.
+    """Ragged steps of a causal head, from what it computes of each whole sequence of ``CHECK_LENS`` tokens.
 
-    Args:
-        tokens: of each sequence, int64 [n], of ``CHECK_LENS`` tokens.
-        features: likewise, float32 [n, E].
-        logits: likewise [n, N].
-        handed_on: likewise [n, E].
+    Of each sequence: token ids int64 [n], features float32 [n, E], logits [n, N] and what it hands on [n, E].
     """
     steps, done = [], [0, 0]
     for counts in CHECK_STEPS:
@@ -91,11 +69,7 @@ def causal_reference(
 
 
 def check_head(folder: Path, entry: ModelEntry, reference: HeadReference) -> EngineCheck:
-    """Run a head's engine in ragged steps and compare logits and what it hands on with torch.
-
-    Raises:
-        CheckFailedError: they differ.
-    """
+    """Run a head's engine in ragged steps; raises CheckFailedError if what it gives differs from torch."""
     from specexport_runtime.executors.base import EngineRequest, as_head
     from specexport_runtime.executors.open import backend_of
     from specexport_runtime.packing.batch import ModelRunner, RowWork

@@ -17,7 +17,7 @@ READ = ((5, 2), (1, 3), (2, 1))
 
 Equations = Callable[[np.ndarray, Seq[int]], tuple[np.ndarray, np.ndarray]]
 """Logits [N] and the hidden state handed on [H], for all features of a sequence [n, H] and the tokens that the head
-reads: the newest and those that were guessed."""
+reads: the newest and the guessed ones."""
 
 
 def hydra_reference(head: "HydraHeads", config: "HeadConfig") -> HeadReference:
@@ -37,14 +37,7 @@ def hydra_reference(head: "HydraHeads", config: "HeadConfig") -> HeadReference:
 
 
 def hydra_steps(compute: Equations, num_heads: int, feature_size: int, vocab_size: int) -> HeadReference:
-    """The steps.
-
-    Args:
-        compute: what the heads compute.
-        num_heads: how many there are.
-        feature_size: E.
-        vocab_size: V.
-    """
+    """Steps with random features [n, E] and tokens, and what ``compute`` says of them."""
     from specexport_runtime.abi import CONTEXT_ID
 
     generator = np.random.default_rng(21)

@@ -47,32 +47,18 @@ def is_large(folder: Path, entry: ModelEntry) -> bool:
 
 
 class _Step(NamedTuple):
-    """A step of the script.
+    """A step of the script."""
 
-    Attributes:
-        feeds: its step inputs, by name.
-        num_rows: logit rows.
-        moved: before it, entries of these rows were packed to the front.
-        fresh: before it, all rows were forgotten.
-    """
-
-    feeds: Arrays
-    num_rows: int
-    moved: tuple[tuple[int, Int64Array], ...]
-    fresh: bool
+    feeds: Arrays  # its step inputs, by name
+    num_rows: int  # logit rows
+    moved: tuple[tuple[int, Int64Array], ...]  # before it, entries of these rows were packed to the front
+    fresh: bool  # before it, all rows were forgotten
 
 
 class PartedExecutor:
     """An executor (see ``Executor``) that is driven twice through the same steps.
 
     The first time, it writes them down and answers with zeros; then :meth:`compute`; the second time it answers.
-
-    Args:
-        path: the graph.
-        entry: the model's manifest entry.
-        num_rows: cache rows.
-        kv_capacity: entries of each row.
-        num_threads: compute threads.
     """
 
     max_num_tokens: int | None = None
@@ -180,17 +166,11 @@ class PartedExecutor:
 
 
 class Part(NamedTuple):
-    """Some nodes of a graph that follow each other.
+    """Some nodes of a graph that follow each other."""
 
-    Attributes:
-        model: a protobuf model of them, without inputs.
-        inputs: what they read of others.
-        done: values that nobody reads after them.
-    """
-
-    model: Any
-    inputs: tuple[str, ...]
-    done: tuple[str, ...]
+    model: Any  # a protobuf model of them, without inputs
+    inputs: tuple[str, ...]  # values of other nodes that they read
+    done: tuple[str, ...]  # the inputs that no later node reads
 
     def with_inputs(self, examples: Arrays) -> bytes:
         """The model as bytes; dtypes and ranks of its inputs are those of ``examples``."""
@@ -207,8 +187,7 @@ class Part(NamedTuple):
 def split_graph(path: Path) -> Iterator[Part]:
     """Cut a graph's nodes, in their order, so that each part's weights take ``PART_BYTES`` at most.
 
-    Args:
-        path: graph file, with its weights beside it; they are not read.
+    The weights' file lies beside ``path``; it is not read.
     """
     import onnx
 
@@ -218,7 +197,7 @@ def split_graph(path: Path) -> Iterator[Part]:
     of_constants = set(makers.values())
     nodes = [node for at, node in enumerate(whole.graph.node) if at not in of_constants]
     reads = [_reads(node) for node in nodes]
-    # What is made of constants alone belongs to whoever reads it: kernels look at it when an engine is opened.
+    # What is made of constants alone goes to each part that reads it: kernels look at it when an engine is opened.
     constants = [_behind(names, makers, whole.graph.node) for names in reads]
     last_use = {name: at for at, names in enumerate(reads) for name in names}
     results = {value.name for value in whole.graph.output}

@@ -26,16 +26,14 @@ MOST_LOST = {"int8": 0.05, "int4": 0.2, "keep": 0.05, "int8 KV cache": 0.05}
 class Closeness(NamedTuple):
     """A quantized engine against the float model, at some positions of a text.
 
-    Attributes:
-        agreement: share of the decided positions where both have the same best token; None if too few are decided.
-        divergence: mean Kullback-Leibler divergence of the engine's distributions from the float model's, in nats; NaN
-            if some logits are no finite numbers.
-        lost: divergence over what the float model tells at these positions: the mean divergence of its own distribution
-            over all of them. 0 is no loss, 1 what the same guess at every position would lose. Unlike the divergence it
-            means the same for a model that knows much and for an untrained one.
+    ``lost`` is the divergence over what the float model tells at these positions: the mean divergence of its own
+    distributions from their average. 0 is no loss, 1 what the same guess at every position would lose. Unlike the
+    divergence it means the same for a model that knows much and for an untrained one.
     """
 
+    # share of the decided positions where both have the same best token; None if too few are decided
     agreement: float | None
+    # mean Kullback-Leibler divergence from the float model's distributions, in nats; NaN if some logits are not finite
     divergence: float
     lost: float
 
@@ -53,12 +51,7 @@ class Closeness(NamedTuple):
 
 
 def measure_closeness(found: Float32Array, reference: Float32Array) -> Closeness:
-    """Compare logits at the same positions.
-
-    Args:
-        found: the engine's logits [n, V].
-        reference: the float model's logits [n, V].
-    """
+    """Compare the engine's logits [n, V] with the float model's at the same positions."""
     if not np.isfinite(found).all():
         return Closeness(None, float("nan"), float("nan"))
     everywhere = np.zeros(reference.shape[1])

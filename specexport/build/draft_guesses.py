@@ -2,7 +2,7 @@
 
 The target writes greedily behind some prompts, all of them in one batch. The draft then reads each of these texts in
 one step, and what it would have guessed at each place is compared with what stands there: the share of right guesses is
-the chance that a draft token is accepted. A smaller LM head needs no step of its own: its guess is the likeliest of the
+the chance that a draft token is accepted. A smaller LM head needs no further step: its guess is the likeliest of the
 tokens that it has.
 """
 
@@ -66,14 +66,9 @@ def held_out(texts: Seq[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
 def write_texts(folder: Path, target: BuiltModel, prompts: Seq[str], *, num_ids: int) -> list[Text]:
     """What the target writes behind each prompt, up to the first token that ends a text.
 
-    Args:
-        folder: of the target's engine.
-        target: the target.
-        prompts: texts to go on with; none for the built-in ones, in the chat template if there is one.
-        num_ids: ids that the draft has; a text with another is left out.
-
-    Raises:
-        SpecexportError: the target is too large to write enough, or the draft lacks tokens of all texts.
+    ``folder`` is of the target's engine. Without ``prompts`` there are built-in ones, in the chat template if there is
+    one. A text with an id from ``num_ids`` up, which the draft does not have, is left out. Raises SpecexportError if
+    the target is too large to write enough, or no text is left.
     """
     from tokenizers import Tokenizer
 
@@ -118,12 +113,8 @@ def count_right(
 ) -> list[int]:
     """How many tokens of the texts a draft would have guessed, with each LM head.
 
-    Args:
-        folder: of the draft's engine.
-        entry: of the draft.
-        texts: of the target.
-        own: ids of the engine's LM head, ascending; None for all.
-        heads: ids that it is narrowed to; None for as it is.
+    ``own`` are the ids of the engine's LM head, ascending; None for all. ``heads`` are ids that it is narrowed to; None
+    for the LM head as it is.
     """
     ids = np.arange(entry.vocab_size, dtype=np.int32) if own is None else own
     kept = [np.arange(len(ids)) if head is None else np.flatnonzero(np.isin(ids, head)) for head in heads]

@@ -18,15 +18,10 @@ NUM_PIECES, PIECE_LEN = 4, 256
 
 
 class LayerPrune(NamedTuple):
-    """What a draft's layers are cut down by.
+    """What a draft's layers are cut down by."""
 
-    Attributes:
-        num_layers: N, layers that stay.
-        texts: what layers are measured on.
-    """
-
-    num_layers: int
-    texts: tuple[str, ...]
+    num_layers: int  # N, layers that stay
+    texts: tuple[str, ...]  # what layers are measured on
 
     @property
     def texts_sha256(self) -> str:
@@ -35,15 +30,7 @@ class LayerPrune(NamedTuple):
 
 
 def check_num_layers(kept: int, num_layers: int) -> None:
-    """Refuse to keep more layers than there are.
-
-    Args:
-        kept: N.
-        num_layers: layers of the whole draft.
-
-    Raises:
-        RecipeError: N is beyond them.
-    """
+    """Raise a RecipeError if more layers are to be kept than the whole draft has."""
     if kept > num_layers:
         raise RecipeError(
             f"draft_layers is {kept}, and the draft has {num_layers}.", f"give 1 to {num_layers}, or leave it out."
@@ -55,25 +42,14 @@ def cut_pieces(
     tokenizer_json: bytes,
     vocab_size: int,
     *,
-    max_positions: int | None = None,
-    num_pieces: int = NUM_PIECES,
-    piece_len: int = PIECE_LEN,
+    max_positions: int | None = None,  # most tokens that the model can read; None for no limit
+    num_pieces: int = NUM_PIECES,  # at most
+    piece_len: int = PIECE_LEN,  # tokens of each piece at most
 ) -> list[Int64Array]:
-    """Pieces of the texts, spread evenly over all of them.
+    """Pieces of the texts, int64 token ids, spread evenly over all of them.
 
-    Args:
-        texts: the texts, one behind the other.
-        tokenizer_json: the draft's ``tokenizer.json``. A piece begins with the token that it puts before a text.
-        vocab_size: V; tokens without a row are left out.
-        max_positions: most tokens that the draft can read; None for no limit.
-        num_pieces: how many there are at most.
-        piece_len: how many tokens each has at most.
-
-    Returns:
-        up to ``num_pieces`` arrays of up to ``piece_len`` token ids, int64.
-
-    Raises:
-        RecipeError: no token is left.
+    A piece begins with the token that the tokenizer puts before a text. Tokens without a row are left out. Raises
+    RecipeError if no token is left.
     """
     from tokenizers import Tokenizer
 

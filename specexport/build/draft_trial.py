@@ -38,35 +38,21 @@ _KERNELS = "avx512vnni"
 
 
 class DraftForm(NamedTuple):
-    """What becomes of a draft.
+    """What becomes of a draft."""
 
-    Attributes:
-        quantize: of its weights; None for float ones.
-        head_ids: token ids that its LM head keeps, int32 [N], ascending; None for all.
-    """
-
-    quantize: str | None
-    head_ids: Int32Array | None
+    quantize: str | None  # of its weights; None for float ones
+    head_ids: Int32Array | None  # token ids that its LM head keeps, int32 [N], ascending; None for all
 
 
 class HeadSizes(NamedTuple):
-    """What the cost of a draft's step can be told from, whatever its LM head keeps.
+    """What the cost of a draft's step can be told from, whatever its LM head keeps."""
 
-    Attributes:
-        step_parameters: that a step multiplies with each token, with the whole head.
-        num_heads: query heads of a layer, if the checkpoint says so.
-        rows: V, tokens of the whole head.
-        width: inputs of the head.
-        tied: the embedding is the same weight.
-        kept_bytes: of a weight of the head in a quantized checkpoint; None where it is float.
-    """
-
-    step_parameters: int
-    num_heads: int | None
-    rows: int
-    width: int
-    tied: bool
-    kept_bytes: float | None
+    step_parameters: int  # that a step multiplies with each token, with the whole head
+    num_heads: int | None  # query heads of a layer; None if the checkpoint does not say
+    rows: int  # V, tokens of the whole head
+    width: int  # inputs of the head
+    tied: bool  # the embedding is the same weight
+    kept_bytes: float | None  # of a weight of the head in a quantized checkpoint; None where it is float
 
     def step(self, head_ids: Int32Array | None) -> dict[str, Any]:
         """Fields of the manifest entry, with a head of these ids."""
@@ -84,25 +70,15 @@ class HeadSizes(NamedTuple):
 
 
 class DraftTrial(NamedTuple):
-    """What is to be found out of a draft.
+    """What is to be found out of a draft."""
 
-    Attributes:
-        quantizes: try other weights than the simplest.
-        cuts: try smaller LM heads.
-        texts: that tokens are counted on.
-        own_texts: they are a person's: if they are enough, the target goes on with some of them.
-        lookahead: largest K.
-        target: what writes; None as long as it is not built.
-        folder: of its engine.
-    """
-
-    quantizes: bool
-    cuts: bool
-    texts: tuple[str, ...]
-    own_texts: bool
-    lookahead: int
-    target: BuiltModel | None = None
-    folder: Path = Path()
+    quantizes: bool  # try other weights than the simplest
+    cuts: bool  # try smaller LM heads
+    texts: tuple[str, ...]  # that tokens are counted on
+    own_texts: bool  # they are a person's: if they are enough, the target goes on with some of them
+    lookahead: int  # largest K
+    target: BuiltModel | None = None  # what writes; None as long as it is not built
+    folder: Path = Path()  # of its engine
 
     def others(self, kept_bytes: float | None) -> tuple[str, ...]:
         """Quantizations to try beside the simplest form, which takes so many bytes a weight; None for float weights."""
@@ -122,25 +98,15 @@ class Chosen(NamedTuple):
 
 
 class FormChoice(NamedTuple):
-    """What a form is chosen from.
+    """What a form is chosen from."""
 
-    Attributes:
-        trial: what is to be found out.
-        simplest: the form that is in ``folder``.
-        others: quantizations to try.
-        folder: of the draft.
-        make: builds the files of a form in a folder; ``last=True`` uses the traced graph up.
-        sizes: of the draft.
-        rank: all token ids, those first that an LM head keeps first.
-    """
-
-    trial: DraftTrial
-    simplest: Chosen
-    others: Seq[str]
-    folder: Path
-    make: Callable[..., ModelEntry]
+    trial: DraftTrial  # what is to be found out
+    simplest: Chosen  # the form that is in ``folder``
+    others: Seq[str]  # quantizations to try
+    folder: Path  # of the draft
+    make: Callable[..., ModelEntry]  # builds the files of a form in a folder; ``last=True`` uses the traced graph up
     sizes: HeadSizes
-    rank: Callable[[HeadCut], Int32Array]
+    rank: Callable[[HeadCut], Int32Array]  # all token ids, in the order in which an LM head keeps them
 
     def settle(self) -> Chosen:
         """Find the form that promises most, and leave its files in ``folder``.
@@ -223,13 +189,9 @@ def pick(tried: Seq[TriedForm]) -> TriedForm:
 
 
 def promised_speed(accepted: float, target: StepCost, draft: StepCost, lookahead: int) -> float:
-    """Tokens a second over plain decoding's, at the best K, 0 (no draft at all) among them.
+    """Tokens a second over plain decoding's, at the best K from 0 (no draft at all) to ``lookahead``.
 
-    Args:
-        accepted: chance that a draft token passes, 0 to 1.
-        target: a step of the target.
-        draft: a step of the draft.
-        lookahead: largest K.
+    ``accepted`` is the chance that a draft token passes, 0 to 1.
     """
     plain, step, best, expected = target.seconds(1, 1), draft.seconds(1, 1), 1.0, 1.0
     for k in range(1, lookahead + 1):

@@ -28,17 +28,11 @@ _BATCH = 1000  # texts that are tokenized at a time
 
 
 class HeadCut(NamedTuple):
-    """What a draft's LM head is cut down by.
+    """What a draft's LM head is cut down by."""
 
-    Attributes:
-        size: N, tokens that stay.
-        texts: what tokens are counted on.
-        ends: ids that end a text of the target; they stay.
-    """
-
-    size: int
-    texts: tuple[str, ...]
-    ends: tuple[int, ...] = ()
+    size: int  # N, tokens that stay
+    texts: tuple[str, ...]  # what tokens are counted on
+    ends: tuple[int, ...] = ()  # ids that end a text of the target; they stay
 
     @property
     def texts_sha256(self) -> str:
@@ -52,16 +46,12 @@ def hash_texts(texts: Seq[str]) -> str:
 
 
 def read_counting_texts(path: str | None) -> tuple[str, ...]:
-    """Texts to count tokens and to measure layers on.
+    """Texts to count tokens and to measure layers on: a file's, or those of a folder's files in the order of names.
 
-    Args:
-        path: a file, or a folder whose files are read in the order of their names, hidden ones left out. A file that
-            ends in ``.jsonl`` holds an object a line with ``text`` (what ``specexport generate --json`` writes), or
-            else ``prompt`` and perhaps ``reference``; any other is a text. None takes the prompts and references that
-            ``specexport bench`` has.
-
-    Raises:
-        RecipeError: there is no such file or folder, a file cannot be read or has another form, or there is no text.
+    Hidden files of a folder are left out. A file that ends in ``.jsonl`` holds an object a line with ``text`` (what
+    ``specexport generate --json`` writes), or else ``prompt`` and perhaps ``reference``; any other file is a text. None
+    takes the prompts and references that ``specexport bench`` has. Raises RecipeError if there is no such path, a file
+    cannot be read or has another form, or there is no text.
     """
     place = Path(str(files("specexport") / "bench" / "builtin_prompts.jsonl")) if path is None else Path(path)
     place = place.expanduser()
@@ -110,15 +100,7 @@ def tokenize(texts: Seq[str], tokenizer: "Tokenizer") -> Iterator[Int64Array]:
 
 
 def check_head_size(size: int, vocab_size: int) -> None:
-    """Refuse to keep more tokens than there are.
-
-    Args:
-        size: N.
-        vocab_size: V, rows of the whole head.
-
-    Raises:
-        RecipeError: N is beyond V.
-    """
+    """Raise a RecipeError if an LM head is to keep more tokens than its ``vocab_size`` rows."""
     if size > vocab_size:
         raise RecipeError(
             f"draft_vocab_size is {size}, a vocabulary size beyond the draft's: its LM head has {vocab_size} rows.",
@@ -129,20 +111,10 @@ def check_head_size(size: int, vocab_size: int) -> None:
 def rank_head_ids(
     cut: HeadCut, tokenizer_json: bytes, vocab_size: int, *, keep: Seq[int] = (), special_tokens: Seq[str] = ()
 ) -> Int32Array:
-    """All token ids, those first that a draft's LM head keeps first.
+    """All token ids, int32 [V], those first that a draft's LM head keeps first: the likeliest.
 
-    Args:
-        cut: how many stay at least, and what they are counted on.
-        tokenizer_json: the draft's ``tokenizer.json``.
-        vocab_size: V, rows of the whole head.
-        keep: ids that stay, however often they were seen: those that end a text. ``cut.ends`` stay too.
-        special_tokens: texts of named special tokens, which stay as well.
-
-    Returns:
-        [V] int32.
-
-    Raises:
-        RecipeError: N is beyond V, or too small for what must stay.
+    Ahead of them are the ids that must stay: ``keep``, ``cut.ends``, and those of the ``special_tokens``, texts of
+    named tokens. Raises RecipeError if N is beyond V, or too small for what must stay.
     """
     from tokenizers import Tokenizer
 

@@ -59,14 +59,7 @@ def tool_versions() -> dict[str, str]:
 
 
 def hash_sources(root: str) -> str:
-    """Hash of a module of ours and of every module of ours that it needs, directly or not.
-
-    Args:
-        root: dotted name of the module.
-
-    Raises:
-        SpecexportError: a module that is named does not exist.
-    """
+    """Hash of a module of ours and of every module of ours that it needs; see :func:`needed_sources`."""
     digest = hashlib.sha256()
     for name, path in sorted(needed_sources(root).items()):
         digest.update(name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
@@ -74,17 +67,11 @@ def hash_sources(root: str) -> str:
 
 
 def needed_sources(root: str) -> dict[str, Path]:
-    """The source files that a module of ours depends on, its own among them, by dotted name.
+    """The source files that a module of ours depends on, directly or not, its own among them, by dotted name.
 
     Imports inside functions count; those for type checkers alone do not. A module that is only named, in a string (a
     worker process, a lazy registry), counts like one that is imported. The ``__init__`` of a package counts where it is
-    imported from, not for every module below it.
-
-    Args:
-        root: dotted name of the module.
-
-    Raises:
-        SpecexportError: a module that is named does not exist.
+    imported from, not for every module below it. Raises SpecexportError if there is no module of a name.
     """
     found: dict[str, Path] = {}
     left = [root]

@@ -35,30 +35,17 @@ PROBE_PIECES, PROBE_LEN = 6, 64
 
 
 class HeadPlan(NamedTuple):
-    """What is known of a head before its target is built.
+    """What is known of a head before its target is built."""
 
-    Attributes:
-        config: what it computes, as it is accepted.
-        request: what the target is to give.
-        probe: how often it guessed right; None if that was not looked at.
-    """
-
-    config: "HeadConfig"
-    request: "FeatureRequest"
-    probe: "Probe | None"
+    config: "HeadConfig"  # what it computes, in the reading that was accepted
+    request: "FeatureRequest"  # what the target is to give
+    probe: "Probe | None"  # how often it guessed right; None if that was not looked at
 
 
 def plan_head(recipe: BuildRecipe, source: ModelSource, target: ModelSource, clock: StageClock) -> HeadPlan:
     """Read a head's configuration and look at how it guesses.
 
-    Args:
-        recipe: the recipe.
-        source: the head.
-        target: the target.
-        clock: times the stage.
-
-    Raises:
-        CheckpointError, UnsupportedModelError: it cannot be read, is for another target, or guesses at chance.
+    Raises CheckpointError or UnsupportedModelError if it cannot be read, is for another target, or guesses at chance.
     """
     with clock.stage("probe", source.role, source.name):
         checkpoint = load_source(recipe, target)
@@ -83,11 +70,7 @@ def plan_head(recipe: BuildRecipe, source: ModelSource, target: ModelSource, clo
 
 
 def _check_kind(recipe: BuildRecipe, source: ModelSource, config: "HeadConfig") -> None:
-    """Refuse a head that a backend has no form of, before its target is built.
-
-    Raises:
-        UnsupportedModelError: names the backends that have one.
-    """
+    """Refuse a head that a backend has no form of, before its target is built."""
     obstacle = find_backend(recipe.backend).head_obstacle(config.kind, recipe)
     if obstacle is not None:
         able = [name for name, backend in BACKENDS.items() if config.kind in backend.head_kinds]
@@ -104,7 +87,7 @@ def describe_probe(rate: float, change: str | None) -> str:
 
 
 def untaken_module(recipe: BuildRecipe) -> str | None:
-    """What to say of an MTP module in the target's checkpoint that nobody asked for; None where there is none."""
+    """A hint at an MTP module in the target's checkpoint that the recipe leaves out; None where there is none."""
     from specexport.frontend.source import resolve_source
     from specexport.heads.mtp_files import holds_module
 
@@ -120,11 +103,7 @@ def untaken_module(recipe: BuildRecipe) -> str | None:
 
 
 def _check_tokenizer(source: ModelSource, checkpoint: Any) -> None:
-    """Compare the head's tokenizer with the target's, where it has one.
-
-    Raises:
-        VocabularyMismatchError: a token id means something else.
-    """
+    """Compare the head's tokenizer with the target's, where it has one."""
     from specexport.frontend.source import resolve_source
 
     path = resolve_source(source.source, source.revision).folder / TOKENIZER_NAME
@@ -135,11 +114,7 @@ def _check_tokenizer(source: ModelSource, checkpoint: Any) -> None:
 
 
 def _check_caches(recipe: BuildRecipe, config: "HeadConfig", name: str) -> None:
-    """Refuse a head that reads caches of the target where these do not hold floats.
-
-    Raises:
-        UnsupportedModelError: they hold int8, whose scales only the target's graph has.
-    """
+    """Refuse a head that reads caches of the target where these hold int8: only the target's graph has the scales."""
     if config.assistant is not None and recipe.kv_cache_dtype is not None:
         raise UnsupportedModelError(
             f"the head {name} reads the target's KV caches, and these hold {recipe.kv_cache_dtype}, which it cannot "
@@ -210,29 +185,18 @@ def _pieces(checkpoint: Any) -> Seq[np.ndarray]:
 
 
 def build_head(
-    recipe: BuildRecipe,
+    recipe: BuildRecipe,  # ``"auto"`` allowed
     source: ModelSource,
     target: ModelSource,
     plan: HeadPlan,
-    folder: Path,
+    folder: Path,  # where the engine files go; created
     *,
     clock: StageClock,
-    dump_dir: Path | None = None,
+    dump_dir: Path | None = None,  # where to write the graph after each pass, if anywhere
 ) -> BuiltModel:
-    """Build the engine of a head.
+    """Build the engine of a head, which may share the target's embedding and LM head.
 
-    Args:
-        recipe: the recipe, ``"auto"`` allowed.
-        source: the head.
-        target: the target, whose embedding and LM head it may share.
-        plan: from :func:`plan_head`.
-        folder: where the engine files go; created.
-        clock: times the stages.
-        dump_dir: where to write the graph after each pass, if anywhere.
-
-    Raises:
-        CheckpointError: the head cannot be read.
-        CheckFailedError: the engine computes something else than the head.
+    Raises CheckpointError if the head cannot be read, and CheckFailedError if the engine computes something else.
     """
     from specexport.heads.trace import trace_head
 

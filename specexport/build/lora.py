@@ -14,24 +14,17 @@ if TYPE_CHECKING:
 
 
 class BoundAdapters(NamedTuple):
-    """The adapters of a loaded target.
-
-    Attributes:
-        all: every one.
-        chosen: those that requests choose; the other one is in the weights by now.
-        products: of each of these, what it adds to the layers of a traced graph.
-    """
+    """The adapters of a loaded target."""
 
     all: "tuple[LoraAdapter, ...]" = ()
-    chosen: "tuple[LoraAdapter, ...]" = ()
-    products: "tuple[Adapter, ...]" = ()
+    chosen: "tuple[LoraAdapter, ...]" = ()  # by requests; a merged adapter is in the weights by now
+    products: "tuple[Adapter, ...]" = ()  # what each chosen one adds to the layers of a traced graph
 
 
 def find_adapters(recipe: BuildRecipe) -> "tuple[LoraSource, ...]":
     """The adapters of a recipe, hashed and their configurations checked.
 
-    Raises:
-        CheckpointError: a folder is none of an adapter, or asks for what is not honoured.
+    Raises CheckpointError if a folder is no adapter's, or asks for what is not honoured.
     """
     from specexport.frontend.lora import find_adapter
 
@@ -39,15 +32,9 @@ def find_adapters(recipe: BuildRecipe) -> "tuple[LoraSource, ...]":
 
 
 def bind_adapters(checkpoint: Any, sources: "Seq[LoraSource]", *, merge: bool) -> BoundAdapters:
-    """Fit adapters to a loaded checkpoint.
+    """Fit adapters from :func:`find_adapters` to a loaded checkpoint; ``merge`` adds them to its weights.
 
-    Args:
-        checkpoint: the loaded target; a merged adapter changes it.
-        sources: from :func:`find_adapters`.
-        merge: add the one there is to the weights.
-
-    Raises:
-        CheckpointError: one is damaged, of another model, or changed since it was hashed; or cannot be merged.
+    Raises CheckpointError if one is damaged, of another model, changed since it was hashed, or cannot be merged.
     """
     if not sources:
         return BoundAdapters()

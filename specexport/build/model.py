@@ -53,75 +53,44 @@ class _Reference(NamedTuple):
 
 
 class ModelSource(NamedTuple):
-    """A checkpoint to build from, found and hashed.
+    """A checkpoint to build from, found and hashed."""
 
-    Attributes:
-        role: ``"target"``, ``"draft"`` or ``"head"``.
-        source: checkpoint as it was given: a folder, a ``.gguf`` file or a hub id.
-        revision: hub revision.
-        name: its name for reports and the manifest; never a machine path.
-        sha256: hash over its files.
-        quantized: whether it may hold quantized weights that can be kept.
-        adapters: LoRA adapters of a target.
-        turns_by_length: whether it may have rotary tables that depend on the length.
-        weight_bytes: of its weights' files.
-    """
-
-    role: str
-    source: str
-    revision: str | None
-    name: str
-    sha256: str
-    quantized: bool = False
-    adapters: "tuple[LoraSource, ...]" = ()
-    turns_by_length: bool = False
-    weight_bytes: int = 0
+    role: str  # ``"target"``, ``"draft"`` or ``"head"``
+    source: str  # checkpoint as it was given: a folder, a ``.gguf`` file or a hub id
+    revision: str | None  # of the hub
+    name: str  # for reports and the manifest; never a machine path
+    sha256: str  # over its files
+    quantized: bool = False  # it may hold quantized weights that can be kept
+    adapters: "tuple[LoraSource, ...]" = ()  # of a target
+    turns_by_length: bool = False  # it may have rotary tables that depend on the length
+    weight_bytes: int = 0  # of its weights' files
 
 
 class Reductions(NamedTuple):
-    """What a draft is cut down by.
+    """What a draft is cut down by."""
 
-    Attributes:
-        cut: what its LM head is cut down by; None leaves it whole.
-        prune: what its layers are cut down by; None keeps all.
-        trial: finds out what else becomes of it; None builds what the recipe says.
-    """
-
-    cut: HeadCut | None = None
-    prune: LayerPrune | None = None
-    trial: DraftTrial | None = None
+    cut: HeadCut | None = None  # of its LM head; None leaves it whole
+    prune: LayerPrune | None = None  # of its layers; None keeps all
+    trial: DraftTrial | None = None  # finds out what else becomes of it; None builds what the recipe says
 
 
 WHOLE = Reductions()
 
 
 def build_model(
-    recipe: BuildRecipe,
+    recipe: BuildRecipe,  # ``"auto"`` allowed
     source: ModelSource,
-    folder: Path,
+    folder: Path,  # where the engine files go; created
     *,
     clock: StageClock,
-    dump_dir: Path | None = None,
+    dump_dir: Path | None = None,  # where to write the graph after each pass, if anywhere
     reductions: Reductions = WHOLE,
-    features: "FeatureRequest | None" = None,
+    features: "FeatureRequest | None" = None,  # what a target gives to a draft head; None for nothing
 ) -> BuiltModel:
     """Build one engine.
 
-    Args:
-        recipe: the recipe, ``"auto"`` allowed.
-        source: the checkpoint.
-        folder: where the engine files go; created.
-        clock: times the stages.
-        dump_dir: where to write the graph after each pass, if anywhere.
-        reductions: what the model is cut down by.
-        features: what a target gives to a draft head; None for nothing.
-
-    Returns:
-        the engine and what a bundle must know of its checkpoint.
-
-    Raises:
-        CheckpointError, UnsupportedModelError, RecipeError: the checkpoint cannot be used, or not with this recipe.
-        CheckFailedError: the engine's logits differ from eager transformers.
+    Raises CheckpointError, UnsupportedModelError or RecipeError if the checkpoint cannot be used, or not with this
+    recipe, and CheckFailedError if the engine's logits differ from eager transformers.
     """
     with clock.stage("load", source.role, source.name):
         checkpoint = load_source(
@@ -303,9 +272,8 @@ def _weight_formats(checkpoint: Any) -> tuple[tuple[str, int, int], ...]:
 def load_source(recipe: BuildRecipe, source: ModelSource, *, stream: bool = True) -> Any:
     """Load a checkpoint as a recipe wants it.
 
-    Raises:
-        CheckpointError, UnsupportedModelError: it cannot be used, or changed since it was hashed.
-        RecipeError: it does not support the recipe's max_model_len.
+    Raises CheckpointError or UnsupportedModelError if it cannot be used, or changed since it was hashed, and
+    RecipeError if it does not support the recipe's max_model_len.
     """
     from specexport.frontend import fix_rope, load_checkpoint
     from specexport.frontend.refuse import check_config
@@ -335,21 +303,16 @@ def _round(checkpoint: Any, recipe: BuildRecipe, role: str) -> None:
 
 
 def resolve_for(recipe: BuildRecipe, checkpoint: Any) -> BuildRecipe:
-    """The recipe for one model. ``auto`` stays where transformers' rotary tables do not depend on the length.
+    """The recipe for one model; ``auto`` becomes a length for which no rotary table depends on the length.
 
-    Raises:
-        RecipeError: max_model_len is larger than the model supports.
+    Raises RecipeError if max_model_len is larger than the model supports.
     """
     plain = [checkpoint.plain_positions] if recipe.max_model_len == "auto" else []
     return resolve_recipe(recipe, [checkpoint.max_positions, *plain])
 
 
 def _refuse_overflow(checkpoint: Any, reference: _Reference | None) -> None:
-    """Refuse a model whose activations exceed float16. No GPU is needed to find out, and no engine to be built.
-
-    Raises:
-        UnsupportedModelError: it has logits that are no finite numbers.
-    """
+    """Refuse a model whose activations exceed float16. No GPU is needed to find out, and no engine to be built."""
     found = reference or _eager_reference(checkpoint)
     if not all(np.isfinite(logits).all() for logits in found.logits):
         raise UnsupportedModelError(
@@ -503,11 +466,7 @@ def _compile(
 
 
 def _check_states(job: BuildJob, backend: Backend) -> None:
-    """Refuse layers that keep a state where nothing can go back behind drafts.
-
-    Raises:
-        UnsupportedModelError: the backend has no such layers.
-    """
+    """Refuse layers that keep a state where nothing can go back behind drafts."""
     if job.states and not backend.has_states:
         able = ", ".join(name for name, each in BACKENDS.items() if each.has_states)
         raise UnsupportedModelError(
@@ -519,17 +478,10 @@ def _check_states(job: BuildJob, backend: Backend) -> None:
 def compile_graph(
     ir_model: Any, recipe: BuildRecipe, job: BuildJob, dump_dir: Path | None, **of_passes: Any
 ) -> dict[str, Any]:
-    """A traced graph to engine files; its weights are let go.
+    """A traced graph to engine files; its weights are let go. Gives fields of the manifest entry.
 
-    Args:
-        ir_model: the graph.
-        recipe: resolved.
-        job: what it is to become.
-        dump_dir: where to write the graph after each pass, if anywhere.
-        **of_passes: what else the passes need to know of this model, see ``passes.pipeline.default_passes``.
-
-    Returns:
-        fields of the manifest entry.
+    ``recipe`` is resolved. ``of_passes`` is what else the passes need to know of this model, see
+    ``passes.pipeline.default_passes``.
     """
     from specexport.passes.experts_graph import expert_sizes
     from specexport.passes.pipeline import default_passes, run_passes
@@ -559,7 +511,7 @@ def compile_graph(
 def strip_metadata(ir_model: Any) -> None:
     """Remove what the exporter notes beside nodes and values: stack traces with paths of this machine, half the file.
 
-    Dumped passes keep it, for whoever looks for where a node came from.
+    Dumped passes keep it: it shows where a node came from.
     """
     import onnx_ir as ir
 
@@ -578,13 +530,9 @@ def strip_metadata(ir_model: Any) -> None:
 
 
 def require_export_stack(backend: Backend | None = None) -> None:
-    """Check that the compiler's dependencies are installed, without importing them.
+    """Raise a MissingDependencyError unless the compiler's dependencies are installed; none is imported.
 
-    Args:
-        backend: the backend to build for; None takes the first there is.
-
-    Raises:
-        MissingDependencyError: names what is missing and the command that installs it.
+    None for ``backend`` takes the first there is.
     """
     backend = backend or next(iter(BACKENDS.values()))
     missing = [name for name in (*_NEEDED, *backend.modules) if importlib.util.find_spec(name) is None]

@@ -13,15 +13,7 @@ from specexport_runtime.errors import CheckpointError, VocabularyMismatchError
 
 
 def read_vocabulary(tokenizer_json: bytes, *, where: str) -> dict[int, str]:
-    """Token text by id, added tokens included.
-
-    Args:
-        tokenizer_json: content of a ``tokenizer.json``.
-        where: name of the checkpoint, for messages.
-
-    Raises:
-        CheckpointError: the file is not a tokenizer of a known form.
-    """
+    """Token text by id, added tokens included; raises CheckpointError for a file of no known form."""
     try:
         data: dict[str, Any] = json.loads(tokenizer_json)
         vocab = data["model"]["vocab"]
@@ -39,17 +31,10 @@ def read_vocabulary(tokenizer_json: bytes, *, where: str) -> dict[int, str]:
 
 
 def check_vocabularies(target: Mapping[int, str], draft: Mapping[int, str], *, num_shared_rows: int | None) -> None:
-    """Check that target and draft give the same token for each id.
+    """Raise a VocabularyMismatchError unless target and draft, token texts by id, agree on each id.
 
-    Tokens at the end that only one of the two has are padding: they are never drafted, so they may differ.
-
-    Args:
-        target: token text by id.
-        draft: token text by id.
-        num_shared_rows: ids below this have a row in both LM heads; None if the heads are not known yet.
-
-    Raises:
-        VocabularyMismatchError: names the ids that differ, and both tokens of the first.
+    Tokens at the end that only one of the two has are padding: they are never drafted, so they may differ. Ids below
+    ``num_shared_rows`` have a row in both LM heads; None if the heads are not known yet.
     """
     end = min(max(target, default=-1), max(draft, default=-1)) + 1
     if num_shared_rows is not None:

@@ -69,15 +69,9 @@ if not TYPE_CHECKING:
 
 
 def cache_ranges(checkpoint: Checkpoint, pieces: "Seq[npt.NDArray[np.int64]]", *, max_len: int) -> "list[CacheRange]":
-    """How large the keys and values of each layer get.
+    """How large the keys and values of each layer get on token ids, int64, spread over ``max_len`` positions.
 
-    Args:
-        checkpoint: the loaded model.
-        pieces: token ids that the model reads, int64.
-        max_len: positions that the pieces are spread over.
-
-    Raises:
-        UnsupportedModelError: the model cannot be exported.
+    Raises ``UnsupportedModelError`` if the model cannot be exported.
     """
     from specexport.frontend.calibrate_kv import cache_ranges as measure
     from specexport.frontend.experts import traceable_experts
@@ -94,14 +88,8 @@ def cache_ranges(checkpoint: Checkpoint, pieces: "Seq[npt.NDArray[np.int64]]", *
 def fix_rope(checkpoint: Checkpoint, max_len: int) -> None:
     """Hold rotary tables that depend on the length at those of the longest sequence, in place; see ``Checkpoint.rope``.
 
-    Attention that would leave entries of a longer sequence out is held to all of them; see ``frontend.short``.
-
-    Args:
-        checkpoint: the loaded model.
-        max_len: most tokens of a sequence.
-
-    Raises:
-        UnsupportedModelError: they depend on the length in a way that cannot be held.
+    Attention that would leave entries of a longer sequence out is held to all of them; see ``frontend.short``. Raises
+    ``UnsupportedModelError`` if tables depend on the length in a way that cannot be held.
     """
     from specexport.frontend.rope import fix_rope as hold
     from specexport.frontend.short import hold_short
@@ -117,15 +105,8 @@ def trace_checkpoint(
     """Trace a checkpoint to ONNX IR with one ``specexport::UnpaddedAttention`` a layer.
 
     Before tracing, the packed model is run on a few tokens against the model's own attention, so that a model that
-    behaves unlike its configuration says is refused too.
-
-    Args:
-        checkpoint: the loaded model.
-        features: what it gives to a draft head; None for nothing.
-        group_experts: see ``Backend.groups_experts``.
-
-    Raises:
-        UnsupportedModelError: the model cannot be traced exactly; the message names its type and the reason.
+    behaves unlike its configuration says is refused too. ``UnsupportedModelError`` names the model's type and the
+    reason. ``features`` is what the target gives to a draft head; for ``group_experts`` see ``Backend.groups_experts``.
     """
     from specexport.frontend.check import check_packed
     from specexport.frontend.experts import traceable_experts
@@ -144,17 +125,9 @@ def trace_checkpoint(
 
 
 def reference_logits(checkpoint: Checkpoint, sequences: "list[list[int]]") -> "list[npt.NDArray[np.float32]]":
-    """Logits of eager transformers: the model's own attention and masks, no cache, one sequence at a time.
+    """Logits float32 [len, V] of each sequence by eager transformers: the model's own attention and masks, no cache.
 
-    Args:
-        checkpoint: the loaded model; nothing of the export is used.
-        sequences: token ids.
-
-    Returns:
-        per sequence, logits [len, V] float32.
-
-    Raises:
-        UnsupportedModelError: the model's own forward pass fails.
+    Nothing of the export is used. Raises ``UnsupportedModelError`` if the model's own forward pass fails.
     """
     from specexport.frontend.check import eager_logits
     from specexport.frontend.refuse import refuse

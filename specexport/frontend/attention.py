@@ -27,44 +27,26 @@ _KNOWN_TENSORS = {"s_aux", "slopes", "position_ids", "cache_position", "cos", "s
 
 
 class ScoreTerms(NamedTuple):
-    """What attention reads besides queries, keys and values.
+    """What attention reads besides queries, keys and values."""
 
-    Attributes:
-        sinks: [num_heads] or None.
-        slopes: [num_heads] or None.
-    """
-
-    sinks: Tensor | None = None
-    slopes: Tensor | None = None
+    sinks: Tensor | None = None  # [num_heads]
+    slopes: Tensor | None = None  # [num_heads]
 
 
 @dataclass(frozen=True)
 class LayerCall:
-    """What one layer asks of attention.
+    """What one layer asks of attention."""
 
-    Attributes:
-        index: number of its caches: layers with attention are counted, in order.
-        geometry: cache sizes.
-        num_heads: query heads.
-        scale: factor on the scores.
-        window: entries a token sees, itself included; -1 for all.
-        softcap: 0 for off.
-        sinks: whether the layer has attention sinks.
-        causal: whether its tokens see nothing behind themselves.
-        layer: number of the decoder layer.
-        own_mask: whether the module masks what the window excludes itself, beside the model's mask.
-    """
-
-    index: int
+    index: int  # number of its caches: layers with attention are counted, in order
     geometry: LayerGeometry
-    num_heads: int
-    scale: float
-    window: int
-    softcap: float
+    num_heads: int  # of queries
+    scale: float  # factor on the scores
+    window: int  # entries a token sees, itself included; -1 for all
+    softcap: float  # 0 for off
     sinks: bool
     causal: bool = True
-    layer: int = 0
-    own_mask: bool = False
+    layer: int = 0  # number of the decoder layer
+    own_mask: bool = False  # the module masks what the window excludes itself, beside the model's mask
 
 
 def _read_call(index: int, module: Any, q: Tensor, k: Tensor, v: Tensor, named: dict[str, Any]) -> LayerCall:
@@ -90,24 +72,19 @@ def _read_call(index: int, module: Any, q: Tensor, k: Tensor, v: Tensor, named: 
 
 
 Answer = Callable[[LayerCall, Tensor, Tensor, Tensor, ScoreTerms], Tensor]
+"""From a call, q [T, num_heads*D], k [T, H*D], v [T, H*Dv] and terms, packed, to [T, num_heads*Dv]."""
 
 
 class AttentionContext:
-    """Answers the attention calls of one forward pass.
-
-    Args:
-        answer: called with (call, q, k, v, terms), packed: q [T, num_heads*D], k [T, H*D], v [T, H*Dv];
-            returns [T, num_heads*Dv].
-        on_mask: called with (number of the call, mask) instead of refusing a mask; for probing only.
-        causal_only: refuse layers whose tokens see later ones; a draft head may have some.
-    """
+    """Answers the attention calls of one forward pass."""
 
     def __init__(
         self,
         answer: Answer,
+        # Gets (number of the call, mask), and masks are not refused; for probing only
         on_mask: Callable[[int, Tensor | None], None] | None = None,
         *,
-        causal_only: bool = True,
+        causal_only: bool = True,  # refuse layers whose tokens see later ones; a draft head may have some
     ) -> None:
         self.calls: list[LayerCall] = []
         self.on_mask = on_mask
@@ -218,27 +195,14 @@ def _unread_masks() -> Iterator[None]:
 
 def unpadded_attention(
     call: LayerCall,
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    caches: tuple[Tensor, Tensor],
-    step: tuple[Tensor, ...],
+    q: Tensor,  # [T, num_heads*D]
+    k: Tensor | None,  # [T, H*D]; None for a layer that reads what another model has put into the caches
+    v: Tensor | None,  # [T, H*Dv], or None likewise
+    caches: tuple[Tensor, Tensor],  # keys and values, [B, 1, H, L, D] each
+    step: tuple[Tensor, ...],  # kv_lens, cu_new_tokens, row_starts, row_ends, row_totals, pad_index, unpad_index
     terms: ScoreTerms,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The custom op with the arguments in its declared order.
-
-    Args:
-        call: what the layer asks for.
-        q: [T, num_heads*D].
-        k: [T, H*D]; None for a layer that reads what another model has put into the caches.
-        v: [T, H*Dv], or None likewise.
-        caches: keys and values of the layer, [B, 1, H, L, D] each.
-        step: kv_lens, cu_new_tokens, row_starts, row_ends, row_totals, pad_index, unpad_index.
-        terms: sinks and slopes.
-
-    Returns:
-        output [T, num_heads*Dv] and the two updated caches.
-    """
+    """The custom op with the arguments in its declared order: output [T, num_heads*Dv] and the two updated caches."""
     heads = (call.num_heads, call.geometry.kv_heads)
     result: tuple[Tensor, Tensor, Tensor] = torch.ops.specexport.unpadded_attention(
         q, k, v, *caches, *step, *terms, *heads, call.scale, call.window, call.softcap, int(call.causal)

@@ -16,14 +16,9 @@ from specexport.frontend.trace import WEIGHT_PREFIX
 
 
 def activation_ranges(checkpoint: Checkpoint, pieces: Seq[npt.NDArray[np.int64]]) -> dict[str, ChannelRanges]:
-    """How large each input channel of each linear layer gets; the first token of each piece is told apart.
+    """How large each input channel of each linear layer gets, by the name of its weight in a traced graph.
 
-    Args:
-        checkpoint: the loaded model.
-        pieces: token ids that the model reads, int64.
-
-    Returns:
-        by name of the layer's weight in a traced graph; a weight of several names is under each.
+    The first token of each piece is measured apart. A weight of several names is under each.
     """
     from transformers.pytorch_utils import Conv1D
 
@@ -82,7 +77,7 @@ class _Seen:
 
 
 class _EnoughError(Exception):
-    """The LM head was reached: what it gives is a number for each token and word, and nobody asks for them."""
+    """The LM head was reached: a logit for each token and word, which no caller wants."""
 
 
 def _batches(pieces: Seq[npt.NDArray[np.int64]]) -> list[npt.NDArray[np.int64]]:

@@ -7,12 +7,7 @@ from specexport.frontend.recurrence import RecurrenceCall
 
 
 class ModelCalls(NamedTuple):
-    """In the order of the forward pass.
-
-    Attributes:
-        attention: calls of attention.
-        recurrences: calls of layers that keep a state.
-    """
+    """The calls of attention and of recurrences, in the order of the forward pass."""
 
     attention: tuple[LayerCall, ...]
-    recurrences: tuple[RecurrenceCall, ...] = ()
+    recurrences: tuple[RecurrenceCall, ...] = ()  # of layers that keep a state

@@ -23,13 +23,10 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 8e-2}
 
 
 def eager_logits(model: Any, sequences: "Seq[Seq[int]]", *, together: bool = False) -> list[npt.NDArray[np.float32]]:
-    """Logits [len, V] of each sequence from the model's eager attention, without a cache.
+    """Logits float32 [len, V] of each sequence from the model's eager attention, without a cache.
 
-    Args:
-        model: the model.
-        sequences: token ids.
-        together: run it once, for where its weights are read in each run. Shorter sequences are filled up behind,
-            where no token sees it.
+    ``together`` runs the model once, because weights in files are read in each run: shorter sequences are filled up
+    behind, where no token sees it.
     """
     with torch.no_grad(), implementation(model, "eager"):
         if together:
@@ -45,9 +42,8 @@ def eager_logits(model: Any, sequences: "Seq[Seq[int]]", *, together: bool = Fal
 def check_packed(model: Any, calls: ModelCalls) -> None:
     """Run two ragged packed steps through the custom op and compare every logit with the eager model.
 
-    Raises:
-        UnsupportedModelError: they differ: something of the model goes neither through the attention interface nor
-            through a recurrence that is known.
+    Raises ``UnsupportedModelError`` if they differ: something of the model goes neither through the attention interface
+    nor through a recurrence that is known.
     """
     vocab = model.config.get_text_config().vocab_size
     sequences = [[(37 * row + 11 * i + 5) % vocab for i in range(length)] for row, length in enumerate(_SEQUENCES)]
@@ -102,28 +98,14 @@ def packed_step(
     model: Any,
     calls: ModelCalls,
     *,
-    tokens: "Seq[int] | npt.NDArray[np.int64]",
-    positions: "Seq[int] | npt.NDArray[np.int64]",
-    kv_lens: "Seq[int]",
-    counts: "Seq[int]",
-    kept: list[Tensor],
-    logit_rows: "Seq[int]",
+    tokens: "Seq[int] | npt.NDArray[np.int64]",  # of all rows, one row behind the other [T]
+    positions: "Seq[int] | npt.NDArray[np.int64]",  # of each token [T]
+    kv_lens: "Seq[int]",  # cache entries of each row before the step
+    counts: "Seq[int]",  # new tokens of each row
+    kept: list[Tensor],  # keys and values of each layer, [B, 1, H, L, D] each, then states and pending entries
+    logit_rows: "Seq[int]",  # tokens whose logits are wanted [R]
 ) -> tuple[npt.NDArray[np.float32], list[Tensor]]:
-    """One step of the packed model, run eagerly.
-
-    Args:
-        model: the model.
-        calls: what its layers ask for.
-        tokens: of all rows, one row behind the other [T].
-        positions: of each token [T].
-        kv_lens: cache entries of each row before the step.
-        counts: new tokens of each row.
-        kept: keys and values of each layer, [B, 1, H, L, D] each, then states and pending entries of recurrences.
-        logit_rows: the tokens whose logits are wanted.
-
-    Returns:
-        logits [R, V], and what is kept after the step.
-    """
+    """One step of the packed model, run eagerly: logits float32 [R, V], and what is kept after the step."""
     from specexport.frontend.trace import PackedModel
 
     zeros = torch.zeros(1, dtype=torch.int64)  # the torch op reads neither totals nor pad indices

@@ -12,12 +12,7 @@ from torch import Tensor
 
 
 class Pair:
-    """A complex tensor; what models do with one between making and reading it.
-
-    Args:
-        real: real part, of any shape.
-        imag: imaginary part, of the same shape.
-    """
+    """A complex tensor as two parts of one shape; what models do with one between making and reading it."""
 
     def __init__(self, real: Tensor, imag: Tensor) -> None:
         self.real, self.imag = real, imag

@@ -72,9 +72,7 @@ _MODULES: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
 def answered_experts(model: Any, *, grouped: bool) -> Iterator[None]:
     """Within the block, such modules can be traced; afterwards they are as before.
 
-    Args:
-        model: of transformers.
-        grouped: as ``specexport::Experts``, where their weights are stored as it wants them.
+    With ``grouped`` they are ``specexport::Experts``, where their weights are stored as that operator wants them.
     """
     answered = []
     for module in model.modules():

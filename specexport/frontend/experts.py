@@ -40,9 +40,7 @@ _gatings: list[dict[int, Gating | None]] = []
 def traceable_experts(model: Any, *, grouped: bool) -> Iterator[None]:
     """Within the block, expert layers run without loops that depend on data; afterwards they are as before.
 
-    Args:
-        model: of transformers.
-        grouped: as one ``specexport::Experts`` each, where it is what they compute.
+    With ``grouped`` each is one ``specexport::Experts``, where that is what it computes.
     """
     with answered_experts(model, grouped=grouped):
         can = getattr(model, "_can_set_experts_implementation", None)

@@ -1,7 +1,7 @@
 """One probe forward: which layers call attention, how, with which cache sizes, and which keep a state.
 
-No configuration is parsed for this, so an architecture nobody thought of is measured as well as a known one. The probe
-also compares the mask that transformers would build for each layer with the one the custom op implies.
+No configuration is parsed for this, so an unknown architecture is measured as well as a known one. The probe also
+compares the mask that transformers would build for each layer with the one the custom op implies.
 """
 
 from bisect import bisect_left
@@ -25,14 +25,10 @@ _FAR = 10_000_019
 
 
 def probe_layers(model: Any) -> ModelCalls:
-    """What each layer asks for, in layer order.
+    """What each layer of a transformers model in eval mode asks for, in layer order.
 
-    Args:
-        model: a transformers causal language model in eval mode.
-
-    Raises:
-        UnsupportedModelError: the forward pass fails, a layer's attention cannot be seen, or its mask is neither
-            causal nor the sliding window it announces.
+    Raises ``UnsupportedModelError`` if the forward pass fails, a layer's attention cannot be seen, or its mask is
+    neither causal nor a sliding window.
     """
     recorder = _MaskRecorder()
 
@@ -104,9 +100,7 @@ class _MaskRecorder:
         self._rules[index] = next((rule for built, rule in self._built if built is mask), None)
 
     def window(self, call: LayerCall) -> int:
-        """The window of a call, -1 for none. Some layers announce one that their mask has not, or none though it has
-        one; eager attention goes by the mask.
-        """  # noqa: D205
+        """The window of a call, -1 for none: the mask's where the layer announces another, as in eager attention."""
         rule = self._rules[call.index]
         if rule is None or _sees(rule, _FAR, 0):
             return call.window if call.own_mask else -1

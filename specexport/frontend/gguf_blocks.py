@@ -20,21 +20,14 @@ _SUPER = 256  # weights of a super-block
 
 
 class Format(NamedTuple):
-    """One format.
+    """A block format."""
 
-    Attributes:
-        form: what its blocks become.
-        num_bytes: of a stored block.
-        num_values: weights of a stored block.
-        decode: from stored blocks [m, num_bytes] to codes [m, num_values], and what scales and offsets are made of.
-        spread: how they are.
-    """
-
-    form: Form
-    num_bytes: int
-    num_values: int
+    form: Form  # what its blocks become
+    num_bytes: int  # of a stored block
+    num_values: int  # weights of a stored block
+    # Stored blocks [m, num_bytes] to codes [m, num_values], and what scales and offsets are made of
     decode: Callable[[Bytes], tuple[np.ndarray, Stored]]
-    spread: Spread
+    spread: Spread  # how scales and offsets are made of that
 
     def read(self, rows: Bytes) -> Blocks:
         """Decode rows [n, bytes of a row]."""

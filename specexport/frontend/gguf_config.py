@@ -28,18 +28,10 @@ _WIDTHS = {
 
 
 def correct_config(source: Source, reader: Any, config: Any) -> Any:
-    """Set in a configuration what the file states and transformers did not take over.
+    """Set in ``config`` what the file states and transformers did not take over; without a reader nothing changes.
 
-    Args:
-        source: the file.
-        reader: of it; None for another checkpoint, whose configuration stays as it is.
-        config: transformers' configuration of the same file; it is changed.
-
-    Returns:
-        the configuration, or that of another kind of model.
-
-    Raises:
-        CheckpointError: the file scales its positions in a way that cannot be said in the configuration.
+    The result is ``config``, or that of another kind of model. Raises ``CheckpointError`` if the file scales its
+    positions in a way that cannot be said in a configuration.
     """
     if reader is None:
         return config

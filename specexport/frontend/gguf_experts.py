@@ -20,17 +20,11 @@ _OF_EXPERTS = re.compile(r"blk\.\d+\.(ffn_(gate|up|down|gate_up)_exps|ffn_(gate|
 
 
 class Stack(NamedTuple):
-    """What a parameter of all experts of a layer is made of.
+    """What a parameter of all experts of a layer is made of."""
 
-    Attributes:
-        names: of the file's tensors, [E, N, K] each, or [E, N] of biases.
-        in_turn: whether their rows take turns.
-        turned: whether the parameter is [E, K, N].
-    """
-
-    names: tuple[str, ...]
-    in_turn: bool
-    turned: bool
+    names: tuple[str, ...]  # of the file's tensors, [E, N, K] each, or [E, N] of biases
+    in_turn: bool  # their rows take turns
+    turned: bool  # the parameter is [E, K, N]
 
     def row_order(self, num_experts: int, num_rows: int) -> npt.NDArray[np.int64]:
         """Where each of the parameter's rows is, if the tensors of so many rows an expert lie below each other."""
@@ -64,11 +58,7 @@ def find_stacks(reader: Any, model: Any) -> dict[str, Stack]:
 
 
 def check_experts(source: Source, reader: Any, stacks: Mapping[str, Stack]) -> None:
-    """See that all experts of a file are parameters of its model.
-
-    Raises:
-        UnsupportedModelError: some are not.
-    """
+    """Refuse (``UnsupportedModelError``) a file with experts that are no parameters of its model."""
     read = {name for stack in stacks.values() for name in stack.names}
     for tensor in reader.tensors:
         if _OF_EXPERTS.fullmatch(tensor.name) and tensor.name not in read:

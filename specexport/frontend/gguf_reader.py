@@ -21,10 +21,7 @@ def open_reader(source: Source) -> Any:
     """A ``gguf.GGUFReader`` of a GGUF file, which is mapped and not read; None for other checkpoints.
 
     The parts of a split file are one: the first one's settings, and the tensors of all. ``paths[name]`` says which file
-    a tensor lies in.
-
-    Raises:
-        CheckpointError: a file is damaged, or the parts are not those that they count themselves.
+    a tensor lies in. Raises ``CheckpointError`` if a file is damaged, or the parts are not what they say of themselves.
     """
     if source.gguf_file is None:
         return None
@@ -95,7 +92,7 @@ def _open_file(path: Path) -> Any:
 
 @contextmanager
 def shared(source: Source, reader: Any) -> Iterator[None]:
-    """While it lasts, whoever opens the source's file through ``gguf`` gets ``reader``; nothing changes without one."""
+    """Within the block, ``gguf`` gives ``reader`` for the source's file; nothing changes without a reader."""
     if reader is None:
         yield
         return
@@ -118,7 +115,7 @@ def shared(source: Source, reader: Any) -> Iterator[None]:
 
 @contextmanager
 def _more_architectures() -> Iterator[None]:
-    """Within the block, transformers reads the settings of files of these architectures."""
+    """Within the block, transformers reads the settings of files of the architectures in ``_SETTINGS_LIKE``."""
     from transformers import modeling_gguf_pytorch_utils as gguf_utils
 
     tables, known = gguf_utils.GGUF_TO_TRANSFORMERS_MAPPING["config"], gguf_utils.GGUF_SUPPORTED_ARCHITECTURES

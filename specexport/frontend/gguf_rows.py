@@ -23,16 +23,7 @@ _FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
 
 
 class Conversion:
-    """What transformers makes of a file's tensors.
-
-    Args:
-        reader: of the file.
-        model: that the file is of; its weights may be on the ``meta`` device.
-
-    Attributes:
-        names: of the model's weights, by those of the file.
-        stacks: what parameters of experts are made of, by name.
-    """
+    """What transformers makes of a file's tensors for a model, whose weights may be on the ``meta`` device."""
 
     def __init__(self, reader: Any, model: Any) -> None:
         from transformers.modeling_gguf_pytorch_utils import (
@@ -48,9 +39,10 @@ class Conversion:
         with _one_name_map():
             names: dict[str, str] = get_gguf_hf_weights_map(model, self._processor, model_type=architecture)
         there = {tensor.name for tensor in reader.tensors}
-        # A parameter that is no layer's weight has no ending, and the file's tensor has one.
+        # Names of the model's weights by those of the file. A parameter that is no layer's weight has no ending, and
+        # the file's tensor has one.
         self.names = {name if name in there else f"{name}.weight": found for name, found in names.items()}
-        self.stacks: dict[str, Stack] = find_stacks(reader, model)
+        self.stacks: dict[str, Stack] = find_stacks(reader, model)  # by the name of the parameter
         for stack in self.stacks.values():
             for name in stack.names:
                 self.names.pop(name, None)
@@ -102,13 +94,7 @@ def tensor_shape(tensor: Any) -> tuple[int, ...]:
 
 
 class RowReader:
-    """Rows of a matrix in a GGUF file, as they are stored.
-
-    Args:
-        file: where it is.
-        tensor: of the reader.
-        num_rows: of it; there are more where each of its matrices is told by rows.
-    """
+    """A tensor of a GGUF file as ``num_rows`` rows of one size, as they are stored: a row may be a whole matrix."""
 
     def __init__(self, file: WatchedFile, tensor: Any, num_rows: int) -> None:
         self._file, self._offset = file, int(tensor.data_offset)
@@ -125,14 +111,7 @@ class RowReader:
 
 
 def float_rows(file: WatchedFile, tensor: Any, order: Rows, dtype: torch.dtype) -> Callable[[int, int], Tensor]:
-    """Reads rows of a matrix as floats; see ``StoredWeight.rows``.
-
-    Args:
-        file: where it is.
-        tensor: of the reader.
-        order: row of the file that each row of the matrix is.
-        dtype: of what is read.
-    """
+    """Reads rows of a matrix as floats: row i is row ``order[i]`` of the file; see ``StoredWeight.rows``."""
     from gguf import dequantize
 
     read, kind = RowReader(file, tensor, tensor_shape(tensor)[0]), tensor.tensor_type
@@ -149,14 +128,7 @@ def float_rows(file: WatchedFile, tensor: Any, order: Rows, dtype: torch.dtype) 
 def stacked_rows(
     files: Mapping[str, WatchedFile], tensors: Mapping[str, Any], stack: Stack, dtype: torch.dtype
 ) -> Callable[[int, int], Tensor]:
-    """Reads experts of a parameter as floats; see ``StoredWeight.rows``.
-
-    Args:
-        files: by the name of a tensor.
-        tensors: of the reader, by name.
-        stack: what the parameter is made of.
-        dtype: of what is read.
-    """
+    """Reads experts of a parameter as floats, from files and tensors by name; see ``StoredWeight.rows``."""
     shapes = [tensor_shape(tensors[name]) for name in stack.names]
     reads = [float_rows(files[name], tensors[name], np.arange(shapes[0][0]), dtype) for name in stack.names]
 

@@ -48,18 +48,10 @@ _ENDS = {
 
 
 def honour_file(source: Source, reader: Any, parts: TokenizerParts) -> TokenizerParts:
-    """Put right what transformers' conversion of a GGUF file's tokenizer leaves out.
+    """Put right what transformers' conversion of a GGUF file's tokenizer leaves out, with ``more_eos_ids``.
 
-    Args:
-        source: the file.
-        reader: of it; None for another checkpoint, whose tokenizer stays as it is.
-        parts: what transformers made of the file.
-
-    Returns:
-        The parts, ``more_eos_ids`` among them.
-
-    Raises:
-        CheckpointError: the file asks for a way to split text that is not known.
+    Without a reader the parts stay as they are. Raises ``CheckpointError`` if the file asks for a way to split text
+    that is not known.
     """
     if reader is None:
         return parts

@@ -1,6 +1,6 @@
 """Which weights of a quantized checkpoint can stay as they are stored, by the names that a traced graph has for them.
 
-Some rows of each weight are compared with those that the model has.
+Some rows of each weight are compared with the rows that the model has.
 """
 
 import math
@@ -28,15 +28,7 @@ _HOW_TO_CONVERT = "say how to quantize it anew: --quantize int8 or int4, or none
 
 
 def check_formats(source: Source, reader: Any) -> None:
-    """See that all weights of a GGUF file can be kept.
-
-    Args:
-        source: the file.
-        reader: of it.
-
-    Raises:
-        CheckpointError: it has weights in a format that no engine multiplies as it is.
-    """
+    """Refuse (``CheckpointError``) a GGUF file with weights in a format that no engine multiplies as it is."""
     kinds = Counter(tensor.tensor_type.name for tensor in reader.tensors)
     strangers = [name for name in kinds if name not in _FLOATS | FORMATS.keys()]
     if strangers:
@@ -52,16 +44,8 @@ def kept_weights(
 ) -> dict[str, BlockWeight]:
     """The quantized weights of a checkpoint, by their names in a traced graph; empty if it has none.
 
-    Args:
-        source: where it is.
-        reader: of its file.
-        model: loaded from the same file by transformers.
-        stored: weights that the model has no data of.
-        conversion: of the file to the model, where it is known.
-
-    Raises:
-        UnsupportedModelError: they are not the loaded model's one for one, or experts have two formats where an engine
-            has one.
+    Raises ``UnsupportedModelError`` if they are not the loaded model's one for one, or if experts have two formats
+    where an engine has one.
     """
     quantized = {tensor.name: tensor for tensor in reader.tensors if tensor.tensor_type.name in FORMATS}
     if not quantized:

@@ -20,9 +20,6 @@ def check_layer_lists(source: Source) -> None:
     """Refuse a ``config.json`` whose list of layers is longer or shorter than the number of layers that it names.
 
     transformers takes the list for some architectures, and then leaves out layers that the weights have.
-
-    Raises:
-        CheckpointError: there are two numbers.
     """
     try:
         config = json.loads((source.folder / "config.json").read_text(encoding="utf-8"))
@@ -41,16 +38,7 @@ def check_layer_lists(source: Source) -> None:
 
 
 def check_no_layer_left(source: Source, model: Any, left: Iterable[str]) -> None:
-    """Refuse a model with fewer layers than its weights have.
-
-    Args:
-        source: the checkpoint.
-        model: as the configuration describes it.
-        left: names of weights that it has no place for.
-
-    Raises:
-        CheckpointError: one of them is a layer's, behind the last one of the model.
-    """
+    """Refuse a model with fewer layers than its weights have; ``left`` names weights that it has no place for."""
     config = model.config.get_text_config()
     counts: dict[str, int] = {}
     for name, _ in model.named_parameters():

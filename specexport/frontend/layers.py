@@ -11,12 +11,7 @@ from specexport.frontend.refuse import refuse
 def find_layers(model: Any, hint: str) -> Any:
     """The list of the decoder layers: the one of which each member has its own number in its attention.
 
-    Args:
-        model: a transformers causal language model.
-        hint: what to do where there is none.
-
-    Raises:
-        UnsupportedModelError: there is none, or more than one.
+    Raises ``UnsupportedModelError`` with ``hint`` if there is none, or more than one.
     """
     size = model.config.get_text_config().num_hidden_layers
     found = [

@@ -15,13 +15,7 @@ _GGUF_BIAS = re.compile(r"blk\.\d+\.(attn|ffn)_(q|k|v|qkv|output|up|gate|down)\.
 def check_no_bias_left(source: Source, model: Any, left: Iterable[str]) -> None:
     """Refuse a model without the biases that its weights in safetensors have; old quantizers write some that are zero.
 
-    Args:
-        source: the checkpoint.
-        model: as the configuration describes it.
-        left: names of weights that it has no place for.
-
-    Raises:
-        CheckpointError: one of them is the bias of a layer that the model has, and not zero.
+    ``left`` names weights that the model has no place for.
     """
     modules = dict(model.named_modules())
     names = {name for name in left if name.endswith(_BIAS) and modules.get(name.removesuffix(_BIAS)) is not None}

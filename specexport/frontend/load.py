@@ -36,29 +36,17 @@ from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 def load_checkpoint(
     source: str,
     *,
-    dtype: str = "float32",
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    keep: bool = False,
+    dtype: str = "float32",  # numpy name; smaller float types are widened without loss
+    revision: str | None = None,  # of the hub
+    trust_remote_code: bool = False,  # let Python code from the checkpoint run
+    keep: bool = False,  # give the quantized weights too, as they are stored
+    # Leave matrices in their files where that can be (``Checkpoint.stored``); only this package runs such a model
     stream: bool = False,
 ) -> Checkpoint:
-    """Load a checkpoint: a Hugging Face folder, a hub id, or a ``.gguf`` file.
+    """Load a Hugging Face folder, a hub id or a ``.gguf`` file: weights from safetensors or GGUF, never from a pickle.
 
-    Weights are read from safetensors (or GGUF) only, and from nothing that could run code.
-
-    Args:
-        source: folder, hub id or file.
-        dtype: numpy name of the dtype wanted; smaller float types are widened without loss.
-        revision: hub revision.
-        trust_remote_code: let Python code from the checkpoint run.
-        keep: tell the quantized weights of a checkpoint too, as they are stored.
-        stream: leave matrices in their files where that can be; see ``Checkpoint.stored``. Only functions of this
-            package run such a model.
-
-    Raises:
-        CheckpointError: it is missing, empty, damaged, pickled or quantized, or the hub cannot be reached; or
-            weights are to be kept in a format that no engine multiplies.
-        UnsupportedModelError: it is not a causal language model that transformers knows.
+    Raises ``CheckpointError`` if it is missing, damaged, pickled, or quantized in a way that cannot be read or kept, or
+    the hub cannot be reached; ``UnsupportedModelError`` if it is no causal language model that transformers knows.
     """
     found = resolve_source(source, revision, remote_code=trust_remote_code)
     reader = open_reader(found)
@@ -118,35 +106,20 @@ def load_checkpoint(
 
 
 def count_layers(source: str) -> int:
-    """How many decoder layers a checkpoint has, by its configuration alone.
-
-    Args:
-        source: folder, hub id or file.
-
-    Raises:
-        CheckpointError: it is missing, or its configuration cannot be read.
-    """
+    """How many decoder layers a checkpoint has, by its configuration alone; ``CheckpointError`` if that fails."""
     found = resolve_source(source, None)
     with quiet_transformers(), shared(found, open_reader(found)):
         return int(_load_config(found, trust_remote_code=False).get_text_config().num_hidden_layers)
 
 
 class _How(NamedTuple):
-    """How a model is loaded.
-
-    Attributes:
-        source: the checkpoint.
-        config: its configuration.
-        dtype: of the weights.
-        trust_remote_code: whether code of the checkpoint may run.
-        packed: whether its safetensors hold packed weights.
-    """
+    """How a model is loaded."""
 
     source: Source
     config: Any
     dtype: torch.dtype
     trust_remote_code: bool
-    packed: bool
+    packed: bool  # its safetensors hold packed weights
 
 
 def _load_tagged(
@@ -198,11 +171,7 @@ def _load_config(source: Source, trust_remote_code: bool) -> Any:
 
 
 def _packing(source: Source, config: Any) -> Mapping[str, Any] | None:
-    """``quantization_config`` of a folder with packed weights, taken out of its config; None where there is none.
-
-    Raises:
-        CheckpointError: it is of a method that is not known.
-    """
+    """``quantization_config`` of a folder with packed weights, taken out of its config; None where there is none."""
     found = getattr(config, "quantization_config", None)
     if found is None or source.gguf_file:
         return None

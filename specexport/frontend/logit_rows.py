@@ -22,12 +22,7 @@ def can_select(model: Any) -> bool:
 
 @contextmanager
 def logit_rows(model: Any, rows: Tensor) -> Iterator[dict[str, Tensor]]:
-    """Within the block, forward passes with the arguments that are given compute the logits of ``rows``.
-
-    Args:
-        model: of transformers.
-        rows: tokens whose logits are wanted [R].
-    """
+    """Within the block, forward passes with the given arguments compute the logits of tokens ``rows`` [R] alone."""
     if takes_rows(model):
         yield {_ARGUMENT: rows}
         return

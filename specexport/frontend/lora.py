@@ -36,21 +36,13 @@ _CONVERT = (
 
 @dataclass(frozen=True)
 class LoraSource:
-    """An adapter on this machine, its configuration checked.
+    """An adapter on this machine, its configuration checked."""
 
-    Attributes:
-        name: as requests call it.
-        folder: where its two files are.
-        source: name of the folder, for reports and the manifest.
-        sha256: hash over both files.
-        config: ``adapter_config.json``.
-    """
-
-    name: str
-    folder: Path
-    source: str
-    sha256: str
-    config: Mapping[str, Any] = field(repr=False)
+    name: str  # as requests call it
+    folder: Path  # with its two files
+    source: str  # name of the folder, for reports and the manifest
+    sha256: str  # over both files
+    config: Mapping[str, Any] = field(repr=False)  # ``adapter_config.json``
 
     @property
     def where(self) -> str:
@@ -61,12 +53,7 @@ class LoraSource:
 def find_adapter(name: str, folder: str) -> LoraSource:
     """An adapter's folder, with its configuration checked; no tensor is read.
 
-    Args:
-        name: as requests will call it.
-        folder: where it is.
-
-    Raises:
-        CheckpointError: there is none, it is pickled, or it asks for something that is not honoured.
+    Raises ``CheckpointError`` if there is none, it is pickled, or it asks for something that is not honoured.
     """
     path = Path(folder).expanduser()
     where = f"LoRA adapter {name} ({path.resolve().name})"

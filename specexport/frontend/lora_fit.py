@@ -20,27 +20,16 @@ _FACTOR = re.compile(r"(?P<module>.+)\.(lora_(?P<side>[AB])\.weight|lora_embeddi
 
 
 class Factors(NamedTuple):
-    """The two factors of one layer, read when they are asked for.
+    """The two factors of one layer, read when they are asked for."""
 
-    Attributes:
-        module: of the base model.
-        kind: ``"linear"``, or ``"embedding"``: a table whose rows are looked up.
-        rank: r.
-        scale: s.
-        turned: the layer's weight is stored as [K, N].
-        shape: of the layer, [N, K]; of a table [H, V].
-        file: of the tensors.
-        names: of A [r, K] and B [N, r] in it.
-    """
-
-    module: str
-    kind: Literal["linear", "embedding"]
-    rank: int
-    scale: float
-    turned: bool
-    shape: tuple[int, int]
+    module: str  # of the base model
+    kind: Literal["linear", "embedding"]  # an embedding is a table, whose rows are looked up
+    rank: int  # r
+    scale: float  # s
+    turned: bool  # the layer's weight is stored as [K, N]
+    shape: tuple[int, int]  # of the layer, [N, K]; of a table [H, V]
     file: WatchedFile
-    names: tuple[str, str]
+    names: tuple[str, str]  # of A [r, K] and B [N, r] in the file
 
     @property
     def parameter(self) -> str:
@@ -52,7 +41,7 @@ class Factors(NamedTuple):
         return self._read(self.names[0])
 
     def up(self) -> np.ndarray:
-        """S B, float32 [N, r]."""
+        """The scaled factor s B, float32 [N, r]."""
         return self._read(self.names[1]) * np.float32(self.scale)
 
     def delta(self, start: int, stop: int) -> np.ndarray:
@@ -77,15 +66,10 @@ class Factors(NamedTuple):
 
 @dataclass(frozen=True)
 class LoraAdapter:
-    """An adapter that fits a model.
-
-    Attributes:
-        source: where it comes from.
-        factors: of each layer that it changes.
-    """
+    """An adapter that fits a model."""
 
     source: LoraSource
-    factors: tuple[Factors, ...]
+    factors: tuple[Factors, ...]  # of each layer that it changes
 
     @property
     def rank(self) -> int:
@@ -96,12 +80,8 @@ class LoraAdapter:
 def read_adapter(source: LoraSource, model: Any) -> LoraAdapter:
     """Fit an adapter to a model: every tensor of it belongs to a layer, and every layer that it names has its tensors.
 
-    Args:
-        source: from :func:`find_adapter`.
-        model: a transformers causal language model; only names and shapes are looked at.
-
-    Raises:
-        CheckpointError: it is damaged, or of another model; names the tensor.
+    Only names and shapes of the model are looked at. Raises ``CheckpointError``, which names the tensor, if the adapter
+    is damaged or of another model.
     """
     where = source.where
     shapes, file = _tensor_shapes(source.folder / WEIGHTS, where), WatchedFile(source.folder / WEIGHTS, source.source)

@@ -1,4 +1,4 @@
-"""What becomes of a LoRA adapter in a build: a part of the weights, or products of its own that requests choose."""
+"""What becomes of a LoRA adapter in a build: a part of the weights, or separate products that requests choose."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,14 +18,8 @@ from specexport_runtime.errors import CheckpointError
 def merge_adapter(checkpoint: Checkpoint, adapter: LoraAdapter) -> None:
     """Add an adapter to the weights of a loaded checkpoint: W + s B A in float32, rounded to the model's dtype.
 
-    Weights that are in their files stay there: what is read of them is changed.
-
-    Args:
-        checkpoint: the loaded model, changed.
-        adapter: from ``lora_fit.read_adapter``.
-
-    Raises:
-        CheckpointError: a weight is kept in the integers of a quantized checkpoint.
+    Weights that are in their files stay there: what is read of them is changed. Raises ``CheckpointError`` if a weight
+    is kept in the integers of a quantized checkpoint.
     """
     kept = next((each for each in adapter.factors if WEIGHT_PREFIX + each.parameter in checkpoint.kept), None)
     if kept is not None:
@@ -65,8 +59,7 @@ def with_adapter(checkpoint: Checkpoint, adapter: LoraAdapter) -> Iterator[Check
 def low_ranks(adapter: LoraAdapter) -> dict[str, LowRank]:
     """The products of an adapter, by the name of the weight beside which each is in a traced graph.
 
-    Raises:
-        CheckpointError: it changes an embedding, which is no product.
+    Raises ``CheckpointError`` if it changes an embedding, which is no product.
     """
     table = next((each for each in adapter.factors if each.kind == "embedding"), None)
     if table is not None:

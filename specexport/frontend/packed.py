@@ -38,15 +38,10 @@ _RENAMED_BLOCK = ("block_sparse_moe", "mlp")
 
 
 class Packed(NamedTuple):
-    """What a checkpoint with packed weights holds.
+    """What a checkpoint with packed weights holds."""
 
-    Attributes:
-        floats: its other tensors, by name.
-        weights: the packed ones, by layer.
-    """
-
-    floats: Mapping[str, Tensor]
-    weights: Mapping[str, BlockWeight]
+    floats: Mapping[str, Tensor]  # its other tensors, by name
+    weights: Mapping[str, BlockWeight]  # the packed ones, by layer
 
     def all_floats(self) -> dict[str, Tensor]:
         """All weights as floats, by name."""
@@ -73,14 +68,9 @@ def _block_rows(weight: BlockWeight, dtype: torch.dtype, start: int, stop: int) 
 
 
 def read_packed(source: Source, settings: Mapping[str, Any]) -> Packed:
-    """The tensors of a checkpoint, the packed ones as they are stored.
+    """The tensors of a checkpoint, the packed ones as they are stored; ``settings`` is its ``quantization_config``.
 
-    Args:
-        source: where it is.
-        settings: its ``quantization_config``.
-
-    Raises:
-        CheckpointError: a layer has a form that is not known.
+    Raises ``CheckpointError`` if a layer has a form that is not known.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -127,11 +117,7 @@ def read_packed(source: Source, settings: Mapping[str, Any]) -> Packed:
 
 
 def _own_settings(source: Source, settings: Mapping[str, Any], layer: str) -> Mapping[str, Any]:
-    """The settings of one layer: GPTQModel's ``dynamic`` gives some by expressions; the first that fits counts.
-
-    Raises:
-        CheckpointError: an expression cannot be read, or it says that a packed layer is none.
-    """
+    """The settings of one layer: GPTQModel's ``dynamic`` gives some by expressions; the first that fits counts."""
     for key, own in (settings.get("dynamic") or {}).items():
         sign, expression = (key[:2], key[2:]) if key[:2] in ("+:", "-:") else ("+:", key)
         try:
@@ -153,11 +139,7 @@ def _own_settings(source: Source, settings: Mapping[str, Any], layer: str) -> Ma
 
 
 def _index(source: Source) -> Mapping[str, str]:
-    """The file of each tensor by the checkpoint's index; empty if it has none.
-
-    Raises:
-        CheckpointError: the index cannot be read, or names a file that is not there.
-    """
+    """The file of each tensor by the checkpoint's index; empty if it has none."""
     path = source.folder / "model.safetensors.index.json"
     if not path.is_file():
         return {}
@@ -173,15 +155,9 @@ def _index(source: Source) -> Mapping[str, str]:
 
 
 def name_packed(weights: Mapping[str, BlockWeight], model: Any, name: str) -> dict[str, BlockWeight]:
-    """Packed weights by their names in a traced graph.
+    """Packed weights of layers, by their names in a traced graph; stacked experts lie one below the other.
 
-    Args:
-        weights: by layer, from :func:`read_packed`.
-        model: made of the floats. Where it stacks experts, theirs are one below the other, in its order.
-        name: of the checkpoint, for messages.
-
-    Raises:
-        UnsupportedModelError: the model has others: transformers joins or renames them.
+    Raises ``UnsupportedModelError`` if the model has others: transformers joins or renames them.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     found, left = {}, dict(weights)

@@ -41,15 +41,9 @@ def unpack(words: Words, bits: int, axis: int) -> Codes:
 
 
 def gptq_weight(tensors: Tensors, settings: Mapping[str, Any], name: str) -> BlockWeight:
-    """A weight of GPTQ.
+    """A weight of GPTQ: ``qweight``, ``qzeros``, ``scales`` and, if there is one, ``g_idx``.
 
-    Args:
-        tensors: ``qweight``, ``qzeros``, ``scales`` and, if there is one, ``g_idx``.
-        settings: ``quantization_config`` of the checkpoint.
-        name: of the layer, for messages.
-
-    Raises:
-        CheckpointError: its inputs are in an order of their own (``desc_act``), or it has bits or groups of no kernel.
+    Raises ``CheckpointError`` if it orders its inputs (``desc_act``), or has bits or groups of no kernel.
     """
     bits, order = int(settings["bits"]), tensors.get("g_idx")
     _check_bits(bits, name)
@@ -99,11 +93,7 @@ def awq_weight(tensors: Tensors, settings: Mapping[str, Any], name: str) -> Bloc
 
 
 def compressed_weight(tensors: Tensors, name: str) -> BlockWeight:
-    """A weight of compressed-tensors: ``weight_packed`` or an int8 ``weight``, and ``weight_scale``.
-
-    Raises:
-        CheckpointError: it has another form.
-    """
+    """A weight of compressed-tensors: ``weight_scale``, and ``weight_packed`` or an int8 ``weight``; else refused."""
     stored = tensors.get("weight_zero_point")
     if "weight_packed" not in tensors:
         weight = tensors["weight"]

@@ -1,7 +1,7 @@
 """Whether packed weights lie around zero, as those of trained models do: a check apart from the importer's reading.
 
-A zero that is read one step off moves every weight of a layer by one step, and whoever compares with floats of the same
-reading sees nothing.
+A zero that is read one step off moves every weight of a layer by one step, and a comparison with floats of the same
+reading does not show it.
 """
 
 from collections.abc import Mapping
@@ -20,16 +20,7 @@ _SURE = 4.0  # standard errors
 
 
 def check_centre(source: Source, weights: Mapping[str, BlockWeight], settings: Mapping[str, Any]) -> None:
-    """See that the weights of a checkpoint lie around zero: the median over its layers of their mean, in steps.
-
-    Args:
-        source: the checkpoint.
-        weights: as they were read, by layer.
-        settings: its ``quantization_config``.
-
-    Raises:
-        CheckpointError: they lie about one step off.
-    """
+    """Refuse weights (by layer) about one step off zero: the median over the layers of their mean, in steps."""
     found = [_centre(weight) for weight in weights.values()]
     if not found:
         return

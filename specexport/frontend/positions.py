@@ -1,4 +1,4 @@
-"""Position embeddings that number the tokens themselves, by the ids or by the cache: in a packed step they are told.
+"""Position embeddings that number the tokens themselves, by the ids or by the cache: a packed step numbers them.
 
 Some decoders do not hand on the positions that they are given: BART and its kin count from the cache's length. RoBERTa
 and its kin count the ids that are no padding, and begin behind the padding token's id. What such a module takes is
@@ -19,7 +19,7 @@ _BY_IDS = "create_position_ids_from_input_ids"
 def first_position(module: Any) -> int | None:
     """Number that a module's embedding gives a text's first token; None if it is no embedding that takes positions.
 
-    Tables that add an offset of their own (BART, OPT) begin with 0: it is none that they are given.
+    Tables that add an offset themselves (BART, OPT) begin with 0: what they are given has none.
     """
     if hasattr(module, _BY_IDS) and isinstance(getattr(module, "padding_idx", None), int):
         return int(module.padding_idx) + 1
@@ -33,12 +33,7 @@ def reserved_positions(model: Any) -> int:
 
 @contextmanager
 def positions_hook(model: Any, positions: Tensor) -> Iterator[None]:
-    """Within the block, position embeddings read ``positions``, whatever the model passes them.
-
-    Args:
-        model: of transformers.
-        positions: of the packed tokens, from 0 in each text [T].
-    """
+    """Within the block, position embeddings read ``positions`` [T], from 0 in each text, whatever the model passes."""
     hooks = []
     for module in model.modules():
         first = first_position(module)

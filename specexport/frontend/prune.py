@@ -32,21 +32,12 @@ OnLayer = Callable[[int, Tensor, Tensor], None]
 
 
 def choose_layers(checkpoint: Checkpoint, count: int, pieces: Seq[npt.NDArray[np.int64]]) -> list[tuple[int, float]]:
-    """The decoder layers that change the hidden state least, chosen one after another; nothing is changed.
+    """The decoder layers that change the hidden state least, with their similarities, in the order of choice.
 
-    The similarity of a layer is the cosine of its input and its output, mean over tokens (Men et al. 2024). It is
-    measured anew after each choice, with the layers chosen before left out.
-
-    Args:
-        checkpoint: the loaded model.
-        count: how many layers to choose, fewer than there are. The pieces are read that often.
-        pieces: token ids that the model reads, int64.
-
-    Returns:
-        number and similarity (-1 to 1) of each, in the order of choice.
-
-    Raises:
-        UnsupportedModelError: the model cannot be exported, or its layers cannot be found or watched.
+    The similarity of a layer (-1 to 1) is the cosine of its input and its output, mean over tokens (Men et al. 2024).
+    It is measured anew after each choice, with the layers chosen before left out: ``pieces`` (token ids, int64) are
+    read ``count`` times, fewer than there are layers. Nothing is changed. Raises ``UnsupportedModelError`` if the model
+    cannot be exported, or its layers cannot be found or watched.
     """
     model: Any = checkpoint.model
     check_config(model)
@@ -63,16 +54,9 @@ def choose_layers(checkpoint: Checkpoint, count: int, pieces: Seq[npt.NDArray[np
 def drop_layers(checkpoint: Checkpoint, dropped: Collection[int], hint: str = _HINT) -> None:
     """Take decoder layers out of a loaded model, in place. The others keep weights, order and kind; numbers are new.
 
-    The model is run before and after: with the layers handing their input on, and without them.
-
-    Args:
-        checkpoint: the loaded model.
-        dropped: numbers of the layers, not all of them.
-        hint: what to do where that cannot be.
-
-    Raises:
-        UnsupportedModelError: the model cannot be exported, its layers cannot be found, or something of it counts on
-            all of them (inputs for each layer, a scale by their number): the two runs differ.
+    The model is run before and after: with the layers handing their input on, and without them. If the two runs differ,
+    something of it counts on all layers (inputs for each layer, a scale by their number): ``UnsupportedModelError``.
+    ``dropped`` must not be all layers.
     """
     model: Any = checkpoint.model
     check_config(model)
@@ -103,16 +87,7 @@ def drop_layers(checkpoint: Checkpoint, dropped: Collection[int], hint: str = _H
 
 @contextmanager
 def left_out(model: Any, dropped: Collection[int], hint: str = _HINT) -> Iterator[None]:
-    """Within the block, some of a model's decoder layers hand their input on.
-
-    Args:
-        model: a transformers causal language model.
-        dropped: numbers of the layers.
-        hint: what to do where that cannot be.
-
-    Raises:
-        UnsupportedModelError: its layers cannot be found or watched.
-    """
+    """Within the block, ``dropped`` decoder layers hand their input on; refused with ``hint`` where they cannot."""
     with _watch(model, find_layers(model, hint), dropped, hint=hint):
         yield
 

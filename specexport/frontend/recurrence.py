@@ -24,30 +24,20 @@ from specexport_runtime.errors import UnsupportedModelError
 
 @dataclass(frozen=True)
 class RecurrenceCall:
-    """What one recurrence asks for.
+    """What one recurrence asks for."""
 
-    Attributes:
-        index: its number, in the order of the forward pass.
-        kind: name of the operator.
-        geometry: sizes of its state.
-        attributes: of the operator, in its declared order.
-    """
-
-    index: int
-    kind: str
-    geometry: StateGeometry
-    attributes: tuple[int | float, ...]
+    index: int  # in the order of the forward pass
+    kind: str  # name of the operator
+    geometry: StateGeometry  # of its state
+    attributes: tuple[int | float, ...]  # of the operator, in its declared order
 
 
 Answer = Callable[[RecurrenceCall, tuple[Tensor | None, ...]], Tensor]
+"""From a call and the operator's inputs before its state, packed, to the output [T, width]."""
 
 
 class RecurrenceContext:
-    """Answers the recurrences of one forward pass.
-
-    Args:
-        answer: called with (call, inputs of the operator before its state), packed; returns the output [T, width].
-    """
+    """Answers the recurrences of one forward pass."""
 
     def __init__(self, answer: Answer) -> None:
         self.calls: list[RecurrenceCall] = []
@@ -56,18 +46,9 @@ class RecurrenceContext:
     def linear_attention(
         self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None, scale: float
     ) -> Tensor:
-        """One call of linear attention.
+        """One call of linear attention, whose output float32 [T, H, Dv] has the factor ``scale``.
 
-        Args:
-            q: [T, Hq, Dk].
-            k: [T, H, Dk].
-            v: [T, H, Dv].
-            decay: [T, H] or [T, H, Dk], or None.
-            beta: [T, H], or None.
-            scale: factor on the output.
-
-        Returns:
-            [T, H, Dv], float32.
+        q is [T, Hq, Dk], k [T, H, Dk], v [T, H, Dv], decay [T, H] or [T, H, Dk], and beta [T, H].
         """
         heads = k.shape[1]
         parts = [None if x is None else x.float().reshape(x.shape[0], -1) for x in (q, k, v, decay, beta)]
@@ -192,11 +173,7 @@ _ANOTHER_VERSION = "install the version of transformers that specexport asks for
 
 
 def check_functions(model: Any) -> None:
-    """Look whether the functions that the hook stands for take what it expects.
-
-    Raises:
-        UnsupportedModelError: transformers gave one of them other arguments.
-    """
+    """Refuse (``UnsupportedModelError``) functions of transformers that take other arguments than their hooks do."""
     for module, name in _found(model):
         taken, expected = _parameters(vars(module)[name]), _parameters(_HOOKS[name], skip=1)
         if taken is not None and expected is not None and not taken.serves(expected):
@@ -254,7 +231,7 @@ def _lightning(
 def _gated_unit(
     _: Any, hidden_states: Tensor, recurrent_gate: Tensor, *__: Any, **named: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """The scan of an RG-LRU (De et al. 2024, section 2.4): a head has one channel, and a decay of its own.
+    """The scan of an RG-LRU (De et al. 2024, section 2.4): a head has one channel and one decay.
 
     The reset at a text's first token needs nothing: a row's state is zero there.
     """
@@ -317,22 +294,11 @@ def recurrence_hook(model: Any, context: RecurrenceContext) -> Iterator[None]:
 def recur(
     call: RecurrenceCall,
     inputs: tuple[Tensor | None, ...],
-    states: tuple[Tensor, Tensor],
-    state_steps: Tensor,
-    step: tuple[Tensor, ...],
+    states: tuple[Tensor, Tensor],  # state and pending entries
+    state_steps: Tensor,  # [B, 4]
+    step: tuple[Tensor, ...],  # cu_new_tokens, row_starts, pad_index, unpad_index
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The custom op with the arguments in its declared order.
-
-    Args:
-        call: what the recurrence asks for.
-        inputs: its own.
-        states: state and pending entries.
-        state_steps: [B, 4].
-        step: cu_new_tokens, row_starts, pad_index, unpad_index.
-
-    Returns:
-        output [T, width], and the two states.
-    """
+    """The custom op with the arguments in its declared order: output [T, width], and the two states."""
     spec = {LINEAR_ATTENTION.name: LINEAR_ATTENTION, CAUSAL_CONV.name: CAUSAL_CONV}[call.kind]
     op = getattr(torch.ops.specexport, spec.torch_name)
     result: tuple[Tensor, Tensor, Tensor] = op(*inputs, *states, state_steps, *step, *call.attributes)

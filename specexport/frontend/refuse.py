@@ -36,12 +36,10 @@ def refuse(model: Any, reason: str, hint: str = HINT) -> UnsupportedModelError:
 
 
 def check_config(model: Any) -> None:
-    """Refuse what the configuration alone gives away.
+    """Refuse, with ``UnsupportedModelError``, what the configuration alone gives away.
 
-    Raises:
-        UnsupportedModelError: encoder-decoder, positions whose angles still depend on the length, layer kinds with
-            neither a plain KV cache nor a state, ALiBi in a form that is not known, or a forward without positions or
-            row selection.
+    That is an encoder-decoder, positions whose angles still depend on the length, layer kinds with neither a plain KV
+    cache nor a state, ALiBi in a form that is not known, or a forward without positions or row selection.
     """
     config = model.config
     text = config.get_text_config()
@@ -88,13 +86,8 @@ def _check_forward(model: Any) -> None:
 def check_layers(model: Any, called: list[int], *, recurs: bool = False) -> None:
     """Refuse a model with layers whose attention was not seen. One that is called again has another cache.
 
-    Args:
-        model: the model.
-        called: layer numbers of the attention calls of one forward pass.
-        recurs: there are layers that keep a state, so that not all need have attention.
-
-    Raises:
-        UnsupportedModelError: a layer is missing.
+    ``called`` are the layers of the attention calls; with ``recurs`` some layers keep a state, and not all need
+    attention.
     """
     text = model.config.get_text_config()
     expected = getattr(text, "decoder_layers", text.num_hidden_layers)  # BART's other number is its encoder's
@@ -113,11 +106,7 @@ def check_layers(model: Any, called: list[int], *, recurs: bool = False) -> None
 
 
 def check_states(model: Any, calls: "Seq[RecurrenceCall]") -> None:
-    """Refuse a model whose recurrences keep what the contract has no room for.
-
-    Raises:
-        UnsupportedModelError: a state is empty, or larger than a manifest may say.
-    """
+    """Refuse a model with a recurrence whose state is empty, or larger than a manifest may say."""
     for call in calls:
         sizes = {"its state": call.geometry.shape, "what a token gives to it": (call.geometry.width,)}
         for what, shape in sizes.items():

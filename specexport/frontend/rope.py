@@ -22,31 +22,19 @@ _FIRST = (0, 1, 7)
 
 
 class FixedRope(NamedTuple):
-    """What rotary embeddings were held at.
+    """What rotary embeddings were held at."""
 
-    Attributes:
-        max_len: tokens of the sequence that the angles are for.
-        text: rope type and table, for people.
-    """
-
-    max_len: int
-    text: str
+    max_len: int  # tokens of the sequence that the angles are for
+    text: str  # rope type and table, for people
 
 
 class _Turn(NamedTuple):
-    """One rotary embedding that depends on the length.
-
-    Attributes:
-        module: it.
-        kind: of layers that it is for, or None for all.
-        rope_type: its type.
-        original: positions up to which the angles do not change.
-    """
+    """One rotary embedding that depends on the length."""
 
     module: Any
-    kind: str | None
+    kind: str | None  # of layers that it is for; None for all
     rope_type: str
-    original: int
+    original: int  # positions up to which the angles do not change
 
 
 def rope_types(config: Any) -> set[str]:
@@ -122,15 +110,7 @@ def max_positions(model: Any) -> int | None:
 def fix_rope(model: Any, max_len: int) -> FixedRope | None:
     """Hold a model's rotary embeddings at the angles of a sequence of ``max_len`` tokens, in place.
 
-    Args:
-        model: the model.
-        max_len: most tokens of a sequence.
-
-    Returns:
-        what was done; None where no angle depends on the length.
-
-    Raises:
-        UnsupportedModelError: the angles of a module still depend on the length, in a way of its own.
+    None where no angle depends on the length; ``UnsupportedModelError`` where one still does afterwards.
     """
     turns = _turns(model)
     for turn in turns:

@@ -15,8 +15,7 @@ from specexport_runtime.errors import CheckpointError
 def round_weights(checkpoint: Checkpoint, dtype: str) -> None:
     """Give each weight the value that it has in ``dtype``, a numpy name; the model's own type stays.
 
-    Raises:
-        CheckpointError: a weight is larger than ``dtype`` can hold.
+    Raises ``CheckpointError`` if one is larger than float16 can hold, where that is ``dtype``.
     """
     kind = getattr(torch, dtype)
     for parameter in checkpoint.model.parameters():
@@ -31,11 +30,7 @@ def round_weights(checkpoint: Checkpoint, dtype: str) -> None:
 
 
 def refuse_overflow(source: str, model: Any, stored: Stored) -> None:
-    """Float16 ends at 65504; a larger weight of a bfloat16 or float32 checkpoint has become infinite by now.
-
-    Raises:
-        CheckpointError: one has; names it.
-    """
+    """Refuse (``CheckpointError``) weights beyond 65504, the end of float16, which have become infinite by now."""
     for name, weight in model.named_parameters():
         found = stored[name].parts() if name in stored else [weight]
         if not all(bool(torch.isfinite(part).all()) for part in found):

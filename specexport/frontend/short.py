@@ -30,7 +30,7 @@ def _tuned(model: Any) -> list[Any]:
 
 
 def plain_length(model: Any) -> int | None:
-    """Longest text of which every token sees all tokens before it; None where no layer leaves entries out."""
+    """Longest text of which tokens see all before them; None where no layer leaves entries out, or it is unknown."""
     limits = [module.index_topk for module in _indexers(model)] if INDEXED in _kinds(model) else []
     if CHUNKED in _kinds(model):
         chunk = getattr(model.config.get_text_config(), "attention_chunk_size", None)
@@ -40,11 +40,7 @@ def plain_length(model: Any) -> int | None:
 
 
 def hold_short(model: Any, max_len: int) -> bool:
-    """Make such layers plain in a model that reads texts of at most ``max_len`` tokens, in place.
-
-    Returns:
-        whether there were any, and all of them could be.
-    """
+    """Make such layers plain for texts of at most ``max_len`` tokens, in place; False if it leaves all as they are."""
     longest = plain_length(model)
     if longest is None or max_len > longest:
         return False

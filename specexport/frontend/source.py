@@ -29,26 +29,18 @@ _CONVERT = (
 
 
 class Source(NamedTuple):
-    """A checkpoint on this machine.
+    """A checkpoint on this machine."""
 
-    Attributes:
-        name: hub id, or the name of the folder or file; never a machine path.
-        folder: folder with the files.
-        gguf_file: name of the GGUF file in it, the first part of one that is split, or None.
-        files: the files that make the checkpoint, sorted by name; the parts of a split file in their order.
-    """
-
-    name: str
+    name: str  # hub id, or the name of the folder or file; never a machine path
     folder: Path
-    gguf_file: str | None
-    files: tuple[Path, ...]
+    gguf_file: str | None  # in the folder, the first part of one that is split; None for other checkpoints
+    files: tuple[Path, ...]  # of the checkpoint, sorted by name; the parts of a split file in their order
 
 
 def resolve_source(source: str, revision: str | None = None, *, remote_code: bool = False) -> Source:
     """Find a checkpoint's files, fetching them from the hub if ``source`` is a hub id.
 
-    Raises:
-        CheckpointError: nothing there, nothing usable there, or the hub cannot be reached.
+    Raises ``CheckpointError`` if nothing usable is there, or the hub cannot be reached.
     """
     path = Path(source).expanduser()
     if path.is_file():
@@ -98,11 +90,7 @@ def turns_by_length(source: Source) -> bool:
 
 
 def hash_checkpoint(source: str, revision: str | None = None) -> str:
-    """SHA-256 over a checkpoint's files (names and contents), without loading weights.
-
-    Raises:
-        CheckpointError: as ``resolve_source``.
-    """
+    """SHA-256 over a checkpoint's files (names and contents), without loading weights; fails as ``resolve_source``."""
     return hash_source(resolve_source(source, revision))
 
 
@@ -138,10 +126,8 @@ def _gguf_source(path: Path) -> Source:
 def gguf_parts(path: Path) -> tuple[Path, ...]:
     """The files of a GGUF file that is split as ``NAME-00001-of-00003.gguf``, whichever is given; any other by itself.
 
-    Names decide before links are followed: what a link leads to may be named by its hash.
-
-    Raises:
-        CheckpointError: one of them is not there.
+    Names decide before links are followed: what a link leads to may be named by its hash. Raises ``CheckpointError`` if
+    a part is not there.
     """
     match = _PART.fullmatch(path.name)
     if match is None or int(match["count"]) < SMALLEST_SPLIT:

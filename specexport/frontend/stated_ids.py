@@ -15,11 +15,7 @@ _ENDS, _BEGINS = "eos_token_id", "bos_token_id"
 
 
 def check_stated_ids(source: Source) -> None:
-    """See that the ids that begin and end a text are ids, in both files of a folder.
-
-    Raises:
-        CheckpointError: one is not, or a file holds no JSON object.
-    """
+    """Refuse a folder whose configuration files hold no JSON object, or state what is no token id for BOS or EOS."""
     if source.gguf_file is not None:
         return
     for name in (_CONFIG, _GENERATION):
@@ -41,7 +37,7 @@ def _read(source: Source, name: str) -> Mapping[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        if name == _CONFIG:  # whoever loads the model says what is wrong with it
+        if name == _CONFIG:  # the loader says what is wrong with it
             return {}
         raise CheckpointError(
             f"{source.name}: {name} cannot be read ({type(error).__name__}: {error}).", f"fetch {name} again."

@@ -18,16 +18,11 @@ CHUNK = 1 << 24  # elements worked on at a time where a weight need not be whole
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A parameter that is in no memory.
-
-    Attributes:
-        shape: of the parameter.
-        dtype: of the parameter.
-        rows: gives rows ``start`` to ``stop`` along the first dimension, in ``dtype``; each call reads anew.
-    """
+    """A parameter that is in no memory."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    # Gives rows ``start`` to ``stop`` along the first dimension, in ``dtype``; each call reads anew
     rows: Callable[[int, int], Tensor]
 
     @property
@@ -58,23 +53,14 @@ Stored = Mapping[str, StoredWeight]
 
 
 class WatchedFile:
-    """A file that must stay as it was while it is read piece by piece.
-
-    Args:
-        path: where it is.
-        name: of the checkpoint, for messages.
-    """
+    """A file that must stay as it was while it is read piece by piece; ``name`` is the checkpoint's, for messages."""
 
     def __init__(self, path: Path, name: str) -> None:
         self.path, self._name = path, name
         self._state = file_state(path)
 
     def check(self) -> None:
-        """See that nobody wrote it meanwhile.
-
-        Raises:
-            CheckpointError: somebody did, or it is gone.
-        """
+        """Raise ``CheckpointError`` if the file was written or removed meanwhile."""
         try:
             same = file_state(self.path) == self._state
         except OSError:
@@ -87,8 +73,7 @@ class WatchedFile:
     def read(self, offset: int, num_bytes: int) -> np.ndarray:
         """uint8 [num_bytes] from ``offset``: a copy, where a mapping would keep what was read resident.
 
-        Raises:
-            CheckpointError: the file changed, or ends before.
+        Raises ``CheckpointError`` if the file changed, or ends before.
         """
         self.check()
         found: np.ndarray = np.fromfile(self.path, np.uint8, num_bytes, offset=offset)
@@ -98,18 +83,13 @@ class WatchedFile:
 
 
 def stored_by_id(model: Any, stored: Stored) -> dict[int, StoredWeight]:
-    """The same by identity of the parameter, which is on the ``meta`` device."""
+    """Stored weights by the identity of their parameters, which are on the ``meta`` device."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return {id(parameters[name]): weight for name, weight in stored.items()}
 
 
 def stored_tensor(name: str, weight: StoredWeight) -> Any:
-    """A weight as a tensor of ONNX IR, whose data are read when they are asked for: all, or some rows.
-
-    Args:
-        name: of the tensor.
-        weight: where it is.
-    """
+    """A weight as a tensor of ONNX IR, whose data are read when they are asked for: all, or some rows."""
     from specexport.onnx_emit import lazy_tensor
 
     def rows(axis: int, start: int, stop: int) -> np.ndarray:

@@ -1,8 +1,8 @@
 """Running a model whose weights are in no memory: each is read for the operation that wants it, and let go after it.
 
 The parameters are on the ``meta`` device. A torch function mode sees every call with one of them among its arguments,
-and makes the call with what it stands for. Nothing needs to be known of the model's modules. What a model asks of a
-parameter besides (shape, dtype) it is told as of any other; the device it is told is the CPU.
+and makes the call with what it stands for. Nothing needs to be known of the model's modules. A model that asks
+for a parameter's shape or dtype gets the true one; as its device it gets the CPU.
 """
 
 from collections.abc import Callable, Iterator
@@ -114,7 +114,7 @@ def stand_ins(model: Any, stored: Stored) -> Iterator[None]:
 
 
 class _Noise:
-    """Rows that are told apart by where in the block they begin."""
+    """Rows that differ by where in the block they begin."""
 
     def __init__(self, weight: StoredWeight, noise: Tensor) -> None:
         self._weight, self._noise = weight, noise
@@ -134,12 +134,9 @@ class _Noise:
 
 @contextmanager
 def blanks(model: Any, stored: Stored) -> Iterator[dict[int, str]]:
-    """Within the block, stored parameters are tensors of the CPU that nobody has written, so that no memory holds them.
+    """Within the block, stored parameters are unwritten CPU tensors, which take no memory; gives names by address.
 
     For tracing, which looks at shapes and dtypes.
-
-    Returns:
-        name of each by its address.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     made: dict[int, torch.nn.Parameter] = {}
@@ -155,7 +152,7 @@ def blanks(model: Any, stored: Stored) -> Iterator[dict[int, str]]:
 
 
 def replace_parameters(model: Any, new: "dict[int, torch.nn.Parameter]") -> None:
-    """Put other parameters into a model, by the identity of those that they replace; tied ones stay tied."""
+    """Put other parameters into a model, by the identity of the old ones; tied ones stay tied."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) in new:

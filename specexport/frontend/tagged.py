@@ -1,9 +1,9 @@
 """Finding out which stored tensor each parameter of a model is, without reading one.
 
-Transformers renames and ties what it loads, and for some models it joins, splits or turns it. Nobody else knows how. So
-it is asked: it loads tensors of the right shapes that have memory for one column, repeated. A parameter that still lies
-there, in the same way and with the same numbers, is that tensor, as it is stored. If one was made of several, turned,
-or given other values (some models clear the row of their padding token), the model is loaded whole.
+Transformers renames and ties what it loads, and for some models it joins, splits or turns it. No other code knows how.
+So it is asked: it loads tensors of the right shapes that have memory for one column, repeated. A parameter that still
+lies there, in the same way and with the same numbers, is that tensor, as it is stored. If one was made of several,
+turned, or given other values (some models clear the row of their padding token), the model is loaded whole.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,23 +26,14 @@ _MARK = 1.40625  # exact in every dtype, and nothing that a model initializes we
 
 
 class _Tag(NamedTuple):
-    """What stands for a stored tensor.
-
-    Attributes:
-        tensor: it.
-        weight: the stored one.
-    """
+    """What stands for a stored tensor."""
 
     tensor: Tensor
     weight: StoredWeight
 
 
 class Tags:
-    """The tensors that stand for stored ones, by where they lie.
-
-    Args:
-        dtype: of the model.
-    """
+    """The tensors that stand for stored ones, by where they lie."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -76,10 +67,9 @@ class Tags:
             modeling_utils._tied_params_are_equal = equal
 
     def settle(self, model: Any) -> dict[str, StoredWeight] | None:
-        """Replace what stands for stored tensors by parameters without data.
+        """Replace what stands for stored tensors by parameters without data; gives where each comes from, by name.
 
-        Returns:
-            where each comes from, by name; None if a parameter was made of tensors in another way than by taking one.
+        None if a parameter was made of tensors in another way than by taking one.
         """
         parameters = dict(model.named_parameters(remove_duplicate=False))
         stored, meta = {}, {}
@@ -158,14 +148,7 @@ class _SafetensorsRows:
 def tagged_gguf(source: Source, reader: Any, conversion: Conversion, tags: Tags) -> dict[str, Tensor] | None:
     """Tags for the matrices of a GGUF file and its vectors, by the model's names.
 
-    Args:
-        source: the file.
-        reader: of it.
-        conversion: of it to the model.
-        tags: where they are made.
-
-    Returns:
-        None if transformers does more to a matrix than to order its rows.
+    None if transformers does more to a matrix than to order its rows.
     """
     watched = {path: WatchedFile(path, source.name) for path in source.files}
     files = {name: watched[path] for name, path in reader.paths.items()}

@@ -14,31 +14,21 @@ from specexport_runtime.errors import CheckpointError
 
 
 class FeatureRequest(NamedTuple):
-    """The features that a target is to give.
+    """The features that a target is to give."""
 
-    Attributes:
-        taps: hidden states that they are made of: ``i`` is what decoder layer ``i`` reads, N (how many there are) what
-            the last one gives, ``abi.AFTER_NORM`` what is behind the last norm.
-        projection: a module from their list, [..., H] each, to the features [..., E].
-        size: E.
-    """
-
+    # Hidden states: ``i`` is what decoder layer ``i`` reads, N (how many there are) what the last one gives,
+    # ``abi.AFTER_NORM`` what is behind the last norm
     taps: tuple[int, ...]
-    projection: Any
-    size: int
+    projection: Any  # a module from the list of ``taps``, [..., H] each, to the features [..., E]
+    size: int  # E
 
 
 @contextmanager
 def tapped(model: Any, taps: Seq[int]) -> Iterator[dict[int, Tensor]]:
     """Within the block, what the model's last run had at ``taps``, [B, T, H] each, by tap.
 
-    Args:
-        model: a transformers causal language model.
-        taps: see :class:`FeatureRequest`.
-
-    Raises:
-        UnsupportedModelError: its decoder layers or its last norm cannot be found.
-        CheckpointError: it has fewer layers.
+    Raises ``CheckpointError`` if the model has fewer layers, ``UnsupportedModelError`` if its layers or its last norm
+    cannot be found.
     """
     if not taps:  # a model without a head may have its layers anywhere
         yield {}

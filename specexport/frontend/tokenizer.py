@@ -11,23 +11,14 @@ from specexport_runtime.errors import CheckpointError
 
 
 class TokenizerParts(NamedTuple):
-    """The parts of a tokenizer that go into a bundle.
+    """The parts of a tokenizer that go into a bundle."""
 
-    Attributes:
-        json: the tokenizer in the tokenizers library's own format.
-        chat_template: Jinja template, or None.
-        special_tokens: name to text.
-        bos_token_id: or None.
-        eos_token_id: or None.
-        more_eos_ids: further ids that end a text.
-    """
-
-    json: bytes
-    chat_template: str | None
-    special_tokens: dict[str, str]
+    json: bytes  # in the tokenizers library's own format
+    chat_template: str | None  # Jinja
+    special_tokens: dict[str, str]  # name to text
     bos_token_id: int | None
     eos_token_id: int | None
-    more_eos_ids: tuple[int, ...] = ()
+    more_eos_ids: tuple[int, ...] = ()  # further ids that end a text
 
 
 _JSON = "tokenizer.json"
@@ -36,13 +27,10 @@ _IDS = ("generation_config.json", "config.json")
 
 
 def load_tokenizer(source: Source, *, trust_remote_code: bool = False) -> TokenizerParts:
-    """Load a checkpoint's fast tokenizer.
+    """Load a checkpoint's fast tokenizer; ``CheckpointError`` if there is none, or it cannot be read.
 
     A ``tokenizer.json`` is read as it is, and needs no other file: special tokens and the chat template are taken from
     where they are. Without one, the class that the checkpoint names makes the tokenizer.
-
-    Raises:
-        CheckpointError: there is none, or it cannot be read.
     """
     if source.gguf_file is None and (source.folder / _JSON).is_file():
         stated = {name: _read_object(source, name) for name in (_JSON, *_SETTINGS)}
@@ -52,12 +40,7 @@ def load_tokenizer(source: Source, *, trust_remote_code: bool = False) -> Tokeni
 
 
 def _from_json(source: Source, stated: Mapping[str, Mapping[str, Any]]) -> TokenizerParts:
-    """The tokenizer of a ``tokenizer.json``, whatever class the checkpoint names.
-
-    Args:
-        source: the checkpoint.
-        stated: content of its files, by name.
-    """
+    """The tokenizer of a ``tokenizer.json``, whatever class the checkpoint names; ``stated`` holds files by name."""
     from transformers import PreTrainedTokenizerFast
 
     try:

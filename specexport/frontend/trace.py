@@ -58,18 +58,12 @@ _EXAMPLE = {"T": 7, "B": 2, "B+1": 3, "Q": 5, "R": 4, "L": 16, "S": 6}
 
 
 class TracedModel(NamedTuple):
-    """A traced model.
+    """A traced model."""
 
-    Attributes:
-        ir_model: ONNX IR with ``specexport::UnpaddedAttention`` nodes and the contract's inputs and outputs.
-        layers: cache sizes of each attention layer.
-        states: sizes of what each recurrence keeps.
-        windows: entries that a token of each attention layer sees, -1 for all; empty where all layers see all.
-    """
-
-    ir_model: ir.Model
-    layers: tuple[LayerGeometry, ...]
-    states: tuple[StateGeometry, ...] = ()
+    ir_model: ir.Model  # with ``specexport::UnpaddedAttention`` nodes and the contract's inputs and outputs
+    layers: tuple[LayerGeometry, ...]  # cache sizes of each attention layer
+    states: tuple[StateGeometry, ...] = ()  # sizes of what each recurrence keeps
+    # Entries that a token of each attention layer sees, -1 for all; empty where all see all
     windows: tuple[int, ...] = ()
 
 
@@ -78,13 +72,7 @@ WEIGHT_PREFIX = "model."
 
 
 class PackedModel(torch.nn.Module):  # type: ignore[misc]  # torch is not followed
-    """The model as the contract sees it: packed tokens and caches in, selected logits and caches out.
-
-    Args:
-        model: a transformers causal language model.
-        calls: what its layers ask for.
-        features: what it gives besides, behind the logits; None for nothing.
-    """
+    """The model as the contract sees it: packed tokens and caches in, selected logits and caches out."""
 
     def __init__(self, model: Any, calls: ModelCalls, features: FeatureRequest | None = None) -> None:
         super().__init__()
@@ -96,9 +84,10 @@ class PackedModel(torch.nn.Module):  # type: ignore[misc]  # torch is not follow
         self.projection = None if features is None else features.projection
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """One step. Inputs: the step inputs, then k and v cache of each layer, then state and pending entries of each
-        recurrence; outputs: logits [R, V], then all of these.
-        """  # noqa: D205
+        """One step: from the step inputs and what is kept to logits [R, V], features if asked for, and what is kept.
+
+        What is kept is k and v cache of each layer, then state and pending entries of each recurrence.
+        """
         input_ids, positions, wanted, *step = inputs[: len(STEP_INPUTS)]
         kept = list(inputs[len(STEP_INPUTS) + self.has_states :])
         caches, states = kept[: self.num_caches], kept[self.num_caches :]
@@ -151,19 +140,10 @@ def state_names(num_states: int) -> tuple[list[str], list[str]]:
 def trace_model(
     model: Any, calls: ModelCalls, stored: Stored | None = None, features: FeatureRequest | None = None
 ) -> TracedModel:
-    """Trace ``model`` (eval mode) to ONNX IR.
+    """Trace a model in eval mode to ONNX IR; weights stay its own memory until they are written, or are read then.
 
-    Args:
-        model: a transformers causal language model.
-        calls: what its layers ask for, from ``probe_layers``.
-        stored: weights that the model has no data of.
-        features: what it gives to a draft head; None for nothing.
-
-    Returns:
-        The traced model; weights stay the model's own memory until they are written, or are read then.
-
-    Raises:
-        UnsupportedModelError: the trace has a stored weight under a name that the model has not.
+    Raises ``UnsupportedModelError`` if torch cannot export it, or the trace has a stored weight in a form that no
+    weight of the model has.
     """
     packed = PackedModel(model, calls, features).eval()
     outputs = [LOGITS] if features is None else [LOGITS, FEATURES]
@@ -187,27 +167,16 @@ def trace_model(
 
 def trace_step(
     packed: torch.nn.Module,
-    dtype: torch.dtype,
-    layers: Seq[LayerGeometry],
+    dtype: torch.dtype,  # of the caches
+    layers: Seq[LayerGeometry],  # sizes of the caches
     inputs: list[TensorSpec],
     outputs: list[TensorSpec],
-    sizes: Mapping[str, int] | None = None,
+    sizes: Mapping[str, int] | None = None,  # dimension words of ``inputs`` that are fixed
     *,
-    states: Seq[StateGeometry] = (),
-    reads_only: bool = False,
+    states: Seq[StateGeometry] = (),  # sizes of what recurrences keep
+    reads_only: bool = False,  # the caches are another model's, and ``packed`` does not give them
 ) -> ir.Model:
-    """Trace a module that computes a packed step.
-
-    Args:
-        packed: takes ``inputs``, then the caches and states; gives ``outputs``, then the caches and states.
-        dtype: of the caches.
-        layers: sizes of the caches.
-        inputs: tensors of the contract.
-        outputs: likewise.
-        sizes: dimension words of ``inputs`` that are fixed.
-        states: sizes of what recurrences keep.
-        reads_only: the caches are another model's, and ``packed`` does not give them.
-    """
+    """Trace a module from ``inputs``, caches and states of a packed step to ``outputs``, caches and states."""
     for op in _OPS:
         register_schema(op)
     arguments, dims = _example(dtype, layers, inputs, sizes or {}, states)

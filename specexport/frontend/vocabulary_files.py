@@ -43,11 +43,7 @@ def explain(source: Source, error: Exception) -> CheckpointError:
 
 
 def check_vocabulary(source: Source, tokenizer: Any) -> None:
-    """Refuse a tokenizer that was made without the checkpoint's vocabulary, or that splits text in other pieces.
-
-    Raises:
-        CheckpointError: as above.
-    """
+    """Refuse a tokenizer that was made without the checkpoint's vocabulary, or that splits text in other pieces."""
     given = getattr(tokenizer, "vocab_file", None)
     names = [*tokenizer.vocab_files_names.values(), *([Path(given).name] if given else [])]
     found = [name for name in names if (source.folder / name).is_file()]

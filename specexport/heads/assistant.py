@@ -30,11 +30,7 @@ Caches = Seq[tuple[Tensor, Tensor]]
 
 
 class GroupedLmHead(nn.Module):  # type: ignore[misc]  # torch is not followed
-    """An LM head that multiplies the tokens of a few groups only: those whose centroids the state is nearest to.
-
-    Args:
-        config: of the head.
-    """
+    """An LM head that multiplies the tokens of a few groups only: those whose centroids the state is nearest to."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
@@ -57,28 +53,18 @@ class GroupedLmHead(nn.Module):  # type: ignore[misc]  # torch is not followed
 
 
 class AssistantHead(nn.Module):  # type: ignore[misc]
-    """An assistant.
-
-    Args:
-        config: of it.
-        name: for messages.
-
-    Attributes:
-        body: transformers' model of its layers.
-        embed_tokens: the target's [V, E].
-        lm_head: [V, H].
-        masked_embedding: chooses among the rows of ``lm_head``; None where all are multiplied.
-    """
+    """A Gemma-4 assistant: layers between two projections, the target's embedding, and an LM head."""
 
     def __init__(self, config: HeadConfig, name: str = "assistant") -> None:
         super().__init__()
         self.head_config = config
         width, hidden = config.target_hidden_size, config.hidden_size
-        self.body = make_body(name, config.layer_config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, width)
+        self.body = make_body(name, config.layer_config)  # transformers' model of its layers
+        self.embed_tokens = nn.Embedding(config.vocab_size, width)  # the target's [V, E]
         self.pre_projection = nn.Linear(2 * width, hidden, bias=False)
         self.post_projection = nn.Linear(hidden, width, bias=False)
-        self.lm_head = nn.Linear(hidden, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(hidden, config.vocab_size, bias=False)  # [V, H]
+        # chooses among the rows of ``lm_head``; None where all are multiplied
         self.masked_embedding = GroupedLmHead(config) if shape_of(config).num_centroids else None
 
     @property
@@ -95,14 +81,11 @@ class AssistantHead(nn.Module):  # type: ignore[misc]
         return int(whole - spared)
 
     def states(self, input_ids: Tensor, positions: Tensor, features: Tensor, caches: Caches, **masks: Any) -> Tensor:
-        """What its LM head reads [T, H].
+        """What its LM head reads [T, H], for token ids [T] and features [T, E].
 
-        Args:
-            input_ids: [T].
-            positions: of the token that each draft goes on from [T].
-            features: the target's last hidden state before that token, or the assistant's own [T, E].
-            caches: see :data:`Caches`.
-            **masks: attention masks by kind of layer, where attention is transformers' own; none otherwise.
+        The features are the target's last hidden state before each token, or the assistant's own. ``positions`` [T] are
+        of the token that each draft goes on from. ``masks`` are attention masks by kind of layer where attention is
+        transformers' own; none otherwise.
         """
         embedded = self.embed_tokens(input_ids)
         embedded = embedded * torch.tensor(self.head_config.target_hidden_size**0.5, dtype=embedded.dtype)
@@ -143,11 +126,7 @@ def entries_seen(window: int) -> int:
 
 
 class AssistantStep(nn.Module):  # type: ignore[misc]
-    """An assistant as the contract sees it: packed tokens, features and the target's caches in; no cache out.
-
-    Args:
-        head: the assistant.
-    """
+    """An assistant as the contract sees it: packed tokens, features and the target's caches in; no cache out."""
 
     def __init__(self, head: AssistantHead) -> None:
         super().__init__()
@@ -178,7 +157,7 @@ class AssistantStep(nn.Module):  # type: ignore[misc]
 
 
 def trace_assistant(head: AssistantHead) -> TracedModel:
-    """Trace an assistant (eval mode) to ONNX IR: attention without keys of its own, over the target's caches."""
+    """Trace an assistant (eval mode) to ONNX IR: its attention has no keys, and reads the target's caches."""
     shape = shape_of(head.head_config)
     ir_model = trace_step(
         AssistantStep(head).eval(),
@@ -193,28 +172,16 @@ def trace_assistant(head: AssistantHead) -> TracedModel:
 
 
 class Places(NamedTuple):
-    """Where drafts go on from in one text: at each place, all entries before it are known.
+    """Where drafts go on from in one text: at each place, all entries before it are known."""
 
-    Attributes:
-        positions: of the newest token of each draft [A], at least 1.
-        caches: of the whole text, see :data:`Caches`.
-    """
-
-    positions: Tensor
-    caches: Caches
+    positions: Tensor  # of the newest token of each draft [A], at least 1
+    caches: Caches  # of the whole text, see :data:`Caches`
 
 
 def draft_steps(head: AssistantHead, tokens: Tensor, features: Tensor, places: Places) -> tuple[Tensor, Tensor]:
     """One draft step at many places of a text, with attention as transformers computes it.
 
-    Args:
-        head: the assistant.
-        tokens: what each is fed [A].
-        features: likewise [A, E].
-        places: where they stand.
-
-    Returns:
-        logits [A, V], and what it hands on [A, E].
+    Each place is fed a token [A] and features [A, E]. Gives logits [A, V], and what the assistant hands on [A, E].
     """
     entries = torch.arange(places.caches[0][0].shape[2])[None]
     at = places.positions[:, None]
@@ -230,10 +197,7 @@ def draft_steps(head: AssistantHead, tokens: Tensor, features: Tensor, places: P
 def read_caches(model: Any, ids: Tensor, config: HeadConfig) -> tuple[Tensor, Caches]:
     """The target's logits [T, V] of a text, and the caches that an assistant reads of it.
 
-    Args:
-        model: the target, a transformers causal language model.
-        ids: token ids of the text [1, T].
-        config: of the assistant.
+    ``model`` is a transformers causal language model, ``ids`` are the text's token ids [1, T].
     """
     from transformers import DynamicCache
 
@@ -245,11 +209,7 @@ def read_caches(model: Any, ids: Tensor, config: HeadConfig) -> tuple[Tensor, Ca
 
 
 def load_assistant(files: HeadFiles, config: HeadConfig, tables: TargetTables, dtype: torch.dtype) -> LoadedHead:
-    """Load an assistant; see ``load.load_head``.
-
-    Raises:
-        CheckpointError: tensors are missing, or have other shapes than the configuration says.
-    """
+    """Load an assistant; see ``load.load_head``."""
     try:
         with torch.device("meta"):
             head = AssistantHead(config, files.name)
@@ -259,7 +219,7 @@ def load_assistant(files: HeadFiles, config: HeadConfig, tables: TargetTables, d
         head.body.rotary_emb = type(rotary)(head.body.config)  # its buffers are in no file
     except CheckpointError:
         raise
-    except Exception as error:  # sizes that do not fit one another, a kind of rotary embedding that nobody knows
+    except Exception as error:  # sizes that do not fit one another, an unknown kind of rotary embedding
         raise CheckpointError(
             f"the head {files.name}: no layers can be made of its configuration ({type(error).__name__}: {error}).",
             "fetch the head again.",
@@ -275,11 +235,7 @@ def load_assistant(files: HeadFiles, config: HeadConfig, tables: TargetTables, d
 
 
 def _check_ordering(files: HeadFiles, head: AssistantHead) -> None:
-    """Each token must be in one group: the groups decide which logits are whose.
-
-    Raises:
-        CheckpointError: it is not.
-    """
+    """Refuse an assistant whose groups do not hold each token once: they decide which logits are whose."""
     if head.masked_embedding is None:
         return
     head.masked_embedding.token_ordering = head.masked_embedding.token_ordering.long()

@@ -9,13 +9,8 @@ from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 def body_config(name: str, text: Mapping[str, Any]) -> Any:
     """Transformers' configuration of an assistant's layers, with a vocabulary of one token.
 
-    Args:
-        name: of the assistant, for messages.
-        text: its ``text_config``.
-
-    Raises:
-        CheckpointError: it is no configuration.
-        UnsupportedModelError: transformers has no such layers.
+    ``text`` is its ``text_config``. Raises CheckpointError if that is no configuration, and UnsupportedModelError if
+    transformers has no such layers.
     """
     from transformers import CONFIG_MAPPING
 

@@ -17,11 +17,7 @@ from specexport_runtime.abi import CONTEXT_ID
 
 
 class ContextProjection(FeatureProjection):
-    """From hidden states of the target to the context that every layer reads: ``hidden_norm(fc(.))``.
-
-    Args:
-        config: of the head.
-    """
+    """From hidden states of the target to the context that every layer reads: ``hidden_norm(fc(.))``."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
@@ -34,18 +30,11 @@ class ContextProjection(FeatureProjection):
 
 
 class BlockHead(DraftHead):
-    """A head that reads context entries, which have a feature and no token, and a block of tokens behind them.
-
-    Args:
-        config: of the head.
-
-    Attributes:
-        every_row: compute the rows of context entries too, so that no size depends on a value: a CUDA graph can hold
-            it.
-    """
+    """A head that reads context entries, which have a feature and no token, and a block of tokens behind them."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
+        # compute the rows of context entries too, so that no size depends on a value: a CUDA graph can hold it
         self.every_row = False
         for layer, causal in zip(self.body.layers, config.causal_layers, strict=True):
             layer.self_attn.is_causal = causal
@@ -55,13 +44,9 @@ class BlockHead(DraftHead):
     def states(self, input_ids: Tensor, features: Tensor, run: RunModule) -> Tensor:
         """The hidden state behind the last layer [1, T, H]; that of a context entry means nothing.
 
-        A context entry gives keys and values of its feature in every layer, and has no hidden state of its own: what
-        comes behind attention is computed for the block alone.
-
-        Args:
-            input_ids: [T], ``abi.CONTEXT_ID`` for a context entry.
-            features: [1, T, E]; those of the block are not read.
-            run: runs a module with attention.
+        A context entry, ``abi.CONTEXT_ID`` in the token ids [T], gives keys and values of its feature in every layer,
+        and has no hidden state: what comes behind attention is computed for the block alone. The block's ``features``
+        [1, T, E] are not read.
         """
         is_token = input_ids >= 0
         block = places = None
@@ -80,13 +65,9 @@ class BlockHead(DraftHead):
 
 
 class _OfBlock(nn.Linear):  # type: ignore[misc]  # torch is not followed
-    """The linear layer behind attention, for the block's rows alone.
+    """The linear layer behind attention, for the block's rows alone."""
 
-    Attributes:
-        rows: which of the step's rows these are, int64 [n]; None for all.
-    """
-
-    rows: Tensor | None = None
+    rows: Tensor | None = None  # which of the step's rows these are, int64 [n]; None for all
 
     def forward(self, attended: Tensor) -> Tensor:
         """[1, n, H] of what attention gave for all rows [1, T, ·]."""
@@ -103,16 +84,10 @@ def _spread(state: Tensor, places: Tensor | None) -> Tensor:
 
 
 def block_states(head: DraftHead, features: Tensor, starts: Tensor, blocks: Tensor) -> Tensor:
-    """Hidden states of blocks over one sequence, none of which sees another; attention as transformers computes it.
+    """Hidden states [A, R, H] of blocks of token ids [A, R] over one sequence; no block sees another.
 
-    Args:
-        head: the head.
-        features: of the sequence [n, E].
-        starts: position of the first token of each block [A], at most n: it sees the features before it.
-        blocks: token ids [A, R].
-
-    Returns:
-        hidden states behind the last layer [A, R, H].
+    Attention is as transformers computes it. ``starts`` [A] is the position of each block's first token, at most n: it
+    sees the ``features`` [n, E] before it.
     """
     count, width = blocks.shape
     known = len(features)
@@ -141,14 +116,9 @@ def block_states(head: DraftHead, features: Tensor, starts: Tensor, blocks: Tens
 
 
 def first_guesses(head: DraftHead, tokens: Tensor, features: Tensor, *, step: int, rows: int) -> Tensor:
-    """Logits [A, N] of the token behind each ``step``-th token of a text, from the second one on.
+    """Logits [A, N] of the token behind each ``step``-th token of a text [T], from the second one on.
 
-    Args:
-        head: the head.
-        tokens: the text [T].
-        features: of all its tokens but the last [T-1, E].
-        step: distance of the blocks.
-        rows: tokens of each block, as a draft has them.
+    ``features`` [T-1, E] are of all its tokens but the last. ``rows`` is the length of each block, as a draft has them.
     """
     mask = head.head_config.mask_token_id
     starts = torch.arange(1, len(tokens), step)

@@ -7,11 +7,7 @@ from specexport.heads.modules import DraftHead, RunModule, norm_class, through_l
 
 
 class EagleHead(DraftHead):
-    """EAGLE-1 and 2: a linear layer joins both, and decoder layers follow, with no norm before the first or the last.
-
-    Args:
-        config: of the head.
-    """
+    """EAGLE-1 and 2: a linear layer joins both, and decoder layers follow, without a norm before or behind them."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
@@ -29,11 +25,7 @@ class EagleHead(DraftHead):
 
 
 class Eagle3Head(DraftHead):
-    """EAGLE-3 and P-EAGLE: the attention of the first layer reads both side by side.
-
-    Args:
-        config: of the head.
-    """
+    """EAGLE-3 and P-EAGLE: the attention of the first layer reads both side by side."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)

@@ -20,19 +20,13 @@ _IGNORED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight", "rotary_em
 
 @dataclass(frozen=True)
 class HeadFiles:
-    """A head as it lies on disk.
+    """A head as it lies on disk."""
 
-    Attributes:
-        name: its name in reports; never a machine path.
-        values: ``config.json``.
-        shapes: shape of each tensor, by the name in our form.
-        stored: file and name of each of them in it.
-    """
-
-    name: str
+    name: str  # in reports; never a machine path
+    # ``config.json``; of a module in the target's checkpoint, what it says of the language model
     values: Mapping[str, Any]
-    shapes: Mapping[str, tuple[int, ...]]
-    stored: Mapping[str, tuple[Path, str]]
+    shapes: Mapping[str, tuple[int, ...]]  # of each tensor, by the name in our form
+    stored: Mapping[str, tuple[Path, str]]  # file and name in it of each tensor
 
     def tensor(self, name: str) -> Any:
         """One tensor, as torch has it."""
@@ -44,14 +38,7 @@ class HeadFiles:
 
 
 def open_head(source: Source) -> HeadFiles:
-    """Open a head.
-
-    Args:
-        source: where it lies; only its safetensors are read.
-
-    Raises:
-        CheckpointError: its configuration or a file cannot be read.
-    """
+    """Open a head's configuration and safetensors; raises CheckpointError if one cannot be read."""
     try:
         values = json.loads((source.folder / CONFIG_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -68,14 +55,9 @@ def open_head(source: Source) -> HeadFiles:
 def read_names(
     source: Source, our_name: Callable[[str], str | None]
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[Path, str]]]:
-    """Shape of each tensor of a source, and where it is, by our name.
+    """Shape of each tensor in a source's safetensors, and its file and name there, by our name.
 
-    Args:
-        source: whose safetensors are looked at.
-        our_name: gives the name in our form; None for a tensor that is not wanted.
-
-    Raises:
-        CheckpointError: a file cannot be read.
+    ``our_name`` gives None for a tensor that is not wanted. Raises CheckpointError if a file cannot be read.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -118,11 +100,8 @@ def name_in_module(key: str, num_layers: int | None = None) -> str | None:
     """Our name of a tensor of the first MTP module; None for a tensor that is not of it.
 
     DeepSeek and GLM store the module as one decoder layer more than there are, Qwen3-Next and EXAONE as ``mtp``, MiMo
-    and speculators as ``mtp_layers.0`` or ``mtp.layers.0``.
-
-    Args:
-        key: its name in the file.
-        num_layers: decoder layers of the checkpoint that the module is in; None where it is in a file of its own.
+    and speculators as ``mtp_layers.0`` or ``mtp.layers.0``. ``num_layers`` counts the decoder layers of the target's
+    checkpoint that holds the module; None for a module in a separate file.
     """
     places = _PLACES if num_layers is None else (*_PLACES, rf"(?:model\.|language_model\.)*layers\.{num_layers}")
     for place in places:

@@ -24,12 +24,7 @@ from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 
 
 class HydraHead(nn.Module):  # type: ignore[misc]  # torch is not followed
-    """One head.
-
-    Args:
-        config: of all heads.
-        number: of this one, from 0.
-    """
+    """One head; the first has number 0."""
 
     def __init__(self, config: HeadConfig, number: int) -> None:
         super().__init__()
@@ -53,16 +48,7 @@ class HydraHead(nn.Module):  # type: ignore[misc]  # torch is not followed
 
 
 class HydraHeads(nn.Module):  # type: ignore[misc]
-    """Heads over a hidden state and tokens.
-
-    Args:
-        config: of them.
-
-    Attributes:
-        body: transformers' model of the prefix layer, for its layer, rotary embedding and last norm; None without one.
-        embed_tokens: token embedding [V, H].
-        heads: the heads.
-    """
+    """Heads over a hidden state and tokens."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
@@ -70,8 +56,9 @@ class HydraHeads(nn.Module):  # type: ignore[misc]
         if shape is None:
             raise TypeError("a Hydra configuration is needed.")
         self.head_config = config
+        # transformers' model of the prefix layer, for its layer, rotary embedding and last norm; None without one
         self.body = make_body(config) if shape.has_prefix else None
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)  # token embedding [V, H]
         self.heads = nn.ModuleList(HydraHead(config, number) for number in range(shape.num_heads))
 
     @property
@@ -93,28 +80,17 @@ class HydraHeads(nn.Module):  # type: ignore[misc]
         return state
 
     def guess(self, number: int, states: Tensor, embedded: Tensor) -> Tensor:
-        """Logits [R, N] of one head.
-
-        Args:
-            number: of the head.
-            states: [R, H], as :meth:`states` gives them.
-            embedded: of the tokens that it reads [R, number + 1, H].
-        """
+        """Logits [R, N] of a head for states [R, H] and the embeddings of its tokens [R, number + 1, H]."""
         normed = states if self.body is None else self.body.norm(states)
         logits: Tensor = self.heads[number](torch.cat([normed, embedded.flatten(1)], dim=-1))
         return logits
 
 
 def heads_asked(input_ids: Tensor, logit_rows: Tensor, cu_new_tokens: Tensor) -> Tensor:
-    """Which head each logit row asks, int64 [R]: there are one more tokens at the end of its sequence's entries.
+    """Which head each logit row asks, int64 [R]; -1 for the row of an entry without a token.
 
-    Args:
-        input_ids: [T], ``abi.CONTEXT_ID`` for an entry that has a feature alone. Such entries come first.
-        logit_rows: [R].
-        cu_new_tokens: [B+1].
-
-    Returns:
-        -1 for a row of an entry without a token.
+    A row asks head i if i + 1 tokens stand among its sequence's entries up to it. An entry that has a feature alone has
+    ``abi.CONTEXT_ID`` in ``input_ids`` [T]; such entries come first. ``logit_rows`` is [R], ``cu_new_tokens`` [B+1].
     """
     is_token = (input_ids >= 0).to(torch.int64)
     counted = is_token.cumsum(0)
@@ -126,18 +102,10 @@ def heads_asked(input_ids: Tensor, logit_rows: Tensor, cu_new_tokens: Tensor) ->
 def read_rows(
     heads: HydraHeads, state: Tensor, features: Tensor, input_ids: Tensor, logit_rows: Tensor, cu_new_tokens: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Logits of a packed step, and what it hands on.
+    """Logits [R, N] of a packed step, and the hidden states [R, H] that it hands on.
 
-    Args:
-        heads: the heads.
-        state: behind the prefix layer [T, H].
-        features: what the step was fed [T, H].
-        input_ids: see :func:`heads_asked`, as are the next two.
-        logit_rows: [R].
-        cu_new_tokens: [B+1].
-
-    Returns:
-        logits [R, N], and hidden states [R, H].
+    ``state`` [T, H] is behind the prefix layer, before its norm; ``features`` [T, H] are what the step was fed. For the
+    others see :func:`heads_asked`.
     """
     numbers = heads_asked(input_ids, logit_rows, cu_new_tokens)
     fresh, handed = (each.index_select(0, logit_rows) for each in (state, features))
@@ -153,12 +121,7 @@ def read_rows(
 
 
 def load_hydra(files: HeadFiles, config: HeadConfig, tables: TargetTables, dtype: torch.dtype) -> LoadedHead:
-    """Load heads; see ``load.load_head``.
-
-    Raises:
-        CheckpointError: tensors are missing, or have other shapes than the configuration says.
-        UnsupportedModelError: there are tensors of a variant.
-    """
+    """Load heads; see ``load.load_head``."""
     shape = config.hydra
     if shape is None:
         raise TypeError("a Hydra configuration is needed.")
@@ -227,13 +190,9 @@ def _is_copy(name: str, files: HeadFiles, num_heads: int, num_blocks: int) -> bo
 
 
 def first_guesses(heads: HydraHeads, number: int, tokens: Tensor, states: Tensor) -> Tensor:
-    """Logits [T-1-number, N] of one head at every place of a text, fed the text's own tokens.
+    """Logits [T-1-number, N] of one head at every place of a text [T], fed the text's own tokens.
 
-    Args:
-        heads: the heads.
-        number: of the head.
-        tokens: the text [T].
-        states: of all its tokens but the last [T-1, H], as ``HydraHeads.states`` gives them.
+    ``states`` [T-1, H] are of all its tokens but the last, as ``HydraHeads.states`` gives them.
     """
     count = len(tokens) - 1 - number
     windows = tokens[1:].unfold(0, number + 1, 1)

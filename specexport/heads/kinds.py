@@ -5,7 +5,7 @@ from specexport.heads.modules import DraftHead, FeatureProjection
 
 
 def make_head(config: HeadConfig) -> DraftHead:
-    """A head without weights of its own."""
+    """A head of the configuration's kind, before it is given weights."""
     from specexport.heads.dflash import BlockHead
     from specexport.heads.eagle import Eagle3Head, EagleHead
     from specexport.heads.mtp import MtpHead
@@ -15,7 +15,7 @@ def make_head(config: HeadConfig) -> DraftHead:
 
 
 def make_projection(config: HeadConfig) -> FeatureProjection:
-    """What is part of the target's graph for a head, without weights of its own."""
+    """What is part of the target's graph for a head, before it is given weights."""
     from specexport.heads.dflash import ContextProjection
 
     return ContextProjection(config) if config.kind == "dflash" else FeatureProjection(config)

@@ -14,17 +14,10 @@ from specexport_runtime.executors.base import Float32Array, Int32Array
 
 
 def load_head(files: HeadFiles, config: HeadConfig, tables: TargetTables, dtype: torch.dtype) -> LoadedHead:
-    """Load a head.
+    """Load a head; an embedding or LM head that its files lack is the target's.
 
-    Args:
-        files: the head.
-        config: what it computes.
-        tables: what it may share with its target: an embedding or an LM head that its files lack are the target's.
-        dtype: of the weights.
-
-    Raises:
-        CheckpointError: tensors are missing, or have other shapes than the configuration says.
-        UnsupportedModelError: there are tensors of a variant.
+    Raises CheckpointError if tensors are missing, or have other shapes than the configuration says, and
+    UnsupportedModelError if there are tensors of a variant.
     """
     if config.kind == "medusa":
         from specexport.heads.medusa import load_medusa
@@ -43,7 +36,7 @@ def load_head(files: HeadFiles, config: HeadConfig, tables: TargetTables, dtype:
             head = make_head(config)
         head.to_empty(device="cpu")
         head.body.rotary_emb = make_body(config).rotary_emb  # its buffers are in no file
-    except Exception as error:  # sizes that do not fit one another, a kind of rotary embedding that nobody knows
+    except Exception as error:  # sizes that do not fit one another, an unknown kind of rotary embedding
         raise CheckpointError(
             f"the head {files.name}: no layers can be made of its configuration ({type(error).__name__}: {error}).",
             "fetch the head again.",
@@ -96,11 +89,7 @@ def _mask_feature(files: HeadFiles, config: HeadConfig, projection: FeatureProje
 
 
 def _refuse_unknown(files: HeadFiles, known: set[str]) -> None:
-    """Variants of a kind have tensors more, and compute something else: a head without them would be slow, not wrong.
-
-    Raises:
-        UnsupportedModelError: there are some.
-    """
+    """Refuse tensors of a variant, which computes something else: a head without them would be slow, not wrong."""
     unknown = sorted(files.shapes.keys() - known)
     if unknown:
         raise UnsupportedModelError(

@@ -15,42 +15,26 @@ from specexport_runtime.executors.base import Float32Array, Int32Array
 
 
 class LoadedHead(NamedTuple):
-    """A head that can run.
-
-    Attributes:
-        config: what it computes.
-        head: the head, in eval mode: a ``DraftHead``, ``MedusaHeads`` or ``HydraHeads``.
-        projection: what is part of the target's graph.
-        ids: token ids of its LM head, int32 [N], ascending; None where it has all.
-        mask_feature: what a parallel head is fed for tokens that are not known, float32 [E]; None for others, and
-            for a DFlash head, which reads none for them.
-    """
+    """A head that can run."""
 
     config: HeadConfig
-    head: Any
-    projection: FeatureProjection
-    ids: Int32Array | None
+    head: Any  # in eval mode: a ``DraftHead``, ``MedusaHeads``, ``HydraHeads`` or ``AssistantHead``
+    projection: FeatureProjection  # what is part of the target's graph
+    ids: Int32Array | None  # token ids of its LM head, int32 [N], ascending; None where it has all
+    # what a parallel head is fed for unknown tokens, float32 [E]; None for others, and for a DFlash head, which reads
+    # none for them
     mask_feature: Float32Array | None = None
 
 
 class TargetTables(NamedTuple):
-    """What a head may share with its target.
+    """What a head may share with its target."""
 
-    Attributes:
-        embedding: [V, H].
-        lm_head: [V, H].
-    """
-
-    embedding: Tensor
-    lm_head: Tensor
+    embedding: Tensor  # [V, H]
+    lm_head: Tensor  # [V, H]
 
 
 def load_projection(files: HeadFiles, config: HeadConfig, dtype: torch.dtype) -> FeatureProjection:
-    """The part of a head that belongs to the target's graph.
-
-    Raises:
-        CheckpointError: tensors are missing, or have other shapes than the configuration says.
-    """
+    """The part of a head that belongs to the target's graph; raises CheckpointError as :func:`fill_module` does."""
     projection = make_projection(config)
     fill_module(projection, files, {name: name for name in projection.state_dict()})
     projection.to(dtype).eval().requires_grad_(False)
@@ -58,10 +42,9 @@ def load_projection(files: HeadFiles, config: HeadConfig, dtype: torch.dtype) ->
 
 
 def fill_module(module: Any, files: HeadFiles, names: Mapping[str, str]) -> None:
-    """Give a module's parameters the tensors of the files, by name.
+    """Give a module's parameters the tensors of the files; ``names`` has the tensor of each parameter.
 
-    Raises:
-        CheckpointError: they are missing, or have other shapes.
+    Raises CheckpointError if tensors are missing, or have other shapes than the configuration says.
     """
     state = module.state_dict()
     missing = sorted(stored for stored in names.values() if stored not in files.shapes)

@@ -4,7 +4,7 @@ Cai et al. 2024, "Medusa: Simple LLM Inference Acceleration Framework with Multi
 ``softmax(W2_k (SiLU(W1_k h_t) + h_t))`` guesses the token ``k + 1`` places behind the one that ``h_t`` is of. The
 target's own LM head gives the first of them, so here head i, from 0, guesses token t + i + 2.
 
-Every row of a step names its head, as its token id. A head reads its own rows and no others: an LM head that nobody
+Every row of a step names its head, as its token id. A head reads its own rows and no others: an LM head that no row
 asks costs nothing, one that several sequences ask is read once.
 """
 
@@ -25,15 +25,7 @@ from specexport_runtime.executors.base import Int32Array
 
 
 class MedusaHeads(nn.Module):  # type: ignore[misc]  # torch is not followed
-    """Heads side by side over one hidden state.
-
-    Args:
-        config: of them.
-
-    Attributes:
-        blocks: linear layers of the residual blocks, by head.
-        lm_heads: [N, H] of each head, or the one that all share.
-    """
+    """Heads side by side over one hidden state."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
@@ -41,11 +33,12 @@ class MedusaHeads(nn.Module):  # type: ignore[misc]  # torch is not followed
         if shape is None:
             raise TypeError("a Medusa configuration is needed.")
         self.head_config, self.shape = config, shape
-        self.blocks = nn.ModuleList(
+        self.blocks = nn.ModuleList(  # linear layers of the residual blocks, by head
             nn.ModuleList(nn.Linear(width, width, bias=shape.bias) for _ in range(shape.num_blocks))
             for _ in range(shape.num_heads)
         )
         count = 1 if shape.one_lm_head else shape.num_heads
+        # [N, H] of each head, or the one that all share
         self.lm_heads = nn.ModuleList(nn.Linear(width, config.draft_vocab_size, bias=False) for _ in range(count))
 
     @property
@@ -95,9 +88,7 @@ class MedusaHeads(nn.Module):  # type: ignore[misc]  # torch is not followed
 class MedusaStep(nn.Module):  # type: ignore[misc]
     """Heads as the contract sees them: numbers of heads and features in, logits and the same features out.
 
-    Args:
-        heads: the heads.
-        fixed_sizes: no size may depend on a value.
+    With ``fixed_sizes`` no size depends on a value.
     """
 
     def __init__(self, heads: MedusaHeads, *, fixed_sizes: bool = False) -> None:
@@ -128,11 +119,7 @@ def trace_medusa(heads: MedusaHeads, *, fixed_sizes: bool = False) -> TracedMode
 
 
 def load_medusa(files: HeadFiles, config: HeadConfig, tables: TargetTables, dtype: torch.dtype) -> LoadedHead:
-    """Load heads; see ``load.load_head``.
-
-    Raises:
-        CheckpointError: tensors are missing, or have other shapes than the configuration says.
-    """
+    """Load heads; see ``load.load_head``."""
     kept = _kept_ids(files, config)
     ids = None if kept is None else np.sort(kept)
     names: dict[str, str] = {}

@@ -14,11 +14,7 @@ RunModule = Callable[[Any, Tensor], Tensor]
 
 
 class FeatureProjection(nn.Module):  # type: ignore[misc]  # torch is not followed
-    """From hidden states of the target to the features that a head reads; part of the target's graph.
-
-    Args:
-        config: of the head.
-    """
+    """From hidden states of the target to the features that a head reads; part of the target's graph."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
@@ -40,23 +36,15 @@ class FeatureProjection(nn.Module):  # type: ignore[misc]  # torch is not follow
 
 
 class DraftHead(nn.Module):  # type: ignore[misc]
-    """A head over features: embedding, decoder layers, last norm, LM head. Each kind has its own way through them.
-
-    Args:
-        config: of the head.
-
-    Attributes:
-        body: transformers' model of the layers' kind, for its layers, rotary embedding and last norm.
-        embed_tokens: token embedding [V, H].
-        lm_head: [N, H].
-    """
+    """A head over features: embedding, decoder layers, last norm, LM head. Each kind has its own way through them."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         self.head_config = config
+        # transformers' model of the layers' kind, for its layers, rotary embedding and last norm
         self.body = make_body(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)  # token embedding [V, H]
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)  # [N, H]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -79,12 +67,9 @@ class DraftHead(nn.Module):  # type: ignore[misc]
         return self.hidden(self.embed(input_ids)[None], features, run)
 
     def hidden(self, embedded: Tensor, features: Tensor, run: RunModule) -> Tensor:
-        """The hidden state behind the last layer [B, T, H].
+        """The hidden state behind the last layer [B, T, H], for features [B, T, E].
 
-        Args:
-            embedded: of the token behind each feature [B, T, H].
-            features: [B, T, E].
-            run: runs a module with attention.
+        ``embedded`` [B, T, H] is of the token behind each feature; ``run`` runs a module with attention.
         """
         raise NotImplementedError
 

@@ -18,11 +18,7 @@ from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 
 
 class MtpHead(DraftHead):
-    """One MTP module, run again on its own hidden state for every further token.
-
-    Args:
-        config: of the head.
-    """
+    """One MTP module, run again on its own hidden state for every further token."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config)
@@ -42,10 +38,8 @@ def load_body(files: HeadFiles, config: HeadConfig, dtype: torch.dtype) -> Any:
     """The decoder layers of an MTP module and its last norm, loaded as transformers loads those of the target.
 
     Checkpoints store experts one by one and transformers joins them, so its own loading is what reads them right.
-
-    Raises:
-        CheckpointError: tensors are missing, or have other shapes than the configuration says.
-        UnsupportedModelError: transformers has no model of this kind.
+    Raises CheckpointError if tensors are missing, or have other shapes than the configuration says, and
+    UnsupportedModelError if transformers has no model of this kind.
     """
     from transformers import AutoModelForCausalLM
 

@@ -13,15 +13,10 @@ from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 
 
 def open_mtp(source: Source, values: Mapping[str, Any]) -> HeadFiles:
-    """Find the MTP module of a checkpoint.
+    """Find the MTP module of a target's checkpoint; ``values`` configures its language model.
 
-    Args:
-        source: the target's checkpoint.
-        values: configuration of its language model.
-
-    Raises:
-        CheckpointError: it has none.
-        UnsupportedModelError: its layer is not one of attention and MLP, or its weights are quantized.
+    Raises CheckpointError if it has none, and UnsupportedModelError if its layer is not one of attention and MLP, or
+    its weights are quantized.
     """
     if source.gguf_file is not None:
         raise CheckpointError(
@@ -62,12 +57,7 @@ def holds_module(source: Source) -> bool:
 
 
 def module_config(files: HeadFiles, layer: Mapping[str, Any]) -> dict[str, Any]:
-    """Configuration of the module's one layer: the target's own, with the kind of layer that its tensors have.
-
-    Args:
-        files: the module.
-        layer: configuration of the target's layers.
-    """
+    """Configuration of the module's one layer: the target's own, with the kind of layer that its tensors have."""
     sparse = any(".experts." in name for name in files.shapes)
     config = {key: value for key, value in layer.items() if value is not None}
     config["num_hidden_layers"] = 1

@@ -7,15 +7,11 @@ from torch import Tensor
 
 
 def answer_by_head(numbers: Tensor, count: int, answer: Callable[[int, Tensor], Tensor]) -> Tensor:
-    """What heads say of the rows that ask them, in the order of the rows. A head that no row asks computes nothing.
+    """What heads say of the rows that ask them [R, ·], in the order of the rows.
 
-    Args:
-        numbers: which head each row asks, int64 [R]; a number beyond the last head means the last.
-        count: how many heads there are.
-        answer: ``answer(number, mine)`` gives what a head says [n, ·] of the rows ``mine`` int64 [n].
-
-    Returns:
-        [R, ·].
+    ``numbers`` int64 [R] has the head that each row asks; a number beyond the last head means the last.
+    ``answer(number, mine)`` gives what a head says [n, ·] of the rows ``mine`` int64 [n]. A head that no row asks
+    computes nothing.
     """
     numbers = numbers.clamp(0, count - 1)
     parts, rows = [], torch.zeros_like(numbers)

@@ -40,31 +40,19 @@ BLOCK_STEP, BLOCK_ROWS = 2, 5
 
 
 class Reading(NamedTuple):
-    """One way to read a head's files.
+    """One way to read a head's files."""
 
-    Attributes:
-        config: what it would compute.
-        change: how it differs from what the files say; empty for that itself.
-    """
-
-    config: HeadConfig
-    change: str = ""
+    config: HeadConfig  # what it would compute
+    change: str = ""  # how it differs from what the files say; empty for that itself
 
 
 class Probe(NamedTuple):
-    """What a probe found.
+    """What a probe found."""
 
-    Attributes:
-        reading: the reading that is accepted most.
-        rate: its share of accepted first guesses.
-        chance: what one fixed guess would get.
-        rates: share of first and of second guesses of each reading, by what it changes; of a parallel head, the first
-            alone.
-    """
-
-    reading: Reading
-    rate: float
-    chance: float
+    reading: Reading  # the files' own, or another that is accepted clearly more often
+    rate: float  # its share of accepted first guesses
+    chance: float  # what one fixed guess would get
+    # share of first and of second guesses of each reading, by its ``change``; of a parallel head, the first alone
     rates: Mapping[str, tuple[float, ...]]
 
 
@@ -135,11 +123,7 @@ def _readings_of_mtp(config: HeadConfig, num_layers: int) -> list[Reading]:
 def probe_head(model: Any, loaded: LoadedHead, pieces: Seq[npt.NDArray[np.int64]], num_layers: int) -> Probe:
     """Guess the target's best tokens behind every token of some texts, in each reading.
 
-    Args:
-        model: the target, a transformers causal language model.
-        loaded: the head, as its files say.
-        pieces: token ids of the texts.
-        num_layers: decoder layers of the target.
+    ``model`` is the target, a transformers causal language model; ``pieces`` are token ids of the texts.
     """
     readings = readings_of(loaded.config, num_layers)
     taps = sorted({tap for reading in readings for tap in reading.config.taps})
@@ -167,20 +151,14 @@ def probe_head(model: Any, loaded: LoadedHead, pieces: Seq[npt.NDArray[np.int64]
 def _deviations(other: Tensor, first: Tensor) -> float:
     """How far the places that one reading wins are from half of those where the two differ, in standard deviations.
 
-    Args:
-        other: where a reading's guesses are right: bool [n].
-        first: where those of another are.
+    Each is bool [n]: where the guesses of a reading are right.
     """
     wins, losses = int((other & ~first).sum()), int((first & ~other).sum())
     return (wins - losses) / math.sqrt(wins + losses) if wins + losses else 0.0
 
 
 def check_probe(probe: Probe, name: str) -> None:
-    """Refuse a head that guesses no better than one fixed token would.
-
-    Raises:
-        CheckpointError: it does not.
-    """
+    """Raise a CheckpointError for a head that guesses no better than one fixed token would."""
     if probe.rate <= max(1.5 * probe.chance, probe.chance + FEW):
         raise CheckpointError(
             f"the head {name} guesses {probe.rate:.0%} of this target's tokens, and always the same token would be "
@@ -190,17 +168,11 @@ def check_probe(probe: Probe, name: str) -> None:
 
 
 class _Text(NamedTuple):
-    """What the target made of a text.
+    """What the target made of a text."""
 
-    Attributes:
-        best: its best token ids behind each token [T].
-        states: its hidden states [1, T, H], by tap.
-        caches: keys and values that an assistant reads; none for other heads.
-    """
-
-    best: Tensor
-    states: Mapping[int, Tensor]
-    caches: Caches
+    best: Tensor  # its best token ids behind each token [T]
+    states: Mapping[int, Tensor]  # its hidden states [1, T, H], by tap
+    caches: Caches  # keys and values that an assistant reads; none for other heads
 
 
 def _read(model: Any, ids: Tensor, taps: Seq[int], config: HeadConfig) -> _Text:

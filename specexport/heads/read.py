@@ -1,7 +1,7 @@
 """A draft head's configuration in every dialect, turned into one form.
 
-What a head computes is told by its configuration and by its tensors, never by its name. Where writers mean different
-things by one key, the layers that feed a head above all, this is where it is settled (``docs/heads.md``).
+A head's configuration and its tensors tell what it computes, its name never does. Where writers mean different things
+by one key, the layers that feed a head above all, this is where it is settled (``docs/heads.md``).
 """
 
 from collections.abc import Mapping
@@ -28,25 +28,18 @@ _BODIES = ("llama", "qwen2", "qwen3", "mistral")
 def read_config(
     files: HeadFiles,
     *,
-    num_layers: int,
+    num_layers: int,  # decoder layers of the target
     target_hidden_size: int,
-    vocab_size: int,
+    vocab_size: int,  # V of the target
+    # configuration of the target's decoder layers, for heads with one that is made like them
     target_layer: Mapping[str, Any] | None = None,
+    # caches of the target that an assistant may read, from ``read_assistant.lent_caches``; None for none
     lent: Mapping[str, LentCache] | None = None,
 ) -> HeadConfig:
     """What a head computes.
 
-    Args:
-        files: the head.
-        num_layers: decoder layers of the target.
-        target_hidden_size: width of its hidden states.
-        vocab_size: V of the target.
-        target_layer: configuration of the target's decoder layers, for heads with one that is made like them.
-        lent: caches of the target that an assistant may read, from ``read_assistant.lent_caches``; None for none.
-
-    Raises:
-        CheckpointError: it was made for another target, or its tensors contradict its configuration.
-        UnsupportedModelError: it is of a kind that is not known, or asks for what is not lossless.
+    Raises CheckpointError if it was made for another target, or its tensors contradict its configuration, and
+    UnsupportedModelError if its kind is not known, or it asks for what is not lossless.
     """
     values = files.values
     _refuse_lossy(files)
@@ -146,7 +139,7 @@ _KINDS = (
 
 
 def _mask_token(files: HeadFiles, vocab_size: int) -> int | None:
-    """The token that a parallel head is fed for those that are not known; None for other heads."""
+    """The token that a parallel head is fed for unknown ones; None for other heads."""
     if MASK not in files.shapes:
         if files.values.get("speculators_model_type") == "peagle":
             raise CheckpointError(f"the head {files.name} lacks {MASK}, which a parallel head needs.", _ELSE)

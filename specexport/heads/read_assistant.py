@@ -23,14 +23,9 @@ _ABSENT = ("hidden_size_per_layer_input", "enable_moe_block", "use_double_wide_m
 
 
 class LentCache(NamedTuple):
-    """A KV cache of the target that an assistant may read.
+    """A KV cache of the target that an assistant may read."""
 
-    Attributes:
-        layer: which layer fills it.
-        geometry: its sizes.
-    """
-
-    layer: int
+    layer: int  # which layer fills it
     geometry: LayerGeometry
 
 
@@ -44,8 +39,7 @@ def is_assistant(files: HeadFiles) -> bool:
 def lent_caches(text: Any) -> dict[str, LentCache]:
     """The last cache of each kind of layer in a target; none where it says nothing of kinds.
 
-    Args:
-        text: transformers' configuration of the target's text model.
+    ``text`` is transformers' configuration of the target's text model.
     """
     types = getattr(text, "layer_types", None) or []
     sharing = int(getattr(text, "num_kv_shared_layers", 0) or 0)
@@ -60,17 +54,10 @@ def lent_caches(text: Any) -> dict[str, LentCache]:
 def read_assistant(
     files: HeadFiles, *, target_hidden_size: int, vocab_size: int, lent: Mapping[str, LentCache]
 ) -> HeadConfig:
-    """What an assistant computes.
+    """What an assistant computes; ``lent`` has the target's caches by the kind of layer that fills them.
 
-    Args:
-        files: the assistant.
-        target_hidden_size: width of the target's hidden states.
-        vocab_size: V of the target.
-        lent: caches of the target, by the kind of layer that fills them.
-
-    Raises:
-        CheckpointError: it was made for another target, or its configuration holds no sizes.
-        UnsupportedModelError: it is a variant.
+    Raises CheckpointError if it was made for another target, or its configuration holds no sizes, and
+    UnsupportedModelError if it is a variant.
     """
     values = files.values
     text = values.get("text_config")

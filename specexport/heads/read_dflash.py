@@ -29,15 +29,10 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
 
 
 class Said(NamedTuple):
-    """A configuration, and whose it is.
+    """A configuration, and whose it is."""
 
-    Attributes:
-        name: of the head, in reports.
-        values: ``config.json``.
-    """
-
-    name: str
-    values: Mapping[str, Any]
+    name: str  # of the head, in reports
+    values: Mapping[str, Any]  # ``config.json``
 
 
 _AGAIN = "give the complete head, with the config.json that belongs to its weights."
@@ -52,8 +47,7 @@ def is_dflash(values: Mapping[str, Any]) -> bool:
 def read_layer(said: Said, layer: Mapping[str, Any]) -> dict[str, Any]:
     """What its layers' configuration has besides that of other heads: which have windows.
 
-    Raises:
-        UnsupportedModelError: it has windows, and does not say where.
+    Raises UnsupportedModelError if it has windows, and does not say where.
     """
     default = layer.get("model_type") not in ("qwen2", "qwen3")  # the others have no such switch
     windows = bool(layer.get("use_sliding_window", default))
@@ -69,15 +63,8 @@ def read_block(
 ) -> tuple[int, int, tuple[bool, ...]]:
     """Block size, mask token, and which layers are causal.
 
-    Args:
-        said: the head's configuration.
-        layer: its layers' configuration.
-        num_draft_layers: how many they are.
-        vocab_size: V of the target.
-
-    Raises:
-        CheckpointError: one of them is missing, or is none.
-        UnsupportedModelError: it is a variant that computes something else.
+    ``layer`` configures the head's layers. Raises CheckpointError if a value is out of range or a needed one is
+    missing, and UnsupportedModelError if it is a variant that computes something else.
     """
     for key, plain in _PLAIN.items():
         value = _value(said, key, layer.get(key))
@@ -104,8 +91,7 @@ def read_block(
 def read_layer_ids(said: Said) -> tuple[str, Any, int]:
     """Which layers of the target feed it: the key that says so, its value, and what to add for hidden states.
 
-    Raises:
-        CheckpointError: nothing says so.
+    Raises CheckpointError if nothing says so.
     """
     for key, shift in (("aux_hidden_state_layer_ids", 0), ("target_layer_ids", 1)):
         ids = _value(said, key)

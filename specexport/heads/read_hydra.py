@@ -35,23 +35,15 @@ def is_hydra(files: HeadFiles) -> bool:
 def read_hydra(
     files: HeadFiles,
     *,
-    num_layers: int,
+    num_layers: int,  # decoder layers of the target
     target_hidden_size: int,
-    vocab_size: int,
-    target_layer: Mapping[str, Any],
+    vocab_size: int,  # V of the target
+    target_layer: Mapping[str, Any],  # configuration of the target's decoder layers
 ) -> HeadConfig:
-    """What Hydra heads compute.
+    """What Hydra heads compute; the configuration of a prefix layer is a copy of ``target_layer``.
 
-    Args:
-        files: the heads.
-        num_layers: decoder layers of the target.
-        target_hidden_size: width of its hidden states.
-        vocab_size: V of the target.
-        target_layer: configuration of the target's decoder layers, which that of a prefix layer is a copy of.
-
-    Raises:
-        CheckpointError: they were made for another target, or their configuration holds no sizes.
-        UnsupportedModelError: they are of an architecture that cannot be imported.
+    Raises CheckpointError if they were made for another target, or their configuration holds no sizes, and
+    UnsupportedModelError if their architecture cannot be imported.
     """
     has_prefix = _has_prefix(files)
     if not files.values.get("grounded_heads", any("res_connection" in name for name in files.shapes)):
@@ -151,11 +143,7 @@ def _equal(files: HeadFiles, one: str, other: str) -> bool:
 
 
 def _prefix_layer(files: HeadFiles, target_layer: Mapping[str, Any]) -> dict[str, Any]:
-    """Configuration of the prefix layer: one layer of Llama's with the target's sizes.
-
-    Raises:
-        UnsupportedModelError: the target's layers are of another kind.
-    """
+    """Configuration of the prefix layer: one layer of Llama's with the target's sizes. Refuses other layers."""
     kind = target_layer.get("model_type")
     if kind != "llama":
         raise UnsupportedModelError(

@@ -47,15 +47,9 @@ def is_medusa(files: HeadFiles) -> bool:
 
 
 def read_medusa(files: HeadFiles, *, target_hidden_size: int, vocab_size: int) -> HeadConfig:
-    """What Medusa heads compute. How many there are is told by the tensors too: published files say too few.
+    """What Medusa heads compute. The tensors say too how many there are: published files say too few.
 
-    Args:
-        files: the heads.
-        target_hidden_size: width of the target's hidden states.
-        vocab_size: V of the target.
-
-    Raises:
-        CheckpointError: they were made for another target, or their configuration holds no sizes.
+    Raises CheckpointError if they were made for another target, or their configuration holds no sizes.
     """
     numbered = _is_numbered(files)
     found_heads, found_blocks = _count(files, numbered)

@@ -15,11 +15,7 @@ from specexport_runtime.abi import LOGITS, NEXT_FEATURES, STEP_INPUTS, TOKEN_FEA
 
 
 class HeadStep(torch.nn.Module):  # type: ignore[misc]  # torch is not followed
-    """A head as the contract sees it: packed tokens, features and caches in; logits, next features and caches out.
-
-    Args:
-        head: the head.
-    """
+    """A head as the contract sees it: packed tokens, features and caches in; logits, next features and caches out."""
 
     def __init__(self, head: DraftHead) -> None:
         super().__init__()
@@ -43,10 +39,7 @@ class HeadStep(torch.nn.Module):  # type: ignore[misc]  # torch is not followed
     def read(self, state: Tensor, features: Tensor, step: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         """What comes of the hidden state [T, H] behind the layers: logits, and what is handed on.
 
-        Args:
-            state: the hidden state.
-            features: what was fed [T, E].
-            step: the step inputs.
+        ``features`` [T, E] are what was fed, ``step`` are the step inputs.
         """
         return self.model.read(state.index_select(0, step[2]))
 
@@ -65,14 +58,9 @@ class HydraStep(HeadStep):
 def run_layers(
     head: DraftHead, context: AttentionContext, input_ids: Tensor, positions: Tensor, features: Tensor
 ) -> Tensor:
-    """The hidden state [1, T, H] behind a head's layers.
+    """The hidden state [1, T, H] behind a head's layers, for token ids [T], positions [T] and features [T, E].
 
-    Args:
-        head: the head.
-        context: answers its attention.
-        input_ids: [T].
-        positions: [T].
-        features: [T, E].
+    ``context`` answers its attention.
     """
     given = features[None].to(head.dtype)
     if head.body is None:  # nothing but heads
@@ -89,13 +77,8 @@ def run_layers(
 def causal_step(head: Any, input_ids: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
     """A head over one sequence from its beginning, with attention as transformers computes it; nothing is packed.
 
-    Args:
-        head: the head.
-        input_ids: the token behind each feature [T]; of Medusa heads, the number of the head that is asked.
-        features: [T, E].
-
-    Returns:
-        logits [T, N], and what it hands on [T, E].
+    ``input_ids`` [T] is the token behind each feature [T, E]; of Medusa heads, the number of the head that is asked.
+    Gives logits [T, N], and what the head hands on [T, E].
     """
     if head.head_config.kind == "medusa":
         with torch.no_grad():
@@ -140,10 +123,8 @@ def probe_calls(head: DraftHead) -> tuple[LayerCall, ...]:
 def trace_head(head: Any, *, fixed_sizes: bool = False, group_experts: bool = False) -> TracedModel:
     """Trace a head (eval mode) to ONNX IR with one ``specexport::UnpaddedAttention`` a layer.
 
-    Args:
-        head: the head.
-        fixed_sizes: no size of the graph may depend on a value, see ``Backend.fixed_sizes``.
-        group_experts: see ``Backend.groups_experts``.
+    With ``fixed_sizes`` no size of the graph depends on a value; see ``Backend.fixed_sizes`` and
+    ``Backend.groups_experts``.
     """
     if head.head_config.kind == "medusa":
         from specexport.heads.medusa import trace_medusa

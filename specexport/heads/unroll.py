@@ -12,31 +12,19 @@ from specexport.heads.modules import DraftHead
 
 
 class StepResult(NamedTuple):
-    """One draft step at every place of the batch.
+    """One draft step at every place of the batch."""
 
-    Attributes:
-        logits: of the head [B, T-1, N]: at place ``i``, of the token ``i + 2 + step``.
-        valid: places whose target is known, bool [B, T-1].
-        offset: the target's hidden state for place ``i`` is ``last[:, i + offset]``.
-    """
-
-    logits: Tensor
-    valid: Tensor
-    offset: int
+    logits: Tensor  # of the head [B, T-1, N]: at place ``i``, of the token ``i + 2 + step``
+    valid: Tensor  # places whose target is known, bool [B, T-1]
+    offset: int  # the target's hidden state for place ``i`` is ``last[:, i + offset]``
 
 
 def unroll(head: DraftHead, tokens: Tensor, features: Tensor, lengths: Tensor, steps: int) -> Iterator[StepResult]:
     """Draft at every place of the texts at once, ``steps`` tokens deep, fed the text's own tokens.
 
     Step ``s`` at place ``i`` sees the true features of places up to ``i``, and what the head itself gave at this place
-    in the steps before: as it will when it drafts.
-
-    Args:
-        head: the head.
-        tokens: int64 [B, T].
-        features: of all tokens but the last [B, T-1, E].
-        lengths: tokens of each text, int64 [B].
-        steps: how many.
+    in the steps before: as it will when it drafts. ``tokens`` is int64 [B, T], ``features`` [B, T-1, E] are of all
+    tokens but the last, ``lengths`` int64 [B] counts the tokens of each text.
     """
     count, width = features.shape[:2]
     past: dict[int, tuple[Tensor, Tensor]] = {}

@@ -28,29 +28,18 @@ _ARCHITECTURES = {"eagle3": "Eagle3DraftModel", "mtp": "MTPDraftModel"}
 
 
 def write_head(
-    folder: Path,
+    folder: Path,  # created
     config: HeadConfig,
     head: DraftHead,
-    projection: FeatureProjection,
+    projection: FeatureProjection,  # what the head reads features through
     *,
-    ids: Int32Array | None,
-    verifier: str,
-    lookahead: int,
+    ids: Int32Array | None,  # token ids of its LM head, ascending; None for all
+    verifier: str,  # name of the target
+    lookahead: int,  # draft tokens a round that it was trained for
 ) -> None:
     """Write an EAGLE-3 head or an MTP module, in bfloat16 and without the embedding: that is the target's.
 
-    Args:
-        folder: where; created.
-        config: what it computes.
-        head: the head.
-        projection: what it reads features through.
-        ids: token ids of its LM head, ascending; None for all.
-        verifier: name of the target.
-        lookahead: draft tokens a round that it was trained for.
-
-    Raises:
-        UnsupportedModelError: it is of a kind that the format has no name for.
-        UserInputError: a file cannot be written.
+    Raises UnsupportedModelError if the format has no name for its kind, and UserInputError if a file cannot be written.
     """
     if config.kind not in _ARCHITECTURES:
         raise UnsupportedModelError(
@@ -73,15 +62,11 @@ def write_head(
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write a safetensors file in one step.
-
-    Raises:
-        UserInputError: it cannot be written: the disk is full, for example.
-    """
+    """Write a safetensors file in one step; raises UserInputError if it cannot be written (a full disk)."""
 
     def write(temporary: Path) -> None:
         temporary.touch()
-        mode = temporary.stat().st_mode  # safetensors' own files are for nobody else
+        mode = temporary.stat().st_mode  # safetensors writes files that only their owner can read
         try:
             save_file(dict(tensors), temporary, None if metadata is None else dict(metadata))
         except SafetensorError as error:  # what the operating system said is in its text alone
@@ -92,11 +77,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file in one step.
-
-    Raises:
-        UserInputError: it cannot be written.
-    """
+    """Write a text file in one step; raises UserInputError if it cannot be written."""
 
     def write(temporary: Path) -> None:
         temporary.write_text(text, encoding="utf-8")

@@ -23,33 +23,19 @@ COMPILE_OPTIONS = {"ptx_version": 87, "enable_fp_fusion": True}
 
 
 class CompiledKernel(NamedTuple):
-    """A kernel ready to be embedded.
-
-    Attributes:
-        spec: what it was compiled for.
-        sm: architecture.
-        tiles: tile sizes; ``spec.grid(tiles, num_tokens, num_seqs)`` is the launch grid.
-        name: entry name.
-        ptx: PTX whose entry takes exactly ``spec.signature.argument_names``: Triton's scratch pointers are taken off.
-        cubin: the same code assembled.
-        parameters: parameters of ``ptx``.
-        num_warps: warps of a program; a block has ``32 * num_warps`` threads.
-        shared_bytes: dynamic shared memory of a launch. Above 48 KiB a launcher must opt in.
-        registers: registers of a thread.
-        spill_bytes: bytes stored to and loaded from local memory because registers ran out, added up.
-    """
+    """A kernel ready to be embedded."""
 
     spec: KernelSpec
     sm: int
-    tiles: TileConfig
-    name: str
-    ptx: str
-    cubin: bytes
-    parameters: tuple[PtxParameter, ...]
-    num_warps: int
-    shared_bytes: int
-    registers: int
-    spill_bytes: int
+    tiles: TileConfig  # ``spec.grid(tiles, num_tokens, num_seqs)`` is the launch grid
+    name: str  # of the entry
+    ptx: str  # its entry takes exactly ``spec.signature.argument_names``: Triton's scratch pointers are taken off
+    cubin: bytes  # ``ptx``, assembled
+    parameters: tuple[PtxParameter, ...]  # of ``ptx``
+    num_warps: int  # warps of a program; a block has ``32 * num_warps`` threads
+    shared_bytes: int  # dynamic shared memory of a launch; above 48 KiB a launcher must opt in
+    registers: int  # of a thread
+    spill_bytes: int  # bytes stored to and loaded from local memory because registers ran out, added up
 
 
 def _import_triton() -> Any:
@@ -98,8 +84,7 @@ def _optional(spec: KernelSpec) -> list[Any]:
 def check_parameters(spec: KernelSpec, ptx: str) -> None:
     """Refuse PTX of Triton whose parameters are not the signature's followed by the scratch pointers.
 
-    Raises:
-        CheckFailedError: the lists differ; the message shows both.
+    The message of the CheckFailedError shows both lists.
     """
     found = tuple(parameter.type for parameter in entry_parameters(ptx))
     wanted = spec.signature.ptx_types() + SCRATCH_PARAMETERS
@@ -108,15 +93,9 @@ def check_parameters(spec: KernelSpec, ptx: str) -> None:
 
 
 def check_memory(spec: KernelSpec, sm: int, metadata: Any) -> None:
-    """Refuse a kernel that needs scratch memory, which nobody provides, or more shared memory than a program may have.
+    """Refuse a kernel that needs scratch memory, which no launcher provides, or more shared memory than there is.
 
-    Args:
-        spec: the kernel.
-        sm: architecture.
-        metadata: Triton's, of the compiled kernel.
-
-    Raises:
-        CheckFailedError: it does; the message says how much.
+    The message of the CheckFailedError says how much. ``metadata`` is Triton's, of the compiled kernel.
     """
     scratch = (metadata.global_scratch_size, metadata.profile_scratch_size)
     if any(scratch):
@@ -129,18 +108,11 @@ def check_memory(spec: KernelSpec, sm: int, metadata: Any) -> None:
 
 
 def compile_kernel(spec: KernelSpec, sm: int, *, tiles: TileConfig | None = None) -> CompiledKernel:
-    """Compile a kernel for an architecture, on any machine.
+    """Compile a kernel for an architecture (80, 89, 90, 100 or 120), on any machine.
 
-    Args:
-        spec: the kernel and what it is compiled for.
-        sm: architecture: 80, 89, 90, 100 or 120.
-        tiles: tile sizes; None for those of the tuning table.
-
-    Raises:
-        UserInputError: unknown ``sm``; Triton was told to interpret.
-        MissingDependencyError: Triton is not installed.
-        CheckFailedError: the kernel needs scratch memory or too much shared memory, or its parameters are not those of
-            its signature.
+    ``tiles`` None takes those of the tuning table. UserInputError for an unknown ``sm``, or if Triton was told to
+    interpret; MissingDependencyError without Triton; CheckFailedError if the kernel needs scratch memory or too much
+    shared memory, or its parameters are not those of its signature.
     """
     check_sm(sm)
     triton = _import_triton()
@@ -174,17 +146,9 @@ def compile_kernel(spec: KernelSpec, sm: int, *, tiles: TileConfig | None = None
 
 
 def assemble(ptx: str, sm: int) -> tuple[bytes, int, int]:
-    """Assemble PTX with the assembler that Triton brings.
+    """Assemble one entry's PTX with Triton's assembler: cubin, registers of a thread, bytes spilled (stores and loads).
 
-    Args:
-        ptx: PTX of one entry.
-        sm: architecture.
-
-    Returns:
-        The cubin, registers of a thread, and bytes spilled (stores and loads).
-
-    Raises:
-        CheckFailedError: the assembler refuses the PTX; the message has its words.
+    CheckFailedError, with the assembler's words, if it refuses the PTX.
     """
     from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 

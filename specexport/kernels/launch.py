@@ -38,8 +38,7 @@ def dtype_name(tensor: "Tensor") -> str:
 def check_tensors(spec: KernelSpec, tensors: "dict[str, Tensor]") -> dict[str, int]:
     """Sizes by dimension word, from tensors that are checked against each other.
 
-    Raises:
-        UserInputError: a tensor is not contiguous, of another dtype, or of a shape that does not fit.
+    UserInputError if a tensor is not contiguous, of another dtype, or of a shape that does not fit.
     """
     signature = spec.signature
     heads, kv_heads, d, dv = spec.num_heads, spec.kv_num_heads, spec.head_size, spec.v_head_size
@@ -64,15 +63,9 @@ def check_tensors(spec: KernelSpec, tensors: "dict[str, Tensor]") -> dict[str, i
 
 
 def launch(spec: KernelSpec, tensors: "dict[str, Tensor]", tiles: TileConfig | None = None) -> None:
-    """Run a kernel on its signature's tensors.
+    """Run a kernel on every input and output of ``spec.signature``, by name; ``tiles`` None takes the tuning table's.
 
-    Args:
-        spec: the kernel.
-        tensors: every input and output of ``spec.signature`` by name.
-        tiles: tile sizes; None for the tuning table's.
-
-    Raises:
-        UserInputError: see ``check_tensors``; unknown architecture.
+    UserInputError as in ``check_tensors``, and for an unknown architecture.
     """
     check_tensors(spec, tensors)
     signature: Signature = spec.signature
@@ -102,18 +95,9 @@ def kv_append(
     """Write packed keys [T, H*D] and values [T, H*Dv] into the caches [B, 1, H, L, D] and [B, 1, H, L, Dv], in place.
 
     Token ``j`` of row ``b`` goes to entry ``kv_lens[b] + j``; tokens from ``cu_new_tokens[B]`` on go nowhere.
-
-    Args:
-        k: new keys.
-        v: new values.
-        k_cache: written.
-        v_cache: written.
-        kv_lens: int32 [B, 1], entries before the step.
-        cu_new_tokens: int32 [B+1], running sum of the rows' new tokens.
-
-    Raises:
-        KeyError: element type other than float16 and bfloat16.
-        UserInputError: shapes that do not fit.
+    ``kv_lens`` int32 [B, 1] are the entries before the step, ``cu_new_tokens`` int32 [B+1] is the running sum of the
+    rows' new tokens. KeyError for an element type other than float16 and bfloat16; UserInputError for shapes that do
+    not fit.
     """
     heads = k_cache.shape[2]
     spec = KernelSpec(
@@ -126,43 +110,24 @@ def kv_append(
 
 def ragged_attention(
     q: "Tensor",
-    k_cache: "Tensor",
-    v_cache: "Tensor",
-    kv_lens: "Tensor",
-    cu_new_tokens: "Tensor",
+    k_cache: "Tensor",  # [B, 1, H, L, D]
+    v_cache: "Tensor",  # [B, 1, H, L, Dv]
+    kv_lens: "Tensor",  # int32 [B, 1], entries before the step
+    cu_new_tokens: "Tensor",  # int32 [B+1]
     *,
-    tree_mask: "Tensor | None" = None,
-    sinks: "Tensor | None" = None,
+    tree_mask: "Tensor | None" = None,  # int64 [T], see ``KernelSpec.tree``
+    sinks: "Tensor | None" = None,  # [Hq], see ``KernelSpec.sinks``
     scale: float,
     window: int = -1,
     softcap: float = 0.0,
-    num_splits: int = 1,
+    num_splits: int = 1,  # above 1 ``combine_splits`` runs too
     new_tokens: int = 1,
-    tiles: TileConfig | None = None,
+    tiles: TileConfig | None = None,  # None for the tuning table's
 ) -> "Tensor":
-    """Attend with packed queries [T, Hq*D] to caches that hold the step's own entries already.
+    """Attend with packed queries [T, Hq*D] to caches that hold the step's own entries already; returns [T, Hq*Dv].
 
-    Args:
-        q: queries.
-        k_cache: [B, 1, H, L, D].
-        v_cache: [B, 1, H, L, Dv].
-        kv_lens: int32 [B, 1], entries before the step.
-        cu_new_tokens: int32 [B+1].
-        tree_mask: int64 [T], see ``KernelSpec.tree``.
-        sinks: [Hq], see ``KernelSpec.sinks``.
-        scale: see ``KernelSpec``, like the rest.
-        window: entries a token sees.
-        softcap: bound of the scores.
-        num_splits: parts of the entries; above 1 ``combine_splits`` runs too.
-        new_tokens: most new tokens of a row, to choose tiles by.
-        tiles: tile sizes; None for the tuning table's.
-
-    Returns:
-        [T, Hq*Dv]; zeros for tokens from ``cu_new_tokens[B]`` on.
-
-    Raises:
-        KeyError: element type other than float16 and bfloat16.
-        UserInputError: shapes that do not fit.
+    The result is zero for tokens from ``cu_new_tokens[B]`` on. Arguments without a comment are those of ``KernelSpec``.
+    KeyError for an element type other than float16 and bfloat16; UserInputError for shapes that do not fit.
     """
     import torch
 

@@ -24,20 +24,12 @@ def _entry(ptx: str) -> "re.Match[str]":
 
 
 def entry_name(ptx: str) -> str:
-    """Name of the one entry.
-
-    Raises:
-        CheckFailedError: there is not exactly one.
-    """
+    """Name of the one entry; CheckFailedError if there is not exactly one."""
     return _entry(ptx)["name"]
 
 
 def entry_parameters(ptx: str) -> tuple[PtxParameter, ...]:
-    """Parameters of the one entry, in order.
-
-    Raises:
-        CheckFailedError: there is not exactly one entry, or a parameter is written in an unknown way.
-    """
+    """Parameters of the one entry, in order; CheckFailedError if one is written in an unknown way."""
     found = []
     for text in filter(str.strip, _entry(ptx)["parameters"].split(",")):
         match = _PARAMETER.fullmatch(" ".join(text.split()))
@@ -50,10 +42,8 @@ def entry_parameters(ptx: str) -> tuple[PtxParameter, ...]:
 def drop_trailing_parameters(ptx: str, count: int) -> str:
     """The PTX without the last ``count`` parameters of its entry, which its code must not use.
 
-    A launcher that does not know of them would leave the driver reading beyond its argument list.
-
-    Raises:
-        CheckFailedError: the code uses one of them, or there are fewer.
+    A launcher that does not know of them would leave the driver reading beyond its argument list. CheckFailedError if
+    the code uses one of them, or there are fewer.
     """
     parameters = entry_parameters(ptx)
     if len(parameters) < count:

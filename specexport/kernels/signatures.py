@@ -14,23 +14,16 @@ _FIXED_DTYPES = {"float32": "fp32", "int32": "i32", "int64": "i64"}
 
 
 class TensorArgument(NamedTuple):
-    """A pointer argument.
+    """A pointer argument."""
 
-    Attributes:
-        name: parameter name in the kernel.
-        dtype: ``"model"`` or a numpy dtype name.
-        shape: dimension words: T num_tokens, B num_seqs, L kv_capacity, Hq and H query and KV heads, D and Dv sizes of
-            a key and of a value head, S splits.
-        only_if: fact of the spec that the argument depends on (``"tree"``, ``"sinks"``, ``"one_split"``,
-            ``"many_splits"``); empty: always there.
-        aliases: input whose memory this output is; empty for an ordinary output.
-    """
-
-    name: str
-    dtype: str
+    name: str  # of the parameter in the kernel
+    dtype: str  # ``"model"`` or a numpy dtype name
+    # dimension words: T num_tokens, B num_seqs, L kv_capacity, Hq and H query and KV heads, D and Dv sizes of a key and
+    # of a value head, S splits
     shape: tuple[str | int, ...]
+    # fact of the spec that it depends on: "tree", "sinks", "one_split" or "many_splits"; empty: always there
     only_if: str = ""
-    aliases: str = ""
+    aliases: str = ""  # input whose memory this output is; empty for an ordinary output
 
 
 class IntArgument(NamedTuple):
@@ -65,14 +58,7 @@ class Signature(NamedTuple):
         return (*inputs, *(item.name for item in self.ints), *outputs)
 
     def triton_types(self, dtype: str) -> dict[str, str]:
-        """Triton's type of each run-time argument, in order.
-
-        Args:
-            dtype: element type of the model, ``"float16"`` or ``"bfloat16"``.
-
-        Raises:
-            KeyError: any other ``dtype``.
-        """
+        """Triton's type of each run-time argument, in order; KeyError for a ``dtype`` not in ``MODEL_DTYPES``."""
         dtypes = _FIXED_DTYPES | {"model": MODEL_DTYPES[dtype]}
         types = {tensor.name: f"*{dtypes[tensor.dtype]}" for tensor in (*self.inputs, *self.outputs)}
         types |= {scalar.name: "i32" for scalar in self.ints}

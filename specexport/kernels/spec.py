@@ -22,40 +22,25 @@ MAX_HEAD_SIZE = 256
 class KernelSpec:
     """What a kernel is compiled for.
 
-    Attributes:
-        kernel: ``"kv_append"``, ``"ragged_attention"`` or ``"combine_splits"``.
-        dtype: element type of the model, ``"float16"`` or ``"bfloat16"``.
-        num_heads: query heads Hq.
-        kv_num_heads: key and value heads H; query head ``h`` reads head ``h // (Hq / H)``.
-        head_size: size of a query and of a key head D, at most 256.
-        v_head_size: size of a value head Dv, at most 256; 0 for the same as ``head_size``.
-        scale: factor on every score.
-        window: entries a token sees, its own included; -1 for all.
-        softcap: scores become ``softcap * tanh(score / softcap)``; 0 for off.
-        tree: there is a ``tree_mask``: an int64 for each token whose bit ``i`` says that token ``i`` of the row's step
-            is an ancestor of it, or itself; parents come before children, a row has at most 64 nodes; 0: causal.
-        sinks: there are ``sinks``: one more score a head, that takes weight and gives nothing.
-        num_splits: parts the entries are split into; above 1 the result is partial and ``combine_splits`` follows.
-        new_tokens: most new tokens of a row, to choose tiles by; rows may have more.
-
-    Raises:
-        KeyError: unknown kernel or dtype.
-        UserInputError: head counts, sizes or splits that the kernels do not take.
+    KeyError for an unknown kernel or dtype; UserInputError for head counts, sizes or splits that kernels do not take.
     """
 
-    kernel: str
-    dtype: str
-    num_heads: int
-    kv_num_heads: int
-    head_size: int
-    v_head_size: int = 0
-    scale: float = 1.0
-    window: int = -1
-    softcap: float = 0.0
+    kernel: str  # ``"kv_append"``, ``"ragged_attention"`` or ``"combine_splits"``
+    dtype: str  # element type of the model, ``"float16"`` or ``"bfloat16"``
+    num_heads: int  # query heads Hq
+    kv_num_heads: int  # key and value heads H; query head ``h`` reads head ``h // (Hq / H)``
+    head_size: int  # size of a query and of a key head D, at most 256
+    v_head_size: int = 0  # size of a value head Dv, at most 256; 0 for the same as ``head_size``
+    scale: float = 1.0  # factor on every score
+    window: int = -1  # entries a token sees, its own included; -1 for all
+    softcap: float = 0.0  # scores become ``softcap * tanh(score / softcap)``; 0 for off
+    # there is a ``tree_mask``: an int64 for each token whose bit ``i`` says that token ``i`` of the row's step is an
+    # ancestor of it, or itself (0: causal); parents come before children, a row has at most 64 nodes
     tree: bool = False
-    sinks: bool = False
+    sinks: bool = False  # one more score a head, that takes weight and gives nothing
+    # parts the entries are split into; above 1 the result is partial and ``combine_splits`` follows
     num_splits: int = 1
-    new_tokens: int = 1
+    new_tokens: int = 1  # most new tokens of a row, to choose tiles by; rows may have more
 
     def __post_init__(self) -> None:
         _ = SIGNATURES[self.kernel], MODEL_DTYPES[self.dtype]
@@ -88,14 +73,9 @@ class KernelSpec:
         return SIGNATURES[self.kernel].select(frozenset(facts))
 
     def tiles(self, sm: int, *, small: bool = False) -> TileConfig:
-        """Tile sizes for an architecture.
+        """Tile sizes for an architecture such as 90; UserInputError for an unknown one.
 
-        Args:
-            sm: architecture, such as 90.
-            small: use at most 48 KiB of shared memory, for launchers that cannot opt in to more.
-
-        Raises:
-            UserInputError: unknown ``sm``.
+        With ``small`` they use at most 48 KiB of shared memory, for launchers that cannot opt in to more.
         """
         size = max(self.head_size, self.v_head_size)
         if self.kernel == "ragged_attention":
@@ -105,14 +85,8 @@ class KernelSpec:
     def with_splits(self, sm: int, *, num_seqs: int, kv_len: int, multiprocessors: int = 0) -> "KernelSpec":
         """This kernel with as many splits as fill the GPU in a step of ``num_seqs`` rows of ``new_tokens`` each.
 
-        Args:
-            sm: architecture.
-            num_seqs: rows of the step that is to be fast.
-            kv_len: entries of such a row.
-            multiprocessors: of the GPU; 0 for the usual one of the architecture.
-
-        Raises:
-            UserInputError: unknown ``sm``.
+        ``kv_len`` is the entries of such a row; ``multiprocessors`` 0 takes the usual GPU of the architecture.
+        UserInputError for an unknown ``sm``.
         """
         tiles = replace(self, kernel="ragged_attention").tiles(sm)
         programs = num_seqs * self.kv_num_heads * -(-self.new_tokens * self.group // tiles.block_m)

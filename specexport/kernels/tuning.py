@@ -31,19 +31,12 @@ MAX_SPLITS = 32
 
 
 class TileConfig(NamedTuple):
-    """How a kernel is cut up.
+    """How a kernel is cut up."""
 
-    Attributes:
-        block_m: queries (tokens times heads of a group) in a tile; tokens in a block of ``kv_append``.
-        block_n: cache entries loaded at a time.
-        num_warps: warps of a program.
-        num_stages: blocks in flight.
-    """
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
+    block_m: int  # queries (tokens times heads of a group) in a tile; tokens in a block of ``kv_append``
+    block_n: int  # cache entries loaded at a time
+    num_warps: int  # warps of a program
+    num_stages: int  # blocks in flight
 
 
 def next_power_of_two(number: int) -> int:
@@ -52,27 +45,18 @@ def next_power_of_two(number: int) -> int:
 
 
 def check_sm(sm: int) -> None:
-    """Refuse an architecture the kernels are not tuned for.
-
-    Raises:
-        UserInputError: ``sm`` is not in the table; the message lists those that are.
-    """
+    """Refuse an architecture the kernels are not tuned for: UserInputError lists the known ones."""
     if sm not in MULTIPROCESSORS:
         known = ", ".join(map(str, MULTIPROCESSORS))
         raise UserInputError(f"The attention kernels know no architecture sm {sm}.", hint=f"Use one of {known}.")
 
 
 def attention_tiles(sm: int, head_size: int, queries: int, *, small: bool = False) -> TileConfig:
-    """Tiles of ``ragged_attention``.
+    """Tiles of ``ragged_attention``; UserInputError for an unknown architecture ``sm``.
 
-    Args:
-        sm: architecture, such as 90.
-        head_size: the larger of a key's and a value's size.
-        queries: most new tokens of a row times the query heads that share a KV head.
-        small: use at most 48 KiB of shared memory, for launchers that cannot opt in to more.
-
-    Raises:
-        UserInputError: unknown ``sm``.
+    ``head_size`` is the larger of a key's and a value's size, and ``queries`` are the most new tokens of a row times
+    the query heads that share a KV head. With ``small`` they use at most 48 KiB of shared memory, for launchers that
+    cannot opt in to more.
     """
     check_sm(sm)
     block_d = max(next_power_of_two(head_size), 16)
@@ -101,13 +85,8 @@ def choose_splits(programs: int, kv_len: int, block_n: int, multiprocessors: int
     """Parts to split the entries into so that the GPU is filled evenly.
 
     Takes the fewest splits that reach 90 % of the best occupancy of the last wave, two programs a multiprocessor; a
-    split has at least four blocks.
-
-    Args:
-        programs: tiles times KV heads without splitting.
-        kv_len: entries of the longest row that is to be fast.
-        block_n: entries in a block.
-        multiprocessors: of the GPU, see ``MULTIPROCESSORS``.
+    split has at least four blocks. ``programs`` are tiles times KV heads without splitting, ``kv_len`` the entries of
+    the longest row that is to be fast, ``block_n`` the entries in a block.
     """
     slots = 2 * multiprocessors
     most = max(1, min(MAX_SPLITS, kv_len // (4 * block_n)))

@@ -16,11 +16,7 @@ def is_causal(node: "ir.Node") -> bool:
 
 
 def require_causal(node: "ir.Node", backend: str) -> None:
-    """Refuse a node that a backend would compute as if it were causal.
-
-    Raises:
-        UnsupportedModelError: its tokens see later ones.
-    """
+    """Refuse a node whose tokens see later ones, where a backend has causal attention only: UnsupportedModelError."""
     if not is_causal(node):
         raise UnsupportedModelError(
             f"{node.name}: tokens of this attention see later ones, and {backend} has causal attention only.",

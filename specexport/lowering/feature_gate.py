@@ -29,13 +29,9 @@ def feature_size(ir_model: "ir.Model") -> int:
 
 
 def gate_features(ir_model: "ir.Model") -> int:
-    """Compute features only in steps that want them, in place; the graph gets the input ``want_features``.
+    """Compute features only in steps that want them, in place; returns E, or 0 for a graph without features.
 
-    Returns:
-        E; 0 for a graph without features, which stays as it is.
-
-    Raises:
-        CheckFailedError: features are a part of what the model computes anyway.
+    The graph gets the input ``want_features``. CheckFailedError if the model computes its features anyway.
     """
     import onnx_ir as ir
 

@@ -17,17 +17,10 @@ if TYPE_CHECKING:
 
 
 def gate_prefix(ir_model: "ir.Model", blocks: ResidualBlocks) -> int:
-    """Run attention and MLP only in steps that ask first heads, in place.
+    """Run attention and MLP only in steps that ask first heads, in place; returns the gates that the runtime sets: 0.
 
-    Args:
-        ir_model: the lowered graph.
-        blocks: found on the same graph before it was lowered, without an obstacle.
-
-    Returns:
-        gates that the runtime sets: 0.
-
-    Raises:
-        CheckFailedError: the lowering has joined a block with something outside it.
+    ``blocks`` were found on the same graph before it was lowered, without an obstacle. CheckFailedError if the lowering
+    has joined a block with something outside it.
     """
     graph = ir_model.graph
     try:

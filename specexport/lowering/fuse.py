@@ -42,9 +42,7 @@ _ROW_PERM = (0, 2, 1, 3)
 def rotary_rows(max_model_len: int, max_positions: int | None) -> int:
     """Rows of the rotary tables: as many as a cache row can ever hold, and the same for all ordinary lengths.
 
-    Args:
-        max_model_len: most tokens of one sequence in the bundle.
-        max_positions: positions that the model supports; None for no limit.
+    ``max_positions`` is how many the model supports; None for no limit.
     """
     length = max(_COMMON_LEN, max_model_len)
     return (length if max_positions is None else min(length, max_positions)) + kv_slack(_MAX_LOOKAHEAD)
@@ -58,20 +56,14 @@ class _Side(NamedTuple):
 
 
 def fuse_rotary(ir_model: "ir.Model", rows: int | None = None, limit: int | None = None) -> int:
-    """Move rotary embeddings into the attention nodes of a traced model, whose operator then does them.
+    """Move rotary embeddings into the attention nodes of a traced model, in place; returns how many nodes were changed.
 
     A node is changed only if its q and k are rotated alike, whole heads or their first part, and the tables agree with
     the graph on random vectors. Positions are then the operator's own count of cache entries, which is what they are in
-    an unpadded KV cache. All tables together may take 2 MiB or a
-    25th of the weights, whichever is more; otherwise nothing is changed, as the gain does not grow with the model.
-
-    Args:
-        ir_model: the traced model, after the passes; changed in place.
-        rows: rows of the tables, from ``rotary_rows``; None changes nothing.
-        limit: positions that the model supports; None for no limit. Rows beyond are never read.
-
-    Returns:
-        the number of attention nodes changed.
+    an unpadded KV cache. All tables together may take 2 MiB or a 25th of the weights, whichever is more; otherwise
+    nothing is changed, as the gain does not grow with the model. ``rows`` are those of the tables, from
+    ``rotary_rows``; None changes nothing. ``limit`` is the number of positions that the model supports, None for no
+    limit; rows beyond are never read.
     """
     if rows is None:
         return 0
@@ -197,14 +189,14 @@ def _int_attribute(name: str, value: int) -> "ir.Attr":
 
 
 def remove_dead_nodes(ir_model: "ir.Model") -> None:
-    """Remove the nodes whose results nobody reads. Weights stay: the padded-KV graph shares them, and may read more."""
+    """Remove the nodes whose results are not read. Weights stay: the padded-KV graph shares them, and may read more."""
     for node in reversed(list(ir_model.graph)):
         if not any(out.uses() or out.is_graph_output() for out in node.outputs):
             ir_model.graph.remove(node, safe=True)
 
 
 def appends(node: "ir.Node") -> bool:
-    """Whether an ``UnpaddedAttention`` node puts keys and values of its own into its caches."""
+    """Whether an ``UnpaddedAttention`` node appends keys and values to its caches."""
     return node.inputs[1] is not None
 
 

@@ -13,13 +13,10 @@ NORMS = {"RMSNormalization": "SkipSimplifiedLayerNormalization", "LayerNormaliza
 
 
 def fuse_norms(ir_model: "ir.Model") -> int:
-    """Join each residual addition of a lowered model with the norm behind it, in place.
+    """Join each residual addition of a lowered model with the norm behind it, in place; returns how many were joined.
 
     ``Add`` and ``RMSNormalization`` (or ``LayerNormalization``) over the last axis become one
     ``com.microsoft.Skip(Simplified)LayerNormalization``, which gives the sum as well.
-
-    Returns:
-        the number of additions joined.
     """
     joined = 0
     for node in [n for n in ir_model.graph if n.op_type in NORMS and n.domain == ""]:

@@ -22,32 +22,21 @@ Array = npt.NDArray[np.float32]
 
 
 class Region(NamedTuple):
-    """The nodes between ``root``, which knows no position, and ``value``, an input of attention.
+    """The nodes between ``root``, which knows no position, and ``value``, an input of attention."""
 
-    Attributes:
-        root: what is rotated, in one of the layouts of ``heads_axis``.
-        value: the result, [T, heads*D].
-        tables: names of the values that depend on positions alone and meet the data: regions with the same tables
-            rotate by the same angles.
-    """
-
-    root: "ir.Value"
-    value: "ir.Value"
+    root: "ir.Value"  # what is rotated, in a layout that ``Probe`` knows
+    value: "ir.Value"  # the result, [T, heads*D]
+    # names of the values that depend on positions alone and meet the data: regions with the same tables rotate by the
+    # same angles
     tables: frozenset[str]
 
 
 class Rotation(NamedTuple):
-    """A rotary embedding as tables.
+    """A rotary embedding as tables."""
 
-    Attributes:
-        cos: [rows, rotary_dim / 2], times the scale that the model gives them.
-        sin: the same for the sine.
-        interleaved: pairs are neighbours, not halves.
-    """
-
-    cos: Array
-    sin: Array
-    interleaved: bool
+    cos: Array  # [rows, rotary_dim / 2], times the scale that the model gives them
+    sin: Array  # likewise
+    interleaved: bool  # pairs are neighbours, not halves
 
     def apply(self, x: Array) -> Array:
         """Rotate x [rows, heads, D], row p at position p."""
@@ -86,14 +75,8 @@ def find_region(
 ) -> Region | None:
     """The region that ends in ``value``, from the nearest value without positions that everything passes through.
 
-    Args:
-        value: an input of attention.
-        order: position of each node in the graph.
-        dependent: values that depend on positions.
-        alone: values that depend on nothing else.
-
-    Returns:
-        the region; None if ``value`` does not depend on positions, or not in a way that is understood.
+    None if ``value`` does not depend on positions, or not in a way that is understood. ``order`` holds the position of
+    each node in the graph; ``dependent`` and ``alone`` are from :func:`position_nodes`.
     """
     frontier: set[ir.Value] = {value}
     tables: set[ir.Value] = set()
@@ -116,17 +99,7 @@ def find_region(
 
 
 class Probe:
-    """Runs a region.
-
-    Args:
-        region: the region.
-        opset: of the graph.
-        num_heads: heads of ``region.value``.
-        head_dim: size of a head (D).
-
-    Raises:
-        ValueError: the root has a layout that is not known.
-    """
+    """Runs a region on heads [rows, num_heads, head_dim]; ValueError if the layout of its root is not known."""
 
     def __init__(self, region: Region, opset: int, num_heads: int, head_dim: int) -> None:
         import onnxruntime
@@ -156,7 +129,6 @@ class Probe:
 
 
 def _model_of(region: Region, opset: int) -> bytes:
-    """The region as a model of its own, serialized."""
     import onnx_ir as ir
 
     whole = region.root.graph
@@ -172,10 +144,7 @@ def _model_of(region: Region, opset: int) -> bytes:
 def measure_rotation(probe: Probe, rows: int, limit: int | None = None) -> Rotation | None:
     """The tables of positions 0 … rows-1; None if the region is no rotary embedding.
 
-    Args:
-        probe: runs the region.
-        rows: of the tables.
-        limit: positions that the region may be asked for, where it reads tables itself; rows beyond repeat the last.
+    A region that reads tables itself may be asked for ``limit`` positions; rows beyond repeat the last.
     """
     limit = rows if limit is None else min(rows, limit)
     dim = probe.dim

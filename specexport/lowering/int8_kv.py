@@ -23,11 +23,9 @@ _LARGEST = 127
 
 
 def use_int8_caches(ir_model: "ir.Model", ranges: Seq[CacheRange]) -> None:
-    """Let a model's attention keep its caches in int8, in place.
+    """Let a model's attention keep its caches in int8, in place; ``ranges`` has one for each layer.
 
-    Args:
-        ir_model: the traced model, after the passes and, if rotary embeddings are fused, after that.
-        ranges: of each layer.
+    Comes after the passes and, if rotary embeddings are fused, after ``fuse_rotary``.
     """
     import onnx_ir as ir
 

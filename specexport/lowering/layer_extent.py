@@ -29,25 +29,16 @@ _KEEP_SHAPE = {"Cast", "Cos", "Identity", "Sin"}
 
 
 class Extent(NamedTuple):
-    """What the layers compute that drafts leave out; see the module.
+    """What the layers compute that drafts leave out; see the module."""
 
-    Attributes:
-        tokens: int64 [1]: T, or 0.
-        step: what these layers need of the step, cut to that.
-    """
-
-    tokens: "ir.Value"
-    step: AlignedStep
+    tokens: "ir.Value"  # int64 [1]: T, or 0
+    step: AlignedStep  # what these layers need of the step, cut to ``tokens``
 
 
 def add_extent(ir_model: "ir.Model", step: AlignedStep, kv_capacity: int, before: "ir.Node") -> Extent:
-    """Add the two inputs, and in front of a node what follows from their sizes.
+    """Add the inputs ``skip_tokens`` and ``skip_slots``, and in front of a node what follows from their sizes.
 
-    Args:
-        ir_model: the model; changed in place.
-        step: of the layers that always run.
-        kv_capacity: L.
-        before: the first node behind those of ``step``.
+    ``step`` is that of the layers that always run, and ``before`` the first node behind its nodes.
     """
     import onnx_ir as ir
 
@@ -67,16 +58,10 @@ def add_extent(ir_model: "ir.Model", step: AlignedStep, kv_capacity: int, before
 
 
 def shorten_blocks(ir_model: "ir.Model", blocks: "Seq[ResidualBlock]", extent: Extent) -> None:
-    """Let blocks compute the first tokens only, in place.
+    """Let blocks compute the first tokens only, in place; their attention is already over ``extent.step``.
 
-    Args:
-        ir_model: the lowered model, the attention of these blocks over ``extent.step``.
-        blocks: found on the same model before it was lowered.
-        extent: how many.
-
-    Raises:
-        UnsupportedModelError: a block has subgraphs.
-        CheckFailedError: the lowering has joined a block with something outside it, or a value has no known size.
+    ``blocks`` were found on the same model before it was lowered. UnsupportedModelError if a block has subgraphs;
+    CheckFailedError if the lowering has joined a block with something outside it, or a size is not known.
     """
     from specexport.passes.residual_blocks import Dataflow, Obstacle
 

@@ -26,21 +26,13 @@ if TYPE_CHECKING:
 
 
 def gate_layers(ir_model: "ir.Model", blocks: ResidualBlocks, *, separate: bool = False) -> int:
-    """Put every block behind a gate, in place.
+    """Put every block behind a gate, in place; returns the number of gates G = 2N.
 
-    The graph gets the inputs ``layer_mask`` and ``want_similarity`` and the output ``attention_similarity``.
-
-    Args:
-        ir_model: the lowered model.
-        blocks: found on the same model before it was lowered, without an obstacle.
-        separate: an input ``layer_on.{i}`` for each gate in the place of ``layer_mask``. A GPU would split the mask in
-            its own memory, and the host would wait for each part of it to come back.
-
-    Returns:
-        the number of gates G = 2N; that of an MLP which a layer does not have switches nothing.
-
-    Raises:
-        CheckFailedError: the lowering has joined a block with something outside it.
+    The gate of an MLP that a layer does not have switches nothing. The graph gets the inputs ``layer_mask`` and
+    ``want_similarity`` and the output ``attention_similarity``. With ``separate`` it gets an input ``layer_on.{i}`` for
+    each gate in the place of ``layer_mask``: a GPU would split the mask in its own memory, and the host would wait for
+    each part of it to come back. ``blocks`` were found on the same model before it was lowered, without an obstacle;
+    CheckFailedError if the lowering has joined a block with something outside it.
     """
     import onnx_ir as ir
 
@@ -130,15 +122,11 @@ class _Cosines:
     """Adds the cosine similarity of the stream before and after each mixer, for steps that want it.
 
     Each is computed behind its mixer, not all of them at the end: streams of other layers need not be kept.
-
-    Args:
-        graph: the graph.
-        wanted: bool [1].
     """
 
     def __init__(self, graph: "ir.Graph", wanted: "ir.Value") -> None:
         self._graph = graph
-        self._wanted = wanted
+        self._wanted = wanted  # bool [1]
         self._rows: list[ir.Value] = []
         self._axis = constant(graph, "similarity.axis", np.array([-1], np.int64))
         self._shape = constant(graph, "similarity.shape", np.array([1, -1], np.int64))

@@ -29,17 +29,11 @@ if TYPE_CHECKING:
 
 
 class _Site(NamedTuple):
-    """A marked layer.
+    """A marked layer."""
 
-    Attributes:
-        node: the mark.
-        parts: names of the weights that it was joined from, in order.
-        widths: outputs of each.
-    """
-
-    node: "ir.Node"
-    parts: tuple[str, ...]
-    widths: tuple[int, ...]
+    node: "ir.Node"  # the mark
+    parts: tuple[str, ...]  # names of the weights that it was joined from, in order
+    widths: tuple[int, ...]  # outputs of each
 
     @property
     def stem(self) -> str:
@@ -48,19 +42,12 @@ class _Site(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """The outputs that one adapted layer of a site gives, with neighbours that the adapter leaves alone.
+    """The outputs that one adapted layer of a site gives, with neighbours that the adapter leaves alone."""
 
-    Attributes:
-        own: what the adapter adds.
-        before: outputs of neighbours on the left.
-        start: of its own outputs, in the site.
-        after: outputs of neighbours on the right.
-    """
-
-    own: LowRank
-    before: int
-    start: int
-    after: int
+    own: LowRank  # what the adapter adds
+    before: int  # outputs of neighbours on the left
+    start: int  # where its own outputs begin in the site
+    after: int  # outputs of neighbours on the right
 
     @property
     def width(self) -> int:
@@ -69,14 +56,10 @@ class _Block(NamedTuple):
 
 
 def expand_adapters(ir_model: "ir.Model", adapters: Seq[Adapter]) -> int:
-    """Put the products in the place of all marks of a lowered model, in place; it gets the input ``adapter_ids``.
+    """Put the products in the place of all marks of a lowered model, in place; returns the number of layers.
 
-    Args:
-        ir_model: lowered; marks may be in branches, of layers that can be left out.
-        adapters: in the order of their numbers, from 1.
-
-    Returns:
-        the number of layers; 0, with nothing changed, without adapters.
+    The model gets the input ``adapter_ids``; without marks nothing changes. Marks may be in branches, of layers that
+    can be left out. ``adapters`` are in the order of their numbers, from 1.
     """
     import onnx_ir as ir
 
@@ -102,23 +85,14 @@ def _site(node: "ir.Node") -> _Site:
 
 
 class _Chosen:
-    """Which tokens of a step have which adapter: computed once a step.
-
-    Args:
-        graph: the model's graph.
-        ids: the adapter of each token [T].
-        count: number of adapters.
-
-    Attributes:
-        any: whether a token has one, bool [1].
-        tokens: of each adapter, int64 [t].
-    """
+    """Which tokens of a step have which adapter: computed once a step."""
 
     def __init__(self, graph: "ir.Graph", ids: "ir.Value", count: int) -> None:
         self._graph, self._emit = graph, Emitter(graph, "lora")
         emit = self._emit
         most = emit.op("ReduceMax", ids, emit.const([0]), shape=[1], keepdims=1)
-        self.any = emit.op("Greater", most, emit.const([0]), shape=[1])
+        self.any = emit.op("Greater", most, emit.const([0]), shape=[1])  # whether a token has one, bool [1]
+        # tokens of each adapter, int64 [t]
         self.tokens = [
             emit.reshape(emit.op("NonZero", emit.op("Equal", ids, emit.const(number))), [-1])
             for number in range(1, count + 1)

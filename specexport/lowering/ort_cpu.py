@@ -1,4 +1,4 @@
-"""Lowering for ONNX Runtime on the CPU: attention is one node a layer, the operator of our own (``runtime/operators``).
+"""Lowering for ONNX Runtime on the CPU: attention is one node a layer, our own operator (``runtime/operators``).
 
 It takes what the contract's operator takes, less the step inputs that say the same thing twice, and what fusions have
 put into the node: rotary tables, scales of int8 caches, and q, k and v as one tensor.
@@ -29,19 +29,15 @@ INPUTS = (
 
 
 def lower_ort_cpu(ir_model: "ir.Model", *, padded_kv: bool = False) -> None:
-    """Put our operator in the place of each attention, and drop the step inputs that nobody reads, in place.
+    """Put our operator in the place of each attention, and drop the step inputs that are not read, in place.
 
-    Args:
-        ir_model: the traced model.
-        padded_kv: make the padded-KV graph, with the step input ``kv_positions``.
-
-    Raises:
-        CheckFailedError: a padded-KV graph of attention that is not causal.
+    ``padded_kv`` makes the padded-KV graph, with the step input ``kv_positions``; CheckFailedError for attention that
+    is not causal.
     """
     import onnx_ir as ir
 
     lower_recurrences(ir_model)
-    put_float_experts(ir_model)  # those that no pass has taken
+    put_float_experts(ir_model)  # the layers that no pass has taken
     make_value_by_value(ir_model)
     graph = ir_model.graph
     nodes = [node for node in graph if node.op_type == OP_NAME and node.domain == OP_DOMAIN]

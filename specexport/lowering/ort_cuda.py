@@ -2,7 +2,7 @@
 
 The kernel takes what an unpadded step is: packed queries, cumulative new-token counts, the entries that each row holds,
 and a table of cache blocks. Nothing is padded and no row waits for another. So the graph has, beside the contract's
-step inputs, two of its own: ``block_table`` and ``attention_metadata`` (see ``specexport_runtime.executors.paged``;
+step inputs, two more: ``block_table`` and ``attention_metadata`` (see ``specexport_runtime.executors.paged``;
 the executor fills them), and its caches are a pool of blocks, ``[kv_blocks, 256, H, D]``, under the contract's names.
 A block holds 256 entries: the fused kernel wants a multiple of 256 for head sizes up to 64, of 128 up to 128 and of 64
 above, and the operator a power of two. Layers whose tokens see later ones have no kernel; see ``paged_ahead``.
@@ -46,12 +46,8 @@ _SINK_INPUT, _METADATA_INPUT = 11, 16
 def lower_ort_cuda(ir_model: "ir.Model") -> None:
     """Replace every ``UnpaddedAttention`` by ``PagedAttention`` and add the output ``token_ids``, in place.
 
-    Args:
-        ir_model: the traced model, in float16 or bfloat16.
-
-    Raises:
-        UnsupportedModelError: the kernel has no such dtype or head size.
-        CheckFailedError: the caches have no static head sizes.
+    UnsupportedModelError if the kernel does not take the dtype (it takes float16 and bfloat16) or a head size;
+    CheckFailedError if the caches have no static head sizes.
     """
     for node in _attention_nodes(ir_model):
         _refuse_dtype(node)
@@ -62,9 +58,7 @@ def lower_ort_cuda(ir_model: "ir.Model") -> None:
 def attach_paged_attention(ir_model: "ir.Model") -> None:
     """What :func:`lower_ort_cuda` does, for any float dtype: float32 has no kernel, but the same mathematics.
 
-    Raises:
-        UnsupportedModelError: a head is larger than the kernel takes.
-        CheckFailedError: the caches have no static head sizes.
+    UnsupportedModelError if a head is larger than the kernel takes; CheckFailedError if head sizes are not static.
     """
     nodes = _attention_nodes(ir_model)
     geometries = [_geometry(node) for node in nodes]
@@ -186,11 +180,7 @@ def _replace(ir_model: "ir.Model", node: "ir.Node", geometry: LayerGeometry, sha
 
 
 def _write_out(ir_model: "ir.Model", node: "ir.Node", geometry: LayerGeometry, rows: PagedRows) -> None:
-    """Put attention that no kernel has into the place of ``node``.
-
-    Raises:
-        UnsupportedModelError: it has a softcap or sinks.
-    """
+    """Put attention that no kernel has into the place of ``node``; UnsupportedModelError for a softcap or sinks."""
     given, size, name = _named_inputs(node), paged_head_size(geometry), str(node.name)
     num_heads, window = node.attributes["num_heads"].as_int(), node.attributes["window"].as_int()
     if given.get("sinks") is not None or node.attributes["softcap"].as_float() > 0:

@@ -24,36 +24,20 @@ _HIDDEN = -1.0e30  # weight exactly zero beside any real score, and finite: no i
 
 
 class PagedRows(NamedTuple):
-    """What every such layer needs of the step, computed once.
+    """What every such layer needs of the step, computed once."""
 
-    Attributes:
-        table: blocks of each row [B, N], int64.
-        at: block and place in it of each new token [T, 2], int64.
-        slots: entry of each slot of the tile [B, Q], int64.
-        entries: numbers of a row's entries [B, 1, 1, N*256], int64.
-        totals: entries of each row after the step [B, 1, 1, 1], int64.
-        filled: which entries hold a token [B, N*256, 1, 1].
-        tile: token of each slot [B, Q].
-        untile: slot of each token [T].
-    """
-
-    table: "ir.Value"
-    at: "ir.Value"
-    slots: "ir.Value"
-    entries: "ir.Value"
-    totals: "ir.Value"
-    filled: "ir.Value"
-    tile: "ir.Value"
-    untile: "ir.Value"
+    table: "ir.Value"  # blocks of each row [B, N], int64
+    at: "ir.Value"  # block and place in it of each new token [T, 2], int64
+    slots: "ir.Value"  # entry of each slot of the tile [B, Q], int64
+    entries: "ir.Value"  # numbers of a row's entries [B, 1, 1, N*256], int64
+    totals: "ir.Value"  # entries of each row after the step [B, 1, 1, 1], int64
+    filled: "ir.Value"  # which entries hold a token [B, N*256, 1, 1]
+    tile: "ir.Value"  # token of each slot [B, Q]
+    untile: "ir.Value"  # slot of each token [T]
 
 
 def emit_paged_rows(emit: Emitter, inputs: "dict[str, ir.Value]") -> PagedRows:
-    """What of the step all layers need; the nodes are left to be placed.
-
-    Args:
-        emit: writes the nodes.
-        inputs: of the graph, by name, ``block_table`` among them.
-    """
+    """What of the step all layers need, from ``inputs`` by name (with ``block_table``); nodes are left to be placed."""
     import onnx_ir as ir
 
     whole = ir.DataType.INT64
@@ -103,16 +87,9 @@ def emit_ahead(
 ) -> "ir.Value":
     """Attention of each new token over all entries of its row; returns [T, Hq*D].
 
-    Args:
-        emit: writes the nodes.
-        rows: what of the step is needed.
-        queries: [T, Hq*D], heads as wide as the pool's.
-        keys: pool of keys, this step's among them.
-        values: likewise.
-        geometry: its ``kv_heads`` count; head sizes are the pool's.
-        num_heads: query heads.
-        scale: factor on the scores.
-        window: entries before a token that it sees, itself included; -1 for all. It bounds nothing behind the token.
+    Queries are [T, Hq*D], heads as wide as the pools'; the pools hold this step's keys and values already. Of
+    ``geometry`` only ``kv_heads`` counts. ``window`` is entries before a token that it sees, itself included, -1 for
+    all; it bounds nothing behind the token.
     """
     import onnx_ir as ir
 

@@ -2,7 +2,7 @@
 
 A ``Scan`` over cache rows runs each row by itself. ``com.microsoft.LinearAttention`` works through
 its tokens one after another, so that a token has the same bits in a step of any width; once up to the last token that
-is for good, which leaves the state in place, and once more behind it for drafts, whose state nobody keeps.
+is for good, which leaves the state in place, and once more behind it for drafts, whose state is not kept.
 
 Inputs and outputs of a row share memory. So what is written to it is made of copies: of ``x`` and ``seen`` below.
 """
@@ -88,13 +88,9 @@ _CONVOLVE = """    seen = Concat<axis = 1>(row_state, all)
 
 
 def lower_recurrences(ir_model: "ir.Model") -> int:
-    """Put functions over ONNX Runtime's kernels in the place of the recurrences, in place.
+    """Put functions over ONNX Runtime's kernels in the place of the recurrences, in place; returns how many.
 
-    Returns:
-        how many there were.
-
-    Raises:
-        CheckFailedError: a width is not static.
+    CheckFailedError if a width is not static.
     """
     specs = {spec.name: spec for spec in RECURRENCES}
     nodes = [node for node in ir_model.graph if node.domain == OP_DOMAIN and node.op_type in specs]

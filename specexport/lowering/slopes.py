@@ -17,11 +17,7 @@ def slopes_of(node: "ir.Node") -> "ir.Value | None":
 
 
 def refuse_slopes(node: "ir.Node", backend: str) -> None:
-    """Refuse a node whose position bias a backend would leave out.
-
-    Raises:
-        UnsupportedModelError: it has slopes.
-    """
+    """Refuse a node with slopes, whose position bias a backend would leave out: UnsupportedModelError."""
     if slopes_of(node) is not None:
         raise UnsupportedModelError(
             f"{node.name}: this attention has ALiBi slopes, which {backend} does not compute.",

@@ -16,27 +16,15 @@ TENSORRT_LOWERINGS = ("native-folded", "native", "plugin")
 def lower_tensorrt(
     ir_model: "ir.Model",
     *,
-    lowering: str,
-    kv_capacity: int | None,
-    fold: int = 1,
-    skipped: "Seq[ResidualBlock]" = (),
+    lowering: str,  # one of TENSORRT_LOWERINGS
+    kv_capacity: int | None,  # L, the entries of a cache row, which is fixed in the engine
+    fold: int = 1,  # tokens of a verify step's row, taken for heads by ``native-folded``; as in the profiles
+    skipped: "Seq[ResidualBlock]" = (),  # blocks that draft steps leave out; not for lowering ``plugin``
 ) -> tuple[str, ...]:
-    """Give every ``UnpaddedAttention`` node its body, in place; unused step inputs leave the graph.
+    """Give every ``UnpaddedAttention`` node its body, in place; returns the form that each layer took, in order.
 
-    Args:
-        ir_model: the traced model.
-        lowering: one of :data:`TENSORRT_LOWERINGS`.
-        kv_capacity: L, the entries of a cache row, which is fixed in the engine.
-        fold: tokens of a row that lowering ``native-folded`` takes for heads: those of a verify step. The engine's
-            profiles must have the same ``fold``.
-        skipped: blocks that draft steps leave out; not for lowering ``plugin``.
-
-    Returns:
-        Name of the form that each attention layer took, in order.
-
-    Raises:
-        RecipeError: there is no such lowering, it cannot leave out layers, or the capacity is missing.
-        UnsupportedModelError: TensorRT cannot compute a layer exactly.
+    Unused step inputs leave the graph. RecipeError if there is no such lowering, it cannot leave out layers, or the
+    capacity is missing; UnsupportedModelError if TensorRT cannot compute a layer exactly.
     """
     if lowering not in TENSORRT_LOWERINGS:
         known = ", ".join(TENSORRT_LOWERINGS)

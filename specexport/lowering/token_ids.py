@@ -1,4 +1,4 @@
-"""The greedy choice in the graph: only token ids need to leave a GPU when nobody samples."""
+"""The greedy choice in the graph: only token ids need to leave a GPU where no row is sampled."""
 
 from typing import TYPE_CHECKING
 
@@ -15,10 +15,7 @@ def add_token_ids(ir_model: "ir.Model") -> None:
     """Add the output ``token_ids`` int64 [R]: argmax of each row of ``logits``, -1 for one that holds NaN or inf.
 
     The argmax of a row with NaN is anything, and reductions by maximum may skip NaN. A sum cannot hide one: it becomes
-    NaN or infinite, and neither compares as small.
-
-    Args:
-        ir_model: a model with the output ``logits``, float32 [R, V]; changed in place.
+    NaN or infinite, and neither compares as small. Logits are float32 [R, V]; the model is changed in place.
     """
     import onnx_ir as ir
 

@@ -21,15 +21,9 @@ _HIDDEN = -1.0e30  # weight exactly zero beside any real score, and finite: no i
 def emit_explicit(
     emit: Emitter, layer: "Attention", step: "AlignedStep", tile: "ir.Value", keys: "ir.Value", values: "ir.Value"
 ) -> "ir.Value":
-    """Attention of the tile; returns [B, W, Hq, Dv].
+    """Attention of a tile of scaled queries [B, W, Hq*D]; returns [B, W, H, G*Dv], with G = Hq/H.
 
-    Args:
-        emit: writes the nodes.
-        layer: the layer.
-        step: what the step's masks are.
-        tile: scaled queries [B, W, Hq*D].
-        keys: updated cache [B, H, L, D].
-        values: updated cache [B, H, L, Dv].
+    ``keys`` and ``values`` are the updated caches [B, H, L, D] and [B, H, L, Dv].
     """
     heads, group = layer.kv_heads, layer.num_heads // layer.kv_heads
     split = emit.reshape(tile, [0, 0, heads, group * layer.k_dim])

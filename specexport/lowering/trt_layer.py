@@ -7,30 +7,16 @@ if TYPE_CHECKING:
 
 
 class Attention(NamedTuple):
-    """One ``UnpaddedAttention`` node, read.
-
-    Attributes:
-        node: the node.
-        tensors: its inputs by name.
-        num_heads: query heads.
-        kv_heads: key/value heads.
-        k_dim: size of a key head.
-        v_dim: size of a value head.
-        scale: factor on the scores.
-        window: entries a token sees, its own included; -1 for all.
-        softcap: 0 for off.
-        dtype: dtype of caches and activations.
-        causal: tokens see nothing behind themselves.
-    """
+    """One ``UnpaddedAttention`` node, read."""
 
     node: "ir.Node"
-    tensors: "dict[str, ir.Value]"
+    tensors: "dict[str, ir.Value]"  # inputs by name
     num_heads: int
     kv_heads: int
-    k_dim: int
-    v_dim: int
-    scale: float
-    window: int
-    softcap: float
-    dtype: "ir.DataType"
-    causal: bool = True
+    k_dim: int  # size of a key head
+    v_dim: int  # size of a value head
+    scale: float  # factor on the scores
+    window: int  # entries a token sees, its own included; -1 for all
+    softcap: float  # 0 for off
+    dtype: "ir.DataType"  # of caches and activations
+    causal: bool = True  # tokens see nothing behind themselves

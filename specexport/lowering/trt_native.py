@@ -19,12 +19,12 @@ A layer takes one of these forms (``choose_form``):
 
 In the fused forms TensorRT copies a layer's keys and values before its attention reads them, repeated for every query
 head, where a row has more than one query. Folded, nothing is copied to decode or verify, nor for a prefill from compute
-capability 8.9 on (8.0 copies). Two things are given for that. Each head needs a mask of its own, which grows with the
+capability 8.9 on (8.0 copies). Two things are given for that. Each head needs a separate mask, which grows with the
 tokens of a prefill (``mask_bytes``). And the queries are outputs of the graph, all in one memory: TensorRT copies the
 caches for the sake of a layout that it chooses for the queries, and cannot choose where others see them.
 
 Fused attention is emitted with ``TRT_decomposable=0``: where TensorRT has no kernel, the build fails and nothing runs
-slowly in silence. Slots before a row's first token repeat some token, may see nothing, and nobody reads them.
+slowly in silence. Slots before a row's first token repeat some token, may see nothing, and are not read.
 
 Cache entries that hold no token must be finite: an arena is zeroed once, and a row in which a sequence became NaN is
 cleared before it is used again. TensorRT adds a mask to all scores of the row and reads no lengths beside it (as the
@@ -66,12 +66,9 @@ _DTYPES = ("FLOAT16", "BFLOAT16", "FLOAT")
 
 
 def choose_form(attention: Attention, *, fold: int = 1, sees_ahead: bool = False) -> str:
-    """The form of one layer.
+    """The form of one layer; ``fold`` is F, where 1 folds nothing.
 
-    Args:
-        attention: the layer.
-        fold: F; 1 folds nothing.
-        sees_ahead: tokens of some layer of the graph see later ones.
+    With ``sees_ahead`` tokens of some layer of the graph see later ones.
     """
     size = attention.k_dim
     fused_size = size % _FUSED_MULTIPLE == 0 and _FUSED_SMALLEST <= size <= _FUSED_LARGEST
@@ -93,17 +90,9 @@ def lower_trt_native(
 ) -> tuple[str, ...]:
     """Replace every ``UnpaddedAttention``, fix the cache shapes, add ``token_ids``, drop unread step inputs, in place.
 
-    Args:
-        ir_model: the traced model after the passes.
-        kv_capacity: L, entries of a cache row.
-        fold: F, tokens of a row that are folded; 1 for lowering ``native``.
-        skipped: blocks that draft steps leave out, attention and MLP of their layers; see ``layer_extent``.
-
-    Returns:
-        Form of each layer.
-
-    Raises:
-        UnsupportedModelError: a layer has a dtype, or heads, that no form computes exactly.
+    Returns the form of each layer; UnsupportedModelError if a layer has a dtype, or heads, that no form computes
+    exactly. ``kv_capacity`` is L, the entries of a cache row, and ``fold`` is F, 1 for lowering ``native``. ``skipped``
+    are the blocks that draft steps leave out, attention and MLP of their layers; see ``layer_extent``.
     """
     forms = replace_attention(ir_model, kv_capacity=kv_capacity, fold=fold, skipped=skipped)
     add_token_ids(ir_model)
@@ -141,12 +130,7 @@ def replace_attention(
 def mask_bytes(ir_model: "ir.Model", *, num_rows: int, num_tokens: int, kv_capacity: int, fold: int) -> int:
     """Bytes of the masks of a prefill, were the layers folded: one byte a query head, slot and cache entry.
 
-    Args:
-        ir_model: before it is lowered.
-        num_rows: rows of the largest prefill.
-        num_tokens: its tokens, all of them in one row.
-        kv_capacity: L.
-        fold: F.
+    The model is not lowered yet. The largest prefill has ``num_rows`` rows, and its ``num_tokens`` all in one row.
     """
     layers = [read_attention(node, i) for i, node in enumerate(_attention_nodes(ir_model))]
     kinds = {mask_kind(layer, FOLDED) for layer in layers if choose_form(layer, fold=fold) == FOLDED}
@@ -159,15 +143,9 @@ def _attention_nodes(ir_model: "ir.Model") -> "list[ir.Node]":
 
 
 def read_attention(node: "ir.Node", index: int) -> Attention:
-    """Read one node.
+    """Read one ``UnpaddedAttention``; ``index`` is its layer, for messages.
 
-    Args:
-        node: an ``UnpaddedAttention``.
-        index: its layer, for messages.
-
-    Raises:
-        CheckFailedError: its caches have no static head sizes.
-        UnsupportedModelError: TensorRT has no exact form for it.
+    CheckFailedError if cache head sizes are not static; UnsupportedModelError if TensorRT has no exact form for it.
     """
     refuse_slopes(node, "TensorRT")
     named = zip([item.name for item in UNPADDED_ATTENTION.inputs], node.inputs, strict=False)

@@ -44,9 +44,7 @@ PLUGIN_VERSION = "1"  # tensorrt.plugin registers every plugin under this versio
 def choose_num_splits(kv_capacity: int, window: int) -> int:
     """Splits of a layer. One number for all profiles of an engine: it is the size of an output.
 
-    Args:
-        kv_capacity: L.
-        window: entries a token sees; -1 for all.
+    ``kv_capacity`` is L, and ``window`` the entries a token sees, -1 for all.
     """
     seen = min(kv_capacity, window) if window > 0 else kv_capacity
     return max(1, min(MOST_SPLITS, seen // SPLIT_ENTRIES))
@@ -55,16 +53,9 @@ def choose_num_splits(kv_capacity: int, window: int) -> int:
 def lower_trt_plugin(ir_model: "ir.Model", *, kv_capacity: int, num_splits: int | None = None) -> tuple[str, ...]:
     """Replace every ``UnpaddedAttention``, fix the cache shapes, add ``token_ids``, drop unread step inputs, in place.
 
-    Args:
-        ir_model: the traced model after the passes.
-        kv_capacity: L, entries of a cache row.
-        num_splits: parts that a row's entries are split into; None for ``choose_num_splits``.
-
-    Returns:
-        Name of the attention plugin of each layer.
-
-    Raises:
-        UnsupportedModelError: a layer has a dtype, heads or sizes that the kernels do not compute exactly.
+    Returns the name of each layer's attention plugin; UnsupportedModelError if a layer has a dtype, heads or sizes that
+    the kernels do not compute exactly. A cache row has L = ``kv_capacity`` entries, in ``num_splits`` parts; None for
+    ``choose_num_splits``.
     """
     names = replace_attention(ir_model, kv_capacity=kv_capacity, num_splits=num_splits)
     add_token_ids(ir_model)
@@ -85,11 +76,7 @@ def replace_attention(ir_model: "ir.Model", *, kv_capacity: int, num_splits: int
 
 
 def _attention_spec(layer: Attention, index: int, kv_capacity: int, num_splits: int | None) -> KernelSpec:
-    """The attention kernel of a layer.
-
-    Raises:
-        UnsupportedModelError: there is none; names the layer and the reason.
-    """
+    """The attention kernel of a layer; UnsupportedModelError names the layer and the reason if there is none."""
     dtype = layer.dtype.name.lower()
     if dtype not in MODEL_DTYPES:
         raise UnsupportedModelError(

@@ -14,51 +14,29 @@ if TYPE_CHECKING:
 
 
 class MaskKind(NamedTuple):
-    """A mask that layers share.
+    """A mask that layers share."""
 
-    Attributes:
-        window: positions a token sees, its own included; -1 for all.
-        heads: query heads that are folded, see ``trt_native``; 0 for a mask that all heads share.
-        causal: a token sees nothing behind itself; False: all of its row (the window bounds what lies before it).
-    """
-
-    window: int
-    heads: int = 0
+    window: int  # positions a token sees, its own included; -1 for all
+    heads: int = 0  # query heads that are folded, see ``trt_native``; 0 for a mask that all heads share
+    # a token sees nothing behind itself; False: all of its row (the window bounds what lies before it)
     causal: bool = True
 
 
 class AlignedStep(NamedTuple):
-    """What every layer needs of the step, computed once at the top of the graph.
+    """What every layer needs of the step, computed once at the top of the graph."""
 
-    Attributes:
-        past: ``kv_lens`` as [B] int32.
-        totals: ``row_totals`` as [B] int32. In graphs whose tokens see later ones, dummies do not count.
-        cu: ``cu_new_tokens`` [B+1] int32.
-        tile: ``tile_index`` [B, W].
-        untile: ``untile_index`` [T].
-        fold: F, slots of a row that are folded; W is a multiple of it.
-        masks: what each slot sees, bool, by window (-1: causal): [B, 1, W, L], or where heads are folded
-            [B, Hq*F, W/F, L]; those that a layer needs.
-    """
-
-    past: "ir.Value"
-    totals: "ir.Value"
-    cu: "ir.Value"
-    tile: "ir.Value"
-    untile: "ir.Value"
-    fold: int
+    past: "ir.Value"  # ``kv_lens`` as int32 [B]
+    totals: "ir.Value"  # ``row_totals`` as int32 [B]; in graphs whose tokens see later ones, dummies do not count
+    cu: "ir.Value"  # ``cu_new_tokens``, int32 [B+1]
+    tile: "ir.Value"  # ``tile_index`` [B, W]
+    untile: "ir.Value"  # ``untile_index`` [T]
+    fold: int  # F, slots of a row that are folded; W is a multiple of it
+    # bool, what each slot sees, for kinds that layers need: [B, 1, W, L], folded heads [B, Hq*F, W/F, L]
     masks: "dict[MaskKind, ir.Value]"
 
 
 def emit_step(ir_model: "ir.Model", kinds: Seq[MaskKind], kv_capacity: int, fold: int) -> AlignedStep:
-    """Add the tile's inputs to the graph, and at its top what depends on the step alone.
-
-    Args:
-        ir_model: the model; changed in place.
-        kinds: masks that layers need.
-        kv_capacity: L.
-        fold: F.
-    """
+    """Add the tile's inputs to the graph, and at its top what depends on the step alone, with masks of ``kinds``."""
     by_name = {value.name: value for value in ir_model.graph.inputs}
     tile, untile = (add_step_input(ir_model, spec) for spec in (TILE_INDEX, UNTILE_INDEX))
     emit = Emitter(ir_model.graph, "step")

@@ -18,11 +18,7 @@ _AT_ONCE = 16
 
 
 def make_value_by_value(ir_model: "ir.Model") -> int:
-    """Let each value of such operators have the same bits wherever in a tensor it is, in place.
-
-    Returns:
-        how many operators were changed.
-    """
+    """Let each value of such operators have the same bits wherever it is, in place; returns how many were changed."""
     import onnx_ir as ir
 
     changed = 0

@@ -1,4 +1,4 @@
-"""A layer's experts with packed weights, as an operator of our own for CPUs."""
+"""A layer's experts with packed weights, as our own operator for CPUs."""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -36,16 +36,15 @@ def put_experts(graph: ir.Graph, site: ExpertsSite, gate_up: Packing, down: Pack
     )
     result.producer().meta[SIZES] = site.sizes  # type: ignore[union-attr]
     emit.replace(node, [result])
-    for name in packed:  # a weight that nobody reads any more would be written all the same
+    for name in packed:  # a weight without readers would be written all the same
         if not given[name].uses():
             graph.initializers.pop(str(given[name].name), None)
 
 
 def put_float_experts(model: ir.Model) -> int:
-    """Replace all layers of experts that are left by ``BlockExperts`` with float weights; returns how many there were.
+    """Replace the remaining layers of experts by ``BlockExperts`` with float weights; returns how many there were.
 
-    Raises:
-        CheckFailedError: the weights are not constant, or a size is not static.
+    CheckFailedError if weights are not constant, or a size is not static.
     """
     sites = experts_sites(model)
     for site in sites:

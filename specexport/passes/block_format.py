@@ -54,23 +54,14 @@ BOOKS = {
 
 
 class Layout(NamedTuple):
-    """What a format's name stands for.
+    """What a format's name stands for."""
 
-    Attributes:
-        bits: of a code.
-        group: inputs that share a scale, 16 to 1024: a power of two.
-        scale: ``half``, ``single``, ``level``, or ``power`` of two.
-        shift: ``""`` for the middle of the codes, ``offset``, ``zero`` or ``minima``.
-        bias: of the codes of a ``BlockWeight``: they are larger by it.
-        lookup: the one of ``BOOKS`` that codes are places in.
-    """
-
-    bits: int
-    group: int
-    scale: str
-    shift: str = ""
-    bias: int = 0
-    lookup: str = ""
+    bits: int  # of a code
+    group: int  # inputs that share a scale, 16 to 1024: a power of two
+    scale: str  # ``half``, ``single``, ``level``, or ``power`` of two
+    shift: str = ""  # ``""`` for the middle of the codes, ``offset``, ``zero`` or ``minima``
+    bias: int = 0  # the codes of a ``BlockWeight`` are larger by it
+    lookup: str = ""  # the codebook of ``BOOKS`` that codes are places in; empty without one
 
     @property
     def zero(self) -> int:
@@ -93,7 +84,7 @@ NAMED = {
     "iq4_xs": Layout(4, 32, "level", lookup="iq4"),
     "mxfp4": Layout(4, 32, "power", lookup="fp4"),
 }
-"""Formats with a name of their own. ``group4_64_f16`` is 4 bits with a float16 scale for 64 inputs; ``f32`` is there
+"""Formats with a name. ``group4_64_f16`` is 4 bits with a float16 scale for 64 inputs; ``f32`` is there
 too, and behind either ``_zero`` (a byte for the code that stands for 0) or ``_offset``."""
 FLOATS = {"f32": 4, "bf16": 2, "f16": 2}
 """Bytes of a value of the formats that are no codes."""
@@ -110,11 +101,7 @@ _GROUP = re.compile(r"group([48])_(\d+)_(f16|f32)(?:_(zero|offset))?")
 
 
 def layout(format: str) -> Layout:  # noqa: A002 what everyone calls it
-    """What a format of codes stands for.
-
-    Raises:
-        ValueError: there is none of that name.
-    """
+    """What a format of codes stands for; ValueError if there is none of that name."""
     if format in NAMED:
         return NAMED[format]
     if (found := _GROUP.fullmatch(format)) and found[2] in _GROUPS:
@@ -150,11 +137,7 @@ def packed_shape(format: str, n: int, k: int) -> tuple[int, int]:  # noqa: A002
 
 
 def pack(format: str, weight: BlockWeight) -> Packed:  # noqa: A002
-    """A weight in a format that :func:`format_of` gave, or one that holds it too: uint8 [tiles, bytes of a tile].
-
-    Raises:
-        ValueError: the format cannot hold it.
-    """
+    """A weight in ``format``, uint8 [tiles, bytes of a tile]; ValueError if the format cannot hold it."""
     form, (n, k) = layout(format), weight.shape
     _check(format, form, weight)
     shape = packed_shape(format, n, k)
@@ -174,16 +157,9 @@ def pack(format: str, weight: BlockWeight) -> Packed:  # noqa: A002
 
 
 def pack_float(format: str, channels: np.ndarray | Iterator[np.ndarray], n: int, k: int) -> Packed:  # noqa: A002
-    """A float weight in ``f32``, ``bf16`` or ``f16``, each rounded to nearest even: uint8 [tiles, bytes of a tile].
+    """A float weight in ``f32``, ``bf16`` or ``f16``, rounded to nearest even: uint8 [tiles, bytes of a tile].
 
-    Args:
-        format: one of the three.
-        channels: the weight [n, k], or its rows one chunk after the other.
-        n: outputs.
-        k: inputs.
-
-    Raises:
-        ValueError: the rows are others than n.
+    ``channels`` are the weight [n, k], or its rows one chunk after the other; ValueError if these are not n rows of k.
     """
     result = np.zeros(packed_shape(format, n, k), np.uint8)
     kind = np.dtype(f"u{FLOATS[format]}")

@@ -1,4 +1,4 @@
-"""Linear layers and embeddings with packed weights, as operators of our own for CPUs."""
+"""Linear layers and embeddings with packed weights, as our own operators for CPUs."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -22,19 +22,12 @@ _FLOAT = ir.DataType.FLOAT
 
 
 class Packing(NamedTuple):
-    """A weight [N, K] that will be packed when the engine is written.
+    """A weight [N, K] that will be packed when the engine is written."""
 
-    Attributes:
-        format: see ``block_format``.
-        shape: N and K; K may be filled up to whole blocks.
-        make: gives it packed, uint8 [times * tiles, bytes of a tile].
-        times: how many such weights lie one below the other.
-    """
-
-    format: str
-    shape: tuple[int, int]
-    make: Callable[[], np.ndarray]
-    times: int = 1
+    format: str  # see ``block_format``
+    shape: tuple[int, int]  # N and K; K may be filled up to whole blocks
+    make: Callable[[], np.ndarray]  # gives it packed, uint8 [times * tiles, bytes of a tile]
+    times: int = 1  # how many such weights lie one below the other
 
 
 def of_blocks(weight: BlockWeight) -> Packing:
@@ -44,11 +37,9 @@ def of_blocks(weight: BlockWeight) -> Packing:
 
 
 def of_floats(tensor: ir.TensorProtocol, *, turned: bool) -> Packing:
-    """A float weight, in the narrowest of bfloat16, float16 and float32 that holds each of its values exactly.
+    """A float weight in the narrowest of bfloat16, float16 and float32 that holds each of its values exactly.
 
-    Args:
-        tensor: [N, K] if it is ``turned``, else [K, N].
-        turned: see above.
+    It is [N, K] if it is ``turned``, else [K, N].
     """
     sizes = sizes_of(tensor)
     width, depth = sizes if turned else sizes[::-1]
@@ -96,21 +87,9 @@ def linear(
     packing: Packing,
     bias: ir.Value | None = None,
     *,
-    depth: int | None = None,
+    depth: int | None = None,  # K, where the weight is filled up to whole blocks
 ) -> ir.Value:
-    """One ``BlockLinear``.
-
-    Args:
-        emit: gets the node; its graph gets the weight.
-        source: float32 [..., K].
-        name: of the weight.
-        packing: the weight [N, K].
-        bias: float32 [N] that is added.
-        depth: K, where the weight is filled up to whole blocks.
-
-    Returns:
-        float32 [..., N], without a shape.
-    """
+    """One ``BlockLinear``: float32 ``source`` [..., K] and ``bias`` [N] to float32 [..., N], without a shape."""
     width, stored = packing.shape
     return emit.op(
         BLOCK_LINEAR,

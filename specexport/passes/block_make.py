@@ -24,11 +24,8 @@ _MOST = float(np.finfo(np.float16).max)
 def int8_weight(tensor: ir.TensorProtocol, *, turned: bool) -> BlockWeight:
     """Codes of 8 bits and a float16 scale for every 32 inputs: ``value = scale * (code - 128)``.
 
-    The scale is the block's largest magnitude over 127, rounded up, and codes are chosen by it as it is stored.
-
-    Args:
-        tensor: float [N, K] if it is ``turned``, else [K, N]; K is filled up with zeros.
-        turned: see above.
+    The scale is the block's largest magnitude over 127, rounded up, and codes are chosen by it as it is stored. The
+    float weight is [N, K] if it is ``turned``, else [K, N]; K is filled up with zeros.
     """
     form = Form(8, BLOCK, has_offsets=False)
     return _rounded("int8", INT8, form, tensor, turned, _eight_bits, Spread(BLOCK))
@@ -37,10 +34,8 @@ def int8_weight(tensor: ir.TensorProtocol, *, turned: bool) -> BlockWeight:
 def int4_weight(tensor: ir.TensorProtocol, *, turned: bool, importance: FloatVector | None) -> BlockWeight:
     """Codes of 4 bits, and a float16 scale and a zero point for every 32 inputs: ``value = scale * (code - zero)``.
 
-    Args:
-        tensor: as in :func:`int8_weight`.
-        turned: the same.
-        importance: of each input, float32 [K]: scales and zero points are searched for. None takes a block's extremes.
+    The float weight is as in :func:`int8_weight`. With the ``importance`` of each input, float32 [K], scales and zero
+    points are searched for; None takes a block's extremes.
     """
     form = Form(4, BLOCK, has_offsets=True)
     return _rounded("int4", INT4, form, tensor, turned, partial(_four_bits, importance))

@@ -18,14 +18,9 @@ def search_blocks(values: Float32Array, importance: Float32Array) -> tuple[np.nd
     Frantar et al. 2023, section 3.1). Several ends are tried. For each, codes are rounded, and the best scale for these
     codes is known: with ``q = code - zero`` it is ``sum E w q / sum E q^2``, and lowers the loss by ``(sum E w q)^2 /
     sum E q^2``. The end that lowers it most stays, and codes are rounded once more in its scale. Ends cut off lose one
-    large weight, and give all others finer steps.
-
-    Args:
-        values: float32 [N, blocks, block].
-        importance: float32 [blocks, block], not negative.
-
-    Returns:
-        codes, uint8 [N, blocks, block]; scales, float32 [N, blocks], all float16 too; zero points, uint8 [N, blocks].
+    large weight, and give all others finer steps. Values are [N, blocks, block], their importance is [blocks, block],
+    not negative. Codes are uint8 [N, blocks, block], scales float32 [N, blocks] that are exact in float16, zero points
+    uint8 [N, blocks].
     """
     width, blocks, block = values.shape
     codes = np.empty(values.shape, np.uint8)

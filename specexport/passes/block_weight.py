@@ -14,17 +14,11 @@ Rows = npt.NDArray[np.int64]
 
 
 class Form(NamedTuple):
-    """What engines must know of a weight's blocks.
+    """What engines must know of a weight's blocks."""
 
-    Attributes:
-        bits: of an integer, 4 or 8.
-        block: inputs that share a scale.
-        has_offsets: whether each block has an offset too.
-    """
-
-    bits: int
-    block: int
-    has_offsets: bool
+    bits: int  # of an integer, 4 or 8
+    block: int  # inputs that share a scale
+    has_offsets: bool  # whether each block has an offset too
 
     @property
     def zero(self) -> int:
@@ -38,75 +32,44 @@ class Spread(NamedTuple):
     ::
 
         scales  = base * levels            offsets = shift * scales + least * minima
-
-    Attributes:
-        values: weights that share a base, and a least.
-        levels: whether there are levels; else scales are the bases.
-        minima: whether there are minima; else the least is added as it is.
-        shift: see above.
-        powers: whether bases are powers of two, and may be none of float16.
     """
 
-    values: int
-    levels: bool = False
-    minima: bool = False
-    shift: int = 0
-    powers: bool = False
+    values: int  # weights that share a base, and a least
+    levels: bool = False  # whether there are levels; else scales are the bases
+    minima: bool = False  # whether there are minima; else the least is added as it is
+    shift: int = 0  # how many scales an offset holds
+    powers: bool = False  # whether bases are powers of two, and may be none of float16
 
 
 class Stored(NamedTuple):
-    """Scales and offsets as a checkpoint stores them, see :class:`Spread`.
+    """Scales and offsets as a checkpoint stores them, see :class:`Spread`."""
 
-    Attributes:
-        base: float16 [n, K / values], or float32 powers of two.
-        levels: int8 [n, K / block], or None.
-        least: float16 [n, K / values]; None without offsets.
-        minima: int8 [n, K / block], or None.
-    """
-
-    base: npt.NDArray[np.floating]
-    levels: npt.NDArray[np.int8] | None = None
-    least: npt.NDArray[np.float16] | None = None
-    minima: npt.NDArray[np.int8] | None = None
+    base: npt.NDArray[np.floating]  # float16 [n, K / values], or float32 powers of two
+    levels: npt.NDArray[np.int8] | None = None  # int8 [n, K / block], or None
+    least: npt.NDArray[np.float16] | None = None  # float16 [n, K / values]; None without offsets
+    minima: npt.NDArray[np.int8] | None = None  # int8 [n, K / block], or None
 
 
 class Blocks(NamedTuple):
-    """Rows of a weight: ``value[n, k] = scales[n, b] * (codes[n, k] - zero) + offsets[n, b]``, with ``b = k // block``.
+    """Rows of a weight: ``value[n, k] = scales[n, b] * (codes[n, k] - zero) + offsets[n, b]`` with b = k // block."""
 
-    Attributes:
-        codes: uint8 [n, K].
-        scales: float32 [n, K / block].
-        offsets: float32 [n, K / block]; None without.
-        stored: what scales and offsets were made of, where a weight has a ``spread``.
-    """
-
-    codes: npt.NDArray[np.uint8]
-    scales: Float32Array
-    offsets: Float32Array | None
-    stored: Stored | None = None
+    codes: npt.NDArray[np.uint8]  # uint8 [n, K]
+    scales: Float32Array  # float32 [n, K / block]
+    offsets: Float32Array | None  # float32 [n, K / block]; None without
+    stored: Stored | None = None  # what scales and offsets were made of, where a weight has a ``spread``
 
 
 @dataclass(frozen=True)
 class BlockWeight:
-    """A weight [N, K] in blocks along K.
+    """A weight [N, K] in blocks along K."""
 
-    Attributes:
-        kind: the checkpoint's name of the format, for example ``"Q4_K"``.
-        form: of the blocks.
-        shape: N and K.
-        stored_bytes: in the checkpoint.
-        read: gives the blocks of some rows.
-        spread: how scales and offsets are stored; None if as float32.
-        format: that holds it in an engine; empty to find it (``block_format.format_of``).
-    """
-
-    kind: str
+    kind: str  # the checkpoint's name of the format, for example ``"Q4_K"``
     form: Form
-    shape: tuple[int, int]
-    stored_bytes: int
-    read: Callable[[Rows], Blocks]
-    spread: Spread | None = None
-    format: str = ""
+    shape: tuple[int, int]  # N and K
+    stored_bytes: int  # in the checkpoint
+    read: Callable[[Rows], Blocks]  # gives the blocks of some rows
+    spread: Spread | None = None  # how scales and offsets are stored; None if as float32
+    format: str = ""  # holds it in an engine; empty to find it (``block_format.format_of``)
 
     @property
     def num_blocks(self) -> int:

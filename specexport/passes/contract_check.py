@@ -32,11 +32,7 @@ class ContractCheckPass(CountingPass):
     reason = "a pass that breaks the graph is named at once, not found in a wrong answer later"
 
     def rewrite(self, model: ir.Model) -> int:
-        """Check; always 0 changes.
-
-        Raises:
-            CheckFailedError: the contract does not hold.
-        """
+        """Raise CheckFailedError if the contract does not hold; always 0 changes."""
         problems = self.problems(model)
         if problems:
             raise CheckFailedError(f"the graph breaks its contract: {'; '.join(problems[:5])}.")
@@ -46,9 +42,7 @@ class ContractCheckPass(CountingPass):
     def problems(model: ir.Model, *, cast_to_come: bool = False) -> list[str]:
         """Everything that is wrong, one phrase each; empty if nothing is.
 
-        Args:
-            model: the graph.
-            cast_to_come: precision has not been decided yet: the logits may still have the model's dtype.
+        With ``cast_to_come`` precision has not been decided yet: the logits may still have the model's dtype.
         """
         layers, own = _count_layers(model)
         expected_inputs = list(STEP_INPUTS) + [_numbered(spec, i) for i in range(layers) for spec in CACHE_INPUTS]
@@ -77,7 +71,7 @@ class ContractCheckPass(CountingPass):
 
 
 def _count_layers(model: ir.Model) -> tuple[int, int]:
-    """Layers that have caches in the graph, and those of them that fill theirs: without keys of its own, none does."""
+    """Layers that have caches in the graph, and how many of them fill theirs: none where an attention has no keys."""
     nodes = list(attention_nodes(model))
     if all(node.inputs[1] is not None for node in nodes):
         return len(nodes), len(nodes)
@@ -179,14 +173,14 @@ def _check_reading(i: int, node: ir.Node) -> Iterator[str]:
 
 
 def _check_weights(model: ir.Model) -> Iterator[str]:
-    """Matrices must have the caches' dtype: anything else is a precision nobody asked for."""
+    """Matrices must have the caches' dtype: anything else is a precision that was not asked for."""
     dtype = _model_dtype(model)
     for value in model.graph.initializers.values():
         tensor = value.const_value
         if tensor is None:
             yield f"weight {value.name} has no data"
         elif value.meta.get(AS_STORED):
-            continue  # scales of a quantized checkpoint, which are made float before anybody multiplies by them
+            continue  # scales of a quantized checkpoint, which are made float before a product reads them
         elif tensor.dtype in _FLOATS | {ir.DataType.DOUBLE} and _is_matrix(tensor) and tensor.dtype != dtype:
             yield f"weight {value.name} is {tensor.dtype}, the model {dtype}"
 

@@ -12,27 +12,18 @@ from specexport_runtime.errors import CheckFailedError
 BLOCK_EXPERTS = "BlockExperts"
 """The operator for experts with packed weights; see ``block_experts.py``."""
 SIZES = "specexport.experts"
-"""Under which its nodes know how large they are."""
+"""Key of a node's ``meta`` that holds how large its experts are."""
 
 
 class ExpertsSite(NamedTuple):
-    """One ``specexport::Experts`` with constant weights.
-
-    Attributes:
-        node: it.
-        given: its inputs by name.
-        num_experts: E.
-        per_token: K, the experts of a token.
-        depth: H, the size of a token.
-        width: I, what an expert is wide inside.
-    """
+    """One ``specexport::Experts`` with constant weights."""
 
     node: ir.Node
-    given: dict[str, ir.Value]
-    num_experts: int
-    per_token: int
-    depth: int
-    width: int
+    given: dict[str, ir.Value]  # inputs by name
+    num_experts: int  # E
+    per_token: int  # K, the experts of a token
+    depth: int  # H, the size of a token
+    width: int  # I, the inner width of an expert
 
     @property
     def sizes(self) -> ExpertSizes:
@@ -43,22 +34,16 @@ class ExpertsSite(NamedTuple):
 
 
 def experts_sites(model: ir.Model) -> list[ExpertsSite]:
-    """All of them, in graph order.
-
-    Raises:
-        CheckFailedError: the weights are not constant, or a size is not static.
-    """
+    """All layers of experts, in graph order; CheckFailedError if weights are not constant or a size is not static."""
     nodes = (node for node in model.graph if node.domain == EXPERTS.domain and node.op_type == EXPERTS.name)
     return [_site(node) for node in nodes]
 
 
 def expert_sizes(model: ir.Model) -> ExpertSizes | None:
-    """How much of a model its experts are, behind the passes; None without experts.
+    """How much of a model its experts are, after the passes; None without experts.
 
-    Of layers that differ, the one counts whose tokens take the largest share.
-
-    Raises:
-        CheckFailedError: see :func:`experts_sites`.
+    Where layers differ, the layer whose tokens read the largest share counts. CheckFailedError as in
+    :func:`experts_sites`.
     """
     sizes = [*(site.sizes for site in experts_sites(model)), *_in_kernels(model)]
     if not sizes:

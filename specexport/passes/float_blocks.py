@@ -1,4 +1,4 @@
-"""Float linear layers and embeddings as operators of our own for CPUs."""
+"""Float linear layers and embeddings as our own operators for CPUs."""
 
 import onnx_ir as ir
 

@@ -15,18 +15,15 @@ _KEY = "specexport.inputs"
 class InputNotePass(CountingPass):
     """Note what was measured of each layer's inputs beside its weight.
 
-    Nothing of the graph changes. Later passes find the notes with :func:`inputs_of`; those that put a new weight in the
-    place of an old one hand them on with :func:`carry_inputs`. Counts the layers.
-
-    Args:
-        ranges: by name of the weight.
+    Nothing of the graph changes. Later passes find the notes with :func:`inputs_of`; a pass that puts a new weight in
+    the place of an old one hands the note on with :func:`carry_inputs`. Counts the layers.
     """
 
     name = "input-note"
     reason = "measured by the checkpoint's names, and needed after passes have renamed and joined the weights"
 
     def __init__(self, ranges: Mapping[str, ChannelRanges]) -> None:
-        self._ranges = ranges
+        self._ranges = ranges  # by name of the weight
 
     def rewrite(self, model: ir.Model) -> int:
         """Note every layer that was measured."""

@@ -18,7 +18,7 @@ class LinearFlattenPass(CountingPass):
     kernels of longer steps take that form too. (Weights that TensorRT joins by itself, of query, key and value and of
     gate and up, it still keeps twice: joining them here changes nothing, it takes them apart first.)
 
-    1. x is flattened, and the result gets its batch axis back, for whoever reads it;
+    1. x is flattened, and the result gets its batch axis back, for its readers;
     2. the weight is turned lazily, when the engine is written; one with other readers is multiplied as it is.
 
     Counts the products rewritten.

@@ -22,19 +22,12 @@ FormOf = Callable[[str], object]
 
 
 class Linear(NamedTuple):
-    """A linear layer: ``out = source @ weight (+ bias)``.
-
-    Attributes:
-        matmul: the MatMul.
-        weight: its constant weight [K, N], read by nobody else.
-        add: the Add behind it, if there is a bias.
-        bias: constant [N].
-    """
+    """A linear layer: ``out = source @ weight (+ bias)``."""
 
     matmul: ir.Node
-    weight: ir.Value
-    add: ir.Node | None
-    bias: ir.Value | None
+    weight: ir.Value  # constant [K, N], without other readers
+    add: ir.Node | None  # the Add behind it, if there is a bias
+    bias: ir.Value | None  # constant [N]
 
     @property
     def source(self) -> ir.Value:
@@ -57,18 +50,15 @@ class LinearPackPass(CountingPass):
 
     Their weights [K, N1], [K, N2], … become one [K, N1 + N2 + …] and their results are Split apart. The packed weight
     is lazy: it is put together when the engine is written, one weight at a time. Each output is the same sum of the
-    same products as before. Layers with a weight that somebody else reads, routers and experts are left alone. Counts
-    the layers that were joined.
-
-    Args:
-        form_of: how weights will be stored: only layers of one form are joined. None where all are stored alike.
+    same products as before. Layers whose weight has other readers, routers and experts are left alone. Counts the
+    layers that were joined.
     """
 
     name = "linear-pack"
     reason = "one product over the tensor that they share: fewer calls, and one quantization of it"
 
     def __init__(self, form_of: FormOf | None = None) -> None:
-        self._form_of = form_of
+        self._form_of = form_of  # only layers of one form are joined; None: all weights are stored alike
 
     def rewrite(self, model: ir.Model) -> int:
         """Join every group that is found."""
@@ -97,7 +87,7 @@ def _dims(weight: ir.Value) -> tuple[int, ...]:
 
 
 def linear_of(matmul: ir.Node) -> Linear | None:
-    """The linear layer around a MatMul; None if its weight is no constant matrix of its own."""
+    """The linear layer around a MatMul; None if its weight is no constant matrix, or has other readers."""
     if matmul.op_type != "MatMul" or matmul.domain != "":
         return None
     weight = matmul.inputs[1]

@@ -22,25 +22,18 @@ _CUTS_BATCH = {"Squeeze", "Gather"}
 class LmHeadCutPass(CountingPass):
     """Keep the LM head's rows of ``ids``: its weight, its bias, and what elementwise nodes behind it have for each id.
 
-    A tied embedding stays whole, and the head becomes a weight of its own. The logits are then [R, N], in the order of
+    A tied embedding stays whole, and the head gets a separate weight. The logits are then [R, N], in the order of
     ``ids``. Counts the weights that were cut.
-
-    Args:
-        ids: token ids that stay, int32 [N], ascending.
     """
 
     name = "lm-head-cut"
     reason = "a draft need not be able to say everything, and its LM head is the largest product of a step"
 
     def __init__(self, ids: Int32Array) -> None:
-        self._ids = ids
+        self._ids = ids  # int32 [N], ascending
 
     def rewrite(self, model: ir.Model) -> int:
-        """Cut the head.
-
-        Raises:
-            UnsupportedModelError: between the head and the logits is more than elementwise nodes.
-        """
+        """Cut the head; UnsupportedModelError if more than elementwise nodes lie between it and the logits."""
         behind, head = _find_head(model)
         width = head.width
         changes = 1

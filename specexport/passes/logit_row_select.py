@@ -15,21 +15,14 @@ _SWAP = (1, 0, 2)
 
 
 class _Head(NamedTuple):
-    """The matched tail of the graph.
+    """The matched tail of the graph."""
 
-    Attributes:
-        hidden: [1, T, H], before the selection.
-        selected: [1, R, H], after it.
-        chain: nodes from ``selected`` to the logits, in order; one of them is ``matmul``, the last ``squeeze``.
-        matmul: the LM head.
-        squeeze: drops the batch axis, giving [R, V].
-    """
-
-    hidden: ir.Value
-    selected: ir.Value
+    hidden: ir.Value  # [1, T, H], before the selection
+    selected: ir.Value  # [1, R, H], after it
+    # nodes from ``selected`` to the logits, in order; one of them is ``matmul``, the last ``squeeze``
     chain: list[ir.Node]
-    matmul: ir.Node
-    squeeze: ir.Node
+    matmul: ir.Node  # the LM head
+    squeeze: ir.Node  # drops the batch axis, giving [R, V]
 
 
 class LogitRowSelectPass(CountingPass):
@@ -40,7 +33,7 @@ class LogitRowSelectPass(CountingPass):
 
     1. hidden [1, T, H] is squeezed to [T, H] and gathered to [R, H];
     2. MatMul with Transpose(W) becomes Gemm(transB=1) with W [V, H] as stored, so that a tied embedding is one weight;
-       with a weight that nobody transposes it becomes a plain Gemm;
+       with a weight that is not transposed it becomes a plain Gemm;
     3. elementwise nodes behind it (bias, scale, softcap) carry on with [R, V], and the last cut goes.
 
     A tail of another form is left as it is: it is correct as traced, and the contract check has seen that the logits

@@ -1,6 +1,6 @@
 """Low-rank products beside linear layers (LoRA), which a lowering expands: one node a layer until then.
 
-A mark is a node of a domain of its own. The passes that quantize the layer see it as one more reader, so the products
+A mark is a node of our operator domain. The passes that quantize the layer see it as one more reader, so the products
 stay float, and read what the layer reads before that is rounded.
 """
 
@@ -25,19 +25,12 @@ MARK = "LowRank"
 
 
 class LowRank(NamedTuple):
-    """The product that an adapter adds to one linear layer: ``x -> x @ down.T @ up.T``.
+    """The product that an adapter adds to one linear layer: ``x -> x @ down.T @ up.T``."""
 
-    Attributes:
-        rank: r.
-        shape: of the layer, [N, K].
-        down: gives float32 [r, K].
-        up: gives float32 [N, r], with the adapter's scale.
-    """
-
-    rank: int
-    shape: tuple[int, int]
-    down: Callable[[], np.ndarray]
-    up: Callable[[], np.ndarray]
+    rank: int  # r
+    shape: tuple[int, int]  # of the layer, [N, K]
+    down: Callable[[], np.ndarray]  # gives float32 [r, K]
+    up: Callable[[], np.ndarray]  # gives float32 [N, r], with the adapter's scale
 
 
 Adapter = Mapping[str, LowRank]
@@ -45,11 +38,7 @@ Adapter = Mapping[str, LowRank]
 
 
 class LowRankMarkPass(CountingPass):
-    """Mark the linear layers that adapters change. Counts them.
-
-    Args:
-        adapters: what they add.
-    """
+    """Mark the linear layers that adapters change. Counts them."""
 
     name = "low-rank-mark"
     reason = "adapters that requests choose: their products stand beside the layers, whatever the layers become"
@@ -58,11 +47,7 @@ class LowRankMarkPass(CountingPass):
         self._wanted = {name for adapter in adapters for name in adapter}
 
     def rewrite(self, model: ir.Model) -> int:
-        """Mark every layer.
-
-        Raises:
-            UnsupportedModelError: a layer that is wanted is none of the graph, or not one a token.
-        """
+        """Mark every layer; UnsupportedModelError if one is not in the graph, or is not computed once a token."""
         marked: set[str] = set()
         count = 0
         for node in list(model.graph):

@@ -32,33 +32,20 @@ if TYPE_CHECKING:
 def default_passes(
     dtype: str,
     *,
-    pack: bool = False,
-    quantize: str | None = None,
+    pack: bool = False,  # join linear layers that read the same tensor
+    quantize: str | None = None,  # "int8", "int4" or "keep"
     quantize_lm_head: bool = True,
-    quantize_operator: str = "",
-    quantize_block: int = 0,
-    head_ids: Int32Array | None = None,
+    quantize_operator: str = "",  # how the backend's engines take int4 weights; see ``quantize.quantizing_passes``
+    quantize_block: int = 0,  # inputs that share a scale there
+    head_ids: Int32Array | None = None,  # token ids that the LM head keeps, int32 [N]; None for all
+    # how large inputs get, by name of the weight, to weigh errors by; None: all alike
     ranges: Mapping[str, ChannelRanges] | None = None,
+    # with "keep": the checkpoint's quantized weights by name in the traced graph
     kept: Mapping[str, BlockWeight] | None = None,
-    adapters: "Seq[Adapter]" = (),
-    own_operators: bool = False,
+    adapters: "Seq[Adapter]" = (),  # what requests may choose to have added to linear layers
+    own_operators: bool = False,  # give layers and embeddings that stay float to our own operators for CPUs
 ) -> list[CountingPass]:
-    """The passes of a build, in order. Each says why it is there in its ``reason``.
-
-    Args:
-        dtype: numpy name of the dtype of weights, activations and caches.
-        pack: join linear layers that read the same tensor.
-        quantize: ``"int8"``, ``"int4"``, ``"keep"`` or None.
-        quantize_lm_head: whether that takes the LM head too.
-        quantize_operator: how the backend's engines take int4 weights; see ``quantize.quantizing_passes``.
-        quantize_block: inputs that share a scale there.
-        head_ids: token ids that the LM head keeps, int32 [N]; None for all.
-        ranges: how large the inputs of linear layers get, by name of the weight, to weigh errors of ``quantize`` by;
-            None counts all the same.
-        kept: with ``"keep"``, the checkpoint's quantized weights by name in the traced graph.
-        adapters: what requests may choose to have added to linear layers.
-        own_operators: give linear layers and embeddings that stay float to our own operators for CPUs.
-    """
+    """The passes of a build, in order. Each says why it is there in its ``reason``."""
     cutting: list[CountingPass] = [] if head_ids is None else [LmHeadCutPass(head_ids)]
     noting: list[CountingPass] = []
     packing: list[CountingPass] = []
@@ -114,22 +101,13 @@ def run_passes(
     ir_model: ir.Model,
     passes: Seq[CountingPass],
     *,
+    # gets the graph after each pass: ``NN-name.onnx`` (without weights) and ``NN-name.txt``
     dump_dir: Path | None = None,
-    on_pass: Callable[[str], Any] | None = None,
+    on_pass: Callable[[str], Any] | None = None,  # called with each pass's name when it is done
 ) -> tuple[tuple[str, int], ...]:
-    """Run ``passes`` in order on ``ir_model``, in place, checking the contract before the first and after each.
+    """Run ``passes`` in order on ``ir_model``, in place; returns the name and the number of changes of each.
 
-    Args:
-        ir_model: the traced model.
-        passes: from :func:`default_passes`.
-        dump_dir: write the graph after each pass here as ``NN-name.onnx`` (without weights) and ``NN-name.txt``.
-        on_pass: called with each pass's name when it is done.
-
-    Returns:
-        (name, number of changes) of each pass.
-
-    Raises:
-        CheckFailedError: the contract does not hold; the message names the pass after which it broke.
+    The contract is checked before the first and after each; CheckFailedError names the pass after which it broke.
     """
     report = []
     cast_at = next((n for n, item in enumerate(passes, start=1) if isinstance(item, PrecisionCastPass)), 0)

@@ -23,13 +23,7 @@ class PrecisionCastPass(CountingPass):
     2. Logits that are not float32 get a Cast, because sampling is defined on float32.
 
     Vectors that a model keeps in float32 on purpose (norms, rotary frequencies) are not touched. Counts the casts
-    removed and added.
-
-    Args:
-        dtype: dtype of weights, activations and caches: float32, float16 or bfloat16.
-
-    Raises:
-        RecipeError: ``dtype`` is none of these.
+    removed and added. ``dtype`` is float32, float16 or bfloat16; RecipeError for others.
     """
 
     name = "precision-cast"
@@ -41,11 +35,7 @@ class PrecisionCastPass(CountingPass):
         self.dtype = _MODEL_DTYPES[dtype]
 
     def rewrite(self, model: ir.Model) -> int:
-        """Convert weights, cast logits.
-
-        Raises:
-            CheckFailedError: the caches were traced in another dtype than the recipe's.
-        """
+        """Convert weights, cast logits; CheckFailedError if caches were traced in another dtype than the recipe's."""
         for value in model.graph.inputs:
             if value.shape is not None and len(value.shape) == 5 and value.dtype != self.dtype:
                 raise CheckFailedError(f"{value.name} was traced in {value.dtype}, the recipe says {self.dtype}.")

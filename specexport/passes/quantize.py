@@ -1,21 +1,15 @@
-"""Quantization of linear layers: which passes an ``--quantize`` asks for."""
+"""Quantization of linear layers: which passes ``--quantize`` asks for."""
 
 from specexport.passes.base import CountingPass
 from specexport_runtime.errors import RecipeError
 
 
 def quantizing_passes(kind: str, *, lm_head: bool, operator: str = "", block: int = 0) -> list[CountingPass]:
-    """The passes of one kind of quantization.
+    """The passes of ``kind`` ``"int8"`` or ``"int4"``; RecipeError if there is no such kind for such engines.
 
-    Args:
-        kind: ``"int8"`` or ``"int4"``.
-        lm_head: whether the LM head is quantized too, and on CPUs the embedding.
-        operator: what makes int4 weights float in an engine: ``"MatMulNBits"``, or ``"DequantizeLinear"`` before a
-            product; empty for our own operators for CPUs, which quantize activations too.
-        block: inputs that share a scale there.
-
-    Raises:
-        RecipeError: there is no such kind for such engines.
+    ``operator`` is what makes int4 weights float in an engine, in blocks of ``block`` inputs that share a scale:
+    ``"MatMulNBits"``, or ``"DequantizeLinear"`` before a product. Empty takes our own operators for CPUs, which
+    quantize activations too; there ``lm_head`` also decides on the embedding.
     """
     if kind in ("int8", "int4") and not operator:
         from specexport.passes.quantize_blocks import BlockQuantizePass

@@ -30,10 +30,6 @@ class BlockQuantizePass(CountingPass):
 
     With the LM head the embedding is taken too, in 8 bits: of one scale in both, one table serves both. Tables that are
     not read by the step's token ids (learned positions) stay float. Counts layers and lookups.
-
-    Args:
-        bits: 8 or 4.
-        lm_head: take the LM head and the embedding.
     """
 
     reason = "decoding reads every weight for every token: a quarter or an eighth of the bytes"
@@ -43,11 +39,7 @@ class BlockQuantizePass(CountingPass):
         self._bits, self._lm_head = bits, lm_head
 
     def rewrite(self, model: ir.Model) -> int:
-        """Quantize the linear layers and the embedding.
-
-        Raises:
-            UnsupportedModelError: there is no linear layer, or a layer's weights are no matrix.
-        """
+        """Quantize the linear layers and the embedding; UnsupportedModelError as in ``find_sites``."""
         sites = find_sites(model, f"int{self._bits}", lm_head=self._lm_head)
         heads = [site.node for site in head_sites(model)]
         small_head = sum(linear_share(model, site) for site in head_sites(model)) <= HEAD_SHARE

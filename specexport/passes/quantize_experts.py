@@ -18,16 +18,13 @@ class ExpertsQuantizePass(CountingPass):
 
     A router's own product gets 8 bits in blocks, however many the others have: it is small, and an error of it chooses
     another expert. Counts the layers.
-
-    Args:
-        bits: 8 or 4.
     """
 
     name = "experts-quantize"
     reason = "experts are most of such a model's weights, and a step reads those that its tokens chose"
 
     def __init__(self, bits: int) -> None:
-        self._bits = bits
+        self._bits = bits  # 8 or 4
 
     def rewrite(self, model: ir.Model) -> int:
         """Quantize every layer's experts."""
@@ -40,13 +37,7 @@ class ExpertsQuantizePass(CountingPass):
 
 
 def quantize_router(graph: ir.Graph, site: ExpertsSite, kept: Collection[str] = ()) -> None:
-    """Give the product that chooses a layer's experts 8 bits in blocks.
-
-    Args:
-        graph: the layer's graph.
-        site: the layer.
-        kept: weights that stay as they are, by name.
-    """
+    """Give the product that chooses a layer's experts 8 bits in blocks, unless ``kept`` names its weight."""
     for product in sources_of(site.given["expert_ids"]):
         router = linear_site(product)
         if router is None or router.weight.name in kept:

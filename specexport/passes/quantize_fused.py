@@ -26,24 +26,16 @@ class Int4FusedPass(CountingPass):
     exact and other multiples are rounded, and the tensor-core kernel that ONNX Runtime can be told to take knows none.
     A layer whose inputs or outputs are no multiple of 8 keeps its weights. Inputs are filled up to whole blocks. The
     LM head is taken too, unless asked otherwise. Counts the layers.
-
-    Args:
-        block: inputs that share a scale.
-        lm_head: quantize the LM head too.
     """
 
     name = "int4-fused"
     reason = "memory: a GPU's kernel reads a quarter of the bytes, and makes them float as it multiplies"
 
     def __init__(self, *, block: int, lm_head: bool) -> None:
-        self._block, self._lm_head = block, lm_head
+        self._block, self._lm_head = block, lm_head  # block: inputs that share a scale
 
     def rewrite(self, model: ir.Model) -> int:
-        """Quantize every linear layer that the kernel takes.
-
-        Raises:
-            UnsupportedModelError: a layer's weights are no matrix, or the kernel takes no layer.
-        """
+        """Quantize every linear layer that the kernel takes; UnsupportedModelError as in ``find_sites``."""
         sites = find_sites(model, "int4", lm_head=self._lm_head, multiples=(_ALIGNED, _ALIGNED))
         for site in sites:
             _replace(model.graph, site, self._block)
@@ -83,15 +75,10 @@ def _parts(tensor: ir.TensorProtocol, turned: bool, block: int) -> tuple[np.ndar
 
 
 def pack_channels(channels: np.ndarray, block: int, rounded: npt.DTypeLike) -> tuple[np.ndarray, np.ndarray]:
-    """Codes of a float matrix as ``MatMulNBits`` has them: ``value = (code - 8) * scale``.
+    """Codes of a float matrix [N, K] as ``MatMulNBits`` has them: ``value = (code - 8) * scale``.
 
-    Args:
-        channels: [N, K]; K is filled up to whole blocks with zeros.
-        block: inputs that share a scale.
-        rounded: dtype that the scales are rounded to.
-
-    Returns:
-        codes, two to a byte, the first in the low half: uint8 [N, blocks, block / 2]; float32 scales [N, blocks].
+    Codes are uint8 [N, blocks, block / 2], two to a byte, the first in the low half; scales are float32 [N, blocks],
+    rounded to the dtype ``rounded``. K is filled up to whole blocks with zeros.
     """
     width, depth = channels.shape
     blocks = -(-depth // block)
@@ -109,12 +96,7 @@ def pack_pairs(codes: np.ndarray) -> np.ndarray:
 
 
 def nbits_bytes(graph: ir.Graph, dtype: str) -> tuple[int, int]:
-    """Bytes of the weights of all ``MatMulNBits``, with their scales, and in ``dtype``.
-
-    Args:
-        graph: a model's.
-        dtype: numpy name, for example ``"float16"``.
-    """
+    """Bytes of the weights of all ``MatMulNBits``: stored, with their scales, and in ``dtype`` (a numpy name)."""
     nodes = [node for node in graph.all_nodes() if node.op_type == _NBITS]
     found = {value: tensor for node in nodes for value in node.inputs[1:] if (tensor := constant_of(value)) is not None}
     stored = sum(tensor.nbytes for tensor in found.values())

@@ -7,13 +7,7 @@ from specexport.passes.quantize_sites import LinearSite
 
 
 def put_in_place(emit: Emitter, site: LinearSite, result: ir.Value) -> None:
-    """Add the layer's bias to ``result``, hand it to whoever read the layer, and drop the layer.
-
-    Args:
-        emit: what has emitted ``result``; its nodes go where the layer was.
-        site: the layer.
-        result: its product.
-    """
+    """Put a layer's product ``result``, which ``emit`` has emitted, and its bias in the place of the layer."""
     old = site.node.outputs[0]
     if site.bias is not None:
         result = emit.op("Add", result, site.bias)

@@ -20,12 +20,8 @@ class KeptWeightPass(CountingPass):
 
     ``BlockLinear`` with the checkpoint's own codes, scales and minima, as wide as they are stored. Embeddings are
     looked up in the same weight, of which a tied LM head has no copy. What the checkpoint holds in float stays float.
-    Counts layers and lookups.
-
-    Args:
-        weights: by the name of a traced graph's weight.
-        head_ids: token ids that the LM head was cut to, int32 [N]; None if it was not.
-        lm_head: keep the LM head and the embedding too; else they are float.
+    Counts layers and lookups. Weights are by name in the traced graph. ``head_ids`` int32 [N] are the tokens that the
+    LM head was cut to, None if it was not. Without ``lm_head`` the LM head and the embedding stay float.
     """
 
     name = "weight-keep"

@@ -19,23 +19,16 @@ class KeptExpertsPass(CountingPass):
 
     ``BlockExperts`` takes every format that ``BlockLinear`` takes; what a layer has in float stays float. Their router
     gets 8 bits in blocks, as for ``ExpertsQuantizePass`` and for its reasons. Counts the layers.
-
-    Args:
-        weights: by the name of a traced graph's weight: the experts' matrices one below the other.
     """
 
     name = "experts-keep"
     reason = "memory and quality: experts are not quantized a second time"
 
     def __init__(self, weights: Mapping[str, BlockWeight]) -> None:
-        self._weights = weights
+        self._weights = weights  # by name in the traced graph: the experts' matrices one below the other
 
     def rewrite(self, model: ir.Model) -> int:
-        """Replace every layer whose experts are kept.
-
-        Raises:
-            UnsupportedModelError: experts of the checkpoint are no operator.
-        """
+        """Replace every layer whose experts are kept; UnsupportedModelError where such experts are no operator."""
         graph = model.graph
         found = [site for site in experts_sites(model) if self._of(site, "gate_up") or self._of(site, "down")]
         for site in found:

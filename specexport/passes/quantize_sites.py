@@ -22,21 +22,13 @@ HOW_TO_LEAVE = "build without --quantize (for a draft: --draft-quantize), or tak
 
 
 class LinearSite(NamedTuple):
-    """A product with a constant matrix: ``source [..., K] @ weight (+ bias)``.
+    """A product with a constant matrix: ``source [..., K] @ weight (+ bias)``."""
 
-    Attributes:
-        node: the MatMul or Gemm.
-        weight: its constant matrix.
-        turned: the matrix is stored [N, K], not [K, N].
-        depth: K, the inputs of each output.
-        width: N, the outputs.
-    """
-
-    node: ir.Node
+    node: ir.Node  # MatMul or Gemm
     weight: ir.Value
-    turned: bool
-    depth: int
-    width: int
+    turned: bool  # the matrix is stored [N, K], not [K, N]
+    depth: int  # K, the inputs of each output
+    width: int  # N, the outputs
 
     @property
     def source(self) -> ir.Value:
@@ -61,9 +53,7 @@ class LinearSite(NamedTuple):
 def channel_parts(tensor: ir.TensorProtocol, turned: bool) -> Iterator[np.ndarray]:
     """A matrix by its output channels, [n, K] at a time, so that no float copy of a large one is ever whole.
 
-    Args:
-        tensor: the matrix, [N, K] if it is ``turned``, else [K, N].
-        turned: see ``LinearSite``.
+    It is [N, K] if it is ``turned``, else [K, N].
     """
     axis = 0 if turned else 1
     sizes = sizes_of(tensor)
@@ -76,16 +66,10 @@ def channel_parts(tensor: ir.TensorProtocol, turned: bool) -> Iterator[np.ndarra
 
 
 def find_sites(model: ir.Model, kind: str, *, lm_head: bool, multiples: tuple[int, int] = (1, 1)) -> list[LinearSite]:
-    """Every linear layer of a model that an operator takes, in graph order.
+    """Every linear layer of a model, after the other passes, that an operator takes, in graph order.
 
-    Args:
-        model: after the other passes.
-        kind: ``"int8"`` or ``"int4"``, for messages.
-        lm_head: whether the LM head is wanted too.
-        multiples: what the inputs and the outputs of a layer must be multiples of; others are left out.
-
-    Raises:
-        UnsupportedModelError: a layer multiplies weights that are no matrix (batched experts), or there is no layer.
+    Layers count whose inputs and outputs are multiples of the two numbers ``multiples``; ``kind`` is for messages.
+    UnsupportedModelError if a layer multiplies weights that are no matrix (batched experts), or there is no layer.
     """
     for node in model.graph:
         _refuse_batched(node, kind)

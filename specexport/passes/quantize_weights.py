@@ -26,25 +26,17 @@ class Int4WeightPass(CountingPass):
 
     Activations keep their type. A layer whose inputs the block does not divide keeps its weights. The LM head is taken
     too, unless asked otherwise. Counts the layers. (Float8 weights are not offered: TensorRT-RTX 1.7 makes most of them
-    float in kernels of their own, in every step, which reads more memory than weights that are float already.)
-
-    Args:
-        block: inputs that share a scale.
-        lm_head: quantize the LM head too.
+    float in separate kernels, in every step, which reads more memory than weights that are float already.)
     """
 
     name = "int4-weights"
     reason = "memory: a GPU reads a quarter of the bytes, and makes them float inside the product's kernel"
 
     def __init__(self, *, block: int, lm_head: bool) -> None:
-        self._block, self._lm_head = block, lm_head
+        self._block, self._lm_head = block, lm_head  # block: inputs that share a scale
 
     def rewrite(self, model: ir.Model) -> int:
-        """Quantize every linear layer whose inputs the block divides.
-
-        Raises:
-            UnsupportedModelError: a layer's weights are no matrix, or the block divides no layer's inputs.
-        """
+        """Quantize every linear layer whose inputs the block divides; UnsupportedModelError as in ``find_sites``."""
         sites = find_sites(model, "int4", lm_head=self._lm_head, multiples=(self._block, 1))
         for site in sites:
             _replace(model.graph, site, self._block)
@@ -88,18 +80,11 @@ def scale_dtype(weight: ir.DataType) -> np.dtype:
 def quantize_blocks(
     matrix: np.ndarray, block: int, rounded: npt.DTypeLike = np.float16
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Codes from -8 to 7 and scales of a float matrix: ``value = code * scale``.
+    """Codes int4 [K, N] from -8 to 7 and scales of a float32 matrix [K, N]: ``value = code * scale``.
 
     The largest weight of a block is given -8, the code that has no opposite; or the scale is a little smaller, where
-    that costs less over the block. Scales are rounded before the codes are chosen.
-
-    Args:
-        matrix: float32 [K, N].
-        block: inputs that share a scale; divides K.
-        rounded: dtype that the scales are rounded to.
-
-    Returns:
-        codes, int4 [K, N]; scales, float32 [K / block, N], some negative.
+    that costs less over the block. Scales are float32 [K / block, N], some negative, and are rounded to the dtype
+    ``rounded`` before the codes are chosen. ``block`` divides K.
     """
     depth, width = matrix.shape
     values = matrix.reshape(depth // block, block, width)

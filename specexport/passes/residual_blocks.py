@@ -1,6 +1,6 @@
 """Where a traced model adds attention, recurrences and MLP to its residual stream.
 
-Found by dataflow alone, so that no model needs code of its own. A model whose layers can be left out has a stream
+Found by dataflow alone, so that no model needs special code. A model whose layers can be left out has a stream
 ``x`` that only additions change: ``a = x + mixer(x)``, then ``b = a + mlp(a)``, which is the next layer's ``x``. A
 mixer is an attention, or the recurrences of a layer, or both side by side; a layer may do without an MLP. What happens
 inside the branches (norms before and after, biases, scaling, experts) does not matter; what touches the stream itself,
@@ -23,18 +23,12 @@ class ResidualBlock(NamedTuple):
     """One addition to the residual stream: ``total = residual + branch(residual)``.
 
     The two values keep their identity while a graph is lowered; what lies between them need not.
-
-    Attributes:
-        kind: what the branch is.
-        layer: number of the layer: layers are counted by their mixers.
-        residual: the stream before the addition [1, T, hidden].
-        total: the stream after it, the output of an ``Add``.
     """
 
     kind: GateKind
-    layer: int
-    residual: ir.Value
-    total: ir.Value
+    layer: int  # number of the layer: layers are counted by their mixers
+    residual: ir.Value  # the stream before the addition [1, T, hidden]
+    total: ir.Value  # the stream after it, the output of an ``Add``
 
     @property
     def is_mixer(self) -> bool:
@@ -48,14 +42,10 @@ class ResidualBlock(NamedTuple):
 
 
 class ResidualBlocks(NamedTuple):
-    """The residual blocks of a model, or why they cannot be skipped.
+    """The residual blocks of a model, or why they cannot be skipped."""
 
-    Attributes:
-        obstacle: a short phrase that names the layer and what was found there; None if every block can be skipped.
-        blocks: mixer and MLP of each layer in turn, without the MLPs that are not there; empty if there is an obstacle.
-    """
-
-    obstacle: str | None
+    obstacle: str | None  # names the layer and what was found there; None if every block can be skipped
+    # mixer and MLP of each layer in turn, without the MLPs that are not there; empty if there is an obstacle
     blocks: tuple[ResidualBlock, ...] = ()
 
     @property
@@ -72,10 +62,9 @@ class Obstacle(Exception):  # noqa: N818 - an answer, not an error
 
 
 class Dataflow:
-    """Who reads what in a graph; a node with subgraphs reads what they read.
+    """Which nodes read what in a graph that is sorted topologically, and does not change while this is in use.
 
-    Args:
-        graph: sorted topologically, as ONNX demands. Must not change while this is in use.
+    A node with subgraphs reads what they read.
     """
 
     def __init__(self, graph: ir.Graph) -> None:
@@ -112,9 +101,8 @@ class Dataflow:
     def branch_of(self, block: ResidualBlock) -> tuple[ir.Value, list[ir.Node]]:
         """The value that a block adds to the stream, and the nodes that compute it from the stream, in order.
 
-        Raises:
-            Obstacle: the block is no addition to its residual, the branch does not depend on it, or something besides
-                the addition reads the residual or a part of the branch.
+        Obstacle if the block is no addition to its residual, the branch does not depend on it, or something besides the
+        addition reads the residual or a part of the branch.
         """
         add = block.total.producer()
         if add not in self.position or block.residual not in add.inputs or len(set(add.inputs)) != 2:
@@ -141,14 +129,7 @@ def _read_by(node: ir.Node) -> Iterable[ir.Value]:
 
 
 def find_residual_blocks(ir_model: ir.Model) -> ResidualBlocks:
-    """Find the blocks of every layer of a traced model.
-
-    Args:
-        ir_model: the model, before or after fusions inside the branches; not changed.
-
-    Returns:
-        the blocks of all layers, or the first obstacle met.
-    """
+    """The blocks of all layers of a traced model, before or after fusions in branches, or the first obstacle met."""
     flow = Dataflow(ir_model.graph)
     mixers = _mixers(ir_model.graph)
     rest = sorted(mixers, key=flow.position.__getitem__)

@@ -1,4 +1,4 @@
-"""Store weights that a graph reads one at a time as weights of their own."""
+"""Store weights that a graph reads one at a time as separate weights."""
 
 from functools import partial
 

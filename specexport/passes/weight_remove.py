@@ -6,7 +6,7 @@ from specexport.passes.base import CountingPass
 
 
 class WeightRemovePass(CountingPass):
-    """Remove nodes whose results nobody reads, then the weights that only they read. Counts weights."""
+    """Remove nodes whose results are not read, then the weights that only they read. Counts weights."""
 
     name = "weight-remove"
     reason = "a weight without readers would be written, mapped and hashed for nothing"

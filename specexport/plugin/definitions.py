@@ -31,17 +31,10 @@ _KERNELS: dict[str, PluginKernels] = {}
 def register_plugins(names: Iterable[str], sm: str | int) -> None:
     """Compile the kernels of plugins and register the plugins with TensorRT. Call it before the graph is parsed.
 
-    Registering again is allowed, for another architecture too: the kernels of the last call count.
-
-    Args:
-        names: plugin names, from ``specexport.plugin.naming.plugin_names``.
-        sm: architecture to build for, for example ``"90"``.
-
-    Raises:
-        CheckFailedError: a name is none of ours, or its kernel cannot be embedded.
-        UserInputError: the kernels do not know the architecture.
-        MissingDependencyError: Triton is not installed.
-        IncompatibleError: this TensorRT cannot embed kernels.
+    Registering again is allowed, for another architecture too: the kernels of the last call count. Names are from
+    ``plugin_names``, and ``sm`` is an architecture such as ``"90"``. CheckFailedError if a name is none of ours, or its
+    kernel cannot be embedded; UserInputError if the kernels do not know the architecture; MissingDependencyError
+    without Triton; IncompatibleError if this TensorRT cannot embed kernels.
     """
     target = kernel_architecture(int(sm))
     compiled = {name: compile_plugin(plugin_spec(name), target) for name in dict.fromkeys(names)}
@@ -164,11 +157,7 @@ def _embed(trt: Any, trtp: Any, kernels: PluginKernels, *arguments: Any) -> tupl
 
 
 def _check_types(trt: Any, kernels: PluginKernels, inputs: Seq[Any]) -> None:
-    """Refuse inputs of other types than the kernel was compiled for.
-
-    Raises:
-        KeyError: the first such type.
-    """
+    """Refuse inputs of other types than the kernel was compiled for: KeyError of the first such type."""
     for item, given in zip(kernels.spec.signature.inputs, inputs, strict=True):
         if given.dtype != _data_type(trt, kernels, item):
             raise KeyError(given.dtype)

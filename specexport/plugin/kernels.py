@@ -17,15 +17,10 @@ DEFAULT_TACTIC = 0  # TensorRT's number for "there is one way only"; custom ones
 
 @dataclass(frozen=True)
 class PluginKernels:
-    """What one plugin embeds.
-
-    Attributes:
-        spec: the kernel.
-        by_tactic: compiled kernels by TensorRT's tactic number; that of attention is the queries of a tile.
-    """
+    """What one plugin embeds."""
 
     spec: KernelSpec
-    by_tactic: dict[int, CompiledKernel]
+    by_tactic: dict[int, CompiledKernel]  # by TensorRT's tactic number; that of attention is the queries of a tile
 
     @property
     def tactics(self) -> list[int]:
@@ -33,23 +28,14 @@ class PluginKernels:
         return sorted(tactic for tactic in self.by_tactic if tactic != DEFAULT_TACTIC)
 
     def tactic_for(self, num_tokens: int, num_seqs: int) -> int:
-        """The tactic for steps of a size: the smallest tile that holds a row's queries.
-
-        Args:
-            num_tokens: T of the profile's optimum.
-            num_seqs: B of the profile's optimum.
-        """
+        """The tactic for a profile's optimum of T tokens and B rows: the smallest tile that holds a row's queries."""
         queries = -(-num_tokens // max(num_seqs, 1)) * self.spec.group
         tactics = self.tactics or [DEFAULT_TACTIC]
         return next((tactic for tactic in tactics if tactic >= queries), tactics[-1])
 
 
 def tile_options(spec: KernelSpec, sm: int) -> dict[int, TileConfig]:
-    """Tile sizes by tactic number, all within ``MOST_SHARED_BYTES``.
-
-    Raises:
-        UserInputError: unknown ``sm``.
-    """
+    """Tile sizes by tactic number, all within ``MOST_SHARED_BYTES``; UserInputError for an unknown ``sm``."""
     if spec.kernel != "ragged_attention":
         return {DEFAULT_TACTIC: spec.tiles(sm, small=True)}
     size = max(spec.head_size, spec.v_head_size)
@@ -64,16 +50,10 @@ def kernel_architecture(sm: int) -> int:
 
 @cache
 def compile_plugin(spec: KernelSpec, sm: int) -> PluginKernels:
-    """Compile every kernel of a plugin.
+    """Compile every kernel of a plugin for an architecture: 80, 89, 90, 100 or 120.
 
-    Args:
-        spec: the kernel.
-        sm: architecture: 80, 89, 90, 100 or 120.
-
-    Raises:
-        UserInputError: unknown ``sm``; Triton was told to interpret.
-        MissingDependencyError: Triton is not installed.
-        CheckFailedError: a kernel cannot be embedded.
+    UserInputError for an unknown ``sm``, or if Triton was told to interpret; MissingDependencyError without Triton;
+    CheckFailedError if a kernel cannot be embedded.
     """
     options = tile_options(spec, sm)
     return PluginKernels(spec, {tactic: compile_kernel(spec, sm, tiles=tiles) for tactic, tiles in options.items()})

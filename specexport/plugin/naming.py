@@ -72,9 +72,7 @@ def plugin_name(spec: KernelSpec) -> str:
 def plugin_spec(name: str) -> KernelSpec:
     """The kernel that a plugin's name stands for; the inverse of ``plugin_name``.
 
-    Raises:
-        CheckFailedError: it is no such name.
-        UserInputError: it asks for a kernel there is not.
+    CheckFailedError if it is no such name; UserInputError if the kernels do not take what it asks for.
     """
     match = _NAME.fullmatch(name)
     if match is None:
