@@ -15,7 +15,8 @@ def public_files() -> set[Path]:
     """The modules whose docstrings ruff wants whole: all others stand in the one pattern that leaves `D1` out."""
     ignores = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]["per-file-ignores"]
     (pattern,) = [pattern for pattern, rules in ignores.items() if rules == ["D1"]]
-    assert pattern.startswith("!{") and pattern.endswith("}")
+    assert pattern.startswith("!{")
+    assert pattern.endswith("}")
     found = {each: set(ROOT.glob(each)) for each in pattern[2:-1].split(",")}
     assert all(found.values()), [each for each, files in found.items() if not files]
     return set().union(*found.values())
@@ -24,9 +25,9 @@ def public_files() -> set[Path]:
 def sections(path: Path) -> Iterator[str]:
     """Where a docstring of a module has a section for each argument."""
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            if match := SECTION.search(ast.get_docstring(node) or ""):
-                yield f"{path.relative_to(ROOT)}, {getattr(node, 'name', 'module')}: {match[1]}"
+        is_documented = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        if is_documented and (match := SECTION.search(ast.get_docstring(node) or "")):
+            yield f"{path.relative_to(ROOT)}, {getattr(node, 'name', 'module')}: {match[1]}"
 
 
 def test_only_public_modules_have_docstrings_with_sections() -> None:
