@@ -158,9 +158,8 @@ def require_space(path: Path, needed: int) -> None:
     free = free_space(path)
     if free < needed:
         raise UserInputError(
-            f"the disk of {path} is too small: the bundle needs about {format_bytes(needed)}, "
-            f"{format_bytes(free)} are free.",
-            "free some space, or choose another disk with -o.",
+            f"the disk of {path} is too small: about {format_bytes(needed)} are needed, {format_bytes(free)} are free.",
+            "free some space, or choose a folder on another disk.",
         )
 
 

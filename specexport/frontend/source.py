@@ -89,9 +89,9 @@ def turns_by_length(source: Source) -> bool:
     return any(f'"{word}"' in config for word in _BY_LENGTH)
 
 
-def hash_checkpoint(source: str, revision: str | None = None) -> str:
-    """SHA-256 over a checkpoint's files (names and contents), without loading weights; fails as ``resolve_source``."""
-    return hash_source(resolve_source(source, revision))
+def hash_checkpoint(source: str, revision: str | None = None, *, remote_code: bool = False) -> str:
+    """SHA-256 over a checkpoint's files (names and contents), with its Python files if those are used; no weights load."""
+    return hash_source(resolve_source(source, revision, remote_code=remote_code))
 
 
 def hash_source(source: Source) -> str:

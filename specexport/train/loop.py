@@ -74,10 +74,10 @@ class Trainer:
             for group in optimizer.param_groups:
                 group["lr"] = rate * share
         batch = self.read(self._next())
-        total, first = torch.zeros(()), 0.0
+        total, losses = torch.zeros(()), list[float]()
         with torch.autocast("cpu", torch.bfloat16):
             for number, loss in enumerate(self.student.losses(batch, self.settings.steps)):
-                first = first or float(loss.detach())
+                losses.append(float(loss.detach()))
                 total = total + STEP_DECAY**number * loss
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
@@ -88,7 +88,7 @@ class Trainer:
         self.done += 1
         self.tokens += int(batch.lengths.sum())
         self.seconds += time.perf_counter() - start
-        return first
+        return losses[0]
 
     def read(self, indices: Seq[int]) -> Batch:
         """The texts of a batch, filled up to one length."""

@@ -110,7 +110,7 @@ def _write_texts(options: TrainOptions, prompts: Seq[str], path: Path, clock: St
     from specexport.train.texts import write_texts
     from specexport_runtime.bundle.manifest import load_manifest
 
-    bundle, sha256 = options.bundle, hash_checkpoint(options.target)
+    bundle = options.bundle
     if bundle is None:
         from specexport.build.pipeline import build_bundle
         from specexport.recipe import BuildRecipe
@@ -118,7 +118,9 @@ def _write_texts(options: TrainOptions, prompts: Seq[str], path: Path, clock: St
         bundle = options.work_folder / "texts-bundle"
         # No other bundle has this name: one of an earlier version is built again.
         build_bundle(BuildRecipe(target=options.target, output=str(bundle)), force=True)
-    written_by = load_manifest(bundle).models["target"]
+    manifest = load_manifest(bundle)
+    written_by = manifest.models["target"]
+    sha256 = hash_checkpoint(options.target, remote_code=bool(manifest.recipe.get("trust_remote_code")))
     if written_by.source_sha256 != sha256:
         raise InvalidRequestError(
             f"{bundle} was not built from {options.target}: a draft learns from what its own target writes.",

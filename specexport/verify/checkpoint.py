@@ -39,9 +39,9 @@ def find_checkpoint(manifest: Manifest, role: str, given: str | None, bundle: Pa
     from specexport.frontend import hash_checkpoint
 
     entry = manifest.models[role]
-    revision = manifest.recipe.get(_REVISION_KEYS[role])
+    revision, runs_code = manifest.recipe.get(_REVISION_KEYS[role]), bool(manifest.recipe.get("trust_remote_code"))
     if given is not None:
-        found = hash_checkpoint(given, revision)
+        found = hash_checkpoint(given, revision, remote_code=runs_code)
         if found != entry.source_sha256:
             raise CheckpointError(
                 f"{_OPTIONS[role]} {given} is not what this {role} was built from: its sha256 is {found[:16]}…, the "
@@ -51,7 +51,7 @@ def find_checkpoint(manifest: Manifest, role: str, given: str | None, bundle: Pa
         return given
     for candidate in _candidates(entry.source, bundle):
         try:
-            if hash_checkpoint(candidate, revision) == entry.source_sha256:
+            if hash_checkpoint(candidate, revision, remote_code=runs_code) == entry.source_sha256:
                 return candidate
         except CheckpointError:
             continue

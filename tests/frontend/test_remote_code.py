@@ -5,6 +5,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from specexport.frontend import hash_checkpoint
+from specexport.verify.checkpoint import find_checkpoint
+from specexport_runtime.errors import CheckpointError
 
 CODE = """
 import pathlib
@@ -39,3 +47,21 @@ def test_code_of_a_checkpoint_runs_only_if_it_is_trusted(tmp_path: Path) -> None
         command, env=environment, capture_output=True, text=True, check=True, timeout=120, stdin=subprocess.DEVNULL
     )
     assert done.stdout.splitlines() == ["False False", "True True"], done.stderr
+
+
+def test_a_checkpoint_whose_code_was_trusted_is_found_again(tmp_path: Path) -> None:
+    folder = tmp_path / "custom"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.py").write_text("x = 1")
+    (folder / "model.safetensors").write_bytes(b"\x02\x00\x00\x00\x00\x00\x00\x00{}")
+    for trusted in (False, True):
+        sha256 = hash_checkpoint(str(folder), remote_code=trusted)
+        entry = SimpleNamespace(source="custom", source_sha256=sha256)
+        manifest: Any = SimpleNamespace(models={"target": entry}, recipe={"trust_remote_code": trusted})
+        assert find_checkpoint(manifest, "target", str(folder), tmp_path) == str(folder)
+        assert find_checkpoint(manifest, "target", None, tmp_path / "bundle") == str(folder)
+        (folder / "model.py").write_text(f"x = {trusted}")
+        if trusted:
+            with pytest.raises(CheckpointError, match="not what this target was built from"):
+                find_checkpoint(manifest, "target", str(folder), tmp_path)

@@ -15,7 +15,6 @@ from tools.gpu_check_lib.context import Context
 from tools.gpu_check_lib.models import ensure_pair
 
 CPU = "ort-cpu"
-GPU_BACKENDS = ("tensorrt-rtx", "ort-cuda", "tensorrt")
 FALLBACK_SM = "89"  # nearest to what a package has where it lacks the GPU's own
 
 
