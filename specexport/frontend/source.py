@@ -90,7 +90,7 @@ def turns_by_length(source: Source) -> bool:
 
 
 def hash_checkpoint(source: str, revision: str | None = None, *, remote_code: bool = False) -> str:
-    """SHA-256 over a checkpoint's files (names and contents), with its Python files if those are used; no weights load."""
+    """SHA-256 over a checkpoint's files (names and contents), with its Python files if those run; loads no weights."""
     return hash_source(resolve_source(source, revision, remote_code=remote_code))
 
 
