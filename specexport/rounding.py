@@ -4,7 +4,7 @@ A model of L layers rounds each activation to the dtype, with a relative error o
 kept in float32, so their length does not matter; what matters is how often the residual stream is rounded, a fixed
 number of times a layer. The errors are independent, so their squares add up: the hidden state is off by u times the
 square root of L, times a constant near 1. The LM head turns that into logits that are off in the same proportion, and
-the worst of some million of them lies about four standard deviations out. ``docs/verify.md`` has what was measured.
+the worst of some million of them lies about four standard deviations out. ``docs/lossless.md`` has what was measured.
 """
 
 import math

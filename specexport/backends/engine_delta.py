@@ -1,7 +1,7 @@
 """Storing an engine as its difference from another of the same model: the weights are in both.
 
 TensorRT could strip an engine of its weights and be given them back when it is loaded (``STRIP_PLAN``), but a builder
-without a GPU fails at that (docs/tensorrt.md). So the bytes are compared: files are cut where their content says so,
+without a GPU fails at that (docs/gpu.md). So the bytes are compared: files are cut where their content says so,
 and equal pieces are found by their hash, wherever they lie. Nothing is known of the engine's format, and the result is
 the engine to the last byte.
 """

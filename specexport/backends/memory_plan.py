@@ -8,7 +8,7 @@ from specexport_runtime.abi import ITEM_BYTES, LayerGeometry
 from specexport_runtime.errors import IncompatibleError
 
 BUILD_FACTOR = 3.5
-"""Host memory at the builder's peak, in sizes of the model's weights (docs/tensorrt.md has the measurement)."""
+"""Host memory at the builder's peak, in sizes of the model's weights (docs/gpu.md has the measurement)."""
 BUILD_BASE_BYTES = 700 * 10**6
 """Host memory of the builder and the compiler without any model."""
 

@@ -80,7 +80,7 @@ def test_the_bundle_holds_nothing_else(rtx_bundle: Path, manifest: Manifest) -> 
 
 
 def test_the_second_architecture_adds_its_kernels_only(rtx_bundle: Path, manifest: Manifest) -> None:
-    """The weights of the tiny model are small: of a real one's engine less than a tenth is added (docs/tensorrt.md)."""
+    """The weights of the tiny model are small: of a real one's engine less than a tenth is added (docs/gpu.md)."""
     first, second = manifest.models["target"].engines
     whole = read_engine(rtx_bundle / second.path, second)
     assert len(whole) == second.report["engine_bytes"]

@@ -91,8 +91,8 @@ def test_shipped_kernels_compile_for_the_oldest_and_newest_gpus(step: str, spec:
 
 
 def documented_cells() -> dict[tuple[str, ...], list[str]]:
-    """Cells of the page's table by kernel, step and head size."""
-    page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+    """Cells of the table in `compiled.md` by kernel, step and head size."""
+    page = (ROOT / "tests" / "kernels" / "compiled.md").read_text(encoding="utf-8")
     rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in page.splitlines() if " reg, " in line]
     return {tuple(row[:3]): row[3:] for row in rows}
 

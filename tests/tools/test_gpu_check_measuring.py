@@ -109,7 +109,7 @@ def test_every_length_is_timed_alone_before_any_batch() -> None:
 def test_bytes_of_a_step_are_those_of_its_entries() -> None:
     keys = np.zeros((8, 8, 4101, 128), np.float16)
     assert timing.kv_step_bytes(8, 8, 4101, 128, 2) == 2 * keys.nbytes
-    assert round(timing.kv_step_bytes(8, 8, 4096, 128, 2) / 1e6) == 134  # as in docs/kernels.md
+    assert round(timing.kv_step_bytes(8, 8, 4096, 128, 2) / 1e6) == 134  # as in docs/gpu.md
     assert round(timing.kv_step_bytes(8, 8, 16384, 128, 2) / 1e6) == 537
 
 

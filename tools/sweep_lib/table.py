@@ -14,17 +14,16 @@ _HEAD = """\
 
 <!-- Written by `python tools/architecture_sweep.py --table`; a test holds the names to the installed transformers. -->
 
-transformers {version} has {count} architectures for causal language models. A tiny random model of each was made from
-its configuration class and built for `ort-cpu`. *Works* means: logits of ragged steps of 1 to {widest} tokens, behind
-rollbacks, differ from those of eager transformers by at most {tolerance:.0e} of the largest logit, and greedy texts
-with drafts are those without. Sizes, weights and text are not those of a published model: [`verify`](verify.md) tests
-yours.
+transformers {version} has {count} architectures for causal language models. A tiny random model of each was built for
+`ort-cpu`. *Works*: logits of ragged steps of 1 to {widest} tokens, behind rollbacks, differ from eager transformers by
+at most {tolerance:.0e} of the largest logit, and drafts do not change greedy texts.
+[`verify`](lossless.md#what-verify-proves) tests a published model.
 
 | | architectures |
 | --- | --- |
 {counts}
 
-A refusal is exit code 2 with the reason. Another version of transformers is one command, and one more for this page:
+For another version:
 
 ```bash no-test: takes half an hour
 python tools/architecture_sweep.py --jobs 2
@@ -34,12 +33,12 @@ python tools/architecture_sweep.py --table
 _SECTIONS = {
     WORKS: (
         "Works",
-        "These build, and agree with eager transformers. Those that leave parts of a long text out were built for\n"
-        "texts that they see whole ([build.md](build.md#layers-that-see-a-part-of-a-long-text)).",
+        "Layers that see a part of a long text were built for\n"
+        "[shorter ones](build.md#layers-that-see-a-part-of-a-long-text).",
     ),
-    REFUSED: ("Refused", "These cannot be traced exactly, or not yet."),
+    REFUSED: ("Refused", "These cannot be traced exactly."),
     NOT_A_DECODER: ("No decoders", "Their tokens see later ones."),
-    NOT_MADE: ("Not made", "No tiny model could be made or run from the configuration class, so nothing is known."),
+    NOT_MADE: ("Not made", "No model could be made."),
     _UNKNOWN: ("Not tried", "The sweep has not come to these."),
     **{word: (word.capitalize(), "A defect.") for word in DEFECTS},
 }
@@ -72,13 +71,19 @@ def write_table(names: Mapping[str, str], results: Mapping[str, Outcome]) -> int
 
 
 def _listed(word: str, found: list[Outcome]) -> str:
-    if word in (WORKS, _UNKNOWN):
-        return fill(", ".join(f"`{outcome.name}`" for outcome in found), 120, break_on_hyphens=False) + "\n"
-    rows = [f"| `{outcome.name}` | {_reason(outcome)} |" for outcome in found]
-    return "\n".join(["| architecture | reason |", "| --- | --- |", *rows]) + "\n"
+    if word in (WORKS, NOT_MADE, _UNKNOWN):
+        return _names(found) + "\n"
+    reasons: dict[str, list[Outcome]] = {}
+    for outcome in found:
+        reasons.setdefault(_reason(outcome), []).append(outcome)
+    return "\n".join(f"{_names(those)}:\n{fill(reason, 120)}\n" for reason, those in reasons.items())
+
+
+def _names(found: list[Outcome]) -> str:
+    return fill(", ".join(f"`{outcome.name}`" for outcome in found), 120, break_on_hyphens=False)
 
 
 def _reason(outcome: Outcome) -> str:
     last = (outcome.reason.strip().splitlines() or [""])[-1]
-    text = last.split(" cannot be exported: ", 1)[-1].rstrip(".")
-    return text[:160].replace("|", r"\|").replace("<", "&lt;")
+    text = last.split(" cannot be exported: ", 1)[-1].split(";")[0].rstrip(".")
+    return text[:160].replace("<", "&lt;")
