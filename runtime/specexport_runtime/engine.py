@@ -233,7 +233,7 @@ class SpecEngine:
     @property
     def max_num_seqs(self) -> int:
         """Sequences that run at a time."""
-        return self._loop.decoder.scheduler.num_rows
+        return self._loop.decoder.rows.max_num_seqs
 
     @property
     def times(self) -> PhaseTimes:
@@ -504,9 +504,8 @@ class SpecEngine:
             return self._pin(ids, RequestOptions(cache_salt=cache_salt, lora=lora))
 
     def _pin(self, ids: list[int], options: RequestOptions) -> int:
-        decoder, spare = self._loop.decoder, self.target.num_rows - self.max_num_seqs
-        prefixes = decoder.prefixes
-        if prefixes is None or len(prefixes.pinned_rows) >= spare:
+        rows, spare = self._loop.decoder.rows, self.target.num_rows - self.max_num_seqs
+        if not rows.reuses_prefixes or len(rows.kept.pinned_rows) >= spare:
             raise InvalidRequestError(
                 f"no row is left for a prefix: {spare} keep prefixes.", "load the engine with more prefix_rows."
             )
@@ -515,7 +514,7 @@ class SpecEngine:
                 f"a prefix of {len(ids)} tokens cannot be kept.",
                 f"give {LEAST_REUSED} to {self.max_model_len - PIN_TOKENS} tokens.",
             )
-        decoder.memory.check_pin(len(ids) + PIN_TOKENS, prefixes.pinned_rows)
+        rows.memory.check_pin(len(ids) + PIN_TOKENS, rows.kept.pinned_rows)
         # A few tokens behind it, so that drafters read it too. A state would be behind them then, and cannot go back.
         behind = PIN_TOKENS if as_stateful(self.target) is None else 1
         params = SamplingParams(max_tokens=behind, ignore_eos=True)
@@ -532,9 +531,8 @@ class SpecEngine:
         Returns:
             whether it was kept.
         """
-        prefixes = self._loop.decoder.prefixes
-        adapter = self._builder.find_adapter(lora)
-        return prefixes is not None and prefixes.unpin(self._builder.encode(prompt), cache_salt or "", adapter)
+        rows, adapter = self._loop.decoder.rows, self._builder.find_adapter(lora)
+        return rows.reuses_prefixes and rows.kept.unpin(self._builder.encode(prompt), cache_salt or "", adapter)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, checked.

@@ -82,7 +82,7 @@ def assert_at_rest(engine: SpecEngine) -> None:
     assert not decoder.has_work
     assert not engine._loop._handles
     decoder.check()
-    assert all(row is None for row in decoder.scheduler.rows)
+    assert all(row is None for row in decoder.rows.placed)
 
 
 async def ends(request: AsyncRequest) -> str:

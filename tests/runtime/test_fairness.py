@@ -12,11 +12,14 @@ from test_engine import make_engine
 
 from specexport_runtime import SamplingParams
 from specexport_runtime.decoding.pace import Pace
-from specexport_runtime.decoding.pausing import LEAST_TURN, NEARLY_DONE, WHOLE_TURN, whom_to_pause
-from specexport_runtime.decoding.queue import WaitingQueue
-from specexport_runtime.decoding.scheduler import REREAD_CHUNK, Scheduler
+from specexport_runtime.decoding.queue import LEAST_TURN, NEARLY_DONE, WHOLE_TURN, WaitingQueue, whom_to_pause
+from specexport_runtime.decoding.rows import Rows
+from specexport_runtime.decoding.schedule import REREAD_CHUNK, Scheduler
 from specexport_runtime.decoding.sharing import Reading, go_alone, share_tokens
+from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.executors.fake import FakeExecutor
+from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.sequences.sequence import NO_ROW, Sequence
 
 LONG = SamplingParams(max_tokens=400)
@@ -29,6 +32,14 @@ def sequence(index=0, owner="a", priority=0, length=4, generated=0, **options):
     if generated:
         seq.commit([2] * generated)
     return seq
+
+
+def rows_of(*running, num_rows=1):
+    """Rows in which sequences run that have read nothing."""
+    rows = Rows(ModelRunner(FakeExecutor(VOCAB, max(num_rows, len(running)), 2000)), ChainDrafter())
+    for row, seq in enumerate(running):
+        rows.admit(seq, row)
+    return rows
 
 
 # --- the queue
@@ -130,12 +141,13 @@ def test_every_queue_is_fair(arrivals):
 # --- whom to pause
 
 
-def all_read(seq):
-    return len(seq.tokens) - 1
-
-
-def victim(newcomer, *running):
-    return whom_to_pause(newcomer, running, all_read)
+def victim(newcomer, *running, can_resume=True):
+    """Of sequences that have read all but their newest token."""
+    rows = rows_of(*running)
+    for row, seq in enumerate(running):
+        rows.target.kv.assume(row, len(seq.tokens) - 1)
+    rows.can_resume = lambda _: can_resume
+    return whom_to_pause(newcomer, rows)
 
 
 def test_with_one_owner_and_one_priority_nobody_is_paused():
@@ -202,7 +214,7 @@ def test_some_are_never_paused():
     assert victim(newcomer, sequence(params=SamplingParams(max_tokens=1))) is not None  # a prompt that is being read
     assert victim(newcomer, sequence(params=SamplingParams(max_tokens=50, prompt_logprobs=1))) is None
     assert victim(newcomer, sequence(is_pinned=True)) is None
-    assert whom_to_pause(newcomer, [sequence()], all_read, lambda _: False) is None
+    assert victim(newcomer, sequence(), can_resume=False) is None
 
 
 # --- how prompts share a step
@@ -325,22 +337,15 @@ def test_chunks_shrink_to_the_time_beside_a_round():
 
 
 def test_what_is_read_again_comes_in_small_pieces_and_smaller_ones_beside_a_first_token():
-    scheduler = Scheduler(3, max_num_batched_tokens=200, min_prefill_tokens=4)
-    paused, newcomer, read = sequence(0, length=90, generated=10), sequence(1, length=60), {}
+    paused, newcomer = sequence(0, length=90, generated=10), sequence(1, length=60)
     paused.pause(99)
-    for row, seq in enumerate((paused, newcomer)):
-        scheduler.waiting.append(seq)
-        scheduler.waiting.take(seq)
-        scheduler._take(seq, row)
-
-    def pending(seq):
-        return len(seq.tokens) - read.get(seq.index, 0)
-
-    assert scheduler.share(0, pending, 500) == {0: 4, 1: 60}
+    rows = rows_of(paused, newcomer, num_rows=3)
+    scheduler = Scheduler(rows, max_num_batched_tokens=200, min_prefill_tokens=4)
+    assert scheduler.share(0) == {0: 4, 1: 60}
     scheduler.retire(newcomer)
-    assert scheduler.share(0, pending, 500) == {0: REREAD_CHUNK}
-    read[0] = 90
-    assert scheduler.share(0, pending, 500) == {0: 9}  # the newest token begins the next round
+    assert scheduler.share(0) == {0: REREAD_CHUNK}
+    rows.target.kv.assume(0, 90)
+    assert scheduler.share(0) == {0: 9}  # the newest token begins the next round
 
 
 def test_the_scheduler_keeps_the_pace():
@@ -348,26 +353,16 @@ def test_the_scheduler_keeps_the_pace():
     pace = Pace(1.0, 0.05, clock=lambda: now[0])
     pace.note(0.01, 0, 1)
     pace.note(0.1, 100, 0)
-    scheduler = Scheduler(3, max_num_batched_tokens=200, min_prefill_tokens=4, pace=pace)
     long, short, decoding = sequence(0, length=3000 // 2), sequence(1, length=30), sequence(2, length=3, generated=1)
     for seq in (long, short, decoding):
         seq.stats.submit_time = 0.0
-        scheduler.waiting.append(seq)
-    read = {2: 3}
-
-    def pending(seq):
-        return len(seq.tokens) - read.get(seq.index, 0)
-
-    def take(seq, row):
-        scheduler.waiting.take(seq)
-        scheduler._take(seq, row)
-
-    for row, seq in enumerate((long, short, decoding)):
-        take(seq, row)
+    rows = rows_of(long, short, decoding)
+    rows.target.kv.assume(2, 3)
+    scheduler = Scheduler(rows, max_num_batched_tokens=200, min_prefill_tokens=4, pace=pace)
     # 40 ms beside the round, of which the long prompt, which is late, gets a quarter.
-    assert scheduler.share(1, pending, 500) == {0: 10, 1: 30}
+    assert scheduler.share(1) == {0: 10, 1: 30}
     scheduler.retire(decoding)
-    assert scheduler.share(0, pending, 500) == {0: 170, 1: 30}
+    assert scheduler.share(0) == {0: 170, 1: 30}
 
 
 # --- all together
@@ -421,10 +416,10 @@ def test_nothing_is_paused_for_one_owner():
 
 def test_owners_outnumber_rows():
     """One row, three owners with long texts: turns as long as their texts, and no end to nobody."""
-    from specexport_runtime.decoding import pausing
+    from specexport_runtime.decoding import queue
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pausing, "WHOLE_TURN", 20)
+        patch.setattr(queue, "WHOLE_TURN", 20)
         decoder = make_decoder(make_target(1), None, 0)
         sequences = [make_sequence(i, [i], SamplingParams(max_tokens=60), owner=str(i)) for i in range(3)]
         finish(decoder, sequences)

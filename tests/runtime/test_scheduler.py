@@ -6,109 +6,122 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loop import make_decoder, make_sequence, make_target
 
-from specexport_runtime.decoding.scheduler import Scheduler
+from specexport_runtime.decoding.rows import Rows
+from specexport_runtime.decoding.schedule import Scheduler
+from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.errors import SpecexportError
+from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sequences.sequence import NO_ROW
 
 SHORT = SamplingParams(max_tokens=3)
 
 
-class Rows:
-    """A scheduler with the lengths that a target's cache would have."""
+class Moves(ChainDrafter):
+    """Drafts nothing, and writes down which rows are moved."""
 
-    def __init__(self, num_rows: int, budget: int) -> None:
-        self.scheduler = Scheduler(num_rows, max_num_batched_tokens=budget, min_prefill_tokens=4)
-        self.fed: dict[int, int] = {}
+    def __init__(self) -> None:
+        super().__init__()
         self.moves: list[tuple[int, int]] = []
+
+    def move_row(self, source: int, destination: int) -> None:
+        self.moves.append((source, destination))
+
+
+class World:
+    """A scheduler, and a target that has read what it was given."""
+
+    def __init__(self, num_rows: int, budget: int, max_chunk: int = 100) -> None:
+        self.drafter = Moves()
+        self.rows = Rows(ModelRunner(make_target(num_rows), max_chunk=max_chunk), self.drafter)
+        self.scheduler = Scheduler(self.rows, max_num_batched_tokens=budget, min_prefill_tokens=4)
 
     def add(self, index: int, length: int):
         seq = make_sequence(index, [1] * length, SHORT)
         self.scheduler.waiting.append(seq)
         return seq
 
-    def pending(self, seq) -> int:
-        return len(seq.tokens) - self.fed.get(seq.index, 0)
-
-    def round(self, busy: int = 0, max_chunk: int = 100) -> dict[int, int]:
-        self.scheduler.place(busy, self.pending, lambda *rows: self.moves.append(rows))
-        chunks = self.scheduler.share(busy, self.pending, max_chunk)
+    def round(self, busy: int = 0) -> dict[int, int]:
+        self.scheduler.place(busy)
+        chunks, kv = self.scheduler.share(busy), self.rows.target.kv
         for row, chunk in chunks.items():
-            self.fed[self.scheduler.rows[row].index] = self.fed.get(self.scheduler.rows[row].index, 0) + chunk
-        for seq in self.scheduler.running:
-            if not self.pending(seq):
+            kv.assume(row, kv.kv_len(row) + chunk)
+        for seq in self.rows.running:
+            if not self.rows.num_unread(seq):
                 seq.commit([2])
         return chunks
 
 
 def test_sequences_are_admitted_in_order_while_rows_and_budget_last():
-    rows = Rows(3, 20)
-    seqs = [rows.add(i, 12) for i in range(5)]
-    assert rows.round() == {0: 12, 1: 8}
+    world = World(3, 20)
+    seqs = [world.add(i, 12) for i in range(5)]
+    assert world.round() == {0: 12, 1: 8}
     assert [seq.row for seq in seqs] == [0, 1, NO_ROW, NO_ROW, NO_ROW]  # the third would have got no token
-    assert rows.round(busy=1) == {1: 4, 2: 12}
+    assert world.round(busy=1) == {1: 4, 2: 12}
     assert seqs[3].row == NO_ROW  # no free row
 
 
 def test_a_prompt_never_starves_behind_decoding_sequences():
-    rows = Rows(4, 10)
-    seq = rows.add(0, 13)
-    assert rows.round(busy=10) == {0: 4}
-    assert rows.round(busy=50) == {0: 4}
-    assert rows.round(busy=9) == {0: 4}
-    assert rows.round(busy=9) == {0: 1}
+    world = World(4, 10)
+    seq = world.add(0, 13)
+    assert world.round(busy=10) == {0: 4}
+    assert world.round(busy=50) == {0: 4}
+    assert world.round(busy=9) == {0: 4}
+    assert world.round(busy=9) == {0: 1}
     assert seq.num_generated == 1
 
 
 def test_a_waiting_sequence_takes_over_the_row_of_a_finished_one_without_any_move():
-    rows = Rows(3, 100)
-    seqs = [rows.add(i, 5) for i in range(4)]
-    rows.round()
-    rows.scheduler.retire(seqs[0])
-    rows.round()
+    world = World(3, 100)
+    seqs = [world.add(i, 5) for i in range(4)]
+    world.round()
+    world.scheduler.retire(seqs[0])
+    world.round()
     assert seqs[3].row == 0
-    assert rows.moves == []
+    assert world.drafter.moves == []
 
 
 def test_holes_that_nobody_takes_are_closed():
-    rows = Rows(5, 100)
-    seqs = [rows.add(i, 5) for i in range(5)]
-    rows.round()
+    world = World(5, 100)
+    seqs = [world.add(i, 5) for i in range(5)]
+    world.round()
     for i in (0, 2, 4):
-        rows.scheduler.retire(seqs[i])
-    rows.round()
-    assert rows.moves == [(3, 0)]
-    assert [seq.index for seq in rows.scheduler.rows] == [3, 1]
+        world.scheduler.retire(seqs[i])
+    world.round()
+    assert world.drafter.moves == [(3, 0)]
+    assert [seq.index for seq in world.rows.placed] == [3, 1]
     assert [seqs[3].row, seqs[1].row] == [0, 1]
 
 
 def test_one_row_gets_no_more_than_the_largest_chunk():
-    rows = Rows(2, 100)
-    rows.add(0, 30)
-    rows.add(1, 3)
-    assert rows.round(max_chunk=8) == {0: 8, 1: 3}
+    world = World(2, 100, max_chunk=8)
+    world.add(0, 30)
+    world.add(1, 3)
+    assert world.round() == {0: 8, 1: 3}
 
 
 def test_a_waiting_sequence_can_leave_the_queue():
-    rows = Rows(1, 100)
-    first, second = rows.add(0, 3), rows.add(1, 3)
-    rows.round()
-    rows.scheduler.retire(second)
-    assert not rows.scheduler.waiting
-    rows.scheduler.retire(first)
-    assert not rows.scheduler.has_work
+    world = World(1, 100)
+    first, second = world.add(0, 3), world.add(1, 3)
+    world.round()
+    world.scheduler.retire(second)
+    assert not world.scheduler.waiting
+    world.scheduler.retire(first)
+    assert not world.scheduler.has_work
 
 
 def test_check_finds_a_broken_state():
-    rows = Rows(2, 100)
-    seq = rows.add(0, 3)
-    rows.round()
-    rows.scheduler.check([3, 0])
-    with pytest.raises(SpecexportError, match="no sequence"):
-        rows.scheduler.check([3, 1])
+    world = World(2, 100)
+    seq = world.add(0, 3)
+    world.round()
+    world.rows.check()
+    world.rows.target.kv.assume(1, 1)
+    with pytest.raises(SpecexportError, match="row 1 has no sequence but 1 committed entries"):
+        world.rows.check()
+    world.rows.target.kv.release(1)
     seq.row = 1
     with pytest.raises(SpecexportError, match="row 0 holds sequence 0"):
-        rows.scheduler.check([3, 0])
+        world.rows.check()
 
 
 def test_a_step_mixes_prompt_chunks_with_rounds_within_the_budget():
@@ -134,16 +147,16 @@ def test_a_step_mixes_prompt_chunks_with_rounds_within_the_budget():
     busy=st.integers(0, 40),
 )
 def test_everybody_gets_a_turn_in_order(lengths, num_rows, budget, busy):
-    rows = Rows(num_rows, budget)
-    seqs = [rows.add(i, length) for i, length in enumerate(lengths)]
+    world = World(num_rows, budget)
+    seqs = [world.add(i, length) for i, length in enumerate(lengths)]
     started = []
     for _ in range(sum(lengths) + len(lengths) + 1):
-        chunks = rows.round(busy)
+        chunks = world.round(busy)
         assert sum(chunks.values()) <= max(budget - busy, 4)
         started += [seq.index for seq in seqs if seq.row != NO_ROW and seq.index not in started]
-        for seq in rows.scheduler.running:
+        for seq in world.rows.running:
             if seq.num_generated:
-                rows.scheduler.retire(seq)
-    assert not rows.scheduler.has_work
+                world.scheduler.retire(seq)
+    assert not world.scheduler.has_work
     assert started == sorted(started)
     assert all(seq.num_generated == 1 for seq in seqs)

@@ -8,7 +8,7 @@ import pytest
 from loop import VOCAB, make_decoder, make_draft, make_sequence, make_target, run
 
 from specexport_runtime import SamplingParams, SpecEngine
-from specexport_runtime.decoding import scores
+from specexport_runtime.decoding import sharing
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.sampling.logprobs import logprobs_of
 
@@ -37,7 +37,7 @@ def test_scores_are_the_same_however_a_prompt_is_cut(budget):
         for i, ids in enumerate([*prompts, prompts[0]])
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scores, "MOST_SCORED", 9)
+        patch.setattr(sharing, "MOST_SCORED", 9)
         run(decoder, sequences)
     for i, seq in enumerate(sequences):
         if i not in scored:
@@ -55,9 +55,9 @@ def test_scores_are_the_same_however_a_prompt_is_cut(budget):
 
 
 def test_no_more_is_scored_at_a_time_than_there_should_be():
-    rows = {i: make_sequence(i, [1] * 40, SamplingParams(prompt_logprobs=0 if i else None)) for i in range(4)}
-    assert scores.bound_scored({0: 40, 1: 40, 2: 40, 3: 40}, rows) == {0: 40, 1: 40, 2: 24}
-    assert scores.bound_scored({1: 64, 2: 40, 0: 7}, rows) == {1: 64, 0: 7}
+    scored = [1, 2, 3]
+    assert sharing.bound_scored({0: 40, 1: 40, 2: 40, 3: 40}, scored) == {0: 40, 1: 40, 2: 24}
+    assert sharing.bound_scored({1: 64, 2: 40, 0: 7}, scored) == {1: 64, 0: 7}
 
 
 def test_a_prompt_that_cannot_be_scored_ends_alone(monkeypatch):
@@ -69,7 +69,7 @@ def test_a_prompt_that_cannot_be_scored_ends_alone(monkeypatch):
             raise InvalidRequestError("no.")
         seq.prompt_logprobs += logprobs_of(seq.tokens[start + 1 : 3], logits, 0)
 
-    monkeypatch.setattr("specexport_runtime.decoding.decoder.note_scores", note)
+    monkeypatch.setattr("specexport_runtime.decoding.verify.note_scores", note)
     for seq in (good, bad):
         decoder.add(seq)
     while decoder.has_work:
@@ -85,7 +85,7 @@ def test_scores_are_those_of_the_checkpoint(demo_bundle, demo_pair):
 
     with closing(SpecEngine.load(demo_bundle, max_num_seqs=2, num_threads=1, spin=False)) as engine:
         ids = engine.encode(TEXT)
-        assert len(ids) > 2 * scores.MOST_SCORED
+        assert len(ids) > 2 * sharing.MOST_SCORED
         params = [SamplingParams(max_tokens=4, prompt_logprobs=1), SamplingParams(max_tokens=4)]
         result, plain = engine.generate([ids, ids], params)
         assert result.token_ids == plain.token_ids

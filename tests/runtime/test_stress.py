@@ -123,7 +123,7 @@ def test_random_events(unpad_kv, unpad_input, reuse):
     assert {"length", "cancelled", "error"} == set(world.ended)
     assert world.ended.count("length") > world.count / 4
     if reuse:
-        counts = world.decoder.prefixes.counts
+        counts = world.decoder.rows.counts
         assert counts.hits == world.cached
         assert counts.hits > counts.queries / 4
         assert counts.copied > counts.hits / 10
@@ -135,8 +135,8 @@ def test_random_events_within_a_budget(reuse):
     """Memory of less than three rows for up to ten sequences: all end, in order, with what they give alone."""
     world = World(chance.seed(7), reuse=reuse, budget=2.5)
     begun = []
-    begin = world.decoder._begin
-    world.decoder._begin = lambda seq: (begun.append(seq.index), begin(seq))
+    admit = world.decoder.rows.admit
+    world.decoder.rows.admit = lambda seq, row: (begun.append(seq.index), admit(seq, row))
     kinds = [world.submit, world.cancel, world.step, world.fail]
     events = EVENTS if reuse else EVENTS // 4
     for choice in world.random.choice(4, chance.many(events), p=[0.14, 0.03, 0.825, 0.005]):
@@ -151,5 +151,5 @@ def test_random_events_within_a_budget(reuse):
     assert world.ended.count("length") > world.count / 4
     assert world.most_running > 2
     if reuse:
-        assert world.cached == world.decoder.prefixes.counts.hits > 0
+        assert world.cached == world.decoder.rows.counts.hits > 0
         assert world.longest_kept > 2

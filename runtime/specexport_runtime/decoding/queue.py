@@ -1,16 +1,36 @@
-"""Who is next: by priority, then the owners in turns, then by arrival.
+"""Who gets a row. Next is who has priority, then the owners in turns, then who came first.
 
 ::
 
     priority -1:   owner a:  7
     priority  0:   owner b:  3  4  9        b has a row, c has none: c is next; then b and c by turns
                    owner c:  8
+
+Where no row is free, which may last as long as the longest text, a sequence may be paused for another. It loses its row
+and nothing else: it reads what it had again, or finds it in a row that was free to keep it, and goes on with the same
+text (``Sequence.reads_again``). That costs time, so no sequence is paused
+
+- for another sequence of the same owner, unless that one has a higher priority (a lower number);
+- while its owner holds no more rows than the other would then: with two rows or more over the other's, at once; with
+  one over an owner that has none, when it has had a turn as long as its text;
+- again before it has generated a quarter of what it would have to read again;
+- within a few tokens of its end, or while its prompt is scored.
+
+So with one owner, and one priority, no sequence is ever paused.
 """
 
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 
+from specexport_runtime.decoding.rows import Rows
 from specexport_runtime.sequences.sequence import Sequence
+
+LEAST_TURN = 16
+"""Tokens that a sequence generates before it is paused again; a quarter of its text, if that is more."""
+WHOLE_TURN = 256
+"""The same where owners share a row in turns; the whole of its text, if that is more."""
+NEARLY_DONE = 8
+"""Tokens before its end, within which a sequence is left alone."""
 
 
 class WaitingQueue:
@@ -82,3 +102,34 @@ class WaitingQueue:
 
     def _queue_of(self, seq: Sequence) -> deque[Sequence]:
         return self._levels.setdefault(seq.priority, {}).setdefault(seq.owner, deque())
+
+
+def whom_to_pause(newcomer: Sequence, rows: Rows) -> Sequence | None:
+    """The sequence whose row another had better have; None if none may be paused.
+
+    It is one of the lowest priority, of the owner with the most rows, with the least to read again.
+    """
+    held = rows.held
+
+    def may_be(seq: Sequence) -> bool:
+        num_read = rows.num_read(seq)
+        if seq.priority < newcomer.priority or not _is_rested(seq, num_read):
+            return False
+        if seq.priority == newcomer.priority:
+            if seq.owner == newcomer.owner:
+                return False
+            more, has_none = held[seq.owner] - held[newcomer.owner], not held[newcomer.owner]
+            if more < 2 and not (more == 1 and has_none and seq.num_since_pause >= max(WHOLE_TURN, num_read)):
+                return False
+        return rows.can_resume(seq)
+
+    able = [seq for seq in rows.running if may_be(seq)]
+    return max(able, key=lambda seq: (seq.priority, held[seq.owner], -rows.num_read(seq)), default=None)
+
+
+def _is_rested(seq: Sequence, num_read: int) -> bool:
+    """Whether a sequence may be paused at all."""
+    is_ending = seq.num_generated > 0 and seq.room_for_drafts < NEARLY_DONE
+    if is_ending or seq.is_pinned or seq.is_scored or seq.reads_again:
+        return False
+    return not seq.stats.preemptions or seq.num_since_pause >= max(LEAST_TURN, num_read // 4)

@@ -2,15 +2,20 @@
 
 The oldest prompt of all always gets a quarter of them, so that whatever is more urgent cannot starve it. The first
 token of an owner who has nothing else does not wait for a round of others, if these had the step before.
+
+A row of logits is as long as the vocabulary, so that a chunk of usual length would take hundreds of megabytes of them.
+Prompts that are scored are read in short chunks, few at a time.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from specexport_runtime.sequences.sequence import Sequence
 
 _OLDEST_SHARE = 4
+MOST_SCORED = 64
+"""Tokens of a step that are scored."""
 
 
 class Reading(NamedTuple):
@@ -46,6 +51,18 @@ def share_tokens(readings: Seq[Reading], tokens: int) -> dict[int, int]:
         for group in groups:  # what the last of them may not read yet
             left -= _fill(group, max(left, 0), given)
     return {row: count for row, count in given.items() if count}
+
+
+def bound_scored(chunks: Mapping[int, int], scored: Collection[int]) -> dict[int, int]:
+    """Prompt tokens of each row, cut such that the rows ``scored`` have no more than ``MOST_SCORED`` in a step."""
+    left, bounded = MOST_SCORED, {}
+    for row, count in chunks.items():
+        if row not in scored:
+            bounded[row] = count
+        elif left:
+            bounded[row] = min(count, left)
+            left -= bounded[row]
+    return bounded
 
 
 def go_alone(ready: Seq[Sequence], ending: Seq[Sequence]) -> list[Sequence]:

@@ -161,9 +161,11 @@ class ChainDrafter:
         return all(can_restart(self.drafters[name], sequence) for name, _ in sequence.draft_plan)
 
     def restart(self, sequence: Sequence) -> None:
-        """Tell every drafter; see ``RestartingDrafter``."""
+        """Tell every drafter, and what chooses their lengths; see ``RestartingDrafter``."""
         for drafter in self.drafters.values():
             restart(drafter, sequence)
+        if self.lengths is not None:
+            self.lengths.restarted(sequence)
 
     def snapshot(self, sequence: Sequence) -> Mapping[str, Any]:
         """What each drafter has of a sequence's row, by name; see ``PrefixDrafter``."""

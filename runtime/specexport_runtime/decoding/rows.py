@@ -1,0 +1,385 @@
+"""What sequences have on the machine: cache rows with their lengths, memory, kept texts, the drafters' rows.
+
+::
+
+    rows:   0 … n-1           n … R-1
+            sequences run     kept texts, or nothing
+
+The row of a sequence that ended is a hole, which the next sequence takes over at once; other holes are closed by moving
+the last row. With prefix reuse the row keeps the text (``prefixes``). What a sequence finds in its own row it goes on
+from, and what is elsewhere is copied. What its row held for others moves to another row, or is forgotten.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import numpy as np
+
+from specexport_runtime.decoding.memory_budget import MemoryBudget
+from specexport_runtime.decoding.prefixes import (
+    LEAST_REUSED,
+    WORTH_WAITING,
+    KeptText,
+    KeptTexts,
+    Match,
+    PrefixCounts,
+    num_common,
+)
+from specexport_runtime.drafters.base import Drafter, PrefixDrafter, as_prefix_drafter, can_restart, restart
+from specexport_runtime.errors import SpecexportError
+from specexport_runtime.executors.base import Int64Array
+from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.sequences.sequence import NO_ROW, Sequence
+from specexport_runtime.watch.observe import EngineLoad
+
+
+class Rows:
+    """The rows of a target, its drafter and the memory of both; a drafter that is no PrefixDrafter keeps no texts."""
+
+    def __init__(
+        self,
+        target: ModelRunner,
+        drafter: Drafter,
+        *,
+        max_num_seqs: int | None = None,  # that run at a time; None takes all cache rows of the target
+        memory: MemoryBudget | None = None,  # None: only the number of cache rows is bounded
+        reuses_prefixes: bool = False,
+    ) -> None:
+        num_rows = target.executor.num_rows
+        self.target, self.drafter = target, drafter
+        self.max_num_seqs = min(max_num_seqs or num_rows, num_rows)
+        self.memory = memory or MemoryBudget([target])
+        self.reuses_prefixes = reuses_prefixes and as_prefix_drafter(drafter) is not None
+        self._keeping = cast("PrefixDrafter", drafter)  # asked as such only where prefixes are reused
+        self.placed: list[Sequence | None] = []  # by row; None is a hole
+        self._arrivals: dict[int, Sequence] = {}  # the same by age
+        self.kept, self.counts = KeptTexts(), PrefixCounts()
+        self._clock = 0  # admissions
+        self.preemptions = 0  # not told to observers yet
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Sequences that hold a row, in row order."""
+        return [seq for seq in self.placed if seq is not None]
+
+    @property
+    def reading(self) -> list[Sequence]:
+        """Those that read their prompt, or their text again, the oldest first."""
+        return [seq for seq in self._arrivals.values() if not seq.is_decoding]
+
+    @property
+    def held(self) -> Counter[str]:
+        """Rows that each owner holds."""
+        return Counter(seq.owner for seq in self._arrivals.values())
+
+    @property
+    def free_row(self) -> int:
+        """A row for the next sequence; ``NO_ROW`` if none is free."""
+        if None in self.placed:
+            return self.placed.index(None)
+        return len(self.placed) if len(self.placed) < self.max_num_seqs else NO_ROW
+
+    def at(self, row: int) -> Sequence:
+        """The sequence of a row; SpecexportError if the row is empty."""
+        seq = self.placed[row]
+        if seq is None:
+            raise SpecexportError(f"row {row} is empty.")
+        return seq
+
+    def num_read(self, seq: Sequence) -> int:
+        """Tokens of a sequence that the target has seen."""
+        return self.target.kv.kv_len(seq.row) if seq.row != NO_ROW else 0
+
+    def num_unread(self, seq: Sequence) -> int:
+        """Tokens of a sequence that the target has not seen."""
+        return len(seq.tokens) - (self.target.kv.kv_len(seq.row) if seq.row != NO_ROW else 0)
+
+    def ending(self, chunks: Mapping[int, int]) -> list[Sequence]:
+        """Sequences whose prompt ends in a step, of which ``chunks`` has the prompt tokens by row."""
+        return [seq for row, chunk in chunks.items() if self.num_unread(seq := self.at(row)) == chunk]
+
+    def num_reread(self, chunks: Mapping[int, int]) -> int:
+        """Tokens of a step's chunks that were read before a pause."""
+        known = [self.at(row).num_read - self.target.kv.kv_len(row) for row in chunks]
+        return sum(min(count, max(more, 0)) for more, count in zip(known, chunks.values(), strict=True))
+
+    def advance(self, row: int, count: int) -> None:
+        """Commit ``count`` tokens that a sequence has read, with more to come."""
+        self.target.kv.commit(row, self.target.kv.kv_len(row) + count)
+        self._note_read(self.at(row))
+
+    def _note_read(self, seq: Sequence) -> None:
+        """A paused sequence goes on as soon as all but its newest token is in its row."""
+        if seq.reads_again and self.num_unread(seq) == 1:
+            seq.reads_again = False
+
+    def fits(self, seq: Sequence) -> bool:
+        """Whether there is memory for all that a sequence may come to need; alone, there always is (``check_pin``)."""
+        running = self.running
+        return not running or self.memory.fits(seq, self._reserved_by(running))
+
+    def _reserved_by(self, running: list[Sequence]) -> list[int]:
+        """Rows whose memory no other sequence may have: those of ``running``, and of texts that are kept for good."""
+        return [*(row for seq in running if (row := seq.row) != NO_ROW), *self.kept.pinned_rows]
+
+    def is_early(self, seq: Sequence) -> bool:
+        """Whether a sequence should wait: another is reading a beginning that both have, and will have it soon."""
+        if not self.reuses_prefixes or seq.row_scope is None or seq.is_scored:
+            return False
+        prompt = np.asarray(seq.tokens, np.int64)
+        coming, there = 0, 0
+        for other in self.running:
+            if other.is_decoding or other.row_scope != seq.row_scope:
+                continue
+            common = num_common(prompt, np.asarray(other.tokens, np.int64))
+            if common > coming:
+                coming, there = common, self.num_read(other)
+        if coming - there < WORTH_WAITING:
+            return False
+        found = self._longest(seq)
+        return coming - (0 if found is None else found.reused) >= WORTH_WAITING
+
+    def can_resume(self, seq: Sequence) -> bool:
+        """Whether a sequence could go on if it was paused."""
+        return can_restart(self.drafter, seq)
+
+    def admit(self, seq: Sequence, row: int) -> None:
+        """Give a free row to a sequence; it goes on from what rows have of its prompt, or of its text after a pause."""
+        if row == len(self.placed):
+            self.placed.append(None)
+        self.placed[row], seq.row = seq, row
+        self._arrivals[id(seq)] = seq
+        if not seq.stats.preemptions:
+            seq.stats.start_time = time.perf_counter()
+        self._begin(seq)
+        self._note_read(seq)
+
+    def pause(self, seq: Sequence) -> int:
+        """Take its row, which is returned, from a sequence that will go on later."""
+        row = seq.row
+        seq.pause(self.num_read(seq))
+        self.leave(seq)
+        restart(self.drafter, seq)
+        self.preemptions += 1
+        return row
+
+    def leave(self, seq: Sequence) -> None:
+        """A sequence leaves its row, which keeps its text if another may go on from it, or is cleared."""
+        row = seq.row
+        if not self._keep(seq):
+            self.target.release_row(row)
+            self.drafter.release_row(row)
+            self.memory.free(row)
+        self.memory.settle()
+        self.placed[row], seq.row = None, NO_ROW
+        del self._arrivals[id(seq)]
+
+    def _keep(self, seq: Sequence) -> bool:
+        """Keep the text of a row, if another may go on from it; False if not."""
+        count = self.num_read(seq)
+        if seq.is_pinned:
+            count = min(count, seq.num_prompt_tokens)
+        scope = seq.row_scope
+        if not self.reuses_prefixes or scope is None or seq.finish_reason == "error" or count < LEAST_REUSED:
+            return False
+        self.memory.keep(seq.row, count)
+        tokens = np.asarray(seq.tokens[:count], np.int64)
+        self.kept[seq.row] = KeptText(tokens, scope, self._keeping.snapshot(seq), self._clock, seq.is_pinned)
+        self.target.forget_row(seq.row)
+        self._keeping.forget_row(seq.row)
+        return True
+
+    def close_holes(self) -> None:
+        """Move the last rows to the holes before them."""
+        while None in self.placed:
+            if (last := self.placed[-1]) is not None:
+                hole = self.placed.index(None)
+                self._move(last.row, hole)  # while it is known to run where it is
+                last.row, self.placed[hole] = hole, last
+            self.placed.pop()
+
+    def clear(self) -> None:
+        """Forget every row and every text."""
+        self.target.reset()
+        for row in tuple(self.kept):
+            self._drop(row)
+
+    def _begin(self, seq: Sequence) -> None:
+        self._clock += 1
+        found, is_new = None, not seq.stats.preemptions
+        if self.reuses_prefixes and seq.row_scope is not None and not seq.is_scored:
+            found = self._longest(seq)
+            if is_new:
+                seq.stats.cached_tokens = 0
+                self.counts.queries += seq.num_prompt_tokens
+        is_continued = self._make_room(seq, found)
+        if found is None:
+            self._vacate(seq.row)
+            self.memory.reserve(seq)
+            return
+        if found.kept is not None:
+            found.kept.used = self._clock
+        source = found.row
+        if is_continued and source == seq.row:
+            del self.kept[source]
+        elif is_continued:
+            self._take(source, seq.row, found.reused)
+            source = seq.row
+        elif (place := self._vacate(seq.row, but=source)) is not None and source == seq.row:
+            source = place
+        self.memory.reserve(seq)
+        if source != seq.row:
+            self.target.copy_row(source, seq.row, found.reused)
+            self._keeping.copy_row(source, seq.row, found.drafts)
+            self.counts.copied += found.reused
+        self.target.go_on(seq.row, found.reused)
+        self._keeping.adopt(seq, found.drafts, found.reused)
+        if is_new:
+            seq.stats.cached_tokens = found.reused
+            self.counts.hits += found.reused
+
+    def _make_room(self, seq: Sequence, found: Match | None) -> bool:
+        """Kept texts go until a sequence fits, cheap ones first; whether it goes on from the row of ``found`` itself.
+
+        A text that it continues is kept again when it ends; one that would lose more of its own stays, where there is
+        memory for both.
+        """
+        is_continued = found is not None and found.loses_little
+        room = self.memory.room_beside(seq, [other.row for other in self.running if other is not seq])
+        if room is None:
+            return is_continued
+        others = [row for row in self.kept if found is None or row != found.row]
+        room -= self.memory.bytes_of(self.kept if not is_continued else others)
+        if room < 0:
+            for row in sorted(others, key=lambda row: self.kept.worth(self.kept[row], row)):
+                if room >= 0 or self.kept[row].is_pinned:
+                    break
+                room += self.memory.bytes_of([row])
+                self._drop(row)
+        may_lose = found is not None and found.kept is not None and not found.kept.is_pinned
+        return is_continued or (room < 0 and may_lose)
+
+    def _longest(self, seq: Sequence) -> Match | None:
+        """What a sequence would go on from; None if no row has enough of its text."""
+        prompt = np.asarray(seq.tokens, np.int64)
+        best: Match | None = None
+        for row, kept, tokens, drafts in self._texts(seq):
+            common = num_common(prompt, tokens)
+            reused = min(common, len(prompt) - 1)  # the last token is read again: its logits are wanted
+            least = max(LEAST_REUSED, self.target.least_len(row))
+            if reused < least or (best is not None and reused < best.reused):
+                continue
+            given = self._keeping.snapshot(drafts) if isinstance(drafts, Sequence) else drafts
+            reused = self._keeping.usable(seq, given, reused)
+            # Of equal ones, that in its own row: nothing is copied.
+            is_better = best is None or (reused, row == seq.row) > (best.reused, best.row == seq.row)
+            if reused >= least and is_better:
+                best = Match(common, reused, row, given, kept)
+        return best
+
+    def _texts(self, seq: Sequence) -> Iterator[tuple[int, KeptText | None, Int64Array, Any]]:
+        """Row, what is kept, tokens, and what the drafter has, of every text that a sequence may go on from."""
+        for row, kept in self.kept.items():
+            if kept.scope == seq.row_scope:
+                yield row, kept, kept.tokens, kept.drafts
+        for other in self.running:
+            count = self.num_read(other)
+            if other is not seq and count and other.row_scope == seq.row_scope:
+                yield other.row, None, np.asarray(other.tokens[:count], np.int64), other
+
+    def _move(self, source: int, destination: int) -> None:
+        """A sequence's caches go to another row; a text that is kept there takes the place of them."""
+        kept = self.kept.pop(destination, None)
+        if kept is not None:
+            self._swap(source, destination, (self.target.kv.kv_len(source), len(kept.tokens)), None, kept)
+            return
+        self.target.move_row(source, destination)
+        self.drafter.move_row(source, destination)
+        self.memory.swap(source, destination)
+
+    def _take(self, source: int, row: int, count: int) -> None:
+        """The first tokens of what ``source`` has are in ``row`` now, and it is no longer kept; what ``row`` had is."""
+        taken, homeless = self.kept.pop(source), self.kept.pop(row, None)
+        self.memory.free(source)
+        self._swap(source, row, (count, 0 if homeless is None else len(homeless.tokens)), taken, homeless)
+
+    def _vacate(self, row: int, but: int | None = None) -> int | None:
+        """What is kept in a row goes elsewhere, at the cost of what is worth less; ``but`` is not to be touched.
+
+        Returns where it is now; None if nothing was kept, or if it was forgotten: the row's memory has its entries
+        still.
+        """
+        kept = self.kept.get(row)
+        if kept is None:
+            return None
+        taken = {seq.row for seq in self.running} | {row} | self.kept.keys()
+        # From the end: sequences fill the rows from the front.
+        place = next((at for at in reversed(range(self.target.kv.num_rows)) if at not in taken), None)
+        if place is None and (place := self.kept.cheaper_than(kept, (row, but))) is not None:
+            self._drop(place)
+        if place is None:
+            self._drop(row)
+            return None
+        del self.kept[row]
+        self._swap(row, place, (len(kept.tokens), 0), kept, None)
+        self.kept[place] = kept
+        return place
+
+    def _swap(
+        self, one: int, other: int, counts: tuple[int, int], of_one: KeptText | None, of_other: KeptText | None
+    ) -> None:
+        """Exchange two rows, ``counts`` tokens of each; what was kept in the second is kept in the first then.
+
+        If nothing is of the first, a sequence runs there, and goes on in the second.
+        """
+        self.target.swap_rows(one, other, counts)
+        if of_one is None:
+            self.target.kv.move(one, other)
+        self._keeping.swap_rows(one, other, (of_one and of_one.drafts, of_other and of_other.drafts))
+        self.memory.swap(one, other)
+        if of_other is not None:
+            self.kept[one] = of_other
+        self.counts.copied += counts[1] if of_one is None else sum(counts)
+
+    def _drop(self, row: int) -> None:
+        """Forget the text of a row."""
+        del self.kept[row]
+        self.memory.free(row)
+
+    def load(self, num_waiting: int) -> EngineLoad:
+        """How busy they are; may be asked from any thread."""
+        kv, running = self.target.kv, self.running
+        return EngineLoad(
+            num_running=len(running),
+            num_waiting=num_waiting,
+            max_num_seqs=self.max_num_seqs,
+            kv_entries=kv.num_committed,
+            kv_capacity=self.max_num_seqs * kv.capacity,
+            num_prefixes=len(self.kept),
+            prefix_entries=self.kept.num_entries,
+            kv_bytes_resident=self.memory.resident_bytes,
+            kv_bytes_reserved=self.memory.bytes_of(self._reserved_by(running)),
+            kv_bytes_budget=self.memory.limit,
+        )
+
+    def check(self) -> None:
+        """Assert the invariants between rounds; SpecexportError if a row number or a cache length is wrong."""
+        kv, running = self.target.kv, self.running
+        kv.check()
+        if len(self.placed) > self.max_num_seqs or set(self._arrivals) != {id(seq) for seq in running}:
+            raise SpecexportError(f"{len(running)} sequences run in {len(self.placed)} of {self.max_num_seqs} rows.")
+        for row in range(self.max_num_seqs):
+            seq, kv_len = self.placed[row] if row < len(self.placed) else None, kv.kv_len(row)
+            if seq is None and kv_len:
+                raise SpecexportError(f"row {row} has no sequence but {kv_len} committed entries.")
+            if seq is not None and (seq.row != row or kv_len >= len(seq.tokens)):
+                raise SpecexportError(
+                    f"row {row} holds sequence {seq.index} (row {seq.row}) with kv_len {kv_len} "
+                    f"for {len(seq.tokens)} tokens."
+                )
+        self.memory.check()
+        for row in self.kept:
+            if any(seq.row == row for seq in running) or kv.kv_len(row):
+                raise SpecexportError(f"row {row} is kept for later and in use.")

@@ -1,0 +1,152 @@
+"""Continuous batching: who runs, and how the tokens of a step are shared.
+
+Sequences hold rows 0 … n-1 (``rows``). Who is next and who gives way says ``queue``, and how prompts share a step
+``sharing``.
+"""
+
+from collections.abc import Sequence as Seq
+
+from specexport_runtime.decoding.pace import Pace
+from specexport_runtime.decoding.queue import WaitingQueue, whom_to_pause
+from specexport_runtime.decoding.rows import Rows
+from specexport_runtime.decoding.sharing import Reading, bound_scored, go_alone, share_tokens
+from specexport_runtime.sequences.sequence import NO_ROW, Sequence
+
+REREAD_CHUNK = 32
+"""Tokens that a paused sequence reads again in a step, at most, since all others wait for the step; no more than
+``min_prefill_tokens`` where one of them waits for its first token."""
+
+
+class Scheduler:
+    """Gives rows to sequences that are next, and the tokens of a step to sequences that hold a row."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        *,
+        max_num_batched_tokens: int,  # of one step; sequences that decode always get theirs, prompts share what is left
+        min_prefill_tokens: int = 16,  # prompts get these even if nothing is left, so that they cannot starve
+        pace: Pace | None = None,
+    ) -> None:
+        target = rows.target
+        self.rows, self.waiting = rows, WaitingQueue()
+        self._limit = target.executor.max_num_tokens  # of a step of the engine; None for no limit
+        self.max_num_batched_tokens = min(max_num_batched_tokens, self._limit or max_num_batched_tokens)
+        self.min_prefill_tokens = min_prefill_tokens
+        self._pace = pace or Pace()
+        # Padding a whole batch to the width of a prompt chunk helps no sequence: the padded method prefills apart.
+        self._mixes_prefill = target.unpad_kv and target.unpad_input
+        self._sat_out = False
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence waits or runs."""
+        return bool(self.waiting) or any(self.rows.placed)
+
+    def retire(self, seq: Sequence) -> None:
+        """A sequence gives its row back, or its place in the queue."""
+        if seq.row == NO_ROW:
+            self.waiting.remove(seq)
+        else:
+            self.rows.leave(seq)
+
+    def plan(self) -> tuple[list[Sequence], dict[int, int]]:
+        """Admit what fits; then the sequences that decode in this step, and the prompt tokens of the other rows."""
+        placed = self.rows.placed
+        ready = [seq for seq in placed if seq is not None and seq.is_decoding]
+        if len(ready) == len(placed) and not (self.waiting and self._can_admit()):
+            return ready, {}  # most rounds: all sequences decode, and none can come
+        self.place(_most_tokens(ready))
+        running = self.rows.running
+        ready = [seq for seq in running if seq.is_decoding]
+        busy = _most_tokens(ready)
+        if self._limit is not None:  # a sequence with one token to read drafts behind it
+            busy += _most_tokens([seq for seq in running if not seq.is_decoding and self.rows.num_unread(seq) == 1])
+        # An engine of fixed sizes takes a whole verify step, but maybe not the smallest prompt chunk beside it.
+        if self._mixes_prefill and (self._limit is None or busy + self.min_prefill_tokens <= self._limit):
+            chunks = self.share(busy)
+            alone = [] if self._sat_out else go_alone(ready, self.rows.ending(chunks))
+            self._sat_out = bool(alone)
+            return ([], {seq.row: chunks[seq.row] for seq in alone}) if alone else (ready, chunks)
+        chunks = self.share(0)
+        return ([], dict([next(iter(chunks.items()))])) if chunks else (ready, chunks)
+
+    def place(self, busy_tokens: int) -> None:
+        """Admit what fits, then close the holes that are left; sequences that decode may take ``busy_tokens``.
+
+        A sequence is admitted when a row is free, or can be made free, and the step still has budget for its prompt. If
+        there is no memory for it, it waits, and all behind it.
+        """
+        rows, passed = self.rows, set[str]()
+        while (seq := self.waiting.next(rows.held, passed)) is not None:
+            if not self._has_budget(seq, busy_tokens):
+                passed.add(seq.owner)
+                continue
+            row, victim = rows.free_row, None
+            if row == NO_ROW and (victim := self._victim(seq)) is None:
+                break
+            if rows.is_early(seq):
+                passed.add(seq.owner)
+                continue
+            if not rows.fits(seq):
+                break
+            if victim is not None:
+                row = rows.pause(victim)
+                self.waiting.put_back(victim)
+            self.waiting.take(seq)
+            rows.admit(seq, row)
+        rows.close_holes()
+
+    def share(self, busy_tokens: int) -> dict[int, int]:
+        """Prompt tokens of each row in this step, for rows that get any, the oldest first.
+
+        ``busy_tokens`` are taken by sequences that decode.
+        """
+        reads, most = self.rows.reading, self.rows.target.max_chunk
+        if not reads:
+            return {}
+        is_awaited = any(not seq.reads_again for seq in reads)
+        again = min(self.min_prefill_tokens if is_awaited else REREAD_CHUNK, most)
+        readings = [self._reading(seq, again if seq.reads_again else most) for seq in reads]
+        num_decoding = len(self.rows.running) - len(reads)
+        left = self._pace.most(self.max_num_batched_tokens - busy_tokens, num_decoding)
+        chunks = share_tokens(readings, max(left, self.min_prefill_tokens))
+        chunks = bound_scored(chunks, [seq.row for seq in reads if seq.is_scored])
+        if self._limit is not None:  # a prompt's end has a draft behind it: the last token waits where it does not fit
+            left = self._limit - busy_tokens - sum(chunks.values())
+            for seq in [each for each in self.rows.ending(chunks) if chunks[each.row] > 1]:
+                drafts = _most_tokens([seq]) - 1
+                waits = drafts > left
+                chunks[seq.row] -= waits
+                left += 1 if waits else -drafts
+        return chunks
+
+    def _reading(self, seq: Sequence, wanted: int) -> Reading:
+        """What a sequence has to read: up to ``wanted`` tokens now."""
+        unread = self.rows.num_unread(seq) - seq.reads_again
+        return Reading(seq, min(unread, wanted), unread, self._pace.is_late(seq, unread))
+
+    def _can_admit(self) -> bool:
+        """Whether a row is free for a sequence that waits, or may be made free."""
+        return self.rows.free_row != NO_ROW or self._victim(None) is not None
+
+    def _has_budget(self, seq: Sequence, busy_tokens: int) -> bool:
+        """Whether a sequence would get tokens now: others read before it, but for owners with whom it shares."""
+        before = [
+            self.rows.num_unread(each)
+            for each in self.rows.reading
+            if each.priority < seq.priority or (each.priority == seq.priority and each.owner == seq.owner)
+        ]
+        return not before or self.max_num_batched_tokens - busy_tokens > sum(before)
+
+    def _victim(self, seq: Sequence | None) -> Sequence | None:
+        """Whom to pause for a sequence, or for the next that waits."""
+        if all(each is None or self.waiting.is_alike(each) for each in self.rows.placed):
+            return None
+        seq = seq or self.waiting.next(self.rows.held)
+        return seq and whom_to_pause(seq, self.rows)
+
+
+def _most_tokens(ready: Seq[Sequence]) -> int:
+    """Tokens that sequences with one token to read may take in a step."""
+    return sum([1 + min(seq.room_for_drafts, seq.max_lookahead) for seq in ready])
