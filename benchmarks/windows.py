@@ -99,7 +99,9 @@ def main() -> None:
     tokens = np.random.default_rng(0).integers(3, VOCAB, args.length).tolist()
     path = bundle / entry.engine.path
     most, end, text = read(path, entry, tokens, args.threads)
-    all_most, all_end, all_text = read(path, replace(entry, windows=()), tokens, args.threads)
+    all_most, all_end, all_text = read(
+        path, replace(entry, attention=entry.attention._replace(windows=())), tokens, args.threads
+    )
     rows = [
         (
             "layers with a window",

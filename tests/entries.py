@@ -24,8 +24,13 @@ PLAIN = ModelEntry(
     attention=AttentionEntry((), "float32"),
     engine=EngineEntry("model.onnx", ()),
 )
-_RECORDS = {"source": SourceEntry, "parameters": Parameters, "attention": AttentionEntry, "draft_head": DraftHeadEntry}
-_OF_ENGINE = {"gates": Gates, "limits": EngineLimits}
+_RECORDS: dict[str, Any] = {
+    "source": SourceEntry,
+    "parameters": Parameters,
+    "attention": AttentionEntry,
+    "draft_head": DraftHeadEntry,
+}
+_OF_ENGINE: dict[str, Any] = {"gates": Gates, "limits": EngineLimits}
 _HOMES = {name: home for home, kind in (_RECORDS | _OF_ENGINE).items() for name in kind._fields}
 _HOMES |= {each.name: "engine" for each in fields(EngineEntry)}
 
@@ -46,7 +51,7 @@ def changed(entry: ModelEntry, **values: Any) -> ModelEntry:
     engine = inner.pop("engine", {})
     for home in _OF_ENGINE.keys() & inner.keys():
         before = getattr(entry.engine, home) or EngineLimits((), 1, 1)
-        engine[home] = before._replace(**inner.pop(home))
+        engine.setdefault(home, before._replace(**inner.pop(home)))
     for home, changes in inner.items():
         own[home] = (getattr(entry, home) or DraftHeadEntry("eagle3"))._replace(**changes)
     return replace(entry, engine=replace(entry.engine, **engine), **own)

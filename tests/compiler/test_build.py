@@ -112,9 +112,9 @@ def test_a_target_has_gates_only_where_it_is_asked_to_draft_with_its_layers(
     tiny_bundle: Path, gated_bundle: Path, run_cli: Callable[..., Result], refuse_cli: Callable[..., str]
 ) -> None:
     plain, gated = (load_manifest(folder).models["target"] for folder in (tiny_bundle, gated_bundle))
-    assert (plain.num_gates, gated.num_gates) == (0, 4)
-    assert dict(plain.fused)["norm-fuse"] > 0, "without gates norms are joined with the additions before them"
-    assert "norm-fuse" not in dict(gated.fused)
+    assert (len(plain.engine.gates.kinds), len(gated.engine.gates.kinds)) == (0, 4)
+    assert dict(plain.engine.fused)["norm-fuse"] > 0, "without gates norms are joined with the additions before them"
+    assert "norm-fuse" not in dict(gated.engine.fused)
     asked = ["generate", "one two", "--max-tokens", 4, "--drafter", "self"]
     assert "build it again with --self-draft" in refuse_cli(asked[0], tiny_bundle, *asked[1:])
     rules = ["--layer-period", 2, "--layer-keep-last", 0, "--layer-threshold", "off"]  # it has two layers

@@ -23,6 +23,7 @@ def make_engine(folder: Path, weights: bytes = b"w" * 1000, check: EngineCheck |
     (folder / "model.onnx").write_bytes(b"graph")
     (folder / "model.onnx.data").write_bytes(weights)
     entry = make_entry(
+        vocab_size=8,
         layers=(LayerGeometry(2, 4, 4), LayerGeometry(1, 8, 4)),
         inputs=("input_ids", "positions"),
         passes=(("fold", 3),),

@@ -40,9 +40,9 @@ def test_a_bundle_says_what_was_quantized(tmp_path: Path, tiny_pair: TinyPair, r
     assert again.reused == (), "an LM head that stays is another engine"
     gated = again.manifest.models["target"]
     assert dict(gated.passes)["int4-fused"] == 14
-    assert gated.num_gates > 0
-    assert gated.quantized_bytes is not None
-    assert 0 < gated.quantized_bytes[0] < stored, "layers that can be switched off are counted too"
+    assert gated.engine.gates.kinds
+    assert gated.engine.packed_bytes is not None
+    assert 0 < gated.engine.packed_bytes[0] < stored, "layers that can be switched off are counted too"
 
 
 @pytest.mark.whole
