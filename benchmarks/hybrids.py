@@ -112,7 +112,7 @@ def main() -> None:
     build_bundle(recipe)
     entry = load_bundle(bundle).manifest.models["target"]
     executor = OrtExecutor(
-        bundle / entry.path, entry, num_rows=1, kv_capacity=2056, num_threads=args.threads, lookahead=7
+        bundle / entry.engine.path, entry, num_rows=1, kv_capacity=2056, num_threads=args.threads, lookahead=7
     )
     runner = ModelRunner(executor)
     tokens = np.random.default_rng(0).integers(0, VOCAB, args.prompt).tolist()
@@ -186,7 +186,7 @@ def executor_state_bytes(entry: object) -> tuple[int, int]:
     """Bytes of the states of one row, alone and with what drafts leave beside them."""
     from specexport_runtime.abi import num_pending, state_shapes
 
-    shapes = state_shapes(entry.states, 1, num_pending(7, drafts_itself=entry.num_gates > 0))  # type: ignore[attr-defined]
+    shapes = state_shapes(entry.states, 1, num_pending(7, drafts_itself=bool(entry.engine.gates.kinds)))  # type: ignore[attr-defined]
     sizes = {name: 4 * int(np.prod(shape)) for name, shape in shapes.items()}
     return sum(size for name, size in sizes.items() if name.startswith("state")), sum(sizes.values())
 

@@ -53,14 +53,14 @@ def main() -> None:
     bundle = load_bundle(args.bundle, max_num_seqs=args.rows)
     entry = bundle.manifest.models[args.role]
     executor = OrtExecutor(
-        args.bundle / (str(entry.padded_path) if args.padded else entry.path),
+        args.bundle / (entry.engine.padded if args.padded else entry.engine).path,
         entry,
         num_rows=args.rows,
         kv_capacity=bundle.max_model_len + kv_slack(bundle.manifest.lookahead),
         num_threads=args.threads,
         unpad_kv=not args.padded,
     )
-    layers = entry.layers
+    layers = entry.attention.layers
     by_shape = sum(
         args.rows * executor.kv_capacity * layer.kv_heads * (layer.k_dim + layer.v_dim) * 4 for layer in layers
     )

@@ -71,7 +71,7 @@ def measure_steps(path: Path, args: argparse.Namespace, runs: Runs) -> None:
     bundle = load_bundle(path, max_num_seqs=1)
     entry = bundle.manifest.models["target"]
     tokens = np.random.default_rng(0).integers(0, bundle.manifest.vocabulary.size, 64).tolist()
-    executor = OrtExecutor(path / entry.path, entry, num_rows=1, kv_capacity=128, num_threads=args.threads)
+    executor = OrtExecutor(path / entry.engine.path, entry, num_rows=1, kv_capacity=128, num_threads=args.threads)
     try:
         runner = ModelRunner(executor)
         runner.prefill(0, tokens)

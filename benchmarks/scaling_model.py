@@ -95,6 +95,8 @@ def row_bytes(manifest: Manifest, max_model_len: int) -> int:
     size = {"float32": 4, "float16": 2, "bfloat16": 2}
     entries = max_model_len + kv_slack(manifest.lookahead)
     return sum(
-        size[model.dtype] * entries * sum(layer.kv_heads * (layer.k_dim + layer.v_dim) for layer in model.layers)
+        size[model.dtype]
+        * entries
+        * sum(layer.kv_heads * (layer.k_dim + layer.v_dim) for layer in model.attention.layers)
         for model in manifest.models.values()
     )

@@ -35,7 +35,7 @@ def main() -> None:
         for capacity in args.capacities:
             # One session at a time: idle threads of a second one would spin on the same cores.
             executor = OrtExecutor(
-                args.bundle / entry.path, entry, num_rows=1, kv_capacity=capacity, num_threads=args.threads
+                args.bundle / entry.engine.path, entry, num_rows=1, kv_capacity=capacity, num_threads=args.threads
             )
             runner = ModelRunner(executor)
             runner.prefill(0, tokens)

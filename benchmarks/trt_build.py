@@ -66,16 +66,17 @@ def build(checkpoint: Path, folder: Path, options: argparse.Namespace, seqs: int
 def rows_of(name: str, result: dict[str, Any]) -> list[str]:
     """One Markdown row for each architecture."""
     model = result["inspect"]["models"]["target"]
-    weights = model["num_parameters"] * 2
+    weights = model["parameters"]["total"] * 2
     rows = []
-    for engine in model["engines"]:
+    for engine in model["engine"]["files"]:
         stored = result["inspect"]["files"][engine["path"]]["size"]
         report = engine["report"]
         size = report["engine_bytes"]
         copied = [profile["kv_copy_bytes"] for profile in report["profiles"]]
         kernels = ", ".join(str(profile["kernels"]) for profile in report["profiles"])
+        profiles = model["engine"]["limits"]["profiles"]
         rows.append(
-            f"| {name} | {engine['sm']} | {len(model['profiles'])} | {report['build_seconds']:.1f} | "
+            f"| {name} | {engine['sm']} | {len(profiles)} | {report['build_seconds']:.1f} | "
             f"{size / 1e6:.0f}{'' if stored == size else f', {stored / 1e6:.1f} stored'} | {size / weights:.2f} | "
             f"{report['peak_memory_bytes'] / 1e6:.0f} | {report['peak_memory_bytes'] / weights:.1f} | "
             f"{engine['memory_bytes'] / 1e6:.0f} | "
@@ -90,9 +91,9 @@ def memory_of(name: str, result: dict[str, Any]) -> list[str]:
     What was its own at the peak is what the kernel counted less the mapped pages: a sample could miss the peak.
     """
     model = result["inspect"]["models"]["target"]
-    weights = model["num_parameters"] * 2
+    weights = model["parameters"]["total"] * 2
     rows = []
-    for engine in model["engines"]:
+    for engine in model["engine"]["files"]:
         report = engine["report"]
         marks = report["memory"]
         mapped = marks["largest"]["mapped"]

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from common import report
 
-from specexport_runtime.bundle.manifest import ModelEntry
+from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.executors.ort import OrtExecutor
 from specexport_runtime.packing.batch import ModelRunner, RowWork
@@ -97,11 +97,16 @@ def main() -> None:
     bundle = make_bundle(args.folder, args.tokenizer, args.length)
     entry = load_bundle(bundle).manifest.models["target"]
     tokens = np.random.default_rng(0).integers(3, VOCAB, args.length).tolist()
-    path = bundle / entry.path
+    path = bundle / entry.engine.path
     most, end, text = read(path, entry, tokens, args.threads)
-    all_most, all_end, all_text = read(path, replace(entry, windows=()), tokens, args.threads)
+    all_most, all_end, all_text = read(
+        path, replace(entry, attention=entry.attention._replace(windows=())), tokens, args.threads
+    )
     rows = [
-        ("layers with a window", f"{sum(window > 0 for window in entry.windows)} of {len(entry.layers)}"),
+        (
+            "layers with a window",
+            f"{sum(window > 0 for window in entry.attention.windows)} of {len(entry.attention.layers)}",
+        ),
         ("KV cache, nothing given back", f"{all_end / 1e6:.1f} MB"),
         ("KV cache, windows", f"{end / 1e6:.1f} MB = {end / all_end:.3f}x"),
         ("the most while the text is read", f"{most / 1e6:.1f} MB = {most / all_most:.3f}x"),

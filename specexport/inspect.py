@@ -38,8 +38,9 @@ from specexport_runtime.abi import (
     num_pending,
     state_shapes,
 )
+from specexport_runtime.bundle.entry import AdapterEntry, DraftHeadEntry, EngineFile, Gates, ModelEntry
 from specexport_runtime.bundle.files import check_files
-from specexport_runtime.bundle.manifest import AdapterEntry, EngineFile, Manifest, ModelEntry, load_manifest
+from specexport_runtime.bundle.manifest import Manifest, load_manifest
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.open import backend_of
 from specexport_runtime.executors.operators import kernels
@@ -72,39 +73,39 @@ def describe_json(manifest: Manifest) -> dict[str, Any]:
         data["models"][role]["engine_bytes"] = _engine_bytes(manifest, role)
         data["models"][role]["kv_bytes_per_token"] = kv_bytes_per_token(entry)
         data["models"][role]["state_bytes_per_row"] = state_bytes_per_row(entry, manifest.lookahead)
-        data["models"][role]["profiles"] = [profile._asdict() for profile in entry.profiles]
         data["models"][role]["kernels"] = _kernels(entry)
     return data
 
 
 def contract_of(entry: ModelEntry) -> list[TensorSpec]:
     """Rows of the graph contract that a model's engine has; ``{i}`` stands for each layer."""
-    gates = (*EXTENT_INPUTS, *GATE_INPUTS, *FEATURE_INPUTS, ADAPTER_IDS, STATE_STEPS)
-    known = dict.fromkeys((*STEP_INPUTS, *ALIGNED_STEP_INPUTS, *gates))
+    optional = (*EXTENT_INPUTS, *GATE_INPUTS, *FEATURE_INPUTS, ADAPTER_IDS, STATE_STEPS)
+    known = dict.fromkeys((*STEP_INPUTS, *ALIGNED_STEP_INPUTS, *optional))
     backend = backend_of(entry.backend)
+    gates, attention = entry.engine.gates, entry.attention
     extra = (_GPU_OUTPUTS if backend is not None and backend.on_gpu else ()) + (
-        (SIMILARITY,) if entry.num_gates and not entry.skipped_layers else ()
+        (SIMILARITY,) if gates.kinds and not gates.skipped_layers else ()
     )
-    caches = CACHE_INPUTS if entry.layers else ()  # Medusa heads have none
-    outputs = OUTPUTS if entry.layers and not entry.target_layers else (LOGITS,)
+    caches = CACHE_INPUTS if attention.layers else ()  # Medusa heads have none
+    outputs = OUTPUTS if attention.layers and not attention.target_layers else (LOGITS,)
     if entry.states:
         caches, outputs = (*caches, *STATE_INPUTS), (*outputs, *STATE_OUTPUTS)
-    if entry.feature_size:
-        extra += (FEATURES if entry.head_kind is None else NEXT_FEATURES,)
-    return [*(spec for spec in known if spec.name in entry.inputs), *caches, *outputs, *extra]
+    if entry.engine.feature_size:
+        extra += (FEATURES if entry.draft_head is None else NEXT_FEATURES,)
+    return [*(spec for spec in known if spec.name in entry.engine.inputs), *caches, *outputs, *extra]
 
 
 def kv_bytes_per_token(entry: ModelEntry) -> int:
     """Bytes of KV cache that one token takes, over all layers; 0 of a head that reads the target's."""
-    if entry.target_layers:
+    if entry.attention.target_layers:
         return 0
-    values = sum(layer.kv_heads * (layer.k_dim + layer.v_dim) for layer in entry.layers)
-    return values * CACHE_BYTES.get(entry.cache_dtype, 4)
+    values = sum(layer.kv_heads * (layer.k_dim + layer.v_dim) for layer in entry.attention.layers)
+    return values * CACHE_BYTES.get(entry.attention.cache_dtype, 4)
 
 
 def state_bytes_per_row(entry: ModelEntry, lookahead: int) -> int:
     """Bytes that one row takes for states of recurrences, with what drafts leave beside them; 0 without recurrences."""
-    shapes = state_shapes(entry.states, 1, num_pending(lookahead, drafts_itself=entry.num_gates > 0))
+    shapes = state_shapes(entry.states, 1, num_pending(lookahead, drafts_itself=bool(entry.engine.gates.kinds)))
     return sum(math.prod(shape) for shape in shapes.values()) * ITEM_BYTES["float32"]
 
 
@@ -136,33 +137,30 @@ def describe(manifest: Manifest, *, files_checked: bool = False) -> Iterator[str
 
 
 def _layers_line(entry: ModelEntry) -> str:
-    if not entry.layers:
+    if not entry.attention.layers:
         return "no attention layers"
-    kind = "caches to read" if entry.target_layers else "attention layers"
-    return f"{len(entry.layers)} {kind} ({_layers(entry.layers)})"
+    kind = "caches to read" if entry.attention.target_layers else "attention layers"
+    return f"{len(entry.attention.layers)} {kind} ({_layers(entry.attention.layers)})"
 
 
 def _describe_rope(entry: ModelEntry) -> Iterator[str]:
     if entry.rope is not None:
-        yield f"  rope: {entry.rope}, for sequences of up to {entry.rope_len} tokens"
+        yield f"  rope: {entry.rope.text}, for sequences of up to {entry.rope.max_len} tokens"
 
 
 def _kv_cache(manifest: Manifest, entry: ModelEntry) -> str:
-    if entry.target_layers:
-        return f"none; it reads that of layers {', '.join(map(str, entry.target_layers))} of the target"
-    windows = 0 if manifest.lends_caches else sum(window > 0 for window in entry.windows)
-    behind = f"; {windows} of {len(entry.windows)} layers keep a window" if windows else ""
-    return f"{entry.cache_dtype}, {kv_bytes_per_token(entry)} bytes a token{behind}"
+    attention = entry.attention
+    if attention.target_layers:
+        return f"none; it reads that of layers {', '.join(map(str, attention.target_layers))} of the target"
+    windows = 0 if manifest.lends_caches else sum(window > 0 for window in attention.windows)
+    behind = f"; {windows} of {len(attention.windows)} layers keep a window" if windows else ""
+    return f"{attention.cache_dtype}, {kv_bytes_per_token(entry)} bytes a token{behind}"
 
 
 def _experts(entry: ModelEntry) -> Iterator[str]:
-    if entry.experts is not None:
-        millions, per_token, per_layer = (
-            entry.experts.parameters / 1e6,
-            entry.experts.per_token,
-            entry.experts.per_layer,
-        )
-        yield f"  experts: {per_layer} a layer, of which a token takes {per_token}; {millions:.1f} M of the parameters"
+    if entry.parameters.experts is not None:
+        count, chosen, each = entry.parameters.experts
+        yield f"  experts: {each} a layer, of which a token takes {chosen}; {count / 1e6:.1f} M of the parameters"
 
 
 def _recurrences(entry: ModelEntry, lookahead: int) -> Iterator[str]:
@@ -172,10 +170,10 @@ def _recurrences(entry: ModelEntry, lookahead: int) -> Iterator[str]:
 
 
 def _describe_model(manifest: Manifest, role: str, entry: ModelEntry) -> Iterator[str]:
-    yield f"{role}: {entry.architecture} from {entry.source} (sha256 {entry.source_sha256[:16]})"
+    yield f"{role}: {entry.source.architecture} from {entry.source.name} (sha256 {entry.source.sha256[:16]})"
     yield (
-        f"  {entry.num_parameters / 1e6:.1f} M parameters, {entry.dtype}, backend {entry.backend}, "
-        f"{entry.path}, {_size(_engine_bytes(manifest, role))}"
+        f"  {entry.parameters.total / 1e6:.1f} M parameters, {entry.dtype}, backend {entry.backend}, "
+        f"{entry.engine.path}, {_size(_engine_bytes(manifest, role))}"
     )
     limit = "no limit" if entry.max_positions is None else str(entry.max_positions)
     yield f"  {_layers_line(entry)}, V {entry.vocab_size}, positions: {limit}"
@@ -183,51 +181,49 @@ def _describe_model(manifest: Manifest, role: str, entry: ModelEntry) -> Iterato
     if entry.dropped_layers:
         yield f"  {describe_layers(entry)}"
     yield from map(_describe_adapter, entry.adapters)
-    if entry.head_kind is not None:
-        kind = f"{entry.num_draft_heads} of {entry.head_kind}" if entry.num_draft_heads else entry.head_kind
-        blocks = "" if entry.block_size is None else f" with blocks of {entry.block_size}"
-        states = f"features of {entry.feature_size} from hidden states {_taps(entry)}"
-        yield f"  draft head: {kind}{blocks}, {states}"
-        if entry.guessed is not None:
-            yield f"  {describe_probe(entry.guessed, entry.reading)}"
-    elif entry.feature_size:
+    if (head := entry.draft_head) is not None:
+        kind = f"{head.num_draft_heads} of {head.kind}" if head.num_draft_heads else head.kind
+        blocks = "" if head.block_size is None else f" with blocks of {head.block_size}"
+        yield f"  draft head: {kind}{blocks}, features of {entry.engine.feature_size} from hidden states {_taps(head)}"
+        if head.guessed is not None:
+            yield f"  {describe_probe(head.guessed, head.reading)}"
+    elif entry.engine.feature_size:
         when = "steps that want them" if entry.backend == "ort-cpu" else "every step"
-        yield f"  gives features of {entry.feature_size} values to a draft head, in {when}"
-    if entry.num_head_ids is not None:
-        yield f"  LM head: {entry.num_head_ids} of {entry.vocab_size} tokens"
+        yield f"  gives features of {entry.engine.feature_size} values to a draft head, in {when}"
+    if entry.cut_lm_head is not None:
+        yield f"  LM head: {entry.lm_head_rows} of {entry.vocab_size} tokens"
     yield from map("  {}".format, describe_trial(entry))
     yield f"  KV cache: {_kv_cache(manifest, entry)}"
     yield from _experts(entry)
     yield from _recurrences(entry, manifest.lookahead)
-    dtypes = {"model": entry.dtype, "cache": entry.cache_dtype}
+    dtypes = {"model": entry.dtype, "cache": entry.attention.cache_dtype}
     yield "  graph: " + ", ".join(
         f"{spec.name}[{','.join(map(str, spec.shape))}] {dtypes.get(spec.dtype, spec.dtype)}"
         for spec in contract_of(entry)
     )
     yield from _describe_engines(entry)
-    if entry.padded_path is not None:
-        yield f"  padded-KV graph over the same weights: {entry.padded_path}"
-    if entry.quantize is not None or entry.weight_formats:
+    if entry.engine.padded is not None:
+        yield f"  padded-KV graph over the same weights: {entry.engine.padded.path}"
+    if entry.quantize is not None or entry.engine.weight_formats:
         rounded = None if role == "head" else manifest.recipe.get("dtype")  # a head keeps what its file has
         yield from _describe_weights(entry, str(rounded or entry.dtype))
     if (chosen := _kernels(entry)) is not None:
         yield f"  operators run here with: {chosen}"
-    if entry.skipped_layers:
-        yield f"  self-drafting: without layers {', '.join(map(str, entry.skipped_layers))}"
-    elif entry.num_gates:
-        yield f"  self-drafting: {_blocks(entry)} can be skipped"
-    elif entry.gate_obstacle is not None:
-        yield f"  no self-drafting: {entry.gate_obstacle}"
+    yield from _self_drafting(entry.engine.gates)
     if entry.passes:
-        yield "  passes: " + ", ".join(f"{name} {count}" for name, count in (*entry.passes, *entry.fused))
+        yield "  passes: " + ", ".join(f"{name} {count}" for name, count in (*entry.passes, *entry.engine.fused))
 
 
-def _blocks(entry: ModelEntry) -> str:
-    """How many blocks of each kind drafts can leave out."""
-    if not entry.gate_kinds:  # an older bundle
-        return f"{entry.num_gates} attention and MLP blocks"
-    counts = Counter(kind for kind in entry.gate_kinds if kind)
-    return f"{counts.total()} blocks ({', '.join(f'{count} {kind}' for kind, count in counts.items())})"
+def _self_drafting(gates: Gates) -> Iterator[str]:
+    """Which layers drafts leave out, or how many blocks of each kind they can."""
+    counts = Counter(kind for kind in gates.kinds if kind)
+    if gates.skipped_layers:
+        yield f"  self-drafting: without layers {', '.join(map(str, gates.skipped_layers))}"
+    elif counts:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+        yield f"  self-drafting: {counts.total()} blocks ({kinds}) can be skipped"
+    elif gates.obstacle is not None:
+        yield f"  no self-drafting: {gates.obstacle}"
 
 
 def _describe_adapter(adapter: AdapterEntry) -> str:
@@ -236,8 +232,8 @@ def _describe_adapter(adapter: AdapterEntry) -> str:
     return f"  LoRA adapter {adapter.name} from {source}, rank {adapter.rank}: {use}"
 
 
-def _taps(entry: ModelEntry) -> str:
-    return ", ".join("behind the last norm" if tap == AFTER_NORM else str(tap) for tap in entry.taps)
+def _taps(head: DraftHeadEntry) -> str:
+    return ", ".join("behind the last norm" if tap == AFTER_NORM else str(tap) for tap in head.taps)
 
 
 def _kernels(entry: ModelEntry) -> str | None:
@@ -254,8 +250,8 @@ def _kernels(entry: ModelEntry) -> str | None:
 def _describe_weights(entry: ModelEntry, dtype: str) -> Iterator[str]:
     exact = ", exact" if entry.quantize == "keep" else ""
     formats = [
-        f"{name} {count / 1e6:.1f} M ({8 * size / count:.2f} bits each{exact})"
-        for name, count, size in entry.weight_formats
+        f"{name} {count / 1e6:.1f} M ({8 * size / max(count, 1):.2f} bits each{exact})"
+        for name, count, size in entry.engine.weight_formats
     ]
     kept = "weights, exact" if dtype == entry.dtype else f"weights, rounded to {dtype}"
     kinds = {"keep": "weights as the checkpoint has them", None: kept}
@@ -265,33 +261,32 @@ def _describe_weights(entry: ModelEntry, dtype: str) -> Iterator[str]:
 
 def _saved(entry: ModelEntry) -> str:
     """How much smaller the packed weights are, where that was counted."""
-    if entry.quantized_bytes is None:
+    if entry.engine.packed_bytes is None:
         return ""
-    stored, before = entry.quantized_bytes
-    return f", {_size(stored)} instead of {_size(before)} in {entry.dtype}, {stored / before:.3f} of it"
+    stored, before = entry.engine.packed_bytes
+    return f", {_size(stored)} instead of {_size(before)} in {entry.dtype}, {stored / max(before, 1):.3f} of it"
 
 
 def _describe_engines(entry: ModelEntry) -> Iterator[str]:
-    if entry.kv_capacity is not None:
-        yield f"  lowering {entry.lowering}, up to {entry.max_num_seqs} sequences of {entry.kv_capacity} cache entries"
-    if entry.profiles:
-        yield "  profiles: " + ", ".join(profile.name for profile in entry.profiles)
-    for engine in entry.engines:
+    if (limits := entry.engine.limits) is not None:
+        rows = f"up to {limits.max_num_seqs} sequences of {limits.kv_capacity} cache entries"
+        yield f"  lowering {entry.engine.lowering}, {rows}"
+        yield "  profiles: " + ", ".join(profile.name for profile in limits.profiles)
+    for engine in entry.engine.files:
         memory = "" if engine.memory_bytes is None else f", {_size(engine.memory_bytes)} of activations"
         rest = "" if engine.base is None else f" (the rest is in {engine.base})"
         yield f"  {engine.sm}: {engine.path}{rest}, {engine.builder} {engine.builder_version}{memory}"
-        yield f"    {_attention(engine, len(entry.layers))}"
+        yield f"    {_attention(engine, len(entry.attention.layers))}"
 
 
 def _attention(engine: EngineFile, num_layers: int) -> str:
     """What the builder said of caches, attention and precision, in one line."""
-    report = engine.report
-    aliased = len(report.get("aliased", ()))
-    rows = report.get("profiles", ())
-    fused = sum(row["fused_attention"] >= num_layers for row in rows)
-    wide = sum(len(row["float32_matmuls"]) for row in rows)
-    products = sorted({row.get("quantized_products", 0) for row in rows})
-    expanded = sum(row.get("expanded_weights", 0) for row in rows)
+    rows = () if engine.report is None else engine.report.profiles
+    aliased = 0 if engine.report is None else len(engine.report.aliased)
+    fused = sum(row.fused_attention >= num_layers for row in rows)
+    wide = sum(len(row.float32_matmuls) for row in rows)
+    products = sorted({row.quantized_products for row in rows})
+    expanded = sum(row.expanded_weights for row in rows)
     quantized = ""
     if products[-1:] > [0] or expanded:
         quantized = f"; {' to '.join(map(str, {products[0]: 0, products[-1]: 0}))} products of quantized weights a step"

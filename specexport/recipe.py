@@ -14,13 +14,7 @@ from typing import Any, Literal
 
 from specexport.backends.base import ANY_ARCHITECTURE, AUTO_MODEL_LEN
 from specexport.backends.registry import BACKENDS, DEFAULT_BACKEND, find_backend
-from specexport_runtime.bundle.manifest import (
-    MAX_ADAPTERS,
-    MAX_LOOKAHEAD,
-    MAX_MODEL_LEN,
-    MAX_NUM_SEQS,
-    MAX_NUM_TOKENS,
-)
+from specexport_runtime.bundle.entry import MAX_ADAPTERS, MAX_LOOKAHEAD, MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_NUM_TOKENS
 from specexport_runtime.cli.errors import suggest
 from specexport_runtime.errors import RecipeError
 

@@ -64,24 +64,22 @@ def compiled(model: Any, folder: Path, kept: Any = None, **values: Any) -> Any:
     from specexport.build.model import compile_graph
     from specexport.progress import StageClock
     from specexport.recipe import BuildRecipe, resolve_recipe
-    from specexport_runtime.bundle.manifest import ModelEntry
+    from tests.entries import make_entry
     from tests.tiny_traces import trace_of
 
     traced, count = trace_of(model, group_experts=True), model.num_parameters()
     recipe = resolve_recipe(BuildRecipe(target="tiny", output="tiny", **({"dtype": "float32"} | values)), [256])
     job = BuildJob(recipe, "target", tuple(traced.layers), count, 256, folder, StageClock(None, 1))
-    fields = compile_graph(traced.ir_model, recipe, job._replace(states=traced.states), None, kept=kept)
-    return ModelEntry(
-        **fields,
-        windows=traced.windows,
-        backend="ort-cpu",
-        architecture="",
-        dtype="float32",
+    made = compile_graph(traced.ir_model, recipe, job._replace(states=traced.states), None, kept=kept)
+    return make_entry(
         vocab_size=int(model.get_output_embeddings().weight.shape[0]),
-        num_parameters=count,
         max_positions=256,
-        source="",
-        source_sha256="",
+        layers=job.layers,
+        windows=traced.windows,
+        states=traced.states,
+        engine=made.engine,
+        quantize=recipe.quantize,
+        passes=made.passes,
     )
 
 

@@ -17,13 +17,14 @@ from specexport.verify.goodness_of_fit import judge
 from specexport.verify.logit_tree import LogitTree, Partition, conditional
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.abi import num_pending
-from specexport_runtime.bundle.manifest import ModelEntry, load_manifest
+from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.executors.ort import OrtExecutor
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
 from specexport_runtime.sampling.sampler import Sampler
 from specexport_runtime.sampling.structured import StructuredOutputs
 from specexport_runtime.sequences.layer_choice import LayerRules
 from tests.engine_harness import make_checkpoint
+from tests.entries import make_entry
 from tests.tiny_models import HYBRIDS, VOCAB, make_model, save_checkpoint
 from tests.tiny_traces import trace_of
 
@@ -67,23 +68,16 @@ def open_gated(model: Any, folder: Path, rows: int) -> OrtExecutor:
     blocks = find_residual_blocks(traced.ir_model)
     assert blocks.obstacle is None
     lower_ort_cpu(traced.ir_model)
-    gates = gate_layers(traced.ir_model, blocks)
+    assert gate_layers(traced.ir_model, blocks) == len(blocks.gate_kinds)
     path = write_onnx(traced.ir_model, folder)
-    entry = ModelEntry(
+    entry = make_entry(
         path=path,
-        backend="ort-cpu",
-        architecture="",
-        dtype="float32",
         vocab_size=VOCAB,
         layers=traced.layers,
         states=traced.states,
         inputs=step_inputs(traced.ir_model),
-        num_parameters=1,
         max_positions=256,
-        source="",
-        source_sha256="",
-        num_gates=gates,
-        gate_kinds=blocks.gate_kinds,
+        kinds=blocks.gate_kinds,
     )
     return OrtExecutor(folder / path, entry, num_rows=rows, kv_capacity=64, num_threads=1, lookahead=LOOKAHEAD)
 
@@ -303,7 +297,7 @@ def test_sampled_text_follows_the_target(engine: SpecEngine) -> None:
 
 def test_inspect_names_the_blocks(bundle: Path) -> None:
     manifest = load_manifest(bundle)
-    kinds = manifest.models["target"].gate_kinds
+    kinds = manifest.models["target"].engine.gates.kinds
     assert kinds == ("recurrence", "MLP", "recurrence", "MLP", "attention", "MLP")
     assert any(
         line.endswith("6 blocks (2 recurrence, 3 MLP, 1 attention) can be skipped") for line in describe(manifest)

@@ -60,7 +60,7 @@ def test_engine_logits_equal_eager_transformers_behind_rollbacks(name: str, tmp_
     assert min(float(logits.std()) for logits in expected) > 0.1, "degenerate logits would hide an error"
 
     limit = TOLERANCE * max(float(np.abs(logits).max()) for logits in expected)
-    path = bundle.folder / entry.path
+    path = bundle.folder / entry.engine.path
     runner = ModelRunner(OrtExecutor(path, entry, num_rows=4, kv_capacity=64, num_threads=1, lookahead=LOOKAHEAD))
     for row, chunks in enumerate([(9,), (5, 1, 8), (2, 2)]):
         for chunk in chunks:
@@ -224,7 +224,7 @@ def test_verify_looks_further_than_drafts_may_wait(bundle: Path) -> None:
     found = []
     for lookahead in (1, 8):
         sizes = {"num_rows": 1, "kv_capacity": 64, "num_threads": 1, "lookahead": lookahead}
-        tree = LogitTree(OrtExecutor(bundle / entry.path, entry, **sizes), prompt)
+        tree = LogitTree(OrtExecutor(bundle / entry.engine.path, entry, **sizes), prompt)
         found.append(np.stack([tree(path) for path in paths]))
     np.testing.assert_array_equal(*found)
 

@@ -13,7 +13,7 @@ import chance
 import numpy as np
 import pytest
 
-from specexport_runtime.bundle.manifest import ModelEntry
+from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.executors.ort import OrtExecutor
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
 from tests.engine_harness import compiled
@@ -88,7 +88,7 @@ def read(runner: ModelRunner, texts: Seq[Text], sizes: Seq[Sizes], first_row: in
 def assert_same_bits(made: Made, where: str) -> None:
     """Read texts token by token, alone; then in all other ways."""
     (entry, folder), random = made, np.random.default_rng(chance.seed(3))
-    assert_left(folder / entry.path, where)
+    assert_left(folder / entry.engine.path, where)
     adapters = 1 + len(entry.chosen_adapters)
     texts = [Text(random.integers(3, KNOWN, length).tolist(), i % adapters) for i, length in enumerate(LENGTHS)]
 
@@ -100,7 +100,7 @@ def assert_same_bits(made: Made, where: str) -> None:
     expected: list[np.ndarray] = []
     for threads, widths, batches in ((1, range(1, WIDEST + 1), range(2, ROWS + 1)), (2, (1, 5, WIDEST), (2, ROWS))):
         sizes = {"num_rows": ROWS, "kv_capacity": 64, "num_threads": threads, "lookahead": 2 * WIDEST}
-        runner = ModelRunner(OrtExecutor(folder / entry.path, entry, spin=False, **sizes))
+        runner = ModelRunner(OrtExecutor(folder / entry.engine.path, entry, spin=False, **sizes))
         expected = expected or [read(runner, [text], [repeat((1, 0))])[0] for text in texts]
         assert min(float(logits.std()) for logits in expected) > 0.1, "degenerate logits would hide an error"
         for width in widths:
@@ -184,7 +184,7 @@ FORMATS: dict[str, set[str]] = {
 def test_every_kind_of_engine(kind: str, tmp_path: Path) -> None:
     """Beside float32 and int8, which are above."""
     entry, folder = ENGINES[kind](tmp_path)
-    assert {name for name, *_ in entry.weight_formats} == FORMATS.get(kind, {"f32"})
+    assert {name for name, *_ in entry.engine.weight_formats} == FORMATS.get(kind, {"f32"})
     assert_same_bits((entry, folder), kind)
 
 

@@ -1,7 +1,8 @@
 """The graph contract: the one table that compiler, runtime, tests and documentation share.
 
 One graph serves prefill, decode, verify and draft. Everything is token-major and packed: the new tokens of all
-sequences are concatenated, and only the attention op knows about sequences. This module imports numpy only.
+sequences are concatenated, and only the attention op knows about sequences. This module imports the standard library
+only.
 
 Dimension words:
 
@@ -27,12 +28,11 @@ F     ``pending_width``     what one token gives to one recurrence
 """
 
 from collections.abc import Sequence as Seq
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
+
+from specexport_runtime.records import whole
 
 ABI_VERSION = 5
-READABLE_ABIS = (2, 3, 4, 5)
-"""Version 3 added the gates of self-drafting, version 4 the features of draft heads, version 5 the states of
-recurrences and the adapters that requests choose; an older graph has none."""
 
 Role = Literal["token", "index", "padding", "cache", "gate", "output"]
 
@@ -334,15 +334,16 @@ class StepShape(NamedTuple):
 
 
 LARGEST_SIZE = 1 << 20
+Size = Annotated[int, whole(1, LARGEST_SIZE)]
 """Of a head, a state's axis, and the like: what a manifest may say."""
 
 
 class LayerGeometry(NamedTuple):
     """Cache sizes of one attention layer (keys and values may differ, as in multi-head latent attention)."""
 
-    kv_heads: int
-    k_dim: int
-    v_dim: int
+    kv_heads: Size
+    k_dim: Size
+    v_dim: Size
 
 
 class StateGeometry(NamedTuple):
@@ -353,8 +354,8 @@ class StateGeometry(NamedTuple):
         width: F, of what one token gives to it.
     """
 
-    shape: tuple[int, ...]
-    width: int
+    shape: tuple[Size, ...]
+    width: Size
 
 
 def state_shapes(states: Seq[StateGeometry], num_rows: int, num_pending: int) -> dict[str, tuple[int, ...]]:

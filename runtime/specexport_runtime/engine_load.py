@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from specexport_runtime.bundle.cut_head import CutHead, load_cut_head
-from specexport_runtime.bundle.manifest import ModelEntry
+from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.bundle.mask_feature import MaskInput, load_mask
 from specexport_runtime.bundle.opened import Bundle, load_bundle
 from specexport_runtime.costs.curves import CostCurves, KnownCosts, load_costs
@@ -105,7 +105,7 @@ def _draft_defaults(bundle: Bundle, options: EngineOptions) -> DraftDefaults:
     defaults = DraftDefaults()
     if options.speculative_config is not None:
         models = bundle.manifest.models
-        sources = {DRAFTER_OF[role]: entry.source for role, entry in models.items() if role in DRAFTER_OF}
+        sources = {DRAFTER_OF[role]: entry.source.name for role, entry in models.items() if role in DRAFTER_OF}
         defaults = parse_speculative_config(
             options.speculative_config, sources=sources, built=bundle.manifest.lookahead
         )
@@ -260,10 +260,10 @@ def self_draft_obstacle(target: ModelRunner, entry: ModelEntry | None = None) ->
         return None
     if entry is None:
         return Obstacle("drafter 'self' needs a target whose layers can be switched off.", "use another drafter.")
-    if entry.gate_obstacle is not None:
+    if (why := entry.engine.gates.obstacle) is not None:
         return Obstacle(
-            f"drafter 'self': layers of this target ({entry.architecture}) cannot be skipped exactly: "
-            f"{entry.gate_obstacle.rstrip('.')}.",
+            f"drafter 'self': layers of this target ({entry.source.architecture}) cannot be skipped exactly: "
+            f"{why.rstrip('.')}.",
             "use drafter 'lookup', or build with --draft.",
         )
     backend = backend_of(entry.backend)

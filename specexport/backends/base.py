@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from specexport.channel_ranges import CacheRange
     from specexport.passes.low_rank import Adapter
-    from specexport_runtime.bundle.manifest import ModelEntry
+    from specexport_runtime.bundle.entry import EngineEntry, ModelEntry
 
 
 ANY_ARCHITECTURE = "any"
@@ -174,7 +174,7 @@ class Backend:
             IncompatibleError: names what is needed and what there is.
         """
 
-    def build(self, ir_model: "ir.Model", job: BuildJob) -> dict[str, Any]:
+    def build(self, ir_model: "ir.Model", job: BuildJob) -> "EngineEntry":
         """Lower a model and write its engines.
 
         Args:
@@ -182,7 +182,7 @@ class Backend:
             job: what it is to become.
 
         Returns:
-            the fields of the manifest entry that come from here.
+            what the manifest says of it; paths are relative to the job's folder.
 
         Raises:
             UnsupportedModelError: the lowering cannot do what a layer needs.

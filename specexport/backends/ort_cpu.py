@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from specexport.backends.base import AUTO_MODEL_LEN, Backend, BuildJob, RecipeFields, release_weights
 from specexport_runtime.abi import ITEM_BYTES
+from specexport_runtime.bundle.entry import NO_GATES, EngineEntry, Gates, PaddedGraph
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -33,7 +34,7 @@ class OrtCpu(Backend):
         asked = 0 if recipe.max_model_len == "auto" else recipe.max_model_len
         return {**super().engine_key(recipe), "rotary_len": max(AUTO_MODEL_LEN, asked)}
 
-    def build(self, ir_model: "ir.Model", job: BuildJob) -> dict[str, Any]:
+    def build(self, ir_model: "ir.Model", job: BuildJob) -> EngineEntry:
         """All graphs of a model, over one weights file. See ``Backend.build``.
 
         Where it is asked for, a target gets layers that can be switched off, for drafting with itself. All others get
@@ -52,7 +53,7 @@ class OrtCpu(Backend):
         from specexport.passes.residual_blocks import find_residual_blocks
 
         recipe, role, folder = job.recipe, job.role, job.folder
-        fused, num_gates, obstacle = [], 0, None
+        fused, gates = [], NO_GATES
         with job.clock.stage("lower", role, self.name):
             padded_model = _padded_model(ir_model, job)
             if recipe.fuse:
@@ -66,39 +67,33 @@ class OrtCpu(Backend):
             blocks = find_residual_blocks(ir_model) if gated else None
             lower_ort_cpu(ir_model)
             if blocks is not None and blocks.obstacle is None:
-                num_gates = gate(ir_model, blocks)
+                gates = Gates(blocks.gate_kinds if gate(ir_model, blocks) else ())
             elif recipe.fuse:
                 fused.append(("norm-fuse", fuse_norms(ir_model)))
             if blocks is not None:
-                obstacle = blocks.obstacle
-            feature_size = gate_features(ir_model)
+                gates = gates._replace(obstacle=blocks.obstacle)
+            feature_size = gate_features(ir_model) or job.feature_size
             if padded_model is not None:
                 lower_ort_cpu(padded_model, padded_kv=True)
                 expand_adapters(padded_model, job.adapters)
             expand_adapters(ir_model, job.adapters)  # last: marks are in the branches of gates by now
-        quantize = recipe.quantization_of(role)
-        formats = packed_formats(ir_model.graph)
-        stored, count = sum(size for *_, size in formats), sum(count for _, count, _ in formats)
-        fields: dict[str, Any] = {"quantized_bytes": (stored, count * ITEM_BYTES[self.computes])}
-        if quantize != "keep":  # else those of the checkpoint
-            fields["weight_formats"] = formats
+        formats, padded = packed_formats(ir_model.graph), None
+        stored, count = sum(each.num_bytes for each in formats), sum(each.weights for each in formats)
         with job.clock.stage("build", role):
-            fields["path"] = write_onnx(ir_model, folder)
+            path = write_onnx(ir_model, folder)
             if padded_model is not None:
-                fields["padded_path"] = write_padded_onnx(padded_model, folder)
-                fields["padded_inputs"] = step_inputs(padded_model)
+                padded = PaddedGraph(write_padded_onnx(padded_model, folder), step_inputs(padded_model))
                 release_weights(padded_model.graph.initializers.values())
-        return {
-            **fields,
-            "inputs": step_inputs(ir_model),
-            "num_gates": num_gates,
-            "gate_kinds": () if blocks is None or not num_gates else blocks.gate_kinds,
-            "gate_obstacle": obstacle,
-            "quantize": quantize,
-            "kv_dtype": None if job.cache_ranges is None else "int8",
-            "fused": tuple(fused),
-            "feature_size": feature_size,
-        }
+        return EngineEntry(
+            path=path,
+            inputs=step_inputs(ir_model),
+            padded=padded,
+            gates=gates,
+            feature_size=feature_size,
+            fused=tuple(fused),
+            weight_formats=() if recipe.quantization_of(role) == "keep" else formats,  # else those of the checkpoint
+            packed_bytes=(stored, count * ITEM_BYTES[self.computes]),
+        )
 
 
 def _padded_model(ir_model: "ir.Model", job: BuildJob) -> "ir.Model | None":

@@ -1,9 +1,10 @@
 """ONNX Runtime on an NVIDIA GPU: one packed graph over paged attention."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from specexport.backends.base import Backend, BuildJob, RecipeFields
 from specexport.backends.present_gpu import gpu_check_obstacle
+from specexport_runtime.bundle.entry import NO_GATES, EngineEntry, Gates
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -24,7 +25,7 @@ class OrtCuda(Backend):
     fixed_sizes = True
     key_fields = ("quantize_lm_head", "self_draft")
 
-    def build(self, ir_model: "ir.Model", job: BuildJob) -> dict[str, Any]:
+    def build(self, ir_model: "ir.Model", job: BuildJob) -> EngineEntry:
         """See ``Backend.build``.
 
         A target gets layers that can be switched off only where that is asked for: a graph with branches can never be
@@ -38,29 +39,23 @@ class OrtCuda(Backend):
         from specexport.passes.quantize_fused import nbits_bytes
         from specexport.passes.residual_blocks import find_residual_blocks
 
-        num_gates, obstacle = 0, None
         with job.clock.stage("lower", job.role, self.name):
             blocks = find_residual_blocks(ir_model) if job.recipe.self_draft and job.role == "target" else None
             lower_ort_cuda(ir_model)
             inputs = step_inputs(ir_model)
             if blocks is not None and blocks.obstacle is None:
-                num_gates = gate_layers(ir_model, blocks, separate=True)
-            elif blocks is not None:
-                obstacle = blocks.obstacle
+                gate_layers(ir_model, blocks, separate=True)
         with job.clock.stage("build", job.role):
             path = write_onnx(ir_model, job.folder)
         quantize = job.recipe.quantization_of(job.role)
-        return {
-            "path": path,
-            "inputs": inputs,
-            "lowering": "paged",
-            "num_gates": num_gates,
-            "gate_kinds": () if blocks is None else blocks.gate_kinds,
-            "gate_obstacle": obstacle,
-            "feature_size": feature_size(ir_model),
-            "quantize": quantize,
-            "quantized_bytes": None if quantize is None else nbits_bytes(ir_model.graph, job.recipe.dtype),
-        }
+        return EngineEntry(
+            path=path,
+            inputs=inputs,
+            lowering="paged",
+            gates=NO_GATES if blocks is None else Gates(blocks.gate_kinds, blocks.obstacle),
+            feature_size=feature_size(ir_model) or job.feature_size,
+            packed_bytes=None if quantize is None else nbits_bytes(ir_model.graph, job.recipe.dtype),
+        )
 
     def check_obstacle(self, recipe: RecipeFields) -> str | None:
         """See ``Backend.check_obstacle``."""

@@ -12,14 +12,13 @@ from specexport.backends.profiles import engine_kv_capacity, most_new_tokens, pl
 from specexport.backends.trt_package import PACKAGES, resolve_architectures
 from specexport.host import memory_bytes
 from specexport_runtime.abi import LayerGeometry
+from specexport_runtime.bundle.entry import EngineEntry, EngineLimits, Gates, ModelEntry
 from specexport_runtime.bundle.head_steps import HeadSteps
 from specexport_runtime.errors import RecipeError
 from specexport_runtime.sequences.layer_choice import LayerRules, choose_layers
 
 if TYPE_CHECKING:
     import onnx_ir as ir
-
-    from specexport_runtime.bundle.manifest import ModelEntry
 
 DEFAULT_MAX_NUM_SEQS = 8
 DEFAULT_MAX_NUM_TOKENS = 512
@@ -76,7 +75,7 @@ class TensorRt(Backend):
         if job.recipe.gpu_memory_gb is not None:
             require_gpu_memory([plan], 0, job.recipe.gpu_memory_gb)
 
-    def build(self, ir_model: "ir.Model", job: BuildJob) -> dict[str, Any]:
+    def build(self, ir_model: "ir.Model", job: BuildJob) -> EngineEntry:
         """See ``Backend.build``.
 
         A target with a draft head gives features in every step: TensorRT records no step with a branch, and profiles of
@@ -90,7 +89,7 @@ class TensorRt(Backend):
         from specexport.passes.linear_flatten import LinearFlattenPass
         from specexport.passes.residual_blocks import ResidualBlocks, find_residual_blocks
 
-        recipe, role = job.recipe, job.role
+        recipe, role, rows = job.recipe, job.role, int(job.recipe.max_num_seqs or 1)
         capacity = _capacity(recipe, job.head_steps)
         with job.clock.stage("lower", role, f"{self.name}, {recipe.lowering}"):
             LinearFlattenPass()(ir_model)
@@ -104,7 +103,7 @@ class TensorRt(Backend):
             profiles = plan_profiles(
                 role,
                 lookahead=recipe.lookahead,
-                max_num_seqs=int(recipe.max_num_seqs or 1),
+                max_num_seqs=rows,
                 max_num_tokens=int(recipe.max_num_tokens or 1),
                 fold=fold if FOLDED in forms else 1,
                 self_draft=bool(layers),
@@ -112,36 +111,31 @@ class TensorRt(Backend):
             )
             plan = TrtPlan(self.name, recipe.sm, profiles, job.layers, capacity, job.feature_size)
             engines = write_trt_engines(ir_model, plan, job.folder, note=job.clock.note, names=inputs)
-        return {
-            "path": engines[0].path,
-            "inputs": inputs,
-            "lowering": recipe.lowering,
-            "quantize": recipe.quantization_of(role),
-            "fused": tuple(sorted(Counter(forms).items())),
-            "engines": engines,
-            "profiles": profiles,
-            "kv_capacity": capacity,
-            "max_num_seqs": recipe.max_num_seqs,
-            "num_gates": len(blocks.gate_kinds),
-            "gate_kinds": blocks.gate_kinds,
-            "gate_obstacle": blocks.obstacle,
-            "skipped_layers": layers,
-            "feature_size": given,
-        }
+        return EngineEntry(
+            path=engines[0].path,
+            inputs=inputs,
+            lowering=recipe.lowering,
+            files=engines,
+            limits=EngineLimits(profiles, capacity, rows),
+            gates=Gates(blocks.gate_kinds, blocks.obstacle, layers),
+            feature_size=given or job.feature_size,
+            fused=tuple(sorted(Counter(forms).items())),
+        )
 
     def check_obstacle(self, recipe: RecipeFields) -> str | None:
         """See ``Backend.check_obstacle``."""
         return gpu_check_obstacle(recipe)
 
-    def check_bundle(self, recipe: RecipeFields, entries: "Mapping[str, ModelEntry]") -> None:
+    def check_bundle(self, recipe: RecipeFields, entries: Mapping[str, ModelEntry]) -> None:
         """Refuse a bundle whose models together do not fit the GPU that ``gpu_memory_gb`` describes."""
         if recipe.gpu_memory_gb is None:
             return
         plans = [
-            _memory_plan(recipe, entry.num_parameters, entry.layers, int(entry.kv_capacity or 0))
+            _memory_plan(recipe, entry.parameters.total, entry.attention.layers, limits.kv_capacity if limits else 0)
             for entry in entries.values()
+            for limits in [entry.engine.limits]
         ]
-        activations = sum(max(engine.memory_bytes or 0 for engine in entry.engines) for entry in entries.values())
+        activations = sum(max(engine.memory_bytes or 0 for engine in entry.engine.files) for entry in entries.values())
         require_gpu_memory(plans, activations, recipe.gpu_memory_gb)
 
 

@@ -18,7 +18,7 @@ from specexport.backends.profiles import input_shapes
 from specexport.backends.trt_package import PACKAGES
 from specexport.plugin.naming import plugin_names
 from specexport_runtime.abi import LayerGeometry
-from specexport_runtime.bundle.manifest import EngineFile
+from specexport_runtime.bundle.entry import EngineFile, EngineReport
 from specexport_runtime.bundle.profiles import Profile
 from specexport_runtime.errors import (
     CheckFailedError,
@@ -28,6 +28,7 @@ from specexport_runtime.errors import (
     SpecexportError,
     UnsupportedModelError,
 )
+from specexport_runtime.records import from_json
 from specexport_runtime.user_cache import cache_folder
 
 if TYPE_CHECKING:
@@ -127,14 +128,14 @@ def _timing_cache(backend: str, sm: str) -> str:
 
 
 def _engine_file(backend: str, sm: str, report: Mapping[str, Any]) -> EngineFile:
-    kept = {key: value for key, value in report.items() if key not in ("version", "activation_bytes")}
+    kept = {name: report[name] for name in EngineReport._fields}
     return EngineFile(
         path=engine_name(sm),
         sm=label(sm),
         builder=backend,
         builder_version=str(report["version"]),
         memory_bytes=report["activation_bytes"],
-        report=kept,
+        report=from_json(EngineReport, kept),
     )
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specexport.bench.methods import EngineKey
-from specexport_runtime.bundle.manifest import Manifest, ModelEntry, load_manifest
+from specexport_runtime.bundle.entry import NO_GATES, ModelEntry
+from specexport_runtime.bundle.manifest import Manifest, load_manifest
 from specexport_runtime.drafters.base import HEAD
 from specexport_runtime.drafters.model import DRAFT_MODEL
 from specexport_runtime.errors import InvalidRequestError
@@ -94,10 +95,11 @@ def _can_draft_itself(manifest: Manifest) -> bool:
     from specexport_runtime.sequences.layer_choice import LayerRules
 
     target = manifest.models.get("target")
-    if target is not None and target.skipped_layers:
+    gates = NO_GATES if target is None else target.engine.gates
+    if gates.skipped_layers:
         return True
     try:
-        LayerRules().check_layers(target.num_gates // 2 if target is not None else 0)
+        LayerRules().check_layers(len(gates.kinds) // 2)
     except InvalidRequestError:
         return False
     return True
@@ -107,20 +109,20 @@ def _describe(manifest: Manifest) -> dict[str, Any]:
     """Names and hashes of a bundle's parts; no machine paths."""
     models = {}
     for role, entry in manifest.models.items():
-        engine = manifest.files.get(entry.path)
+        engine = manifest.files.get(entry.engine.path)
         models[role] = {
-            "source": entry.source,
-            "source_sha256": entry.source_sha256,
+            "source": entry.source.name,
+            "source_sha256": entry.source.sha256,
             "backend": entry.backend,
             "dtype": entry.dtype,
-            "num_parameters": entry.num_parameters,
-            "num_layers": len(entry.layers),
+            "num_parameters": entry.parameters.total,
+            "num_layers": len(entry.attention.layers),
             "quantize": entry.quantize,
             "vocab_size": entry.vocab_size,
-            "head_size": entry.head_size,
-            "feature_size": entry.feature_size,
+            "head_size": entry.lm_head_rows,
+            "feature_size": entry.engine.feature_size,
             "engine_bytes": _engine_bytes(manifest, entry),
-            "built_for": [built.sm for built in entry.engines],
+            "built_for": [built.sm for built in entry.engine.files],
             "engine_sha256": None if engine is None else engine.sha256,
         }
     return {
@@ -134,7 +136,7 @@ def _describe(manifest: Manifest) -> dict[str, Any]:
 
 def _engine_bytes(manifest: Manifest, entry: ModelEntry) -> int:
     """Of its engine with the weights; of the first one, where there is one for each GPU architecture."""
-    parts = (manifest.files.get(name) for name in (entry.path, f"{entry.path}.data"))
+    parts = (manifest.files.get(name) for name in (entry.engine.path, f"{entry.engine.path}.data"))
     return sum(part.size for part in parts if part is not None)
 
 

@@ -1,12 +1,12 @@
 """One built engine with what a bundle needs to know of its checkpoint. Imports the manifest's classes only."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.bundle.files import FileEntry
-from specexport_runtime.bundle.manifest import ModelEntry
+from specexport_runtime.records import from_json, map_paths, to_json
 
 TOKENIZER_NAME = "tokenizer.json"
 
@@ -40,36 +40,16 @@ class BuiltModel:
 
     def to_json(self) -> dict[str, Any]:
         """JSON form; the tokenizer is a file beside it."""
-        data = asdict(self)
+        data: dict[str, Any] = to_json(self)
         del data["tokenizer_json"]
         return data
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], tokenizer_json: bytes) -> "BuiltModel":
         """Rebuild from :meth:`to_json` after a trip through JSON."""
-        values = dict(data)
-        # asdict turns the named tuples of the layers into lists once they went through JSON
-        values["entry"] = ModelEntry.from_json(values["entry"])
-        values["files"] = {name: FileEntry(**entry) for name, entry in values["files"].items()}
-        values["eos_token_ids"] = tuple(values["eos_token_ids"])
-        values["check"] = None if values["check"] is None else EngineCheck(*values["check"])
-        return cls(tokenizer_json=tokenizer_json, **values)
+        return from_json(cls, {**data, "tokenizer_json": tokenizer_json})
 
 
 def entry_in_bundle(built: BuiltModel, role: str) -> ModelEntry:
     """The manifest entry with its paths relative to the bundle folder."""
-
-    def inside(path: str | None) -> str | None:
-        return None if path is None else str(Path(role) / path)
-
-    engines = tuple(
-        replace(engine, path=str(Path(role) / engine.path), base=inside(engine.base)) for engine in built.entry.engines
-    )
-    return replace(
-        built.entry,
-        engines=engines,
-        path=str(Path(role) / built.entry.path),
-        padded_path=inside(built.entry.padded_path),
-        head_ids_path=inside(built.entry.head_ids_path),
-        mask_path=inside(built.entry.mask_path),
-    )
+    return map_paths(built.entry, lambda path: f"{role}/{path}")

@@ -108,7 +108,7 @@ def write_bundle(
 
 def _vocabulary_info(models: Mapping[str, BuiltModel]) -> VocabularyInfo:
     target = models["target"]
-    vocabularies = [read_vocabulary(built.tokenizer_json, where=built.entry.source) for built in models.values()]
+    vocabularies = [read_vocabulary(built.tokenizer_json, where=built.entry.source.name) for built in models.values()]
     return VocabularyInfo(
         size=draftable_size(vocabularies, [built.entry.vocab_size for built in models.values()]),
         tokenizer_sha256=sha256_of(target.tokenizer_json),

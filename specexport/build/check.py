@@ -22,7 +22,7 @@ from specexport.build.check_parts import PartedExecutor, is_large
 from specexport.build.closeness import Closeness, measure_closeness
 from specexport.recipe import BuildRecipe
 from specexport.rounding import logit_tolerance
-from specexport_runtime.bundle.manifest import ModelEntry
+from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.errors import CheckFailedError, SpecexportError
 from specexport_runtime.executors.base import EngineRequest, Executor, Float32Array, Int64Array, adapted_executor
 from specexport_runtime.machine import available_cores
@@ -129,7 +129,7 @@ def check_engine(
     """
     checks = []
     each = (references, *adapted)
-    for unpad_kv in (True, False) if entry.padded_path is not None else (True,):
+    for unpad_kv in (True,) if entry.engine.padded is None else (True, False):
         for name, found, places, adapter in _run(folder, entry, sequences, unpad_kv=unpad_kv, adapters=len(adapted)):
             reference = np.stack([each[adapter][row][position] for row, position in places])
             closeness = None
@@ -166,7 +166,8 @@ def _compare_on_text(
     obstacle = closeness.obstacle(str(entry.approximation))
     if obstacle is not None:
         raise CheckFailedError(
-            f"the {entry.architecture} {entry.approximation} {kind} is too far from eager transformers: {obstacle}.",
+            f"the {entry.source.architecture} {entry.approximation} {kind} is too far from eager transformers: "
+            f"{obstacle}.",
             "report this model; `--dump-passes DIR` shows each stage. The bundle was not written.",
         )
     return closeness
@@ -181,14 +182,18 @@ def _compare(
 ) -> None:
     # In 16 bits the reference is rounded as often as the engine is: both may be off.
     sides = 1 if entry.dtype == "float32" else 2
-    limit = sides * logit_tolerance(entry.dtype, len(entry.layers)).largest * max(1.0, float(np.abs(reference).max()))
+    limit = (
+        sides
+        * logit_tolerance(entry.dtype, len(entry.attention.layers)).largest
+        * max(1.0, float(np.abs(reference).max()))
+    )
     # A position that is not a number must fail: compare with "not <=".
     errors = np.abs(found - reference).max(axis=-1)
     bad = np.flatnonzero(~(errors <= limit))
     if bad.size:
         row, position = places[int(bad[0])]
         raise CheckFailedError(
-            f"the {entry.architecture} {kind} differs from eager transformers by {errors[bad[0]]:.3g} (at most "
+            f"the {entry.source.architecture} {kind} differs from eager transformers by {errors[bad[0]]:.3g} (at most "
             f"{limit:.3g} is allowed) at position {position} of check sequence {row}.",
             "report this model; `--dump-passes DIR` shows each stage. The bundle was not written.",
         )
@@ -208,9 +213,9 @@ def _narrow_steps(lengths: Seq[int]) -> list[tuple[int, ...]]:
 
 def _given(entry: ModelEntry, count: int) -> int:
     """Tokens of ``count`` new ones that get logits: an engine with profiles computes no more than verifying needs."""
-    if not entry.profiles:
+    if entry.engine.limits is None:
         return count
-    return min(count, max(profile.num_logit_rows for profile in entry.profiles) // len(VERIFY_LENS))
+    return min(count, max(profile.num_logit_rows for profile in entry.engine.limits.profiles) // len(VERIFY_LENS))
 
 
 def _run(
@@ -267,8 +272,10 @@ def _read(
 def _make_executor(folder: Path, entry: ModelEntry, sequences: Seq[Int64Array], *, unpad_kv: bool) -> Executor:
     num_rows, kv_capacity = len(sequences), max(len(sequence) for sequence in sequences) + max(VERIFY_LENS)
     if is_large(folder, entry):
-        path = folder / str(entry.path if unpad_kv else entry.padded_path)
-        return PartedExecutor(path, entry, num_rows=num_rows, kv_capacity=kv_capacity, num_threads=available_cores())
+        graph = entry.engine if unpad_kv or entry.engine.padded is None else entry.engine.padded
+        return PartedExecutor(
+            folder / graph.path, entry, num_rows=num_rows, kv_capacity=kv_capacity, num_threads=available_cores()
+        )
     return open_new_engine(folder, entry, num_rows=num_rows, kv_capacity=kv_capacity, unpad_kv=unpad_kv)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from specexport.build.built import EngineCheck
 from specexport.rounding import logit_tolerance
-from specexport_runtime.bundle.manifest import ModelEntry
+from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.errors import CheckFailedError
 
 CHECK_CAPACITY = 32
@@ -122,7 +122,7 @@ def _compare(entry: ModelEntry, name: str, found: np.ndarray, wanted: np.ndarray
         ratio = float(np.linalg.norm(found - wanted)) / max(float(np.linalg.norm(wanted)), 1e-6)
         fits = ratio <= QUANTIZED_ERROR
     else:
-        fits = error <= logit_tolerance(entry.dtype, len(entry.layers)).largest * scale
+        fits = error <= logit_tolerance(entry.dtype, len(entry.attention.layers)).largest * scale
     if not fits:  # a NaN must fail
         raise CheckFailedError(
             f"the head's engine differs from torch: {name.replace('_', ' ')} by {error:.3g} of {scale:.3g}.",

@@ -24,7 +24,7 @@ from specexport_runtime.abi import (
     StepShape,
     cache_shapes,
 )
-from specexport_runtime.bundle.manifest import ModelEntry
+from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import Int64Array, StepBuffers, StepOutput, Want
 
@@ -41,8 +41,8 @@ def is_large(folder: Path, entry: ModelEntry) -> bool:
     """Whether an engine is checked in parts: one graph without gates, of many weights, for the CPU."""
     from specexport_runtime.executors.open import backend_of
 
-    backend, data = backend_of(entry.backend), folder / Path(entry.path).parent / DATA_NAME
-    whole = entry.num_gates > 0 or backend is None or backend.on_gpu
+    backend, data = backend_of(entry.backend), folder / Path(entry.engine.path).parent / DATA_NAME
+    whole = bool(entry.engine.gates.kinds) or backend is None or backend.on_gpu
     return not whole and data.is_file() and data.stat().st_size > LARGE_BYTES
 
 
@@ -65,7 +65,7 @@ class PartedExecutor:
     engine_seconds = 0.0
 
     def __init__(self, path: Path, entry: ModelEntry, *, num_rows: int, kv_capacity: int, num_threads: int) -> None:
-        self.vocab_size = entry.head_size
+        self.vocab_size = entry.lm_head_rows
         self.num_rows, self.kv_capacity = num_rows, kv_capacity
         self.num_adapters, self.default_adapter = len(entry.chosen_adapters), 0
         self._path, self._entry, self._num_threads = path, entry, num_threads
@@ -153,14 +153,14 @@ class PartedExecutor:
             values.update(found)
 
     def _empty_caches(self) -> Arrays:
-        dtype = np.dtype(self._entry.cache_dtype)
-        shapes = cache_shapes(self._entry.layers, self.num_rows, self.kv_capacity)
+        dtype = np.dtype(self._entry.attention.cache_dtype)
+        shapes = cache_shapes(self._entry.attention.layers, self.num_rows, self.kv_capacity)
         return {name: np.zeros(shape, dtype) for name, shape in shapes.items()}
 
     def _cache_outputs(self) -> dict[str, str]:
         return {
             given.name.format(i=i): out.name.format(i=i)
-            for i in range(len(self._entry.layers))
+            for i in range(len(self._entry.attention.layers))
             for given, out in zip(CACHE_INPUTS, (K_CACHE_OUT, V_CACHE_OUT), strict=True)
         }
 

@@ -170,8 +170,9 @@ def summary(result: "BuildResult") -> str:
         found = "not checked" if check is None else _describe(check)
         if entry.approximation is not None:
             found = f"{entry.approximation}, {found}"
-        if entry.guessed is not None:
-            found = f"{found}; {describe_probe(entry.guessed, entry.reading)}"
+        head = entry.draft_head
+        if head is not None and head.guessed is not None:
+            found = f"{found}; {describe_probe(head.guessed, head.reading)}"
         layers = describe_layers(entry)
         if layers:
             found = f"{layers}, {found}"

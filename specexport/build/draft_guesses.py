@@ -15,7 +15,7 @@ import numpy as np
 
 from specexport.build.built import BuiltModel
 from specexport.build.check import open_new_engine
-from specexport_runtime.bundle.manifest import ModelEntry
+from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import Int32Array
 from specexport_runtime.packing.batch import ModelRunner, RowWork
@@ -79,7 +79,7 @@ def write_texts(folder: Path, target: BuiltModel, prompts: Seq[str], *, num_ids:
         if template is not None:
             text = render_chat(template, [{"role": "user", "content": prompt}], target.special_tokens)
         rows.append(tokenizer.encode(text, add_special_tokens=template is None).ids[-PROMPT_LEN:])
-    most = _MOST_WORK / (2 * (target.entry.step_parameters or target.entry.num_parameters))
+    most = _MOST_WORK / (2 * target.entry.parameters.step)
     fitting = np.cumsum([len(ids) + NUM_TOKENS for ids in rows]) <= most
     rows = [ids for ids, fits in zip(rows, fitting, strict=True) if fits and ids]
     if len(rows) < LEAST_PROMPTS:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from specexport.build.draft_vocabulary import hash_texts, tokenize
-from specexport_runtime.bundle.manifest import ModelEntry
+from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.errors import RecipeError
 from specexport_runtime.executors.base import Int64Array
 
@@ -70,4 +70,5 @@ def describe_layers(entry: ModelEntry) -> str:
     if not entry.dropped_layers:
         return ""
     dropped = ", ".join(f"{layer} (similarity {similarity:.3f})" for layer, similarity in entry.dropped_layers)
-    return f"{len(entry.layers)} of {len(entry.layers) + len(entry.dropped_layers)} layers, without {dropped}"
+    kept = len(entry.attention.layers)
+    return f"{kept} of {kept + len(entry.dropped_layers)} layers, without {dropped}"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from specexport.build.draft_guesses import count_right, held_out, write_texts
 from specexport.build.draft_vocabulary import HeadCut
 from specexport.progress import StageClock
 from specexport.recipe import KEEP
-from specexport_runtime.bundle.manifest import FormTrial, ModelEntry, TriedForm
+from specexport_runtime.bundle.entry import FormTrial, ModelEntry, TriedForm
 from specexport_runtime.costs.prior import DRAFTER_OF, prior_costs
 from specexport_runtime.costs.step_cost import StepCost
 from specexport_runtime.errors import SpecexportError
@@ -54,19 +54,19 @@ class HeadSizes(NamedTuple):
     tied: bool  # the embedding is the same weight
     kept_bytes: float | None  # of a weight of the head in a quantized checkpoint; None where it is float
 
-    def step(self, head_ids: Int32Array | None) -> dict[str, Any]:
-        """Fields of the manifest entry, with a head of these ids."""
-        gone = 0 if head_ids is None else (self.rows - len(head_ids)) * self.width
-        return {"step_parameters": self.step_parameters - gone, "num_heads": self.num_heads}
+    def step(self, head_ids: Int32Array | None) -> int:
+        """Parameters that a step multiplies with each token, with an LM head of these ids."""
+        return self.step_parameters - (0 if head_ids is None else (self.rows - len(head_ids)) * self.width)
 
     def cut(self, entry: ModelEntry, size: int) -> ModelEntry:
         """What the entry of a form with the whole head would cost with ``size`` tokens: a tied table stays beside."""
-        stored, before = entry.quantized_bytes or (self.step_parameters, self.step_parameters)
+        stored, before = entry.engine.packed_bytes or (self.step_parameters, self.step_parameters)
         each = self.kept_bytes if entry.quantize == KEEP and self.kept_bytes is not None else 4 * stored / before
         more = (size if self.tied else size - self.rows) * self.width
         gone = (self.rows - size) * self.width
         sizes = (int(stored + more * each), before + 4 * more)
-        return replace(entry, step_parameters=self.step_parameters - gone, quantized_bytes=sizes)
+        parameters = entry.parameters._replace(step=self.step_parameters - gone)
+        return replace(entry, parameters=parameters, engine=replace(entry.engine, packed_bytes=sizes))
 
 
 class DraftTrial(NamedTuple):
@@ -149,30 +149,30 @@ class FormChoice(NamedTuple):
 
         heads = heads_of(counted, [size for size in HEAD_SIZES if trial.cuts and 2 * size <= sizes.rows])
         rights = count_right(folder, entry, texts, form.head_ids, [None, *heads.values()])
-        add(entry, entry.head_size, rights[0])
+        add(entry, entry.lm_head_rows, rights[0])
         for size, right in zip(heads, rights[1:], strict=True):
             add(sizes.cut(entry, size), size, right)
         best = pick(tried)
-        ids = heads.get(best.head_size, form.head_ids)
-        if best.head_size in heads and counted != trial.texts:
-            ids = heads_of(trial.texts, [best.head_size])[best.head_size]
+        ids = heads.get(best.lm_head_rows, form.head_ids)
+        if best.lm_head_rows in heads and counted != trial.texts:
+            ids = heads_of(trial.texts, [best.lm_head_rows])[best.lm_head_rows]
         built = {tried[0][:2]: (self.simplest, folder)}
 
         def build(quantize: str | None, *, last: bool = False) -> ModelEntry:
             place, other = folder / (quantize or "float"), DraftForm(quantize, ids)
             made = self.make(other, place, StageClock(None, 0), last=last)
-            built[quantize, best.head_size] = Chosen(other, made), place
+            built[quantize, best.lm_head_rows] = Chosen(other, made), place
             return made
 
         obstacle = None
         for name in self.others:
             try:
                 made = build(name)
-                (right,) = count_right(folder / name, made, texts, ids, [heads.get(best.head_size)])
+                (right,) = count_right(folder / name, made, texts, ids, [heads.get(best.lm_head_rows)])
             except SpecexportError as error:  # a model of which this form cannot be had
                 obstacle = error.message
             else:
-                add(made, best.head_size, right)
+                add(made, best.lm_head_rows, right)
         winner = pick(tried)
         if winner[:2] not in built:
             build(winner.quantize, last=True)
@@ -207,7 +207,7 @@ def describe_trial(entry: ModelEntry) -> list[str]:
         return []
     if not trial.forms:
         return [f"no forms were tried: {trial.obstacle}"]
-    own = entry.quantize, entry.head_size
+    own = entry.quantize, entry.lm_head_rows
     lines = {}
     for name, size, accepted, step, speed in trial.forms:
         found = f"{accepted:.1%} accepted, a step takes {step:.2f} of the target's, promises {speed:.2f}x"

@@ -13,14 +13,13 @@ from specexport.build.built import TOKENIZER_NAME, BuiltModel
 from specexport.build.check_head import CHECK_LENS, HeadReference, causal_reference, check_head
 from specexport.build.draft_layers import cut_pieces
 from specexport.build.draft_vocabulary import read_counting_texts
-from specexport.build.model import ModelSource, compile_graph, load_source, resolve_for
+from specexport.build.model import ModelSource, compile_graph, load_source, resolve_for, save_lm_head_ids
 from specexport.build.vocabulary import check_vocabularies, read_vocabulary
 from specexport.progress import StageClock
 from specexport.recipe import MTP, BuildRecipe, model_dtype
-from specexport_runtime.bundle.cut_head import HEAD_IDS_NAME
+from specexport_runtime.bundle.entry import AttentionEntry, DraftHeadEntry, ModelEntry, Parameters, SourceEntry
 from specexport_runtime.bundle.files import hash_files
 from specexport_runtime.bundle.head_steps import head_steps
-from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.bundle.mask_feature import MASK_NAME
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 
@@ -230,34 +229,39 @@ def build_head(
         recipe, role, layers, step_parameters, max_positions, folder, clock,
         first_only=config.hydra is not None, feature_size=config.feature_size, head_steps=steps,
     )  # fmt: skip
-    fields = compile_graph(ir_model, recipe, job, dump_dir)
-    if ids is not None:
-        np.save(folder / HEAD_IDS_NAME, ids, allow_pickle=False)
-        fields |= {"head_ids_path": HEAD_IDS_NAME, "num_head_ids": len(ids)}
-    if config.kind == "dflash":
-        fields |= {"mask_token_id": config.mask_token_id, "block_size": config.block_size}
+    compiled = compile_graph(ir_model, recipe, job, dump_dir)
     if mask is not None:
         np.save(folder / MASK_NAME, mask, allow_pickle=False)
-        fields |= {"mask_token_id": config.mask_token_id, "mask_path": MASK_NAME}
     gc.collect()
+    architecture = f"{config.kind} head of {config.source_format} ({config.layer_config['model_type']})"
+    dtype = model_dtype(recipe)
     entry = ModelEntry(
-        **(fields | {"feature_size": config.feature_size}),
-        head_kind=config.kind,
-        taps=config.taps,
-        guessed=None if plan.probe is None else plan.probe.rate,
-        reading=None if plan.probe is None else plan.probe.reading.change or None,
         backend=recipe.backend,
-        architecture=f"{config.kind} head of {config.source_format} ({config.layer_config['model_type']})",
-        dtype=model_dtype(recipe),
+        dtype=dtype,
         vocab_size=config.vocab_size,
-        num_parameters=num_parameters,
         max_positions=max_positions,
-        source=source.name,
-        source_sha256=source.sha256,
-        step_parameters=step_parameters,
-        num_heads=config.layer_config.get("num_attention_heads"),
-        num_draft_heads=config.num_draft_heads,
-        target_layers=() if config.assistant is None else config.assistant.target_layers,
+        source=SourceEntry(source.name, source.sha256, architecture),
+        parameters=Parameters(num_parameters, step_parameters, compiled.experts),
+        attention=AttentionEntry(
+            layers,
+            dtype,
+            config.layer_config.get("num_attention_heads"),
+            target_layers=() if config.assistant is None else config.assistant.target_layers,
+        ),
+        engine=compiled.engine,
+        quantize=recipe.quantization_of(role),
+        passes=compiled.passes,
+        cut_lm_head=save_lm_head_ids(folder, ids),
+        draft_head=DraftHeadEntry(
+            config.kind,
+            config.taps,
+            guessed=None if plan.probe is None else plan.probe.rate,
+            reading=None if plan.probe is None else plan.probe.reading.change or None,
+            num_draft_heads=config.num_draft_heads,
+            mask_token_id=config.mask_token_id,
+            mask_path=None if mask is None else MASK_NAME,
+            block_size=config.block_size,
+        ),
     )
     with clock.stage("check", role, "" if reference is not None else "not checked"):
         found = check_head(folder, entry, reference) if reference is not None else None

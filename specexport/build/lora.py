@@ -1,10 +1,10 @@
 """The LoRA adapters of a build: found, fitted to the target, and merged or kept as products of their own."""
 
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from specexport.recipe import BuildRecipe
-from specexport_runtime.bundle.manifest import AdapterEntry
+from specexport_runtime.bundle.entry import AdapterEntry
 from specexport_runtime.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def bind_adapters(checkpoint: Any, sources: "Seq[LoraSource]", *, merge: bool) -
 
 def describe_adapters(adapters: "Seq[LoraAdapter]", *, chosen: bool) -> tuple[AdapterEntry, ...]:
     """What a manifest says of adapters."""
-    use = "chosen" if chosen else "merged"
+    use: Literal["chosen", "merged"] = "chosen" if chosen else "merged"
     return tuple(
         AdapterEntry(each.source.name, each.source.source, each.source.sha256, each.rank, use) for each in adapters
     )

@@ -4,6 +4,7 @@ import gc
 import importlib.util
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,16 +24,27 @@ from specexport.channel_ranges import CacheRange, ChannelRanges
 from specexport.progress import StageClock
 from specexport.recipe import KEEP, BuildRecipe, model_dtype, resolve_recipe, rounding, with_quantization
 from specexport_runtime.abi import ITEM_BYTES
-from specexport_runtime.bundle.cut_head import HEAD_IDS_NAME
+from specexport_runtime.bundle.cut_head import LM_HEAD_IDS_NAME
+from specexport_runtime.bundle.entry import (
+    AttentionEntry,
+    CutLmHead,
+    DroppedLayer,
+    EngineEntry,
+    ExpertSizes,
+    ModelEntry,
+    Parameters,
+    Rope,
+    SourceEntry,
+    WeightFormat,
+)
 from specexport_runtime.bundle.files import hash_files
-from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.errors import CheckpointError, MissingDependencyError, UnsupportedModelError
 from specexport_runtime.executors.base import Float32Array, Int32Array, Int64Array
 
 if TYPE_CHECKING:
     from specexport.frontend.lora import LoraSource
     from specexport.frontend.taps import FeatureRequest
-    from specexport.passes.low_rank import Adapter
+    from specexport.passes.block_weight import BlockWeight
 
 STAGES = ("load", "reference", "trace", "passes", "lower", "build", "check")
 
@@ -123,7 +135,7 @@ def build_model(
             _refuse_overflow(checkpoint, next(iter(references.values()), None))
     head, formats = _head_sizes(checkpoint), _weight_formats(checkpoint)
     ranges, cached = _calibrate(checkpoint, each, source.role, clock)
-    forms = _Forms(recipe, source, checkpoint, adapters, tuple(dropped), dump_dir, head, formats, ranges, cached)
+    forms = _Forms(recipe, source, checkpoint, adapters, dropped, dump_dir, head, formats, ranges, cached)
     forms = forms._replace(traced=_trace(checkpoint, source.role, clock, recipe, features))
     entry = forms.build(form, folder, clock, last=trial is None)
     if trial is not None:
@@ -160,10 +172,10 @@ class _Forms(NamedTuple):
     source: ModelSource
     checkpoint: Any
     adapters: Any
-    dropped: tuple[tuple[int, float], ...]
+    dropped: tuple[DroppedLayer, ...]
     dump_dir: Path | None
     head: HeadSizes
-    formats: tuple[tuple[str, int, int], ...]
+    formats: tuple[WeightFormat, ...]
     ranges: Mapping[str, ChannelRanges] | None
     cached: Seq[CacheRange] | None
     traced: "_Traced | None" = None
@@ -173,39 +185,48 @@ class _Forms(NamedTuple):
         assert self.traced is not None  # noqa: S101
         role, checkpoint, traced = self.source.role, self.checkpoint, self.traced
         recipe = with_quantization(self.recipe, role, form.quantize)
-        fields = self.head.step(form.head_ids) | {"weight_formats": self.formats}
-        fields |= _compile(
+        job = BuildJob(
+            recipe, role, traced.layers, checkpoint.num_parameters, checkpoint.max_positions, place, clock,
+            cache_ranges=self.cached, states=traced.states, adapters=self.adapters.products,
+        )  # fmt: skip
+        _check_states(job, find_backend(recipe.backend))
+        compiled = compile_graph(
+            traced.ir_model if last else traced.ir_model.clone(),
             recipe,
-            checkpoint,
-            role,
-            traced if last else traced._replace(ir_model=traced.ir_model.clone()),
-            folder=place,
-            clock=clock,
-            dump_dir=self.dump_dir,
+            job,
+            self.dump_dir,
             head_ids=form.head_ids,
             ranges=self.ranges if _weighs_inputs(recipe, role) else None,
-            cached=self.cached,
-            adapters=self.adapters.products,
+            kept=checkpoint.kept if form.quantize == KEEP else None,
         )
-        if form.head_ids is not None:
-            np.save(place / HEAD_IDS_NAME, form.head_ids, allow_pickle=False)
-            fields |= {"head_ids_path": HEAD_IDS_NAME, "num_head_ids": len(form.head_ids)}
-        rope = checkpoint.rope
+        engine, rope, dtype = compiled.engine, checkpoint.rope, model_dtype(recipe)
         return ModelEntry(
-            **fields,
             backend=recipe.backend,
-            architecture=checkpoint.architecture,
-            dtype=model_dtype(recipe),
+            dtype=dtype,
             vocab_size=checkpoint.vocab_size,
-            num_parameters=checkpoint.num_parameters,
             max_positions=checkpoint.max_positions,
-            rope=None if rope is None else rope.text,
-            rope_len=None if rope is None else rope.max_len,
-            source=self.source.name,
-            source_sha256=self.source.sha256,
+            source=SourceEntry(self.source.name, self.source.sha256, checkpoint.architecture),
+            parameters=Parameters(checkpoint.num_parameters, self.head.step(form.head_ids), compiled.experts),
+            attention=AttentionEntry(
+                traced.layers, recipe.kv_cache_dtype or dtype, self.head.num_heads, traced.windows
+            ),
+            engine=replace(engine, weight_formats=self.formats) if form.quantize == KEEP else engine,
+            states=traced.states,
+            quantize=form.quantize,
+            passes=compiled.passes,
+            rope=None if rope is None else Rope(rope.text, rope.max_len),
             dropped_layers=self.dropped,
+            cut_lm_head=save_lm_head_ids(place, form.head_ids),
             adapters=describe_adapters(self.adapters.all, chosen=recipe.chooses_adapters),
         )
+
+
+def save_lm_head_ids(folder: Path, ids: Int32Array | None) -> CutLmHead | None:
+    """Write the token ids that an LM head was cut down to beside its engine; None where it is whole."""
+    if ids is None:
+        return None
+    np.save(folder / LM_HEAD_IDS_NAME, ids, allow_pickle=False)
+    return CutLmHead(LM_HEAD_IDS_NAME, len(ids))
 
 
 def _head_sizes(checkpoint: Any) -> HeadSizes:
@@ -232,7 +253,7 @@ def _head_sizes(checkpoint: Any) -> HeadSizes:
 def _kept_share(checkpoint: Any) -> float | None:
     """Bytes of a weight as the checkpoint has it; None where it holds float weights."""
     formats = _weight_formats(checkpoint)
-    return sum(size for *_, size in formats) / sum(count for _, count, _ in formats) if formats else None
+    return sum(each.num_bytes for each in formats) / sum(each.weights for each in formats) if formats else None
 
 
 def _needed_bytes(recipe: BuildRecipe, checkpoint: Any, role: str) -> int:
@@ -260,13 +281,13 @@ def _tables(model: Any) -> list[Any]:
     return [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
 
 
-def _weight_formats(checkpoint: Any) -> tuple[tuple[str, int, int], ...]:
-    """Name, weights and stored bytes of each format that is kept, the most weights first."""
+def _weight_formats(checkpoint: Any) -> tuple[WeightFormat, ...]:
+    """Each format that is kept, the most weights first."""
     found: dict[str, tuple[int, int]] = {}
     for weight in {id(weight): weight for weight in checkpoint.kept.values()}.values():  # a tied one counts once
         count, size = found.get(weight.kind, (0, 0))
         found[weight.kind] = count + weight.shape[0] * weight.shape[1], size + weight.stored_bytes
-    return tuple(sorted(((kind, *sizes) for kind, sizes in found.items()), key=lambda each: -each[1]))
+    return tuple(sorted((WeightFormat(kind, *sizes) for kind, sizes in found.items()), key=lambda each: -each.weights))
 
 
 def load_source(recipe: BuildRecipe, source: ModelSource, *, stream: bool = True) -> Any:
@@ -342,14 +363,14 @@ def _eager_reference(checkpoint: Any, adapters: Seq[Any] = (), *, on_texts: bool
     return _Reference(sequences, reference_logits(checkpoint, texts), adapted)
 
 
-def _drop_layers(checkpoint: Any, prune: LayerPrune | None, role: str, clock: StageClock) -> list[tuple[int, float]]:
-    """Take out the layers that do least; returns number and similarity of each."""
+def _drop_layers(checkpoint: Any, prune: LayerPrune | None, role: str, clock: StageClock) -> tuple[DroppedLayer, ...]:
+    """Take out the layers that do least."""
     if prune is None:
-        return []
+        return ()
     num_layers = checkpoint.model.config.get_text_config().num_hidden_layers
     check_num_layers(prune.num_layers, num_layers)
     if prune.num_layers == num_layers:
-        return []
+        return ()
     from specexport.frontend import choose_layers, drop_layers
 
     with clock.stage("layers", role, f"{prune.num_layers} of {num_layers} stay", steps=0):
@@ -358,7 +379,7 @@ def _drop_layers(checkpoint: Any, prune: LayerPrune | None, role: str, clock: St
         )
         dropped = choose_layers(checkpoint, num_layers - prune.num_layers, pieces)
         drop_layers(checkpoint, [layer for layer, _ in dropped])
-    return dropped
+    return tuple(DroppedLayer(*each) for each in dropped)
 
 
 def reads_texts(recipe: BuildRecipe, role: str) -> bool:
@@ -442,29 +463,6 @@ def _trace(
     return found
 
 
-def _compile(
-    recipe: BuildRecipe,
-    checkpoint: Any,
-    role: str,
-    traced: _Traced,
-    *,
-    folder: Path,
-    clock: StageClock,
-    dump_dir: Path | None,
-    head_ids: Int32Array | None,
-    ranges: Mapping[str, ChannelRanges] | None,
-    cached: Seq[CacheRange] | None,
-    adapters: "Seq[Adapter]",
-) -> dict[str, Any]:
-    """A traced graph to engine files; it is used up. Returns fields of the manifest entry."""
-    job = BuildJob(recipe, role, traced.layers, checkpoint.num_parameters, checkpoint.max_positions, folder, clock)
-    job = job._replace(cache_ranges=cached, states=traced.states, adapters=adapters)
-    _check_states(job, find_backend(recipe.backend))
-    kept = checkpoint.kept if recipe.quantization_of(role) == KEEP else {}
-    fields = compile_graph(traced.ir_model, recipe, job, dump_dir, head_ids=head_ids, ranges=ranges, kept=kept)
-    return {**fields, "windows": traced.windows}
-
-
 def _check_states(job: BuildJob, backend: Backend) -> None:
     """Refuse layers that keep a state where nothing can go back behind drafts."""
     if job.states and not backend.has_states:
@@ -475,14 +473,25 @@ def _check_states(job: BuildJob, backend: Backend) -> None:
         )
 
 
-def compile_graph(
-    ir_model: Any, recipe: BuildRecipe, job: BuildJob, dump_dir: Path | None, **of_passes: Any
-) -> dict[str, Any]:
-    """A traced graph to engine files; its weights are let go. Gives fields of the manifest entry.
+class Compiled(NamedTuple):
+    """Engine files, and what the passes found and did on the way to them."""
 
-    ``recipe`` is resolved. ``of_passes`` is what else the passes need to know of this model, see
-    ``passes.pipeline.default_passes``.
-    """
+    engine: EngineEntry
+    passes: tuple[tuple[str, int], ...]  # what each changed: name, changes
+    experts: ExpertSizes | None
+
+
+def compile_graph(
+    ir_model: Any,
+    recipe: BuildRecipe,  # resolved
+    job: BuildJob,
+    dump_dir: Path | None,
+    *,
+    head_ids: Int32Array | None = None,  # the last three are for the passes, see ``passes.pipeline.default_passes``
+    ranges: Mapping[str, ChannelRanges] | None = None,
+    kept: "Mapping[str, BlockWeight] | None" = None,
+) -> Compiled:
+    """A traced graph to engine files; its weights are let go."""
     from specexport.passes.experts_graph import expert_sizes
     from specexport.passes.pipeline import default_passes, run_passes
 
@@ -496,16 +505,18 @@ def compile_graph(
             quantize_lm_head=recipe.quantize_lm_head,
             quantize_operator=backend.quantize_operator,
             quantize_block=backend.quantize_block,
-            own_operators=backend.own_operators,
+            head_ids=head_ids,
+            ranges=ranges,
+            kept=kept,
             adapters=job.adapters,
-            **of_passes,
+            own_operators=backend.own_operators,
         )
         done = run_passes(ir_model, passes, dump_dir=dump_dir, on_pass=job.clock.note)
     strip_metadata(ir_model)
     experts = expert_sizes(ir_model)
-    fields = backend.build(ir_model, job)
+    engine = backend.build(ir_model, job)
     release_weights([*weights, *ir_model.graph.initializers.values()])
-    return {"layers": job.layers, "states": job.states, "experts": experts, "passes": done, **fields}
+    return Compiled(engine, done, experts)
 
 
 def strip_metadata(ir_model: Any) -> None:

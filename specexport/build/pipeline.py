@@ -41,8 +41,9 @@ from specexport.build.vocabulary import check_vocabularies, read_vocabulary
 from specexport.host import peak_memory_bytes, seldom_collected
 from specexport.progress import Progress, StageClock
 from specexport.recipe import AUTO, MTP, BuildRecipe, resolve_recipe, settle_quantization
+from specexport_runtime.bundle.entry import FormTrial
 from specexport_runtime.bundle.files import FileEntry
-from specexport_runtime.bundle.manifest import FormTrial, Manifest
+from specexport_runtime.bundle.manifest import Manifest
 
 _NUM_COMMON_STAGES = 2  # plan and bundle
 
@@ -174,11 +175,12 @@ def build_bundle(
                 draft = built["draft"]
                 built["draft"] = replace(draft, entry=replace(draft.entry, trial=FormTrial(0, (), untried)))
             entries = [model.entry for model in built.values()]
-            resolved = resolve_recipe(simplest, [n for each in entries for n in (each.max_positions, each.rope_len)])
+            limits = [each.max_positions for each in entries] + [each.rope.max_len for each in entries if each.rope]
+            resolved = resolve_recipe(simplest, limits)
             if plan.reductions.trial is not None:
-                draft = built["draft"]
-                form = draft.entry.quantize, draft.entry.num_head_ids
-                resolved = replace(resolved, draft_quantize=form[0], draft_vocab_size=form[1])
+                entry = built["draft"].entry
+                rows = None if entry.cut_lm_head is None else entry.cut_lm_head.num_rows
+                resolved = replace(resolved, draft_quantize=entry.quantize, draft_vocab_size=rows)
             backend.check_bundle(resolved, {role: model.entry for role, model in built.items()})
             manifest = write_bundle(folder, recipe=resolved, build_key=plan.build_key, tools=plan.tools, models=built)
     checks = {role: model.check for role, model in built.items()}
@@ -339,10 +341,11 @@ def _reuse(cache: EngineCache, key: str, model: ModelSource, folder: Path, clock
     clock.skip(len(STAGES))
     # The same checkpoint may be known by another name now, and so may its adapters.
     adapters = [
-        replace(known, name=adapter.name, source=adapter.source)
+        known._replace(name=adapter.name, source=adapter.source)
         for known, adapter in zip(built.entry.adapters, model.adapters, strict=True)
     ]
-    return replace(built, entry=replace(built.entry, source=model.name, adapters=tuple(adapters)))
+    source = built.entry.source._replace(name=model.name)
+    return replace(built, entry=replace(built.entry, source=source, adapters=tuple(adapters)))
 
 
 def _build_anew(
@@ -407,7 +410,8 @@ def _check_built_vocabularies(models: Mapping[str, BuiltModel]) -> None:
     if "draft" not in models:
         return
     target, draft = (
-        read_vocabulary(models[role].tokenizer_json, where=models[role].entry.source) for role in ("target", "draft")
+        read_vocabulary(models[role].tokenizer_json, where=models[role].entry.source.name)
+        for role in ("target", "draft")
     )
     shared = min(built.entry.vocab_size for built in models.values())
     check_vocabularies(target, draft, num_shared_rows=shared)

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from specexport.progress import Progress, StageClock
-from specexport_runtime.bundle.manifest import Manifest, ModelEntry, load_manifest
+from specexport_runtime.bundle.entry import ModelEntry
+from specexport_runtime.bundle.manifest import Manifest, load_manifest
 from specexport_runtime.errors import IncompatibleError, InvalidRequestError, OutputExistsError
 
 if TYPE_CHECKING:
@@ -191,10 +192,11 @@ def _entry(manifest: Manifest, folder: Path | None, options: DebugOptions) -> Mo
 
 
 def _check_same_checkpoint(folder: Path, entry: ModelEntry, options: DebugOptions, other: ModelEntry) -> None:
-    if entry.source_sha256 != other.source_sha256:
+    own, theirs = entry.source, other.source
+    if own.sha256 != theirs.sha256:
         raise InvalidRequestError(
-            f"--against {options.against}: its {options.role} was built from {other.source} "
-            f"({other.source_sha256[:12]}), and that of {folder} from {entry.source} ({entry.source_sha256[:12]}).",
+            f"--against {options.against}: its {options.role} was built from {theirs.name} ({theirs.sha256[:12]}), and "
+            f"that of {folder} from {own.name} ({own.sha256[:12]}).",
             "give a bundle of the same checkpoint.",
         )
 
@@ -202,9 +204,9 @@ def _check_same_checkpoint(folder: Path, entry: ModelEntry, options: DebugOption
 def _load(folder: Path, entry: ModelEntry, kind: GraphKind) -> "EngineGraph":
     from specexport.debug.graph import load_graph
 
-    path = {"engine": entry.path, "padded": entry.padded_path}[kind]
-    if path is None:
+    graph = {"engine": entry.engine, "padded": entry.engine.padded}[kind]
+    if graph is None:
         without = "a model that keeps states has none" if entry.states else "a target built with --self-draft has none"
         hint = f"{without}: give --against a bundle of the same checkpoint." if kind == "padded" else "build it again."
         raise InvalidRequestError(f"{folder}: this model has no {kind} graph.", hint)
-    return load_graph(folder / path)
+    return load_graph(folder / graph.path)

@@ -13,7 +13,7 @@ from typing import Any
 from specexport.heads.config import HeadConfig, HydraShape
 from specexport.heads.files import CONFIG_NAME, HeadFiles
 from specexport_runtime.abi import AFTER_NORM
-from specexport_runtime.bundle.manifest import MAX_LOOKAHEAD
+from specexport_runtime.bundle.entry import MAX_LOOKAHEAD
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 
 EMBEDDING, PREFIX = "input_embed_fn.weight", "prefix_embeding_layer."

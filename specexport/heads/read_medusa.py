@@ -12,7 +12,7 @@ from typing import Any
 from specexport.heads.config import HeadConfig, MedusaShape
 from specexport.heads.files import HeadFiles
 from specexport_runtime.abi import AFTER_NORM
-from specexport_runtime.bundle.manifest import MAX_LOOKAHEAD
+from specexport_runtime.bundle.entry import MAX_LOOKAHEAD
 from specexport_runtime.errors import CheckpointError
 
 TOKEN_MAP, ONE_LM_HEAD = "token_map", "lm_head.weight"

@@ -16,6 +16,7 @@ from specexport.passes.experts_graph import BLOCK_EXPERTS
 from specexport.passes.quantize_sites import BLOCK_LINEAR, LinearSite, channel_parts
 from specexport.passes.transpose_fold import FOLDED
 from specexport_runtime.abi import OP_DOMAIN
+from specexport_runtime.bundle.entry import WeightFormat
 
 BLOCK_EMBEDDING = "BlockEmbedding"
 _FLOAT = ir.DataType.FLOAT
@@ -123,7 +124,7 @@ def put_lookup(graph: ir.Graph, node: ir.Node, packing: Packing) -> None:
     emit.replace(node, [found])
 
 
-def packed_formats(graph: ir.Graph) -> tuple[tuple[str, int, int], ...]:
+def packed_formats(graph: ir.Graph) -> tuple[WeightFormat, ...]:
     """Each format of packed weights: its name, weights and bytes, the most weights first; a tied weight counts once."""
     seen = {}
     for node in graph.all_nodes():
@@ -135,7 +136,8 @@ def packed_formats(graph: ir.Graph) -> tuple[tuple[str, int, int], ...]:
     for kind, size, stored in seen.values():
         count, total = found.get(kind, (0, 0))
         found[kind] = count + size, total + stored
-    return tuple(sorted(((kind, *sizes) for kind, sizes in found.items()), key=lambda each: -each[1]))
+    formats = (WeightFormat(kind, *sizes) for kind, sizes in found.items())
+    return tuple(sorted(formats, key=lambda each: -each.weights))
 
 
 def _packed_of(node: ir.Node) -> list[tuple[int, str, int]]:

@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 from specexport.ops.experts import EACH, EXPERTS
 from specexport.passes.base import constant_of, sizes_of
-from specexport_runtime.bundle.manifest import ExpertSizes
+from specexport_runtime.bundle.entry import ExpertSizes
 from specexport_runtime.errors import CheckFailedError
 
 BLOCK_EXPERTS = "BlockExperts"

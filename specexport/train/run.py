@@ -121,7 +121,7 @@ def _write_texts(options: TrainOptions, prompts: Seq[str], path: Path, clock: St
     manifest = load_manifest(bundle)
     written_by = manifest.models["target"]
     sha256 = hash_checkpoint(options.target, remote_code=bool(manifest.recipe.get("trust_remote_code")))
-    if written_by.source_sha256 != sha256:
+    if written_by.source.sha256 != sha256:
         raise InvalidRequestError(
             f"{bundle} was not built from {options.target}: a draft learns from what its own target writes.",
             "give a bundle of this target, or leave --bundle out.",

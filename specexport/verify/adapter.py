@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from specexport_runtime.bundle.manifest import AdapterEntry, Manifest
+from specexport_runtime.bundle.entry import AdapterEntry
+from specexport_runtime.bundle.manifest import Manifest
 from specexport_runtime.errors import CheckpointError, InvalidRequestError
 
 if TYPE_CHECKING:

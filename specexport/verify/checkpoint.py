@@ -42,21 +42,21 @@ def find_checkpoint(manifest: Manifest, role: str, given: str | None, bundle: Pa
     revision, runs_code = manifest.recipe.get(_REVISION_KEYS[role]), bool(manifest.recipe.get("trust_remote_code"))
     if given is not None:
         found = hash_checkpoint(given, revision, remote_code=runs_code)
-        if found != entry.source_sha256:
+        if found != entry.source.sha256:
             raise CheckpointError(
                 f"{_OPTIONS[role]} {given} is not what this {role} was built from: its sha256 is {found[:16]}…, the "
-                f"manifest records {entry.source_sha256[:16]}… ({entry.source}).",
-                f"give the checkpoint {entry.source} as it was at build time.",
+                f"manifest records {entry.source.sha256[:16]}… ({entry.source.name}).",
+                f"give the checkpoint {entry.source.name} as it was at build time.",
             )
         return given
-    for candidate in _candidates(entry.source, bundle):
+    for candidate in _candidates(entry.source.name, bundle):
         try:
-            if hash_checkpoint(candidate, revision, remote_code=runs_code) == entry.source_sha256:
+            if hash_checkpoint(candidate, revision, remote_code=runs_code) == entry.source.sha256:
                 return candidate
         except CheckpointError:
             continue
     raise CheckpointNotFoundError(
-        f"the {role}'s checkpoint {entry.source} (sha256 {entry.source_sha256[:16]}…) was not found.",
+        f"the {role}'s checkpoint {entry.source.name} (sha256 {entry.source.sha256[:16]}…) was not found.",
         f"name it with {_OPTIONS[role]}.",
     )
 

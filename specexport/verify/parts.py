@@ -47,7 +47,7 @@ def run_tensors(engine: SpecEngine, manifest: Manifest, references: References, 
                     reference.logits,
                     lookahead=manifest.lookahead,
                     dtype=entry.dtype,
-                    num_layers=len(entry.layers),
+                    num_layers=len(entry.attention.layers),
                 )
             )
     missing = [references.missing[role] for role in roles if role in references.missing]
@@ -83,7 +83,7 @@ def run_perplexity(
                 reference.loss,
                 count_predicted(windows, head),
                 approximation=entry.approximation,
-                limits=text_limits(entry.approximation, entry.dtype, len(entry.layers)),
+                limits=text_limits(entry.approximation, entry.dtype, len(entry.attention.layers)),
                 reference=reference.source,
             )
         )
@@ -106,7 +106,7 @@ def run_neighbours(engine: SpecEngine, manifest: Manifest, prompts: Seq[Seq[int]
             engine.target,
             sequences,
             lookahead=manifest.lookahead,
-            tolerance=step_tolerance(entry.backend, entry.dtype, len(entry.layers)),
+            tolerance=step_tolerance(entry.backend, entry.dtype, len(entry.attention.layers)),
         )
     return Part("neighbours", _status([result], ()), None, (result,))
 

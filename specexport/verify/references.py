@@ -109,7 +109,7 @@ def collect_references(
             options.trust_remote_code,
             dropped=[layer for layer, _ in entry.dropped_layers],
             adapter=adapter if role == "target" else None,
-            rope_len=entry.rope_len,
+            rope_len=None if entry.rope is None else entry.rope.max_len,
             rounded=recorded_rounding(manifest, role),
         )
         with clock.stage("eager reference", role):
@@ -182,12 +182,12 @@ def _losses_of_bundle(
         entry, model = manifest.models[role], other.models.get(role)
         if model is None and role != "target":
             continue  # a checkpoint may serve
-        if model is None or model.approximation is not None or model.source_sha256 != entry.source_sha256:
+        if model is None or model.approximation is not None or model.source.sha256 != entry.source.sha256:
             approximate = model is not None and model.approximation is not None
             what = "is an approximation itself" if approximate else "was built from another checkpoint"
             raise InvalidRequestError(
                 f"--reference {reference}: its {role} {what}, so nothing can be compared with it.",
-                f"give a bundle built from {entry.source} without --quantize and --kv-cache-dtype.",
+                f"give a bundle built from {entry.source.name} without --quantize and --kv-cache-dtype.",
             )
         if model.kept_layers != entry.kept_layers:
             raise InvalidRequestError(
@@ -204,7 +204,7 @@ def _losses_of_bundle(
         if theirs is not None and (head is None or not np.array_equal(theirs.ids, head.ids)):
             raise InvalidRequestError(
                 f"--reference {reference}: its {role} has an LM head of {len(theirs.ids)} other tokens.",
-                f"give a bundle built from {entry.source} without --draft-vocab-size.",
+                f"give a bundle built from {entry.source.name} without --draft-vocab-size.",
             )
         with clock.stage("reference bundle", role):
             longest = max(map(len, windows))

@@ -47,7 +47,7 @@ def verify_bundle(bundle: Path, options: VerifyOptions, *, progress: Progress | 
         lora = None if adapter is None else adapter.chosen
         engine = _load_engine(bundle, manifest, [*prompts, *(windows if read else ())], options, lora)
     target = manifest.models["target"]
-    tolerance = step_tolerance(target.backend, target.dtype, len(target.layers))
+    tolerance = step_tolerance(target.backend, target.dtype, len(target.attention.layers))
     try:
         found = (
             run_tensors(engine, manifest, references, clock),

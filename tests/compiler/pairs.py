@@ -9,7 +9,7 @@ import numpy as np
 
 from specexport.build import check
 from specexport.recipe import BuildRecipe
-from specexport_runtime.bundle.manifest import ModelEntry
+from specexport_runtime.bundle.entry import ModelEntry
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from specexport.recipe import resolve_recipe
 from specexport.rounding import LogitTolerance
 from specexport.verify.checkpoint import EagerModel, eager_references, recorded_rounding
 from specexport.verify.tolerance import logit_scale
+from specexport_runtime.bundle.entry import Gates
 from specexport_runtime.bundle.files import check_files
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.errors import BundleError, CheckFailedError, CheckpointError, OutputExistsError
@@ -54,26 +55,26 @@ def test_a_bundle_says_what_it_is(tiny_pair: TinyPair, tiny_bundle: Path) -> Non
     assert list(manifest.models) == ["draft", "target"]
     target, draft = manifest.models["target"], manifest.models["draft"]
     assert (target.vocab_size, draft.vocab_size) == (VOCAB, 300)
-    assert (len(target.layers), len(draft.layers)) == (2, 1)
-    assert (target.architecture, target.source, target.dtype) == ("LlamaForCausalLM", "target", "float32")
+    assert (len(target.attention.layers), len(draft.attention.layers)) == (2, 1)
+    assert (target.source.architecture, target.source.name, target.dtype) == ("LlamaForCausalLM", "target", "float32")
     assert target.max_positions == 256
     assert manifest.max_model_len == 256
     assert manifest.lookahead == 8
     assert manifest.vocabulary.size == NUM_TOKENS, "padding rows of the LM heads must not be drafted"
     assert (manifest.vocabulary.bos_token_id, manifest.vocabulary.eos_token_ids) == (1, (2,))
     assert manifest.recipe["dtype"] == "float32"
-    assert (target.num_gates, target.gate_obstacle, draft.num_gates) == (0, None, 0), "nobody asked for gates"
+    assert target.engine.gates == draft.engine.gates == Gates(), "nobody asked for gates"
     assert manifest.tools["torch"]
     on_disk = {path.relative_to(tiny_bundle).as_posix() for path in tiny_bundle.rglob("*") if path.is_file()}
     assert on_disk == {*manifest.files, "manifest.json"}
     assert {"target/model.onnx", "draft/model.onnx", "tokenizer.json"} <= on_disk
     for role, entry in manifest.models.items():
-        assert entry.padded_path == f"{role}/model.padded.onnx"
-        assert set(entry.padded_inputs) >= {*entry.inputs, "positions", "kv_positions"} - {
+        assert entry.engine.padded.path == f"{role}/model.padded.onnx"
+        assert set(entry.engine.padded.inputs) >= {*entry.engine.inputs, "positions", "kv_positions"} - {
             "layer_mask",
             "want_similarity",
         }
-        assert manifest.files[entry.padded_path].size < 100_000, "its weights are the engine's"
+        assert manifest.files[entry.engine.padded.path].size < 100_000, "its weights are the engine's"
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [("bfloat16", "bf16"), ("float16", "f16")])
@@ -84,7 +85,7 @@ def test_weights_alone_are_rounded(tiny_pair: TinyPair, tmp_path: Path, dtype: s
     assert any(f"weights are rounded to {dtype}" in note for note in notes)
     assert "weights, rounded to " + dtype in "\n".join(describe(result.manifest))
     entry = result.manifest.models["target"]
-    assert (entry.dtype, entry.cache_dtype, [name for name, *_ in entry.weight_formats]) == (
+    assert (entry.dtype, entry.attention.cache_dtype, [name for name, *_ in entry.engine.weight_formats]) == (
         "float32",
         "float32",
         [kind],
@@ -111,9 +112,9 @@ def test_a_target_has_gates_only_where_it_is_asked_to_draft_with_its_layers(
     tiny_bundle: Path, gated_bundle: Path, run_cli: Callable[..., Result], refuse_cli: Callable[..., str]
 ) -> None:
     plain, gated = (load_manifest(folder).models["target"] for folder in (tiny_bundle, gated_bundle))
-    assert (plain.num_gates, gated.num_gates) == (0, 4)
-    assert dict(plain.fused)["norm-fuse"] > 0, "without gates norms are joined with the additions before them"
-    assert "norm-fuse" not in dict(gated.fused)
+    assert (len(plain.engine.gates.kinds), len(gated.engine.gates.kinds)) == (0, 4)
+    assert dict(plain.engine.fused)["norm-fuse"] > 0, "without gates norms are joined with the additions before them"
+    assert "norm-fuse" not in dict(gated.engine.fused)
     asked = ["generate", "one two", "--max-tokens", 4, "--drafter", "self"]
     assert "build it again with --self-draft" in refuse_cli(asked[0], tiny_bundle, *asked[1:])
     rules = ["--layer-period", 2, "--layer-keep-last", 0, "--layer-threshold", "off"]  # it has two layers
@@ -216,8 +217,8 @@ def test_changed_weights_are_another_engine(tiny_pair: TinyPair, tiny_bundle: Pa
     recipe = tiny_pair.recipe(tmp_path / "out", draft=str(tmp_path / "draft"))
     result = build_bundle(recipe)
     assert result.reused == ("target",)
-    first = load_manifest(tiny_bundle).models["draft"].source_sha256
-    assert result.manifest.models["draft"].source_sha256 != first
+    first = load_manifest(tiny_bundle).models["draft"].source.sha256
+    assert result.manifest.models["draft"].source.sha256 != first
 
 
 def test_the_same_checkpoint_under_another_name_is_the_same_engine(
@@ -226,7 +227,7 @@ def test_the_same_checkpoint_under_another_name_is_the_same_engine(
     shutil.copytree(tiny_pair.draft, tmp_path / "renamed")
     result = build_bundle(tiny_pair.recipe(tmp_path / "out", draft=str(tmp_path / "renamed")))
     assert result.reused == ("target", "draft")
-    assert result.manifest.models["draft"].source == "renamed"
+    assert result.manifest.models["draft"].source.name == "renamed"
 
 
 def test_without_a_draft_a_bundle_has_one_model(tiny_pair: TinyPair, tiny_bundle: Path, tmp_path: Path) -> None:

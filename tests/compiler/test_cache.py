@@ -12,7 +12,8 @@ from specexport.build.cache import EngineCache, cache_folder
 from specexport.recipe import BuildRecipe
 from specexport_runtime.abi import LayerGeometry
 from specexport_runtime.bundle.files import hash_files
-from specexport_runtime.bundle.manifest import ModelEntry, load_manifest
+from specexport_runtime.bundle.manifest import load_manifest
+from tests.entries import make_entry
 
 KEY = "a" * 64
 
@@ -21,18 +22,10 @@ def make_engine(folder: Path, weights: bytes = b"w" * 1000, check: EngineCheck |
     folder.mkdir(parents=True)
     (folder / "model.onnx").write_bytes(b"graph")
     (folder / "model.onnx.data").write_bytes(weights)
-    entry = ModelEntry(
-        path="model.onnx",
-        backend="ort-cpu",
-        architecture="TinyForCausalLM",
-        dtype="float32",
+    entry = make_entry(
         vocab_size=8,
         layers=(LayerGeometry(2, 4, 4), LayerGeometry(1, 8, 4)),
         inputs=("input_ids", "positions"),
-        num_parameters=250,
-        max_positions=None,
-        source="tiny",
-        source_sha256="0" * 64,
         passes=(("fold", 3),),
     )
     return BuiltModel(

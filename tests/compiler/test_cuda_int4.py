@@ -22,10 +22,10 @@ def test_a_bundle_says_what_was_quantized(tmp_path: Path, tiny_pair: TinyPair, r
     build_bundle(tiny_pair.recipe(tmp_path / "one", backend="ort-cuda", quantize="int4"))
     manifest = load_manifest(tmp_path / "one")
     target, draft = manifest.models["target"], manifest.models["draft"]
-    assert (target.quantize, draft.quantize, draft.quantized_bytes) == ("int4", None, None)
+    assert (target.quantize, draft.quantize, draft.engine.packed_bytes) == ("int4", None, None)
     assert dict(target.passes)["int4-fused"] == 15
-    assert target.quantized_bytes is not None
-    stored, before = target.quantized_bytes
+    assert target.engine.packed_bytes is not None
+    stored, before = target.engine.packed_bytes
     # 4 bits and a 16-bit scale for 32 of them, of 16 bits.
     assert stored == pytest.approx(before * 4.5 / 16)
     (line,) = [line for line in describe(manifest) if "quantized:" in line]
@@ -40,9 +40,9 @@ def test_a_bundle_says_what_was_quantized(tmp_path: Path, tiny_pair: TinyPair, r
     assert again.reused == (), "an LM head that stays is another engine"
     gated = again.manifest.models["target"]
     assert dict(gated.passes)["int4-fused"] == 14
-    assert gated.num_gates > 0
-    assert gated.quantized_bytes is not None
-    assert 0 < gated.quantized_bytes[0] < stored, "layers that can be switched off are counted too"
+    assert gated.engine.gates.kinds
+    assert gated.engine.packed_bytes is not None
+    assert 0 < gated.engine.packed_bytes[0] < stored, "layers that can be switched off are counted too"
 
 
 @pytest.mark.whole

@@ -12,7 +12,7 @@ from specexport.build.pipeline import build_bundle
 from specexport.recipe import BuildRecipe
 from specexport_runtime import engine_load
 from specexport_runtime.bundle.cut_head import CutHead, load_cut_head
-from specexport_runtime.bundle.manifest import ModelEntry
+from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sequences.results import GenerationResult

@@ -86,9 +86,9 @@ def test_layers_that_do_nothing_go_and_nothing_is_lost(without_idle: BuildResult
     entries = load_manifest(without_idle.path).models
     assert entries["draft"].dropped_layers == ((IDLE, 1.0),)
     assert entries["draft"].kept_layers == (0, 2, 3)
-    assert len(entries["draft"].layers) == 3
+    assert len(entries["draft"].attention.layers) == 3
     assert entries["target"].dropped_layers == ()
-    assert entries["draft"].num_parameters == entries["target"].num_parameters
+    assert entries["draft"].parameters.total == entries["target"].parameters.total
     before, after = decode(whole), decode(without_idle.path)
     assert after == before
     assert after[1] == after[2] > 0, "the draft has the target's weights"

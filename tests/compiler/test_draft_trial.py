@@ -18,8 +18,9 @@ from specexport.build.draft_trial import DraftTrial, pick, promised_speed
 from specexport.build.draft_vocabulary import read_counting_texts
 from specexport.build.pipeline import BuildResult, build_bundle
 from specexport.recipe import BuildRecipe
-from specexport_runtime.bundle.cut_head import HEAD_IDS_NAME
-from specexport_runtime.bundle.manifest import ModelEntry, TriedForm, load_manifest
+from specexport_runtime.bundle.cut_head import LM_HEAD_IDS_NAME
+from specexport_runtime.bundle.entry import ModelEntry, TriedForm
+from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.costs.prior import prior_costs
 from specexport_runtime.costs.step_cost import StepCost
 from specexport_runtime.engine import SpecEngine
@@ -43,6 +44,10 @@ def test_the_best_lookahead_counts() -> None:
     each = [sum(0.8**i for i in range(k + 1)) * 10 / (10 + 4 * k) for k in range(9)]
     assert promised_speed(0.8, TARGET, draft, 8) == pytest.approx(max(each))
     assert promised_speed(0.8, TARGET, draft, 1) == pytest.approx(each[1])
+
+
+def _cut(draft: ModelEntry) -> int | None:
+    return None if draft.cut_lm_head is None else draft.cut_lm_head.num_rows
 
 
 @pytest.mark.parametrize(
@@ -118,13 +123,13 @@ def test_the_draft_has_the_form_that_promises_most(
     trial = draft.trial
     assert trial is not None
     assert trial.obstacle is None
-    own = [(tried.quantize, tried.head_size) for tried in trial.forms]
+    own = [(tried.quantize, tried.lm_head_rows) for tried in trial.forms]
     assert own[:3] == [(None, 300), (None, 150), (None, 40)]
     assert [name for name, _ in own[3:]] == ["int8", "int4"]
     if at is None:
         best = pick(trial.forms)
-        form = best.quantize, None if best.head_size == 300 else best.head_size
-    assert (draft.quantize, draft.num_head_ids) == form
+        form = best.quantize, None if best.lm_head_rows == 300 else best.lm_head_rows
+    assert (draft.quantize, _cut(draft)) == form
     assert (result.manifest.recipe["draft_quantize"], result.manifest.recipe["draft_vocab_size"]) == form
     assert_priced(result, form)
     assert not [place for place in (tmp_path / "b" / "draft").iterdir() if place.is_dir()]
@@ -177,7 +182,7 @@ def test_a_chosen_draft_is_accepted_as_often_as_the_trial_said(
     with closing(SpecEngine.load(result.path)) as engine:
         plain = engine.generate(prompts, params, drafter="none")
         drafted = engine.generate(prompts, params, drafter="draft-model", num_speculative_tokens=1)
-    head = set(np.load(result.path / "draft" / HEAD_IDS_NAME).tolist())
+    head = set(np.load(result.path / "draft" / LM_HEAD_IDS_NAME).tolist())
     written = [token in head for each in plain for token in each.token_ids]
     assert [each.token_ids for each in drafted] == [each.token_ids for each in plain]
     assert _entry(result).trial.num_tokens == len(written)
@@ -226,7 +231,7 @@ def test_a_draft_that_cannot_be_tried_is_what_it_was(
     trying.setattr(draft_guesses, "_MOST_WORK", work)
     trying.setattr(draft_trial, "count_right", count)
     draft = _entry(build_bundle(tiny_pair.recipe(tmp_path / "b"), use_cache=False))
-    assert (draft.quantize, draft.num_head_ids) == (None, None)
+    assert (draft.quantize, _cut(draft)) == (None, None)
     assert draft.trial.forms == ()
     assert why in draft.trial.obstacle
     assert f"no forms were tried: {draft.trial.obstacle}" in run_cli("inspect", tmp_path / "b").stdout
@@ -244,16 +249,20 @@ def test_a_form_that_cannot_be_had_leaves_the_others(
     trying.setattr(draft_trial, "count_right", count)
     trying.setattr(draft_trial, "pick", lambda tried: tried[1])
     draft = _entry(build_bundle(tiny_pair.recipe(tmp_path / "b"), use_cache=False))
-    assert (draft.quantize, draft.num_head_ids) == (None, 150)
-    assert [(form.quantize, form.head_size) for form in draft.trial.forms[3:]] == [("int4", 150)]
+    assert (draft.quantize, _cut(draft)) == (None, 150)
+    assert [(form.quantize, form.lm_head_rows) for form in draft.trial.forms[3:]] == [("int4", 150)]
     assert "  not tried: the draft breaks with int8." in run_cli("inspect", tmp_path / "b").stdout
-    assert sorted(place.name for place in (tmp_path / "b" / "draft").iterdir()) == [HEAD_IDS_NAME, *SIMPLEST_FILES]
+    assert sorted(place.name for place in (tmp_path / "b" / "draft").iterdir()) == [LM_HEAD_IDS_NAME, *SIMPLEST_FILES]
 
 
 def test_what_is_asked_for_is_not_tried(tiny_pair: TinyPair, tmp_path: Path, trying: pytest.MonkeyPatch) -> None:
     trying.setattr(draft_trial, "pick", lambda tried: tried[-1])
     whole = _entry(build_bundle(tiny_pair.recipe(tmp_path / "b", draft_quantize="none", draft_vocab_size="all")))
-    assert (whole.trial, whole.quantize, whole.num_head_ids) == (None, None, None)
+    assert (whole.trial, whole.quantize, whole.cut_lm_head) == (None, None, None)
     sized = _entry(build_bundle(tiny_pair.recipe(tmp_path / "c", draft_vocab_size=40)))
-    assert [(form.quantize, form.head_size) for form in sized.trial.forms] == [(None, 40), ("int8", 40), ("int4", 40)]
-    assert (sized.quantize, sized.num_head_ids) == ("int4", 40)
+    assert [(form.quantize, form.lm_head_rows) for form in sized.trial.forms] == [
+        (None, 40),
+        ("int8", 40),
+        ("int4", 40),
+    ]
+    assert (sized.quantize, _cut(sized)) == ("int4", 40)

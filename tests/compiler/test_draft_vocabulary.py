@@ -165,15 +165,15 @@ def cut_bundle(tiny_pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) ->
 
 def test_the_bundle_says_what_its_draft_has(cut_bundle: Path, run_cli: RunCli) -> None:
     entry = load_manifest(cut_bundle).models["draft"]
-    assert (entry.vocab_size, entry.num_head_ids, entry.head_size) == (300, SIZE, SIZE)
-    ids = np.load(cut_bundle / str(entry.head_ids_path), allow_pickle=False)
+    assert (entry.vocab_size, entry.cut_lm_head.num_rows, entry.lm_head_rows) == (300, SIZE, SIZE)
+    ids = np.load(cut_bundle / str(entry.cut_lm_head.ids_path), allow_pickle=False)
     tokenizer = (cut_bundle / "tokenizer.json").read_bytes()
     assert {0, 1, 2} | ids_of(tokenizer, "abcdefgh") <= set(ids.tolist())
     target = load_manifest(cut_bundle).models["target"]
-    assert target.num_head_ids is None
+    assert target.cut_lm_head is None
     # Embeddings are only looked up, and what was cut from the LM head multiplies nothing.
-    assert target.num_parameters - target.step_parameters == target.vocab_size * 64
-    assert entry.num_parameters - entry.step_parameters == 300 * 32 + (300 - SIZE) * 32
+    assert target.parameters.total - target.parameters.step == target.vocab_size * 64
+    assert entry.parameters.total - entry.parameters.step == 300 * 32 + (300 - SIZE) * 32
     assert f"LM head: {SIZE} of 300 tokens" in run_cli("inspect", cut_bundle).output
 
 
@@ -214,7 +214,7 @@ def test_a_map_that_was_changed_is_refused(cut_bundle: Path, tmp_path: Path) -> 
     from specexport_runtime.bundle.manifest import MANIFEST_NAME, _digest
 
     copy = Path(shutil.copytree(cut_bundle, tmp_path / "b"))
-    name = "draft/head_ids.npy"
+    name = "draft/lm_head_ids.npy"
     ids = np.load(copy / name)
     np.save(copy / name, ids[::-1].copy())
     with pytest.raises(BundleError, match=r"head_ids\.npy was altered"):
@@ -229,6 +229,5 @@ def test_a_map_that_was_changed_is_refused(cut_bundle: Path, tmp_path: Path) -> 
 
 def test_all_tokens_are_no_cut(tiny_pair: TinyPair, tmp_path: Path) -> None:
     entry = build_bundle(tiny_pair.recipe(tmp_path / "b", draft_vocab_size=300)).manifest.models["draft"]
-    assert entry.num_head_ids is None
-    assert entry.head_ids_path is None
+    assert entry.cut_lm_head is None
     assert "lm-head-cut" not in dict(entry.passes)

@@ -93,14 +93,15 @@ def test_a_step_beyond_every_profile_says_which_limit(shape: StepShape, words: s
 def test_profiles_survive_the_manifest(tmp_path: Path) -> None:
     import json
 
-    from specexport_runtime.bundle.manifest import EngineFile, ModelEntry
+    from specexport_runtime.bundle.entry import EngineFile, EngineReport, ModelEntry, ProfileReport
+    from specexport_runtime.records import from_json, to_json
+    from tests.entries import make_entry
 
-    engine = EngineFile("model.sm89.engine", "sm89", "tensorrt-rtx", "1.7.1", 10, {"aliased": [["a", "b"]]})
-    entry = ModelEntry(
-        path="model.sm89.engine", backend="tensorrt-rtx", architecture="X", dtype="float16", vocab_size=8,
-        layers=LAYERS, inputs=("input_ids",), num_parameters=1, max_positions=None, source="s", source_sha256="",
-        lowering="native", engines=(engine,), profiles=plan(), kv_capacity=110, max_num_seqs=8,
+    row = ProfileReport("verify 8x5", 40, 2, ("x",), 0, 0, 0)
+    report = EngineReport((("a", "b"),), 2, (row,), "builder", None, 9, 0.5, 7, {"engine": {"own": 3}})
+    engine = EngineFile("model.sm89.engine", "sm89", "tensorrt-rtx", "1.7.1", 10, report)
+    entry = make_entry(
+        backend="tensorrt-rtx", dtype="float16", layers=LAYERS, inputs=("input_ids",), lowering="native",
+        files=(engine,), profiles=plan(), kv_capacity=110, max_num_seqs=8,
     )  # fmt: skip
-    from dataclasses import asdict
-
-    assert ModelEntry.from_json(json.loads(json.dumps(asdict(entry)))) == entry
+    assert from_json(ModelEntry, json.loads(json.dumps(to_json(entry)))) == entry

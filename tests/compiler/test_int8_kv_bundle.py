@@ -21,7 +21,7 @@ def test_caches_are_int8_whatever_the_weights_are(
     result = build_bundle(tiny_pair.recipe(tmp_path / "a", quantize=quantize, kv_cache_dtype="int8"))
     manifest, plain = load_manifest(tmp_path / "a"), load_manifest(tiny_bundle)
     for role, entry in manifest.models.items():
-        assert (entry.kv_dtype, entry.cache_dtype, entry.dtype) == ("int8", "int8", "float32")
+        assert (entry.attention.cache_dtype, entry.dtype) == ("int8", "float32")
         assert 4 * kv_bytes_per_token(entry) == kv_bytes_per_token(plain.models[role])
         check = result.checks[role]
         assert check is not None

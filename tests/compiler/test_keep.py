@@ -46,7 +46,7 @@ def test_a_format_is_kept_without_being_asked_for(kind: str, tmp_path: Path) -> 
     result = build(tmp_path, {"": kind})
     entry = result.manifest.models["target"]
     assert entry.quantize == "keep"
-    ((name, count, size),) = entry.weight_formats
+    ((name, count, size),) = entry.engine.weight_formats
     assert (name, 8 * size / count) == (kind, pytest.approx(BITS[kind]))
     found = result.checks["target"]
     assert found is not None
@@ -177,7 +177,7 @@ def test_a_kept_draft_may_lose_layers(tmp_path: Path) -> None:
     assert found is not None
     assert found.lost is not None
     assert found.lost < 0.01
-    assert draft.weight_formats[0][1] < target.weight_formats[0][1]
+    assert draft.engine.weight_formats[0].weights < target.engine.weight_formats[0].weights
 
 
 def test_float_weights_on_request_and_in_float_files(tmp_path: Path) -> None:
@@ -226,4 +226,4 @@ def test_float_checkpoints_have_nothing_to_keep(tmp_path: Path) -> None:
 
 def test_int8_caches_beside_kept_weights(tmp_path: Path) -> None:
     entry = build(tmp_path, {"": "Q8_0"}, kv_cache_dtype="int8").manifest.models["target"]
-    assert (entry.quantize, entry.kv_dtype) == ("keep", "int8")
+    assert (entry.quantize, entry.attention.cache_dtype) == ("keep", "int8")

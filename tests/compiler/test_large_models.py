@@ -18,7 +18,8 @@ from specexport.build import model as build_model
 from specexport.build.check import check_engine, check_sequences, text_sequences
 from specexport.build.pipeline import BuildResult, build_bundle
 from specexport.recipe import BuildRecipe
-from specexport_runtime.bundle.manifest import ModelEntry, load_manifest
+from specexport_runtime.bundle.entry import ModelEntry
+from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.errors import CheckFailedError
 
 WIDE = GROUPED | {"hidden_size": 256, "intermediate_size": 256}

@@ -272,7 +272,7 @@ def test_a_merged_adapter_is_a_part_of_the_weights(
     assert second.up_to_date
     entry = first.manifest.models["target"]
     assert [adapter.use for adapter in entry.adapters] == ["merged"]
-    assert "adapter_ids" not in entry.inputs
+    assert "adapter_ids" not in entry.engine.inputs
     assert "rank 4: merged into the weights" in "\n".join(describe(first.manifest))
     with closing(load(folder)) as engine:
         ids = engine.encode(PROMPTS[1])

@@ -51,7 +51,7 @@ def test_speculative_text_of_experts_is_plain_text(name: str, kind: str, tmp_pat
         make_model(classes, config | {"num_hidden_layers": 3 if gated else 2}), tmp_path / name
     )
     built = build_bundle(tiny_pair.recipe(tmp_path / "bundle", target=str(checkpoint), quantize=kind, self_draft=gated))
-    experts = built.manifest.models["target"].experts
+    experts = built.manifest.models["target"].parameters.experts
     width = config.get("moe_intermediate_size", config["intermediate_size"])
     assert experts == (2 * 4 * 3 * config["hidden_size"] * width, config.get("num_experts_per_tok", 4), 4)
     engine = SpecEngine.load(tmp_path / "bundle", max_num_seqs=2, num_threads=1, spin=False)

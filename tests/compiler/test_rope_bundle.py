@@ -27,7 +27,7 @@ def test_a_bundle_has_the_table_of_its_length_and_says_so(checkpoint: Path, tmp_
         recipe = BuildRecipe(target=str(checkpoint), output=str(tmp_path / str(length)), max_model_len=length)
         result = build_bundle(recipe, progress=lambda event: notes.append(event.message))
         entry = result.manifest.models["target"]
-        found[length] = result.manifest.max_model_len, entry.rope, entry.rope_len
+        found[length] = result.manifest.max_model_len, *entry.rope
         assert result.reused == (), "an engine of another length has another table"
     assert found == {"auto": (32, "longrope: the short factors", 32), 48: (48, "longrope: the long factors", 48)}
     line = "longrope: the long factors, for sequences of up to 48 tokens"

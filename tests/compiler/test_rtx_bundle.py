@@ -57,19 +57,21 @@ def test_an_engine_for_each_architecture_in_the_manifest(rtx_bundle: Path, manif
     check_files(rtx_bundle, manifest.files)
     for role in ("target", "draft"):
         entry = manifest.models[role]
-        assert (entry.backend, entry.dtype, entry.lowering) == ("tensorrt-rtx", "float16", "native-folded")
-        assert [engine.sm for engine in entry.engines] == ["sm89", "sm120"]
-        first, second = entry.engines
+        assert (entry.backend, entry.dtype, entry.engine.lowering) == ("tensorrt-rtx", "float16", "native-folded")
+        assert [engine.sm for engine in entry.engine.files] == ["sm89", "sm120"]
+        first, second = entry.engine.files
         assert (first.path, first.base) == (f"{role}/model.sm89.engine", None)
         assert (second.path, second.base) == (f"{role}/model.sm120.delta", first.path)
-        for engine in entry.engines:
+        for engine in entry.engine.files:
             assert engine.builder == "tensorrt-rtx"
             assert re.fullmatch(r"\d+\.\d+\.\d+.*", engine.builder_version)
             assert manifest.files[engine.path].size > 10_000
             assert (rtx_bundle / role / f"model.{engine.sm}.log").stat().st_size > 1000, "the build log is kept"
-        assert entry.path == entry.engines[0].path
-        assert entry.kv_capacity == 80, "60 tokens, twice K+1, and what rows need to begin at a multiple of 16"
-        assert entry.max_num_seqs == LIMITS["max_num_seqs"]
+        assert entry.engine.path == entry.engine.files[0].path
+        assert entry.engine.limits.kv_capacity == 80, (
+            "60 tokens, twice K+1, and what rows need to begin at a multiple of 16"
+        )
+        assert entry.engine.limits.max_num_seqs == LIMITS["max_num_seqs"]
     assert manifest.recipe["sm"] == ["89", "120"]
 
 
@@ -81,27 +83,33 @@ def test_the_bundle_holds_nothing_else(rtx_bundle: Path, manifest: Manifest) -> 
 
 def test_the_second_architecture_adds_its_kernels_only(rtx_bundle: Path, manifest: Manifest) -> None:
     """The weights of the tiny model are small: of a real one's engine less than a tenth is added (docs/gpu.md)."""
-    first, second = manifest.models["target"].engines
+    first, second = manifest.models["target"].engine.files
     whole = read_engine(rtx_bundle / second.path, second)
-    assert len(whole) == second.report["engine_bytes"]
+    assert len(whole) == second.report.engine_bytes
     assert whole != (rtx_bundle / first.path).read_bytes()
     assert manifest.files[second.path].size < 0.9 * len(whole)
 
 
 def test_inspect_tells_aliasing_fusion_and_precision(rtx_bundle: Path, run_cli: RunCli, manifest: Manifest) -> None:
     shown = json.loads(run_cli("inspect", rtx_bundle, "--json").stdout)
-    target = shown["models"]["target"]
-    assert [profile["kind"] for profile in target["profiles"]] == ["decode", "decode", "verify", "verify", "prefill"]
-    assert {tuple(profile.values()) for profile in target["profiles"] if profile["kind"] == "verify"} == {
+    target = shown["models"]["target"]["engine"]
+    assert [profile["kind"] for profile in target["limits"]["profiles"]] == [
+        "decode",
+        "decode",
+        "verify",
+        "verify",
+        "prefill",
+    ]
+    assert {tuple(profile.values()) for profile in target["limits"]["profiles"] if profile["kind"] == "verify"} == {
         ("verify", 1, 4, 4, 4, 4),
         ("verify", 2, 4, 8, 8, 4),
     }
-    for engine in target["engines"]:
+    for engine in target["files"]:
         report = engine["report"]
         caches = {f"{kind}_cache.{i}" for kind in "kv" for i in range(2)}
         assert {source for source, _ in report["aliased"]} == caches, "every cache is updated in place"
         assert {out for _, out in report["aliased"]} == {name.replace("cache.", "cache_out.") for name in caches}
-        assert len(report["profiles"]) == len(target["profiles"])
+        assert len(report["profiles"]) == len(target["limits"]["profiles"])
         for row in report["profiles"]:
             assert row["fused_attention"] == 2, "one fused kernel a layer"
             assert row["float32_matmuls"] == []
@@ -120,11 +128,11 @@ def test_what_is_not_folded_is_copied_to_be_verified(tiny_pair: TinyPair, rtx_bu
     plain = build_bundle(
         rtx_recipe(tiny_pair.target, tmp_path / "out", lowering="native", max_num_seqs=1), use_cache=False
     )
-    (engine,) = plain.manifest.models["target"].engines
-    copied = {row["profile"]: row["kv_copy_bytes"] for row in engine.report["profiles"]}
+    (engine,) = plain.manifest.models["target"].engine.files
+    copied = {row.profile: row.kv_copy_bytes for row in engine.report.profiles}
     assert copied["decode 1x1"] == 0 < copied["verify 1x4"]
-    assert plain.manifest.models["target"].fused == (("fused-causal", 2),)
-    assert load_manifest(rtx_bundle).models["target"].fused == (("folded", 2),)
+    assert plain.manifest.models["target"].engine.fused == (("fused-causal", 2),)
+    assert load_manifest(rtx_bundle).models["target"].engine.fused == (("folded", 2),)
 
 
 def test_a_model_that_float16_cannot_hold_is_refused_before_an_engine_is_built(
@@ -146,10 +154,10 @@ def test_a_model_that_float16_cannot_hold_is_refused_before_an_engine_is_built(
 
 def test_a_portable_engine_verifies_in_place_too(tiny_pair: TinyPair, tmp_path: Path) -> None:
     result = build_bundle(rtx_recipe(tiny_pair.target, tmp_path / "out", sm=["any"], max_num_seqs=1), use_cache=False)
-    (engine,) = result.manifest.models["target"].engines
+    (engine,) = result.manifest.models["target"].engine.files
     assert (engine.sm, engine.path) == ("any", "target/model.any.engine")
     assert (tmp_path / "out" / "target" / "model.any.log").is_file()
-    copied = {row["profile"]: row["kv_copy_bytes"] for row in engine.report["profiles"]}
+    copied = {row.profile: row.kv_copy_bytes for row in engine.report.profiles}
     assert copied["decode 1x1"] == copied["verify 1x4"] == 0
 
 
@@ -162,8 +170,8 @@ def test_nothing_is_folded_where_the_masks_of_a_prefill_would_be_too_large(
         rtx_recipe(tiny_pair.target, tmp_path / "out", max_num_seqs=1), progress=events.append, use_cache=False
     )
     entry = result.manifest.models["target"]
-    assert entry.fused == (("fused-causal", 2),)
-    assert {profile.fold for profile in entry.profiles} == {1}
+    assert entry.engine.fused == (("fused-causal", 2),)
+    assert {profile.fold for profile in entry.engine.limits.profiles} == {1}
     assert any("nothing is folded" in event.message and "--max-num-tokens" in event.message for event in events)
 
 
@@ -215,9 +223,9 @@ def test_other_attention_builds_too(
     result = build_bundle(
         rtx_recipe(tmp_path / "model", tmp_path / "out", max_num_seqs=1, dtype=dtype, lookahead=1), use_cache=False
     )
-    (engine,) = result.manifest.models["target"].engines
-    assert len(engine.report["aliased"]) == 4
-    assert all(row["float32_matmuls"] == [] for row in engine.report["profiles"])
+    (engine,) = result.manifest.models["target"].engine.files
+    assert len(engine.report.aliased) == 4
+    assert all(row.float32_matmuls == () for row in engine.report.profiles)
 
 
 def test_int4_weights_are_read_by_the_products_themselves(tmp_path: Path) -> None:
@@ -231,14 +239,14 @@ def test_int4_weights_are_read_by_the_products_themselves(tmp_path: Path) -> Non
     models = build_bundle(recipe, use_cache=False).manifest.models
     assert [models[role].quantize for role in ("target", "draft")] == ["int4", None]
     assert dict(models["target"].passes)["int4-weights"] == 15
-    (engine,), (draft,) = (models[role].engines for role in ("target", "draft"))
-    for row in engine.report["profiles"]:
+    (engine,), (draft,) = (models[role].engine.files for role in ("target", "draft"))
+    for row in engine.report.profiles:
         # query, key and value are one product, and so are gate and up
-        assert (row["quantized_products"], row["expanded_weights"]) == (9, 0)
-    assert all(row["quantized_products"] == 0 for row in draft.report["profiles"])
+        assert (row.quantized_products, row.expanded_weights) == (9, 0)
+    assert all(row.quantized_products == 0 for row in draft.report.profiles)
     linear = 2 * (256 * (256 + 2 * 128 + 256) + 3 * 256 * 384) + 256 * 640
     # And the embedding in 16 bits, and 0.3 MB of tables, which are little beside a model that is not tiny.
-    assert engine.report["weight_bytes"] < 0.29 * 2 * linear + 2 * 256 * 640 + 350_000
+    assert engine.report.weight_bytes < 0.29 * 2 * linear + 2 * 256 * 640 + 350_000
     lines = list(describe(load_manifest(tmp_path / "out")))
     assert sum("9 products of quantized weights a step" in line for line in lines) == 1
 

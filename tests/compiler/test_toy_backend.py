@@ -15,6 +15,7 @@ from specexport.backends.base import Backend, BuildJob
 from specexport.build.pipeline import build_bundle
 from specexport.recipe import BuildRecipe
 from specexport_runtime import SamplingParams, SpecEngine
+from specexport_runtime.bundle.entry import EngineEntry
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.errors import IncompatibleError, RecipeError
 from specexport_runtime.executors import open as executors
@@ -39,14 +40,14 @@ class Toy(Backend):
     options = ("gpu_memory_gb",)
     key_fields = ("gpu_memory_gb",)
 
-    def build(self, ir_model: Any, job: BuildJob) -> dict[str, Any]:
+    def build(self, ir_model: Any, job: BuildJob) -> EngineEntry:
         from specexport.backends.ort import write_onnx
         from specexport.lowering.step_inputs import step_inputs
 
         with job.clock.stage("lower", job.role, self.name):
             lower_toy(ir_model)
         with job.clock.stage("build", job.role):
-            return {"path": write_onnx(ir_model, job.folder), "inputs": step_inputs(ir_model), "lowering": "toy"}
+            return EngineEntry(write_onnx(ir_model, job.folder), step_inputs(ir_model), lowering="toy")
 
 
 class ToyExecutor(OrtExecutor):
@@ -55,7 +56,7 @@ class ToyExecutor(OrtExecutor):
 
 def open_toy(request: EngineRequest) -> ToyExecutor:
     return ToyExecutor(
-        request.folder / request.entry.path,
+        request.folder / request.entry.engine.path,
         request.entry,
         num_rows=request.num_rows,
         kv_capacity=request.kv_capacity,
@@ -90,7 +91,7 @@ def test_a_new_backend_builds_checks_runs_and_is_known_everywhere(
     result = build_bundle(tiny_pair.recipe(out, backend="toy", gpu_memory_gb=8.0, max_num_seqs=3))
     assert max(error for error in result.max_abs_errors.values() if error is not None) < 1e-3, "it was checked"
     entry = load_manifest(out).models["target"]
-    assert (entry.backend, entry.lowering, entry.padded_path) == ("toy", "toy", None)
+    assert (entry.backend, entry.engine.lowering, entry.engine.padded) == ("toy", "toy", None)
     assert generate(out) == generate(tiny_bundle)
     with pytest.raises(IncompatibleError, match="padded KV needs backend ort-cpu; the target was built for toy"):
         SpecEngine.load(out, unpad_kv=False)

@@ -9,6 +9,7 @@ from specexport.build.pipeline import build_bundle
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.user_cache import ROOT_VARIABLE
+from tests.entries import changed
 
 FAST = ["--threads", "1", "--no-spin"]
 
@@ -61,7 +62,7 @@ def test_tune_compares_the_drafts_of_one_target(run_cli, refuse_cli, tiny_bundle
         assert 0 <= rounds["acceptance_rate"] <= 1
         assert min(rounds["draft_milliseconds"], rounds["verify_milliseconds"]) > 0
     manifest = load_manifest(cut)
-    target = replace(manifest.models["target"], source_sha256="0" * 64)
+    target = changed(manifest.models["target"], sha256="0" * 64)
     another.mkdir()
     replace(manifest, name="another", build_key="0", models={**manifest.models, "target": target}).write(another)
     said = refuse_cli("tune", tiny_bundle, another, *asked, *FAST, "-q")

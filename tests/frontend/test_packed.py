@@ -72,7 +72,7 @@ def test_experts_are_kept_where_transformers_stacks_them(name: str, method: str,
     built = build_bundle(BuildRecipe(str(folder), str(tmp_path / "kept")), use_cache=False)
     entry, found = built.manifest.models["target"], built.checks["target"]
     assert dict(entry.passes)["experts-keep"] == 2
-    assert sum(count for _, count, _ in entry.weight_formats) == sum(weight.size for weight in floats.values())
+    assert sum(count for _, count, _ in entry.engine.weight_formats) == sum(weight.size for weight in floats.values())
     assert found is not None
     assert found.lost is not None
     assert found.lost < 0.01, "only activations are rounded"

@@ -32,14 +32,15 @@ from specexport.passes.linear_flatten import LinearFlattenPass
 from specexport.passes.pipeline import default_passes, run_passes
 from specexport_runtime import SpecEngine
 from specexport_runtime.bundle.cut_head import CutHead
+from specexport_runtime.bundle.entry import CutLmHead
 from specexport_runtime.bundle.head_steps import HeadSteps, head_steps
-from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.bundle.mask_feature import MaskInput
 from specexport_runtime.bundle.profiles import Profile
 from specexport_runtime.executors import ort_cuda
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.executors.ort_cuda import OrtCudaExecutor
 from specexport_runtime.executors.token_rows import CUDNN_SWITCH
+from tests import entries
 from tests.engine_harness import make_checkpoint
 from tests.fake_onnxruntime import FakeOrt
 from tests.lowering.test_ort_cuda import ReferenceSession
@@ -92,12 +93,13 @@ def entry_fields(config: Any) -> dict[str, Any]:
     """What a manifest says of a head."""
     return {
         "feature_size": config.feature_size,
-        "head_kind": config.kind,
+        "kind": config.kind,
         "mask_token_id": config.mask_token_id,
         "block_size": config.block_size,
         "num_draft_heads": 0 if config.medusa is None else config.medusa.num_heads,
-        "num_head_ids": None if config.draft_vocab_size == VOCAB else config.draft_vocab_size,
-        "head_ids_path": None if config.draft_vocab_size == VOCAB else "head_ids.npy",
+        "cut_lm_head": None
+        if config.draft_vocab_size == VOCAB
+        else CutLmHead("lm_head_ids.npy", config.draft_vocab_size),
     }
 
 
@@ -131,10 +133,9 @@ def _open_cuda(traced: Traced, folder: Path, patch: pytest.MonkeyPatch, config: 
     patch.setitem(ort_cuda._CACHE_TYPES, "float32", (1, np.uint32))
     patch.setitem(sys.modules, "onnxruntime", FakeOrt(lambda _, path: ReferenceSession(path)))
     fields = {"feature_size": feature_size(model)} if config is None else entry_fields(config)
-    entry = ModelEntry(
-        path="model.onnx", backend="ort-cuda", architecture="tiny", dtype="float32", vocab_size=VOCAB,
-        layers=traced.layers, inputs=step_inputs(model), num_parameters=1, max_positions=None, source="",
-        source_sha256="", lowering="paged", **fields,
+    entry = entries.make_entry(
+        backend="ort-cuda", vocab_size=VOCAB, layers=traced.layers, inputs=step_inputs(model), lowering="paged",
+        **fields,
     )  # fmt: skip
     return OrtCudaExecutor(folder / "model.onnx", entry, num_rows=ROWS, kv_capacity=MAX_MODEL_LEN + 8)
 

@@ -70,7 +70,11 @@ def test_a_bundle_drafts_what_transformers_drafts(pair: str, tmp_path: Path) -> 
     folders = save_target(target, tmp_path / "target"), save_assistant(assistant, tmp_path / "head")
     bundle = build(*folders, tmp_path / "b", check=False)
     entry = load_manifest(bundle).models["head"]
-    assert (entry.target_layers, entry.taps, entry.guessed) == (READS, (AFTER_NORM,), None)
+    assert (entry.attention.target_layers, entry.draft_head.taps, entry.draft_head.guessed) == (
+        READS,
+        (AFTER_NORM,),
+        None,
+    )
     check_reference(bundle, target, assistant)
     drafts = []
 
@@ -90,7 +94,7 @@ def check_reference(bundle: Path, target: Any, assistant: Any) -> None:
     entry, generator = load_manifest(bundle).models["head"], np.random.default_rng(4)
     caches = {
         name: generator.normal(0, 1, (2, 1, heads, CHECK_CAPACITY, size)).astype(np.float32)
-        for i, (heads, *sizes) in enumerate(entry.layers)
+        for i, (heads, *sizes) in enumerate(entry.attention.layers)
         for name, size in zip((f"k_cache.{i}", f"v_cache.{i}"), sizes, strict=True)
     }
     lens = [(1, 9), (WINDOW, WINDOW + 1), (0, WINDOW + 2), (WINDOW + 3, 0), (31, 2)]
@@ -161,7 +165,7 @@ def test_drafting_changes_nothing_in_the_targets_cache(folders: tuple[Path, Path
     assert not any("cache" in output.name for output in head._graph.session.get_outputs())
     assert head._lent["k_cache.1"] is target._caches["k_cache.2"]
     assert head.kv_bytes == 0
-    assert any(window > 0 for window in load_manifest(bundle).models["target"].windows)
+    assert any(window > 0 for window in load_manifest(bundle).models["target"].attention.windows)
     assert as_receding(target) is None  # the head would read what the target's own windows never see again
     execute, drafts = head.execute, []
 
@@ -204,7 +208,7 @@ def test_an_assistant_that_knows_its_target_is_accepted(tmp_path: Path) -> None:
     bundle = build(*knowing_pair(tmp_path), tmp_path / "b")
     manifest = load_manifest(bundle)
     entry = manifest.models["head"]
-    assert (entry.guessed, entry.reading) == (1.0, None)
+    assert (entry.draft_head.guessed, entry.draft_head.reading) == (1.0, None)
     told = "\n".join(describe(manifest))
     assert "KV cache: none; it reads that of layers 4, 5 of the target" in told
     assert "keep a window" not in told

@@ -118,7 +118,7 @@ def test_a_bundle_drafts_what_the_published_equations_draft(
     bundle = build(target_folder, tmp_path, check=False)
     check_reference(bundle, spec)
     manifest = load_manifest(bundle)
-    assert manifest.models["head"].block_size == spec.block_size
+    assert manifest.models["head"].draft_head.block_size == spec.block_size
     assert f"draft head: dflash with blocks of {spec.block_size}" in "\n".join(describe(manifest))
     # Rows of other lengths, prompts in pieces, and a place that is taken over.
     engine = SpecEngine.load(
@@ -217,7 +217,7 @@ def test_the_builds_own_check_and_sampled_text(target: Any, target_folder: Path,
         bundle = build(target_folder, tmp_path)
     finally:
         patch.undo()
-    assert load_manifest(bundle).models["head"].guessed is not None
+    assert load_manifest(bundle).models["head"].draft_head.guessed is not None
     engine = SpecEngine.load(bundle, num_threads=1, spin=False, adaptive=False, max_num_seqs=4)
     tree = HeadTree(engine.target, engine.head, PROMPTS[2], mask=engine.mask, places=3)
     rows = [int(tree(path).argmax()) for path in ((), (1,), (5, 6))]

@@ -44,6 +44,7 @@ from specexport_runtime.errors import IncompatibleError, RecipeError, Unsupporte
 from specexport_runtime.executors.base import EngineRequest, as_featured, as_head
 from specexport_runtime.executors.ort_cuda import _round_shapes
 from specexport_runtime.packing.batch import ModelRunner, RowWork
+from tests.entries import changed
 from tests.lowering.test_ort_cuda import gpu_or_skip
 from tests.runtime.trt_fakes import make_entry
 
@@ -296,7 +297,7 @@ def test_steps_that_are_recorded_are_those_of_rounds() -> None:
     """What CUDA graphs of ``ort-cuda`` are made for: a head catches up on any number of accepted tokens."""
 
     def shapes(**fields: Any) -> set[tuple[int, int, int]]:
-        entry = replace(ENTRY, **fields)
+        entry = changed(ENTRY, kind="eagle3", **fields)
         request = EngineRequest(folder=Path(), entry=entry, role="head", num_rows=2, kv_capacity=64, lookahead=3)
         found = _round_shapes(request)
         assert all(shape.num_tokens == shape.num_seqs * shape.max_new_tokens for shape in found)

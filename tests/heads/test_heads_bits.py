@@ -46,7 +46,7 @@ def test_heads_have_the_same_bits_in_any_company(kind: str, make: Callable[[Path
     folders = {"target": str(save_checkpoint(target, tmp_path / "target")), "head": str(tmp_path / "head")}
     recipe = BuildRecipe(**folders, output=str(tmp_path / "out"), max_model_len=64, check=False)
     entry = build_bundle(recipe, use_cache=False).manifest.models["head"]
-    path = tmp_path / "out" / entry.path
+    path = tmp_path / "out" / entry.engine.path
     assert_left(path, kind)
 
     def run(threads: int, work: list[dict[int, CheckedRow]]) -> list[np.ndarray]:

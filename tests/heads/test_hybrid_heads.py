@@ -66,8 +66,13 @@ def build_knowing(folder: Path, scale: float) -> Path:
 def test_what_its_own_module_knows_is_accepted_to_the_last(tmp_path: Path) -> None:
     bundle = build_knowing(tmp_path, 0.0)
     entry = load_manifest(bundle).models["head"]
-    assert (entry.head_kind, entry.guessed, entry.reading, entry.quantize) == ("mtp", 1.0, None, "int8")
-    assert entry.architecture == "mtp head of the target's checkpoint (qwen3_5_text)"
+    assert (entry.draft_head.kind, entry.draft_head.guessed, entry.draft_head.reading, entry.quantize) == (
+        "mtp",
+        1.0,
+        None,
+        "int8",
+    )
+    assert entry.source.architecture == "mtp head of the target's checkpoint (qwen3_5_text)"
     assert accepted(bundle, PROMPTS) > 0.99
 
 

@@ -113,8 +113,12 @@ def check_reference(bundle: Path, spec: HydraSpec) -> None:
 def test_a_bundle_drafts_what_the_published_equations_draft(dialect: str, target: Any, bundle_of: Any) -> None:
     bundle, spec = bundle_of(dialect)
     entry = load_manifest(bundle).models["head"]
-    assert (entry.head_kind, entry.num_draft_heads, entry.feature_size) == ("hydra", spec.heads, HIDDEN)
-    assert len(entry.layers) == int(spec.prefix is not None)
+    assert (entry.draft_head.kind, entry.draft_head.num_draft_heads, entry.engine.feature_size) == (
+        "hydra",
+        spec.heads,
+        HIDDEN,
+    )
+    assert len(entry.attention.layers) == int(spec.prefix is not None)
     assert f"draft head: {spec.heads} of hydra" in "\n".join(describe(load_manifest(bundle)))
     check_reference(bundle, spec)
     check_drafts(bundle, lambda before, count, limit: draft(spec, target, before, count, limit), 5)
@@ -224,7 +228,7 @@ def test_heads_that_know_their_target_are_accepted_as_far_as_they_know(
     write(tmp_path / "head", config_of_heads(HEADS, 1), knowing(following, reads="token", wrong=1))
     bundle = build(following_folder, tmp_path / "head", tmp_path / "b")
     entry = load_manifest(bundle).models["head"]
-    assert (entry.guessed, entry.reading, entry.taps) == (1.0, None, (AFTER_NORM,))
+    assert (entry.draft_head.guessed, entry.draft_head.reading, entry.draft_head.taps) == (1.0, None, (AFTER_NORM,))
     engine = SpecEngine.load(bundle, num_threads=1, spin=False, adaptive=False, max_num_seqs=3)
     params = SamplingParams(max_tokens=18, ignore_eos=True)
     plain = [result.token_ids for result in engine.generate(PROMPTS, params, drafter="none")]

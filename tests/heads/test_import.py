@@ -79,7 +79,7 @@ def test_a_head_keeps_its_weights_where_those_of_the_target_are_rounded(
     DIALECTS["speculators"](tmp_path / "head", target)
     folders = {"target": str(target_folder), "head": str(tmp_path / "head"), "output": str(tmp_path / "b")}
     manifest = build_bundle(BuildRecipe(**folders, max_model_len=64, check=False, dtype="bfloat16")).manifest
-    assert "f32" in {name for name, *_ in manifest.models["head"].weight_formats}
+    assert "f32" in {name for name, *_ in manifest.models["head"].engine.weight_formats}
     lines = [line.strip().partition(":")[0] for line in describe(manifest)]
     assert lines.count("weights, rounded to bfloat16") == lines.count("weights, exact") == 1
 
@@ -89,7 +89,7 @@ def check_reference(bundle: Path, spec: Any) -> None:
     generator = np.random.default_rng(4)
     entry = load_manifest(bundle).models["head"]
     tokens = [generator.integers(0, VOCAB, n) for n in CHECK_LENS]
-    features = [generator.normal(0, 1, (n, entry.feature_size)).astype(np.float32) for n in CHECK_LENS]
+    features = [generator.normal(0, 1, (n, entry.engine.feature_size)).astype(np.float32) for n in CHECK_LENS]
     exact, given = doubled(spec), zip(tokens, features, strict=True)
     runs = [forward(exact, ids.tolist(), torch.from_numpy(each).double()) for ids, each in given]
     logits, handed = ([run[at].float().numpy() for run in runs] for at in (0, 1))

@@ -102,9 +102,9 @@ def test_heads_that_know_their_target_are_accepted_as_far_as_they_know(
     write(tmp_path / "head", CONFIG, numbered(knowing(target, wrong=1), 1))
     bundle = build(target_folder, tmp_path)
     entry = load_manifest(bundle).models["head"]
-    assert (entry.guessed, entry.reading, entry.taps) == (1.0, None, (AFTER_NORM,))
-    assert (entry.num_draft_heads, entry.layers, entry.feature_size) == (HEADS, (), HIDDEN)
-    assert set(entry.inputs) == {"input_ids", "logit_rows", "token_features"}
+    assert (entry.draft_head.guessed, entry.draft_head.reading, entry.draft_head.taps) == (1.0, None, (AFTER_NORM,))
+    assert (entry.draft_head.num_draft_heads, entry.attention.layers, entry.engine.feature_size) == (HEADS, (), HIDDEN)
+    assert set(entry.engine.inputs) == {"input_ids", "logit_rows", "token_features"}
     told = "\n".join(describe(load_manifest(bundle)))
     assert "draft head: 3 of medusa" in told
     assert "no attention layers" in told

@@ -91,7 +91,7 @@ def test_a_bundle_drafts_what_the_module_drafts(family: str, tmp_path: Path) -> 
         BuildRecipe(target=str(tmp_path / "t"), head="mtp", output=str(tmp_path / "b"), max_model_len=64, check=False)
     )
     entry = load_manifest(tmp_path / "b").models["head"]
-    assert (entry.head_kind, entry.taps) == ("mtp", (AFTER_NORM,))
+    assert (entry.draft_head.kind, entry.draft_head.taps) == ("mtp", (AFTER_NORM,))
     assert "next_features" in [spec.name for spec in contract_of(entry)]
     check_drafts(tmp_path / "b", lambda before, count, limit: tiny_modules.draft(module, before, count, limit))
 
@@ -124,7 +124,7 @@ def build(folder: Path, output: Path, **changes: Any) -> Any:
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_what_a_module_knows_is_accepted(knowing: Path, tmp_path: Path, quantize: Any) -> None:
     entry = build(knowing, tmp_path / "b", quantize=quantize)
-    assert (entry.guessed, entry.reading, entry.quantize) == (1.0, None, quantize)
+    assert (entry.draft_head.guessed, entry.draft_head.reading, entry.quantize) == (1.0, None, quantize)
     assert accepted(tmp_path / "b", PROMPTS) > 0.99
 
 
@@ -162,8 +162,8 @@ def test_halves_in_the_other_order_are_found(knowing: Path, tmp_path: Path) -> N
     halves = load_file(knowing / "model.safetensors")["mtp.fc.weight"].chunk(2, dim=1)
     other = change(knowing, tmp_path / "t", **{"mtp.fc.weight": torch.cat(halves[::-1], dim=1)})
     entry = build(other, tmp_path / "b")
-    assert entry.guessed == 1.0
-    assert "embedding and feature joined in the other order" in entry.reading
+    assert entry.draft_head.guessed == 1.0
+    assert "embedding and feature joined in the other order" in entry.draft_head.reading
     assert accepted(tmp_path / "b", PROMPTS) > 0.99
 
 
@@ -239,7 +239,7 @@ def test_a_folder_of_speculators_holds_a_module(knowing: Path, tmp_path: Path) -
     config = {"speculators_model_type": "mtp", "transformer_layer_config": values}
     write(tmp_path / "head", config, module)
     entry = build(knowing, tmp_path / "b", head=str(tmp_path / "head"))
-    assert (entry.head_kind, entry.guessed, entry.reading) == ("mtp", 1.0, None)
+    assert (entry.draft_head.kind, entry.draft_head.guessed, entry.draft_head.reading) == ("mtp", 1.0, None)
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def converse(bundle: Path) -> tuple[list[Any], list[int | None], dict[int, int]]
                 assert bool(both[0].stats.drafted) == (drafter == "head")
                 long = [*long, *both[0].token_ids, 5, 6]
             if drafter == "head":
-                windows = load_bundle(bundle).manifest.models["target"].windows
+                windows = load_bundle(bundle).manifest.models["target"].attention.windows
                 row = max(range(2), key=lambda row: resident_pages(target, windows.index(-1), row))
                 pages = {window: resident_pages(target, windows.index(window), row) for window in sorted({*windows})}
         engine.check()
@@ -85,5 +85,7 @@ def test_caches_that_a_head_reads_are_kept(bundle: Path) -> None:
 
     entry = load_bundle(bundle).manifest.models["target"]
     for lends in (False, True):
-        executor = OrtExecutor(bundle / entry.path, entry, num_rows=1, kv_capacity=64, num_threads=1, lends=lends)
+        executor = OrtExecutor(
+            bundle / entry.engine.path, entry, num_rows=1, kv_capacity=64, num_threads=1, lends=lends
+        )
         assert (as_receding(executor) is None) == lends

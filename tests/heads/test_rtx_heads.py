@@ -38,20 +38,21 @@ def test_a_bundle_with_a_head_has_engines_of_both(tmp_path: Path) -> None:
     manifest = load_manifest(tmp_path / "b")
     check_files(tmp_path / "b", manifest.files)
     given, head = manifest.models["target"], manifest.models["head"]
-    assert given.feature_size == head.feature_size == HIDDEN
-    assert WANT_FEATURES.name not in given.inputs, "there is no gate: features are computed in every step"
+    assert given.engine.feature_size == head.engine.feature_size == HIDDEN
+    assert WANT_FEATURES.name not in given.engine.inputs, "there is no gate: features are computed in every step"
     assert FEATURES in contract_of(given)
     assert {TOKEN_FEATURES, NEXT_FEATURES} <= set(contract_of(head))
-    assert [profile.name for profile in head.profiles] == [
+    assert [profile.name for profile in head.engine.limits.profiles] == [
         "decode 1x1", "decode 2x1", "catch-up 1x4", "catch-up 2x4", "prefill 16, up to 2 rows",
     ]  # fmt: skip
-    assert [profile.num_logit_rows for profile in head.profiles[:4]] == [1, 2, 1, 2], "one row of logits each"
+    assert [profile.num_logit_rows for profile in head.engine.limits.profiles[:4]] == [1, 2, 1, 2], (
+        "one row of logits each"
+    )
     for entry, layers in ((given, layers_of_target), (head, 1)):
-        (engine,) = entry.engines
-        report: Any = engine.report
-        assert len(report["aliased"]) == 2 * layers, "every cache is updated in place"
-        for row in report["profiles"]:
-            assert (row["fused_attention"], row["kv_copy_bytes"], row["float32_matmuls"]) == (layers, 0, [])
+        (engine,) = entry.engine.files
+        assert len(engine.report.aliased) == 2 * layers, "every cache is updated in place"
+        for row in engine.report.profiles:
+            assert (row.fused_attention, row.kv_copy_bytes, row.float32_matmuls) == (layers, 0, ())
     assert "catch-up 2x4" in "\n".join(describe(manifest))
 
 
@@ -69,7 +70,7 @@ def test_engines_of_other_heads(make: Any, layers: int, target: Any, tmp_path: P
     assert lowered.profiles[0].num_logit_rows == 3
     plan = TrtPlan("tensorrt-rtx", ("89",), lowered.profiles, lowered.layers, lowered.capacity, HIDDEN)
     (engine,) = write_trt_engines(lowered.ir_model, plan, tmp_path / "e", note=lambda _: None, names=lowered.inputs)
-    report: Any = engine.report
-    assert len(report["aliased"]) == 2 * layers
-    assert [row["fused_attention"] for row in report["profiles"]] == [layers] * len(kinds)
-    assert [row["kv_copy_bytes"] for row in report["profiles"]] == [0] * len(kinds)
+    report = engine.report
+    assert len(report.aliased) == 2 * layers
+    assert [row.fused_attention for row in report.profiles] == [layers] * len(kinds)
+    assert [row.kv_copy_bytes for row in report.profiles] == [0] * len(kinds)

@@ -26,7 +26,7 @@ from specexport.ops.spec import UNPADDED_ATTENTION
 from specexport.passes.quantize import quantizing_passes
 from specexport.passes.quantize_fused import pack_channels
 from specexport_runtime.abi import STEP_INPUTS, LayerGeometry, StepShape
-from specexport_runtime.bundle.manifest import ModelEntry
+from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.errors import UnsupportedModelError
 from specexport_runtime.executors import ort_cuda
 from specexport_runtime.executors.ort_cuda import OrtCudaExecutor
@@ -34,6 +34,7 @@ from specexport_runtime.executors.paged import BLOCK_ENTRIES, paged_head_size
 from specexport_runtime.executors.token_rows import CUDNN_SWITCH, spread
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
 from tests.engine_harness import make_checkpoint, pack
+from tests.entries import make_entry
 from tests.fake_onnxruntime import FakeBinding, FakeOrt, view
 from tests.lowering.half_models import trace
 from tests.tiny_models import VOCAB
@@ -471,20 +472,9 @@ def round_weights(model: Any, dtype: str) -> None:
             module.weight = torch.nn.Parameter(torch.tensor(values[:, : module.in_features]), requires_grad=False)
 
 
-def make_entry(name: str, dtype: str, layers: Any) -> ModelEntry:
-    return ModelEntry(
-        path="model.onnx",
-        backend="ort-cuda",
-        architecture=name,
-        dtype=dtype,
-        vocab_size=VOCAB,
-        layers=tuple(layers),
-        inputs=tuple(STEP[:-2]),
-        num_parameters=1,
-        max_positions=None,
-        source="",
-        source_sha256="",
-    )
+def entry_of(dtype: str, layers: Any) -> ModelEntry:
+    inputs = tuple(STEP[:-2])
+    return make_entry(backend="ort-cuda", dtype=dtype, vocab_size=VOCAB, layers=tuple(layers), inputs=inputs)
 
 
 def check_engine(name: str, dtype: str, tmp_path: Path, *, cuda_graphs: bool, int4: bool = False) -> None:
@@ -502,7 +492,7 @@ def check_engine(name: str, dtype: str, tmp_path: Path, *, cuda_graphs: bool, in
     if int4:
         round_weights(checkpoint.model, dtype)
     expected = reference_logits(checkpoint, texts)
-    entry = make_entry(name, dtype, result.layers)
+    entry = entry_of(dtype, result.layers)
     executor = OrtCudaExecutor(tmp_path / "model.onnx", entry, num_rows=4, kv_capacity=310, cuda_graphs=cuda_graphs)
     executor.capture([StepShape(0, 3, 15, 5, 15), StepShape(0, 3, 3, 1, 3)])
     runner = ModelRunner(executor)
@@ -544,7 +534,7 @@ def test_a_row_for_each_token_gives_the_same_logits(
     found = []
     for capability in (89, 90):
         monkeypatch.setattr(ort_cuda, "compute_capability", lambda device_id, answer=capability: answer)
-        path, entry = tmp_path / "model.onnx", make_entry(name, dtype, result.layers)
+        path, entry = tmp_path / "model.onnx", entry_of(dtype, result.layers)
         executor = OrtCudaExecutor(path, entry, num_rows=4, kv_capacity=310)
         assert executor.splits_rows == (capability == 90)
         runner = ModelRunner(executor)

@@ -17,7 +17,7 @@ from specexport.lowering.ort_cuda import lower_ort_cuda
 from specexport.lowering.step_inputs import step_inputs
 from specexport.passes.residual_blocks import find_residual_blocks
 from specexport_runtime.abi import StepShape
-from specexport_runtime.bundle.manifest import ModelEntry
+from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.self_draft import SelfDrafter
@@ -31,6 +31,7 @@ from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sequences.layer_choice import LayerRules
 from specexport_runtime.sequences.records import DraftStage
 from specexport_runtime.sequences.sequence import Sequence
+from tests.entries import make_entry
 from tests.fake_onnxruntime import FakeBinding, FakeOrt
 from tests.lowering.half_models import trace
 from tests.lowering.test_ort_cuda import ReferenceSession
@@ -93,23 +94,13 @@ def build(folder: Path, dtype: str) -> ModelEntry:
     inputs = step_inputs(model)
     assert gate_layers(model, blocks, separate=on_gpu) == GATES
     write_onnx(model, folder)
-    return make_entry(dtype, inputs if on_gpu else step_inputs(model), result.layers)
-
-
-def make_entry(dtype: str, inputs: tuple[str, ...], layers: Any) -> ModelEntry:
-    return ModelEntry(
-        path="model.onnx",
-        backend="ort-cpu" if dtype == "float32" else "ort-cuda",
-        architecture=NAME,
+    return make_entry(
+        backend="ort-cuda" if on_gpu else "ort-cpu",
         dtype=dtype,
         vocab_size=VOCAB,
-        layers=tuple(layers),
-        inputs=inputs,
-        num_parameters=1,
-        max_positions=None,
-        source="",
-        source_sha256="",
-        num_gates=GATES,
+        layers=tuple(result.layers),
+        inputs=inputs if on_gpu else step_inputs(model),
+        kinds=blocks.gate_kinds,
     )
 
 
@@ -150,7 +141,7 @@ def test_text_layers_and_accepted_drafts_are_those_of_the_cpu(
 
 def test_cuda_graphs_and_branches_exclude_each_other(executors: Executors, tmp_path: Path) -> None:
     assert executors.gpu._graphs.add([StepShape(0, 1, 1, 1, 1)]) == [], "nobody asked for graphs"
-    entry = make_entry("float16", (), ())
+    entry = make_entry(backend="ort-cuda", dtype="float16", kinds=("attention", "MLP"))
     with pytest.raises(InvalidRequestError, match="records no graph with branches"):
         OrtCudaExecutor(tmp_path / "model.onnx", entry, num_rows=1, kv_capacity=8, cuda_graphs=True)
 

@@ -48,14 +48,14 @@ def test_lowered_models_build_without_a_warning_that_matters(name: str, dtype: s
     plan = TrtPlan("tensorrt-rtx", ("89",), profiles, layers, CAPACITY)
     names = [spec.name for spec in ALIGNED_STEP_INPUTS]
     (engine,) = write_trt_engines(model, plan, tmp_path, note=lambda _: None, names=names)
-    report: Any = engine.report
+    report = engine.report
     assert (tmp_path / engine.path).stat().st_size > 100_000
-    assert len(report["aliased"]) == 4, "every cache is updated in place"
+    assert len(report.aliased) == 4, "every cache is updated in place"
     if fold > 1:
-        assert [row["kv_copy_bytes"] for row in report["profiles"]] == [0] * len(PROFILES)
+        assert [row.kv_copy_bytes for row in report.profiles] == [0] * len(PROFILES)
     fused = sum(form != "explicit" for form in forms)
-    assert report["attention_nodes"] == fused
-    assert [row["fused_attention"] for row in report["profiles"]] == [fused] * len(PROFILES)
+    assert report.attention_nodes == fused
+    assert [row.fused_attention for row in report.profiles] == [fused] * len(PROFILES)
 
 
 def test_a_draft_step_has_no_kernel_of_the_layers_that_it_leaves_out(tmp_path: Path) -> None:
@@ -68,11 +68,11 @@ def test_a_draft_step_has_no_kernel_of_the_layers_that_it_leaves_out(tmp_path: P
     profiles = tuple(profile._replace(fold=5) for profile in (Profile("self", 2, 1, 2, 2), *PROFILES))
     plan = TrtPlan("tensorrt-rtx", ("89",), profiles, layers, CAPACITY)
     (engine,) = write_trt_engines(model, plan, tmp_path, note=lambda _: None, names=step_inputs(model))
-    report: Any = engine.report
-    assert len(report["aliased"]) == 4
-    assert [row["fused_attention"] for row in report["profiles"]] == [0, 2, 2, 2]
-    assert [row["kv_copy_bytes"] for row in report["profiles"]] == [0] * 4
-    draft, decode, verify, _ = (row["kernels"] for row in report["profiles"])
+    report = engine.report
+    assert len(report.aliased) == 4
+    assert [row.fused_attention for row in report.profiles] == [0, 2, 2, 2]
+    assert [row.kv_copy_bytes for row in report.profiles] == [0] * 4
+    draft, decode, verify, _ = (row.kernels for row in report.profiles)
     assert draft < decode
     assert decode == verify
 

@@ -30,6 +30,8 @@ IMPORTED_WITHOUT_THE_EXTRA |= {"specexport_runtime.server.config", "specexport_r
 COMPILER_MAY_IMPORT = {
     "specexport_runtime.abi",
     "specexport_runtime.bundle.manifest",
+    "specexport_runtime.bundle.entry",
+    "specexport_runtime.records",  # how records become JSON
     "specexport_runtime.bundle.tokenizer_load",  # what of a tokenizer does not act
     "specexport_runtime.cli.gone",  # options of earlier releases
     "specexport_runtime.errors",

@@ -16,7 +16,6 @@ from test_self_draft_whole import LENGTH, PROMPTS, SMALL, exact
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from specexport_runtime import SamplingParams, SpecEngine
-from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.costs.curves import CostCurves, LayerShares
 from specexport_runtime.costs.learned import LearnedCosts
 from specexport_runtime.decoding.decoder import Decoder
@@ -36,6 +35,7 @@ from specexport_runtime.sequences.draft_exit import DraftExitParams
 from specexport_runtime.sequences.layer_choice import LayerRules
 from specexport_runtime.sequences.records import DraftStage
 from specexport_runtime.sequences.sequence import Sequence
+from tests.entries import make_entry
 
 GATES = 12
 RULES = LayerRules(threshold=0.97)
@@ -248,26 +248,13 @@ def test_what_cannot_be_done_is_refused(engine, options, words):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"gate_obstacle": "the blocks run side by side"}, "the blocks run side by side"),
+        ({"obstacle": "the blocks run side by side"}, "the blocks run side by side"),
         ({"backend": "tensorrt"}, "without layers that can be left out. Fix: build it again with --self-draft"),
         ({}, "Fix: build it again"),
     ],
 )
 def test_the_obstacle_of_a_bundles_target_is_named(changes, words):
-    entry = {
-        "path": "target/model.onnx",
-        "backend": "ort-cpu",
-        "architecture": "PhiForCausalLM",
-        "dtype": "float32",
-        "vocab_size": VOCAB,
-        "layers": (),
-        "inputs": (),
-        "num_parameters": 1,
-        "max_positions": None,
-        "source": "tiny",
-        "source_sha256": "",
-    }
-    obstacle = self_draft_obstacle(ModelRunner(FakeExecutor(VOCAB, 1, 9)), ModelEntry(**entry | changes))
+    obstacle = self_draft_obstacle(ModelRunner(FakeExecutor(VOCAB, 1, 9)), make_entry(**changes))
     with pytest.raises(InvalidRequestError, match=words):
         make_engine(gated=False, self_obstacle=obstacle).generate("w1", LONG, drafter="self")
     assert self_draft_obstacle(ModelRunner(FakeExecutor(VOCAB, 1, 9, num_gates=4))) is None

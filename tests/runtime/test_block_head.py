@@ -1,6 +1,5 @@
 """Drafting with a head that fills blocks (DFlash), on fakes whose guesses need the whole context, true and in order."""
 
-import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -21,12 +20,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loop import VOCAB, make_sequence, run
 
-from specexport_runtime.abi import LayerGeometry
-from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.bundle.mask_feature import MaskInput, load_mask
 from specexport_runtime.drafters.head import HeadDrafter
 from specexport_runtime.errors import BundleError
 from specexport_runtime.sampling.params import SamplingParams
+from tests.entries import changed, make_entry
 
 MASK = 9
 
@@ -93,15 +91,11 @@ def test_a_cancelled_sequence_leaves_nothing_and_its_neighbours_go_on():
 
 
 def test_what_a_manifest_says_of_a_block():
-    entry = ModelEntry(
-        path="head/model.onnx", backend="ort-cpu", architecture="dflash head", dtype="float32", vocab_size=VOCAB,
-        layers=(LayerGeometry(1, 8, 8),), inputs=("input_ids",), num_parameters=1, max_positions=None, source="h",
-        source_sha256="ab", feature_size=6, mask_token_id=4, block_size=8,
-    )  # fmt: skip
+    entry = make_entry(vocab_size=VOCAB, feature_size=6, kind="dflash", mask_token_id=4, block_size=8)
     found = load_mask(Path("b"), entry)
     assert (found.token, found.block_size, found.most, found.feature.tolist()) == (4, 8, 7, [0.0] * 6)
-    assert load_mask(Path("b"), dataclasses.replace(entry, mask_token_id=None)) is None
+    assert load_mask(Path("b"), changed(entry, mask_token_id=None)) is None
     with pytest.raises(BundleError, match="stands for unknown ones without a feature"):
-        load_mask(Path("b"), dataclasses.replace(entry, block_size=None))
+        load_mask(Path("b"), changed(entry, block_size=None))
     with pytest.raises(BundleError, match="stands for unknown ones"):
-        load_mask(Path("b"), dataclasses.replace(entry, mask_token_id=entry.vocab_size))
+        load_mask(Path("b"), changed(entry, mask_token_id=entry.vocab_size))

@@ -9,7 +9,8 @@ from loop import VOCAB, finish, greedy_reference, make_draft, make_sequence, mak
 from test_manifest_values import ENTRY
 from test_sampling_exact import P_VALUE, p_value
 
-from specexport_runtime.bundle.cut_head import HEAD_IDS_NAME, CutHead, load_cut_head
+from specexport_runtime.bundle.cut_head import LM_HEAD_IDS_NAME, CutHead, load_cut_head
+from specexport_runtime.bundle.entry import CutLmHead
 from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.model import ModelDrafter
@@ -183,11 +184,11 @@ def test_distributions_of_a_whole_head_fail_the_same_check():
     assert sampled_p_value(Whole, 1500) < P_VALUE
 
 
-ENTRY_OF_DRAFT = replace(ENTRY, vocab_size=VOCAB, head_ids_path=HEAD_IDS_NAME, num_head_ids=len(IDS))
+ENTRY_OF_DRAFT = replace(ENTRY, vocab_size=VOCAB, cut_lm_head=CutLmHead(LM_HEAD_IDS_NAME, len(IDS)))
 
 
 def test_the_map_is_read(tmp_path):
-    np.save(tmp_path / HEAD_IDS_NAME, IDS)
+    np.save(tmp_path / LM_HEAD_IDS_NAME, IDS)
     head = load_cut_head(tmp_path, ENTRY_OF_DRAFT)
     assert head.vocab_size == VOCAB
     assert head.ids.tolist() == IDS.tolist()
@@ -211,7 +212,7 @@ def test_the_map_is_read(tmp_path):
     ids=["short", "order", "twice", "beyond", "negative", "int64", "float", "matrix", "pickle"],
 )
 def test_a_damaged_map_is_refused(damaged, said, tmp_path):
-    np.save(tmp_path / HEAD_IDS_NAME, damaged)
+    np.save(tmp_path / LM_HEAD_IDS_NAME, damaged)
     with pytest.raises(BundleError, match=said) as refused:
         load_cut_head(tmp_path, ENTRY_OF_DRAFT)
     assert "build it again" in refused.value.hint
@@ -219,9 +220,9 @@ def test_a_damaged_map_is_refused(damaged, said, tmp_path):
 
 def test_a_file_that_is_no_array_is_refused(tmp_path):
     for content in (b"", b"no array", b"\x93NUMPY\x01\x00"):
-        (tmp_path / HEAD_IDS_NAME).write_bytes(content)
+        (tmp_path / LM_HEAD_IDS_NAME).write_bytes(content)
         with pytest.raises(BundleError, match="cannot be read"):
             load_cut_head(tmp_path, ENTRY_OF_DRAFT)
-    (tmp_path / HEAD_IDS_NAME).unlink()
+    (tmp_path / LM_HEAD_IDS_NAME).unlink()
     with pytest.raises(BundleError, match="cannot be read"):
         load_cut_head(tmp_path, ENTRY_OF_DRAFT)

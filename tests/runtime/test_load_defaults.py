@@ -1,6 +1,5 @@
 """Limits that engines do not fix: a recipe's become the bundle's defaults, a load may say otherwise."""
 
-import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -84,19 +83,3 @@ def test_an_option_that_changes_nothing_any_more_is_told_and_let_be(
     assert result.stderr.startswith(warning) == seen
     assert seen or not result.stderr
     assert "prepacked" not in result.stdout + CliRunner().invoke(runtime_cli, ["generate", "--help"]).stdout
-
-
-@pytest.mark.parametrize("schema", [2, 3, 4])
-def test_older_manifests_are_read_without_what_is_gone(demo_bundle: Path, tmp_path: Path, schema: int) -> None:
-    data = json.loads((demo_bundle / "manifest.json").read_text())
-    data["schema_version"] = schema
-    del data["max_num_seqs"], data["max_num_tokens"]
-    for entry in data["models"].values():
-        entry |= {"full_path": "draft/gone.onnx", "full_inputs": ["input_ids"]}
-    from specexport_runtime.bundle.manifest import _digest
-
-    data["manifest_sha256"] = _digest(data)
-    (tmp_path / "manifest.json").write_text(json.dumps(data))
-    read, now = load_manifest(tmp_path), load_manifest(demo_bundle)
-    assert read.models == now.models
-    assert read.default_num_seqs == 8

@@ -3,74 +3,98 @@
 import copy
 import json
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 from click.testing import CliRunner
 
 from specexport.cli import main
 from specexport.inspect import describe, describe_json
-from specexport_runtime.abi import LayerGeometry
+from specexport_runtime.abi import ABI_VERSION, LayerGeometry, StateGeometry
 from specexport_runtime.bundle import manifest as module
-from specexport_runtime.bundle.files import FileEntry, check_files
-from specexport_runtime.bundle.manifest import (
+from specexport_runtime.bundle.entry import (
+    AttentionEntry,
+    CutLmHead,
+    DraftHeadEntry,
+    DroppedLayer,
+    EngineEntry,
     EngineFile,
+    EngineLimits,
+    EngineReport,
     ExpertSizes,
-    Manifest,
+    FormTrial,
+    Gates,
     ModelEntry,
-    VocabularyInfo,
-    load_manifest,
+    PaddedGraph,
+    Parameters,
+    ProfileReport,
+    Rope,
+    SourceEntry,
+    TriedForm,
+    WeightFormat,
 )
+from specexport_runtime.bundle.files import FileEntry, check_files
+from specexport_runtime.bundle.manifest import Manifest, VocabularyInfo, load_manifest
 from specexport_runtime.bundle.profiles import Profile
 from specexport_runtime.errors import BundleError, IncompatibleError, SpecexportError
+from specexport_runtime.records import from_json, map_paths, to_json
 
+REPORT = EngineReport(
+    (("a", "b"),), 2, (ProfileReport("decode 1x1", 40, 1, ("x",), 0, 1, 1),), "builder", 5, 9, 0.5, 7,
+    {"engine": {"own": 3, "mapped": 4}},
+)  # fmt: skip
 ENTRY = ModelEntry(
-    path="target/model.onnx",
     backend="ort-cpu",
-    architecture="Tiny",
     dtype="float32",
     vocab_size=300,
-    layers=(LayerGeometry(1, 8, 8),),
-    inputs=("input_ids", "logit_rows"),
-    num_parameters=10**6,
     max_positions=512,
-    source="tiny",
-    source_sha256="ab",
-    passes=(("constant-fold", 3),),
-    fused=(("norm-fuse", 1),),
-    profiles=(Profile("decode", 1, 1, 1, 1),),
-    engines=(
-        EngineFile(
-            "target/sm89.engine",
-            "sm89",
-            "tensorrt",
-            "10.0",
-            1000,
-            {"aliased": [["a", "b"]], "profiles": [{"fused_attention": 1, "float32_matmuls": ["x"], "kind": "decode"}]},
+    source=SourceEntry("tiny", "ab", "Tiny"),
+    parameters=Parameters(10**6, 900),
+    attention=AttentionEntry((LayerGeometry(1, 8, 8),), "float32", 4, (-1,)),
+    engine=EngineEntry(
+        path="target/model.onnx",
+        inputs=("input_ids", "logit_rows"),
+        padded=PaddedGraph("target/model.padded.onnx", ("input_ids", "kv_positions")),
+        files=(
+            EngineFile("target/sm89.engine", "sm89", "tensorrt", "10.0", 1000, REPORT),
+            EngineFile("target/sm120.delta", "sm120", "tensorrt", "10.0", base="target/sm89.engine"),
         ),
-        EngineFile("target/sm120.delta", "sm120", "tensorrt", "10.0", base="target/sm89.engine"),
+        limits=EngineLimits((Profile("decode", 1, 1, 1, 1),), 300, 4),
+        gates=Gates(obstacle="tied"),
+        fused=(("norm-fuse", 1),),
+        weight_formats=(WeightFormat("int8", 40, 42),),
+        packed_bytes=(42, 160),
     ),
-    padded_path="target/model.padded.onnx",
-    kv_capacity=300,
-    max_num_seqs=4,
-    gate_obstacle="tied",
+    states=(StateGeometry((3, 8), 8),),
     quantize="int8",
+    passes=(("constant-fold", 3),),
+    rope=Rope("longrope", 256),
 )
 DRAFT = replace(
     ENTRY,
-    head_ids_path="draft/head_ids.npy",
-    num_head_ids=120,
-    dropped_layers=((2, 0.75), (0, -1.0)),
-    step_parameters=900,
-    experts=ExpertSizes(600, 2, 8),
-    num_heads=4,
+    cut_lm_head=CutLmHead("draft/lm_head_ids.npy", 120),
+    dropped_layers=(DroppedLayer(2, 0.75), DroppedLayer(0, -1.0)),
+    parameters=Parameters(10**6, 900, ExpertSizes(600, 2, 8)),
+    trial=FormTrial(4, (TriedForm("int8", 120, 0.5, 0.2, 1.5),)),
+)
+HEAD = ModelEntry(
+    backend="ort-cpu",
+    dtype="float32",
+    vocab_size=300,
+    max_positions=None,
+    source=SourceEntry("tiny", "ab", "Tiny"),
+    parameters=Parameters(900, 900),
+    attention=AttentionEntry((), "float32"),
+    engine=EngineEntry("target/model.onnx", ("input_ids",), feature_size=8),
+    draft_head=DraftHeadEntry("eagle3", (2, -1), 0.5, "otherwise", 3, 7, "head/mask.npy", 4),
 )
 FILES = (
-    "draft/head_ids.npy",
+    "draft/lm_head_ids.npy",
+    "head/mask.npy",
     "target/model.onnx",
     "target/sm89.engine",
     "target/sm120.delta",
     "target/model.padded.onnx",
-    "target/model.one.onnx",
 )
 MANIFEST = Manifest(
     name="tiny",
@@ -80,13 +104,14 @@ MANIFEST = Manifest(
     vocabulary=VocabularyInfo(290, "cd", 1, (2, 299), {"eos_token": "</s>"}),
     max_model_len=256,
     lookahead=4,
-    models={"target": ENTRY, "draft": DRAFT},
+    models={"target": ENTRY, "draft": DRAFT, "head": HEAD},
     files={name: FileEntry("ef", 3) for name in (*FILES, "tokenizer.json")},
     verify={"passed": True},
     max_num_seqs=2,
     max_num_tokens=64,
 )
 DRAFT_JSON = MANIFEST.to_json()["models"]["draft"]
+LAST = {"number": 1, "similarity": 1.0}
 ABSURD = (
     None,
     True,
@@ -162,34 +187,57 @@ def test_the_manifest_of_these_tests_loads(tmp_path):
         (("vocabulary", "eos_token_ids"), [300], "an id of vocabulary.eos_token_ids is 300, not below 300"),
         (("vocabulary", "eos_token_ids"), 2, "vocabulary.eos_token_ids is 2, not a list"),
         (("vocabulary", "special_tokens"), {"eos_token": 3}, "vocabulary.special_tokens.eos_token is 3, not a text"),
-        (("models", "target", "path"), "../model.onnx", "it lies outside the bundle"),
-        (("models", "target", "path"), "/elsewhere/model.onnx", "it lies outside the bundle"),
-        (("models", "target", "path"), "target\\..\\..\\x", "it lies outside the bundle"),
-        (("models", "target", "path"), "target/other.onnx", "'target/other.onnx', not among the files"),
-        (("models", "target", "engines", 0, "path"), "/e", "models.target.engines[0].path is '/e'"),
-        (("models", "target", "engines", 1, "base"), "../e", "models.target.engines[1].base is '../e'"),
-        (("models", "target", "engines", 1, "base"), "e", "an engine of models.target is 'e', not among the files"),
-        (("models", "target", "dtype"), "int4", "models.target.dtype is 'int4', not one of float32"),
-        (("models", "target", "layers"), [[1, 8]], "models.target.layers[0] is [1, 8], not a list of 3"),
-        (("models", "target", "layers"), [[1, 8, 10**9]], "models.target.layers[0][2] is 1000000000"),
-        (("models", "target", "vocab_size"), 10**12, "models.target.vocab_size is 1000000000000"),
-        (("models", "draft", "num_head_ids"), 301, "num_head_ids of models.draft is 301, not within its vocabulary of"),
-        (("models", "draft", "num_head_ids"), None, "not given where head_ids_path is, and only there"),
-        (("models", "target", "num_head_ids"), 120, "not given where head_ids_path is, and only there"),
-        (("models", "target"), DRAFT_JSON, "num_head_ids of models.target is 120, not null: only a draft's"),
-        (("models", "draft", "head_ids_path"), "draft/x.npy", "'draft/x.npy', not among the files"),
-        (("models", "draft", "head_ids_path"), "../ids.npy", "it lies outside the bundle"),
+        (("models", "target", "engine", "path"), "../model.onnx", "it lies outside the bundle"),
+        (("models", "target", "engine", "path"), "/elsewhere/model.onnx", "it lies outside the bundle"),
+        (("models", "target", "engine", "path"), "target\\..\\..\\x", "it lies outside the bundle"),
+        (("models", "target", "engine", "path"), "target/other.onnx", "'target/other.onnx', not among the files"),
+        (("models", "target", "engine", "files", 0, "path"), "/e", "models.target.engine.files[0].path is '/e'"),
+        (("models", "target", "engine", "files", 1, "base"), "../e", "models.target.engine.files[1].base is '../e'"),
         (
-            ("models", "draft", "experts"),
-            [600, 9, 8],
+            ("models", "target", "engine", "files", 1, "base"),
+            "e",
+            "a file of models.target is 'e', not among the files",
+        ),
+        (("models", "target", "dtype"), "int4", "models.target.dtype is 'int4', not one of float32"),
+        (("models", "target", "attention", "layers", 0), [1, 8], "attention.layers[0] is [1, 8], not an object"),
+        (("models", "target", "attention", "layers", 0), {"kv_heads": 1, "k_dim": 8}, "it lacks 'v_dim'"),
+        (("models", "target", "attention", "layers", 0, "v_dim"), 10**9, "layers[0].v_dim is 1000000000, not a whole"),
+        (("models", "target", "engine", "packed_bytes"), [1], "engine.packed_bytes is [1], not a list of 2"),
+        (("models", "target", "vocab_size"), 10**12, "models.target.vocab_size is 1000000000000"),
+        (("models", "draft", "cut_lm_head", "num_rows"), 301, "of models.draft is 301, not within its vocabulary of"),
+        (("models", "draft", "cut_lm_head", "num_rows"), None, "cut_lm_head.num_rows is None, not a whole number"),
+        (("models", "draft", "cut_lm_head", "ids_path"), None, "cut_lm_head.ids_path is None, not a text"),
+        (("models", "target"), DRAFT_JSON, "cut_lm_head of models.target is CutLmHead("),
+        (("models", "target"), DRAFT_JSON, "not null: only a draft's LM head may be cut"),
+        (("models", "draft", "cut_lm_head", "ids_path"), "draft/x.npy", "'draft/x.npy', not among the files"),
+        (("models", "draft", "cut_lm_head", "ids_path"), "../ids.npy", "it lies outside the bundle"),
+        (
+            ("models", "head", "draft_head", "mask_path"),
+            "head/x.npy",
+            "a file of models.head is 'head/x.npy', not among",
+        ),
+        (
+            ("models", "draft", "parameters", "experts", "per_token"),
+            9,
             "experts of models.draft is ExpertSizes(parameters=600, per_token=9",
         ),
-        (("models", "draft", "dropped_layers"), [[1, 1.5]], "dropped_layers[0][1] is 1.5, not a number from -1 to 1"),
-        (("models", "draft", "dropped_layers"), [[1, True]], "dropped_layers[0][1] is True, not a number"),
-        (("models", "draft", "dropped_layers"), [[0, 1], [0, 1]], "of models.draft is [0, 0], not different layers"),
-        (("models", "draft", "dropped_layers"), [[2, 1]], "of models.draft is [2], not different layers of its check"),
-        (("models", "target", "dropped_layers"), [[1, 1]], "of models.target is [1], not empty: only a draft"),
+        (
+            ("models", "draft", "dropped_layers"),
+            [LAST | {"similarity": 1.5}],
+            "similarity is 1.5, not a number from -1",
+        ),
+        (("models", "draft", "dropped_layers"), [LAST | {"similarity": True}], "similarity is True, not a number"),
+        (("models", "draft", "dropped_layers"), [LAST, LAST], "of models.draft is [1, 1], not different layers"),
+        (("models", "draft", "dropped_layers"), [LAST | {"number": 2}], "of models.draft is [2], not different layers"),
+        (("models", "target", "dropped_layers"), [LAST], "of models.target is [1], not empty: only a draft"),
         (("models", "helper"), {}, "a name in models is 'helper', not one of target, draft"),
+        (("models", "target", "passes"), [["fold"]], "passes[0] is ['fold'], not a list of 2"),
+        (
+            ("models", "head", "attention", "target_layers"),
+            [3],
+            "not layers of the target whose caches are of the sizes",
+        ),
+        (("models", "draft", "attention", "target_layers"), [0], "not empty: only a draft head reads caches"),
         (("models", "target", "surprise"), 1, "'surprise' is not known"),
         (("files", "../x"), {"sha256": "", "size": 0}, "a name in files is '../x'"),
         (("files", "tokenizer.json", "size"), -1, "files.tokenizer.json.size is -1"),
@@ -219,7 +267,8 @@ def refusal_of(folder):
 
 
 def test_no_value_in_any_place_is_a_traceback(tmp_path):
-    whole = replace(MANIFEST, models={"target": ENTRY}).to_json()
+    models = {"target": ENTRY, "head": HEAD}
+    whole = replace(MANIFEST, models=models, files={name: FileEntry("ef", 3) for name in FILES}).to_json()
     loaded = refused = 0
     for path in places(whole):
         for value in ABSURD if path else ():
@@ -271,40 +320,21 @@ def test_a_wrong_value_and_an_impossible_folder_are_one_line(tmp_path, command):
         assert said in line
 
 
-def older(schema):
-    """The manifest as a schema wrote it, without the fields that later ones added."""
-    data = MANIFEST.to_json()
-    data["schema_version"] = schema
-    if schema < 5:
-        del data["max_num_seqs"], data["max_num_tokens"]
-    for entry in data["models"].values():
-        if schema < 8:
-            del entry["step_parameters"], entry["num_heads"]
-        if schema < 7:
-            del entry["dropped_layers"]
-        if schema < 6:
-            del entry["head_ids_path"], entry["num_head_ids"]
-        if schema < 5:
-            entry["full_path"], entry["full_inputs"] = "target/gone.onnx", ["input_ids"]
-        elif schema < 11:
-            entry["one_token_path"], entry["one_token_inputs"] = "target/gone.onnx", ["input_ids"]
-        if schema < 4:
-            for name in ("num_gates", "gate_obstacle", "quantize", "fused", "full_path", "full_inputs"):
-                del entry[name]
-        if schema < 3:
-            for name in ("lowering", "engines", "profiles", "kv_capacity", "max_num_seqs"):
-                del entry[name]
-    return data
+@pytest.mark.parametrize("schema", range(1, module.SCHEMA_VERSION))
+def test_older_schemas_are_refused_with_the_command_that_rebuilds(tmp_path, schema):
+    with pytest.raises(IncompatibleError) as caught:
+        load_manifest(write(tmp_path, MANIFEST.to_json() | {"schema_version": schema}))
+    path = tmp_path / "manifest.json"
+    assert caught.value.message == f"{path}: schema_version is {schema}, this runtime reads {module.SCHEMA_VERSION}."
+    assert caught.value.hint == f"build it again: `specexport build … -o {tmp_path} --force`, as it was built."
+    assert caught.value.exit_code == 3
 
 
-@pytest.mark.parametrize("schema", module.READABLE_SCHEMAS)
-def test_manifests_of_every_schema_load(tmp_path, schema):
-    manifest = load_manifest(write(tmp_path, older(schema)))
-    assert manifest.schema_version == schema
-    assert manifest.models["draft"].head_size == (120 if schema >= 6 else 300)
-    assert manifest.models["draft"].step_parameters == (DRAFT.step_parameters if schema >= 8 else None)
-    assert manifest.models["draft"].kept_layers == ((1,) if schema >= 7 else (0,))
-    assert manifest.models["target"].engines == (ENTRY.engines if schema >= 3 else ())
+@pytest.mark.parametrize("abi", [*range(1, ABI_VERSION), ABI_VERSION + 1])
+def test_other_abis_are_refused_with_the_command_that_rebuilds(tmp_path, abi):
+    with pytest.raises(IncompatibleError, match=f"abi_version is {abi}, this runtime speaks {ABI_VERSION}") as caught:
+        load_manifest(write(tmp_path, MANIFEST.to_json() | {"abi_version": abi}))
+    assert "--force" in caught.value.hint
 
 
 def test_another_version_is_told_before_its_values(tmp_path):
@@ -314,5 +344,26 @@ def test_another_version_is_told_before_its_values(tmp_path):
 
 
 def test_every_field_has_a_rule():
-    with pytest.raises(TypeError, match="every field of FileEntry needs a rule"):
-        module._rules_of(FileEntry, sha256=module.text)
+    class Odd(NamedTuple):
+        value: complex
+
+    with pytest.raises(TypeError, match="there is no rule for <class 'complex'>"):
+        from_json(Odd, {"value": 1})
+
+
+def test_paths_are_changed_wherever_they_are():
+    moved = map_paths(DRAFT, lambda path: f"b/{path}")
+    assert moved != DRAFT
+    found = sorted(value for _, value in strings(to_json(moved)) if value.startswith("b/"))
+    assert found == sorted(f"b/{value}" for _, value in strings(to_json(DRAFT)) if "/" in value)
+    assert map_paths(moved, lambda path: path.removeprefix("b/")) == DRAFT
+
+
+def strings(value):
+    return [(path, each) for path in places(value) if isinstance(each := at(value, path), str)]
+
+
+def at(value, path):
+    for key in path:
+        value = value[key]
+    return value

@@ -1,7 +1,6 @@
 """The GPU executor's logic on a made-up onnxruntime that keeps "device" memory in numpy and checks every binding."""
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 
 from specexport_runtime.abi import STEP_INPUTS, LayerGeometry, StepShape
-from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.errors import BundleError, IncompatibleError, MissingDependencyError, SpecexportError
 from specexport_runtime.executors import ort_cuda, ort_cuda_graphs
 from specexport_runtime.executors.fake import FakeExecutor
@@ -19,24 +17,14 @@ from specexport_runtime.executors.ort_cuda_session import reason_of
 from specexport_runtime.executors.paged import BLOCK_ENTRIES, paged_head_size
 from specexport_runtime.executors.token_rows import CUDNN_SWITCH, MOST_TOKEN_ROWS, pays, token_row_shapes
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
+from tests.entries import changed, make_entry
 from tests.fake_onnxruntime import FakeBinding, FakeOrt, view
 
 VOCAB, CAPACITY, ROWS = 32, BLOCK_ENTRIES + 40, 4
 INPUTS = ("input_ids", "positions", "logit_rows", "kv_lens", "cu_new_tokens")
 LAYERS = (LayerGeometry(2, 16, 16), LayerGeometry(1, 10, 20))
-ENTRY = ModelEntry(
-    path="model.onnx",
-    backend="ort-cuda",
-    architecture="Tiny",
-    dtype="float16",
-    vocab_size=VOCAB,
-    layers=LAYERS,
-    inputs=INPUTS,
-    num_parameters=1,
-    max_positions=None,
-    source="",
-    source_sha256="",
-    lowering="paged",
+ENTRY = make_entry(
+    backend="ort-cuda", dtype="float16", vocab_size=VOCAB, layers=LAYERS, inputs=INPUTS, lowering="paged"
 )
 CACHES = [f"{kind}_cache.{i}" for i in range(len(LAYERS)) for kind in "kv"]
 
@@ -215,7 +203,7 @@ def test_few_tokens_get_a_row_each_and_steps_of_the_same_sizes_share_a_graph(ort
 )
 def test_a_row_for_each_token_is_for_causal_layers_that_cudnn_computes(capability, switch, fields, expected):
     environment = {} if switch is None else {CUDNN_SWITCH: switch}
-    assert pays(replace(ENTRY, **fields), capability, environment) is expected
+    assert pays(changed(ENTRY, **fields), capability, environment) is expected
 
 
 def test_a_moved_row_is_not_copied(ort):
@@ -385,11 +373,11 @@ def test_what_a_graph_was_captured_with_stays(ort, monkeypatch):
 
 def test_bfloat16_is_bound_by_its_onnx_number(ort):
     ort.element_type = 16
-    executor = make_executor(ModelEntry(**{**vars(ENTRY), "dtype": "bfloat16"}))
+    executor = make_executor(changed(ENTRY, dtype="bfloat16"))
     fill(executor, StepShape(0, 1, 1, 1, 1), [1], [0], [3])
     assert executor.execute().shape == (1, VOCAB)
     with pytest.raises(IncompatibleError, match="no paged attention for float32"):
-        make_executor(ModelEntry(**{**vars(ENTRY), "dtype": "float32"}))
+        make_executor(changed(ENTRY, dtype="float32"))
 
 
 def test_the_cpu_package_is_named_as_such(ort, capsys):

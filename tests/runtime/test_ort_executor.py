@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from specexport_runtime.abi import StepShape, kv_slack
-from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.errors import IncompatibleError, SpecexportError
 from specexport_runtime.executors.open import open_executor
 from specexport_runtime.executors.ort import OrtExecutor
 from specexport_runtime.machine import available_cores
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
+from tests.entries import changed
 
 CAPACITY = 96
 
@@ -29,7 +29,7 @@ def make_runner(
 ) -> ModelRunner:
     entry = bundle.manifest.models["draft"]
     executor = OrtExecutor(
-        bundle.folder / (entry.path if unpad_kv else entry.padded_path),
+        bundle.folder / (entry.engine.path if unpad_kv else entry.engine.padded.path),
         entry,
         num_rows=rows,
         kv_capacity=capacity,
@@ -140,7 +140,7 @@ def test_a_long_chunk_beside_rows_at_the_end_of_their_capacity(bundle, texts):
 
 def test_the_arena_is_as_large_as_its_shape_says(bundle):
     executor = make_runner(bundle, rows=3, capacity=77).executor
-    layers = bundle.manifest.models["draft"].layers
+    layers = bundle.manifest.models["draft"].attention.layers
     (heads, k_dim, v_dim) = layers[0]
     assert k_dim == v_dim
     assert len(set(layers)) == 1
@@ -194,7 +194,7 @@ def test_a_bundle_gives_the_graph_that_is_asked_for(bundle):
     for unpad_kv in (True, False):
         inputs = open_executor(bundle, "draft", num_threads=1, spin=False, unpad_kv=unpad_kv)._graph.inputs
         assert ("kv_positions" in inputs) is not unpad_kv
-    entry = dataclasses.replace(bundle.manifest.models["draft"], padded_path=None)
+    entry = changed(bundle.manifest.models["draft"], padded=None)
     manifest = dataclasses.replace(bundle.manifest, models={"draft": entry})
     with pytest.raises(IncompatibleError, match="the draft has no padded-KV graph"):
         open_executor(bundle._replace(manifest=manifest), "draft", unpad_kv=False)
@@ -231,9 +231,9 @@ def test_capture_changes_nothing(bundle, texts):
 
 def test_an_engine_that_does_not_match_the_manifest_is_refused(bundle):
     entry = bundle.manifest.models["draft"]
-    other = ModelEntry(**{**vars(entry), "inputs": (*entry.inputs, "surprise")})
+    other = changed(entry, inputs=(*entry.engine.inputs, "surprise"))
     with pytest.raises(IncompatibleError, match="surprise"):
-        OrtExecutor(bundle.folder / entry.path, other, num_rows=1, kv_capacity=CAPACITY)
+        OrtExecutor(bundle.folder / entry.engine.path, other, num_rows=1, kv_capacity=CAPACITY)
 
 
 def test_misuse_raises(bundle):
@@ -277,5 +277,5 @@ def test_an_arena_that_no_machine_has_is_refused(bundle, capacity):
     with pytest.raises(
         IncompatibleError, match=f"no memory for a KV cache of 4096 rows of {capacity} entries"
     ) as caught:
-        OrtExecutor(bundle.folder / entry.path, entry, num_rows=4096, kv_capacity=capacity)
+        OrtExecutor(bundle.folder / entry.engine.path, entry, num_rows=4096, kv_capacity=capacity)
     assert "--max-num-seqs" in caught.value.hint

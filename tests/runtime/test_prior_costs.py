@@ -1,18 +1,18 @@
 """Cost curves of a bundle that nobody has measured: the ratios that its sizes promise."""
 
-from dataclasses import replace
-
 import pytest
 
 from specexport_runtime.abi import StateGeometry
-from specexport_runtime.bundle.manifest import ExpertSizes, load_manifest
+from specexport_runtime.bundle.entry import ExpertSizes
+from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.costs.prior import prior_costs
+from tests.entries import changed
 
 
 @pytest.fixture
 def entries(demo_bundle):
     models = load_manifest(demo_bundle).models
-    return {role: replace(entry, quantized_bytes=None) for role, entry in models.items()}
+    return {role: changed(entry, packed_bytes=None) for role, entry in models.items()}
 
 
 def costs(entries, kernels="avx2"):
@@ -22,14 +22,14 @@ def costs(entries, kernels="avx2"):
 def test_a_draft_costs_by_its_size(entries):
     found = costs(entries)
     share = found.drafters["draft-model"].seconds(1, 1) / found.target.seconds(1, 1)
-    sizes = entries["draft"].step_parameters / entries["target"].step_parameters
+    sizes = entries["draft"].parameters.step / entries["target"].parameters.step
     assert 0.3 * sizes < share < 1
     assert share < 0.5
 
 
 def test_quantized_weights_are_read_faster_and_make_tokens_dearer(entries):
-    small = costs({"target": replace(entries["target"], quantize="int8", num_parameters=10**9)}).target
-    large = costs({"target": replace(entries["target"], quantize=None, num_parameters=10**9)}).target
+    small = costs({"target": changed(entries["target"], quantize="int8", step=10**9)}).target
+    large = costs({"target": changed(entries["target"], quantize=None, step=10**9)}).target
     assert small.seconds(1, 1) < 0.4 * large.seconds(1, 1)
     assert small.seconds(5, 1) / small.seconds(1, 1) > 1.05
 
@@ -47,16 +47,16 @@ def test_draft_tokens_cost_what_the_kernels_make_of_them(entries, kernels, quant
     """As measured of a model of 1.5 billion weights, on two cores of an EPYC."""
     count = 1_543_714_304
     stored = (980_000_000, 4 * count) if quantize == "keep" else None
-    sizes = {"num_parameters": count, "step_parameters": count, "quantized_bytes": stored, "quantize": quantize}
-    target = costs({"target": replace(entries["target"], **sizes)}, kernels).target
+    sizes = {"total": count, "step": count, "packed_bytes": stored, "quantize": quantize}
+    target = costs({"target": changed(entries["target"], **sizes)}, kernels).target
     found = [target.seconds(tokens, rows) / target.seconds(1, 1) for tokens, rows in ((5, 1), (9, 1), (40, 8))]
     assert found == pytest.approx([five, nine, eight_by_five], rel=0.25)
 
 
 def test_kept_weights_cost_what_their_formats_take(entries):
-    kept = replace(entries["target"], quantize="keep", num_parameters=10**9, step_parameters=10**9)
+    kept = changed(entries["target"], quantize="keep", total=10**9, step=10**9)
     four, eight = (
-        costs({"target": replace(kept, quantized_bytes=(bits * 10**8, 32 * 10**8))}).target.seconds(1, 1)
+        costs({"target": changed(kept, packed_bytes=(bits * 10**8, 32 * 10**8))}).target.seconds(1, 1)
         for bits in (5, 9)
     )
     assert 1.3 < eight / four < 9 / 5
@@ -71,17 +71,16 @@ def test_more_tokens_rows_and_entries_cost_more(entries, kernels):
 
 
 def test_a_target_of_fixed_layers_prices_its_own_drafts(entries):
-    fixed = replace(entries["target"], skipped_layers=(2, 5))
+    fixed = changed(entries["target"], skipped_layers=(2, 5))
     found = costs({"target": fixed})
     assert 0.5 < found.drafters["self"].seconds(1, 1) / found.target.seconds(1, 1) < 1
     assert not costs({"target": entries["target"]}).drafters
 
 
 def test_what_is_only_looked_up_costs_nothing(entries):
-    target = replace(entries["target"], num_parameters=10**9, step_parameters=6 * 10**8)
-    smaller = replace(target, num_parameters=6 * 10**8)
-    older = replace(target, step_parameters=None)
-    ones = [costs({"target": entry}).target.seconds(1, 1) for entry in (target, smaller, older)]
+    target = changed(entries["target"], total=10**9, step=6 * 10**8)
+    smaller, whole = changed(target, total=6 * 10**8), changed(target, step=10**9)
+    ones = [costs({"target": entry}).target.seconds(1, 1) for entry in (target, smaller, whole)]
     assert ones[0] == ones[1] < 0.7 * ones[2]
 
 
@@ -92,8 +91,8 @@ def test_more_tokens_of_a_row_multiply_with_its_cache(entries):
 
 
 def test_draft_tokens_read_more_experts_until_all_are_read(entries):
-    dense = replace(entries["target"], num_parameters=10**9, step_parameters=10**9)
-    experts = replace(dense, experts=ExpertSizes(9 * 10**8, 4, 64))
+    dense = changed(entries["target"], total=10**9, step=10**9)
+    experts = changed(dense, experts=ExpertSizes(9 * 10**8, 4, 64))
     one, two, many = (costs({"target": experts}).target.seconds(count, 1) for count in (1, 2, 9))
     dense_one, dense_many = (costs({"target": dense}).target.seconds(count, 1) for count in (1, 9))
     assert one < 0.2 * dense_one, "a token reads 4 of 64 experts"
@@ -105,8 +104,8 @@ def test_draft_tokens_read_more_experts_until_all_are_read(entries):
 
 
 def test_states_cost_by_their_size_and_by_the_row(entries):
-    none = replace(entries["target"], num_parameters=10**8, step_parameters=10**8)
-    some, more = (replace(none, states=(StateGeometry((16, 128, size), 4096),) * 12) for size in (64, 128))
+    none = changed(entries["target"], total=10**8, step=10**8)
+    some, more = (changed(none, states=(StateGeometry((16, 128, size), 4096),) * 12) for size in (64, 128))
     ones, eights = zip(
         *(
             (cost.seconds(1, 1), cost.seconds(8, 8))

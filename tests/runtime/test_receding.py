@@ -15,6 +15,7 @@ from specexport_runtime.executors.ort_arena import CAN_GIVE_BACK
 from specexport_runtime.packing import batch
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from tests.engine_harness import resident_pages
+from tests.entries import changed
 from tests.tiny_models import ARCHITECTURES, VOCAB, make_model, save_checkpoint
 
 pytestmark = pytest.mark.skipif(not CAN_GIVE_BACK, reason="this system takes no memory back")
@@ -41,11 +42,11 @@ def _short_ways_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def open_runner(bundle: Path, *, recedes: bool) -> ModelRunner:
     entry = load_bundle(bundle).manifest.models["target"]
-    assert any(window > 0 for window in entry.windows)
-    assert -1 in entry.windows
+    assert any(window > 0 for window in entry.attention.windows)
+    assert -1 in entry.attention.windows
     if not recedes:
-        entry = entry.__class__(**{**vars(entry), "windows": ()})
-    executor = OrtExecutor(bundle / entry.path, entry, num_rows=3, kv_capacity=1024, num_threads=1, lookahead=4)
+        entry = changed(entry, windows=())
+    executor = OrtExecutor(bundle / entry.engine.path, entry, num_rows=3, kv_capacity=1024, num_threads=1, lookahead=4)
     assert (as_receding(executor) is not None) == recedes
     return ModelRunner(executor)
 
@@ -63,7 +64,7 @@ def test_logits_have_the_same_bits_and_windows_take_less_memory(bundle: Path) ->
                 runner.swap_rows(2, 0, (start + CHUNK, 0))
                 runner.kv.move(2, 0)
         found.append(np.concatenate(logits))
-        windows = load_bundle(bundle).manifest.models["target"].windows
+        windows = load_bundle(bundle).manifest.models["target"].attention.windows
         short, full = (resident_pages(runner.executor, windows.index(w)) for w in (max(windows), -1))
         assert (short < full / 2) == recedes
         if recedes:

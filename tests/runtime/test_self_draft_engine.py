@@ -1,7 +1,5 @@
 """Self-drafting on a real engine: gates by pointer, one KV cache, greedy text as without drafts."""
 
-import dataclasses
-
 import chance
 import numpy as np
 import pytest
@@ -20,6 +18,7 @@ from specexport_runtime.sequences.draft_exit import DraftExit, DraftExitParams
 from specexport_runtime.sequences.layer_choice import LayerChoice, LayerRules
 from specexport_runtime.sequences.records import DraftStage
 from specexport_runtime.sequences.sequence import Sequence
+from tests.entries import changed
 
 TEXTS = (
     "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n",
@@ -201,7 +200,7 @@ def test_drafts_and_padded_graphs_have_no_gates(bundle):
 @pytest.mark.parametrize("num_gates", [0, 14])
 def test_a_manifest_that_says_otherwise_is_refused(bundle, num_gates):
     entry = bundle.manifest.models["target"]
-    assert entry.num_gates == 2 * LAYERS
-    wrong = dataclasses.replace(entry, num_gates=num_gates)
+    assert len(entry.engine.gates.kinds) == 2 * LAYERS
+    wrong = changed(entry, kinds=("attention", "MLP") * (num_gates // 2))
     with pytest.raises(IncompatibleError, match=f"says {num_gates} gates"):
-        OrtExecutor(bundle.folder / entry.path, wrong, num_rows=1, kv_capacity=8, num_threads=1, spin=False)
+        OrtExecutor(bundle.folder / entry.engine.path, wrong, num_rows=1, kv_capacity=8, num_threads=1, spin=False)

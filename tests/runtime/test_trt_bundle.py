@@ -8,8 +8,9 @@ from trt_fakes import FakeEngine, FakeGpu, make_entry
 
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.abi import StepShape
+from specexport_runtime.bundle.entry import EngineFile
 from specexport_runtime.bundle.files import hash_files
-from specexport_runtime.bundle.manifest import EngineFile, Manifest, VocabularyInfo
+from specexport_runtime.bundle.manifest import Manifest, VocabularyInfo
 from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.cli.command import runtime_cli
 from specexport_runtime.errors import BundleError, IncompatibleError, InvalidRequestError, SpecexportError
@@ -41,7 +42,7 @@ def write_bundle(folder, **changes):
             (folder / name).write_bytes(f"{role} {sm}".encode() * 50)
             engines.append(EngineFile(name, sm, "tensorrt-rtx", "1.7.1.116", 4096))
             names.append(name)
-        fields = {"path": engines[0].path, "engines": tuple(engines), **changes}
+        fields = {"path": engines[0].path, "files": tuple(engines), **changes}
         entries[role] = make_entry(LOOKAHEAD, ROWS, MAX_MODEL_LEN, draft=role == "draft", **fields)
     make_tokenizer().save(str(folder / "tokenizer.json"))
     Manifest(
@@ -126,7 +127,7 @@ def test_k_is_chosen(bundle, machine, drafter):
 ])  # fmt: skip
 def test_a_portable_engine_is_for_gpus_that_have_none_of_their_own(built, gpu, chosen):
     engines = tuple(EngineFile(f"model.{sm}.engine", sm, "tensorrt-rtx", "1.7") for sm in built)
-    found = choose_engine(make_entry(engines=engines), "the target", GpuInfo("GPU", gpu, 1, 1))
+    found = choose_engine(make_entry(files=engines), "the target", GpuInfo("GPU", gpu, 1, 1))
     assert found.sm == chosen
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from specexport.backends.engine_delta import store_as_delta
-from specexport_runtime.bundle.manifest import EngineFile
+from specexport_runtime.bundle.entry import EngineFile
 from specexport_runtime.errors import BundleError, IncompatibleError, MissingDependencyError, SpecexportError
 from specexport_runtime.executors.cuda_driver import CudaDriver
 from specexport_runtime.executors.trt_engine import engine_size, load_engine
@@ -74,7 +74,7 @@ LEFT_OVER = """
 import gc, sys
 from pathlib import Path
 import tensorrt_rtx as trt
-from specexport_runtime.bundle.manifest import EngineFile
+from specexport_runtime.bundle.entry import EngineFile
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.trt_engine import load_engine
 

@@ -164,7 +164,7 @@ def test_capture_records_the_largest_first_and_leaves_the_caches_alone(tmp_path,
     pair = Pair(executor)
     pair.step(0, [7, 3, 9, 5])
     executor.capture([*executor.fixed_shapes(), StepShape(0, 1, 30, 30, 1), StepShape(0, 2, 3, 2, 2)])
-    sizes = [entry.profiles[key.profile].num_tokens for key in executor.graphs.keys]
+    sizes = [entry.engine.limits.profiles[key.profile].num_tokens for key in executor.graphs.keys]
     assert sizes == [20, 10, 5, 4, 2, 1]
     assert [profile.name for profile in engine.runs[1:]] == [
         "verify 4x5",
@@ -187,7 +187,7 @@ def test_capture_records_the_largest_first_and_leaves_the_caches_alone(tmp_path,
 def test_an_executor_of_few_rows_records_and_holds_only_what_they_need(tmp_path, entry, rows, sizes):
     executor, _, _ = open_one(tmp_path, entry, num_rows=rows)
     executor.capture(executor.fixed_shapes())
-    assert [entry.profiles[key.profile].num_tokens for key in executor.graphs.keys] == sizes
+    assert [entry.engine.limits.profiles[key.profile].num_tokens for key in executor.graphs.keys] == sizes
     assert executor.kv_bytes == 2 * 128 * 2 * 74 * {1: 1, 2: 2, 3: 4}[rows]
 
 
@@ -196,9 +196,9 @@ def test_what_padding_writes(tmp_path, entry):
     executor, gpu, _ = open_one(tmp_path, entry)
     runner = ModelRunner(executor)
     address = next(address for _, address in executor._parts.kv.addresses(0))
-    keys = gpu.array(address, (ROWS, entry.kv_capacity, 128), "float16")[:, :, 0]
-    values = gpu.array(address + keys.size * 256, (ROWS, entry.kv_capacity, 128), "float16")[:, :, 0]
-    dense = entry.lowering == "native"
+    keys = gpu.array(address, (ROWS, entry.engine.limits.kv_capacity, 128), "float16")[:, :, 0]
+    values = gpu.array(address + keys.size * 256, (ROWS, entry.engine.limits.kv_capacity, 128), "float16")[:, :, 0]
+    dense = entry.engine.lowering == "native"
     runner.step(0, [RowWork([3, 4], 2), RowWork([5], 1), RowWork([6], 1)])
     assert keys[:, :2].tolist() == [[3, 4], [5, 0], [6, 0], [0, 0]]
     assert (values != 0).sum(axis=1).tolist() == ([5] * 4 if dense else [2, 1, 1, 0])
@@ -206,7 +206,7 @@ def test_what_padding_writes(tmp_path, entry):
     runner.move_row(2, 3)
     number = float(values[2, 0])  # the copy has not run yet
     runner.step(0, [RowWork([7, 8], 1), RowWork([5], 1), RowWork([6], 1)])
-    assert keys[3].tolist() == [6] + [0] * (entry.kv_capacity - 1)
+    assert keys[3].tolist() == [6] + [0] * (entry.engine.limits.kv_capacity - 1)
     assert values[3, 0] == number
     assert (values != 0).sum(axis=1).tolist() == ([5, 5, 5, 6] if dense else [2, 1, 1, 1])
 
@@ -405,7 +405,7 @@ def test_more_rows_than_the_engine_was_built_for(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kv_capacity": None}, "does not describe"),
+        ({"limits": None}, "does not describe"),
         ({"profiles": ()}, "does not describe"),
         ({"dtype": "int8"}, "does not describe"),
         ({"inputs": (*NATIVE, "moon_phase")}, "unknown inputs: moon_phase"),
@@ -421,7 +421,7 @@ def test_manifests_that_do_not_fit_the_engine(tmp_path, changes, message):
     executor.close()
     changed, gpu = make_entry(LOOKAHEAD, ROWS, MAX_LEN, **changes), FakeGpu()
     with pytest.raises(IncompatibleError, match=message):
-        TrtExecutor(changed, changed.engines[0], tmp_path, num_rows=4, driver=gpu, load=lambda *_: engine)
+        TrtExecutor(changed, changed.engine.files[0], tmp_path, num_rows=4, driver=gpu, load=lambda *_: engine)
     assert gpu.in_use == 0
     assert gpu.closed
 
@@ -456,7 +456,7 @@ def test_host_time_of_a_step_is_reported(tmp_path, entry, record_property):
         runner.step(0, work, "token_ids")
         best = min(timeit.repeat(call, number=200, repeat=5)) / 200
         record_property(
-            f"measured: host time of a decode step, batch 1, {entry.lowering}, {name}", f"{best * 1e6:.1f} µs"
+            f"measured: host time of a decode step, batch 1, {entry.engine.lowering}, {name}", f"{best * 1e6:.1f} µs"
         )
     assert executor.graphs.replays > 2000
 
@@ -469,7 +469,7 @@ def test_an_engine_with_ranged_profiles_only(tmp_path):
     for counts in ([7, 3, 9, 5], [1, 1, 1, 1], [5, 1, 0, 4], [1]):
         pair.step(0, counts)
     assert gpu.calls["launch"] == 0
-    assert executor.kv_capacity == entry.kv_capacity
+    assert executor.kv_capacity == entry.engine.limits.kv_capacity
 
 
 def test_a_row_that_ends_leaves_no_value_behind(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ class GraphEngine(FakeEngine):
 
     def make_context(self, profile, activations, stream, *, is_fixed):
         super().make_context(profile, activations, stream, is_fixed=is_fixed)
-        self.contexts[-1] = GraphContext(self, self.entry.profiles[profile])
+        self.contexts[-1] = GraphContext(self, self.entry.engine.limits.profiles[profile])
         return self.contexts[-1]
 
 
@@ -77,11 +77,11 @@ def open_lowered(folder, traced, gpu, fold):
         kv_capacity=CAPACITY,
         max_positions=256,
     )
-    path = folder / entry.engines[0].path
+    path = folder / entry.engine.files[0].path
     path.parent.mkdir()
     path.write_bytes(b"engine")
     engine = GraphEngine(gpu, entry, model)
-    return TrtExecutor(entry, entry.engines[0], folder, num_rows=ROWS, driver=gpu, load=lambda *_: engine), engine
+    return TrtExecutor(entry, entry.engine.files[0], folder, num_rows=ROWS, driver=gpu, load=lambda *_: engine), engine
 
 
 @pytest.mark.fuzz

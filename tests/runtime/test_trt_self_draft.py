@@ -46,7 +46,12 @@ def open_gated(folder: Any, **options: Any) -> Any:
     plain = make_profiles(LOOKAHEAD, ROWS)
     drafts = tuple(profile._replace(kind="self") for profile in plain if profile.kind == "decode")
     entry = make_entry(
-        LOOKAHEAD, ROWS, inputs=INPUTS, profiles=(*drafts, *plain), num_gates=len(MASK), skipped_layers=(1, 2)
+        LOOKAHEAD,
+        ROWS,
+        inputs=INPUTS,
+        profiles=(*drafts, *plain),
+        kinds=("attention", "MLP") * 4,
+        skipped_layers=(1, 2),
     )
     executor, _, engine = open_fake(folder, entry, FakeExecutor(VOCAB, ROWS, 8, num_gates=len(MASK)), **options)
     engine.mask = MASK
@@ -170,7 +175,12 @@ def test_the_lowered_graph_drafts_as_the_cpu_does(tmp_path: Any, monkeypatch: An
     profiles = plan_profiles(
         "target", lookahead=LOOKAHEAD, max_num_seqs=2, max_num_tokens=16, fold=fold, self_draft=True
     )
-    common = {"dtype": "float32", "vocab_size": vocab, "layers": tuple(result.layers), "num_gates": 4}
+    common = {
+        "dtype": "float32",
+        "vocab_size": vocab,
+        "layers": tuple(result.layers),
+        "kinds": ("attention", "MLP") * 2,
+    }
     entry = make_entry(
         LOOKAHEAD, 2, inputs=step_inputs(model), profiles=profiles, kv_capacity=capacity, skipped_layers=(1,), **common
     )
@@ -183,7 +193,7 @@ def test_the_lowered_graph_drafts_as_the_cpu_does(tmp_path: Any, monkeypatch: An
     lower_ort_cpu(gated)
     gate_layers(gated, blocks)
     write_onnx(gated, tmp_path)
-    entry = make_entry(LOOKAHEAD, 2, path="model.onnx", inputs=step_inputs(gated), engines=(), **common)
+    entry = make_entry(LOOKAHEAD, 2, path="model.onnx", inputs=step_inputs(gated), files=(), **common)
     cpu = OrtExecutor(tmp_path / "model.onnx", entry, num_rows=2, kv_capacity=capacity, num_threads=1)
     cpu.fixed_layers = executor.fixed_layers
 

@@ -68,7 +68,7 @@ class GraphEngine(FakeEngine):
         self.capturable, self.broken, self.closed = True, None, False
 
     def make_context(self, profile: int, activations: int, stream: int, *, is_fixed: bool) -> GraphContext:
-        self.contexts.append(GraphContext(self, self.entry.profiles[profile]))
+        self.contexts.append(GraphContext(self, self.entry.engine.limits.profiles[profile]))
         return self.contexts[-1]
 
 

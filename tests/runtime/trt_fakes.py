@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from specexport_runtime.abi import LayerGeometry, with_feature_size
-from specexport_runtime.bundle.manifest import EngineFile, ModelEntry
+from specexport_runtime.bundle.entry import EngineFile, ModelEntry
 from specexport_runtime.bundle.profiles import Profile
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import argmax_ids
@@ -25,6 +25,7 @@ from specexport_runtime.executors.gpu import ALIGNMENT, GpuInfo, out_of_memory
 from specexport_runtime.executors.trt import TrtExecutor
 from specexport_runtime.executors.trt_engine import EngineTensor
 from specexport_runtime.executors.trt_pack import SPECS
+from tests import entries
 
 BASE = 0x7F0000000000
 POISON = 0xFF  # NaN in every float type, -1 in every integer
@@ -59,22 +60,16 @@ def make_entry(lookahead: int = 4, rows: int = 4, max_model_len: int = 64, **cha
     fields = {
         "path": "target/model.sm89.engine",
         "backend": "tensorrt-rtx",
-        "architecture": "Fake",
         "dtype": "float16",
-        "vocab_size": 17,
         "layers": LAYERS,
         "inputs": NATIVE,
-        "num_parameters": 1,
-        "max_positions": None,
-        "source": "fake",
-        "source_sha256": "",
         "lowering": "native",
-        "engines": (EngineFile("target/model.sm89.engine", "sm89", "tensorrt-rtx", "1.7.1.116", 4096),),
+        "files": (EngineFile("target/model.sm89.engine", "sm89", "tensorrt-rtx", "1.7.1.116", 4096),),
         "profiles": make_profiles(lookahead, rows, tokens, draft=draft),
         "kv_capacity": max_model_len + 2 * (lookahead + 1),
         "max_num_seqs": rows,
     }
-    return ModelEntry(**{**fields, **changes})
+    return entries.make_entry(**{**fields, **changes})
 
 
 class FakeGpu:
@@ -224,10 +219,12 @@ class FakeEngine:
     def __init__(self, gpu: FakeGpu, entry: ModelEntry, model: FakeExecutor) -> None:
         self.gpu, self.entry, self.model = gpu, entry, model
         self.activation_bytes = 4096
-        inner = (1, entry.kv_capacity, 128)
-        lead = (-1, 1) if entry.lowering == "plugin" else (-1,)  # the plugin keeps the contract's five dimensions
+        inner = (1, entry.engine.limits.kv_capacity, 128)
+        lead = (
+            (-1, 1) if entry.engine.lowering == "plugin" else (-1,)
+        )  # the plugin keeps the contract's five dimensions
         caches = [EngineTensor(f"{k}_cache{o}.0", (*lead, *inner), not o) for k in "kv" for o in ("", "_out")]
-        steps = [EngineTensor(name, tuple(-1 for _ in SPECS[name].shape), True) for name in entry.inputs]
+        steps = [EngineTensor(name, tuple(-1 for _ in SPECS[name].shape), True) for name in entry.engine.inputs]
         outputs = [EngineTensor("logits", (-1, entry.vocab_size), False), EngineTensor("token_ids", (-1,), False)]
         self.tensors = (*steps, *caches, *outputs)
         self.contexts: list[FakeContext] = []
@@ -240,10 +237,10 @@ class FakeEngine:
 
     def make_context(self, profile: int, activations: int, stream: int, *, is_fixed: bool) -> "FakeContext":
         assert stream == self.gpu.stream
-        assert is_fixed == self.entry.profiles[profile].is_fixed
-        assert all(context.profile is not self.entry.profiles[profile] for context in self.contexts)
+        assert is_fixed == self.entry.engine.limits.profiles[profile].is_fixed
+        assert all(context.profile is not self.entry.engine.limits.profiles[profile] for context in self.contexts)
         self.gpu.view(activations, self.activation_bytes)
-        self.contexts.append(FakeContext(self, self.entry.profiles[profile]))
+        self.contexts.append(FakeContext(self, self.entry.engine.limits.profiles[profile]))
         return self.contexts[-1]
 
     def close(self) -> None:
@@ -271,7 +268,7 @@ class FakeContext:
         assert len(shape) == len(tensor.shape)
         assert all(known in (-1, size) for size, known in zip(shape, tensor.shape, strict=True)), (name, shape)
         if name in SPECS:
-            most = self.profile.largest.shape_of(with_feature_size(SPECS[name], self.engine.entry.feature_size))
+            most = self.profile.largest.shape_of(with_feature_size(SPECS[name], self.engine.entry.engine.feature_size))
             assert all(size <= limit for size, limit in zip(shape, most, strict=True)), (name, shape, self.profile)
             if self.profile.is_fixed:
                 assert shape == most, (name, shape, self.profile)
@@ -297,16 +294,18 @@ class FakeContext:
         """The graph of the contract."""
         engine, gpu = self.engine, self.engine.gpu
         engine.runs.append(self.profile)
-        step = {name: gpu.array(addresses[name], shapes[name], SPECS[name].dtype) for name in engine.entry.inputs}
+        step = {
+            name: gpu.array(addresses[name], shapes[name], SPECS[name].dtype) for name in engine.entry.engine.inputs
+        }
         num_seqs, num_tokens = len(step["kv_lens"]), len(step["input_ids"])
-        capacity = engine.entry.kv_capacity
+        capacity = engine.entry.engine.limits.kv_capacity
         caches = []
         for kind in "kv":
             name = f"{kind}_cache.0"
             assert shapes[name][0] == num_seqs
             assert addresses[name] == addresses[f"{kind}_cache_out.0"]
             caches.append(gpu.array(addresses[name], (num_seqs, capacity, 128), "float16"))
-        attend = self.attend_packed if engine.entry.lowering == "plugin" else self.attend_native
+        attend = self.attend_packed if engine.entry.engine.lowering == "plugin" else self.attend_native
         seen = attend(step, *caches, num_tokens)
         logits = np.full((len(step["logit_rows"]), engine.entry.vocab_size), np.nan, np.float32)
         left_out = (engine.mask,) if self.profile.kind == "self" else ()
@@ -393,9 +392,9 @@ def open_fake(
     """A ``TrtExecutor`` over fakes; its engine computes ``model``."""
     gpu = gpu or FakeGpu()
     engine = FakeEngine(gpu, entry, model)
-    path = folder / entry.engines[0].path
+    path = folder / entry.engine.files[0].path
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b"engine" * 100)
-    options = {"num_rows": entry.max_num_seqs, "load": lambda *_: engine, **options}
-    executor = TrtExecutor(entry, entry.engines[0], folder, driver=gpu, **options)
+    options = {"num_rows": entry.engine.limits.max_num_seqs, "load": lambda *_: engine, **options}
+    executor = TrtExecutor(entry, entry.engine.files[0], folder, driver=gpu, **options)
     return executor, gpu, engine

@@ -92,7 +92,7 @@ def test_what_other_rows_change_is_seen(tolerance, offset, passed):
 @pytest.mark.parametrize("each_token", [True, False])
 def test_a_real_graph_with_one_scale_a_step_fails(demo_bundle, tmp_path, each_token):
     entry = load_manifest(demo_bundle).models["target"]
-    path = quantize_activations(demo_bundle / entry.path, tmp_path / "quantized", each_token=each_token)
+    path = quantize_activations(demo_bundle / entry.engine.path, tmp_path / "quantized", each_token=each_token)
     executor = OrtExecutor(path, entry, num_rows=4, kv_capacity=160, num_threads=1, spin=False)
     texts = [[265, 300, 411, 17, 1200, 873, 90, 3000], [5, 77, 4001, 2222, 361]]
     sequences = make_sequences(texts, entry.vocab_size, lookahead=4, max_model_len=128)

@@ -141,7 +141,7 @@ def open_executor(context: Context, bundle: Bundle, role: str, *, graphs: bool, 
     with ExitStack() as stack:
         forced = context.recall("rtx-sm")
         if entry.backend == "tensorrt-rtx" and forced:
-            engine = next((file for file in entry.engines if file.sm == f"sm{forced}"), entry.engines[0])
+            engine = next((file for file in entry.engine.files if file.sm == f"sm{forced}"), entry.engine.files[0])
             stack.enter_context(mock.patch.object(trt_open, "choose_engine", return_value=engine))
         on_gpu = bundle.manifest.models[role].backend != "ort-cpu"
         return open_engine(bundle, role, num_threads=None, spin=False, cuda_graphs=graphs if on_gpu else None)

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 
-from specexport_runtime.bundle.manifest import EngineFile
+from specexport_runtime.bundle.entry import EngineFile
 from specexport_runtime.errors import SpecexportError
 from tools.gpu_check_lib.context import Context, SkipTaskError
 from tools.gpu_check_lib.rows import reason_of
@@ -123,14 +123,13 @@ def _generate(context: Context, backend: str) -> str:
     if len(done.outputs[0]) != NEW_TOKENS:
         raise SpecexportError(f"{len(done.outputs[0])} tokens came instead of {NEW_TOKENS}.")
     entry = bundle.manifest.models["target"]
-    engine = ", ".join(_describe(file) for file in entry.engines) or "one graph for all"
-    return f"{entry.dtype}, lowering {entry.lowering or 'default'}, engine: {engine}; tokens {done.outputs[0]}"
+    engine = ", ".join(_describe(file) for file in entry.engine.files) or "one graph for all"
+    return f"{entry.dtype}, lowering {entry.engine.lowering or 'default'}, engine: {engine}; tokens {done.outputs[0]}"
 
 
 def _describe(file: EngineFile) -> str:
     """An engine's architecture, and who told its layers: the inspector on a GPU, the text of the builder elsewhere."""
-    teller = file.report.get("layers_from")
-    return f"{file.sm} (layers told by the {teller})" if teller else file.sm
+    return file.sm if file.report is None else f"{file.sm} (layers told by the {file.report.layers_from})"
 
 
 def backend_task(backend: str) -> Callable[[Context], None]:

@@ -75,10 +75,10 @@ def build_pair(context: Context, backend: str) -> None:
     size = sum(file.size for file in bundle.manifest.files.values())
     context.recorder.row(
         f"{backend}: model",
-        f"Llama of {entry.num_parameters / 1e6:.1f} M parameters, {entry.dtype}, "
+        f"Llama of {entry.parameters.total / 1e6:.1f} M parameters, {entry.dtype}, "
         f"{SIZES[PLANS[plan.bundle].model].layers} layers; draft of its first "
-        f"{len(bundle.manifest.models['draft'].layers)}; bundle of {size / 1e6:.0f} MB",
-        parameters=entry.num_parameters,
+        f"{len(bundle.manifest.models['draft'].attention.layers)}; bundle of {size / 1e6:.0f} MB",
+        parameters=entry.parameters.total,
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specexport_runtime.abi import CU_NEW_TOKENS, INPUT_IDS
-from specexport_runtime.bundle.manifest import EngineFile
+from specexport_runtime.bundle.entry import EngineFile
 from specexport_runtime.errors import SpecexportError, UnsupportedModelError
 from specexport_runtime.executors.trt_engine import EngineTensor
 from specexport_runtime.executors.trt_load import EngineLoader

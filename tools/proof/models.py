@@ -5,7 +5,15 @@ from typing import NamedTuple
 
 from specexport.backends.profiles import engine_kv_capacity, plan_profiles
 from specexport_runtime.abi import LayerGeometry
-from specexport_runtime.bundle.manifest import EngineFile, ModelEntry
+from specexport_runtime.bundle.entry import (
+    AttentionEntry,
+    EngineEntry,
+    EngineFile,
+    EngineLimits,
+    ModelEntry,
+    Parameters,
+    SourceEntry,
+)
 from specexport_runtime.bundle.profiles import Profile
 from tools.gpu_check_lib.models import SIZES, make_tensors
 from tools.proof.graph import Graph, shipped_graph, write_engine
@@ -51,15 +59,24 @@ def plan_entry(graph: Graph, path: Path, profiles: tuple[Profile, ...], sm: str)
     """What a manifest would say of an engine; ``sm`` is such as ``"sm90"``, ``profiles`` are its step sizes."""
     sizes = [tensor.shape for tensor in graph.caches]
     logits = next(tensor for tensor in graph.outputs if tensor.name == "logits")
+    layers = tuple(LayerGeometry(k[1], k[3], v[3]) for k, v in zip(sizes[::2], sizes[1::2], strict=True))
+    dtype, count = graph.caches[0].dtype, path.stat().st_size // 2
     return ModelEntry(
-        path=path.name, backend="tensorrt", architecture="proof", dtype=graph.caches[0].dtype,
+        backend="tensorrt",
+        dtype=dtype,
         vocab_size=logits.shape[1],
-        layers=tuple(LayerGeometry(k[1], k[3], v[3]) for k, v in zip(sizes[::2], sizes[1::2], strict=True)),
-        inputs=tuple(tensor.name for tensor in graph.inputs if tensor not in graph.caches),
-        num_parameters=path.stat().st_size // 2, max_positions=None, source=path.stem, source_sha256="",
-        lowering="plugin", engines=(EngineFile(path.name, sm, "proof", "0", 0),), profiles=profiles,
-        kv_capacity=sizes[0][2], max_num_seqs=max(profile.num_seqs for profile in profiles),
-    )  # fmt: skip
+        max_positions=None,
+        source=SourceEntry(path.stem, "", "proof"),
+        parameters=Parameters(count, count),
+        attention=AttentionEntry(layers, dtype),
+        engine=EngineEntry(
+            path=path.name,
+            inputs=tuple(tensor.name for tensor in graph.inputs if tensor not in graph.caches),
+            lowering="plugin",
+            files=(EngineFile(path.name, sm, "proof", "0", 0),),
+            limits=EngineLimits(profiles, sizes[0][2], max(profile.num_seqs for profile in profiles)),
+        ),
+    )
 
 
 def profiles_of(model: str, role: str) -> tuple[Profile, ...]:

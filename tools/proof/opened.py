@@ -33,7 +33,7 @@ def open_engine(
     graph, _ = read_engine(path)
     entry = plan_entry(graph, path, profiles, driver.info().sm)
     executor = TrtExecutor(
-        entry, entry.engines[0], path.parent, num_rows=num_rows, driver=driver, use_graphs=graphs,
+        entry, entry.engine.files[0], path.parent, num_rows=num_rows, driver=driver, use_graphs=graphs,
         load=proof_loader(device),
     )  # fmt: skip
     return record_fixed(executor) if graphs else executor

@@ -112,7 +112,7 @@ def _compare(checkpoint: Any, bundle: Path) -> float:
     expected = reference_logits(checkpoint, sequences)
     largest = max(float(np.abs(logits).max()) for logits in expected)
     executor = OrtExecutor(
-        bundle / entry.path, entry, num_rows=3, kv_capacity=64, num_threads=1, spin=False, lookahead=LOOKAHEAD
+        bundle / entry.engine.path, entry, num_rows=3, kv_capacity=64, num_threads=1, spin=False, lookahead=LOOKAHEAD
     )
     runner, worst = ModelRunner(executor), 0.0
 

@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from specexport_runtime.bundle.arrays import REBUILD, read_array
-from specexport_runtime.bundle.manifest import ModelEntry
+from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.errors import BundleError
 
-HEAD_IDS_NAME = "head_ids.npy"
+LM_HEAD_IDS_NAME = "lm_head_ids.npy"
 """File in the model's folder: int32 [N], ascending."""
 
 
@@ -42,9 +42,9 @@ def load_cut_head(folder: Path, entry: ModelEntry) -> CutHead | None:
     The entry's paths are relative to ``folder``. BundleError if the file does not hold as many ids as the manifest
     says, ascending, each once, within V.
     """
-    if entry.head_ids_path is None:
+    if entry.cut_lm_head is None:
         return None
-    path = folder / entry.head_ids_path
+    path = folder / entry.cut_lm_head.ids_path
     ids = read_array(path)
     problem = _problem(ids, entry)
     if problem is not None:
@@ -55,8 +55,8 @@ def load_cut_head(folder: Path, entry: ModelEntry) -> CutHead | None:
 def _problem(ids: object, entry: ModelEntry) -> str | None:
     if not isinstance(ids, np.ndarray) or ids.dtype != np.int32 or ids.ndim != 1:
         return "it holds no int32 token ids"
-    if len(ids) != entry.head_size:
-        return f"it has {len(ids)} token ids and the LM head {entry.head_size} rows"
+    if len(ids) != entry.lm_head_rows:
+        return f"it has {len(ids)} token ids and the LM head {entry.lm_head_rows} rows"
     wrong = np.flatnonzero(np.diff(ids) <= 0)
     if wrong.size:
         return f"token id {ids[wrong[0] + 1]} follows {ids[wrong[0]]}, and they should ascend"

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specexport_runtime.bundle.arrays import REBUILD, read_array
-from specexport_runtime.bundle.manifest import ModelEntry
+from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.errors import BundleError
 
 MASK_NAME = "mask_feature.npy"
@@ -35,17 +35,17 @@ def load_mask(folder: Path, entry: ModelEntry) -> MaskInput | None:
     The entry's paths are relative to ``folder``. BundleError if the file is no feature of the head's size, or the token
     is not in its vocabulary.
     """
-    if entry.mask_token_id is None:
+    head, size = entry.draft_head, entry.engine.feature_size
+    if head is None or head.mask_token_id is None:
         return None
-    if entry.block_size is not None and entry.mask_token_id < entry.vocab_size:
-        return MaskInput(entry.mask_token_id, np.zeros(entry.feature_size, np.float32), entry.block_size)
-    if entry.mask_path is None:
-        raise BundleError(f"{folder}: token {entry.mask_token_id} stands for unknown ones without a feature.", REBUILD)
-    path = folder / entry.mask_path
+    token = head.mask_token_id
+    if head.block_size is not None and token < entry.vocab_size:
+        return MaskInput(token, np.zeros(size, np.float32), head.block_size)
+    if head.mask_path is None:
+        raise BundleError(f"{folder}: token {token} stands for unknown ones without a feature.", REBUILD)
+    path = folder / head.mask_path
     feature = read_array(path)
-    sound = isinstance(feature, np.ndarray) and feature.dtype == np.float32 and feature.shape == (entry.feature_size,)
-    if not sound or not np.isfinite(feature).all() or entry.mask_token_id >= entry.vocab_size:
-        raise BundleError(
-            f"{path}: it is no feature of {entry.feature_size} numbers, or its token is unknown.", REBUILD
-        )
-    return MaskInput(entry.mask_token_id, feature)
+    sound = isinstance(feature, np.ndarray) and feature.dtype == np.float32 and feature.shape == (size,)
+    if not sound or not np.isfinite(feature).all() or token >= entry.vocab_size:
+        raise BundleError(f"{path}: it is no feature of {size} numbers, or its token is unknown.", REBUILD)
+    return MaskInput(token, feature)

@@ -3,8 +3,9 @@
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
 
+from specexport_runtime.bundle.entry import MAX_NUM_SEQS
 from specexport_runtime.bundle.files import check_files
-from specexport_runtime.bundle.manifest import MAX_NUM_SEQS, Manifest, load_manifest
+from specexport_runtime.bundle.manifest import Manifest, load_manifest
 from specexport_runtime.bundle.tokenizer_load import load_tokenizer
 from specexport_runtime.errors import BundleError, InvalidRequestError
 

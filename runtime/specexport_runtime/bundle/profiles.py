@@ -9,7 +9,7 @@ engine's order, and the runtime chooses with :func:`choose_profile`. Imports the
 from collections.abc import Sequence as Seq
 from typing import Literal, NamedTuple
 
-from specexport_runtime.abi import StepShape
+from specexport_runtime.abi import Size, StepShape
 from specexport_runtime.errors import IncompatibleError
 
 ProfileKind = Literal["decode", "self", "verify", "catch-up", "draft", "prefill"]
@@ -22,11 +22,11 @@ class Profile(NamedTuple):
     """One optimization profile: the sizes of a fixed one, the largest sizes of a ranged one."""
 
     kind: ProfileKind
-    num_seqs: int  # B
-    max_new_tokens: int  # Q
-    num_tokens: int  # T; B*Q in a fixed profile, where every row is padded to Q tokens
-    num_logit_rows: int  # R
-    fold: int = 1  # tokens of a row that the attention takes for heads: the width of its tile is a multiple of it
+    num_seqs: Size  # B
+    max_new_tokens: Size  # Q
+    num_tokens: Size  # T; B*Q in a fixed profile, where every row is padded to Q tokens
+    num_logit_rows: Size  # R
+    fold: Size = 1  # tokens of a row that the attention takes for heads: the width of its tile is a multiple of it
 
     @property
     def largest(self) -> StepShape:

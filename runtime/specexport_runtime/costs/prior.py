@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from specexport_runtime.abi import CACHE_BYTES, ITEM_BYTES, MLP
-from specexport_runtime.bundle.manifest import ModelEntry
+from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.costs.curves import CostCurves, LayerShares
 from specexport_runtime.costs.step_cost import StepCost
 
@@ -46,27 +46,28 @@ def prior_costs(models: Mapping[str, ModelEntry], *, kernels: str | None) -> Cos
     costs = {role: _cost(entry, rates) for role, entry in models.items()}
     target, entry = costs["target"], models["target"]
     drafters = {DRAFTER_OF[role]: cost for role, cost in costs.items() if role in DRAFTER_OF}
-    if entry.skipped_layers:
-        drafters["self"] = target.scaled(1 - len(entry.skipped_layers) / max(len(entry.layers), 1))
-    shares = _shares(entry) if entry.num_gates and not entry.skipped_layers else None
+    gates = entry.engine.gates
+    if gates.skipped_layers:
+        drafters["self"] = target.scaled(1 - len(gates.skipped_layers) / max(len(entry.attention.layers), 1))
+    shares = _shares(entry) if gates.kinds and not gates.skipped_layers else None
     return CostCurves(target, drafters, shares, has_logits=kernels is not None)
 
 
 def _cost(entry: ModelEntry, rates: _Rates) -> StepCost:
-    parameters = entry.step_parameters or entry.num_parameters
-    experts, per_token, per_layer = entry.experts or (0, 0, 1)
+    parameters, attention = entry.parameters.step, entry.attention
+    experts, per_token, per_layer = entry.parameters.experts or (0, 0, 1)
     unchosen = 1 - per_token / per_layer
     weight_seconds = _bytes_of_weight(entry) / rates.bytes
     numbers = sum(math.prod(state.shape) for state in entry.states)
-    entry_bytes = CACHE_BYTES.get(entry.cache_dtype, 4)
+    entry_bytes = CACHE_BYTES.get(attention.cache_dtype, 4)
     read, products = 0, 0
-    for layer in entry.layers:
+    for layer in attention.layers:
         read += entry_bytes * layer.kv_heads * (layer.k_dim + layer.v_dim)
-        products += max(entry.num_heads or layer.kv_heads, layer.kv_heads) * (layer.k_dim + layer.v_dim)
+        products += max(attention.query_heads or layer.kv_heads, layer.kv_heads) * (layer.k_dim + layer.v_dim)
     return StepCost(
         reading=parameters * weight_seconds,
         token=2 * (parameters - experts * unchosen) / rates.flops.get(entry.quantize, rates.flops[None]),
-        fixed=(len(entry.layers) + len(entry.states)) * rates.layer_seconds,
+        fixed=(len(attention.layers) + len(entry.states)) * rates.layer_seconds,
         hidden=rates.hidden,
         unchosen=experts * weight_seconds,
         unchosen_share=unchosen,
@@ -79,20 +80,20 @@ def _cost(entry: ModelEntry, rates: _Rates) -> StepCost:
 
 def _bytes_of_weight(entry: ModelEntry) -> float:
     item = ITEM_BYTES.get(entry.dtype, 4)
-    if entry.quantized_bytes is not None:  # any mixture of formats
-        stored, before = entry.quantized_bytes
+    if entry.engine.packed_bytes is not None:  # any mixture of formats
+        stored, before = entry.engine.packed_bytes
         return item * stored / max(before, 1)
     return _QUANTIZED_BYTES.get(entry.quantize or "", item)
 
 
 def _shares(entry: ModelEntry) -> LayerShares:
     """What a mixer and an MLP take of a step, about: the manifest has no width, which heads mostly add up to."""
-    count, whole = max(len(entry.layers) + len(entry.states), 1), entry.step_parameters or entry.num_parameters
-    layer = entry.layers[0] if entry.layers else None
-    heads = 0 if layer is None else entry.num_heads or layer.kv_heads
+    count, whole = max(len(entry.attention.layers) + len(entry.states), 1), entry.parameters.step
+    layer = entry.attention.layers[0] if entry.attention.layers else None
+    heads = 0 if layer is None else entry.attention.query_heads or layer.kv_heads
     width = 0 if layer is None else heads * layer.k_dim
     each = max(whole - entry.vocab_size * width, whole // 2) / count
     mixer = each / 3 if layer is None else width * (heads + layer.kv_heads) * (layer.k_dim + layer.v_dim)
     mixer = min(mixer, each / 2)
-    num_mlps = entry.gate_kinds.count(MLP) or count
+    num_mlps = entry.engine.gates.kinds.count(MLP) or count
     return LayerShares(count, mixer / whole, (each - mixer) * count / num_mlps / whole)

@@ -13,7 +13,7 @@ from specexport_runtime.abi import StepShape
 from specexport_runtime.errors import SpecexportError
 
 if TYPE_CHECKING:
-    from specexport_runtime.bundle.manifest import ModelEntry
+    from specexport_runtime.bundle.entry import ModelEntry
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -385,7 +385,6 @@ class EngineBackend(NamedTuple):
         same_bits: a token's logits have the same bits, whatever else is in a step and however its prompt was cut.
         modules: Python modules that running needs.
         provider: ONNX Runtime's execution provider that running needs; None for none but its own.
-        oldest_schema: the first version of manifests whose engines can be run.
     """
 
     open: Callable[[EngineRequest], Executor]
@@ -397,4 +396,3 @@ class EngineBackend(NamedTuple):
     same_bits: bool = False
     modules: tuple[str, ...] = ()
     provider: str | None = None
-    oldest_schema: int = 0

@@ -7,7 +7,7 @@ A new backend is an :class:`~specexport_runtime.executors.base.EngineBackend` in
 from importlib import import_module
 
 from specexport_runtime.abi import kv_slack
-from specexport_runtime.bundle.manifest import SMALL_DRAFT_PARAMETERS
+from specexport_runtime.bundle.entry import SMALL_DRAFT_PARAMETERS
 from specexport_runtime.bundle.opened import Bundle
 from specexport_runtime.bundle.tokenizer_load import start_loading
 from specexport_runtime.errors import IncompatibleError, InvalidRequestError
@@ -47,7 +47,7 @@ def check_threads(count: int | None, name: str = "num_threads") -> None:
 def _takes_turns(bundle: Bundle) -> bool:
     """Whether a bundle has a draft of a size that needs all cores, as the target does."""
     draft = bundle.manifest.models.get("draft")
-    return draft is not None and draft.num_parameters >= SMALL_DRAFT_PARAMETERS
+    return draft is not None and draft.parameters.total >= SMALL_DRAFT_PARAMETERS
 
 
 def open_executor(
@@ -75,11 +75,6 @@ def open_executor(
         raise IncompatibleError(
             f"{folder}: the {role} was built for backend {entry.backend!r}, which this runtime cannot run.",
             f"build it with --backend {next(iter(PLACES))}, or upgrade specexport.",
-        )
-    if bundle.manifest.schema_version < backend.oldest_schema:
-        raise IncompatibleError(
-            f"{folder}: the {role}'s engine is of an earlier release, whose operators for {entry.backend} were others.",
-            f"build it again: `specexport build … -o {folder} --force`, as it was built.",
         )
     if not unpad_kv and not backend.has_padded_kv:
         usable = backends_with("has_padded_kv")

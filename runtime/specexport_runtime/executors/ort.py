@@ -29,7 +29,7 @@ from specexport_runtime.abi import (
     StepShape,
     num_pending,
 )
-from specexport_runtime.bundle.manifest import HYDRA, SMALL_DRAFT_PARAMETERS, ModelEntry
+from specexport_runtime.bundle.entry import HYDRA, SMALL_DRAFT_PARAMETERS, ModelEntry
 from specexport_runtime.errors import BundleError, IncompatibleError, SpecexportError
 from specexport_runtime.executors.base import (
     CacheLender,
@@ -98,29 +98,31 @@ class OrtExecutor(ArenaRows, GatedByInputs, WithFeatures):
         lends: bool = False,  # a head reads these caches: they keep what lies before their own windows
         gives_back: bool = False,  # unused pages go back to the system, if it takes them; rows then begin at pages
     ) -> None:
-        self.vocab_size = entry.head_size
+        self.vocab_size = entry.lm_head_rows
         self.num_rows = num_rows
         self.kv_capacity = kv_capacity
         self.gives_back = gives_back and CAN_GIVE_BACK
         self.max_num_tokens: int | None = None
         self.engine_seconds = 0.0
-        names = entry.inputs if unpad_kv else entry.padded_inputs
+        engine, attention, head = entry.engine, entry.attention, entry.draft_head
+        names = engine.inputs if unpad_kv or engine.padded is None else engine.padded.inputs
         threads = num_threads or available_cores()
         self._graph = open_graph(path, entry, names, num_threads=threads, spin=spin)
-        self.num_gates = entry.num_gates if unpad_kv else 0  # a padded-KV graph never has gates
-        self.gate_kinds = entry.gate_kinds
+        self.gate_kinds = engine.gates.kinds
+        self.num_gates = len(self.gate_kinds) if unpad_kv else 0  # a padded-KV graph never has gates
         self._gates = OrtGates(self._graph.session, self.num_gates, path)
-        self._features: OrtFeatures = OrtFeatures(self._graph.session, entry.feature_size if unpad_kv else 0, path)
+        self._features: OrtFeatures = OrtFeatures(self._graph.session, engine.feature_size if unpad_kv else 0, path)
         self.num_adapters, self.default_adapter = len(entry.chosen_adapters), 0
-        self.num_draft_heads, self.reads_draft = entry.num_draft_heads, entry.head_kind == HYDRA
-        self.borrows_cache = bool(entry.target_layers)
+        self.num_draft_heads = 0 if head is None else head.num_draft_heads
+        self.reads_draft = head is not None and head.kind == HYDRA
+        self.borrows_cache = bool(attention.target_layers)
         self._lent: dict[str, npt.NDArray[Any]] = {}
         self.num_pending = num_pending(lookahead, drafts_itself=self.num_gates > 0) if entry.states else 0
-        windows = () if lends else entry.windows
-        self.make_arena(() if self.borrows_cache and lender is not None else entry.layers, entry.cache_dtype, windows)
+        layers = () if self.borrows_cache and lender is not None else attention.layers
+        self.make_arena(layers, attention.cache_dtype, () if lends else attention.windows)
         self.make_states(entry.states, self.num_pending)
         if self.borrows_cache:
-            self._lent = self._caches if lender is None else lender.lend(entry.target_layers)
+            self._lent = self._caches if lender is None else lender.lend(attention.target_layers)
             self._memory = {}
             self._check_lent(path, entry)
         self._row_values: dict[tuple[int, int], list[tuple[str, str, Any]]] = {}
@@ -137,10 +139,10 @@ class OrtExecutor(ArenaRows, GatedByInputs, WithFeatures):
 
     def _check_lent(self, path: Path, entry: ModelEntry) -> None:
         for name, cache in self._lent.items():
-            layer, values = entry.layers[int(name.rpartition(".")[2])], name.startswith("v_")
+            layer, values = entry.attention.layers[int(name.rpartition(".")[2])], name.startswith("v_")
             rows, _, heads, capacity, dim = cache.shape
             sizes = (self.num_rows, layer.kv_heads, layer.v_dim if values else layer.k_dim)
-            if (rows, heads, dim) != sizes or capacity < self.kv_capacity or cache.dtype != entry.cache_dtype:
+            if (rows, heads, dim) != sizes or capacity < self.kv_capacity or cache.dtype != entry.attention.cache_dtype:
                 raise IncompatibleError(f"{path}: the target's caches are not those that it reads.", "build it again.")
 
     def prepare(self, shape: StepShape) -> StepBuffers:
@@ -272,15 +274,15 @@ def open_ort_executor(request: EngineRequest) -> OrtExecutor:
     the shared threads are asked for.
     """
     entry, num_threads, spin = request.entry, request.num_threads, request.spin
-    path = entry.path if request.unpad_kv else entry.padded_path
-    if path is None:
+    graph = entry.engine if request.unpad_kv else entry.engine.padded
+    if graph is None:
         raise IncompatibleError(f"{request.folder}: the {request.role} has no padded-KV graph.", "build it again.")
     shared = join_threads(num_threads, spin=spin, begin=request.share_threads)
     if not shared and request.role in ("draft", "head"):
-        small = entry.num_parameters < SMALL_DRAFT_PARAMETERS
+        small = entry.parameters.total < SMALL_DRAFT_PARAMETERS
         num_threads, spin = (1 if small else num_threads), spin and small
     return OrtExecutor(
-        request.folder / path,
+        request.folder / graph.path,
         entry,
         num_rows=request.num_rows,
         kv_capacity=request.kv_capacity,
@@ -302,5 +304,4 @@ BACKEND = EngineBackend(
     gives_back=CAN_GIVE_BACK,
     same_bits=True,
     modules=("onnxruntime",),
-    oldest_schema=12,
 )

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from specexport_runtime.abi import CACHE_INPUTS, CU_NEW_TOKENS, KV_LENS, LOGITS, STEP_INPUTS, TOKEN_IDS, StepShape
+from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.bundle.head_steps import head_steps
-from specexport_runtime.bundle.manifest import ModelEntry
 from specexport_runtime.errors import BundleError, IncompatibleError, InvalidRequestError, SpecexportError
 from specexport_runtime.executors.base import (
     EngineBackend,
@@ -89,13 +89,13 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
     ) -> None:
         if entry.dtype not in _CACHE_TYPES:
             raise IncompatibleError(f"{path}: there is no paged attention for {entry.dtype}.", "build it for float16.")
-        if cuda_graphs and entry.num_gates:
+        if cuda_graphs and entry.engine.gates.kinds:
             raise InvalidRequestError(
                 f"CUDA graphs are asked for, and {path} has branches, so that it can draft with some of its layers: "
                 "ONNX Runtime records no graph with branches.",
                 "leave --cuda-graphs out, or build it without --self-draft.",
             )
-        self.vocab_size = entry.head_size
+        self.vocab_size = entry.lm_head_rows
         self.num_rows = num_rows
         self.kv_capacity = kv_capacity
         self.max_num_tokens = None
@@ -106,17 +106,18 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
         self._check_contract(path, entry)
         # Steps of few tokens are handed to the engine as a row for each token.
         self.splits_rows = pays(entry, compute_capability(device_id), os.environ)
-        self.num_gates, self.gate_kinds = entry.num_gates, entry.gate_kinds
+        self.gate_kinds = entry.engine.gates.kinds
+        self.num_gates = len(self.gate_kinds)
         self._gates = OrtGates(self._session, self.num_gates, path, separate=True)
         self._similarity: Float32Array = np.zeros((self.num_gates // 2, 0), np.float32)
-        self._features: OrtFeatures = OrtFeatures(self._session, entry.feature_size, path, on_gpu=True)
-        self.num_draft_heads = entry.num_draft_heads
-        self._paged = bool(entry.layers)  # Medusa heads have no attention
-        self._inputs = [spec for spec in STEP_INPUTS if spec.name in entry.inputs]
+        self._features: OrtFeatures = OrtFeatures(self._session, entry.engine.feature_size, path, on_gpu=True)
+        self.num_draft_heads = 0 if entry.draft_head is None else entry.draft_head.num_draft_heads
+        self._paged = bool(entry.attention.layers)  # Medusa heads have no attention
+        self._inputs = [spec for spec in STEP_INPUTS if spec.name in entry.engine.inputs]
         self._element_type, self._cache_bytes = _CACHE_TYPES[entry.dtype]
         self._row_blocks = np.arange(num_rows * -(-kv_capacity // BLOCK_ENTRIES), dtype=np.int32).reshape(num_rows, -1)
         self._caches: dict[str, Any] = {}
-        for i, layer in enumerate(entry.layers):
+        for i, layer in enumerate(entry.attention.layers):
             shape = (self._row_blocks.size, BLOCK_ENTRIES, layer.kv_heads, paged_head_size(layer))
             for spec in CACHE_INPUTS:
                 # Zeros, because 0 times anything finite is 0.
@@ -128,7 +129,7 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
     def _open(self, path: Path, entry: ModelEntry, cuda_graphs: bool | None) -> tuple[Any, StepGraphs]:
         """The session, for graphs where they are wanted or can be had, and their numbers."""
         optional, device_id = cuda_graphs is None, self._device[1]
-        enabled = not entry.num_gates if cuda_graphs is None else cuda_graphs
+        enabled = not entry.engine.gates.kinds if cuda_graphs is None else cuda_graphs
         try:
             session = open_session(self._ort, path, device_id, enabled)
         except BundleError as error:
@@ -140,8 +141,9 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
         return session, StepGraphs(self._ort, enabled=enabled, optional=optional)
 
     def _check_contract(self, path: Path, entry: ModelEntry) -> None:
-        expected = {spec.name.format(i=i) for i in range(len(entry.layers)) for spec in CACHE_INPUTS}
-        expected |= {*entry.inputs, *((BLOCK_TABLE.name, ATTENTION_METADATA.name) if entry.layers else ())}
+        expected = {spec.name.format(i=i) for i in range(len(entry.attention.layers)) for spec in CACHE_INPUTS}
+        expected |= {*entry.engine.inputs}
+        expected |= {BLOCK_TABLE.name, ATTENTION_METADATA.name} if entry.attention.layers else set()
         odd = sorted(expected ^ {value.name for value in self._session.get_inputs() if not is_gate(value.name)})
         if odd:
             raise IncompatibleError(f"{path}: inputs differ from the manifest's: {', '.join(odd)}.", "build it again.")
@@ -318,7 +320,7 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
 def open_ort_cuda_executor(request: EngineRequest) -> OrtCudaExecutor:
     """Open an engine on an NVIDIA GPU; its rounds are recorded as CUDA graphs unless that is switched off."""
     executor = OrtCudaExecutor(
-        request.folder / request.entry.path,
+        request.folder / request.entry.engine.path,
         request.entry,
         num_rows=request.num_rows,
         kv_capacity=request.kv_capacity,
@@ -334,16 +336,16 @@ def _round_shapes(request: EngineRequest) -> list[StepShape]:
     A head catches up on as many entries as were accepted, which differs from row to row. So it has all widths for one
     row, and for several rows only those steps whose rows are all alike.
     """
-    entry, rows = request.entry, request.num_rows
-    if request.role != "head":
+    head, rows = request.entry.draft_head, request.num_rows
+    if head is None:
         width = request.lookahead + 1 if request.role == "target" else 2
         sizes = [(1, 1, rows), (width, width if request.role == "target" else 1, rows)]
     else:
         steps = head_steps(
             request.lookahead,
-            num_draft_heads=entry.num_draft_heads,
-            block_size=entry.block_size,
-            has_mask=entry.mask_token_id is not None,
+            num_draft_heads=head.num_draft_heads,
+            block_size=head.block_size,
+            has_mask=head.mask_token_id is not None,
         )
         sizes = [(width, steps.logits, 1 if steps.fresh else rows) for width in steps.widths]
         sizes += [(1, 1, rows)] if steps.steps_alone else []

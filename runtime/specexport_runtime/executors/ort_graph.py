@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specexport_runtime.abi import CACHE_INPUTS, STATE_INPUTS, state_shapes
-from specexport_runtime.bundle.manifest import ModelEntry
+from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.errors import IncompatibleError
 from specexport_runtime.executors.ort_session import open_session
 
@@ -31,7 +31,7 @@ def open_graph(
     """
     session = open_session(path, num_threads, spin)
     inputs = frozenset(value.name for value in session.get_inputs())
-    caches = {spec.name.format(i=i) for i in range(len(entry.layers)) for spec in CACHE_INPUTS}
+    caches = {spec.name.format(i=i) for i in range(len(entry.attention.layers)) for spec in CACHE_INPUTS}
     caches |= {spec.name.format(i=i) for i in range(len(entry.states)) for spec in STATE_INPUTS}
     if inputs != caches | set(step_inputs):
         odd = sorted(inputs ^ (caches | set(step_inputs)))

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from specexport_runtime.bundle.manifest import EngineFile
+from specexport_runtime.bundle.entry import EngineFile
 from specexport_runtime.user_cache import cache_folder, is_private, replace_file
 
 KIND = "rtx-kernels"

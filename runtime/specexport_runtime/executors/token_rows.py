@@ -22,7 +22,7 @@ from specexport_runtime.abi import (
     STEP_INPUTS,
     StepShape,
 )
-from specexport_runtime.bundle.manifest import ModelEntry
+from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.executors.base import Int32Array, Int64Array, StepBuffers
 
 MOST_TOKEN_ROWS = 12
@@ -37,11 +37,11 @@ def pays(entry: ModelEntry, capability: int, environment: Mapping[str, str]) -> 
     ONNX Runtime takes cuDNN from ``capability`` 90 (9.0) on, unless its switch in ``environment`` turns cuDNN off.
     Layers with windows have no cuDNN kernel, and layers of a head that fills blocks see later tokens of their row.
     """
-    by_row = any(spec.name in entry.inputs for spec in STEP_INPUTS if spec not in _KNOWN)
-    sees_rows = by_row or entry.block_size is not None or entry.num_draft_heads > 0
-    has_windows = any(window > 0 for window in entry.windows)
+    by_row, head = any(spec.name in entry.engine.inputs for spec in STEP_INPUTS if spec not in _KNOWN), entry.draft_head
+    sees_rows = by_row or (head is not None and (head.block_size is not None or head.num_draft_heads > 0))
+    has_windows = any(window > 0 for window in entry.attention.windows)
     takes_cudnn = capability >= _CUDNN_FROM and environment.get(CUDNN_SWITCH) != "0"
-    return takes_cudnn and bool(entry.layers) and not sees_rows and not has_windows
+    return takes_cudnn and bool(entry.attention.layers) and not sees_rows and not has_windows
 
 
 def token_rows(shape: StepShape) -> StepShape | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from specexport_runtime.abi import StepShape
-from specexport_runtime.bundle.manifest import EngineFile, ModelEntry
+from specexport_runtime.bundle.entry import EngineFile, ModelEntry
 from specexport_runtime.bundle.profiles import choose_profile
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import (
@@ -48,7 +48,7 @@ class TrtExecutor(WithFeatures):
     def __init__(
         self,
         entry: ModelEntry,
-        file: EngineFile,  # the one for this GPU, of ``entry.engines``
+        file: EngineFile,  # the one for this GPU, of ``entry.engine.files``
         folder: Path,  # of the bundle
         *,
         num_rows: int,
@@ -62,7 +62,7 @@ class TrtExecutor(WithFeatures):
             driver = CudaDriver()
         self._parts: TrtParts = load_parts(entry, file, folder, num_rows, driver, use_graphs=use_graphs, load=load)
         sizes = self._parts.sizes
-        self.vocab_size = entry.head_size
+        self.vocab_size = entry.lm_head_rows
         self.num_rows = num_rows
         self.kv_capacity = sizes.kv_capacity - sizes.scratch  # entries of a row that may be used
         # A step that mixes prompts and verification runs in a prefill profile.
@@ -70,18 +70,19 @@ class TrtExecutor(WithFeatures):
         self.max_num_tokens: int | None = max(ranged or [profile.num_tokens for _, profile in sizes.profiles])
         self.engine_seconds = 0.0
         self.graphs = self._parts.graphs
-        self._sizes, self._names = sizes, entry.inputs
+        engine, head = entry.engine, entry.draft_head
+        self._sizes, self._names = sizes, engine.inputs
         self._features = self._parts.features
-        self.num_draft_heads = entry.num_draft_heads
-        self._sees_ahead = entry.block_size is not None
-        self._packed, self._dtype = entry.lowering == "plugin", entry.dtype
+        self.num_draft_heads = 0 if head is None else head.num_draft_heads
+        self._sees_ahead = head is not None and head.block_size is not None
+        self._packed, self._dtype = engine.lowering == "plugin", entry.dtype
         self._ends: Int32Array = np.zeros((sizes.arena_rows, 1), np.int32)
         self._last_position = (entry.max_positions or sizes.kv_capacity) - 1
-        self.num_gates = entry.num_gates if entry.skipped_layers else 0  # 0 unless the engine has draft steps
-        self.gate_kinds = entry.gate_kinds
+        self.gate_kinds, skipped = engine.gates.kinds, engine.gates.skipped_layers
+        self.num_gates = len(self.gate_kinds) if skipped else 0  # 0 unless the engine has draft steps
         self.fixed_layers: BoolArray | None = None
         if self.num_gates:
-            self.fixed_layers = np.repeat(~np.isin(np.arange(self.num_gates // 2), entry.skipped_layers), 2)
+            self.fixed_layers = np.repeat(~np.isin(np.arange(self.num_gates // 2), skipped), 2)
         self._skips = False
         self._steps: OrderedDict[StepShape, PlacedStep] = OrderedDict()
         self._current: PlacedStep | None = None

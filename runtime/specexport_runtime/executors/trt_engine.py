@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from specexport_runtime.bundle.delta import apply_delta, delta_size
-from specexport_runtime.bundle.manifest import EngineFile
+from specexport_runtime.bundle.entry import EngineFile
 from specexport_runtime.errors import BundleError, IncompatibleError, MissingDependencyError, SpecexportError
 from specexport_runtime.executors.gpu import MEMORY_HINT
 from specexport_runtime.executors.rtx_kernels import RtxKernels

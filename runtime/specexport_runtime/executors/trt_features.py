@@ -7,7 +7,7 @@ reads them.
 from collections.abc import Sequence as Seq
 
 from specexport_runtime.abi import TOKEN_FEATURES, StepShape
-from specexport_runtime.bundle.manifest import ModelEntry
+from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.bundle.profiles import Profile
 from specexport_runtime.executors.features import BoundFeatures, EngineFeatures
 from specexport_runtime.executors.gpu import GpuDriver
@@ -42,7 +42,7 @@ class TrtFeatures(EngineFeatures):
 
 def feature_rows(entry: ModelEntry, profiles: Seq[Profile]) -> int:
     """Most features that a step of an engine gives: one for each token, or for each row of logits of a head."""
-    if not entry.feature_size:
+    if not entry.engine.feature_size:
         return 0
-    reads = TOKEN_FEATURES.name in entry.inputs
+    reads = TOKEN_FEATURES.name in entry.engine.inputs
     return max(profile.num_logit_rows if reads else profile.num_tokens for profile in profiles)

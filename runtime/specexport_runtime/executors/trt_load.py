@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from specexport_runtime.abi import ITEM_BYTES
-from specexport_runtime.bundle.manifest import EngineFile, ModelEntry
+from specexport_runtime.bundle.entry import EngineFile, ModelEntry
 from specexport_runtime.bundle.profiles import Profile
 from specexport_runtime.errors import IncompatibleError
 from specexport_runtime.executors.gpu import GpuDriver
@@ -45,24 +45,26 @@ def size_engine(entry: ModelEntry, what: str, num_rows: int) -> EngineSizes:
 
     IncompatibleError if it was built for fewer rows, or its entry lacks something or names an unknown input.
     """
-    if entry.max_num_seqs is None or entry.kv_capacity is None or not entry.profiles or entry.dtype not in ITEM_BYTES:
+    limits = entry.engine.limits
+    if limits is None or not limits.profiles or entry.dtype not in ITEM_BYTES:
         raise IncompatibleError(f"{what}: the manifest does not describe a TensorRT engine.", "build it again.")
-    unknown = sorted(set(entry.inputs) - set(SPECS))
+    unknown = sorted(set(entry.engine.inputs) - set(SPECS))
     if unknown:
         raise IncompatibleError(
             f"{what}: the engine takes unknown inputs: {', '.join(unknown)}.", "upgrade specexport."
         )
-    if num_rows > entry.max_num_seqs:
+    most = limits.max_num_seqs
+    if num_rows > most:
         raise IncompatibleError(
-            f"{what} was built for {entry.max_num_seqs} sequences at a time; max_num_seqs is {num_rows}.",
-            f"use --max-num-seqs {entry.max_num_seqs} or less, or build it again with a larger --max-num-seqs.",
+            f"{what} was built for {most} sequences at a time; max_num_seqs is {num_rows}.",
+            f"use --max-num-seqs {most} or less, or build it again with a larger --max-num-seqs.",
         )
-    fixed = [profile for profile in entry.profiles if profile.is_fixed]
+    fixed = [profile for profile in limits.profiles if profile.is_fixed]
     arena_rows = min((profile.num_seqs for profile in fixed if profile.num_seqs >= num_rows), default=num_rows)
-    usable = tuple((i, p) for i, p in enumerate(entry.profiles) if not p.is_fixed or p.num_seqs <= arena_rows)
+    usable = tuple((i, p) for i, p in enumerate(limits.profiles) if not p.is_fixed or p.num_seqs <= arena_rows)
     return EngineSizes(
         arena_rows,
-        entry.kv_capacity,
+        limits.kv_capacity,
         max((profile.max_new_tokens for profile in fixed), default=0),
         usable,
         max(profile.num_logit_rows for _, profile in usable),
@@ -110,20 +112,20 @@ def load_parts(
 
 def plan_memory(entry: ModelEntry, sizes: EngineSizes, weights: int, activations: int) -> MemoryPlan:
     """Bytes that an executor will need on the device, of which the engine's weights and activations are given."""
-    _, kv_bytes = lay_out_caches(entry.layers, sizes.arena_rows, sizes.kv_capacity, ITEM_BYTES[entry.dtype])
-    outputs = sizes.max_logit_rows * (4 * entry.head_size + 8)
+    _, kv_bytes = lay_out_caches(entry.attention.layers, sizes.arena_rows, sizes.kv_capacity, ITEM_BYTES[entry.dtype])
+    outputs = sizes.max_logit_rows * (4 * entry.lm_head_rows + 8)
     buffers = _input_bytes(entry, sizes) + outputs + _feature_bytes(entry, sizes)
     return MemoryPlan(weights, kv_bytes, activations, buffers, sizes.arena_rows)
 
 
 def _input_bytes(entry: ModelEntry, sizes: EngineSizes) -> int:
     largest = (profile.largest for _, profile in sizes.profiles)
-    return max(lay_out_inputs(entry.inputs, shape, entry.feature_size)[1] for shape in largest)
+    return max(lay_out_inputs(entry.engine.inputs, shape, entry.engine.feature_size)[1] for shape in largest)
 
 
 def _feature_bytes(entry: ModelEntry, sizes: EngineSizes) -> int:
     """Of the features of the largest step."""
-    return 4 * entry.feature_size * feature_rows(entry, [profile for _, profile in sizes.profiles])
+    return 4 * entry.engine.feature_size * feature_rows(entry, [profile for _, profile in sizes.profiles])
 
 
 def _allocate(
@@ -141,8 +143,10 @@ def _allocate(
     plan_memory(entry, sizes, engine_size(path, file), file.memory_bytes or 0).check(str(path), gpu)
     engine = load(path, file, gpu.name)
     stack.callback(engine.close)
-    caches, kv_bytes = lay_out_caches(entry.layers, sizes.arena_rows, sizes.kv_capacity, ITEM_BYTES[entry.dtype])
-    check_tensors(engine, str(path), entry.inputs, caches)
+    caches, kv_bytes = lay_out_caches(
+        entry.attention.layers, sizes.arena_rows, sizes.kv_capacity, ITEM_BYTES[entry.dtype]
+    )
+    check_tensors(engine, str(path), entry.engine.inputs, caches)
 
     def allocate(num_bytes: int, what: str) -> int:
         address = driver.allocate(num_bytes, f"{path}: {what}")
@@ -155,17 +159,17 @@ def _allocate(
     at = DeviceAddresses(
         allocate(engine.activation_bytes, "activations"),
         allocate(_input_bytes(entry, sizes), "step inputs"),
-        allocate(sizes.max_logit_rows * entry.head_size * 4, "logits"),
+        allocate(sizes.max_logit_rows * entry.lm_head_rows * 4, "logits"),
         allocate(sizes.max_logit_rows * 8, "token ids"),
         allocate(queries, "queries") if queries else 0,
         allocate(features, "features") if features else 0,
     )
-    logits = HostOutput(driver, (sizes.max_logit_rows, entry.head_size), "float32")
+    logits = HostOutput(driver, (sizes.max_logit_rows, entry.lm_head_rows), "float32")
     token_ids = HostOutput(driver, (sizes.max_logit_rows,), "int64")
-    wide = HostOutput(driver, (features // max(4 * entry.feature_size, 1), entry.feature_size), "float32")
+    wide = HostOutput(driver, (features // max(4 * entry.engine.feature_size, 1), entry.engine.feature_size), "float32")
     for output in (logits, token_ids, wide):
         stack.callback(output.close)
-    given = TrtFeatures(engine.tensors, entry.feature_size, str(path), driver, at.features, wide)
+    given = TrtFeatures(engine.tensors, entry.engine.feature_size, str(path), driver, at.features, wide)
     contexts = ContextPool(engine, driver, kv, at)
     stack.callback(contexts.close)
     graphs = GraphPool(driver, enabled=use_graphs)
@@ -190,6 +194,8 @@ def _make_blocks(entry: ModelEntry, sizes: EngineSizes, driver: GpuDriver, stack
     # One block for all ranged profiles: their steps have many sizes, and each is written whole.
     shared = make(_input_bytes(entry, sizes))
     return {
-        i: make(lay_out_inputs(entry.inputs, profile.largest, entry.feature_size)[1]) if profile.is_fixed else shared
+        i: make(lay_out_inputs(entry.engine.inputs, profile.largest, entry.engine.feature_size)[1])
+        if profile.is_fixed
+        else shared
         for i, profile in sizes.profiles
     }

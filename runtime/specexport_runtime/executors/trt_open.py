@@ -1,6 +1,6 @@
 """Opening the TensorRT engine of a bundle that fits the GPU of this machine."""
 
-from specexport_runtime.bundle.manifest import EngineFile, ModelEntry
+from specexport_runtime.bundle.entry import EngineFile, ModelEntry
 from specexport_runtime.errors import IncompatibleError
 from specexport_runtime.executors import cuda_driver, trt_engine
 from specexport_runtime.executors.base import EngineBackend, EngineRequest
@@ -50,10 +50,10 @@ def choose_engine(entry: ModelEntry, what: str, gpu: GpuInfo) -> EngineFile:
     IncompatibleError if there is none; it names the GPU's architecture and those of the engines of ``what``.
     """
     for sm in (gpu.sm, "any"):
-        for file in entry.engines:
+        for file in entry.engine.files:
             if file.sm == sm:
                 return file
-    built = ", ".join(file.sm for file in entry.engines) or "none"
+    built = ", ".join(file.sm for file in entry.engine.files) or "none"
     raise IncompatibleError(
         f"{what} has engines for {built}; {gpu.name} is {gpu.sm}.",
         f"build it again with `specexport build --backend {entry.backend} --sm {gpu.sm.removeprefix('sm')}`.",
