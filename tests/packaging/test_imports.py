@@ -62,7 +62,6 @@ DRIVES_THE_RUNTIME = (
     "train/texts.py",
     "verify",
     "bench",
-    "tune",
     "explain",
     "debug",
 )
