@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from statistics import mean, median, pstdev, quantiles
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from specexport.bench.methods import Cell
 from specexport.bench.records import BenchResult, PromptRecord, RunRecord
@@ -51,9 +51,9 @@ def summarize(result: BenchResult) -> list[Summary]:
 
 def _in_order(cells: Iterable[Cell]) -> list[Cell]:
     """The methods of one comparison as neighbours, whichever engine they ran on; domain by domain."""
-    groups: dict[tuple[str, int, float, str], list[Cell]] = {}
+    groups: dict[tuple[Any, ...], list[Cell]] = {}
     for cell in cells:
-        groups.setdefault((cell.domain, cell.batch_size, cell.temperature, cell.batching), []).append(cell)
+        groups.setdefault((cell.domain, cell.batch_size, cell.context, cell.temperature, cell.batching), []).append(cell)
     domains = list(dict.fromkeys(key[0] for key in groups))
     return [cell for key in sorted(groups, key=lambda key: domains.index(key[0])) for cell in groups[key]]
 

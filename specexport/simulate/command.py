@@ -23,11 +23,12 @@ _Row = dict[str, Any]  # of the JSON file: one accuracy at one batch size
 @click.option("--hit-rate", type=float, default=1.0, show_default=True, help="Probability that a draft is found.")
 @click.option("--concentration", type=float, help="Draw accuracies from Beta(A·C, (1-A)·C).  [default: all have A]")
 @click.option("--cost-ratio", type=float, default=0.0, show_default=True, help="A draft step over a target step (c).")
-@click.option("--token-cost", type=float, default=0.0, show_default=True, help="A token over the fixed cost of a step.")
+@click.option("--token-cost", type=float, default=0.0, show_default=True,
+              help="One more token in a target step over the step's fixed cost.")  # fmt: skip
 @click.option("--max-draft-length", type=int, default=16, show_default=True, help="Largest K tried for `best K`.")
 @click.option("--samples", type=int, default=10000, show_default=True, help="Simulated rounds of each row.")
 @click.option("--max-new-tokens", type=int, help="Also simulate whole generations of this length.")
-@click.option("--prompt-tokens", type=_FROM_0, default=0, show_default=True, help="Tokens in each cache at its start.")
+@click.option("--prompt-tokens", type=_FROM_0, default=0, show_default=True, help="Tokens in a cache at the start.")
 @click.option("--generations", type=int, default=100, show_default=True, help="Simulated generations of each row.")
 @click.option("--seed", type=_FROM_0, default=0, show_default=True, help="Seed of the simulation.")
 @click.option("--json", "json_file", type=_FILE, help="Write parameters and rows there, unrounded.")

@@ -19,6 +19,7 @@ Seed = int | tuple[int, ...]
 
 
 def check(valid: bool, wrong: str, fix: str = "give a whole number from 1 up.") -> None:
+    """Refuse an argument that is not valid with UserInputError."""
     if not valid:
         raise UserInputError(wrong, fix)
 
@@ -39,6 +40,7 @@ class Padding(NamedTuple):
 
     @property
     def ratio(self) -> float:
+        """The padding ratio."""
         return self.padding / self.accepted
 
 
