@@ -240,3 +240,12 @@ def write_file(path: Path, write: Callable[[Path], None]) -> None:
     finally:
         with contextlib.suppress(OSError):  # gone after the rename
             temporary.unlink()
+
+
+def write_text(path: Path, text: str, *, errors: str = "strict") -> None:
+    """Write a UTF-8 text file in one step; UserInputError if it cannot be written."""
+
+    def write(temporary: Path) -> None:
+        temporary.write_text(text, encoding="utf-8", errors=errors)
+
+    write_file(path, write)

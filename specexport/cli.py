@@ -7,6 +7,7 @@ from typing import NamedTuple
 import click
 
 from specexport_runtime.cli.errors import SuggestingGroup
+from specexport_runtime.cli.gone import refuse_gone
 
 
 class _Mount(NamedTuple):
@@ -28,7 +29,6 @@ COMMANDS = {
         "specexport.demo", "demo", "Build the demo pair, stream from it, measure it against plain decoding."
     ),
     "bench": _Mount("specexport.bench.command", "bench", "Measure ways to decode with a bundle side by side."),
-    "tune": _Mount("specexport.tune.command", "tune", "Find the fastest number of draft tokens on your prompts."),
     "train-draft": _Mount(
         "specexport.train.command", "train_draft", "Train a draft for a target, on text that it writes."
     ),
@@ -41,6 +41,8 @@ COMMANDS = {
     ),
     "doctor": _Mount("specexport.doctor", "doctor", "Show what this machine can run, and why not."),
 }
+GONE = {"tune": "specexport bench BUNDLE… --lookahead K,… --contexts L,…"}
+"""Commands of earlier releases, with what does their work now."""
 
 
 class LazyGroup(SuggestingGroup):
@@ -59,6 +61,14 @@ class LazyGroup(SuggestingGroup):
         if isinstance(command, click.Group):
             return command.get_command(ctx, cmd_name)
         return command if isinstance(command, click.Command) else None
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find a command; one of an earlier release is a usage error that names its successor."""
+        if args[0] in GONE and not ctx.resilient_parsing:
+            raise refuse_gone(args[0], GONE[args[0]])
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands from the table, without importing them."""

@@ -1,7 +1,7 @@
 """``specexport bench``: parse what is asked, run it, report it. Everything heavy is imported when it runs."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 _FOLDER = click.Path(path_type=Path, file_okay=False)
+_LIMITS = ("max_model_len", "max_num_batched_tokens", "num_threads", "spin", "lora")
 _Parse = Callable[[click.Context, click.Parameter, str | None], Any]
 
 
@@ -57,7 +58,7 @@ _NAMES, _WHOLE, _NUMBERS = list_of(str, "names"), list_of(int, "whole numbers"),
 
 
 @click.command()
-@click.argument("bundle", type=click.Path(path_type=Path), required=False)
+@click.argument("bundles", metavar="[BUNDLE]…", type=click.Path(path_type=Path), nargs=-1)
 @click.option(
     "--prompts",
     "files",
@@ -87,6 +88,7 @@ _NAMES, _WHOLE, _NUMBERS = list_of(str, "names"), list_of(int, "whole numbers"),
 @click.option(
     "--batch-size", metavar="B,…", default="1", show_default=True, callback=_WHOLE, help="Sequences decoded at a time."
 )
+@click.option("--contexts", metavar="L,…", callback=_WHOLE, help="Repeat or cut prompts to lengths.  [default: no]")
 @click.option("--temperature", metavar="T,…", default="0", show_default=True, callback=_NUMBERS, help="0 is greedy.")
 @click.option(
     "--max-tokens",
@@ -105,7 +107,7 @@ _NAMES, _WHOLE, _NUMBERS = list_of(str, "names"), list_of(int, "whole numbers"),
 @click.option("--seed", type=int, default=0, show_default=True, help="Of lengths and of sampling.")
 @click.option("--repeats", type=int, default=3, show_default=True, help="Runs of each combination; medians are shown.")
 @click.option("--warmup", type=int, default=1, show_default=True, help="Short runs after an engine is loaded.")
-@click.option("--threads", type=int, help="Compute threads.  [default: the cores available]")
+@click.option("--threads", "num_threads", type=int, help="Compute threads.  [default: the cores available]")
 @click.option("--spin/--no-spin", default=True, show_default=True, help="Let idle threads spin.")
 @click.option("--max-model-len", type=int, help="Most tokens of a sequence.  [default: the bundle's limit]")
 @click.option("--max-num-batched-tokens", type=int, default=512, show_default=True, help="Most tokens of one step.")
@@ -113,77 +115,96 @@ _NAMES, _WHOLE, _NUMBERS = list_of(str, "names"), list_of(int, "whole numbers"),
 @click.option("--json", "json_file", type=_FILE, help="Write every record there.")
 @click.option("--markdown", "markdown_file", type=_FILE, help="Write the report there too.")
 @click.option("--plots", type=_FOLDER, help="Draw PNG files there; needs matplotlib.")
+@click.option("--plot", type=_FILE, help="Draw speedups by K there (.png, .svg or .pdf); needs matplotlib.")
 @click.option("--from-json", "saved", type=_FILE, help="Report a file of --json again; nothing is run.")
 @click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
 def bench(
-    bundle: Path | None,
+    bundles: tuple[Path, ...],
     *,
     json_file: Path | None,
     markdown_file: Path | None,
     plots: Path | None,
+    plot: Path | None,
     saved: Path | None,
     **asked: Any,
 ) -> None:
     """Measure ways to decode with BUNDLE side by side: speed, acceptance, padding, and whether the texts are equal.
 
+    With several values of K it names the fastest; of several bundles of one target, the best draft.
+
     Exits with 1 if a greedy text differs from plain decoding's.
     """
     from specexport.atomic import check_writable
-    from specexport.bench.plots import check_plots
-    from specexport.bench.records import read_json
+    from specexport.bench.fastest import find_fastest, pick_draft
+    from specexport.bench.plots import write_plot, write_plots
+    from specexport.bench.records import read_json, write_json
+    from specexport.bench.report import describe_difference, format_report, write_markdown
+    from specexport.bench.summary import summarize
+    from specexport.plots import check_plot, check_plots
 
-    if (bundle is None) == (saved is None):
-        wrong = "neither a bundle nor --from-json was" if bundle is None else "a bundle and --from-json were both"
+    if bool(bundles) == (saved is not None):
+        wrong = "a bundle and --from-json were both" if bundles else "neither a bundle nor --from-json was"
         raise InvalidRequestError(f"{wrong} given.", "give one of the two.")
+    check_plot(plot)
     for path in (json_file, markdown_file):
         if path is not None:
             check_writable(path)
     if plots is not None:
         check_plots(plots)
-    result = read_json(saved) if saved is not None else _run(bundle, **asked)  # type: ignore[arg-type]  # one is given
-    _report(result, json_file, markdown_file, plots)
+    result = read_json(saved) if saved is not None else _run(bundles, **asked)
+    click.echo(format_report(result))
+    if json_file is not None:
+        found = find_fastest(summarize(result))
+        pick = pick_draft(found)
+        more = {"fastest": [each.to_json() for each in found], "pick": None if pick is None else pick._asdict()}
+        write_json(json_file, result, more)
+    if markdown_file is not None:
+        write_markdown(markdown_file, result)
+    if plots is not None:
+        for line in write_plots(plots, result).skipped:
+            click.echo(line, err=True)
+    if plot is not None and not write_plot(plot, result):
+        click.echo(f"{plot} skipped: no method was measured at two values of K", err=True)
+    if result.different:
+        raise CheckFailedError(
+            f"{len(result.different)} of {len(result.compared)} texts differ from plain greedy decoding: "
+            f"{describe_difference(result.different[0])}.",
+            "run `specexport verify` on the bundle to see the logit gap there.",
+        )
 
 
 def _run(
-    bundle: Path,
+    bundles: Seq[Path],
     *,
     files: Seq[Path],
     num_prompts: int | None,
     domains: Seq[str] | None,
     mix: bool,
-    threads: int | None,
-    spin: bool,
-    max_model_len: int | None,
-    max_num_batched_tokens: int,
     quiet: bool,
-    lora: str | None,
     **asked: Any,
 ) -> "BenchResult":
+    from specexport.bench.bundles import join_subjects, name_bundles
     from specexport.bench.prompts import mix_domains, read_prompts
     from specexport.bench.runner import run_bench
     from specexport.bench.subject import open_subject
     from specexport.progress import show_progress
     from specexport_runtime.executors.open import check_threads
 
-    check_threads(threads, "--threads")
+    check_threads(asked["num_threads"], "--threads")
     prompts = read_prompts(files, num_prompts=num_prompts, domains=domains)
     prompts = mix_domains(prompts) if mix else prompts
-    subject = open_subject(
-        bundle,
-        max_model_len=max_model_len,
-        max_num_batched_tokens=max_num_batched_tokens,
-        num_threads=threads,
-        spin=spin,
-        lora=lora,
-    )
-    options = _options(subject, **asked)
+    limits = {name: asked.pop(name) for name in _LIMITS}
+    named = name_bundles(bundles, [open_subject(bundle, **limits) for bundle in bundles])
+    subject = join_subjects(named)
+    options = _options(named, **asked)
     with show_progress(sys.stderr, quiet=quiet) as progress:
         return run_bench(subject, prompts, options, progress, command=["specexport", *sys.argv[1:]])
 
 
 def _options(
-    subject: "Subject",
+    named: "Mapping[str, Subject]",
     *,
+    contexts: tuple[int, ...] | None,
     methods: Seq[str] | None,
     ablation: bool,
     drafter: str,
@@ -194,8 +215,8 @@ def _options(
     static: bool,
     **rest: Any,
 ) -> "BenchOptions":
+    from specexport.bench.bundles import check_room, compared_methods
     from specexport.bench.methods import ablation as ablation_of
-    from specexport.bench.methods import resolve_methods
     from specexport.bench.options import BATCHINGS, BenchOptions
 
     if ablation and (methods is not None or not (unpad_kv and unpad_input)):
@@ -203,36 +224,15 @@ def _options(
             "--ablation already says which methods and modes are measured.",
             "drop --methods, --no-unpad-kv and --no-unpad-input, or --ablation.",
         )
-    found = resolve_methods(
-        ablation_of(drafter) if ablation else methods,
-        drafter=drafter, has_draft=subject.has_draft, has_gates=subject.has_gates, has_head=subject.has_head,
-        unpad_kv=unpad_kv, unpad_input=unpad_input,
-    )  # fmt: skip
-    return BenchOptions(
-        methods=tuple(found),
+    names = ablation_of(drafter) if ablation else methods
+    padding: dict[str, Any] = {"drafter": drafter, "unpad_kv": unpad_kv, "unpad_input": unpad_input}
+    options = BenchOptions(
+        methods=tuple(compared_methods(named, names, **padding)),
         batch_sizes=batch_size,
+        contexts=contexts or (),
         temperatures=temperature,
         batchings=BATCHINGS if static else BATCHINGS[:1],
         **rest,
     )
-
-
-def _report(result: "BenchResult", json_file: Path | None, markdown_file: Path | None, plots: Path | None) -> None:
-    from specexport.bench.plots import write_plots
-    from specexport.bench.records import write_json
-    from specexport.bench.report import describe_difference, format_report, write_markdown
-
-    click.echo(format_report(result))
-    if json_file is not None:
-        write_json(json_file, result)
-    if markdown_file is not None:
-        write_markdown(markdown_file, result)
-    if plots is not None:
-        for line in write_plots(plots, result).skipped:
-            click.echo(line, err=True)
-    if result.different:
-        raise CheckFailedError(
-            f"{len(result.different)} of {len(result.compared)} texts differ from plain greedy decoding: "
-            f"{describe_difference(result.different[0])}.",
-            "run `specexport verify` on the bundle to see the logit gap there.",
-        )
+    check_room(named, options)
+    return options

@@ -5,8 +5,8 @@ from collections.abc import Sequence as Seq
 from typing import Literal, NamedTuple
 
 from specexport_runtime.cli.errors import suggest
-from specexport_runtime.drafters.base import NO_HEAD, DraftOffer, Obstacle
-from specexport_runtime.drafters.model import DEFAULT_LOOKAHEAD
+from specexport_runtime.drafters.base import HEAD, NO_HEAD, DraftOffer, Obstacle
+from specexport_runtime.drafters.model import DEFAULT_LOOKAHEAD, DRAFT_MODEL
 from specexport_runtime.drafters.registry import KINDS
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.requests.drafting import resolve_lookahead
@@ -17,6 +17,8 @@ AUTO = -1
 SWITCHES = {"unpad-kv": (True, False), "unpad-input": (False, True), "vanilla": (False, False)}
 """The padded methods as (unpad_kv, unpad_input); EMS-SD (Ni et al. 2025) calls the last one vanilla."""
 METHODS = ("plain", *DRAFTERS, *SWITCHES)
+OWN_DRAFTERS = frozenset({DRAFT_MODEL, HEAD})
+"""Drafters that a model of the bundle is for: its draft."""
 
 
 class EngineKey(NamedTuple):
@@ -25,6 +27,7 @@ class EngineKey(NamedTuple):
     unpad_kv: bool
     unpad_input: bool
     max_num_seqs: int
+    bundle: str = ""  # of several
 
 
 class Method(NamedTuple):
@@ -34,6 +37,7 @@ class Method(NamedTuple):
     drafter: str  # as ``SpecEngine.generate`` takes it; ``"none"`` for plain decoding
     unpad_kv: bool = True  # each sequence writes its KV at its own position
     unpad_input: bool = True  # new tokens are concatenated, not padded
+    bundle: str = ""  # whose draft is asked, where several are compared; empty for what the target can alone
 
 
 PLAIN = Method("plain", "none")
@@ -51,17 +55,14 @@ class Cell(NamedTuple):
     temperature: float  # 0 is greedy
     domain: str  # of the prompts
     batching: str  # ``"continuous"``, or ``"static"``: groups of ``batch_size`` prompts, one after another
-
-    @property
-    def engine(self) -> EngineKey:
-        """The engine it runs on."""
-        return EngineKey(self.unpad_kv, self.unpad_input, self.batch_size)
+    context: int = 0  # tokens of each prompt, repeated or cut; 0 for prompts as they are
+    bundle: str = ""  # see :class:`Method`
 
     @property
     def plain(self) -> "Cell":
         """Plain decoding in the same circumstances: what it is compared with."""
         return self._replace(
-            method="plain", drafter="none", unpad_kv=True, unpad_input=True, num_speculative_tokens=0
+            method="plain", drafter="none", unpad_kv=True, unpad_input=True, num_speculative_tokens=0, bundle=""
         )  # fmt: skip
 
     @property
@@ -77,10 +78,11 @@ class Cell(NamedTuple):
     @property
     def label(self) -> str:
         """The method for a reader, without K and batch size."""
+        of = f" of {self.bundle}" if self.bundle else ""
         if self.method in SWITCHES:
-            return f"{self.method}{'' if self.method == 'vanilla' else ' only'} ({self.drafter})"
+            return f"{self.method}{'' if self.method == 'vanilla' else ' only'} ({self.drafter}){of}"
         padded = [name for name, unpadded in (("KV", self.unpad_kv), ("input", self.unpad_input)) if not unpadded]
-        return self.method + (f", padded {' and '.join(padded)}" if padded else "")
+        return self.method + of + (f", padded {' and '.join(padded)}" if padded else "")
 
 
 def resolve_methods(
@@ -140,6 +142,11 @@ def copies(drafter: str) -> bool:
     return drafter in ("chained", "auto") or (drafter in KINDS and KINDS[drafter].traits.takes_reference)
 
 
+def needs_draft(drafter: str) -> bool:
+    """Whether what it drafts depends on the bundle's draft."""
+    return drafter in OWN_DRAFTERS or drafter in ("chained", "auto")
+
+
 def _check_name(what: str, name: str, known: Seq[str]) -> None:
     if name not in known:
         near = suggest(name, known)
@@ -173,12 +180,14 @@ def make_cells(
     temperatures: Seq[float],
     domains: Seq[str],
     batchings: Seq[str],
+    contexts: Seq[int] = (0,),
 ) -> list[Cell]:
     """Everything to measure at one batch size; the methods of one comparison are neighbours, plain first."""
     pairs = [(method, value) for method in methods for value in lookaheads(method, requested, built=built)]
     return [
-        Cell(*method, batch_size, value, temperature, domain, batching)
+        Cell(*method[:4], batch_size, value, temperature, domain, batching, context, method.bundle)
         for domain in domains
+        for context in contexts
         for temperature in temperatures
         for batching in batchings
         for method, value in pairs

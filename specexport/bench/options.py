@@ -22,6 +22,7 @@ class BenchOptions:
     num_speculative_tokens: tuple[int, ...] | None = None  # values of K; None takes each drafter's default
     batch_sizes: tuple[int, ...] = (1,)  # cache rows; each value needs another engine
     temperatures: tuple[float, ...] = (0.0,)  # 0 is greedy
+    contexts: tuple[int, ...] = ()  # tokens of each prompt, repeated or cut; none leaves prompts as they are
     batchings: tuple[str, ...] = ("continuous",)  # of ``"continuous"`` and ``"static"``
     # most tokens of a text, from the first to the second number; each prompt draws its own
     max_tokens: tuple[int, int] = (64, 64)
@@ -37,6 +38,7 @@ class BenchOptions:
         _check_least("the number of warm-up runs", [self.warmup], 0)
         _check_least("the seed", [self.seed], 0)
         _check_least("the number of new tokens", self.max_tokens, 1)
+        _check_least("a context", self.contexts, 1)
         _check_least("a temperature", self.temperatures, 0)
         if self.max_tokens[1] < self.max_tokens[0]:
             low, high = self.max_tokens

@@ -7,22 +7,21 @@
 ``padding.png``       padding ratio against batch size
 ====================  ==========================================================================================
 
-With several domains, temperatures or ways of batching, each has its own pictures.
+With several domains, contexts, temperatures or ways of batching, each has its own pictures.
 """
 
-import importlib.util
-import os
 import re
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from specexport.atomic import write_file
+from specexport.bench.fastest import Fastest, find_fastest
 from specexport.bench.methods import AUTO
 from specexport.bench.records import BenchResult
+from specexport.bench.runner import describe_cell
 from specexport.bench.summary import Summary, summarize
-from specexport_runtime.errors import MissingDependencyError, UserInputError
+from specexport.plots import add_legend, batch_axis, check_plots, new_figure, save_figure, speedup_axis
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,20 +37,6 @@ class PlotOutcome(NamedTuple):
 
     written: list[Path]  # files
     skipped: list[str]  # one line for each picture that has nothing to show
-
-
-def check_plots(folder: Path) -> None:
-    """Refuse what cannot be drawn, before the work starts.
-
-    Raises MissingDependencyError without matplotlib, UserInputError if the folder cannot be made or written to.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise MissingDependencyError("Plots need matplotlib.", "pip install 'specexport[bench]'")
-    place = folder.absolute()
-    while not place.exists():
-        place = place.parent
-    if not place.is_dir() or not os.access(place, os.W_OK):
-        raise UserInputError(f"{folder} cannot be a folder for plots: {place} is in the way.", "choose another place.")
 
 
 def write_plots(folder: Path, result: BenchResult) -> PlotOutcome:
@@ -74,7 +59,7 @@ def write_plots(folder: Path, result: BenchResult) -> PlotOutcome:
                 skipped.append(f"{file} skipped: no method was measured at two {_AXES[axis]}")
                 continue
             folder.mkdir(parents=True, exist_ok=True)
-            _save(draw(shown), folder / file)
+            save_figure(draw(shown), folder / file)
             written.append(folder / file)
     return PlotOutcome(written, skipped)
 
@@ -82,10 +67,13 @@ def write_plots(folder: Path, result: BenchResult) -> PlotOutcome:
 def _groups(rows: Seq[Summary]) -> dict[str, list[Summary]]:
     """Rows that one picture may show, by the end of its name, which says what varies between pictures."""
     described = [
-        {"domain": row.cell.domain, "temperature": f"t{row.cell.temperature:g}", "batching": row.cell.batching}
+        {
+            "domain": row.cell.domain, "context": f"context{row.cell.context}",
+            "temperature": f"t{row.cell.temperature:g}", "batching": row.cell.batching,
+        }
         for row in rows
-    ]
-    varying = [name for name in ("domain", "temperature", "batching") if len({each[name] for each in described}) > 1]
+    ]  # fmt: skip
+    varying = [name for name in next(iter(described), {}) if len({each[name] for each in described}) > 1]
     groups: dict[str, list[Summary]] = {}
     for row, each in zip(rows, described, strict=True):
         suffix = "".join("-" + re.sub(r"[^\w.]+", "-", each[name]) for name in varying)
@@ -121,18 +109,11 @@ def _lines(rows: Seq[Summary], *, over_batch: bool) -> dict[str, list[Summary]]:
 def _figure(panels: int) -> "tuple[Figure, list[Axes]]":
     from cycler import cycler  # comes with matplotlib
     from matplotlib import rcParamsDefault
-    from matplotlib.figure import Figure  # without pyplot: no window system, no global state
 
-    figure = Figure(figsize=(4.5 * panels + 2.5, 4), layout="constrained")
-    every = list(figure.subplots(1, panels, squeeze=False)[0])
+    figure, every = new_figure(panels)
     for axes in every:  # more lines than there are colours get another stroke
         axes.set_prop_cycle(cycler(linestyle=["-", "--", ":"]) * rcParamsDefault["axes.prop_cycle"])
     return figure, every
-
-
-def _legend(figure: "Figure", axes: "Axes") -> None:
-    """One legend for all panels, beside them: their lines are the same."""
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside right center", fontsize="small")
 
 
 def _draw_batch_size(rows: Seq[Summary]) -> "Figure":
@@ -141,10 +122,9 @@ def _draw_batch_size(rows: Seq[Summary]) -> "Figure":
         _plot(left, line, label, lambda row: row.tokens_per_second)
         _plot(right, line, label, lambda row: row.speedup)
     left.set_ylabel("tokens/s")
-    right.set_ylabel("speedup over plain decoding")
-    right.axhline(1.0, color="0.6", linewidth=0.8)
-    _batch_axis([left, right], rows)
-    _legend(figure, left)
+    speedup_axis(right)
+    batch_axis([left, right], (row.cell.batch_size for row in rows))
+    add_legend(figure, left)
     return figure
 
 
@@ -153,8 +133,8 @@ def _draw_padding(rows: Seq[Summary]) -> "Figure":
     for label, line in _lines(rows, over_batch=True).items():
         _plot(axes, line, label, lambda row: 100 * row.padding_ratio)
     axes.set_ylabel("padding ratio, %")
-    _batch_axis([axes], rows)
-    _legend(figure, axes)
+    batch_axis([axes], (row.cell.batch_size for row in rows))
+    add_legend(figure, axes)
     return figure
 
 
@@ -169,15 +149,14 @@ def _draw_lookahead(rows: Seq[Summary]) -> "Figure":
             counts, [row.latency for row in ordered], yerr=deviations, label=label, marker="o", markersize=3, capsize=3
         )
         _plot(right, ordered, label, lambda row: row.efficiency, over_batch=False)
-    left.axhline(1.0, color="0.6", linewidth=0.8)
-    left.set_ylabel("speedup over plain decoding")
+    speedup_axis(left)
     middle.set_ylabel("ms a token of a text, ± standard deviation")
     right.set_ylabel("efficiency: tokens / (draft tokens + 1)")
     for axes in (left, middle, right):
         axes.set_xticks(sorted({row.cell.num_speculative_tokens for row in rows}))
         axes.set_xlabel("draft tokens a round (K)")
         axes.set_ylim(bottom=0)
-    _legend(figure, left)
+    add_legend(figure, left)
     return figure
 
 
@@ -191,15 +170,31 @@ def _plot(axes: "Axes", rows: Seq[Summary], label: str, value: _Value, *, over_b
     axes.plot([x for x, _ in points], [y for _, y in points], marker="o", markersize=3, label=label)
 
 
-def _batch_axis(panels: "Seq[Axes]", rows: Seq[Summary]) -> None:
-    sizes = sorted({row.cell.batch_size for row in rows})
-    for axes in panels:
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(sizes, [str(size) for size in sizes])
-        axes.set_xlabel("batch size")
+def write_plot(path: Path, result: BenchResult) -> bool:
+    """Draw the speedup of each K over plain decoding, a panel a method and a line a place; a ring is the chosen K.
+
+    False if no method was measured at two values of K. UserInputError if the file cannot be written.
+    """
+    panels: dict[str, list[Fastest]] = {}
+    for each in find_fastest(summarize(result)):
+        panels.setdefault(each.cell.label, []).append(each)
+    if not panels:
+        return False
+    figure, every = new_figure(len(panels), share=True)
+    for axes, (label, found) in zip(every, panels.items(), strict=True):
+        for each in found:
+            speedups = {k: rate / each.rates[0] for k, rate in each.rates.items()}
+            (line,) = axes.plot(list(speedups), list(speedups.values()), marker="o", markersize=3, label=_place(each))
+            axes.plot([each.lookahead], [each.speedup], "o", markersize=9, fillstyle="none", color=line.get_color())
+        speedup_axis(axes)
+        axes.set_title(label)
+        axes.set_xlabel("draft tokens a round (K)")
+        axes.set_xticks(sorted({k for each in found for k in each.rows}))
         axes.set_ylim(bottom=0)
+    add_legend(figure, every[0])
+    save_figure(figure, path)
+    return True
 
 
-def _save(figure: "Figure", path: Path) -> None:
-    # The default metadata names matplotlib's version.
-    write_file(path, lambda temporary: figure.savefig(temporary, dpi=150, metadata={"Software": None}))
+def _place(found: Fastest) -> str:
+    return describe_cell(found.cell).removeprefix(f"{found.cell.label}, ")

@@ -69,6 +69,16 @@ def mix_domains(prompts: Seq[BenchPrompt]) -> list[BenchPrompt]:
     return [prompt._replace(domain="mixed") for column in columns for prompt in column if prompt is not None]
 
 
+def fit_prompt(ids: Seq[int], length: int) -> list[int]:
+    """A prompt of exactly ``length`` tokens that ends as ``ids``, at least one token, does.
+
+    The first token, often one that begins a sequence, stays in front; behind it the rest is repeated, or cut in front.
+    """
+    first, rest = ids[0], list(ids[1:]) or [ids[0]]
+    times = -(-length // len(rest))
+    return [first, *(rest * times)[len(rest) * times - length + 1 :]] if length > 1 else [ids[-1]]
+
+
 def _read_file(path: Path) -> Iterator[BenchPrompt]:
     for number, record in json_lines(path):
         where = f"{path}, line {number}"

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from specexport.atomic import write_file
+from specexport.atomic import write_text
 from specexport.bench.methods import Cell
 from specexport_runtime.errors import InvalidRequestError
 
@@ -96,25 +96,15 @@ def _flatten(record: RunRecord | PromptRecord) -> dict[str, Any]:
     return {**record.cell._asdict(), **fields}
 
 
-class _Split(NamedTuple):
-    cell: Cell
-    rest: dict[str, Any]
-
-
-def _split(fields: Mapping[str, Any]) -> _Split:
+def _split(fields: Mapping[str, Any]) -> tuple[Cell, dict[str, Any]]:
     rest = dict(fields)
-    return _Split(Cell(**{name: rest.pop(name) for name in Cell._fields}), rest)
+    return Cell(**{name: rest.pop(name) for name in Cell._fields if name in rest}), rest
 
 
-def write_json(path: Path, result: BenchResult) -> None:
-    """Write the records in one step, one a line; UserInputError if the file cannot be written."""
-    parts = [f"{_dump(name)}: {_dump_lines(value)}" for name, value in result.to_json().items()]
-    text = "{\n" + ",\n".join(parts) + "\n}\n"
-
-    def write(temporary: Path) -> None:
-        temporary.write_text(text, encoding="utf-8")
-
-    write_file(path, write)
+def write_json(path: Path, result: BenchResult, more: Mapping[str, Any] | None = None) -> None:
+    """Write the records, and what follows from them, in one step; UserInputError if the file cannot be written."""
+    parts = [f"{_dump(name)}: {_dump_lines(value)}" for name, value in {**result.to_json(), **(more or {})}.items()]
+    write_text(path, "{\n" + ",\n".join(parts) + "\n}\n")
 
 
 def _dump(value: object) -> str:
@@ -144,8 +134,8 @@ def read_json(path: Path) -> BenchResult:
     if schema != SCHEMA:
         raise InvalidRequestError(f"{path} has the schema {schema!r}, not {SCHEMA!r}.", fix)
     try:
-        runs = [RunRecord(split.cell, **split.rest) for split in map(_split, data["runs"])]
-        prompts = [PromptRecord(split.cell, **split.rest) for split in map(_split, data["prompts"])]
+        runs = [RunRecord(cell, **rest) for cell, rest in map(_split, data["runs"])]
+        prompts = [PromptRecord(cell, **rest) for cell, rest in map(_split, data["prompts"])]
         return BenchResult(data["command"], data["machine"], data["bundle"], data["options"], runs, prompts)
     except (KeyError, TypeError, AttributeError) as error:
         raise InvalidRequestError(f"{path} lacks a part of {SCHEMA} ({error}).", fix) from None

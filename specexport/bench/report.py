@@ -1,35 +1,34 @@
 """A benchmark as Markdown: what was asked, on what machine, the table, and whether the texts are equal."""
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from specexport.atomic import write_file
-from specexport.bench.methods import Cell
+from specexport.atomic import write_text
+from specexport.bench.fastest import Fastest, find_fastest, pick_draft
 from specexport.bench.records import BenchResult, PromptRecord
 from specexport.bench.runner import describe_cell
 from specexport.bench.summary import Summary, summarize
+from specexport.report import format_number, markdown_table
 
 SHOWN_DIFFERENCES = 5
 
-_Show = Callable[[Summary], str]
+_Show = Callable[[Any], str]  # a column of a table, from one of its rows
 
 
 def format_report(result: BenchResult) -> str:
     """The whole report."""
-    parts = [_heading(result), format_table(summarize(result)), describe_texts(result)]
+    rows = summarize(result)
+    parts = [_heading(result), format_table(rows), *format_fastest(find_fastest(rows)), describe_texts(result)]
     return "\n\n".join([*parts, *describe_idle_rows(result)])
 
 
 def write_markdown(path: Path, result: BenchResult) -> None:
     """Write :func:`format_report` in one step; UserInputError if the file cannot be written."""
-    text = format_report(result) + "\n"
-
-    def write(temporary: Path) -> None:
-        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
-
-    write_file(path, write)
+    write_text(path, format_report(result) + "\n", errors="backslashreplace")
 
 
 def _heading(result: BenchResult) -> str:
@@ -49,45 +48,33 @@ def _heading(result: BenchResult) -> str:
             f"{'median of ' if repeats > 1 else ''}{repeats} run{'s' * (repeats > 1)}.",
             f"{machine['cpu']}, {machine['cores']} cores{load}, {machine['memory_bytes'] / 1e9:.0f} GB; "
             f"Python {machine['python']}, {versions}.",
+            *(_describe_draft(name, details["models"]) for name, details in bundle.get("bundles", {}).items()),
         ]
     )
 
 
+def _describe_draft(name: str, models: Mapping[str, Any]) -> str:
+    draft = models.get("draft") or models["head"]
+    rows, vocab_size = draft["head_size"], draft["vocab_size"]
+    ids = "" if rows == vocab_size else f", {rows} of {vocab_size} tokens"
+    form = f"{draft['quantize'] or draft['dtype']}, {draft['num_layers']} layers{ids}"
+    return f"- {name}: {draft['source']}, {form}, {draft['engine_bytes'] / 1e6:.1f} MB"
+
+
 def format_table(rows: Seq[Summary]) -> str:
     """The rows as a Markdown table; columns that say nothing are left out."""
-    columns = _columns(rows)
-    cells = [list(columns), *([show(row) for show in columns.values()] for row in rows)]
-    widths = [max(2, *(len(line[i]) for line in cells)) for i in range(len(columns))]
-    lines = ["| " + " | ".join(_pad(line, widths)) + " |" for line in cells]
-    rules = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
-    return "\n".join([lines[0], "| " + " | ".join(rules) + " |", *lines[1:]])
-
-
-def _pad(line: Seq[str], widths: Seq[int]) -> list[str]:
-    return [line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))]
-
-
-def _columns(rows: Seq[Summary]) -> dict[str, _Show]:
-    columns: dict[str, _Show] = {"method": lambda row: row.cell.label}
-    if _varies(rows, lambda cell: cell.domain):
-        columns["domain"] = lambda row: row.cell.domain
-    columns["batch"] = lambda row: str(row.cell.batch_size)
-    columns["K"] = lambda row: str(row.cell.requested or "-")
-    if any(row.cell.temperature for row in rows):
-        columns["temperature"] = lambda row: f"{row.cell.temperature:g}"
-    if any(row.cell.batching == "static" for row in rows):
-        columns["batching"] = lambda row: row.cell.batching
+    columns = _place_columns(rows) | {"K": lambda row: str(row.cell.requested or "-")}
     columns["tokens/s"] = lambda row: f"{row.tokens_per_second:.1f}"
     if any(row.spread is not None for row in rows):
-        columns["spread"] = lambda row: _number(row.spread, ".0%")
-    columns["decode tokens/s"] = lambda row: _number(row.decode_tokens_per_second, ".1f")
-    columns["speedup"] = lambda row: _number(row.speedup, ".2f", "×")
+        columns["spread"] = lambda row: format_number(row.spread, ".0%")
+    columns["decode tokens/s"] = lambda row: format_number(row.decode_tokens_per_second, ".1f")
+    columns["speedup"] = lambda row: format_number(row.speedup, ".2f", "×")
     if any(row.over_vanilla is not None for row in rows):
-        columns["over vanilla"] = lambda row: _number(row.over_vanilla, ".2f", "×")
+        columns["over vanilla"] = lambda row: format_number(row.over_vanilla, ".2f", "×")
     if any(row.over_static is not None for row in rows):
-        columns["over static"] = lambda row: _number(row.over_static, ".2f", "×")
-    columns["acceptance"] = lambda row: _number(row.acceptance_rate, ".3f")
-    columns["accepted length"] = lambda row: _number(row.mean_accepted_length, ".2f")
+        columns["over static"] = lambda row: format_number(row.over_static, ".2f", "×")
+    columns["acceptance"] = lambda row: format_number(row.acceptance_rate, ".3f")
+    columns["accepted length"] = lambda row: format_number(row.mean_accepted_length, ".2f")
     columns["padding ratio"] = lambda row: f"{row.padding_ratio:.1%}"
     if any(row.input_padding for row in rows):
         columns["input padding"] = lambda row: f"{row.input_padding:.1%}"
@@ -95,15 +82,42 @@ def _columns(rows: Seq[Summary]) -> dict[str, _Show]:
         columns["ms a token, P50"] = lambda row: f"{row.latency_p50:.1f}"
         columns["P99"] = lambda row: f"{row.latency_p99:.1f}"
     columns["schedule + pack"] = lambda row: f"{row.overhead:.1%}"
+    return markdown_table(columns, rows, left=1)
+
+
+def _place_columns(rows: Seq[Summary] | Seq[Fastest]) -> dict[str, _Show]:
+    """The method, and what its rows are compared within."""
+    columns: dict[str, _Show] = {"method": lambda row: row.cell.label}
+    if len({row.cell.domain for row in rows}) > 1:
+        columns["domain"] = lambda row: row.cell.domain
+    columns["batch"] = lambda row: str(row.cell.batch_size)
+    if any(row.cell.context for row in rows):
+        columns["context"] = lambda row: str(row.cell.context)
+    if any(row.cell.temperature for row in rows):
+        columns["temperature"] = lambda row: f"{row.cell.temperature:g}"
+    if any(row.cell.batching == "static" for row in rows):
+        columns["batching"] = lambda row: row.cell.batching
     return columns
 
 
-def _varies(rows: Seq[Summary], value: Callable[[Cell], object]) -> bool:
-    return len({value(row.cell) for row in rows}) > 1
+def _show_rate(lookahead: int, found: Fastest) -> str:
+    return format_number(found.rates.get(lookahead), ".1f")
 
 
-def _number(value: float | None, form: str, unit: str = "") -> str:
-    return "-" if value is None else f"{value:{form}}{unit}"
+def format_fastest(found: Seq[Fastest]) -> list[str]:
+    """Every K side by side, and which draft is the best; nothing if no method has several values of K."""
+    if not found:
+        return []
+    columns = _place_columns(found)
+    for k in sorted({k for each in found for k in each.rows}):
+        columns[f"K={k}" if k else "plain"] = partial(_show_rate, k)
+    columns["fastest K"] = lambda each: str(each.lookahead or "0 (plain)")
+    columns["speedup"] = lambda each: f"{each.speedup:.2f}×"
+    columns["draft ms"] = lambda each: format_number(each.drafting.draft_milliseconds, ".2f")
+    columns["verify ms"] = lambda each: format_number(each.drafting.verify_milliseconds, ".2f")
+    pick = pick_draft(found)
+    table = markdown_table(columns, found, left=1)
+    return [f"Decode tokens/s by draft tokens a round (K):\n\n{table}", *([pick.describe()] if pick else [])]
 
 
 def describe_texts(result: BenchResult) -> str:

@@ -1,8 +1,8 @@
 """Runs the combinations, side by side, through ``SpecEngine.generate`` alone: plain decoding too.
 
 One engine is alive at a time: the spinning threads of two would slow each other down. At each batch size, repeat r of
-every method comes before repeat r + 1 of any, and every other repeat goes backwards, so that a machine that gets slower
-or faster favours no method. Loading and warming up are outside the measured time.
+every method, of all bundles, comes before repeat r + 1 of any, and every other repeat goes backwards, so that a machine
+that gets slower or faster favours none. Loading and warming up are outside the measured time.
 """
 
 import gc
@@ -17,7 +17,7 @@ import numpy as np
 from specexport.bench.meter import Meter
 from specexport.bench.methods import Cell, EngineKey, copies, make_cells
 from specexport.bench.options import BenchOptions
-from specexport.bench.prompts import BenchPrompt, by_domain, mix_domains
+from specexport.bench.prompts import BenchPrompt, by_domain, fit_prompt, mix_domains
 from specexport.bench.records import BenchResult, PromptRecord, RunRecord
 from specexport.bench.subject import Subject, describe_machine
 from specexport.progress import Progress, ProgressEvent
@@ -43,7 +43,7 @@ class BenchRunner:
         self._domains = by_domain(prompts)
         self._lengths = draw_lengths(prompts, options)
         self._seeds = {prompt.id: options.seed + index for index, prompt in enumerate(prompts)}
-        self._plain_texts: dict[str, list[int]] = {}
+        self._plain_texts: dict[tuple[str, int], list[int]] = {}
         self._engine: SpecEngine | None = None
         self._key: EngineKey | None = None
         self._cells = {size: self._plan(size) for size in dict.fromkeys(options.batch_sizes)}
@@ -57,7 +57,11 @@ class BenchRunner:
         """
         try:
             for cells in self._cells.values():
-                groups = {key: [cell for cell in cells if cell.engine == key] for key in _engines_of(cells)}
+                groups: dict[EngineKey, list[Cell]] = {}
+                for cell in cells:
+                    bundle = cell.bundle or self._subject.first
+                    key = EngineKey(cell.unpad_kv, cell.unpad_input, cell.batch_size, bundle)
+                    groups.setdefault(key, []).append(cell)
                 for repeat in range(self._options.repeats):
                     for key, group in _in_turns(list(groups.items()), repeat):
                         engine = self._use(key, group)
@@ -71,6 +75,7 @@ class BenchRunner:
         return make_cells(
             options.methods, batch_size, requested=options.num_speculative_tokens, built=self._subject.lookahead,
             temperatures=options.temperatures, domains=list(self._domains), batchings=options.batchings,
+            contexts=options.contexts or (0,),
         )  # fmt: skip
 
     def _use(self, key: EngineKey, cells: Seq[Cell]) -> "SpecEngine":
@@ -102,10 +107,11 @@ class BenchRunner:
     def _warm_up(self, engine: "SpecEngine", key: EngineKey, cells: Seq[Cell]) -> None:
         """Short runs with each drafter, on prompts of every domain: bindings, memory, threads."""
         mixed = mix_domains([prompt for prompts in self._domains.values() for prompt in prompts])
-        largest = {cell.drafter: cell for cell in sorted(cells, key=lambda cell: cell.num_speculative_tokens)}
+        ordered = sorted(cells, key=lambda cell: (cell.num_speculative_tokens, -cell.context))
+        largest = {cell.drafter: cell for cell in ordered}
         for _ in range(self._options.warmup):
             for cell in largest.values():
-                request = self._request(cell, mixed[: key.max_num_seqs], most=WARMUP_TOKENS)
+                request = self._request(engine, cell, mixed[: key.max_num_seqs], most=WARMUP_TOKENS)
                 engine.generate(**request, remember=False)
 
     def _measure(self, engine: "SpecEngine", cell: Cell, repeat: int) -> None:
@@ -115,7 +121,7 @@ class BenchRunner:
         groups = [prompts[i : i + size] for i in range(0, len(prompts), size)]
         # A drafter that learns begins each run with nothing, and learns from one of its prompts for the next.
         salt = f"run {len(self.runs)}"
-        requests = [self._request(cell, group) | {"cache_salt": salt} for group in groups]
+        requests = [self._request(engine, cell, group) | {"cache_salt": salt} for group in groups]
         meter = Meter(engine)
         start = time.perf_counter()
         results = [result for request in requests for result in meter.generate(request)]
@@ -123,11 +129,14 @@ class BenchRunner:
         for prompt, result in zip(prompts, results, strict=True):
             self.records.append(self._prompt_record(cell, repeat, prompt, result, start))
 
-    def _request(self, cell: Cell, prompts: Seq[BenchPrompt], most: int | None = None) -> dict[str, Any]:
+    def _request(
+        self, engine: "SpecEngine", cell: Cell, prompts: Seq[BenchPrompt], most: int | None = None
+    ) -> dict[str, Any]:
         """Arguments of ``SpecEngine.generate``."""
+        texts = [prompt.text for prompt in prompts]
         references = [prompt.reference for prompt in prompts]
         return {
-            "prompts": [prompt.text for prompt in prompts],
+            "prompts": [fit_prompt(engine.encode(text), cell.context) for text in texts] if cell.context else texts,
             "params": [self._params(prompt, cell.temperature, most) for prompt in prompts],
             "drafter": cell.drafter,
             "num_speculative_tokens": cell.requested,
@@ -149,7 +158,7 @@ class BenchRunner:
         self, cell: Cell, repeat: int, prompt: BenchPrompt, result: "GenerationResult", start: float
     ) -> PromptRecord:
         stats = result.stats
-        equal, position = self._compare(cell, prompt.id, result.token_ids)
+        equal, position = self._compare(cell, (prompt.id, cell.context), result.token_ids)
         return PromptRecord(
             cell, repeat, prompt.id, stats.num_prompt_tokens, self._lengths[prompt.id], len(result.token_ids),
             stats.rounds, stats.draft_rounds, stats.drafted, stats.accepted, list(stats.accepted_lengths),
@@ -162,8 +171,8 @@ class BenchRunner:
             first_difference=position,
         )  # fmt: skip
 
-    def _compare(self, cell: Cell, prompt: str, tokens: list[int]) -> tuple[bool | None, int | None]:
-        """Compare with plain greedy decoding's first text of the prompt; it is the first of all runs."""
+    def _compare(self, cell: Cell, prompt: tuple[str, int], tokens: list[int]) -> tuple[bool | None, int | None]:
+        """Compare with plain greedy decoding's first text of the prompt at its context; it is the first of all runs."""
         if cell.temperature:
             return None, None
         wanted = self._plain_texts.setdefault(prompt, tokens) if cell.method == "plain" else self._plain_texts[prompt]
@@ -187,14 +196,11 @@ def draw_lengths(prompts: Seq[BenchPrompt], options: BenchOptions) -> dict[str, 
 def describe_cell(cell: Cell) -> str:
     """One line about a combination."""
     parts = [cell.label, f"batch size {cell.batch_size}"]
+    parts += [f"context {cell.context}"] if cell.context else []
     parts += [f"K={cell.requested}"] if cell.requested else []
     parts += [f"temperature {cell.temperature:g}"] if cell.temperature else []
     parts += [] if cell.batching == "continuous" else [cell.batching]
     return ", ".join([*parts, cell.domain])
-
-
-def _engines_of(cells: Seq[Cell]) -> list[EngineKey]:
-    return list(dict.fromkeys(cell.engine for cell in cells))
 
 
 def _in_turns(items: Seq[Any], repeat: int) -> Iterator[Any]:

@@ -33,6 +33,12 @@ class Subject:
     load: "Callable[[EngineKey], SpecEngine]"
     has_gates: bool = False  # the target can draft with some of its layers, by the default rules
     has_head: bool = False  # it has a draft head
+    first: str = ""  # of several bundles the one that stands for their target
+
+    @property
+    def can_draft(self) -> dict[str, Any]:
+        """As ``resolve_methods`` takes it."""
+        return {"has_draft": self.has_draft, "has_gates": self.has_gates, "has_head": self.has_head}
 
     @property
     def own_drafter(self) -> str | None:
@@ -62,7 +68,9 @@ def open_subject(
 
         return SpecEngine.load(
             folder,
-            **key._asdict(),
+            unpad_kv=key.unpad_kv,
+            unpad_input=key.unpad_input,
+            max_num_seqs=key.max_num_seqs,
             max_model_len=max_model_len,
             max_num_batched_tokens=max_num_batched_tokens,
             num_threads=num_threads,
@@ -72,22 +80,12 @@ def open_subject(
             lora=lora,
         )
 
-    details = _describe(manifest) | {
+    details = _describe(manifest) | ({} if lora is None else {"lora": lora}) | {
         "max_model_len": max_model_len or manifest.max_model_len,
-        "max_num_batched_tokens": max_num_batched_tokens,
-        "threads": num_threads,
-        "spin": spin,
-        **({} if lora is None else {"lora": lora}),
-    }
-    return Subject(
-        manifest.name,
-        "draft" in manifest.models,
-        manifest.lookahead,
-        details,
-        load,
-        _can_draft_itself(manifest),
-        "head" in manifest.models,
-    )
+        "max_num_batched_tokens": max_num_batched_tokens, "threads": num_threads, "spin": spin,
+    }  # fmt: skip
+    has_draft, has_head = "draft" in manifest.models, "head" in manifest.models
+    return Subject(manifest.name, has_draft, manifest.lookahead, details, load, _can_draft_itself(manifest), has_head)
 
 
 def _can_draft_itself(manifest: Manifest) -> bool:

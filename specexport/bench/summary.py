@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from statistics import mean, median, pstdev, quantiles
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from specexport.bench.methods import Cell
 from specexport.bench.records import BenchResult, PromptRecord, RunRecord
@@ -27,6 +27,10 @@ class Summary(NamedTuple):
     efficiency: float | None
     padding_ratio: float  # padding over accepted tokens (EMS-SD), padded or not
     input_padding: float  # share of padding in the tokens fed
+    # of one more draft token of every sequence, without what the draft model spent on reading prompts: median over the
+    # repeats; None without one
+    draft_milliseconds: float | None
+    verify_milliseconds: float | None  # of the target's step in a round: median over the repeats; None without a round
     overhead: float  # scheduling and packing over the time of the rounds: median over the repeats
     latency: float  # milliseconds of a text for each of its tokens: mean over the prompts
     latency_deviation: float  # standard deviation of the latency over the prompts
@@ -47,9 +51,9 @@ def summarize(result: BenchResult) -> list[Summary]:
 
 def _in_order(cells: Iterable[Cell]) -> list[Cell]:
     """The methods of one comparison as neighbours, whichever engine they ran on; domain by domain."""
-    groups: dict[tuple[str, int, float, str], list[Cell]] = {}
+    groups: dict[tuple[Any, ...], list[Cell]] = {}
     for cell in cells:
-        groups.setdefault((cell.domain, cell.batch_size, cell.temperature, cell.batching), []).append(cell)
+        groups.setdefault((cell.domain, cell.batch_size, cell.context, cell.temperature, cell.batching), []).append(cell)
     domains = list(dict.fromkeys(key[0] for key in groups))
     return [cell for key in sorted(groups, key=lambda key: domains.index(key[0])) for cell in groups[key]]
 
@@ -63,6 +67,9 @@ def _summarize(cell: Cell, runs: dict[Cell, dict[int, RunRecord]], prompts: list
     latency = list(_latency(prompts).values()) or [0.0]
     decode = [run.decode_tokens_per_second for run in own if run.decode_tokens_per_second is not None]
     padded = _padding(own, "input_padding")
+    phases = [run.phases for run in own]
+    drafting = [(each["draft"] - each["draft_prefill"]) / each["draft_steps"] for each in phases if each["draft_steps"]]
+    verifying = [each["verify"] / each["rounds"] for each in phases if each["rounds"]]
     return Summary(
         cell,
         tokens_per_second=median(rates),
@@ -76,6 +83,8 @@ def _summarize(cell: Cell, runs: dict[Cell, dict[int, RunRecord]], prompts: list
         efficiency=(accepted + draft_rounds) / (drafted + draft_rounds) if draft_rounds else None,
         padding_ratio=_share(_padding(own, "padding"), _padding(own, "accepted")),
         input_padding=_share(padded, _padding(own, "input_tokens") + padded),
+        draft_milliseconds=1e3 * median(drafting) if drafting else None,
+        verify_milliseconds=1e3 * median(verifying) if verifying else None,
         overhead=median(_share(run.phases["schedule"] + run.phases["pack"], run.phases["total"]) for run in own),
         latency=mean(latency),
         latency_deviation=pstdev(latency),

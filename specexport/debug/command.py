@@ -73,7 +73,8 @@ def _record(found: "DebugReport") -> dict[str, Any]:
 
 
 def _print(found: "DebugReport", top: int, saved: Path | None) -> None:
-    from specexport.debug.report import make_console, make_table, summary_lines
+    from specexport.debug.report import make_table, summary_lines
+    from specexport.report import make_console
 
     console, step = make_console(), found.step
     graph = "" if found.graph == "engine" else f", {found.graph} graph"

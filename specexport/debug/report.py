@@ -1,6 +1,5 @@
 """A comparison as a table on the terminal, and as plain values."""
 
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -8,10 +7,7 @@ from typing import TYPE_CHECKING, Any
 from specexport.debug.compare import Comparison
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
-
-WIDTH = 160  # where the output is no terminal
 
 
 def to_json(found: Comparison) -> dict[str, Any]:
@@ -22,13 +18,6 @@ def to_json(found: Comparison) -> dict[str, Any]:
             if isinstance(value, float) and not abs(value) < float("inf"):
                 record[key] = None
     return data
-
-
-def make_console() -> "Console":
-    """A console on standard output."""
-    from rich.console import Console
-
-    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else WIDTH, highlight=False)
 
 
 def make_table(found: Comparison, top: int) -> "Table":

@@ -102,8 +102,9 @@ def _print(
     colour: bool | None,
     as_json: bool,
 ) -> None:
-    from specexport.explain.report import Pieces, make_console, make_table, summary_lines
+    from specexport.explain.report import Pieces, make_table, summary_lines
     from specexport.explain.summary import summarize
+    from specexport.report import make_console
 
     context = result.stats.num_prompt_tokens + result.stats.num_generated_tokens // 2
     summary = summarize(

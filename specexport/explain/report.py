@@ -1,21 +1,19 @@
 """A trace as a table on the terminal: what was drafted, what became of it, and what it cost."""
 
-import sys
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 from specexport.explain.summary import Summary, Way
+from specexport.report import format_number
 from specexport_runtime.sequences.records import RoundTrace
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     from specexport_runtime.sequences.layer_choice import LayerChoice
 
-WIDTH = 160  # where the output is no terminal
 FEW_TESTS = 10
 Decode = Callable[[Seq[int]], str]
 _REASONS = {
@@ -32,17 +30,6 @@ _ENDS = {
     "none": "no draft",
 }
 _VISIBLE = str.maketrans({"\n": "⏎", "\r": "␍", "\t": "⇥"})
-
-
-def make_console(colour: bool | None) -> "Console":
-    """A console on standard output; a ``colour`` of None colours on a terminal."""
-    from rich.console import Console
-
-    terminal = sys.stdout.isatty()
-    return Console(
-        file=sys.stdout, width=None if terminal else WIDTH, highlight=False,
-        force_terminal=True if colour else None, no_color=colour is False,
-    )  # fmt: skip
 
 
 class Pieces:
@@ -98,11 +85,11 @@ def make_table(trace: Seq[RoundTrace], pieces: Pieces) -> "Table":
         row: list[str | Text] = [str(number), *([r.drafter or "-"] if names else [])]
         row += [str(allowed.lookahead) if allowed else "-", allowed.reason if allowed else "plain"]
         row += [show_draft(r, pieces), f"{r.accepted}/{len(r.drafted)}" if r.drafted else "-"]
-        row += [r.end, *([_number(r.gamma, ".3f")] if gammas else [])]
+        row += [r.end, *([format_number(r.gamma, ".3f")] if gammas else [])]
         if promises:
-            row += [_number(r.taken and r.taken.tokens_per_second, ".1f")]
+            row += [format_number(r.taken and r.taken.tokens_per_second, ".1f")]
             row += [", ".join(each.describe() for each in r.turned_down) or "-"]
-        row += [f"{r.milliseconds:.2f}", _number(r.saved_milliseconds, "+.2f")]
+        row += [f"{r.milliseconds:.2f}", format_number(r.saved_milliseconds, "+.2f")]
         table.add_row(*row)
         pieces.advance(r.emitted)
     return table
@@ -161,7 +148,7 @@ def _way_line(way: Way) -> str:
         line += f" ({real})" if way.promised is None else f" ({way.promised:.1f} tokens/s promised, {real} real)"
     if way.turned_down:
         instead = "" if way.instead is None else f", {way.instead:.1f} by what was taken"
-        declined = f"{_number(way.declined, '.1f')} tokens/s promised{instead}"
+        declined = f"{format_number(way.declined, '.1f')} tokens/s promised{instead}"
         line += f"; turned down in {_rounds(way.turned_down)} ({declined})"
     return line + "."
 
@@ -182,7 +169,3 @@ def _time_line(summary: Summary) -> str:
 
 def _counted(counts: dict[str, int], words: dict[str, str]) -> str:
     return ", ".join(f"{words.get(name, name)} ({count})" for name, count in counts.items()) or "nothing"
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else f"{value:{form}}"

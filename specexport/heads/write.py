@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from specexport.atomic import write_file
+from specexport.atomic import write_file, write_text
 from specexport.heads.config import HeadConfig
 from specexport.heads.files import CONFIG_NAME, stored_name
 from specexport.heads.modules import DraftHead, FeatureProjection
@@ -72,15 +72,6 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         except SafetensorError as error:  # what the operating system said is in its text alone
             raise OSError(errno.EIO, str(error)) from error
         temporary.chmod(mode)
-
-    write_file(path, write)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a text file in one step; raises UserInputError if it cannot be written."""
-
-    def write(temporary: Path) -> None:
-        temporary.write_text(text, encoding="utf-8")
 
     write_file(path, write)
 

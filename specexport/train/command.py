@@ -41,18 +41,15 @@ def train_draft(*, plot: Path | None, as_json: bool, quiet: bool, **asked: Any) 
 
     A run that was ended goes on where it was: give the same command again.
     """
-    from specexport.atomic import check_writable
     from specexport.build.model import require_export_stack
+    from specexport.plots import check_plot
     from specexport.progress import show_progress
-    from specexport.simulate.plot import check_plot
     from specexport.train.options import TrainOptions
     from specexport.train.run import train_draft as run
 
     options = TrainOptions(**asked)
     require_export_stack()
-    if plot is not None:
-        check_plot(plot)
-        check_writable(plot)
+    check_plot(plot)
     with show_progress(sys.stderr, quiet=quiet) as progress:
         result = run(options, progress)
     if plot is not None:

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from specexport.atomic import new_folder
+from specexport.atomic import new_folder, write_text
 from specexport.frontend import Checkpoint, load_checkpoint
 from specexport.frontend.load import quiet_transformers
-from specexport.heads.write import write_text
 from specexport.train.refuse import refuse_pruning
 from specexport_runtime.errors import CheckpointError, UserInputError
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specexport.atomic import place_behind_links, require_space
+from specexport.atomic import place_behind_links, require_space, write_text
 from specexport.bench.prompts import read_prompts
 from specexport.host import peak_memory_bytes
 from specexport.progress import Progress, StageClock
@@ -205,8 +205,6 @@ def _learn(options: TrainOptions, trainer: Any, clock: StageClock) -> None:
 
 
 def _save(options: TrainOptions, trainer: Any, plan: Any) -> Trained:
-    from specexport.heads.write import write_text
-
     described = plan.describe()
     result = Trained(
         output=options.output,

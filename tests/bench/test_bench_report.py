@@ -7,11 +7,12 @@ import pytest
 from bench_fakes import PROMPTS, make_options, make_subject
 
 from specexport.bench.methods import Cell, resolve_methods
-from specexport.bench.plots import check_plots, write_plots
+from specexport.bench.plots import write_plots
 from specexport.bench.records import BenchResult, PromptRecord, RunRecord, read_json, write_json
 from specexport.bench.report import format_report, format_table, write_markdown
 from specexport.bench.runner import run_bench
 from specexport.bench.summary import summarize
+from specexport.plots import check_plots
 from specexport_runtime.errors import InvalidRequestError, MissingDependencyError, UserInputError
 
 PLAIN = Cell("plain", "none", True, True, 2, 0, 0.0, "code", "continuous")
@@ -20,7 +21,7 @@ VANILLA = LOOKUP._replace(method="vanilla", unpad_kv=False, unpad_input=False)
 
 
 def run(cell, repeat, rate, *, decode=None, padding=2):
-    phases = {"schedule": 0.1, "pack": 0.2, "total": 3.0}
+    phases = {"schedule": 0.1, "pack": 0.2, "total": 3.0, "draft_steps": 0, "rounds": 0}
     counters = {"accepted": 10, "padding": padding, "input_tokens": 30, "input_padding": 10, "ratio": padding / 10}
     return RunRecord(cell, repeat, 1, 100, 100 / rate, rate, decode, phases, counters)
 

@@ -64,7 +64,6 @@ DRIVES_THE_RUNTIME = (
     "train/texts.py",
     "verify",
     "bench",
-    "tune",
     "explain",
     "debug",
 )

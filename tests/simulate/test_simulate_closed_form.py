@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import special
 
-from specexport.simulate.closed_form import (
+from specexport.simulate.model import (
     StepCost,
     batch_padding,
     best_draft_length,

@@ -11,12 +11,15 @@ from click.testing import CliRunner
 
 from specexport.atomic import write_file
 from specexport.cli import main
-from specexport.simulate.closed_form import StepCost, batch_padding, best_draft_length, expected_speedup
-from specexport.simulate.report import Study, compute_rows, format_table
+from specexport.simulate.command import compute_row, format_table, simulate
+from specexport.simulate.model import StepCost, batch_padding, best_draft_length, expected_speedup
 from specexport_runtime.errors import UserInputError
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "simulate.md"
 FAST = ["simulate", "--accuracy", "0.5,0.8", "--batch-size", "1,4", "--samples", "500"]
+
+
+STUDY = simulate.make_context("simulate", ["--draft-length", "5", "--samples", "200"]).params
 
 
 def run(*arguments):
@@ -58,6 +61,10 @@ def test_json_record_is_complete_and_repeatable(tmp_path):
     assert sorted(tmp_path.iterdir()) == files  # no temporary file stays
     found = json.loads(files[0].read_text())
     assert found["schema"] == "specexport.simulate/1"
+    assert set(found["parameters"]) == {
+        "accuracies", "batch_sizes", "draft_length", "hit_rate", "concentration", "cost", "max_draft_length", "samples",
+        "max_new_tokens", "prompt_tokens", "generations", "seed",
+    }  # fmt: skip
     assert found["parameters"]["accuracies"] == [0.5, 0.8]
     assert found["parameters"]["cost"] == {"cost_ratio": 0.01, "token_cost": 0.05}
     assert len(found["rows"]) == 4
@@ -75,13 +82,13 @@ def test_json_record_is_complete_and_repeatable(tmp_path):
 
 
 def test_another_seed_moves_the_simulation_only():
-    one, other = (compute_rows(Study([0.7], [4], 5, samples=200, seed=seed))[0] for seed in (0, 1))
-    assert one.exact == other.exact
-    assert one.simulated != other.simulated
+    one, other = (compute_row(0.7, 4, STUDY | {"seed": seed}) for seed in (0, 1))
+    assert one["exact"] == other["exact"]
+    assert one["simulated"] != other["simulated"]
 
 
 def test_generations_add_columns():
-    table = format_table(compute_rows(Study([0.7], [4], 5, samples=200, max_new_tokens=20, generations=10)), 16)
+    table = format_table([compute_row(0.7, 4, STUDY | {"max_new_tokens": 20, "generations": 10})], 16)
     header, _, row = cells(table)
     assert header[-4:] == ["rounds", "ratio, whole", "idle", "cache"]
     assert all(row)
@@ -177,7 +184,7 @@ def test_imports_stay_light():
         "for module in pkgutil.walk_packages(package.__path__, 'specexport.simulate.'):\n"
         "    importlib.import_module(module.name)\n"
         "heavy = {'matplotlib', 'scipy', 'torch', 'transformers', 'onnx', 'onnxruntime'}\n"
-        "assert 'specexport.simulate.plot' in sys.modules\n"
+        "assert 'specexport.simulate.model' in sys.modules\n"
         "found = heavy & {name.split('.')[0] for name in sys.modules}\n"
         "assert not found, found"
     )

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from specexport.simulate.closed_form import batch_padding
-from specexport.simulate.monte_carlo import Drafts, _generate, simulate_generations, simulate_rounds
+from specexport.simulate.model import Drafts, batch_padding, generate, simulate_generations, simulate_rounds
 from specexport_runtime.errors import UserInputError
 
 LIMIT = 4.5  # standard errors; a right formula exceeds it once in 150000 comparisons
@@ -39,20 +38,21 @@ def test_simulation_agrees_with_the_closed_form(drafts, batch_size):
     exact = closed_form(drafts, batch_size)
     found = simulate_rounds(drafts, batch_size, samples=SAMPLES, seed=1)
     for name in ("accepted", "longest", "padding", "ratio"):
-        assert within(getattr(found, name), getattr(exact, name)), name
+        assert within(found[name], getattr(exact, name)), name
 
 
 @pytest.mark.parametrize("drafts", MODELS, ids=str)
 def test_wrong_formulas_do_not_agree(drafts):
     """The check above can fail: each formula here is wrong in one thing."""
     found = simulate_rounds(drafts, 8, samples=SAMPLES, seed=1)
-    assert not within(found.longest, closed_form(drafts, 7).longest)  # a sequence short
+    assert not within(found["longest"], closed_form(drafts, 7).longest)  # a sequence short
     exponents_from_zero = 1 + (closed_form(drafts, 8).accepted - 1) / drafts.accuracy
-    assert not within(found.accepted, exponents_from_zero)  # the first draft token taken for right
-    assert not within(found.ratio, found.padding.mean / (found.accepted.mean - 1))  # the target's token left out
+    assert not within(found["accepted"], exponents_from_zero)  # the first draft token taken for right
+    target_left_out = found["padding"].mean / (found["accepted"].mean - 1)
+    assert not within(found["ratio"], target_left_out)
     for one_kind in (drafts._replace(hit_rate=1.0), drafts._replace(concentration=None)):
         if one_kind != drafts:  # hit rate or spread ignored
-            assert not within(found.ratio, closed_form(one_kind, 8).ratio)
+            assert not within(found["ratio"], closed_form(one_kind, 8).ratio)
 
 
 def test_standard_errors_are_honest():
@@ -61,7 +61,7 @@ def test_standard_errors_are_honest():
     exact = closed_form(drafts, 4)
     runs = [simulate_rounds(drafts, 4, samples=400, seed=seed) for seed in range(300)]
     for name in ("accepted", "longest", "padding", "ratio"):
-        deviations = np.array([getattr(run, name).deviations(getattr(exact, name)) for run in runs])
+        deviations = np.array([run[name].deviations(getattr(exact, name)) for run in runs])
         assert abs(deviations.mean()) < 4.5 / np.sqrt(len(runs))
         assert 0.8 < deviations.std() < 1.25
 
@@ -70,13 +70,13 @@ def test_standard_errors_are_honest():
 @pytest.mark.parametrize("concentration", [None, 2.0])
 def test_certain_rounds(accuracy, advance, concentration):
     found = simulate_rounds(Drafts(accuracy, 4, concentration=concentration), 3, samples=50, seed=0)
-    assert found.accepted == (advance, 0.0)
-    assert found.ratio == (0.0, 0.0)
-    assert found.ratio.deviations(0.0) is None
+    assert found["accepted"] == (advance, 0.0)
+    assert found["ratio"] == (0.0, 0.0)
+    assert found["ratio"].deviations(0.0) is None
 
 
 def test_one_sample_has_no_error_bar():
-    assert simulate_rounds(Drafts(0.5, 4), 3, samples=1, seed=0).ratio.standard_error is None
+    assert simulate_rounds(Drafts(0.5, 4), 3, samples=1, seed=0)["ratio"].standard_error is None
 
 
 def test_seeds_decide_the_result():
@@ -85,9 +85,9 @@ def test_seeds_decide_the_result():
 
 
 def test_small_chunks_change_no_expectation(monkeypatch):
-    monkeypatch.setattr("specexport.simulate.monte_carlo.MAX_DRAFT_TOKENS", 100)
+    monkeypatch.setattr("specexport.simulate.model.MAX_DRAFT_TOKENS", 100)
     found = simulate_rounds(Drafts(0.7, 5), 4, samples=2001, seed=2)
-    assert within(found.ratio, closed_form(Drafts(0.7, 5), 4).ratio)
+    assert within(found["ratio"], closed_form(Drafts(0.7, 5), 4).ratio)
 
 
 def rounds_distribution(accuracy, draft_length, tokens):
@@ -114,27 +114,27 @@ def test_rounds_and_idle_share_of_a_generation(batch_size):
     found = simulate_generations(
         Drafts(accuracy, draft_length), batch_size, max_new_tokens=tokens, samples=4000, seed=5
     )
-    assert within(found.rounds, longest)
-    assert within(found.idle, 1 - own / longest)
-    assert not within(found.rounds, longest - 0.2)
+    assert within(found["rounds"], longest)
+    assert within(found["idle"], 1 - own / longest)
+    assert not within(found["rounds"], longest - 0.2)
 
 
 @pytest.mark.parametrize(("accuracy", "rounds"), [(0.0, 10), (1.0, 2)])
 def test_certain_generations(accuracy, rounds):
     found = simulate_generations(Drafts(accuracy, 4), 3, max_new_tokens=10, prompt_tokens=6, samples=20, seed=0)
-    assert found == ((rounds, 0.0), (0.0, 0.0), (0.0, 0.0), (1.0, 0.0))
+    assert tuple(found.values()) == ((rounds, 0.0), (0.0, 0.0), (0.0, 0.0), (1.0, 0.0))
 
 
 def test_one_sequence_is_never_padded_or_idle():
     found = simulate_generations(Drafts(0.6, 4, concentration=2.0), 1, max_new_tokens=30, samples=50, seed=0)
-    assert found.ratio == found.idle == (0.0, 0.0)
-    assert found.cache_slots == (1.0, 0.0)
+    assert found["ratio"] == found["idle"] == (0.0, 0.0)
+    assert found["cache_slots"] == (1.0, 0.0)
 
 
 def test_long_generations_pad_as_single_rounds_do():
     """With much to generate and equal accuracies the ends hardly count, and the ratio is the closed form's."""
     found = simulate_generations(Drafts(0.5, 4), 4, max_new_tokens=4000, samples=8, seed=0)
-    assert found.ratio.mean == pytest.approx(closed_form(Drafts(0.5, 4), 4).ratio, rel=0.03)
+    assert found["ratio"].mean == pytest.approx(closed_form(Drafts(0.5, 4), 4).ratio, rel=0.03)
 
 
 def test_a_generation_by_hand():
@@ -143,14 +143,14 @@ def test_a_generation_by_hand():
     In rounds 1 and 2 they advance by 4 and 1: 3 slots of padding each. Then the first is done, the second runs 6 rounds
     alone. A row of a round reads its cache and the step's 4 slots.
     """
-    found = _generate(Drafts(0.5, 3), np.array([[1.0, 0.0]]), 8, 0, np.random.default_rng(0))
+    found = generate(Drafts(0.5, 3), np.array([[1.0, 0.0]]), 8, 0, np.random.default_rng(0))
     padded = 2 * (0 + 4) + 2 * (4 + 4) + sum(length + 4 for length in range(8, 14))
     own = 2 * (0 + 4) + (4 + 4) + (1 + 4) + sum(length + 4 for length in range(2, 8))
     assert found[:, 0].tolist() == [8, 2 + 8, 3 + 3, padded, own]
     # With 5 tokens each the first has one token left in round 2, and needs no more than the second: no padding there.
-    shorter = _generate(Drafts(0.5, 3), np.array([[1.0, 0.0]]), 5, 0, np.random.default_rng(0))
+    shorter = generate(Drafts(0.5, 3), np.array([[1.0, 0.0]]), 5, 0, np.random.default_rng(0))
     assert shorter[:3, 0].tolist() == [5, 2 + 5, 3]
-    longer_prompt = _generate(Drafts(0.5, 3), np.array([[1.0, 0.0]]), 8, 100, np.random.default_rng(0))
+    longer_prompt = generate(Drafts(0.5, 3), np.array([[1.0, 0.0]]), 8, 100, np.random.default_rng(0))
     assert longer_prompt[:, 0].tolist() == [8, 10, 6, padded + 1000, own + 1000]
 
 

@@ -1,10 +1,12 @@
-"""Switches of earlier releases that have nothing to switch any more: a user that still gives one is told why."""
+"""Names of earlier releases: a user that still gives one is told why it does nothing, or what took its place."""
 
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import click
+
+from specexport_runtime.errors import UserInputError
 
 
 def gone(names: str, why: str) -> Callable[[Any], Any]:
@@ -21,3 +23,8 @@ def gone(names: str, why: str) -> Callable[[Any], Any]:
             click.echo(f"warning: {given} changes nothing any more ({why}): leave it out.", err=True)
 
     return click.option(names, default=None, hidden=True, expose_value=False, callback=tell)
+
+
+def refuse_gone(command: str, successor: str) -> UserInputError:
+    """The error for a command that another one does the work of now."""
+    return UserInputError(f"there is no command {command!r} any more.", f"use `{successor}`.")

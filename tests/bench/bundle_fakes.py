@@ -1,4 +1,4 @@
-"""Bundles for ``specexport tune`` that are only folders: what is in one follows from its name."""
+"""Bundles to compare that are only folders: what is in one follows from its name."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -71,7 +71,7 @@ def open_fake(log, folder, *, max_model_len=None, **_):
 
 
 def fake_bundles(monkeypatch):
-    """Let ``specexport tune`` open fakes; what will be asked of their engines."""
+    """Let ``specexport bench`` open fakes; what will be asked of their engines."""
     asked = []
     monkeypatch.setattr(
         "specexport.bench.subject.open_subject", lambda *args, **given: open_fake(asked, *args, **given)

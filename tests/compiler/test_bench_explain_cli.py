@@ -1,4 +1,4 @@
-"""``specexport tune`` and ``specexport explain`` on a real bundle."""
+"""``specexport bench`` with several values of K, and ``specexport explain``, on a real bundle."""
 
 import json
 from dataclasses import replace
@@ -27,45 +27,43 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-def test_tune_measures_a_real_bundle(run_cli, tiny_bundle, prompts, tmp_path):
+def test_bench_measures_every_k_of_a_real_bundle(run_cli, tiny_bundle, prompts, tmp_path):
     asked = [
-        "--batch-sizes", 1, "--contexts", "8,16", "--lookaheads", "1,3", "--tokens", 8, "--repeats", 1,
-        "--num-prompts", 1, *FAST,
+        "--contexts", "8,16", "--lookahead", "1,3", "--methods", "draft-model,lookup", "--max-tokens", 8,
+        "--repeats", 1, "--num-prompts", 1, *FAST,
     ]  # fmt: skip
-    ended = run_cli("tune", tiny_bundle, "--prompts", prompts, *asked, "--json", "--plot", tmp_path / "p.svg")
+    files = ["--json", tmp_path / "p.json", "--plot", tmp_path / "p.svg"]
+    ended = run_cli("bench", tiny_bundle, "--prompts", prompts, *asked, *files)
     assert ended.exit_code == 0, ended.output
-    data = json.loads(ended.stdout)
-    assert {cell["drafter"] for cell in data["cells"]} == {"draft-model", "lookup"}  # two layers are too few
-    assert all(set(cell["tokens_per_second"]) == {"0", "1", "3"} for cell in data["cells"])
-    for cell in data["cells"]:
-        rounds = cell["rounds"]
-        assert set(rounds) == {"0", "1", "3"}
-        assert all(each["verify_milliseconds"] > 0 for each in rounds.values())
-        assert rounds["0"]["acceptance_rate"] is None
+    data = json.loads((tmp_path / "p.json").read_text())
+    assert [(cell["drafter"], cell["context"]) for cell in data["fastest"]] == [
+        (name, context) for context in (8, 16) for name in ("draft-model", "lookup")
+    ]
+    assert all(set(cell["decode_tokens_per_second"]) == {"0", "1", "3"} for cell in data["fastest"])
+    assert all(each["phases"]["verify"] > 0 for each in data["runs"])
+    assert {each["prompt_tokens"] for each in data["prompts"]} == {8, 16}
     assert b"<svg" in (tmp_path / "p.svg").read_bytes()
 
 
-def test_tune_compares_the_drafts_of_one_target(run_cli, refuse_cli, tiny_bundle, tiny_pair, prompts, tmp_path):
-    cut, another = tmp_path / "cut", tmp_path / "another"
+def test_bench_compares_the_drafts_of_one_target(run_cli, refuse_cli, tiny_bundle, tiny_pair, prompts, tmp_path):
+    cut, another, file = tmp_path / "cut", tmp_path / "another", tmp_path / "out.json"
     build_bundle(tiny_pair.recipe(cut, draft_vocab_size=40))
-    asked = ["--prompts", prompts, "--batch-sizes", 1, "--contexts", 8, "--lookaheads", 2, "--tokens", 8]
-    ended = run_cli("tune", tiny_bundle, cut, *asked, "--repeats", 1, "--num-prompts", 1, *FAST, "--json", "-q")
+    asked = ["--prompts", prompts, "--contexts", 8, "--lookahead", 2, "--max-tokens", 8, *FAST, "-q"]
+    ended = run_cli("bench", tiny_bundle, cut, *asked, "--repeats", 1, "--num-prompts", 1, "--json", file)
     assert ended.exit_code == 0, ended.output
-    data = json.loads(ended.stdout)
-    assert [table["settings"]["draft"]["head_size"] for table in data["tables"].values()] == [300, 40]
+    data = json.loads(file.read_text())
+    drafts = {name: details["models"]["draft"] for name, details in data["bundle"]["bundles"].items()}
+    assert [draft["head_size"] for draft in drafts.values()] == [300, 40]
+    assert all(draft["engine_bytes"] > 1000 for draft in drafts.values())
     assert set(data["pick"]["speedups"]) == {tiny_bundle.name, cut.name}
-    for table in data["tables"].values():
-        assert table["settings"]["texts"]["different"] == 0
-        assert table["settings"]["draft"]["engine_bytes"] > 1000
-        (cell,) = table["cells"]
-        rounds = cell["rounds"]["2"]
-        assert 0 <= rounds["acceptance_rate"] <= 1
-        assert min(rounds["draft_milliseconds"], rounds["verify_milliseconds"]) > 0
+    assert data["texts"] == {"compared": 3, "different": 0}
+    for each in data["runs"][1:]:
+        assert min(each["phases"]["draft_steps"], each["phases"]["verify"]) > 0
     manifest = load_manifest(cut)
     target = changed(manifest.models["target"], sha256="0" * 64)
     another.mkdir()
     replace(manifest, name="another", build_key="0", models={**manifest.models, "target": target}).write(another)
-    said = refuse_cli("tune", tiny_bundle, another, *asked, *FAST, "-q")
+    said = refuse_cli("bench", tiny_bundle, another, *asked)
     assert "another has another target than tiny-bundle: checkpoint target (000000000000) instead of" in said
 
 
@@ -176,11 +174,11 @@ def test_explain_needs_a_bundle_and_a_prompt(refuse_cli, tiny_bundle, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--lookaheads", "9"], "the bundle was built for up to 8"),
+        (["--lookahead", "9"], "built for 1 to 8"),
         (["--contexts", "99999"], "choose a context of at most"),
-        (["--drafter", "self"], "too few, that can be left out"),
+        (["--methods", "self"], "too few, can be left out"),
     ],
 )
-def test_tune_refuses_what_the_bundle_cannot(refuse_cli, tiny_bundle, prompts, tmp_path, arguments, said):
+def test_bench_refuses_what_the_bundle_cannot(refuse_cli, tiny_bundle, prompts, tmp_path, arguments, said):
     out = tmp_path / "p.json"
-    assert said in refuse_cli("tune", tiny_bundle, "--prompts", prompts, "--output", out, *arguments, "-q")
+    assert said in refuse_cli("bench", tiny_bundle, "--prompts", prompts, "--json", out, *arguments, "-q")

@@ -1,0 +1,159 @@
+"""``specexport bench`` with several values of K and contexts: what is measured, and which K is named."""
+
+import json
+import sys
+
+import pytest
+from bundle_fakes import fake_bundles
+from click.testing import CliRunner
+
+from specexport.bench.fastest import choose_lookahead
+from specexport.bench.prompts import fit_prompt
+from specexport.cli import main
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("w1 w2 w3", "w4 w5 w6 w4 w5", "w7")))
+    return path
+
+
+@pytest.fixture
+def log(monkeypatch, tmp_path):
+    """What was asked of the fake engines that stand for any bundle, which is only a folder."""
+    return fake_bundles(monkeypatch)
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, ["bench", *map(str, arguments)])
+
+
+SMALL = [
+    "--batch-size", "1,2", "--contexts", "4,8", "--lookahead", "2,4", "--max-tokens", 8, "--repeats", 2, "--warmup", 0,
+]  # fmt: skip
+
+
+def test_every_k_is_measured_side_by_side(tmp_path, log, prompts):
+    file = tmp_path / "out.json"
+    ended = run(
+        tmp_path / "draft", "--prompts", prompts, *SMALL, "--num-prompts", 2, "--methods", "draft-model,lookup", "-q",
+        "--json", file,
+    )  # fmt: skip
+    assert ended.exit_code == 0, ended.output
+    data = json.loads(file.read_text())
+    assert [(c["drafter"], c["batch_size"], c["context"], c["domain"]) for c in data["fastest"]] == [
+        (name, size, context, "prompts") for size in (1, 2) for context in (4, 8) for name in ("draft-model", "lookup")
+    ]
+    for cell in data["fastest"]:
+        rates = {int(k): rate for k, rate in cell["decode_tokens_per_second"].items()}
+        assert set(rates) == {0, 2, 4}
+        assert min(rates.values()) > 0
+        assert cell["num_speculative_tokens"] == choose_lookahead(rates)
+        assert cell["speedup"] == rates[choose_lookahead(rates)] / rates[0]
+    assert data["pick"] is None
+    assert {(p["prompt_tokens"], p["context"]) for p in data["prompts"]} == {(4, 4), (8, 8)}
+    asked = [entry for entry in log if entry[0] == "generate"]
+    runs = [(e[1].max_num_seqs, len(e[3][0]), e[2], e[5]["num_speculative_tokens"]) for e in asked]
+    ways = [("none", None), *((name, k) for name in ("draft-model", "lookup") for k in (2, 4))]
+    forth = [(context, *way) for context in (4, 8) for way in ways]
+    assert runs == [(size, *each) for size in (1, 2) for order in (forth, forth[::-1]) for each in order]
+    assert [entry[0] for entry in log if entry[0] != "generate"] == ["load", "close"] * 2
+
+
+def test_a_file_a_table_and_a_plot(tmp_path, log, prompts):
+    out, plot = tmp_path / "p.json", tmp_path / "p.png"
+    asked = [*SMALL, "--methods", "lookup", "--threads", 1, "--json", out, "--plot", plot]
+    ended = run(tmp_path / "plain", "--prompts", prompts, *asked)
+    assert ended.exit_code == 0, ended.output
+    assert "[0/24] bench: loading for batch size 1" in ended.stderr
+    assert "bench: lookup, batch size 2, context 8, K=4, prompts" in ended.stderr
+    found = json.loads(out.read_text())
+    assert {cell["drafter"] for cell in found["fastest"]} == {"lookup"}
+    assert found["command"] == ["specexport", *sys.argv[1:]]
+    assert found["options"]["contexts"] == [4, 8]
+    _, table, equal, *_ = ended.stdout[ended.stdout.index("Decode tokens/s by") :].split("\n\n")
+    head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines())
+    assert head[:7] == ["method", "batch", "context", "plain", "K=2", "K=4", "fastest K"]
+    assert head[7:] == ["speedup", "draft ms", "verify ms"]
+    assert [row[:3] for row in rows] == [["lookup", size, context] for size in "12" for context in "48"]
+    assert {row[6] for row in rows} <= {"0 (plain)", "2", "4"}
+    assert equal.startswith("Texts equal to plain greedy decoding: 72 of 72")
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    again = run("--from-json", out, "--plot", tmp_path / "again.png")
+    assert again.exit_code == 0, again.output
+    assert again.stdout == ended.stdout
+    assert (tmp_path / "again.png").read_bytes() == plot.read_bytes()
+
+
+def test_one_k_has_no_fastest(tmp_path, log, prompts):
+    plot = tmp_path / "p.svg"
+    asked = ["--methods", "lookup", "--max-tokens", 8, "--repeats", 1, "--plot", plot]
+    ended = run(tmp_path / "plain", "--prompts", prompts, *asked, "-q")
+    assert ended.exit_code == 0, ended.output
+    assert "Decode tokens/s by" not in ended.stdout
+    assert f"{plot} skipped: no method was measured at two values of K" in ended.stderr
+    assert not plot.exists()
+
+
+@pytest.mark.parametrize("ids", [[7], [1, 2], [1, 2, 3, 4, 5]])
+@pytest.mark.parametrize("length", [1, 2, 4, 5, 6, 23])
+def test_prompts_get_their_length_from_their_own_text(ids, length):
+    made = fit_prompt(ids, length)
+    assert len(made) == length
+    assert made[-1] == ids[-1]
+    assert set(made) <= set(ids)
+    if length > 1:
+        assert made[0] == ids[0]
+    tail = min(len(ids), length) - 1
+    assert made[length - tail :] == ids[len(ids) - tail :]
+    if length == len(ids):
+        assert made == ids
+
+
+@pytest.mark.parametrize(
+    ("rates", "chosen"),
+    [
+        ({0: 100.0, 2: 150.0, 4: 180.0}, 4),
+        ({0: 100.0, 2: 179.0, 4: 180.0}, 2),
+        ({0: 100.0, 2: 100.5, 4: 80.0}, 0),
+        ({0: 100.0}, 0),
+    ],
+)
+def test_a_longer_draft_must_be_worth_it(rates, chosen):
+    assert choose_lookahead(rates) == chosen
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--methods", "draft-model"], "no draft model"),
+        (["--lookahead", "1,9"], "built for 1 to 8"),
+        (["--contexts", "0"], "a context is 0"),
+        (["--contexts", "some"], "not a list of whole numbers"),
+        (["--contexts", "17"], "the bundle takes 64. Fix: choose a context of at most 16"),
+        (["--max-tokens", "16:48", "--contexts", "17"], "choose a context of at most 16"),
+        (["--plot", "p.txt"], "unknown image format"),
+        (["--plot", "missing/p.png"], "cannot be written"),
+        (["--context", "8"], "--contexts"),
+    ],
+)
+def test_mistakes_end_with_one_line_and_code_2(tmp_path, log, prompts, monkeypatch, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    ended = run("plain", "--prompts", prompts.name, "--max-tokens", 48, "--json", "p.json", *arguments, "--quiet")
+    assert ended.exit_code == 2, ended.output
+    assert said in ended.stderr
+    assert ended.stderr.count("\n") == 1
+    assert not ended.stdout
+    assert list(tmp_path.iterdir()) == [prompts]
+    assert not log
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["engines/demo", "--prompts", "p.jsonl", "--lookaheads", "1,2"]])
+def test_tune_names_its_successor(arguments):
+    ended = CliRunner().invoke(main, ["tune", *arguments])
+    assert ended.exit_code == 2
+    assert not ended.stdout
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("error: there is no command 'tune' any more. Fix: use `specexport bench ")
+    assert "tune" not in CliRunner().invoke(main, ["--help"]).stdout
