@@ -184,7 +184,8 @@ def write_plot(path: Path, result: BenchResult) -> bool:
     for axes, (label, found) in zip(every, panels.items(), strict=True):
         for each in found:
             speedups = {k: rate / each.rates[0] for k, rate in each.rates.items()}
-            (line,) = axes.plot(list(speedups), list(speedups.values()), marker="o", markersize=3, label=_place(each))
+            place = describe_cell(each.cell).removeprefix(f"{label}, ")
+            (line,) = axes.plot(list(speedups), list(speedups.values()), marker="o", markersize=3, label=place)
             axes.plot([each.lookahead], [each.speedup], "o", markersize=9, fillstyle="none", color=line.get_color())
         speedup_axis(axes)
         axes.set_title(label)
@@ -194,7 +195,3 @@ def write_plot(path: Path, result: BenchResult) -> bool:
     add_legend(figure, every[0])
     save_figure(figure, path)
     return True
-
-
-def _place(found: Fastest) -> str:
-    return describe_cell(found.cell).removeprefix(f"{found.cell.label}, ")

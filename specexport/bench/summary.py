@@ -53,9 +53,8 @@ def _in_order(cells: Iterable[Cell]) -> list[Cell]:
     """The methods of one comparison as neighbours, whichever engine they ran on; domain by domain."""
     groups: dict[tuple[Any, ...], list[Cell]] = {}
     for cell in cells:
-        groups.setdefault((cell.domain, cell.batch_size, cell.context, cell.temperature, cell.batching), []).append(
-            cell
-        )
+        place = (cell.domain, cell.batch_size, cell.context, cell.temperature, cell.batching)
+        groups.setdefault(place, []).append(cell)
     domains = list(dict.fromkeys(key[0] for key in groups))
     return [cell for key in sorted(groups, key=lambda key: domains.index(key[0])) for cell in groups[key]]
 
