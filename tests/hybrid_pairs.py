@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specexport_runtime import SamplingParams, SpecEngine
+from tests.rounds import check_every_round
 from tests.tiny_models import HYBRIDS, make_model, save_checkpoint
 
 NAMED = (
@@ -104,7 +105,7 @@ def hybrid_pair(name: str, folder: Path, quantize: str | None) -> Path:
 def open_engine(bundle: Path, **options: Any) -> SpecEngine:
     """An engine that checks itself in every round."""
     engine = SpecEngine.load(bundle, max_num_seqs=8, num_threads=1, spin=False, **options)
-    engine._loop._check = True
+    check_every_round(engine)
     return engine
 
 

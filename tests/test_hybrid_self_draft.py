@@ -25,6 +25,7 @@ from specexport_runtime.sampling.structured import StructuredOutputs
 from specexport_runtime.sequences.layer_choice import LayerRules
 from tests.engine_harness import make_checkpoint
 from tests.entries import make_entry
+from tests.rounds import check_every_round
 from tests.tiny_models import HYBRIDS, VOCAB, make_model, save_checkpoint
 from tests.tiny_traces import trace_of
 
@@ -225,7 +226,7 @@ def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture
 def engine(bundle: Path) -> Iterator[SpecEngine]:
     with closing(SpecEngine.load(bundle, max_num_seqs=2, num_threads=1, spin=False, adaptive=False)) as engine:
-        engine._loop._check = True
+        check_every_round(engine)
         yield engine
         engine.check()
 

@@ -35,6 +35,7 @@ from tests.hybrid_pairs import (
     open_engine,
     some_cases,
 )
+from tests.rounds import check_every_round
 from tests.tiny_models import ARCHITECTURES, HYBRIDS, make_model, save_checkpoint
 
 LOOKAHEAD = 6
@@ -162,7 +163,7 @@ PROMPTS = ["abcabcabcabcabc", "x", "for i in range(10):\n    print(i)\nfor i in 
 @pytest.mark.parametrize("lookahead", [1, 3, 8])
 def test_texts_are_those_of_plain_decoding(bundle: Path, drafter: str, lookahead: int) -> None:
     with closing(SpecEngine.load(bundle, max_num_seqs=2, num_threads=1, spin=False, adaptive=False)) as engine:
-        engine._loop._check = True
+        check_every_round(engine)
         params = SamplingParams(max_tokens=40, ignore_eos=True, logprobs=2)
         plain = engine.generate(PROMPTS, params, drafter="none")
         found = engine.generate(PROMPTS, params, drafter=drafter, num_speculative_tokens=lookahead)
@@ -174,7 +175,7 @@ def test_texts_are_those_of_plain_decoding(bundle: Path, drafter: str, lookahead
 
 def test_a_state_is_gone_on_from_where_a_text_continues_and_nowhere_else(bundle: Path) -> None:
     with closing(SpecEngine.load(bundle, max_num_seqs=2, num_threads=1, spin=False, adaptive=False)) as engine:
-        engine._loop._check = True
+        check_every_round(engine)
         params = SamplingParams(max_tokens=12, ignore_eos=True)
         start = engine.encode("a text that is long enough to be kept")
         (first,) = engine.generate([start], params, drafter="none")
@@ -192,7 +193,7 @@ def test_a_pinned_prefix_is_gone_on_from(bundle: Path) -> None:
     with closing(
         SpecEngine.load(bundle, max_num_seqs=2, prefix_rows=1, num_threads=1, spin=False, adaptive=False)
     ) as engine:
-        engine._loop._check = True
+        check_every_round(engine)
         start = engine.encode("a system prompt that stays")
         assert engine.pin_prefix(start) == len(start)
         for text in ("one", "another"):
@@ -207,7 +208,7 @@ def test_a_pinned_prefix_is_gone_on_from(bundle: Path) -> None:
 def test_measuring_steps_leaves_nothing_in_a_state(bundle: Path) -> None:
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     with closing(SpecEngine.load(bundle, max_num_seqs=2, num_threads=1, spin=False, adaptive=True)) as engine:
-        engine._loop._check = True
+        check_every_round(engine)
         found = engine.generate(PROMPTS, params)
         plain = engine.generate(PROMPTS, params, drafter="none")
         assert [result.token_ids for result in found] == [result.token_ids for result in plain]

@@ -27,6 +27,7 @@ from specexport_runtime.errors import CheckFailedError, CheckpointError, Invalid
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from specexport_runtime.sampling.sampler import Sampler
 from specexport_runtime.sequences.layer_choice import LayerRules
+from tests.rounds import check_every_round
 
 PROMPTS = ["abc abc abc abc ab", "the cat sat on the mat, the cat sat on", "to be or not to be"]
 NAMES = (None, "sql", "poems")
@@ -78,7 +79,7 @@ def load(folder: Path, **options: Any) -> SpecEngine:
 @pytest.fixture(scope="module")
 def engine(bundle: Path) -> Iterator[SpecEngine]:
     with closing(load(bundle)) as loaded:
-        loaded._loop._check = True
+        check_every_round(loaded)
         yield loaded
 
 
@@ -198,7 +199,7 @@ def test_kept_texts_are_those_of_one_adapter(bundle: Path) -> None:
     with closing(load(bundle, enable_prefix_caching=False)) as engine:
         wanted = {name: engine.generate(long, params, lora=name)[0] for name in NAMES}
     with closing(load(bundle, max_num_seqs=4, prefix_rows=1)) as engine:
-        engine._loop._check = True
+        check_every_round(engine)
         for turn in range(2):
             for name in NAMES:
                 found = engine.generate(long, params, lora=name)[0]

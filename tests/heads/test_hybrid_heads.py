@@ -18,6 +18,7 @@ from specexport.build.pipeline import build_bundle
 from specexport.recipe import BuildRecipe
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.bundle.manifest import load_manifest
+from tests.rounds import check_every_round
 
 pytestmark = pytest.mark.bundle
 LFM2 = ("Lfm2", HYBRIDS["lfm2"][1] | {"num_hidden_layers": 6, "layer_types": ["conv", "full_attention"] * 3})
@@ -84,7 +85,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def open_engine(bundle: Path, rows: int, **options: Any) -> SpecEngine:
     engine = SpecEngine.load(bundle, max_num_seqs=rows, num_threads=1, spin=False, adaptive=False, **options)
-    engine._loop._check = True
+    check_every_round(engine)
     return engine
 
 

@@ -17,6 +17,7 @@ from specexport_runtime.executors.base import as_receding
 from specexport_runtime.executors.ort_arena import CAN_GIVE_BACK
 from specexport_runtime.packing import batch
 from tests.engine_harness import resident_pages
+from tests.rounds import check_every_round
 
 pytestmark = [
     pytest.mark.bundle,
@@ -48,7 +49,7 @@ def converse(bundle: Path) -> tuple[list[Any], list[int | None], dict[int, int]]
     """
     params, found, cached = SamplingParams(max_tokens=16, ignore_eos=True, logprobs=2), [], []
     with closing(SpecEngine.load(bundle, max_num_seqs=2, num_threads=1, spin=False, adaptive=False)) as engine:
-        engine._loop._check = True
+        check_every_round(engine)
         target = engine.target
         for drafter, k in (("head", {"num_speculative_tokens": 3}), ("none", {})):
             long, short = [7 + 5 * i % 250 for i in range(LENGTH)], [9, 8, 7]

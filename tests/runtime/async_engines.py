@@ -10,6 +10,7 @@ from loop import greedy_reference, make_target
 from test_engine import make_engine
 
 from specexport_runtime import AsyncRequest, SamplingParams, SpecEngine
+from tests.rounds import check_every_round
 
 LONG = SamplingParams(max_tokens=40)
 ENDLESS = SamplingParams(max_tokens=60)
@@ -66,7 +67,7 @@ class Gate:
 def engine_at_rest():
     """An engine that checks itself, and has nothing running or waiting in the end."""
     engine = make_engine()
-    engine._loop._check = True
+    check_every_round(engine)
     yield engine
     assert_at_rest(engine)
     engine.close()

@@ -15,6 +15,7 @@ from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.sampling.grammar import _make_masks
 from specexport_runtime.sampling.structured import StructuredOutputs
+from tests.rounds import check_every_round
 
 pytest.importorskip("llguidance")
 
@@ -35,7 +36,7 @@ DRAFTERS = ("none", "draft-model", "lookup", "self", "auto")
 @pytest.fixture(scope="module")
 def engine(demo_bundle):
     with closing(SpecEngine.load(demo_bundle, max_num_seqs=4, num_threads=1, spin=False)) as engine:
-        engine._loop._check = True
+        check_every_round(engine)
         yield engine
         engine.check()
 

@@ -12,6 +12,7 @@ from test_submit import LONG, expected, slow_down
 from specexport_runtime import SamplingParams
 from specexport_runtime.errors import EngineClosedError, InvalidRequestError, RequestFailedError, SpecexportError
 from specexport_runtime.requests.drafting import RequestSpec
+from tests.rounds import check_every_round
 
 
 class Listener:
@@ -38,7 +39,7 @@ class Listener:
 @pytest.fixture
 def engine():
     engine = make_engine()
-    engine._loop._check = True
+    check_every_round(engine)
     return engine
 
 

@@ -10,6 +10,7 @@ from specexport_runtime.errors import InvalidRequestError, SpecexportError
 from specexport_runtime.executors.base import adapted_executor
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.packing.batch import ModelRunner, RowWork, pad_work
+from tests.rounds import check_every_round
 
 NAMES = (None, "one", "two", "three")
 
@@ -36,7 +37,7 @@ def reference(prompt, count, adapter):
 @pytest.mark.parametrize("modes", [{}, {"unpad_kv": False}, {"unpad_input": False}])
 def test_more_requests_than_rows_and_each_with_its_own(modes):
     engine, random = make_engine(**modes), np.random.default_rng(5)
-    engine._loop._check = True
+    check_every_round(engine)
     prompts = [random.integers(0, VOCAB, random.integers(2, 40)).tolist() for _ in range(24)]
     names = [NAMES[i % 4] for i in range(24)]
     handles = [

@@ -13,6 +13,7 @@ from specexport_runtime.decoding.memory_budget import SPARE_SHARE
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.fake import ENTRY_BYTES, FakeExecutor
 from specexport_runtime.requests.checks import parse_bytes
+from tests.rounds import check_every_round
 
 PAGE = 8 * ENTRY_BYTES
 ROW = CAPACITY * ENTRY_BYTES
@@ -125,7 +126,7 @@ def test_what_cannot_be_is_refused_when_the_engine_is_made():
 
 def test_an_engine_keeps_to_its_budget_and_tells_of_it():
     with closing(make_engine(kv_cache_memory_bytes="20KiB", max_num_seqs=2)) as engine:
-        engine._loop._check = True
+        check_every_round(engine)
         loads = []
         params = SamplingParams(max_tokens=20)
         handles = [engine.submit([i], params, callback=lambda _: loads.append(engine.current_load())) for i in range(9)]
@@ -219,7 +220,7 @@ def test_every_drafter_gives_the_same_texts_within_a_budget(drafter, temperature
         with closing(
             SpecEngine(target, make_tokenizer(), **parts, max_model_len=MAX_MODEL_LEN, kv_cache_memory_bytes=budget)
         ) as engine:
-            engine._loop._check = True
+            check_every_round(engine)
             for _ in range(2):  # the second time all of it is known, as far as it was kept
                 results = engine.generate(prompts, params, drafter=drafter)
                 found.append([result.token_ids for result in results])

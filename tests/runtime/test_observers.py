@@ -17,6 +17,7 @@ from specexport_runtime.errors import RequestFailedError, SpecexportError
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.sequences.records import DraftStage
 from specexport_runtime.watch.observe import RoundRecord
+from tests.rounds import check_every_round
 
 
 class Watcher:
@@ -42,7 +43,7 @@ class Watcher:
 @pytest.fixture
 def watched():
     engine, watcher = make_engine(), Watcher()
-    engine._loop._check = True
+    check_every_round(engine)
     engine.add_observer(watcher)
     return engine, watcher
 

@@ -8,6 +8,7 @@ import pytest
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.sampling.structured import StructuredOutputs
+from tests.rounds import check_every_round
 
 STARTS = (
     "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\n",
@@ -50,7 +51,7 @@ def compare(bundle, drafter, temperature, **options):
         with closing(
             SpecEngine.load(bundle, **{"max_num_seqs": 2, "num_threads": 1, "spin": False, "adaptive": False, **own})
         ) as engine:
-            engine._loop._check = True
+            check_every_round(engine)
             runs.append(converse(engine, drafter, temperature))
             engine.check()
     (found, cached), (wanted, nothing) = runs
@@ -109,7 +110,7 @@ def test_a_pause_changes_no_bit_of_an_int8_engine(int8_bundle, reuse):
     with closing(
         SpecEngine.load(int8_bundle, max_num_seqs=1, num_threads=1, spin=False, adaptive=False, **rows)
     ) as engine:
-        engine._loop._check = True
+        check_every_round(engine)
         for drafter, temperature in itertools.product(("none", "draft-model", "lookup"), (0.0, 0.8)):
             alone, again = pause_both(engine, drafter, temperature=temperature, seed=4, repetition_penalty=1.1)
             assert (again.token_ids, again.logprobs, again.text) == (alone.token_ids, alone.logprobs, alone.text)

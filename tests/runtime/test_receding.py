@@ -16,6 +16,7 @@ from specexport_runtime.packing import batch
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from tests.engine_harness import resident_pages
 from tests.entries import changed
+from tests.rounds import check_every_round
 from tests.tiny_models import ARCHITECTURES, VOCAB, make_model, save_checkpoint
 
 pytestmark = pytest.mark.skipif(not CAN_GIVE_BACK, reason="this system takes no memory back")
@@ -76,7 +77,7 @@ def test_logits_have_the_same_bits_and_windows_take_less_memory(bundle: Path) ->
 def test_a_text_is_gone_on_from_where_its_windows_are_still_there(bundle: Path) -> None:
     tokens = np.random.default_rng(4).integers(3, VOCAB, 700).tolist()
     with closing(SpecEngine.load(bundle, max_num_seqs=2, num_threads=1, spin=False, adaptive=False)) as engine:
-        engine._loop._check = True
+        check_every_round(engine)
         params = SamplingParams(max_tokens=8, ignore_eos=True, logprobs=2)
 
         def ask(prompt: list[int], remember: bool = True) -> Any:

@@ -11,6 +11,7 @@ from test_engine import make_engine
 
 from specexport_runtime import SamplingParams
 from specexport_runtime.errors import InvalidRequestError, RequestFailedError, SpecexportError
+from tests.rounds import check_every_round
 
 LONG = SamplingParams(max_tokens=40)
 
@@ -35,7 +36,7 @@ def slow_down(engine, started: threading.Event, go: threading.Event):
 @pytest.fixture
 def engine():
     engine = make_engine()
-    engine._loop._check = True
+    check_every_round(engine)
     return engine
 
 

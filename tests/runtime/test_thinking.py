@@ -15,6 +15,7 @@ from specexport_runtime.requests.functions import ToolChoice, read_functions
 from specexport_runtime.requests.grammars import GrammarCompiler
 from specexport_runtime.sampling.structured import StructuredOutputs
 from specexport_runtime.sampling.thinking import Thinking
+from tests.rounds import check_every_round
 
 pytest.importorskip("llguidance")
 
@@ -129,7 +130,7 @@ PROMPT = "def add(a, b):\n    return a + b\n\n\n"
 @pytest.fixture(scope="module")
 def engine(demo_bundle):
     with closing(SpecEngine.load(demo_bundle, max_num_seqs=4, num_threads=1, spin=False)) as engine:
-        engine._loop._check = True
+        check_every_round(engine)
         yield engine
         engine.check()
 

@@ -15,6 +15,7 @@ from test_observers import Watcher, wait_for_thread
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.errors import EngineClosedError, SpecexportError
 from specexport_runtime.requests.drafting import RequestSpec
+from tests.rounds import check_every_round
 
 THREADS = 12
 EACH = 12
@@ -142,7 +143,7 @@ def use(engine, thread, alone, start):
 @pytest.mark.fuzz
 def test_what_many_threads_ask_of_one_engine_at_once_is_what_each_gets_alone(alone):
     engine, watcher = make_engine(max_num_batched_tokens=40), Watcher()
-    engine._loop._check = True
+    check_every_round(engine)
     engine.add_observer(watcher)
     start, stop = threading.Barrier(THREADS), threading.Event()
     refused = set()
