@@ -1,7 +1,7 @@
 """The acceptance model of one speculative round: exact expectations, and the round simulated token by token.
 
 A sequence finds a draft of n tokens with probability h, and each of them is right with probability a, independently. It
-advances by its leading right tokens and one of the target's: A. docs/simulate.md has the formulas and their sources.
+advances by its leading right tokens and one of the target's: A. docs/ems-sd.md has the formulas and their sources.
 """
 
 import math

@@ -4,8 +4,10 @@ import json
 import re
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -15,7 +17,7 @@ from specexport.simulate.command import compute_row, format_table, simulate
 from specexport.simulate.model import StepCost, batch_padding, best_draft_length, expected_speedup
 from specexport_runtime.errors import UserInputError
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "simulate.md"
+PAGES = [Path(__file__).parents[2] / "docs" / "ems-sd.md", Path(__file__).with_name("tables.md")]
 FAST = ["simulate", "--accuracy", "0.5,0.8", "--batch-size", "1,4", "--samples", "500"]
 
 
@@ -194,8 +196,8 @@ def test_imports_stay_light():
 
 def documented_tables():
     """Each `specexport simulate` of the documentation with the table printed below it."""
-    text = DOCUMENT.read_text(encoding="utf-8")
-    return re.findall(r"```bash\nspecexport (simulate [^\n]*)\n```\n\n((?:\|[^\n]*\n)+)", text)
+    pattern = r"```bash\nspecexport (simulate [^\n]*)\n```\n\n((?:\|[^\n]*\n)+)"
+    return [found for page in PAGES for found in re.findall(pattern, page.read_text(encoding="utf-8"))]
 
 
 @pytest.mark.parametrize(("command", "table"), documented_tables(), ids=lambda value: value[:60])
@@ -209,4 +211,21 @@ def test_documented_tables_are_what_the_command_prints(command, table):
 
 
 def test_documentation_has_tables():
-    assert len(documented_tables()) == 4
+    assert len(documented_tables()) == 1 + 4
+
+
+def test_the_model_fits_what_ems_sd_measured():
+    """docs/ems-sd.md, "Against EMS-SD's measurements": tokens/s of the paper's table 2, speedups of its figure 1."""
+    batch = np.array([1, 2, 4, 8, 16, 24])
+    plain = np.array([79.44, 137.49, 257.37, 468.89, 774.59, 936.45])
+    ems_sd = np.array([3.94, 3.50, 2.83, 2.17, 1.63, 1.41])
+    slope, fixed = np.polyfit(batch, batch / plain, 1)
+    cost = StepCost(token_cost=slope / fixed)
+
+    def error(point):
+        accuracy, hit_rate = point
+        model = [expected_speedup(accuracy, 7, cost, batch_size=int(b), hit_rate=hit_rate).unpadded for b in batch]
+        return np.sum((model / ems_sd - 1) ** 2)
+
+    accuracy, hit_rate = min(product(np.arange(0.9, 0.97, 0.002), np.arange(0.65, 0.72, 0.002)), key=error)
+    assert (round(accuracy, 3), round(hit_rate, 3), round(cost.token_cost, 4)) == (0.936, 0.682, 0.0401)
