@@ -63,13 +63,13 @@ def test_a_checkpoint_that_changes_while_it_is_built_leaves_nothing(
 ) -> None:
     folder = save_checkpoint(make_llama(3), tmp_path / "changing")
     weights = folder / "model.safetensors"
-    compile_model = build_model._compile
+    compile_model = build_model.compile_graph
 
     def change_and_compile(*args: Any, **named: Any) -> Any:
         weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0\0")
         return compile_model(*args, **named)
 
-    monkeypatch.setattr(build_model, "_compile", change_and_compile)
+    monkeypatch.setattr(build_model, "compile_graph", change_and_compile)
     result = run_cli("build", folder, "-o", tmp_path / "out", "--no-cache")
     assert result.exit_code == 2
     assert "checkpoint changing changed while it was read (model.safetensors)." in result.stderr.splitlines()[-1]
