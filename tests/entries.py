@@ -48,10 +48,10 @@ def changed(entry: ModelEntry, **values: Any) -> ModelEntry:
     own = {name: value for name, value in values.items() if name in {each.name for each in fields(ModelEntry)}}
     for name in values.keys() - own.keys():
         inner.setdefault(_HOMES[name], {})[name] = values[name]
-    engine = inner.pop("engine", {})
+    whole, engine = own.pop("engine", entry.engine), inner.pop("engine", {})
     for home in _OF_ENGINE.keys() & inner.keys():
-        before = getattr(entry.engine, home) or EngineLimits((), 1, 1)
+        before = getattr(whole, home) or EngineLimits((), 1, 1)
         engine.setdefault(home, before._replace(**inner.pop(home)))
     for home, changes in inner.items():
         own[home] = (getattr(entry, home) or DraftHeadEntry("eagle3"))._replace(**changes)
-    return replace(entry, engine=replace(entry.engine, **engine), **own)
+    return replace(entry, engine=replace(whole, **engine), **own)
