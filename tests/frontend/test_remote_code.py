@@ -12,7 +12,9 @@ import pytest
 
 from specexport.frontend import hash_checkpoint
 from specexport.verify.checkpoint import find_checkpoint
+from specexport_runtime.bundle.entry import SourceEntry
 from specexport_runtime.errors import CheckpointError
+from tests.entries import make_entry
 
 CODE = """
 import pathlib
@@ -57,7 +59,7 @@ def test_a_checkpoint_whose_code_was_trusted_is_found_again(tmp_path: Path) -> N
     (folder / "model.safetensors").write_bytes(b"\x02\x00\x00\x00\x00\x00\x00\x00{}")
     for trusted in (False, True):
         sha256 = hash_checkpoint(str(folder), remote_code=trusted)
-        entry = SimpleNamespace(source="custom", source_sha256=sha256)
+        entry = make_entry(source=SourceEntry("custom", sha256, "Custom"))
         manifest: Any = SimpleNamespace(models={"target": entry}, recipe={"trust_remote_code": trusted})
         assert find_checkpoint(manifest, "target", str(folder), tmp_path) == str(folder)
         assert find_checkpoint(manifest, "target", None, tmp_path / "bundle") == str(folder)
