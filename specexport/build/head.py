@@ -283,15 +283,15 @@ def _reference(loaded: "LoadedHead") -> HeadReference:
     from specexport.heads.trace import causal_step
 
     if loaded.config.kind == "assistant":
-        from specexport.build.check_assistant import assistant_reference
+        from specexport.build.check_head import assistant_reference
 
         return assistant_reference(loaded.head, loaded.config)
     if loaded.config.kind == "dflash":
-        from specexport.build.check_block import block_reference
+        from specexport.build.check_head import block_reference
 
         return block_reference(loaded.head, loaded.config)
     if loaded.config.kind == "hydra":
-        from specexport.build.check_hydra import hydra_reference
+        from specexport.build.check_head import hydra_reference
 
         return hydra_reference(loaded.head, loaded.config)
     generator, medusa = np.random.default_rng(21), loaded.config.medusa

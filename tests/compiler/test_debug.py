@@ -18,12 +18,12 @@ from pairs import TinyPair, locked
 
 from specexport.build.pipeline import build_bundle
 from specexport.debug.capture import capture_step
+from specexport.debug.command import summary_lines
 from specexport.debug.compare import mean_divergence
 from specexport.debug.engines import compare_engines
 from specexport.debug.graph import load_graph
-from specexport.debug.plain import with_plain_operators
 from specexport.debug.points import pair_points
-from specexport.debug.report import summary_lines
+from specexport.debug.save import with_plain_operators
 from specexport.ops import reference_experts
 from specexport.ops.experts import EACH
 from specexport.passes.block_format import unpack

@@ -15,8 +15,7 @@ from tiny_dflash import DIALECTS, MASK, zlab
 from tiny_heads import HIDDEN, LAYERS, VOCAB
 from tiny_models import make_llama, save_checkpoint
 
-from specexport.build.check_block import BLOCK_STEPS
-from specexport.build.check_head import CheckedRow, HeadReference, check_head
+from specexport.build.check_head import BLOCK_STEPS, CheckedRow, HeadReference, check_head
 from specexport.build.pipeline import build_bundle
 from specexport.frontend.taps import tapped
 from specexport.heads import probe as probe_module

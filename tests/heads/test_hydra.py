@@ -20,8 +20,7 @@ from tiny_hydra import DIALECTS, config_of_heads, hydra, hydra_plus, hydra_tenso
 from tiny_models import make_llama, save_checkpoint
 
 from specexport.build import head as head_module
-from specexport.build.check_head import check_head
-from specexport.build.check_hydra import hydra_steps
+from specexport.build.check_head import check_head, hydra_steps
 from specexport.build.model import ModelSource
 from specexport.build.pipeline import build_bundle
 from specexport.frontend.source import hash_checkpoint, resolve_source
