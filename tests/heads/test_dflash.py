@@ -27,7 +27,7 @@ from specexport.heads.trace import trace_head
 from specexport.inspect import describe
 from specexport.passes.quantize_blocks import is_lookup
 from specexport.recipe import BuildRecipe
-from specexport.verify.head_tree import HeadTree
+from specexport.verify.logit_tree import HeadTree
 from specexport.verify.sampling import check_sampling
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.abi import CONTEXT_ID, OP_NAME

@@ -29,7 +29,7 @@ from specexport.heads.trace import causal_states
 from specexport.inspect import describe
 from specexport.progress import StageClock
 from specexport.recipe import BuildRecipe
-from specexport.verify.head_tree import HeadTree
+from specexport.verify.logit_tree import HeadTree
 from specexport.verify.sampling import Setting, check_sampling
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.abi import AFTER_NORM, CONTEXT_ID
