@@ -24,7 +24,7 @@ from specexport_runtime.bundle.mask_feature import MASK_NAME
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from specexport.frontend.taps import FeatureRequest
+    from specexport.frontend.layers import FeatureRequest
     from specexport.heads.config import HeadConfig
     from specexport.heads.loaded import LoadedHead, TargetTables
     from specexport.heads.probe import Probe
@@ -123,7 +123,7 @@ def _check_caches(recipe: BuildRecipe, config: "HeadConfig", name: str) -> None:
 
 
 def _request(config: "HeadConfig", projection: Any) -> "FeatureRequest":
-    from specexport.frontend.taps import FeatureRequest
+    from specexport.frontend.layers import FeatureRequest
 
     return FeatureRequest(config.taps, projection, config.feature_size)
 

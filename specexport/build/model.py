@@ -42,8 +42,8 @@ from specexport_runtime.errors import CheckpointError, MissingDependencyError, U
 from specexport_runtime.executors.base import Float32Array, Int32Array, Int64Array
 
 if TYPE_CHECKING:
+    from specexport.frontend.layers import FeatureRequest
     from specexport.frontend.lora import LoraSource
-    from specexport.frontend.taps import FeatureRequest
     from specexport.passes.block_weight import BlockWeight
 
 STAGES = ("load", "reference", "trace", "passes", "lower", "build", "check")

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from specexport.frontend.taps import tapped
+from specexport.frontend.layers import tapped
 from specexport.heads.write import write_tensors
 from specexport_runtime.abi import AFTER_NORM
 

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, models
 from specexport.backends.ort import write_onnx
 from specexport.backends.profiles import engine_kv_capacity, most_new_tokens, plan_profiles
 from specexport.frontend import trace_checkpoint
-from specexport.frontend.taps import FeatureRequest
+from specexport.frontend.layers import FeatureRequest
 from specexport.heads.trace import trace_head
 from specexport.lowering import trt_native
 from specexport.lowering.feature_gate import feature_size

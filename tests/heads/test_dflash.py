@@ -17,7 +17,7 @@ from tiny_models import make_llama, save_checkpoint
 
 from specexport.build.check_head import BLOCK_STEPS, CheckedRow, HeadReference, check_head
 from specexport.build.pipeline import build_bundle
-from specexport.frontend.taps import tapped
+from specexport.frontend.layers import tapped
 from specexport.heads import probe as probe_module
 from specexport.heads.dflash import block_states
 from specexport.heads.load import load_head
