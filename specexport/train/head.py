@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from specexport.heads.config import HeadConfig, HeadKind, default_taps
-from specexport.heads.kinds import make_head
+from specexport.heads.loaded import make_head
 from specexport.heads.modules import DraftHead, FeatureProjection
 from specexport.heads.unroll import StepResult, unroll
 from specexport.heads.write import write_head
