@@ -89,8 +89,8 @@ class TensorRt(Backend):
         their own would double the engine's kernels. What they cost is one matrix beside those of all layers.
         """
         from specexport.backends.trt import TrtPlan, write_trt_engines
+        from specexport.lowering.common import step_inputs
         from specexport.lowering.feature_gate import feature_size
-        from specexport.lowering.step_inputs import step_inputs
         from specexport.lowering.tensorrt import lower_tensorrt
         from specexport.lowering.trt_native import FOLDED
         from specexport.passes.linear_flatten import LinearFlattenPass

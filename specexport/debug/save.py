@@ -19,7 +19,7 @@ from specexport.debug.graph import EngineGraph, values_by_name
 from specexport.lowering.fuse import remove_dead_nodes
 from specexport.lowering.ort_cpu import INPUTS
 from specexport.onnx_emit import Emitter, lazy_weight
-from specexport.ops.experts import EACH
+from specexport.ops.spec import EACH
 from specexport.passes.base import constant_of
 from specexport.passes.block_format import unpack
 from specexport.passes.experts_graph import BLOCK_EXPERTS

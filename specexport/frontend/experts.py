@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import specexport.ops.torch_experts  # noqa: F401 - registers torch.ops.specexport.experts
-from specexport.ops.experts import EACH
+import specexport.ops.torch_ops  # noqa: F401 - registers torch.ops.specexport.experts
+from specexport.ops.spec import EACH
 
 BATCHED = "batched_mm"
 GROUPED = "specexport"

@@ -15,7 +15,7 @@ from specexport.frontend.attention import HOOK_NAME, AttentionContext, LayerCall
 from specexport.frontend.logit_rows import logit_rows
 from specexport.frontend.recurrence import RecurrenceCall, RecurrenceContext, check_functions, recurrence_hook
 from specexport.frontend.refuse import HINT, check_layers, check_states, refuse
-from specexport.ops.recurrence import LINEAR_ATTENTION
+from specexport.ops.spec import LINEAR_ATTENTION
 from specexport_runtime.errors import UnsupportedModelError
 
 _PROBE_TOKENS = 3

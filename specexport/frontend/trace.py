@@ -28,10 +28,8 @@ from specexport.frontend.recurrence import RecurrenceCall, RecurrenceContext, re
 from specexport.frontend.refuse import refuse
 from specexport.frontend.stored import Stored, stored_tensor
 from specexport.frontend.streaming import blanks
-from specexport.ops.experts import EXPERTS
 from specexport.ops.onnx_op import build_translation, register_schema
-from specexport.ops.recurrence import RECURRENCES
-from specexport.ops.spec import DIM_NAMES, UNPADDED_ATTENTION
+from specexport.ops.spec import DIM_NAMES, EXPERTS, RECURRENCES, UNPADDED_ATTENTION
 from specexport_runtime.abi import (
     CACHE_INPUTS,
     FEATURES,

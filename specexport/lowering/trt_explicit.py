@@ -12,8 +12,7 @@ from specexport.onnx_emit import Emitter
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from specexport.lowering.trt_layer import Attention
-    from specexport.lowering.trt_step import AlignedStep
+    from specexport.lowering.trt_step import AlignedStep, Attention
 
 _HIDDEN = -1.0e30  # weight exactly zero beside any real score, and finite: no inf minus inf
 

@@ -34,14 +34,10 @@ kernels' inputs in a finished engine show), and a weight of zero does not hide a
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
-from specexport.lowering.causal import is_causal
+from specexport.lowering.common import add_token_ids, drop_unused_step_inputs, is_causal, refuse_slopes
 from specexport.lowering.layer_extent import add_extent, shorten_blocks
-from specexport.lowering.slopes import refuse_slopes
-from specexport.lowering.step_inputs import drop_unused_step_inputs
-from specexport.lowering.token_ids import add_token_ids
 from specexport.lowering.trt_explicit import emit_explicit
-from specexport.lowering.trt_layer import Attention
-from specexport.lowering.trt_step import AlignedStep, MaskKind, emit_step
+from specexport.lowering.trt_step import AlignedStep, Attention, MaskKind, emit_step
 from specexport.onnx_emit import Emitter
 from specexport.ops.spec import DIM_NAMES, UNPADDED_ATTENTION
 from specexport_runtime.abi import OP_DOMAIN, OP_NAME, QUERY

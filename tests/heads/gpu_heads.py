@@ -24,9 +24,9 @@ from specexport.frontend import trace_checkpoint
 from specexport.frontend.layers import FeatureRequest
 from specexport.heads.trace import trace_head
 from specexport.lowering import trt_native
+from specexport.lowering.common import step_inputs
 from specexport.lowering.feature_gate import feature_size
 from specexport.lowering.ort_cuda import attach_paged_attention
-from specexport.lowering.step_inputs import step_inputs
 from specexport.lowering.tensorrt import lower_tensorrt
 from specexport.passes.linear_flatten import LinearFlattenPass
 from specexport.passes.pipeline import default_passes, run_passes

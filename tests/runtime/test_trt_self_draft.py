@@ -12,9 +12,9 @@ from trt_fakes import NATIVE, FakeGpu, make_entry, make_profiles, open_fake
 from specexport.backends.ort import write_onnx
 from specexport.backends.profiles import engine_kv_capacity, plan_profiles
 from specexport.lowering import trt_native
+from specexport.lowering.common import step_inputs
 from specexport.lowering.layer_gate import gate_layers
 from specexport.lowering.ort_cpu import lower_ort_cpu
-from specexport.lowering.step_inputs import step_inputs
 from specexport.lowering.tensorrt import lower_tensorrt
 from specexport.passes.residual_blocks import find_residual_blocks
 from specexport_runtime import SpecEngine
