@@ -36,7 +36,7 @@ class OrtCuda(Backend):
         from specexport.lowering.feature_gate import feature_size
         from specexport.lowering.layer_gate import gate_layers
         from specexport.lowering.ort_cuda import lower_ort_cuda
-        from specexport.passes.quantize_fused import nbits_bytes
+        from specexport.passes.quantize_weights import nbits_bytes
         from specexport.passes.residual_blocks import find_residual_blocks
 
         with job.clock.stage("lower", job.role, self.name):

@@ -23,8 +23,8 @@ from specexport.frontend import reference_logits
 from specexport.lowering.ort_cuda import attach_paged_attention, lower_ort_cuda
 from specexport.ops.reference import unpadded_attention
 from specexport.ops.spec import UNPADDED_ATTENTION
-from specexport.passes.quantize import quantizing_passes
-from specexport.passes.quantize_fused import pack_channels
+from specexport.passes.pipeline import quantizing_passes
+from specexport.passes.quantize_weights import pack_channels
 from specexport_runtime.abi import STEP_INPUTS, LayerGeometry, StepShape
 from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.errors import UnsupportedModelError

@@ -17,9 +17,9 @@ from specexport.ops.spec import EACH, EXPERTS
 from specexport.passes.block_experts import put_float_experts
 from specexport.passes.block_format import pack, packed_shape, unpack
 from specexport.passes.block_weight import BlockWeight
-from specexport.passes.quantize_experts import ExpertsQuantizePass
-from specexport.passes.quantize_kept_experts import KeptExpertsPass
-from specexport.passes.weight_remove import WeightRemovePass
+from specexport.passes.clean_up import WeightRemovePass
+from specexport.passes.quantize_blocks import ExpertsQuantizePass
+from specexport.passes.quantize_kept import KeptExpertsPass
 from tests.operators.linear_cases import random_weight
 from tests.sessions import session_of
 
