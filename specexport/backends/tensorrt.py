@@ -15,7 +15,7 @@ from specexport.backends.trt_package import PACKAGES, resolve_architectures
 from specexport.host import memory_bytes
 from specexport_runtime.abi import ITEM_BYTES, LayerGeometry
 from specexport_runtime.bundle.entry import EngineEntry, EngineLimits, Gates, ModelEntry
-from specexport_runtime.bundle.head_steps import HeadSteps
+from specexport_runtime.bundle.profiles import HeadSteps
 from specexport_runtime.errors import IncompatibleError, RecipeError
 from specexport_runtime.sequences.layer_choice import LayerRules, choose_layers
 

@@ -19,8 +19,8 @@ from specexport.build.draft_vocabulary import HeadCut
 from specexport.progress import StageClock
 from specexport.recipe import KEEP
 from specexport_runtime.bundle.entry import FormTrial, ModelEntry, TriedForm
+from specexport_runtime.costs.curves import StepCost
 from specexport_runtime.costs.prior import DRAFTER_OF, prior_costs
-from specexport_runtime.costs.step_cost import StepCost
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import Int32Array
 

@@ -17,10 +17,10 @@ from specexport.build.model import ModelSource, compile_graph, load_source, reso
 from specexport.build.vocabulary import check_vocabularies, read_vocabulary
 from specexport.progress import StageClock
 from specexport.recipe import MTP, BuildRecipe, model_dtype
+from specexport_runtime.bundle.arrays import MASK_NAME
 from specexport_runtime.bundle.entry import AttentionEntry, DraftHeadEntry, ModelEntry, Parameters, SourceEntry
 from specexport_runtime.bundle.files import hash_files
-from specexport_runtime.bundle.head_steps import head_steps
-from specexport_runtime.bundle.mask_feature import MASK_NAME
+from specexport_runtime.bundle.profiles import head_steps
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from specexport.channel_ranges import CacheRange, ChannelRanges
 from specexport.progress import StageClock
 from specexport.recipe import KEEP, BuildRecipe, model_dtype, resolve_recipe, rounding, with_quantization
 from specexport_runtime.abi import ITEM_BYTES
-from specexport_runtime.bundle.cut_head import LM_HEAD_IDS_NAME
+from specexport_runtime.bundle.arrays import LM_HEAD_IDS_NAME
 from specexport_runtime.bundle.entry import (
     AttentionEntry,
     CutLmHead,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specexport.verify.perplexity import TextScore, score_logits
-from specexport_runtime.bundle.cut_head import CutHead
+from specexport_runtime.bundle.arrays import CutHead
 from specexport_runtime.bundle.entry import AdapterEntry
 from specexport_runtime.bundle.manifest import Manifest
 from specexport_runtime.errors import CheckpointError, InvalidRequestError

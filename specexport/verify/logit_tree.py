@@ -7,8 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from specexport_runtime.abi import CONTEXT_ID
-from specexport_runtime.bundle.cut_head import CutHead
-from specexport_runtime.bundle.mask_feature import MaskInput
+from specexport_runtime.bundle.arrays import CutHead, MaskInput
 from specexport_runtime.drafters.at_once import draft_work, entry_tokens
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import Executor, as_featured, as_head, as_stateful

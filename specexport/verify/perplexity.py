@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specexport.verify.tolerance import TextLimits
-from specexport_runtime.bundle.cut_head import CutHead
+from specexport_runtime.bundle.arrays import CutHead
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.base import Executor, Float32Array, Int32Array
 from specexport_runtime.packing.batch import ModelRunner, RowWork

@@ -25,7 +25,7 @@ from specexport.verify.checkpoint import (
 )
 from specexport.verify.perplexity import Likeliest, score_engine
 from specexport.verify.tensors import make_sequences
-from specexport_runtime.bundle.cut_head import load_cut_head
+from specexport_runtime.bundle.arrays import load_cut_head
 from specexport_runtime.bundle.manifest import Manifest, load_manifest
 from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.errors import InvalidRequestError, MissingDependencyError

@@ -31,15 +31,13 @@ from specexport.lowering.tensorrt import lower_tensorrt
 from specexport.passes.linear_flatten import LinearFlattenPass
 from specexport.passes.pipeline import default_passes, run_passes
 from specexport_runtime import SpecEngine
-from specexport_runtime.bundle.cut_head import CutHead
+from specexport_runtime.bundle.arrays import CutHead, MaskInput
 from specexport_runtime.bundle.entry import CutLmHead
-from specexport_runtime.bundle.head_steps import HeadSteps, head_steps
-from specexport_runtime.bundle.mask_feature import MaskInput
-from specexport_runtime.bundle.profiles import Profile
+from specexport_runtime.bundle.profiles import HeadSteps, Profile, head_steps
 from specexport_runtime.executors import ort_cuda
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.executors.ort_cuda import OrtCudaExecutor
-from specexport_runtime.executors.token_rows import CUDNN_SWITCH
+from specexport_runtime.executors.paged import CUDNN_SWITCH
 from tests import entries
 from tests.engine_harness import make_checkpoint
 from tests.fake_onnxruntime import FakeOrt

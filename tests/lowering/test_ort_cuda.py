@@ -30,8 +30,7 @@ from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.errors import UnsupportedModelError
 from specexport_runtime.executors import ort_cuda
 from specexport_runtime.executors.ort_cuda import OrtCudaExecutor
-from specexport_runtime.executors.paged import BLOCK_ENTRIES, paged_head_size
-from specexport_runtime.executors.token_rows import CUDNN_SWITCH, spread
+from specexport_runtime.executors.paged import BLOCK_ENTRIES, CUDNN_SWITCH, paged_head_size, spread
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
 from tests.engine_harness import make_checkpoint, pack
 from tests.entries import make_entry

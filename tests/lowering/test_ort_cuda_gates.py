@@ -25,7 +25,7 @@ from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors import ort_cuda
 from specexport_runtime.executors.ort import OrtExecutor
 from specexport_runtime.executors.ort_cuda import OrtCudaExecutor
-from specexport_runtime.executors.token_rows import CUDNN_SWITCH
+from specexport_runtime.executors.paged import CUDNN_SWITCH
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sequences.layer_choice import LayerRules

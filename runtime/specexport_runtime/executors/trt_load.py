@@ -15,13 +15,14 @@ from specexport_runtime.errors import IncompatibleError
 from specexport_runtime.executors.gpu import GpuDriver
 from specexport_runtime.executors.trt_contexts import ContextPool, DeviceAddresses, check_tensors, query_tensors
 from specexport_runtime.executors.trt_engine import Engine, engine_size, load_engine
-from specexport_runtime.executors.trt_features import TrtFeatures, feature_rows
 from specexport_runtime.executors.trt_graphs import GraphPool
 from specexport_runtime.executors.trt_memory import (
     HostBlock,
     HostOutput,
     KvMemory,
     MemoryPlan,
+    TrtFeatures,
+    feature_rows,
     lay_out_caches,
     lay_out_inputs,
 )
