@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from specexport.build.built import BuiltModel
+from specexport.build.draft_cuts import HeadCut
 from specexport.build.draft_guesses import count_right, held_out, write_texts
-from specexport.build.draft_vocabulary import HeadCut
 from specexport.progress import StageClock
 from specexport.recipe import KEEP
 from specexport_runtime.bundle.entry import FormTrial, ModelEntry, TriedForm

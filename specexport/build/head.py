@@ -11,8 +11,7 @@ from specexport.backends.base import BuildJob
 from specexport.backends.registry import BACKENDS, find_backend
 from specexport.build.built import TOKENIZER_NAME, BuiltModel
 from specexport.build.check_head import CHECK_LENS, HeadReference, causal_reference, check_head
-from specexport.build.draft_layers import cut_pieces
-from specexport.build.draft_vocabulary import read_counting_texts
+from specexport.build.draft_cuts import cut_pieces, read_counting_texts
 from specexport.build.model import ModelSource, compile_graph, load_source, resolve_for, save_lm_head_ids
 from specexport.build.vocabulary import check_vocabularies, read_vocabulary
 from specexport.progress import StageClock

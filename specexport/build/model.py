@@ -16,9 +16,15 @@ from specexport.backends.base import AUTO_MODEL_LEN, Backend, BuildJob, release_
 from specexport.backends.registry import BACKENDS, find_backend
 from specexport.build.built import BuiltModel
 from specexport.build.check import check_engine, check_obstacle, check_sequences, text_perplexity, text_sequences
-from specexport.build.draft_layers import LayerPrune, check_num_layers, cut_pieces
+from specexport.build.draft_cuts import (
+    HeadCut,
+    LayerPrune,
+    check_num_layers,
+    cut_pieces,
+    rank_head_ids,
+    read_counting_texts,
+)
 from specexport.build.draft_trial import Chosen, DraftForm, DraftTrial, FormChoice, HeadSizes, describe_trial
-from specexport.build.draft_vocabulary import HeadCut, rank_head_ids, read_counting_texts
 from specexport.build.lora import bind_adapters, describe_adapters
 from specexport.channel_ranges import CacheRange, ChannelRanges
 from specexport.progress import StageClock

@@ -35,8 +35,7 @@ from specexport_runtime.executors.base import (
     as_receding,
     as_stateful,
 )
-from specexport_runtime.packing.kv import KvArena, PaddedKvArena
-from specexport_runtime.packing.state import StateArena
+from specexport_runtime.packing.kv import KvArena, PaddedKvArena, StateArena
 
 
 class RowWork(NamedTuple):
