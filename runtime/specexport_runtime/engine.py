@@ -51,8 +51,7 @@ from specexport_runtime.watch.observe import EngineLoad, EngineObserver
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from specexport_runtime.bundle.cut_head import CutHead
-    from specexport_runtime.bundle.mask_feature import MaskInput
+    from specexport_runtime.bundle.arrays import CutHead, MaskInput
     from specexport_runtime.costs.curves import CostCurves
     from specexport_runtime.costs.learned import LearnedCosts
     from specexport_runtime.drafters.suffix_open import KeptSuffixes

@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from specexport_runtime.bundle.cut_head import CutHead, load_cut_head
+from specexport_runtime.bundle.arrays import CutHead, MaskInput, load_cut_head, load_mask
 from specexport_runtime.bundle.entry import ModelEntry
-from specexport_runtime.bundle.mask_feature import MaskInput, load_mask
 from specexport_runtime.bundle.opened import Bundle, load_bundle
 from specexport_runtime.costs.curves import CostCurves, KnownCosts, load_costs
 from specexport_runtime.costs.learned import LearnedCosts

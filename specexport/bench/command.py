@@ -135,11 +135,10 @@ def bench(
     Exits with 1 if a greedy text differs from plain decoding's.
     """
     from specexport.atomic import check_writable
-    from specexport.bench.fastest import find_fastest, pick_draft
     from specexport.bench.plots import write_plot, write_plots
     from specexport.bench.records import read_json, write_json
     from specexport.bench.report import describe_difference, format_report, write_markdown
-    from specexport.bench.summary import summarize
+    from specexport.bench.summary import find_fastest, pick_draft, summarize
     from specexport.plots import check_plot, check_plots
 
     if bool(bundles) == (saved is not None):

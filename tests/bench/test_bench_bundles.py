@@ -11,12 +11,11 @@ from bundle_fakes import TARGET, fake_bundles, open_fake
 from click.testing import CliRunner
 
 from specexport.bench.bundles import check_same_target, compared_methods, join_subjects, name_bundles
-from specexport.bench.fastest import Fastest, pick_draft
 from specexport.bench.methods import Cell
 from specexport.bench.prompts import BenchPrompt
 from specexport.bench.records import RunRecord
 from specexport.bench.runner import run_bench
-from specexport.bench.summary import summarize
+from specexport.bench.summary import Fastest, pick_draft, summarize
 from specexport.cli import main
 from specexport_runtime.errors import InvalidRequestError
 

@@ -12,8 +12,7 @@ from click.testing import CliRunner
 from specexport.bench.records import read_json
 from specexport.cli import main
 from specexport_runtime import SpecEngine
-from specexport_runtime.costs.curves import CostCurves
-from specexport_runtime.costs.step_cost import StepCost
+from specexport_runtime.costs.curves import CostCurves, StepCost
 
 CURVES = CostCurves(StepCost(9e-3, 1.25e-3), {"draft-model": StepCost(1e-3, 0.0)})
 

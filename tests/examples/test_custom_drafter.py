@@ -10,8 +10,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from specexport_runtime import SamplingParams, SpecEngine
-from specexport_runtime.costs.curves import CostCurves
-from specexport_runtime.costs.step_cost import StepCost
+from specexport_runtime.costs.curves import CostCurves, StepCost
 from specexport_runtime.drafters.base import DrafterParts, DrafterTraits, Proposal
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.fake import FakeExecutor

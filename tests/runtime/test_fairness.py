@@ -14,8 +14,7 @@ from specexport_runtime import SamplingParams
 from specexport_runtime.decoding.pace import Pace
 from specexport_runtime.decoding.queue import LEAST_TURN, NEARLY_DONE, WHOLE_TURN, WaitingQueue, whom_to_pause
 from specexport_runtime.decoding.rows import Rows
-from specexport_runtime.decoding.schedule import REREAD_CHUNK, Scheduler
-from specexport_runtime.decoding.sharing import Reading, go_alone, share_tokens
+from specexport_runtime.decoding.schedule import REREAD_CHUNK, Reading, Scheduler, go_alone, share_tokens
 from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.fake import FakeExecutor

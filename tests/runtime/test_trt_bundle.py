@@ -17,7 +17,7 @@ from specexport_runtime.errors import BundleError, IncompatibleError, InvalidReq
 from specexport_runtime.executors import cuda_driver, trt_engine
 from specexport_runtime.executors.gpu import GpuInfo
 from specexport_runtime.executors.open import open_executor
-from specexport_runtime.executors.token_rows import token_row_shapes
+from specexport_runtime.executors.paged import token_row_shapes
 from specexport_runtime.executors.trt_open import choose_engine
 
 LOOKAHEAD, ROWS = 4, 4

@@ -12,15 +12,14 @@ from trt_fakes import NATIVE, FakeGpu, make_entry, make_profiles, open_fake
 from specexport.backends.ort import write_onnx
 from specexport.backends.profiles import engine_kv_capacity, plan_profiles
 from specexport.lowering import trt_native
+from specexport.lowering.common import step_inputs
 from specexport.lowering.layer_gate import gate_layers
 from specexport.lowering.ort_cpu import lower_ort_cpu
-from specexport.lowering.step_inputs import step_inputs
 from specexport.lowering.tensorrt import lower_tensorrt
 from specexport.passes.residual_blocks import find_residual_blocks
 from specexport_runtime import SpecEngine
 from specexport_runtime.abi import EXTENT_INPUTS
-from specexport_runtime.costs.curves import CostCurves
-from specexport_runtime.costs.step_cost import StepCost
+from specexport_runtime.costs.curves import CostCurves, StepCost
 from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.self_draft import SelfDrafter

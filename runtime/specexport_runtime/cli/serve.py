@@ -11,7 +11,7 @@ from specexport_runtime.cli.options import NumberOr, batch_options
 from specexport_runtime.errors import MissingDependencyError
 from specexport_runtime.requests.chat_dialect import REASONING_PARSERS
 from specexport_runtime.requests.speculative_config import METHODS
-from specexport_runtime.requests.tool_formats.registry import PARSERS
+from specexport_runtime.requests.tool_formats.families import PARSERS
 from specexport_runtime.server.config import LOG_FORMATS, SCHEDULING_POLICIES, ServerConfig, check_key, read_keys
 
 KEY_VARIABLE = "SPECEXPORT_API_KEY"

@@ -2,7 +2,7 @@
 
 Time to first token: a prompt that cannot have its first token within the budget any more, or never could, yields to
 prompts that can; of these the oldest has the nearest deadline. So short prompts overtake the chunks of a long one,
-which goes on with what is left: the oldest always gets a share (``sharing``).
+which goes on with what is left: the oldest always gets a share (``schedule``).
 
 Time between tokens: a step that decodes takes no more prompt tokens than fit into the budget beside its round.
 
