@@ -30,9 +30,9 @@ Check = Callable[[Any, str], object]
 class Use(Enum):
     """Which commands have the flag of an option; a command may also take single ones."""
 
-    ANY = "whatever writes texts"
-    BATCH = "what writes several at a time"
-    SERVER = "what others send requests to"
+    ANY = "commands that write texts"
+    BATCH = "those that write several at a time"
+    SERVER = "the server"
 
 
 class Option(NamedTuple):
@@ -50,7 +50,7 @@ class Option(NamedTuple):
 
     @property
     def sentences(self) -> str:
-        """All that is said of it to one who writes Python."""
+        """The whole description, for users of Python."""
         return " ".join(filter(None, (self.text, self.more, f"None: {self.none}." if self.none else "")))
 
 

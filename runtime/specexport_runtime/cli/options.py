@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from specexport_runtime.sampling.params import SamplingParams
     from specexport_runtime.sampling.structured import StructuredOutputs
 
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

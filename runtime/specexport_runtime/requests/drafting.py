@@ -28,7 +28,7 @@ Lookahead = int | Literal["auto"]
 class RequestOptions(TypedDict, total=False):
     """How to draft for one request, and for whom: keyword arguments of ``SpecEngine.submit``, ``generate`` and others.
 
-    A ``TypedDict``: no other record is what type checkers take for keywords beside a method's own.
+    It is a ``TypedDict`` because type checkers take nothing else for keywords of methods that have more of their own.
     """
 
     # ``"draft-model"``, ``"head"``, ``"lookup"``, ``"suffix"``, ``"self"`` (some of the target's own layers),
@@ -49,9 +49,8 @@ class RequestOptions(TypedDict, total=False):
     acceptance: str | None
     trace: bool  # keep what each round did; else False
     cache_salt: str | None  # requests of one salt, or of none, may see what is kept of each other
-    remember: (
-        bool  # else True; False keeps nothing of this request for later ones, and shows it nothing of earlier ones
-    )
+    # False keeps nothing of this request for later ones, and shows it nothing of earlier ones; else True.
+    remember: bool
     owner: str  # owners get cache rows in turns, however much each has waiting; all that name none are one
     priority: int  # requests with a lower number go first, as in vLLM, and may have others paused; else 0
     # The LoRA adapter that the target writes with, one of ``SpecEngine.adapters``; None takes the engine's default,
