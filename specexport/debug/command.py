@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from specexport_runtime.cli.options import engine_flag
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -33,7 +35,7 @@ _ROLES, _GRAPHS, _STEPS = ("target", "draft"), ("engine", "padded"), ("prefill",
 @click.option("--layer", "layers", multiple=True, help="Rank these layers only; * stands for anything. Repeatable.")
 @click.option("--top", type=click.IntRange(min=1), default=10, show_default=True, help="Rows of the table.")
 @click.option("--save", type=click.Path(path_type=Path), help="New folder: both models and the step, for polygraphy.")
-@click.option("--threads", "num_threads", type=int, help="Compute threads.  [default: the cores available]")
+@engine_flag("num_threads")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 @click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
 def debug(

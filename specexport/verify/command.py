@@ -13,6 +13,7 @@ from specexport.verify.neighbours import NeighbourResult
 from specexport.verify.perplexity import PerplexityResult
 from specexport.verify.report import VerifyReport
 from specexport.verify.tensors import TensorResult
+from specexport_runtime.cli.options import engine_flag
 from specexport_runtime.errors import CheckFailedError
 
 
@@ -30,7 +31,7 @@ from specexport_runtime.errors import CheckFailedError
 @click.option("--max-tokens", type=int, default=64, show_default=True, help="Tokens for each prompt, greedy part.")
 @click.option("--num-samples", type=int, default=4000, show_default=True, help="Draws of each sampling test.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the sampled draws.")
-@click.option("--threads", type=int, help="Compute threads.  [default: the cores available]")
+@engine_flag("num_threads")
 @click.option("--report", type=click.Path(path_type=Path, dir_okay=False), help="Also write the JSON report there.")
 @click.option("--no-record", is_flag=True, help="Leave the bundle as it is: no report in it, no summary.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
@@ -50,7 +51,7 @@ def verify(
     max_tokens: int,
     num_samples: int,
     seed: int,
-    threads: int | None,
+    num_threads: int | None,
     report: Path | None,
     no_record: bool,
     as_json: bool,
@@ -69,7 +70,7 @@ def verify(
     from specexport.verify.run import verify_bundle
     from specexport_runtime.executors.open import check_threads
 
-    check_threads(threads, "--threads")
+    check_threads(num_threads, "--threads")
     given = {"target": checkpoint, "draft": draft_checkpoint}
     options = VerifyOptions(
         checkpoints={role: source for role, source in given.items() if source is not None},
@@ -83,7 +84,7 @@ def verify(
         max_tokens=max_tokens,
         num_samples=num_samples,
         seed=seed,
-        num_threads=threads,
+        num_threads=num_threads,
     )
     with show_progress(sys.stderr, quiet=quiet) as progress:
         found = verify_bundle(bundle, options, progress=progress)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from engine_of import engine_of
 from loading import load
 from tiny_heads import VOCAB
 from tokenizers import Tokenizer, models
@@ -206,7 +207,7 @@ def open_engine(
         feature = np.zeros(config.feature_size, np.float32) if loaded.mask_feature is None else loaded.mask_feature
         mask = MaskInput(config.mask_token_id, feature, config.block_size)
     tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCAB)}, unk_token="t0"))
-    return SpecEngine(
+    return engine_of(
         executors[0],
         tokenizer,
         head=executors[1],

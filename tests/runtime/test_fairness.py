@@ -16,6 +16,7 @@ from specexport_runtime.decoding.queue import LEAST_TURN, NEARLY_DONE, WHOLE_TUR
 from specexport_runtime.decoding.rows import Rows
 from specexport_runtime.decoding.schedule import REREAD_CHUNK, Reading, Scheduler, go_alone, share_tokens
 from specexport_runtime.drafters.chain import ChainDrafter
+from specexport_runtime.engine_options import EngineOptions
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.packing.batch import ModelRunner
@@ -332,7 +333,7 @@ def test_chunks_shrink_to_the_time_beside_a_round():
     assert pace.most(500, 3) == 1
     assert not Pace().is_on
     with pytest.raises(InvalidRequestError, match="itl_budget_ms is 0"):
-        Pace(itl_budget_s=0.0)
+        EngineOptions(itl_budget_ms=0.0)
 
 
 def test_what_is_read_again_comes_in_small_pieces_and_smaller_ones_beside_a_first_token():

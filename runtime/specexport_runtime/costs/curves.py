@@ -88,7 +88,7 @@ class KnownCosts(NamedTuple):
     """What steps cost by their sizes, and by what that is mended."""
 
     curves: CostCurves
-    learned: LearnedCosts
+    learned: LearnedCosts | None = None  # None takes the curves as they are
 
 
 def load_costs(prior: CostCurves, circumstances: Mapping[str, Any], *, cache: bool = True) -> KnownCosts:

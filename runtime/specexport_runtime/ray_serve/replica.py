@@ -55,9 +55,7 @@ class Replica:
         from specexport_runtime.server.app import create_app
 
         self._engine = await AsyncSpecEngine.load(
-            self._settings.bundle,
-            max_waiting=self.config.max_waiting,
-            **{"share_threads": True, **self._settings.engine},  # a replica has a process of its own
+            self._settings.bundle, self._settings.engine, max_waiting=self.config.max_waiting
         )
         self._engine.engine.add_observer(self._progress)
         app = create_app(self._engine, self.config)

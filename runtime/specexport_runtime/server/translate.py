@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from specexport_runtime.async_engine import AsyncSpecEngine
 from specexport_runtime.engine import SpecEngine
-from specexport_runtime.requests.drafting import RequestSpec
+from specexport_runtime.requests.drafting import RequestOptions, RequestSpec
 from specexport_runtime.sampling.params import CUTS, SamplingParams
 from specexport_runtime.sequences.results import as_prompts
 from specexport_runtime.sequences.text import TextStream
@@ -193,7 +193,7 @@ async def _plan(
         continuous_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
         conversation=conversation if conversation is not None and conversation.has_parts else None,
         prompt_logprobs=body.prompt_logprobs,
-        model=drafting.get("lora", ""),
+        model=adapter or "",
     )
 
 
@@ -246,10 +246,10 @@ async def _reference(body: CompletionRequest | ChatRequest, service: AsyncSpecEn
     return ids
 
 
-def _drafting(body: Sampling, engine: SpecEngine, reference: list[int] | None, owner: str) -> dict[str, Any]:
+def _drafting(body: Sampling, engine: SpecEngine, reference: list[int] | None, owner: str) -> RequestOptions:
     """How to draft, for whom, and when; a reference implies that it is copied from."""
     asked = body.speculative
-    drafting: dict[str, Any] = {"owner": owner, "priority": body.priority or 0}
+    drafting: RequestOptions = {"owner": owner, "priority": body.priority or 0}
     if reference is not None:
         drafting["drafter"] = "lookup" if engine.draft is None and engine.head is None else "chained"
     if asked is not None and asked.drafter is not None:

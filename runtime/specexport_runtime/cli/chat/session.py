@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from specexport_runtime.decoding.handle import RequestHandle
     from specexport_runtime.engine import SpecEngine
     from specexport_runtime.requests.conversation import Conversation, Message
-    from specexport_runtime.requests.drafting import Drafting, RequestSpec
+    from specexport_runtime.requests.drafting import RequestOptions, RequestSpec
     from specexport_runtime.sampling.params import SamplingParams
     from specexport_runtime.sequences.results import GenerationResult, StreamChunk
     from specexport_runtime.sequences.stats import SequenceStats
@@ -91,7 +91,7 @@ class ChatOptions:
 
     params: "SamplingParams"
     max_tokens: int | None  # most of an answer; None for as many as there is room for
-    drafting: "Drafting"
+    drafting: "RequestOptions"
     reference: str | None = None  # text that lookup may copy from
     stats: bool = False  # print counters behind every answer
     colour: bool = False  # colour tokens by where they came from
@@ -189,7 +189,7 @@ class Session:
             raise self._too_long(len(ids), "/trim forgets the oldest turns and sends it, /reset forgets all.")
         room = self._engine.max_model_len - len(ids)
         params = replace(options.params, max_tokens=options.max_tokens or room)
-        spec = RequestSpec(ids, params, options.reference, dict(options.drafting))
+        spec = RequestSpec(ids, params, options.reference, options.drafting)
         result = stream_answer(self._engine, spec, self._slips, colour=options.colour)
         if result.token_ids:
             conversation.answer(result.text, result.token_ids, result.finish_reason)
