@@ -98,30 +98,15 @@ def parse_args() -> argparse.Namespace:
 
 def load_engine(args: argparse.Namespace, size: int) -> SpecEngine:
     """An adaptive engine; with --adversarial one whose drafts are wrong."""
-    options = EngineOptions(max_num_seqs=size, num_threads=args.threads, share_threads=True)
-    parts = load_engine_parts(args.bundle, options)
-    target, draft = parts.target, parts.draft
-    if args.adversarial and args.drafter == "draft-model":
-        draft = WrongDraft(draft, gated=False)  # type: ignore[assignment]  # it passes everything else on
-    if args.adversarial and args.drafter == "self":
-        target = WrongDraft(target, gated=True)  # type: ignore[assignment]
-    manifest, costs = parts.bundle.manifest, parts.costs
-    return SpecEngine(
-        target,
-        parts.bundle.tokenizer,
-        draft=draft,
-        head=parts.head,
-        mask=parts.mask,
-        max_model_len=parts.bundle.max_model_len,
-        lookahead=manifest.lookahead,
-        draft_vocab_size=manifest.vocabulary.size,
-        draft_head=parts.draft_head,
-        eos_token_ids=manifest.vocabulary.eos_token_ids,
-        cost_curves=None if costs is None else costs.curves,
-        learned_costs=None if costs is None else costs.learned,
-        self_obstacle=parts.self_obstacle,
-        enable_prefix_caching=False,
+    options = EngineOptions(
+        max_num_seqs=size, num_threads=args.threads, share_threads=True, enable_prefix_caching=False
     )
+    parts = load_engine_parts(args.bundle, options)
+    if args.adversarial and args.drafter == "draft-model":
+        parts = parts._replace(draft=WrongDraft(parts.draft, gated=False))  # type: ignore[arg-type]  # it passes all else on
+    if args.adversarial and args.drafter == "self":
+        parts = parts._replace(target=WrongDraft(parts.target, gated=True))  # type: ignore[arg-type]
+    return SpecEngine(parts, options)
 
 
 def trap(prompt: Seq[int], output: Seq[int], vocab_size: int) -> list[int]:

@@ -15,9 +15,9 @@ from unittest.mock import patch
 import numpy as np
 
 from specexport.bench.prompts import read_prompts
-from specexport.build.draft_vocabulary import HeadCut, rank_head_ids, read_counting_texts
+from specexport.build.draft_cuts import HeadCut, rank_head_ids, read_counting_texts
 from specexport_runtime import engine_load
-from specexport_runtime.bundle.cut_head import CutHead
+from specexport_runtime.bundle.arrays import CutHead
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.bundle.opened import TOKENIZER_NAME
 from specexport_runtime.engine import SpecEngine

@@ -18,7 +18,7 @@ import torch
 from specexport.build.check import text_sequences
 from specexport.build.closeness import measure_closeness
 from specexport.frontend import load_checkpoint, reference_logits
-from specexport.passes.block_search import extreme_blocks
+from specexport.passes.block_make import extreme_blocks
 from specexport.passes.quantize_weights import quantize_blocks
 from specexport.rounding import UNIT_ROUNDOFF, logit_tolerance
 from specexport.verify.checkpoint import widen_weights

@@ -24,8 +24,7 @@ from scaling_model import Queue, Throughput, row_bytes
 
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.bundle.manifest import load_manifest
-from specexport_runtime.costs.curves import CostCurves
-from specexport_runtime.costs.step_cost import StepCost
+from specexport_runtime.costs.curves import CostCurves, StepCost
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 
 ROWS, KS = (1, 2, 4, 8), (0, 2, 4)

@@ -25,7 +25,7 @@ from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.sampling.grammar import Grammar
 from specexport_runtime.sampling.structured import StructuredOutputs
-from specexport_runtime.sequences.draft_counts import sum_by_drafter
+from specexport_runtime.sequences.stats import sum_by_drafter
 
 PROMPT = "Write a JSON document with realistic values that follows this JSON schema:\n{schema}\n"
 

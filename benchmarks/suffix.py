@@ -18,7 +18,7 @@ import numpy as np
 from common import DEMO_PROMPTS, read_prompts, report
 
 from specexport_runtime import SamplingParams, SpecEngine
-from specexport_runtime.drafters.suffix_path import best_path
+from specexport_runtime.drafters.suffix import best_path
 from specexport_runtime.drafters.suffix_store import SuffixStore
 
 NUM_TOKENS = 1_000_000

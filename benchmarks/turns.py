@@ -5,9 +5,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from specexport.bench.meter import Meter
 from specexport.bench.methods import Cell
 from specexport.bench.prompts import read_prompts
+from specexport.bench.runner import Meter
 from specexport_runtime import SpecEngine
 
 WARMUP_TOKENS = 16

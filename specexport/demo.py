@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
+from specexport_runtime.cli.options import engine_flag
 from specexport_runtime.errors import CheckFailedError, UserInputError
 
 if TYPE_CHECKING:
@@ -188,7 +189,7 @@ def _short(path: Path) -> Path:
 @click.option("--lookahead", "--num-speculative-tokens", type=int, default=4, show_default=True, help="K.")
 @click.option("--max-tokens", type=int, default=128, show_default=True, help="Tokens to generate for each prompt.")
 @click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Timed repeats.")
-@click.option("--threads", type=int, help="Compute threads.  [default: the cores available]")
+@engine_flag("num_threads")
 @click.option("--json", "as_json", is_flag=True, help="Print the measured numbers as JSON and nothing else.")
 def demo(
     output: Path | None,
@@ -196,19 +197,19 @@ def demo(
     lookahead: int,
     max_tokens: int,
     repeats: int,
-    threads: int | None,
+    num_threads: int | None,
     as_json: bool,
 ) -> None:
     """Build the demo bundle, stream text from it, and measure it against plain decoding."""
     from specexport_runtime.executors.open import check_threads
 
-    check_threads(threads, "--threads")
+    check_threads(num_threads, "--threads")
     pair = find_demo_pair()
     folder = output if output is not None else pair.parents[1] / "engines" / "demo"
     _build(pair, folder)
     from specexport_runtime import SpecEngine
 
-    engine = SpecEngine.load(folder, enable_prefix_caching=False, max_num_seqs=1, num_threads=threads)
+    engine = SpecEngine.load(folder, enable_prefix_caching=False, max_num_seqs=1, num_threads=num_threads)
     try:
         if not as_json:
             _stream(engine, prompt, lookahead=lookahead, max_tokens=max_tokens)

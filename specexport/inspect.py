@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from specexport.build.draft_layers import describe_layers
+from specexport.build.draft_cuts import describe_layers
 from specexport.build.draft_trial import describe_trial
 from specexport.build.head import describe_probe
 from specexport_runtime.abi import (

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from engine_of import engine_of
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from specexport_runtime import SpecEngine
@@ -129,7 +130,7 @@ def echo_engine(template: str, *markers: str, special: bool = True, rows: int = 
     """An engine whose answers are the last messages of the user."""
     tokenizer = letters(*markers, special=special)
     target, draft = Echo(tokenizer, rows), Echo(tokenizer, rows, wrong=5)
-    return SpecEngine(
+    return engine_of(
         target,
         tokenizer,
         draft=draft,

@@ -13,7 +13,7 @@ from specexport_runtime.abi import OP_DOMAIN
 MOVES = "It moves values, or computes integers and truth values: nothing is rounded."
 ROUNDS_ONCE = "Each value is one operation of IEEE 754, correctly rounded: it has one result."
 EACH = "Each value is computed by itself, by one formula wherever in a tensor it is."
-WHOLE = "The same where the last axis has a multiple of 16 values, which lowering/value_by_value.py sees to."
+WHOLE = "The same where the last axis has a multiple of 16 values, which lowering/ort_cpu.py sees to."
 BY_ROW = "The last axis is worked through in an order that its length decides, for each token by itself."
 BY_TOKEN = "Each row of a step by itself, and its tokens one after another."
 

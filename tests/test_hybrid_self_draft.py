@@ -58,9 +58,9 @@ def make_hybrid(name: str) -> Any:
 def open_gated(model: Any, folder: Path, rows: int) -> OrtExecutor:
     """The built engine of a model, with gates."""
     from specexport.backends.ort import write_onnx
+    from specexport.lowering.common import step_inputs
     from specexport.lowering.layer_gate import gate_layers
     from specexport.lowering.ort_cpu import lower_ort_cpu
-    from specexport.lowering.step_inputs import step_inputs
     from specexport.passes.pipeline import default_passes, run_passes
     from specexport.passes.residual_blocks import find_residual_blocks
 

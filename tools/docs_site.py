@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 OUTSIDE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docker/README.md", "examples/*/README.md")
 """Pages of the site that do not lie in ``docs/``."""
+OPTIONS_HERE = "<!-- the engine options -->"
+"""What a page has in the place of their list."""
 _HOME = ("README.md", "index.md")
 _FENCE = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 _NOTE = re.compile(r"^(```\w+) .*")
@@ -89,6 +91,13 @@ def linked_files(pages: list[str]) -> Iterator[str]:
     yield from sorted(path for path in found if path and not path.startswith("docs/") and not path.endswith(".md"))
 
 
+def engine_options() -> str:
+    """The options of ``SpecEngine.load`` as a list: their docstring is made when the module is imported."""
+    from specexport_runtime.engine_options import OPTIONS
+
+    return "\n".join(f"- `{name}`: {option.sentences}" for name, option in OPTIONS.items())
+
+
 def plain_docstrings(html: str) -> str:
     """Docstrings without Sphinx's roles, and without the second colon before a literal block."""
     return _COLONS.sub("", _ROLE.sub("<code>", html))
@@ -105,8 +114,8 @@ def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
 
 
 def on_page_markdown(markdown: str, page: "Page", config: "MkDocsConfig", files: "Files") -> str:  # noqa: ARG001
-    """Called by mkdocs for each page: translate its links."""
-    return translate(markdown, repository_path(page.file.src_uri))
+    """Called by mkdocs for each page: translate its links, and fill in lists."""
+    return translate(markdown, repository_path(page.file.src_uri)).replace(OPTIONS_HERE, engine_options())
 
 
 def on_page_content(html: str, page: "Page", config: "MkDocsConfig", files: "Files") -> str:  # noqa: ARG001

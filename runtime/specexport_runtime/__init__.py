@@ -15,6 +15,7 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 from typing import TYPE_CHECKING, Any
 
 from specexport_runtime.engine import SpecEngine
+from specexport_runtime.engine_options import EngineOptions
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.requests.conversation import Conversation
 from specexport_runtime.sampling.params import SamplingParams
@@ -28,6 +29,7 @@ __all__ = [
     "AsyncRequest",
     "AsyncSpecEngine",
     "Conversation",
+    "EngineOptions",
     "GenerationResult",
     "SamplingParams",
     "SpecEngine",

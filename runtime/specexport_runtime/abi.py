@@ -11,7 +11,7 @@ T     ``num_tokens``        new tokens in the step, all sequences together
 B     ``num_seqs``          cache rows in use
 Q     ``max_new_tokens``    most new tokens of one sequence in the step
 R     ``num_logit_rows``    token rows that reach the LM head
-V     ``vocab_size``        rows of the LM head; N of V tokens in a draft whose head was cut (``bundle.cut_head``)
+V     ``vocab_size``        rows of the LM head; N of V tokens in a draft whose head was cut (``bundle.arrays``)
 L     ``kv_capacity``       cache entries a row can hold (``max_model_len`` + slack)
 P     ``kv_span``           cache entries that ``kv_positions`` describes (padded-KV graphs only)
 K     ``lookahead``         draft tokens a round

@@ -13,10 +13,11 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, TypeVar, Unpack
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar, Unpack
 
 from specexport_runtime.decoding.handle import RequestHandle
 from specexport_runtime.engine import SpecEngine
+from specexport_runtime.engine_options import EngineOptions
 from specexport_runtime.errors import (
     EngineClosedError,
     InvalidRequestError,
@@ -24,13 +25,14 @@ from specexport_runtime.errors import (
     QueueFullError,
     SpecexportError,
 )
-from specexport_runtime.requests.drafting import Drafting, RequestSpec
+from specexport_runtime.requests.drafting import RequestOptions, RequestSpec
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sequences.results import GenerationResult, Prompt, StreamChunk
 
 __all__ = ["AsyncRequest", "AsyncSpecEngine", "ChunkIterator"]
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 _LONG_PROMPT = 2000  # characters; longer texts are tokenized on another thread
 
@@ -224,7 +226,7 @@ class Mailbox:
 
 
 def _owner_of(spec: RequestSpec) -> str:
-    owner = spec.drafting.get("owner", "")
+    owner = spec.options.get("owner", "")
     return owner if isinstance(owner, str) else ""  # which the engine refuses
 
 
@@ -232,6 +234,23 @@ def _take_all(chunks: "deque[StreamChunk]") -> list[StreamChunk]:
     taken = list(chunks)
     chunks.clear()
     return taken
+
+
+class _Load(Protocol[P]):
+    async def __call__(
+        self,
+        path: str | Path,
+        options: EngineOptions | None = None,
+        max_waiting: int | None = None,
+        max_requests_per_owner: int | None = None,
+        *args: P.args,
+        **changes: P.kwargs,
+    ) -> "AsyncSpecEngine": ...
+
+
+def _with_keywords(record: Callable[P, object]) -> Callable[[Callable[..., Any]], _Load[P]]:  # noqa: ARG001
+    """As ``engine_options.with_keywords``, for a loader that has limits of its own."""
+    return lambda load: load
 
 
 class AsyncSpecEngine:
@@ -268,23 +287,24 @@ class AsyncSpecEngine:
         # One thread: each one that tokenizes a long text keeps megabytes of memory for the next.
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="specexport-tokenize")
 
-    @classmethod
+    @staticmethod
+    @_with_keywords(EngineOptions)
     async def load(
-        cls,
         path: str | Path,
+        options: EngineOptions | None = None,
         *,
         max_waiting: int | None = None,
         max_requests_per_owner: int | None = None,
-        **options: Any,
+        **changes: Any,
     ) -> "AsyncSpecEngine":
         """Load a bundle without blocking the event loop; options and errors as :meth:`SpecEngine.load`."""
-        loading = asyncio.get_running_loop().run_in_executor(None, partial(SpecEngine.load, path, **options))
+        loading = asyncio.get_running_loop().run_in_executor(None, partial(SpecEngine.load, path, options, **changes))
         try:
             engine = await asyncio.shield(loading)
         except asyncio.CancelledError:
             loading.add_done_callback(_close_unwanted)
             raise
-        return cls(engine, max_waiting=max_waiting, max_requests_per_owner=max_requests_per_owner)
+        return AsyncSpecEngine(engine, max_waiting=max_waiting, max_requests_per_owner=max_requests_per_owner)
 
     async def __aenter__(self) -> "AsyncSpecEngine":
         return self
@@ -306,7 +326,7 @@ class AsyncSpecEngine:
         params: SamplingParams | None = None,
         *,
         reference: Prompt | None = None,
-        **drafting: Unpack[Drafting],
+        **options: Unpack[RequestOptions],
     ) -> AsyncRequest:
         """Queue one request; arguments as :meth:`SpecEngine.submit`. If the task is cancelled here, so is the request.
 
@@ -316,7 +336,7 @@ class AsyncSpecEngine:
             EngineClosedError: the engine is closing.
             EndlessWaitError: the event loop runs in a callback of this very engine.
         """
-        spec = RequestSpec(prompt, params or SamplingParams(), reference, drafting)
+        spec = RequestSpec(prompt, params or SamplingParams(), reference, options)
         return (await self.submit_all([spec]))[0]
 
     async def submit_all(self, requests: Seq[RequestSpec]) -> list[AsyncRequest]:
@@ -341,9 +361,16 @@ class AsyncSpecEngine:
             raise
         return taken
 
-    async def generate(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> GenerationResult:
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        reference: Prompt | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> GenerationResult:
         """Submit one request and wait for its result; cancelled if the task is."""
-        request = await self.submit(prompt, params, **options)
+        request = await self.submit(prompt, params, reference=reference, **options)
         return await request.result()
 
     async def aside(self, work: Callable[[], T]) -> T:

@@ -2,223 +2,56 @@
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
-from specexport_runtime.abi import kv_slack
-from specexport_runtime.bundle.tokenizer_load import whole_reader
 from specexport_runtime.decoding.handle import Callback, RequestHandle, RequestListener
 from specexport_runtime.decoding.loop import DecodeLoop
-from specexport_runtime.decoding.memory_budget import MemoryBudget
-from specexport_runtime.decoding.pace import Pace
-from specexport_runtime.decoding.prefixes import LEAST_REUSED
-from specexport_runtime.drafters.base import DrafterFactory, DrafterParts, DraftOffer, Obstacle
-from specexport_runtime.drafters.head_kind import head_obstacle
-from specexport_runtime.engine_load import (
-    check_empty,
-    describe_abilities,
-    make_decoder,
-    make_drafters,
-    self_draft_obstacle,
-    weigh_drafters,
-)
-from specexport_runtime.engine_options import EngineOptions, make_options
-from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.executors.base import Executor, adapted_executor, as_copying, as_stateful, borrows_cache
-from specexport_runtime.packing.batch import ModelRunner
-from specexport_runtime.packing.kv import BorrowedKv
-from specexport_runtime.requests.builder import RequestBuilder
-from specexport_runtime.requests.checks import budget_of, check_match_length, one_each
-from specexport_runtime.requests.conversation import Conversation
-from specexport_runtime.requests.drafting import (
-    DraftDefaults,
-    Drafting,
-    DraftPlan,
-    RequestOptions,
-    RequestSpec,
-    resolve_draft_plan,
-)
-from specexport_runtime.requests.grammars import GrammarCompiler
+from specexport_runtime.engine_load import load_engine_parts
+from specexport_runtime.engine_options import EngineOptions, make_options, with_keywords
+from specexport_runtime.engine_parts import EngineParts, assemble, check_empty
+from specexport_runtime.requests.checks import one_each
+from specexport_runtime.requests.drafting import DraftPlan, RequestOptions, RequestSpec, resolve_draft_plan
+from specexport_runtime.requests.pins import PinnedPrefixes
+from specexport_runtime.requests.prompts import PromptEncoder
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.structured import StructuredOutputs
 from specexport_runtime.sequences.results import GenerationResult, Prompt, StreamChunk, as_prompts
 from specexport_runtime.sequences.stats import PaddingStats, PhaseTimes
 from specexport_runtime.watch.observe import EngineLoad, EngineObserver
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
-    from specexport_runtime.bundle.cut_head import CutHead
-    from specexport_runtime.bundle.mask_feature import MaskInput
-    from specexport_runtime.costs.curves import CostCurves
-    from specexport_runtime.costs.learned import LearnedCosts
-    from specexport_runtime.drafters.suffix_open import KeptSuffixes
-    from specexport_runtime.requests.chat_dialect import ChatDialect
-
-DEFAULT_BATCHED_TOKENS = 512
-PIN_TOKENS = 4
-"""Tokens that are generated behind a prefix that is to be kept."""
 _log = logging.getLogger(__name__)
 
 
-class SpecEngine:
+class SpecEngine(PromptEncoder):
     """A target, optionally a draft, and a tokenizer, ready to generate.
 
     Requests of any thread share one running batch. Use :meth:`load`; the constructor serves tests and services that
     bring their own executors.
 
     Args:
-        target: the target's executor.
-        tokenizer: tokenizer of both models. Texts are read whole, even if it is set to cut or to fill them.
-        draft: the draft model's executor, if there is one.
-        head: the draft head's, if there is one; the target's executor then gives features.
-        max_model_len: most tokens of one sequence, prompt included.
-        lookahead: largest K that may be asked for.
-        draft_vocab_size: ids below it may be drafted; None takes the smaller LM head.
-        draft_head: the token ids of the LM head of either; None where it has all.
-        mask: of a head that drafts all tokens in one step: what stands for unknown tokens.
-        eos_token_ids: ids that end a text.
-        chat_template: Jinja template of the checkpoint.
-        special_tokens: named special tokens for the chat template.
-        unpad_kv: each sequence writes its KV at its own position; False advances a batch together (the padded method
-            of EMS-SD) and needs executors of padded-KV graphs.
-        unpad_input: new tokens are concatenated; False pads every sequence of a step to the longest.
-        max_num_seqs: sequences that run at a time; None takes all rows of the target, which are otherwise more.
-        enable_prefix_caching: let requests go on from what cache rows have of their prompts, where rows can be copied.
-        kv_cache_memory_bytes: most memory of the KV caches of all models; None: what their rows have. The executors
-            must be able to give memory back.
-        max_num_batched_tokens: most tokens of one step, draft tokens and prompt chunks together; less where the
-            target's engine takes less.
-        ttft_budget_ms: milliseconds to the first token within which prompts overtake those that cannot keep them.
-        itl_budget_ms: milliseconds between rounds within which prompts are read beside them.
-        draft_defaults: how to draft for requests that do not say.
-        cost_curves: what steps cost, for requests that let K be chosen (``"auto"``) and for traces; None refuses the
-            former.
-        learned_costs: mends the curves by what rounds take; None takes them as they are.
-        self_obstacle: why the target cannot draft with its own layers, for messages; None finds out.
-        drafters: drafters of the user's own, by the names that requests use.
-        suffixes: what was generated earlier; None begins with nothing.
-        fingerprint: identifies weights, recipe and compiler; None if they are not known.
-        adapters: names of the LoRA adapters that requests may choose, in the order of their numbers in the engine.
-        default_adapter: the one of requests that name none; None for none.
+        parts: executors, tokenizer, and what is to be known of them.
+        options: how they work together; None takes the defaults. Those for opening a bundle have no effect any more.
+
+    Raises:
+        InvalidRequestError: a part cannot do what an option asks for.
     """
 
-    def __init__(
-        self,
-        target: Executor,
-        tokenizer: "Tokenizer",
-        *,
-        draft: Executor | None = None,
-        head: Executor | None = None,
-        max_model_len: int,
-        lookahead: int = 8,
-        draft_vocab_size: int | None = None,
-        draft_head: "CutHead | None" = None,
-        mask: "MaskInput | None" = None,
-        eos_token_ids: Seq[int] = (),
-        chat_template: str | None = None,
-        special_tokens: Mapping[str, str] | None = None,
-        unpad_kv: bool = True,
-        unpad_input: bool = True,
-        max_num_seqs: int | None = None,
-        enable_prefix_caching: bool = True,
-        kv_cache_memory_bytes: int | str | None = None,
-        max_num_batched_tokens: int = DEFAULT_BATCHED_TOKENS,
-        ttft_budget_ms: float | None = None,
-        itl_budget_ms: float | None = None,
-        draft_defaults: DraftDefaults = DraftDefaults(),  # noqa: B008 immutable
-        cost_curves: "CostCurves | None" = None,
-        learned_costs: "LearnedCosts | None" = None,
-        self_obstacle: Obstacle | None = None,
-        drafters: Mapping[str, DrafterFactory] | None = None,
-        suffixes: "KeptSuffixes | None" = None,
-        fingerprint: str | None = None,
-        adapters: Seq[str] = (),
-        default_adapter: str | None = None,
-    ) -> None:
-        if max_num_batched_tokens < 1:
-            raise InvalidRequestError(f"max_num_batched_tokens is {max_num_batched_tokens}.", "give 1 or more.")
-        check_match_length(draft_defaults.match_length)
-        ttft_s, itl_s = (None if ms is None else ms / 1000 for ms in (ttft_budget_ms, itl_budget_ms))
-        pace = Pace(ttft_s, itl_s)
-        self.target = target
-        self.draft, self.head = draft, head
-        self.draft_head, self.mask = draft_head, mask
-        self.tokenizer = tokenizer = whole_reader(tokenizer)
-        self.max_model_len = max_model_len
-        self.lookahead = lookahead
-        self.cost_curves, self.learned_costs = cost_curves, learned_costs
-        self.fingerprint = fingerprint
-        runner = ModelRunner(target, unpad_kv=unpad_kv, unpad_input=unpad_input)
-        own = {"unpad_kv": unpad_kv, "unpad_input": unpad_input}
-        self._drafting = {
-            name: ModelRunner(executor, kv=BorrowedKv(runner.kv) if borrows_cache(executor) else None, **own)
-            for name, executor in (("draft", draft), ("head", head))
-            if executor is not None
-        }
-        memory = MemoryBudget(
-            [runner, *self._drafting.values()],
-            limit=budget_of(kv_cache_memory_bytes),
-            slack=kv_slack(lookahead),
-            max_model_len=max_model_len,
-        )
-        layers_obstacle = self_obstacle or self_draft_obstacle(runner)
-        offer = DraftOffer(draft is not None, layers_obstacle, head_obstacle(runner, has_head=head is not None))
-        parts = DrafterParts(
-            runner,
-            self._drafting.get("draft"),
-            draft_vocab_size or target.vocab_size,
-            draft_defaults.match_length,
-            None if suffixes is None else suffixes.store,
-            draft_head,
-            self._drafting.get("head"),
-            mask,
-        )
-        made = make_drafters(parts, offer, drafters)
-        weighed = weigh_drafters(made, cost_curves)
-        builder = RequestBuilder(
-            tokenizer,
-            target.vocab_size,
-            max_model_len,
-            describe_abilities(
-                offer,
-                made,
-                lookahead=lookahead,
-                weighed=weighed,
-                num_layers=getattr(target, "num_gates", 0) // 2,
-                fixed_layers=getattr(target, "fixed_layers", None) is not None,
-            ),
-            eos_token_ids=tuple(eos_token_ids),
-            defaults=draft_defaults,
-            grammars=GrammarCompiler(tokenizer, target.vocab_size, eos_token_ids),
-            adapters=tuple(adapters),
-        )
-        if default_adapter is not None:
-            adapted_executor(target).default_adapter = builder.find_adapter(default_adapter) or 0
-        decoder = make_decoder(
-            runner,
-            made,
-            weighed,
-            cost_curves,
-            lookahead=lookahead,
-            max_num_batched_tokens=max_num_batched_tokens,
-            learned=learned_costs,
-            max_num_seqs=max_num_seqs,
-            pace=pace,
-            reuses_prefixes=enable_prefix_caching and _can_reuse([runner, *self._drafting.values()]),
-            memory=memory,
-        )
-        self._builder = builder
-        self._loop = DecodeLoop(decoder)
-        self._chat_template = chat_template
-        self._special_tokens = dict(special_tokens or {})
-        self._chat_dialects: dict[tuple[str, str], ChatDialect] = {}
-        self._release_lock, self._pin_lock = threading.Lock(), threading.Lock()
-        self._released = False
-        self._suffixes = suffixes
+    def __init__(self, parts: EngineParts, options: EngineOptions | None = None) -> None:
+        made = assemble(parts, options or EngineOptions())
+        super().__init__(made.builder, parts.chat_template, parts.special_tokens)
+        self.target, self.draft, self.head = parts.target, parts.draft, parts.head
+        self.draft_head, self.mask = parts.draft_head, parts.mask
+        self.max_model_len, self.lookahead = made.builder.max_model_len, parts.lookahead
+        self.cost_curves = None if parts.costs is None else parts.costs.curves
+        self.learned_costs = None if parts.costs is None else parts.costs.learned
+        self.fingerprint = parts.fingerprint
+        self._drafting, self._suffixes = made.drafting, parts.suffixes
+        self._loop = DecodeLoop(made.decoder)
+        self._pins = PinnedPrefixes(made.builder, self._loop)
+        self._release_lock, self._released = threading.Lock(), False
 
     @property
     def drafters(self) -> tuple[str, ...]:
@@ -280,21 +113,14 @@ class SpecEngine:
         """
         self._loop.check_idle(lambda: check_empty(self._loop.decoder, self._drafting))
 
-    @classmethod
-    def load(
-        cls,
-        path: str | Path,
-        options: EngineOptions | None = None,
-        *,
-        drafters: Mapping[str, DrafterFactory] | None = None,
-        **changes: Any,
-    ) -> "SpecEngine":
+    @staticmethod
+    @with_keywords(EngineOptions)
+    def load(path: str | Path, options: EngineOptions | None = None, **changes: Any) -> "SpecEngine":
         """Load a bundle, checking versions and the hash of every file that was not checked here before.
 
         Args:
             path: bundle folder.
             options: how to load it; None takes the defaults.
-            drafters: drafters of your own, made when the engine is loaded; requests name them like any other.
             **changes: single options by name, in place of those of ``options``; see :class:`EngineOptions`.
 
         Raises:
@@ -304,59 +130,16 @@ class SpecEngine:
             MissingDependencyError: the runtime of the bundle's backend is not installed.
             TypeError: there is no option of a name.
         """
-        from specexport_runtime.engine_load import load_engine_parts
-
         options = make_options(options, changes)
-        parts = load_engine_parts(Path(path), options)
-        manifest = parts.bundle.manifest
-        return cls(
-            parts.target,
-            parts.bundle.tokenizer,
-            draft=parts.draft,
-            head=parts.head,
-            max_model_len=parts.bundle.max_model_len,
-            lookahead=manifest.lookahead,
-            draft_vocab_size=manifest.vocabulary.size,
-            draft_head=parts.draft_head,
-            mask=parts.mask,
-            eos_token_ids=manifest.vocabulary.eos_token_ids,
-            chat_template=parts.bundle.chat_template,
-            special_tokens=manifest.vocabulary.special_tokens,
-            unpad_kv=options.unpad_kv,
-            unpad_input=options.unpad_input,
-            max_num_seqs=parts.bundle.max_num_seqs,
-            enable_prefix_caching=options.enable_prefix_caching,
-            kv_cache_memory_bytes=options.kv_cache_memory_bytes,
-            max_num_batched_tokens=(
-                manifest.max_num_tokens or DEFAULT_BATCHED_TOKENS
-                if options.max_num_batched_tokens is None
-                else options.max_num_batched_tokens
-            ),
-            ttft_budget_ms=options.ttft_budget_ms,
-            itl_budget_ms=options.itl_budget_ms,
-            draft_defaults=parts.defaults,
-            cost_curves=None if parts.costs is None else parts.costs.curves,
-            learned_costs=None if parts.costs is None else parts.costs.learned,
-            self_obstacle=parts.self_obstacle,
-            drafters=drafters,
-            suffixes=parts.suffixes,
-            fingerprint=manifest.build_key,
-            adapters=manifest.models["target"].chosen_adapters,
-            default_adapter=options.lora,
-        )
+        return SpecEngine(load_engine_parts(Path(path), options), options)
 
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether :meth:`format_chat` can make a prompt of a conversation."""
-        return self._chat_template is not None
-
-    def resolve_drafting(self, **drafting: Unpack[Drafting]) -> DraftPlan:
+    def resolve_drafting(self, **options: Unpack[RequestOptions]) -> DraftPlan:
         """How a request would be drafted for; arguments as :meth:`submit`.
 
         Raises:
             InvalidRequestError: the engine cannot do that.
         """
-        return resolve_draft_plan(RequestOptions(**drafting), self._builder.abilities, self._builder.defaults)
+        return resolve_draft_plan(options, self._builder.abilities, self._builder.defaults)
 
     def submit(
         self,
@@ -365,7 +148,7 @@ class SpecEngine:
         *,
         reference: Prompt | None = None,
         callback: Callback | None = None,
-        **drafting: Unpack[Drafting],
+        **options: Unpack[RequestOptions],
     ) -> RequestHandle:
         """Queue one request; it joins the running batch as soon as a cache row is free, in order of arrival.
 
@@ -376,14 +159,13 @@ class SpecEngine:
             params: sampling parameters; None is greedy.
             reference: a text or token ids that lookup may copy from, besides the prompt and what was generated.
             callback: called with each chunk in the decoding thread: keep it short. It may submit, but not wait.
-            **drafting: how to draft: ``drafter``, ``num_speculative_tokens``, ``speculation``, ``layer_rules``,
+            **options: how to draft: ``drafter``, ``num_speculative_tokens``, ``speculation``, ``layer_rules``,
                 ``draft_exit``, ``trace``; whose it is: ``owner``, ``priority``; and the adapter, ``lora``;
-                see ``requests.Drafting``.
+                see ``requests.drafting.RequestOptions``.
 
         Raises:
             InvalidRequestError: the request can never be served; others are not affected.
         """
-        options = RequestOptions(**drafting)
         seq = self._builder.build(0, prompt, params or SamplingParams(), options, reference, stream=True)
         handle = RequestHandle(prompt, seq, self._loop, stream=True, callback=callback)
         self._loop.submit([handle])
@@ -405,8 +187,7 @@ class SpecEngine:
         each = one_each(listeners, len(requests), "listeners")
         handles = []
         for spec, listener in zip(requests, each, strict=True):
-            options = RequestOptions(**spec.drafting)
-            seq = self._builder.build(0, spec.prompt, spec.params, options, spec.reference, stream=True)
+            seq = self._builder.build(0, spec.prompt, spec.params, spec.options, spec.reference, stream=True)
             handles.append(RequestHandle(spec.prompt, seq, self._loop, stream=listener is None, listener=listener))
         self._loop.submit(handles)
         return handles
@@ -417,7 +198,7 @@ class SpecEngine:
         params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
         references: Seq[Prompt | None] | None = None,
-        **drafting: Unpack[Drafting],
+        **options: Unpack[RequestOptions],
     ) -> list[GenerationResult]:
         """Generate for one or many prompts; results come in the order of the prompts.
 
@@ -425,14 +206,14 @@ class SpecEngine:
             prompts: a text, token ids, or a list of either.
             params: sampling parameters for all, or one for each prompt; None is greedy.
             references: for each prompt what lookup may copy from, or None.
-            **drafting: as :meth:`submit`, for all prompts.
+            **options: as :meth:`submit`, for all prompts.
 
         Raises:
             InvalidRequestError: a prompt is empty, too long or has ids out of range, or K is out of range.
             RequestFailedError: a request was ended by an exception.
             EndlessWaitError: this is a callback, a listener or an observer: nothing would be decoded meanwhile.
         """
-        return list(self.iter_results(prompts, params, references=references, **drafting))
+        return list(self.iter_results(prompts, params, references=references, **options))
 
     def iter_results(
         self,
@@ -440,11 +221,10 @@ class SpecEngine:
         params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
         references: Seq[Prompt | None] | None = None,
-        **drafting: Unpack[Drafting],
+        **options: Unpack[RequestOptions],
     ) -> Iterator[GenerationResult]:
         """As :meth:`generate`, but each result comes as soon as it and those before it are finished."""
         self.check_may_wait("SpecEngine.generate()")
-        options = RequestOptions(**drafting)
         batch = as_prompts(prompts)
         each = one_each(params or SamplingParams(), len(batch), "sampling parameters")
         copied = one_each(references, len(batch), "references")
@@ -461,7 +241,7 @@ class SpecEngine:
         params: SamplingParams | None = None,
         *,
         reference: Prompt | None = None,
-        **drafting: Unpack[Drafting],
+        **options: Unpack[RequestOptions],
     ) -> Iterator[StreamChunk]:
         """Generate for one prompt, a chunk a round. Closing the iterator early cancels the request.
 
@@ -470,7 +250,7 @@ class SpecEngine:
             EndlessWaitError: as :meth:`generate`.
         """
         self.check_may_wait("SpecEngine.stream()")
-        return iter(self.submit(prompt, params, reference=reference, **drafting))
+        return iter(self.submit(prompt, params, reference=reference, **options))
 
     def check_form(self, form: StructuredOutputs) -> None:
         """Make ready for texts of a form; a request with it then begins at once. May take a second; any thread.
@@ -498,32 +278,7 @@ class SpecEngine:
             InvalidRequestError: no row or memory is left for it, or it is too short or too long to be kept.
             EndlessWaitError: as :meth:`generate`.
         """
-        ids = self._builder.encode(prompt)
-        self._loop.check_may_wait("SpecEngine.pin_prefix()")
-        with self._pin_lock:  # what is left for one depends on those before it
-            return self._pin(ids, RequestOptions(cache_salt=cache_salt, lora=lora))
-
-    def _pin(self, ids: list[int], options: RequestOptions) -> int:
-        rows, spare = self._loop.decoder.rows, self.target.num_rows - self.max_num_seqs
-        if not rows.reuses_prefixes or len(rows.kept.pinned_rows) >= spare:
-            raise InvalidRequestError(
-                f"no row is left for a prefix: {spare} keep prefixes.", "load the engine with more prefix_rows."
-            )
-        if not LEAST_REUSED <= len(ids) <= self.max_model_len - PIN_TOKENS:
-            raise InvalidRequestError(
-                f"a prefix of {len(ids)} tokens cannot be kept.",
-                f"give {LEAST_REUSED} to {self.max_model_len - PIN_TOKENS} tokens.",
-            )
-        rows.memory.check_pin(len(ids) + PIN_TOKENS, rows.kept.pinned_rows)
-        # A few tokens behind it, so that drafters read it too. A state would be behind them then, and cannot go back.
-        behind = PIN_TOKENS if as_stateful(self.target) is None else 1
-        params = SamplingParams(max_tokens=behind, ignore_eos=True)
-        seq = self._builder.build(0, ids, params, options)
-        seq.is_pinned = True
-        handle = RequestHandle(ids, seq, self._loop, stream=False)
-        self._loop.submit([handle])
-        handle.result()
-        return len(ids)
+        return self._pins.pin(prompt, cache_salt=cache_salt, lora=lora)
 
     def unpin_prefix(self, prompt: Prompt, *, cache_salt: str | None = None, lora: str | None = None) -> bool:
         """Let a prompt of :meth:`pin_prefix` go when its row is wanted.
@@ -531,98 +286,7 @@ class SpecEngine:
         Returns:
             whether it was kept.
         """
-        rows, adapter = self._loop.decoder.rows, self._builder.find_adapter(lora)
-        return rows.reuses_prefixes and rows.kept.unpin(self._builder.encode(prompt), cache_salt or "", adapter)
-
-    def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt, checked.
-
-        Raises:
-            InvalidRequestError: the prompt is empty, too long for the engine, or has ids out of range.
-        """
-        return self._builder.encode(prompt)
-
-    def encode_chat(
-        self,
-        messages: Seq[Mapping[str, Any]],
-        tools: Seq[Mapping[str, Any]] = (),
-        template_arguments: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """Token ids of a conversation's prompt, checked. The template's text holds all special tokens: none is added.
-
-        Args:
-            messages: as :meth:`format_chat`.
-            tools: as :meth:`format_chat`.
-            template_arguments: as :meth:`format_chat`.
-
-        Raises:
-            InvalidRequestError: as :meth:`format_chat`, or the prompt is empty or too long for the engine.
-        """
-        text = self.format_chat(messages, tools, template_arguments)
-        return self._builder.encode(text, add_special_tokens=False)
-
-    def format_chat(
-        self,
-        messages: Seq[Mapping[str, Any]],
-        tools: Seq[Mapping[str, Any]] = (),
-        template_arguments: Mapping[str, Any] | None = None,
-    ) -> str:
-        """The prompt text of a conversation, by the checkpoint's chat template; to generate, :meth:`encode_chat` it.
-
-        Args:
-            messages: ``{"role": …, "content": …}`` in order; arguments of ``tool_calls`` are objects.
-            tools: functions that may be called, as OpenAI writes them.
-            template_arguments: more variables of the template, ``{"enable_thinking": False}`` say.
-
-        Raises:
-            InvalidRequestError: the bundle has no chat template, or the template refuses the messages.
-        """
-        return self.chat_dialect().render(messages, tools, template_arguments)
-
-    def chat_dialect(self, tool_call_parser: str = "auto", reasoning_parser: str = "auto") -> "ChatDialect":
-        """How the model writes conversations: what to do with functions, their calls, and thinking.
-
-        Args:
-            tool_call_parser: name of the format of calls; ``"auto"`` finds it in the chat template.
-            reasoning_parser: ``"none"`` leaves what a model thinks in its text.
-
-        Raises:
-            InvalidRequestError: the bundle has no chat template, or there is no parser of that name.
-        """
-        from specexport_runtime.requests.chat_dialect import ChatDialect
-
-        if self._chat_template is None:
-            raise InvalidRequestError("this bundle has no chat template.", "give a plain prompt.")
-        names = (tool_call_parser, reasoning_parser)
-        found = self._chat_dialects.get(names)
-        if found is None or found.template != self._chat_template:
-            found = self._chat_dialects[names] = ChatDialect(
-                self._chat_template,
-                self._special_tokens,
-                self.tokenizer,
-                self._builder.eos_token_ids,
-                tool_call_parser=tool_call_parser,
-                reasoning_parser=reasoning_parser,
-            )
-        return found
-
-    def conversation(self, messages: Seq[Mapping[str, Any]] = (), *, chat_template: str | None = None) -> Conversation:
-        """A conversation whose prompts go on from what was generated, token for token, so that little is read again.
-
-        Args:
-            messages: what was said before, the system's message too.
-            chat_template: Jinja template in place of the checkpoint's.
-
-        Raises:
-            InvalidRequestError: there is no chat template, or the messages are no turns of a user and an assistant.
-        """
-        from specexport_runtime.requests.chat import render_whole
-
-        template = self._chat_template if chat_template is None else chat_template
-        if template is None:
-            raise InvalidRequestError("this bundle has no chat template.", "give one as chat_template.")
-        render = partial(render_whole, template, special_tokens=self._special_tokens)
-        return Conversation(render, self.tokenizer, [dict(message) for message in messages])
+        return self._pins.unpin(prompt, cache_salt=cache_salt, lora=lora)
 
     def close(self) -> None:
         """End what is running and release the engines and their memory. Requests are refused from now on."""
@@ -643,11 +307,6 @@ class SpecEngine:
             self.target.close()
             for runner in self._drafting.values():
                 runner.executor.close()
-
-
-def _can_reuse(runners: Seq[ModelRunner]) -> bool:
-    """Whether every engine keeps its rows as prefix reuse needs them: where it says, and without padding."""
-    return all(runner.unpad_kv and as_copying(runner.executor) is not None for runner in runners)
 
 
 def _results_in_order(handles: Seq[RequestHandle]) -> Iterator[GenerationResult]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from specexport.progress import StageClock
 from specexport_runtime.abi import LayerGeometry, StateGeometry
-from specexport_runtime.bundle.head_steps import HeadSteps
+from specexport_runtime.bundle.profiles import HeadSteps
 
 if TYPE_CHECKING:
     import onnx_ir as ir

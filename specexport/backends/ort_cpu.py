@@ -41,14 +41,12 @@ class OrtCpu(Backend):
         their norms joined with the additions before them instead: the two exclude each other.
         """
         from specexport.backends.ort import write_onnx, write_padded_onnx
+        from specexport.lowering.common import step_inputs
         from specexport.lowering.feature_gate import gate_features
-        from specexport.lowering.first_gate import gate_prefix
         from specexport.lowering.fuse import fuse_norms, fuse_rotary, rotary_rows
-        from specexport.lowering.int8_kv import use_int8_caches
-        from specexport.lowering.layer_gate import gate_layers
+        from specexport.lowering.layer_gate import gate_layers, gate_prefix
         from specexport.lowering.low_rank import expand_adapters
-        from specexport.lowering.ort_cpu import lower_ort_cpu
-        from specexport.lowering.step_inputs import step_inputs
+        from specexport.lowering.ort_cpu import lower_ort_cpu, use_int8_caches
         from specexport.passes.block_linear import packed_formats
         from specexport.passes.residual_blocks import find_residual_blocks
 

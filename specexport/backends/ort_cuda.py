@@ -32,11 +32,11 @@ class OrtCuda(Backend):
         recorded as a CUDA graph. For the same reason a target computes features in every step (``ort_features``).
         """
         from specexport.backends.ort import write_onnx
+        from specexport.lowering.common import step_inputs
         from specexport.lowering.feature_gate import feature_size
         from specexport.lowering.layer_gate import gate_layers
         from specexport.lowering.ort_cuda import lower_ort_cuda
-        from specexport.lowering.step_inputs import step_inputs
-        from specexport.passes.quantize_fused import nbits_bytes
+        from specexport.passes.quantize_weights import nbits_bytes
         from specexport.passes.residual_blocks import find_residual_blocks
 
         with job.clock.stage("lower", job.role, self.name):

@@ -14,8 +14,7 @@ from specexport_runtime.abi import (
     kv_slack,
     with_feature_size,
 )
-from specexport_runtime.bundle.head_steps import HeadSteps
-from specexport_runtime.bundle.profiles import Profile, ProfileKind
+from specexport_runtime.bundle.profiles import HeadSteps, Profile, ProfileKind
 
 SMALLEST_PREFILL = 64
 """Tokens of the smallest prefill bucket. Up to about this many tokens a step costs what reading the weights costs."""

@@ -16,9 +16,16 @@ from typing import Any, BinaryIO, NamedTuple, TextIO
 
 from specexport.atomic import temporary_name, write_file
 from specexport.backends.profiles import describe_shapes
-from specexport.backends.trt_inspector import can_inspect, inspect_engine
 from specexport.backends.trt_package import PACKAGES, configure, import_package, timing_cache_bytes
-from specexport.backends.trt_report import Layer, describe_layers, make_report, network_problems, parse_layers
+from specexport.backends.trt_report import (
+    Layer,
+    can_inspect,
+    describe_layers,
+    inspect_engine,
+    make_report,
+    network_problems,
+    parse_layers,
+)
 from specexport.host import peak_memory_bytes, resident_memory
 from specexport_runtime.abi import EXTENT_INPUTS
 from specexport_runtime.errors import CheckFailedError, SpecexportError, UserInputError

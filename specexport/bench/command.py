@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from specexport_runtime.cli.options import engine_flag, take_engine_options
 from specexport_runtime.errors import CheckFailedError, InvalidRequestError
 
 if TYPE_CHECKING:
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 _FOLDER = click.Path(path_type=Path, file_okay=False)
-_LIMITS = ("max_model_len", "max_num_batched_tokens", "num_threads", "spin", "lora")
 _Parse = Callable[[click.Context, click.Parameter, str | None], Any]
 
 
@@ -100,18 +100,16 @@ _NAMES, _WHOLE, _NUMBERS = list_of(str, "names"), list_of(int, "whole numbers"),
 )
 @click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-sequence token.")
 @click.option("--static", is_flag=True, help="Also run static batches, one group after another, for comparison.")
-@click.option("--unpad-kv/--no-unpad-kv", default=True, show_default=True, help="Of the methods that a drafter names.")
-@click.option(
-    "--unpad-input/--no-unpad-input", default=True, show_default=True, help="Of the methods that a drafter names."
-)
+@engine_flag("unpad_kv", help="Of the methods that a drafter names.")
+@engine_flag("unpad_input", help="Of the methods that a drafter names.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of lengths and of sampling.")
 @click.option("--repeats", type=int, default=3, show_default=True, help="Runs of each combination; medians are shown.")
 @click.option("--warmup", type=int, default=1, show_default=True, help="Short runs after an engine is loaded.")
-@click.option("--threads", "num_threads", type=int, help="Compute threads.  [default: the cores available]")
-@click.option("--spin/--no-spin", default=True, show_default=True, help="Let idle threads spin.")
-@click.option("--max-model-len", type=int, help="Most tokens of a sequence.  [default: the bundle's limit]")
-@click.option("--max-num-batched-tokens", type=int, default=512, show_default=True, help="Most tokens of one step.")
-@click.option("--lora", metavar="NAME", help="LoRA adapter of the bundle to write with.  [default: none]")
+@engine_flag("num_threads")
+@engine_flag("spin")
+@engine_flag("max_model_len")
+@engine_flag("max_num_batched_tokens", default=512, show_default=True)
+@engine_flag("lora")
 @click.option("--json", "json_file", type=_FILE, help="Write every record there.")
 @click.option("--markdown", "markdown_file", type=_FILE, help="Write the report there too.")
 @click.option("--plots", type=_FOLDER, help="Draw PNG files there; needs matplotlib.")
@@ -135,11 +133,10 @@ def bench(
     Exits with 1 if a greedy text differs from plain decoding's.
     """
     from specexport.atomic import check_writable
-    from specexport.bench.fastest import find_fastest, pick_draft
     from specexport.bench.plots import write_plot, write_plots
     from specexport.bench.records import read_json, write_json
     from specexport.bench.report import describe_difference, format_report, write_markdown
-    from specexport.bench.summary import summarize
+    from specexport.bench.summary import find_fastest, pick_draft, summarize
     from specexport.plots import check_plot, check_plots
 
     if bool(bundles) == (saved is not None):
@@ -188,15 +185,13 @@ def _run(
     from specexport.bench.runner import run_bench
     from specexport.bench.subject import open_subject
     from specexport.progress import show_progress
-    from specexport_runtime.executors.open import check_threads
 
-    check_threads(asked["num_threads"], "--threads")
+    engine = take_engine_options(asked)
     prompts = read_prompts(files, num_prompts=num_prompts, domains=domains)
     prompts = mix_domains(prompts) if mix else prompts
-    limits = {name: asked.pop(name) for name in _LIMITS}
-    named = name_bundles(bundles, [open_subject(bundle, **limits) for bundle in bundles])
+    named = name_bundles(bundles, [open_subject(bundle, engine) for bundle in bundles])
     subject = join_subjects(named)
-    options = _options(named, **asked)
+    options = _options(named, unpad_kv=engine.unpad_kv, unpad_input=engine.unpad_input, **asked)
     with show_progress(sys.stderr, quiet=quiet) as progress:
         return run_bench(subject, prompts, options, progress, command=["specexport", *sys.argv[1:]])
 

@@ -16,11 +16,10 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from specexport.bench.fastest import Fastest, find_fastest
 from specexport.bench.methods import AUTO
 from specexport.bench.records import BenchResult
 from specexport.bench.runner import describe_cell
-from specexport.bench.summary import Summary, summarize
+from specexport.bench.summary import Fastest, Summary, find_fastest, summarize
 from specexport.plots import add_legend, batch_axis, check_plots, new_figure, save_figure, speedup_axis
 
 if TYPE_CHECKING:

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from specexport.atomic import write_text
-from specexport.bench.fastest import Fastest, find_fastest, pick_draft
 from specexport.bench.records import BenchResult, PromptRecord
 from specexport.bench.runner import describe_cell
-from specexport.bench.summary import Summary, summarize
+from specexport.bench.summary import Fastest, Summary, find_fastest, pick_draft, summarize
 from specexport.report import format_number, markdown_table
 
 SHOWN_DIFFERENCES = 5

@@ -13,6 +13,7 @@ from specexport_runtime.bundle.entry import NO_GATES, ModelEntry
 from specexport_runtime.bundle.manifest import Manifest, load_manifest
 from specexport_runtime.drafters.base import HEAD
 from specexport_runtime.drafters.model import DRAFT_MODEL
+from specexport_runtime.engine_options import EngineOptions
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.requests.checks import check_adapter
 
@@ -46,43 +47,31 @@ class Subject:
         return DRAFT_MODEL if self.has_draft else HEAD if self.has_head else None
 
 
-def open_subject(
-    folder: Path,
-    *,
-    max_model_len: int | None = None,  # most tokens of one sequence; None takes the bundle's limit
-    max_num_batched_tokens: int = 512,  # most tokens of one step
-    num_threads: int | None = None,  # None takes the cores available
-    spin: bool = True,  # let idle threads spin
-    lora: str | None = None,  # LoRA adapter that the target writes with, one that requests may choose; None for none
-) -> Subject:
-    """A bundle to measure; its files are checked when an engine is loaded.
+def open_subject(folder: Path, options: EngineOptions) -> Subject:
+    """A bundle to measure; its files are checked when an engine is loaded. Padding and rows are those of each engine.
 
     Raises BundleError if the folder is no bundle, IncompatibleError for another schema or ABI, InvalidRequestError if
     the bundle has no such adapter.
     """
     manifest = load_manifest(folder)
-    check_adapter(lora, manifest.models["target"].chosen_adapters)
+    check_adapter(options.lora, manifest.models["target"].chosen_adapters)
 
     def load(key: EngineKey) -> "SpecEngine":
         from specexport_runtime.engine import SpecEngine
 
         return SpecEngine.load(
             folder,
+            options,
             unpad_kv=key.unpad_kv,
             unpad_input=key.unpad_input,
             max_num_seqs=key.max_num_seqs,
-            max_model_len=max_model_len,
-            max_num_batched_tokens=max_num_batched_tokens,
-            num_threads=num_threads,
-            spin=spin,
             share_threads=True,
             enable_prefix_caching=False,  # repeats would measure what the run before left
-            lora=lora,
         )
 
-    details = _describe(manifest) | ({} if lora is None else {"lora": lora}) | {
-        "max_model_len": max_model_len or manifest.max_model_len,
-        "max_num_batched_tokens": max_num_batched_tokens, "threads": num_threads, "spin": spin,
+    details = _describe(manifest) | ({} if options.lora is None else {"lora": options.lora}) | {
+        "max_model_len": options.max_model_len or manifest.max_model_len, "threads": options.num_threads,
+        "max_num_batched_tokens": options.max_num_batched_tokens, "spin": options.spin,
     }  # fmt: skip
     has_draft, has_head = "draft" in manifest.models, "head" in manifest.models
     return Subject(manifest.name, has_draft, manifest.lookahead, details, load, _can_draft_itself(manifest), has_head)

@@ -153,7 +153,7 @@ def result_to_json(result: "BuildResult") -> dict[str, Any]:
 
 def summary(result: "BuildResult") -> str:
     """A build's result in a line or two for a reader."""
-    from specexport.build.draft_layers import describe_layers
+    from specexport.build.draft_cuts import describe_layers
     from specexport.build.draft_trial import describe_trial
     from specexport.build.head import describe_probe
 

@@ -14,13 +14,13 @@ from typing import NamedTuple
 import numpy as np
 
 from specexport.build.built import BuiltModel
+from specexport.build.draft_cuts import HeadCut
 from specexport.build.draft_guesses import count_right, held_out, write_texts
-from specexport.build.draft_vocabulary import HeadCut
 from specexport.progress import StageClock
 from specexport.recipe import KEEP
 from specexport_runtime.bundle.entry import FormTrial, ModelEntry, TriedForm
+from specexport_runtime.costs.curves import StepCost
 from specexport_runtime.costs.prior import DRAFTER_OF, prior_costs
-from specexport_runtime.costs.step_cost import StepCost
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import Int32Array
 

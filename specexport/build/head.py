@@ -11,20 +11,19 @@ from specexport.backends.base import BuildJob
 from specexport.backends.registry import BACKENDS, find_backend
 from specexport.build.built import TOKENIZER_NAME, BuiltModel
 from specexport.build.check_head import CHECK_LENS, HeadReference, causal_reference, check_head
-from specexport.build.draft_layers import cut_pieces
-from specexport.build.draft_vocabulary import read_counting_texts
+from specexport.build.draft_cuts import cut_pieces, read_counting_texts
 from specexport.build.model import ModelSource, compile_graph, load_source, resolve_for, save_lm_head_ids
 from specexport.build.vocabulary import check_vocabularies, read_vocabulary
 from specexport.progress import StageClock
 from specexport.recipe import MTP, BuildRecipe, model_dtype
+from specexport_runtime.bundle.arrays import MASK_NAME
 from specexport_runtime.bundle.entry import AttentionEntry, DraftHeadEntry, ModelEntry, Parameters, SourceEntry
 from specexport_runtime.bundle.files import hash_files
-from specexport_runtime.bundle.head_steps import head_steps
-from specexport_runtime.bundle.mask_feature import MASK_NAME
+from specexport_runtime.bundle.profiles import head_steps
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from specexport.frontend.taps import FeatureRequest
+    from specexport.frontend.layers import FeatureRequest
     from specexport.heads.config import HeadConfig
     from specexport.heads.loaded import LoadedHead, TargetTables
     from specexport.heads.probe import Probe
@@ -123,7 +122,7 @@ def _check_caches(recipe: BuildRecipe, config: "HeadConfig", name: str) -> None:
 
 
 def _request(config: "HeadConfig", projection: Any) -> "FeatureRequest":
-    from specexport.frontend.taps import FeatureRequest
+    from specexport.frontend.layers import FeatureRequest
 
     return FeatureRequest(config.taps, projection, config.feature_size)
 
@@ -283,15 +282,15 @@ def _reference(loaded: "LoadedHead") -> HeadReference:
     from specexport.heads.trace import causal_step
 
     if loaded.config.kind == "assistant":
-        from specexport.build.check_assistant import assistant_reference
+        from specexport.build.check_head import assistant_reference
 
         return assistant_reference(loaded.head, loaded.config)
     if loaded.config.kind == "dflash":
-        from specexport.build.check_block import block_reference
+        from specexport.build.check_head import block_reference
 
         return block_reference(loaded.head, loaded.config)
     if loaded.config.kind == "hydra":
-        from specexport.build.check_hydra import hydra_reference
+        from specexport.build.check_head import hydra_reference
 
         return hydra_reference(loaded.head, loaded.config)
     generator, medusa = np.random.default_rng(21), loaded.config.medusa

@@ -16,15 +16,21 @@ from specexport.backends.base import AUTO_MODEL_LEN, Backend, BuildJob, release_
 from specexport.backends.registry import BACKENDS, find_backend
 from specexport.build.built import BuiltModel
 from specexport.build.check import check_engine, check_obstacle, check_sequences, text_perplexity, text_sequences
-from specexport.build.draft_layers import LayerPrune, check_num_layers, cut_pieces
+from specexport.build.draft_cuts import (
+    HeadCut,
+    LayerPrune,
+    check_num_layers,
+    cut_pieces,
+    rank_head_ids,
+    read_counting_texts,
+)
 from specexport.build.draft_trial import Chosen, DraftForm, DraftTrial, FormChoice, HeadSizes, describe_trial
-from specexport.build.draft_vocabulary import HeadCut, rank_head_ids, read_counting_texts
 from specexport.build.lora import bind_adapters, describe_adapters
 from specexport.channel_ranges import CacheRange, ChannelRanges
 from specexport.progress import StageClock
 from specexport.recipe import KEEP, BuildRecipe, model_dtype, resolve_recipe, rounding, with_quantization
 from specexport_runtime.abi import ITEM_BYTES
-from specexport_runtime.bundle.cut_head import LM_HEAD_IDS_NAME
+from specexport_runtime.bundle.arrays import LM_HEAD_IDS_NAME
 from specexport_runtime.bundle.entry import (
     AttentionEntry,
     CutLmHead,
@@ -42,8 +48,8 @@ from specexport_runtime.errors import CheckpointError, MissingDependencyError, U
 from specexport_runtime.executors.base import Float32Array, Int32Array, Int64Array
 
 if TYPE_CHECKING:
+    from specexport.frontend.layers import FeatureRequest
     from specexport.frontend.lora import LoraSource
-    from specexport.frontend.taps import FeatureRequest
     from specexport.passes.block_weight import BlockWeight
 
 STAGES = ("load", "reference", "trace", "passes", "lower", "build", "check")

@@ -22,9 +22,15 @@ from specexport.build.built import TOKENIZER_NAME, BuiltModel, EngineCheck
 from specexport.build.bundle import check_output, find_up_to_date, refuse_to_replace, write_bundle
 from specexport.build.cache import EngineCache, open_cache
 from specexport.build.check import check_obstacle
-from specexport.build.draft_layers import LayerPrune, check_num_layers
+from specexport.build.draft_cuts import (
+    HeadCut,
+    LayerPrune,
+    check_head_size,
+    check_num_layers,
+    hash_texts,
+    read_counting_texts,
+)
 from specexport.build.draft_trial import LEAST_BYTES, DraftTrial
-from specexport.build.draft_vocabulary import HeadCut, check_head_size, hash_texts, read_counting_texts
 from specexport.build.fingerprint import BUNDLE_ROOT, ENGINE_ROOT, HEAD_ROOT, hash_sources, hash_values, tool_versions
 from specexport.build.head import HeadPlan, build_head, plan_head
 from specexport.build.lora import find_adapters

@@ -1,16 +1,33 @@
-"""Two graphs and a step on disk, as polygraphy's command line takes them over."""
+"""Two graphs and a step on disk, as polygraphy's command line takes them over: without our own operators.
+
+Other programs do not have the library of these, so standard ones take their place. What depends on the step alone
+(positions, lengths, what a token sees) is a constant then: a saved graph is for the saved step.
+"""
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
 
 from specexport.atomic import new_folder
-from specexport.debug.capture import CapturedStep
+from specexport.debug.capture import CapturedStep, Feeds
 from specexport.debug.graph import EngineGraph, values_by_name
-from specexport.debug.plain import with_plain_operators
 from specexport.lowering.fuse import remove_dead_nodes
+from specexport.lowering.ort_cpu import INPUTS
+from specexport.onnx_emit import Emitter, lazy_weight
+from specexport.ops.spec import EACH
+from specexport.passes.base import constant_of
+from specexport.passes.block_format import unpack
+from specexport.passes.experts_graph import BLOCK_EXPERTS
+from specexport_runtime.abi import CU_NEW_TOKENS, KV_LENS, KV_POSITIONS, OP_DOMAIN, OP_NAME, POSITIONS
 
-MODEL, WEIGHTS, INPUTS = "model.onnx", "model.onnx.data", "inputs.json"
+MODEL, WEIGHTS, STEP = "model.onnx", "model.onnx.data", "inputs.json"
+
+_HIDDEN = -1e30
 
 
 def save_graphs(folder: Path, graphs: Mapping[str, tuple[EngineGraph, Seq[str]]], step: CapturedStep) -> None:
@@ -19,7 +36,6 @@ def save_graphs(folder: Path, graphs: Mapping[str, tuple[EngineGraph, Seq[str]]]
     ``graphs`` holds graphs and the tensors that they give, by the name of their subfolder. Raises OutputExistsError if
     ``folder`` exists, UserInputError if it cannot be written.
     """
-    import onnx_ir as ir
     import onnx_ir.passes.common as common_passes
     from polygraphy.json import save_json
 
@@ -34,4 +50,227 @@ def save_graphs(folder: Path, graphs: Mapping[str, tuple[EngineGraph, Seq[str]]]
             place = made / name
             place.mkdir()
             ir.save(plain.model, place / MODEL, external_data=WEIGHTS)
-            save_json([step.feeds_of(plain.inputs())], str(place / INPUTS))
+            save_json([step.feeds_of(plain.inputs())], str(place / STEP))
+
+
+class _Row(NamedTuple):
+    """Tokens [start, stop) of the step are entries [past, end) of a cache row."""
+
+    row: int
+    start: int
+    stop: int
+    past: int
+    end: int
+
+
+def with_plain_operators(model: ir.Model, feeds: Feeds) -> ir.Model:
+    """A copy of an ONNX Runtime CPU graph in standard operators, for one step's feeds, that gives no caches.
+
+    Weights are float32, what they stand for; products read activations as they are, where ours round them.
+    """
+    copy = model.clone()
+    for node in [node for node in copy.graph if node.domain == OP_DOMAIN and node.op_type in _OF_BLOCKS]:
+        emit = Emitter(copy.graph)
+        emit.replace(node, [_OF_BLOCKS[node.op_type](node, emit)])
+    for node in [node for node in copy.graph if (node.domain, node.op_type) == (OP_DOMAIN, OP_NAME)]:
+        emit = Emitter(copy.graph)
+        plain = _Attention(node, feeds, emit).output()
+        for cache in node.outputs[1:]:
+            if cache.is_graph_output():
+                copy.graph.outputs.remove(cache)
+        old = node.outputs[0]
+        plain.type, plain.shape = old.type, old.shape
+        emit.place(before=node)
+        ir.convenience.replace_all_uses_with(old, plain, replace_graph_outputs=True)
+        copy.graph.remove(node, safe=True)
+        plain.name, old.name = old.name, None
+    return copy
+
+
+def _linear(node: ir.Node, emit: Emitter) -> ir.Value:
+    source, packed, *bias = node.inputs
+    product = emit.op("MatMul", source, _weight(packed, node, emit, turned=False))
+    return emit.op("Add", product, bias[0]) if bias and bias[0] is not None else product
+
+
+def _embedding(node: ir.Node, emit: Emitter) -> ir.Value:
+    ids, packed = node.inputs
+    table = _weight(packed, node, emit, turned=True)
+    return emit.op("Gather", table, ids, axis=0, dtype=ir.DataType.FLOAT)
+
+
+def _experts(node: ir.Node, emit: Emitter) -> ir.Value:
+    """All experts of all tokens, weighted by 0 where a token has not chosen one."""
+    x, ids, shares, *_ = node.inputs
+    told: dict[str, Any] = {name: attribute.value for name, attribute in node.attributes.items()}
+    both = _of_each(node, emit, "gate_up", x)
+    if told["interleaved"] == EACH:
+        gate, up = both, both
+    elif told["interleaved"]:
+        last, two = emit.const([-1]), emit.const([2])
+        ends = emit.const([2 * told["I"]])
+        gate, up = (emit.op("Slice", both, emit.const([at]), ends, last, two) for at in (0, 1))
+    else:
+        gate, up = emit.node("Split", [both], {"axis": -1, "num_outputs": 2}, outputs=2).outputs
+    if told["limit"] > 0:
+        low, high = (emit.const(sign * told["limit"], "float32") for sign in (-1, 1))
+        gate, up = emit.op("Min", gate, high), emit.op("Clip", up, low, high)
+    sigmoid = emit.op("Sigmoid", emit.op("Mul", gate, emit.const(told["alpha"], "float32")))
+    gated = emit.op("Mul", emit.op("Mul", gate, sigmoid), emit.op("Add", up, emit.const(told["beta"], "float32")))
+    given = _of_each(node, emit, "down", gated)  # [E, T, H]
+    chosen = emit.op("OneHot", ids, emit.const(told["E"]), emit.const([0.0, 1.0], "float32"), dtype=ir.DataType.FLOAT)
+    weighted = emit.op("Mul", chosen, emit.op("Unsqueeze", shares, emit.const([2])))
+    of_tokens = emit.op("Transpose", emit.op("ReduceSum", weighted, emit.const([1]), keepdims=0), perm=[1, 0])
+    parts = emit.op("Mul", given, emit.op("Unsqueeze", of_tokens, emit.const([2])))
+    return emit.op("ReduceSum", parts, emit.const([0]), keepdims=0)
+
+
+def _of_each(node: ir.Node, emit: Emitter, name: str, source: "ir.Value | None") -> ir.Value:
+    """The products of each expert's matrix, [E, T, N]."""
+    at = {"gate_up": 3, "down": 5}[name]
+    bias = node.inputs[at + 1] if len(node.inputs) > at + 1 else None
+    told = {key: node.attributes[key].as_int() for key in ("E", "H", "I", "interleaved")}
+    outputs = told["I"] if told["interleaved"] == EACH else 2 * told["I"]
+    shape = (outputs, told["H"]) if name == "gate_up" else (told["H"], told["I"])
+    kind = node.attributes[f"{name}_format"].as_string()
+    product = emit.op("MatMul", source, _floats(node.inputs[at], kind, shape, emit, turned=False, times=told["E"]))
+    return product if bias is None else emit.op("Add", product, emit.op("Unsqueeze", bias, emit.const([1])))
+
+
+_OF_BLOCKS = {"BlockLinear": _linear, "BlockEmbedding": _embedding, BLOCK_EXPERTS: _experts}
+
+
+def _weight(packed: "ir.Value | None", node: ir.Node, emit: Emitter, *, turned: bool) -> ir.Value:
+    shape = node.attributes["N"].as_int(), node.attributes["K"].as_int()
+    return _floats(packed, node.attributes["format"].as_string(), shape, emit, turned=turned)
+
+
+def _floats(
+    packed: "ir.Value | None", kind: str, shape: tuple[int, int], emit: Emitter, *, turned: bool, times: int = 0
+) -> ir.Value:
+    """A packed weight as float32, [N, K] if it is ``turned``, else [K, N]; of so many experts [E, K, N]."""
+    tensor, (n, k) = constant_of(packed), shape
+    assert tensor is not None  # noqa: S101 - engines have constant weights
+
+    def make() -> npt.NDArray[np.float32]:
+        each = [unpack(kind, part, n, k) for part in np.split(tensor.numpy(), max(1, times))]
+        values = np.stack(each) if times else each[0]
+        return values if turned else np.ascontiguousarray(values.swapaxes(-1, -2))
+
+    name = f"{tensor.name}.{'rows' if turned else 'columns'}"
+    sizes = [*([times] if times else []), *([n, k] if turned else [k, n])]
+    return lazy_weight(emit.graph, name, ir.DataType.FLOAT, sizes, make)
+
+
+class _Attention:
+    """One node of our attention operator."""
+
+    def __init__(self, node: ir.Node, feeds: Feeds, emit: Emitter) -> None:
+        self.given = dict(zip(INPUTS, node.inputs, strict=False))
+        self.told: dict[str, Any] = {name: attribute.value for name, attribute in node.attributes.items()}
+        self.feeds, self.emit = feeds, emit
+        self.heads, self.kv_heads = self.told["num_heads"], self.told["kv_num_heads"]
+        self.dims = [feeds[str(self._value(f"{part}_cache").name)].shape[-1] for part in "kv"]
+        self.appends = bool(self.told["packed"]) or self.given["k"] is not None
+
+    def output(self) -> ir.Value:
+        """[T, Hq*Dv] of all tokens."""
+        sizes = [self.heads * self.dims[0], self.kv_heads * self.dims[0], self.kv_heads * self.dims[1]]
+        parts = [self.given[name] for name in "qkv"]
+        if self.told["packed"]:
+            flat = self.emit.reshape(self._value("q"), [-1, sum(sizes)])
+            inputs = [flat, self.emit.const(sizes)]
+            parts = list(self.emit.node("Split", inputs, {"axis": 1}, outputs=3).outputs)
+        rows = [self._row(row, parts) for row in self._rows()]
+        return self.emit.op("Concat", *rows, axis=0)
+
+    def _value(self, name: str) -> ir.Value:
+        value = self.given.get(name)
+        assert value is not None  # noqa: S101 - the lowering put it there
+        return value
+
+    def _rows(self) -> list[_Row]:
+        lens, starts = self.feeds[KV_LENS.name][:, 0].tolist(), self.feeds[CU_NEW_TOKENS.name].tolist()
+        rows = []
+        for index, (held, start, stop) in enumerate(zip(lens, starts, starts[1:], strict=False)):
+            past = held if self.appends else max(held - (stop - start), 0)
+            rows.append(_Row(index, start, stop, past, past + stop - start))
+        return [row for row in rows if row.stop > row.start]
+
+    def _row(self, row: _Row, parts: "list[ir.Value | None]") -> ir.Value:
+        emit, count = self.emit, row.stop - row.start
+        q = self._tokens(row, parts[0], self.heads, self.dims[0], rotated=True)
+        keys, values = (self._entries(row, name, part) for name, part in zip("kv", parts[1:], strict=True))
+        stacked = emit.reshape(q, [self.kv_heads, -1, self.dims[0]])
+        scores = emit.op("MatMul", stacked, emit.op("Transpose", keys, perm=[0, 2, 1]))
+        scores = emit.op("Mul", emit.reshape(scores, [self.heads, count, row.end]), self._float(self.told["scale"]))
+        if cap := self.told["softcap"]:
+            scores = emit.op("Mul", emit.op("Tanh", emit.op("Div", scores, self._float(cap))), self._float(cap))
+        distance = self._distances(row)
+        if self.given.get("slopes") is not None:
+            slopes = emit.reshape(self._value("slopes"), [-1, 1, 1])
+            scores = emit.op("Add", scores, emit.op("Mul", slopes, emit.const(distance, "float32")))
+        scores = emit.op("Add", scores, emit.const(np.where(self._seen(row, distance), 0, _HIDDEN), "float32"))
+        if self.given.get("sinks") is not None:
+            sinks = emit.reshape(self._value("sinks"), [-1, 1, 1])
+            column = emit.op("Expand", sinks, emit.const([self.heads, count, 1]))
+            scores = emit.op("Concat", scores, column, axis=2)
+        weights = self._slice(emit.op("Softmax", scores, axis=-1), [0], [row.end], [2])
+        mixed = emit.op("MatMul", emit.reshape(weights, [self.kv_heads, -1, row.end]), values)
+        by_head = emit.reshape(mixed, [self.heads, count, self.dims[1]])
+        return emit.reshape(emit.op("Transpose", by_head, perm=[1, 0, 2]), [count, self.heads * self.dims[1]])
+
+    def _tokens(self, row: _Row, part: "ir.Value | None", heads: int, dim: int, *, rotated: bool) -> ir.Value:
+        """[heads, n, dim] of the row's tokens."""
+        emit = self.emit
+        assert part is not None  # noqa: S101 - the lowering put it there
+        own = self._slice(part, [row.start], [row.stop], [0])
+        turned = emit.op("Transpose", emit.reshape(own, [row.stop - row.start, heads, dim]), perm=[1, 0, 2])
+        if not rotated or not self.told["rotary"]:
+            return turned
+        cos, sin = self._value("cos_table"), self._value("sin_table")
+        size = 2 * int(cos.shape[1])  # type: ignore[index,arg-type]
+        at = emit.const(np.arange(row.past, row.end)[None])
+        kind: dict[str, Any] = {"interleaved": int(self.told["rotary"] == "interleaved"), "rotary_embedding_dim": size}
+        whole = emit.reshape(turned, [1, heads, -1, dim])
+        return emit.reshape(emit.op("RotaryEmbedding", whole, cos, sin, at, **kind), [heads, -1, dim])
+
+    def _entries(self, row: _Row, name: str, part: "ir.Value | None") -> ir.Value:
+        """[H, end, dim] of the row's keys or values, this step's among them."""
+        emit, dim = self.emit, self.dims["kv".index(name)]
+        held = row.past if self.appends else row.end
+        cache = self._slice(self._value(f"{name}_cache"), [row.row, 0], [row.row + 1, held], [0, 3])
+        entries = emit.cast(emit.reshape(cache, [self.kv_heads, -1, dim]), ir.DataType.FLOAT)
+        new = self._tokens(row, part, self.kv_heads, dim, rotated=name == "k") if self.appends else None
+        scale = self.given.get(f"{name}_scale")
+        if scale is not None:
+            scale = emit.reshape(scale, [self.kv_heads, 1, dim])
+        if new is not None and scale is not None:
+            codes = emit.op("Round", emit.op("Div", new, scale))
+            new = emit.op("Clip", codes, self._float(-128), self._float(127))
+        whole = entries if new is None else emit.op("Concat", entries, new, axis=1)
+        return whole if scale is None else emit.op("Mul", whole, scale)
+
+    def _distances(self, row: _Row) -> npt.NDArray[np.int64]:
+        """[n, end]: how far behind a token an entry is."""
+        own, entries = np.arange(row.past, row.end), np.arange(row.end)
+        if self.given.get("kv_positions") is not None:
+            own = self.feeds[POSITIONS.name][row.start : row.stop]
+            entries = self.feeds[KV_POSITIONS.name][row.row, 0, : row.end]
+        return entries[None] - own[:, None]
+
+    def _seen(self, row: _Row, distance: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        seen = np.ones(distance.shape, bool)
+        if self.told["causal"]:
+            seen &= distance <= 0
+        if self.told["window"] > 0:
+            seen &= distance > -self.told["window"]
+        if self.given.get("kv_positions") is not None:
+            seen &= self.feeds[KV_POSITIONS.name][row.row, 0, : row.end] >= 0
+        return seen
+
+    def _slice(self, value: ir.Value, starts: list[int], stops: list[int], axes: list[int]) -> ir.Value:
+        return self.emit.op("Slice", value, *(self.emit.const(each) for each in (starts, stops, axes)))
+
+    def _float(self, value: Any) -> ir.Value:
+        return self.emit.const(value, "float32")

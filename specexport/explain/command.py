@@ -10,9 +10,11 @@ import click
 from specexport_runtime.cli.options import (
     check_of_use,
     drafting_options,
+    engine_flag,
     sampling_options,
     sampling_params,
     take_drafting,
+    take_engine_options,
 )
 
 if TYPE_CHECKING:
@@ -20,7 +22,6 @@ if TYPE_CHECKING:
     from specexport_runtime.sequences.records import RoundTrace
 
 WARMUP_TOKENS = 8
-_LIMITS = ("match_length", "max_model_len", "num_threads", "spin", "lora")
 
 
 @click.command()
@@ -31,10 +32,10 @@ _LIMITS = ("match_length", "max_model_len", "num_threads", "spin", "lora")
 @drafting_options
 @click.option("--reference", type=click.Path(path_type=Path), help="UTF-8 text file that lookup may copy from.")
 @sampling_options
-@click.option("--match-length", type=int, help="Fewest tokens that lookup must match.  [default: 2]")
-@click.option("--max-model-len", type=int, help="Most tokens of a sequence.  [default: the bundle's limit]")
-@click.option("--threads", "num_threads", type=int, help="Compute threads.  [default: the cores available]")
-@click.option("--spin/--no-spin", default=True, show_default=True, help="Let idle threads spin.")
+@engine_flag("match_length")
+@engine_flag("max_model_len")
+@engine_flag("num_threads")
+@engine_flag("spin")
 @click.option("--color/--no-color", "colour", default=None, help="Colour draft tokens.  [default: on a terminal]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 def explain(
@@ -54,18 +55,16 @@ def explain(
     """
     from specexport_runtime.cli.prompts import read_prompts, read_text
     from specexport_runtime.engine import SpecEngine
-    from specexport_runtime.executors.open import check_threads
 
-    check_threads(options["num_threads"], "--threads")
-    limits = {name: options.pop(name) for name in _LIMITS}
+    engine_options = take_engine_options(options)
     asked = take_drafting(options)
     params = sampling_params(options)
-    check_of_use(limits, asked, params)
+    check_of_use(engine_options, asked, params)
     drafting: dict[str, Any] = {**asked}
     (item,) = read_prompts(prompt, prompt_file, None)
     if reference is not None:
         drafting["references"] = [read_text(reference)]
-    engine = SpecEngine.load(bundle, enable_prefix_caching=False, max_num_seqs=1, share_threads=True, **limits)
+    engine = SpecEngine.load(bundle, engine_options, enable_prefix_caching=False, max_num_seqs=1, share_threads=True)
     try:
         text = engine.format_chat([{"role": "user", "content": item.text}]) if chat else item.text
         result, trace = _decode(engine, text, params, drafting)

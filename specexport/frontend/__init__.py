@@ -18,12 +18,10 @@ if TYPE_CHECKING:
 
     from specexport.channel_ranges import CacheRange
     from specexport.frontend.calibrate import activation_ranges
-    from specexport.frontend.load import count_layers, load_checkpoint
-    from specexport.frontend.lora_fit import read_adapter
-    from specexport.frontend.lora_merge import low_ranks, merge_adapter, with_adapter
+    from specexport.frontend.layers import FeatureRequest
+    from specexport.frontend.load import count_layers, load_checkpoint, round_weights
+    from specexport.frontend.lora_fit import low_ranks, merge_adapter, read_adapter, with_adapter
     from specexport.frontend.prune import choose_layers, drop_layers
-    from specexport.frontend.rounded import round_weights
-    from specexport.frontend.taps import FeatureRequest
     from specexport.frontend.trace import TracedModel
 
 __all__ = [
@@ -52,11 +50,11 @@ _MODULES = {
     "count_layers": "specexport.frontend.load",
     "drop_layers": "specexport.frontend.prune",
     "load_checkpoint": "specexport.frontend.load",
-    "low_ranks": "specexport.frontend.lora_merge",
-    "merge_adapter": "specexport.frontend.lora_merge",
+    "low_ranks": "specexport.frontend.lora_fit",
+    "merge_adapter": "specexport.frontend.lora_fit",
     "read_adapter": "specexport.frontend.lora_fit",
-    "round_weights": "specexport.frontend.rounded",
-    "with_adapter": "specexport.frontend.lora_merge",
+    "round_weights": "specexport.frontend.load",
+    "with_adapter": "specexport.frontend.lora_fit",
 }
 
 if not TYPE_CHECKING:
@@ -73,7 +71,7 @@ def cache_ranges(checkpoint: Checkpoint, pieces: "Seq[npt.NDArray[np.int64]]", *
 
     Raises ``UnsupportedModelError`` if the model cannot be exported.
     """
-    from specexport.frontend.calibrate_kv import cache_ranges as measure
+    from specexport.frontend.calibrate import cache_ranges as measure
     from specexport.frontend.experts import traceable_experts
     from specexport.frontend.geometry import probe_layers
     from specexport.frontend.streaming import stand_ins

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import specexport.ops.torch_op  # noqa: F401 - registers torch.ops.specexport.unpadded_attention
+import specexport.ops.torch_ops  # noqa: F401 - registers torch.ops.specexport.unpadded_attention
 from specexport.frontend.outside import is_outside, outside_hook
 from specexport.frontend.short import is_held
 from specexport_runtime.abi import LayerGeometry

@@ -1,4 +1,4 @@
-"""How large the inputs of a model's linear layers get on texts."""
+"""How large the inputs of a model's linear layers get on texts, and keys and values in its KV caches."""
 
 import contextlib
 from collections.abc import Sequence as Seq
@@ -9,8 +9,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from specexport.channel_ranges import ChannelRanges
+from specexport.channel_ranges import CacheRange, ChannelRanges
+from specexport.frontend.check import empty_states, packed_step
 from specexport.frontend.checkpoint import Checkpoint
+from specexport.frontend.geometry import ModelCalls
 from specexport.frontend.streaming import streamed
 from specexport.frontend.trace import WEIGHT_PREFIX
 
@@ -84,3 +86,32 @@ def _batches(pieces: Seq[npt.NDArray[np.int64]]) -> list[npt.NDArray[np.int64]]:
     """Pieces of one length as one batch [n, T], so that weights are read once for all of them."""
     lengths = dict.fromkeys(len(piece) for piece in pieces)
     return [np.stack([piece for piece in pieces if len(piece) == length]) for length in lengths]
+
+
+def cache_ranges(
+    checkpoint: Checkpoint, calls: ModelCalls, pieces: Seq[npt.NDArray[np.int64]], max_len: int
+) -> list[CacheRange]:
+    """See ``specexport.frontend.cache_ranges``; ``calls`` is what the layers ask for."""
+    model = checkpoint.model
+    # Rotation moves what is large in one channel into another, by position: texts begin all over the positions.
+    room = max(0, max_len - max(map(len, pieces)))
+    starts = np.linspace(0, room, len(pieces), dtype=np.int64)
+    lengths = [len(piece) for piece in pieces]
+    caches = []
+    for heads, k_dim, v_dim in (call.geometry for call in calls.attention):
+        caches += [torch.zeros(len(pieces), 1, heads, max(lengths), dim, dtype=model.dtype) for dim in (k_dim, v_dim)]
+    with streamed(model, checkpoint.stored):
+        _, filled = packed_step(
+            model,
+            calls,
+            tokens=np.concatenate(pieces),
+            positions=np.concatenate([np.arange(n) + start for n, start in zip(lengths, starts, strict=True)]),
+            kv_lens=[0] * len(pieces),
+            counts=lengths,
+            kept=[*caches, *empty_states(calls, len(pieces))],
+            logit_rows=[0],
+        )
+    found = [
+        cache.abs().amax(dim=(0, 1, 3)).flatten().float().numpy() for cache in filled[: len(caches)]
+    ]  # zeros where none were
+    return [CacheRange(keys, values) for keys, values in zip(found[0::2], found[1::2], strict=True)]

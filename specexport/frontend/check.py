@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specexport.frontend.attention import implementation
-from specexport.frontend.calls import ModelCalls
+from specexport.frontend.geometry import ModelCalls
 from specexport.frontend.refuse import refuse
 from specexport_runtime.abi import STATE_STEPS, STEP_INPUTS, state_shapes
 

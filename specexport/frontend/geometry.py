@@ -6,22 +6,28 @@ compares the mask that transformers would build for each layer with the one the 
 
 from bisect import bisect_left
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from specexport.frontend.attention import HOOK_NAME, AttentionContext, LayerCall, ScoreTerms, attention_hook
-from specexport.frontend.calls import ModelCalls
 from specexport.frontend.logit_rows import logit_rows
 from specexport.frontend.recurrence import RecurrenceCall, RecurrenceContext, check_functions, recurrence_hook
 from specexport.frontend.refuse import HINT, check_layers, check_states, refuse
-from specexport.ops.recurrence import LINEAR_ATTENTION
+from specexport.ops.spec import LINEAR_ATTENTION
 from specexport_runtime.errors import UnsupportedModelError
 
 _PROBE_TOKENS = 3
 _FAR = 10_000_019
 """A position behind every window."""
+
+
+class ModelCalls(NamedTuple):
+    """The calls of attention and of recurrences, in the order of the forward pass."""
+
+    attention: tuple[LayerCall, ...]
+    recurrences: tuple[RecurrenceCall, ...] = ()  # of layers that keep a state
 
 
 def probe_layers(model: Any) -> ModelCalls:

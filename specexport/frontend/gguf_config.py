@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specexport.frontend.gguf_fields import architecture, read
+from specexport.frontend.gguf_reader import architecture, read
 from specexport.frontend.source import Source
 from specexport_runtime.errors import CheckpointError
 

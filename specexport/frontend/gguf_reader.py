@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from specexport.frontend.gguf_fields import read
 from specexport.frontend.source import SMALLEST_SPLIT, Source
 from specexport_runtime.errors import CheckpointError
 
@@ -128,3 +127,14 @@ def _more_architectures() -> Iterator[None]:
         for name in added:
             del tables[name]
             known.remove(name)
+
+
+def read(reader: Any, key: str) -> Any:
+    """The value of a key: a number, text, a bool, or a list of one kind of these; None if the file has no such key."""
+    field = reader.fields.get(key)
+    return None if field is None else field.contents()
+
+
+def architecture(reader: Any) -> str:
+    """GGUF's own name of the model's architecture, which begins the keys of its settings; empty if it is not said."""
+    return str(read(reader, "general.architecture") or "")

@@ -7,7 +7,7 @@ ends a text at one token only; and it puts a space before every sentencepiece te
 import json
 from typing import Any
 
-from specexport.frontend.gguf_fields import read
+from specexport.frontend.gguf_reader import read
 from specexport.frontend.source import Source
 from specexport.frontend.tokenizer import TokenizerParts
 from specexport_runtime.errors import CheckpointError

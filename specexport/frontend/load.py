@@ -7,26 +7,32 @@ they are, and the model has no data of them; see ``stored``.
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from specexport.frontend.checkpoint import Checkpoint
+from specexport.frontend.config_checks import (
+    check_layer_lists,
+    check_no_bias_left,
+    check_no_gguf_bias_left,
+    check_no_layer_left,
+    check_stated_ids,
+    unknown_kind,
+)
 from specexport.frontend.gguf_config import correct_config
-from specexport.frontend.gguf_experts import check_experts, holds_experts
 from specexport.frontend.gguf_reader import open_reader, shared
-from specexport.frontend.gguf_rows import Conversion
+from specexport.frontend.gguf_rows import Conversion, check_experts, holds_experts
 from specexport.frontend.gguf_tokenizer import honour_file
 from specexport.frontend.kept import check_formats, kept_weights
-from specexport.frontend.layer_list import check_layer_lists, check_no_layer_left, unknown_kind
-from specexport.frontend.left_out import check_no_bias_left, check_no_gguf_bias_left
 from specexport.frontend.packed import Packed, name_packed, read_packed
 from specexport.frontend.rope import max_positions, plain_positions, unknown_rope_types
-from specexport.frontend.rounded import refuse_overflow
 from specexport.frontend.short import plain_length
 from specexport.frontend.source import PACKED_METHODS, Source, hash_source, resolve_source
-from specexport.frontend.stated_ids import check_stated_ids
-from specexport.frontend.stored import StoredWeight
+from specexport.frontend.stored import Stored, StoredWeight
 from specexport.frontend.streaming import load_all
 from specexport.frontend.tagged import Tags, tagged_gguf, tagged_safetensors
 from specexport.frontend.tokenizer import collect_eos_ids, load_tokenizer
@@ -295,3 +301,36 @@ def quiet_transformers() -> Iterator[None]:
         hf_logging.set_verbosity(verbosity)
         if bars:
             hf_logging.enable_progress_bar()
+
+
+def round_weights(checkpoint: Checkpoint, dtype: str) -> None:
+    """Give each weight the value that it has in ``dtype``, a numpy name; the model's own type stays.
+
+    Raises ``CheckpointError`` if one is larger than float16 can hold, where that is ``dtype``.
+    """
+    kind = getattr(torch, dtype)
+    for parameter in checkpoint.model.parameters():
+        if not parameter.is_meta:  # those are in ``stored``
+            parameter.data = _rounded(parameter.data, kind)
+    checkpoint.stored = {
+        name: replace(weight, rows=partial(_rounded_rows, weight.rows, kind))
+        for name, weight in checkpoint.stored.items()
+    }
+    if kind == torch.float16:
+        refuse_overflow(checkpoint.source, checkpoint.model, checkpoint.stored)
+
+
+def refuse_overflow(source: str, model: Any, stored: Stored) -> None:
+    """Refuse (``CheckpointError``) weights beyond 65504, the end of float16, which have become infinite by now."""
+    for name, weight in model.named_parameters():
+        found = stored[name].parts() if name in stored else [weight]
+        if not all(bool(torch.isfinite(part).all()) for part in found):
+            raise CheckpointError(f"{source}: {name} holds values that float16 cannot.", "use --dtype bfloat16.")
+
+
+def _rounded(values: Tensor, kind: torch.dtype) -> Tensor:
+    return values.to(kind).to(values.dtype)
+
+
+def _rounded_rows(rows: Any, kind: torch.dtype, start: int, stop: int) -> Tensor:
+    return _rounded(rows(start, stop), kind)

@@ -1,4 +1,8 @@
-"""Checkpoints of GPTQ, AWQ and compressed-tensors: read from safetensors, without the libraries that made them."""
+"""Checkpoints of GPTQ, AWQ and compressed-tensors: read from safetensors, without the libraries that made them.
+
+Packed weights must lie around zero, as those of trained models do. A zero that is read one step off moves every weight
+of a layer by one step, and a comparison with floats of the same reading does not show it.
+"""
 
 import json
 import re
@@ -11,7 +15,6 @@ import torch
 from torch import Tensor
 
 from specexport.frontend.packed_blocks import awq_weight, compressed_weight, gptq_weight
-from specexport.frontend.packed_centre import check_centre
 from specexport.frontend.source import PACKED_PARTS, Source
 from specexport.frontend.tagged import SMALLEST_RANK, Tags
 from specexport.frontend.trace import WEIGHT_PREFIX
@@ -35,6 +38,11 @@ _EXPERT_PARTS = {
 }
 """What transformers makes of an expert's layer: the parameter that stacks it, and whether it comes first or second."""
 _RENAMED_BLOCK = ("block_sparse_moe", "mlp")
+
+_ROWS = 256  # of a layer, from all over it
+_OFF = (0.75, 1.5)
+"""Steps from zero where another reading, one step away, is the better one. Uniform codes lie half a step off."""
+_SURE = 4.0  # standard errors
 
 
 class Packed(NamedTuple):
@@ -229,3 +237,36 @@ def _check_zeros(tensors: Mapping[str, np.ndarray], settings: Mapping[str, Any])
 def _numpy(tensor: torch.Tensor) -> np.ndarray:
     array: np.ndarray = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
     return array
+
+
+def check_centre(source: Source, weights: Mapping[str, BlockWeight], settings: Mapping[str, Any]) -> None:
+    """Refuse weights (by layer) about one step off zero: the median over the layers of their mean, in steps."""
+    found = [_centre(weight) for weight in weights.values()]
+    if not found:
+        return
+    means, errors = (np.array(values) for values in zip(*found, strict=True))
+    centre = float(np.median(means))
+    spread = 1.4826 * float(np.median(np.abs(means - centre)))
+    error = 1.2533 * max(spread, float(np.median(errors))) / len(found) ** 0.5
+    if not max(_OFF[0], _SURE * error) < abs(centre) < _OFF[1]:
+        return
+    hint = "give the checkpoint that it was quantized from."
+    if settings["quant_method"] == "gptq":
+        other = "gptq" if settings.get("checkpoint_format", "gptq") == "gptq_v2" else "gptq_v2"
+        hint = f"set checkpoint_format in quantization_config to {other} if it was made so, or {hint}"
+    raise CheckpointError(
+        f"{source.name}: its packed weights lie {centre:+.2f} steps beside zero on average, as where zeros are read "
+        "otherwise than they were stored.",
+        hint,
+    )
+
+
+def _centre(weight: BlockWeight) -> tuple[float, float]:
+    """Mean of a weight in steps of its blocks, and its standard error."""
+    rows = np.unique(np.linspace(0, weight.shape[0] - 1, min(_ROWS, weight.shape[0])).astype(np.int64))
+    blocks = weight.read(rows)
+    steps = blocks.codes.astype(np.float32).reshape(*blocks.scales.shape, -1) - (1 << (weight.form.bits - 1))
+    if blocks.offsets is not None:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            steps += np.nan_to_num(blocks.offsets / blocks.scales, posinf=0.0, neginf=0.0)[..., None]
+    return float(steps.mean()), float(steps.std()) / steps.size**0.5

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import specexport.ops.torch_recurrence  # noqa: F401 - registers the torch ops
-from specexport.ops.recurrence import CAUSAL_CONV, LINEAR_ATTENTION
+import specexport.ops.torch_ops  # noqa: F401 - registers the torch ops
+from specexport.ops.spec import CAUSAL_CONV, LINEAR_ATTENTION
 from specexport_runtime.abi import StateGeometry
 from specexport_runtime.errors import UnsupportedModelError
 

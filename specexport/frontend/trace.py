@@ -19,19 +19,17 @@ import torch
 from torch import Tensor
 
 from specexport.frontend.attention import AttentionContext, LayerCall, ScoreTerms, attention_hook, unpadded_attention
-from specexport.frontend.calls import ModelCalls
 from specexport.frontend.complex_pairs import complex_as_pairs
+from specexport.frontend.geometry import ModelCalls
+from specexport.frontend.layers import FeatureRequest, tapped
 from specexport.frontend.logit_rows import logit_rows
 from specexport.frontend.positions import positions_hook
 from specexport.frontend.recurrence import RecurrenceCall, RecurrenceContext, recur, recurrence_hook
 from specexport.frontend.refuse import refuse
 from specexport.frontend.stored import Stored, stored_tensor
 from specexport.frontend.streaming import blanks
-from specexport.frontend.taps import FeatureRequest, tapped
-from specexport.ops.experts import EXPERTS
 from specexport.ops.onnx_op import build_translation, register_schema
-from specexport.ops.recurrence import RECURRENCES
-from specexport.ops.spec import DIM_NAMES, UNPADDED_ATTENTION
+from specexport.ops.spec import DIM_NAMES, EXPERTS, RECURRENCES, UNPADDED_ATTENTION
 from specexport_runtime.abi import (
     CACHE_INPUTS,
     FEATURES,

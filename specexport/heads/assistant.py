@@ -17,11 +17,10 @@ from torch import Tensor, nn
 
 from specexport.frontend.attention import AttentionContext, LayerCall, ScoreTerms, attention_hook, unpadded_attention
 from specexport.frontend.trace import TracedModel, trace_step
-from specexport.heads.assistant_body import make_body
 from specexport.heads.config import AssistantShape, HeadConfig
 from specexport.heads.files import HeadFiles
 from specexport.heads.loaded import LoadedHead, TargetTables, fill_module, load_projection
-from specexport.heads.read_assistant import FULL, ORDERING, SLIDING
+from specexport.heads.read_assistant import FULL, ORDERING, SLIDING, make_body
 from specexport_runtime.abi import LOGITS, NEXT_FEATURES, STEP_INPUTS, TOKEN_FEATURES
 from specexport_runtime.errors import CheckpointError
 

@@ -17,8 +17,7 @@ from torch.nn import functional
 from specexport.heads.config import HeadConfig
 from specexport.heads.files import HeadFiles
 from specexport.heads.loaded import LoadedHead, TargetTables, fill_module, load_projection
-from specexport.heads.modules import RunModule, make_body, through_layer
-from specexport.heads.own_rows import answer_by_head
+from specexport.heads.modules import RunModule, answer_by_head, make_body, through_layer
 from specexport.heads.read_hydra import EMBEDDING, PREFIX, UNREAD, block_name, first_block, lm_head_name
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 

@@ -5,8 +5,7 @@ import torch
 
 from specexport.heads.config import HeadConfig
 from specexport.heads.files import MASK, HeadFiles
-from specexport.heads.kinds import make_head
-from specexport.heads.loaded import LoadedHead, TargetTables, fill_module, load_projection
+from specexport.heads.loaded import LoadedHead, TargetTables, fill_module, load_projection, make_head
 from specexport.heads.modules import FeatureProjection, make_body
 from specexport.heads.mtp import load_body
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError

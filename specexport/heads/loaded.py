@@ -8,8 +8,7 @@ from torch import Tensor
 
 from specexport.heads.config import HeadConfig
 from specexport.heads.files import HeadFiles
-from specexport.heads.kinds import make_projection
-from specexport.heads.modules import FeatureProjection
+from specexport.heads.modules import DraftHead, FeatureProjection
 from specexport_runtime.errors import CheckpointError
 from specexport_runtime.executors.base import Float32Array, Int32Array
 
@@ -60,3 +59,20 @@ def fill_module(module: Any, files: HeadFiles, names: Mapping[str, str]) -> None
                 "give a head whose config.json belongs to its weights.",
             )
     module.load_state_dict({name: files.tensor(stored) for name, stored in names.items()}, strict=False, assign=True)
+
+
+def make_head(config: HeadConfig) -> DraftHead:
+    """A head of the configuration's kind, before it is given weights."""
+    from specexport.heads.dflash import BlockHead
+    from specexport.heads.modules import Eagle3Head, EagleHead
+    from specexport.heads.mtp import MtpHead
+
+    kinds = {"eagle3": Eagle3Head, "eagle": EagleHead, "mtp": MtpHead, "dflash": BlockHead}
+    return kinds[config.kind](config)
+
+
+def make_projection(config: HeadConfig) -> FeatureProjection:
+    """What is part of the target's graph for a head, before it is given weights."""
+    from specexport.heads.dflash import ContextProjection
+
+    return ContextProjection(config) if config.kind == "dflash" else FeatureProjection(config)

@@ -1,4 +1,8 @@
-"""Draft heads in torch: the published equations over transformers' own decoder layers. What is traced and trained."""
+"""Draft heads in torch: the published equations over transformers' own decoder layers. What is traced and trained.
+
+EAGLE reads the embedding of a token and the feature before it (Li et al. 2024, 2025). Heads of other kinds are in files
+of their own.
+"""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -114,3 +118,64 @@ def norm_class(config: HeadConfig) -> Callable[[int], Any]:
         kind = type(make_body(config).norm)
     eps = float(config.layer_config.get("rms_norm_eps", 1e-6))
     return lambda width: kind(width, eps=eps)
+
+
+class EagleHead(DraftHead):
+    """EAGLE-1 and 2: a linear layer joins both, and decoder layers follow, without a norm before or behind them."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__(config)
+        bias = bool(config.layer_config.get("bias", True))
+        self.fc = nn.Linear(config.target_hidden_size + config.hidden_size, config.hidden_size, bias=bias)
+        self.body.layers[0].input_layernorm = nn.Identity()  # the file has none
+        self.body.norm = nn.Identity()
+
+    def hidden(self, embedded: Tensor, features: Tensor, run: RunModule) -> Tensor:
+        """See :meth:`DraftHead.hidden`."""
+        state: Tensor = self.fc(self.side_by_side(embedded, features))
+        for layer in self.body.layers:
+            state = through_layer(layer, state, run)
+        return state
+
+
+class Eagle3Head(DraftHead):
+    """EAGLE-3 and P-EAGLE: the attention of the first layer reads both side by side."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__(config)
+        width, first = config.hidden_size, self.body.layers[0]
+        first.hidden_norm = norm_class(config)(width)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            old = getattr(first.self_attn, name)
+            setattr(first.self_attn, name, nn.Linear(2 * width, old.out_features, bias=old.bias is not None))
+
+    def hidden(self, embedded: Tensor, features: Tensor, run: RunModule) -> Tensor:
+        """See :meth:`DraftHead.hidden`."""
+        first, *others = self.body.layers
+        normed = first.hidden_norm(features)
+        both = self.side_by_side(first.input_layernorm(embedded), normed)
+        residual = normed if self.head_config.norm_before_residual else features
+        state: Tensor = residual + run(first.self_attn, both)
+        state = state + first.mlp(first.post_attention_layernorm(state))
+        for layer in others:
+            state = through_layer(layer, state, run)
+        return state
+
+
+def answer_by_head(numbers: Tensor, count: int, answer: Callable[[int, Tensor], Tensor]) -> Tensor:
+    """What heads say of the rows that ask them [R, ·], in the order of the rows.
+
+    ``numbers`` int64 [R] has the head that each row asks; a number beyond the last head means the last.
+    ``answer(number, mine)`` gives what a head says [n, ·] of the rows ``mine`` int64 [n]. A head that no row asks
+    computes nothing.
+    """
+    numbers = numbers.clamp(0, count - 1)
+    parts, rows = [], torch.zeros_like(numbers)
+    before = torch.zeros((), dtype=torch.int64)
+    for number in range(count):
+        mine = numbers == number
+        parts.append(answer(number, mine.nonzero().flatten()))
+        counted = mine.to(torch.int64)
+        rows = rows + counted * (before + counted.cumsum(0) - 1)
+        before = before + counted.sum()
+    return torch.cat(parts).index_select(0, rows)

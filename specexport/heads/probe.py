@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from specexport.frontend.taps import tapped
+from specexport.frontend.layers import tapped
 from specexport.heads.assistant import Caches, Places, draft_steps, read_caches
 from specexport.heads.config import HeadConfig
 from specexport.heads.dflash import first_guesses

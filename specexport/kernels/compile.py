@@ -1,4 +1,7 @@
-"""Ahead-of-time compilation of the kernels for an architecture. Needs Triton and no GPU."""
+"""Ahead-of-time compilation of the kernels for an architecture. Needs Triton and no GPU.
+
+Triton adds parameters to the entry of a kernel's PTX, which are taken off.
+"""
 
 import re
 import subprocess
@@ -6,10 +9,12 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specexport.kernels.ptx import PtxParameter, drop_trailing_parameters, entry_name, entry_parameters
 from specexport.kernels.spec import KernelSpec
 from specexport.kernels.tuning import SHARED_BYTES, TileConfig, check_sm
 from specexport_runtime.errors import CheckFailedError, MissingDependencyError, UserInputError
+
+_ENTRY = re.compile(r"\.entry\s+(?P<name>[\w$]+)\s*\((?P<parameters>[^)]*)\)")
+_PARAMETER = re.compile(r"\.param\s+\.(?P<type>\w+)\s+(?:\.ptr\s+(?:\.\w+\s+)*?(?:\.align\s+\d+\s+)?)?(?P<name>[\w$]+)")
 
 SCRATCH_PARAMETERS = ("u64", "u64")
 """Triton ends each entry with pointers to global and to profiling scratch memory, used or not."""
@@ -20,6 +25,54 @@ POINTER_ALIGNMENT = 16
 
 COMPILE_OPTIONS = {"ptx_version": 87, "enable_fp_fusion": True}
 """PTX 8.7 is the first that knows sm 120, and read by drivers of CUDA 12.8 and later. Triton would write the latest."""
+
+
+class PtxParameter(NamedTuple):
+    """One parameter of an entry: its type (``u64``, ``u32``) and its name in the PTX."""
+
+    type: str
+    name: str
+
+
+def _entry(ptx: str) -> "re.Match[str]":
+    entries = list(_ENTRY.finditer(ptx))
+    if len(entries) != 1:
+        raise CheckFailedError(f"The PTX has {len(entries)} entries, one is expected.")
+    return entries[0]
+
+
+def entry_name(ptx: str) -> str:
+    """Name of the one entry; CheckFailedError if there is not exactly one."""
+    return _entry(ptx)["name"]
+
+
+def entry_parameters(ptx: str) -> tuple[PtxParameter, ...]:
+    """Parameters of the one entry, in order; CheckFailedError if one is written in an unknown way."""
+    found = []
+    for text in filter(str.strip, _entry(ptx)["parameters"].split(",")):
+        match = _PARAMETER.fullmatch(" ".join(text.split()))
+        if match is None:
+            raise CheckFailedError(f"Unknown form of a PTX parameter: {text.strip()!r}.")
+        found.append(PtxParameter(match["type"], match["name"]))
+    return tuple(found)
+
+
+def drop_trailing_parameters(ptx: str, count: int) -> str:
+    """The PTX without the last ``count`` parameters of its entry, which its code must not use.
+
+    A launcher that does not know of them would leave the driver reading beyond its argument list. CheckFailedError if
+    the code uses one of them, or there are fewer.
+    """
+    parameters = entry_parameters(ptx)
+    if len(parameters) < count:
+        raise CheckFailedError(f"The PTX has {len(parameters)} parameters, {count} cannot be dropped.")
+    entry = _entry(ptx)
+    body = ptx[entry.end() :]
+    for parameter in parameters[len(parameters) - count :]:
+        if re.search(rf"(?<![\w$]){re.escape(parameter.name)}(?![\w$])", body):
+            raise CheckFailedError(f"The kernel uses the PTX parameter {parameter.name}, which is to be dropped.")
+    kept = entry["parameters"].split(",")[: len(parameters) - count]
+    return f"{ptx[: entry.start('parameters')]}{','.join(kept)}\n{ptx[entry.end('parameters') :]}"
 
 
 class CompiledKernel(NamedTuple):

@@ -8,8 +8,8 @@ measure time.
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from specexport.kernels.combine import combine_splits as combine_splits_kernel
-from specexport.kernels.kv_append import kv_append as kv_append_kernel
+from specexport.kernels.ragged_attention import combine_splits as combine_splits_kernel
+from specexport.kernels.ragged_attention import kv_append as kv_append_kernel
 from specexport.kernels.ragged_attention import ragged_attention as ragged_attention_kernel
 from specexport.kernels.signatures import Signature
 from specexport.kernels.spec import KernelSpec

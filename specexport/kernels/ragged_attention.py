@@ -1,7 +1,8 @@
-"""Kernel of attention for packed queries over an unpadded KV cache: any number of new tokens a row.
+"""Kernels of attention for packed queries over an unpadded KV cache: any number of new tokens a row.
 
-A program takes one tile of one row's queries, one KV head and one part of the row's entries. The query heads that share
-a KV head are stacked in the tile (``BLOCK_M`` rows hold tokens times heads), so each entry is loaded once for all of
+``kv_append`` writes a step's keys and values into each row's cache, in place, and ``ragged_attention`` reads them. A
+program takes one tile of one row's queries, one KV head and one part of the row's entries. The query heads that share a
+KV head are stacked in the tile (``BLOCK_M`` rows hold tokens times heads), so each entry is loaded once for all of
 them. The softmax is computed online in float32 [Milakov and Gimelshein 2018; Dao et al. 2022, algorithm 1], in base 2.
 With several splits a program leaves its unnormalised sum and its (maximum, sum of weights) for ``combine_splits``
 [Flash-Decoding, Dao et al. 2023].
@@ -12,7 +13,7 @@ With several splits a program leaves its unnormalised sum and its (maximum, sum 
 import triton
 import triton.language as tl
 
-from specexport.kernels.tiles import find_tile, load_entries, sees_causal, sees_tree
+from specexport.kernels.tiles import find_tile, find_token_rows, load_entries, sees_causal, sees_tree
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -157,3 +158,66 @@ def ragged_attention(
             acc, weight, top, tokens, heads, valid, num_tokens, output, partial_acc, partial_stats,
             KV_HEADS * GROUP, DV, BLOCK_DV, NUM_SPLITS,
         )  # fmt: skip
+
+
+@triton.jit
+def copy_tokens(
+    source, cache, tokens, rows, entries, valid, capacity, KV_HEADS, D: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Copy one head of ``tokens`` [BLOCK_T] to ``entries`` of ``rows``, where ``valid``."""
+    head = tl.program_id(1)
+    columns = tl.arange(0, BLOCK_D)
+    mask = valid[:, None] & (columns < D)[None, :]
+    read_at = (tokens.to(tl.int64) * KV_HEADS + head) * D
+    write_at = ((rows.to(tl.int64) * KV_HEADS + head) * capacity + entries) * D
+    block = tl.load(source + read_at[:, None] + columns[None, :], mask=mask, other=0.0)
+    tl.store(cache + write_at[:, None] + columns[None, :], block, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_seqs", "kv_capacity"])
+def kv_append(  # the outputs are the cache inputs' own memory
+    k, v, k_cache, v_cache, kv_lens, cu_new_tokens,  # noqa: ARG001
+    num_tokens, num_seqs, kv_capacity,
+    k_cache_out, v_cache_out,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Write token ``j`` of row ``b`` to entry ``kv_lens[b] + j``. Grid (token blocks, KV heads).
+
+    Padding tokens, and tokens for which a row has no room left, are written nowhere.
+    """
+    tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    rows = find_token_rows(cu_new_tokens, num_seqs, tokens)
+    valid = (tokens < num_tokens) & (rows < num_seqs)
+    start = tl.load(cu_new_tokens + rows, mask=valid, other=0)
+    entries = tl.load(kv_lens + rows, mask=valid, other=0) + tokens - start
+    # Of real steps only the capacity cuts anything; a builder that times kernels gives them meaningless numbers.
+    valid = valid & (entries >= 0) & (entries < kv_capacity)
+    copy_tokens(k, k_cache_out, tokens, rows, entries, valid, kv_capacity, KV_HEADS, D, BLOCK_D)
+    copy_tokens(v, v_cache_out, tokens, rows, entries, valid, kv_capacity, KV_HEADS, DV, BLOCK_DV)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def combine_splits(
+    partial_acc, partial_stats, num_tokens, output,
+    HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, NUM_SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Weigh each split's sum by exp2(its maximum - the overall one). Grid (tokens, query heads).
+
+    A split that saw nothing has weight 0 and its sum is not read; where all saw nothing the output is 0.
+    """
+    at = tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)
+    splits = tl.arange(0, BLOCK_S)
+    parts = splits.to(tl.int64) * num_tokens * HEADS + at
+    top = tl.load(partial_stats + parts * 2, mask=splits < NUM_SPLITS, other=-float("inf"))
+    weight = tl.load(partial_stats + parts * 2 + 1, mask=splits < NUM_SPLITS, other=0.0)
+    used = weight > 0
+    highest = tl.max(top, 0)
+    shift = tl.where(highest == -float("inf"), 0.0, highest)  # -inf - -inf is no number
+    factor = tl.where(used, tl.exp2(top - shift), 0.0)
+    columns = tl.arange(0, BLOCK_DV)
+    mask = used[:, None] & (columns < DV)[None, :]
+    acc = tl.load(partial_acc + parts[:, None] * DV + columns[None, :], mask=mask, other=0.0)
+    total = tl.sum(weight * factor, 0)
+    result = tl.sum(acc * factor[:, None], 0) / tl.where(total > 0, total, 1.0)
+    tl.store(output + at * DV + columns, result.to(output.dtype.element_ty), mask=columns < DV)

@@ -2,16 +2,27 @@
 
 It takes what the contract's operator takes, less the step inputs that say the same thing twice, and what fusions have
 put into the node: rotary tables, scales of int8 caches, and q, k and v as one tensor.
+
+ONNX Runtime's kernels of some operators compute several values at a time, and the last ones of a tensor otherwise. A
+token's bits would depend on how many tokens a step has, wherever its values are no multiple of what a kernel takes at
+once: rotary angles of 10 or of 2 frequencies, and softplus of any number of heads. So these are made to go value by
+value. Measured with ONNX Runtime 1.31.
+
+Caches may be int8: a quarter of float32's memory, with a fixed scale for each channel of each layer. The operator
+rounds new keys and values when it appends them, and reads all entries as they are stored, those of the step's own
+tokens too. So a token's result does not depend on the step it is in.
 """
 
+from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
-from specexport.lowering.causal import is_causal
-from specexport.lowering.fuse import appends, packed_qkv, remove_dead_nodes, rotary_kind
+import numpy as np
+
+from specexport.channel_ranges import CacheRange, FloatVector
+from specexport.lowering.common import drop_unused_step_inputs, is_causal
+from specexport.lowering.fuse import ROTARY_INPUTS, appends, packed_qkv, remove_dead_nodes, rotary_kind
 from specexport.lowering.recurrence import lower_recurrences
-from specexport.lowering.step_inputs import drop_unused_step_inputs
-from specexport.lowering.value_by_value import make_value_by_value
-from specexport.onnx_emit import Emitter, add_input
+from specexport.onnx_emit import Emitter, add_input, constant, set_inputs
 from specexport.ops.spec import DIM_NAMES, UNPADDED_ATTENTION
 from specexport.passes.block_experts import put_float_experts
 from specexport_runtime.abi import KV_POSITIONS, OP_DOMAIN, OP_NAME, POSITIONS
@@ -26,6 +37,15 @@ INPUTS = (
     *(*_FUSED, "positions", "kv_positions"),
 )
 """Inputs of our operator by name, in order; ``positions`` and ``kv_positions`` are those of padded-KV graphs."""
+
+_CONTRIB = "com.microsoft"
+_WHOLE_ONLY = {"Sin", "Cos", "Log"}
+_AT_ONCE = 16
+"""More than any kernel takes at once: 64 bytes."""
+
+_CACHES = (3, 4)
+_FIRST_SCALE = ROTARY_INPUTS[-1] + 1  # of a node's inputs: scales of keys and of values, float32 [H * D] each
+_LARGEST = 127
 
 
 def lower_ort_cpu(ir_model: "ir.Model", *, padded_kv: bool = False) -> None:
@@ -73,3 +93,74 @@ def _replace(ir_model: "ir.Model", node: "ir.Node", told: "dict[str, ir.Value | 
     emit.replace(node, made.outputs)
     if not appended:
         made.resize_outputs(1)
+
+
+def make_value_by_value(ir_model: "ir.Model") -> int:
+    """Let each value of such operators have the same bits wherever it is, in place; returns how many were changed."""
+    import onnx_ir as ir
+
+    changed = 0
+    for node in [node for node in ir_model.graph if node.domain == ""]:
+        if node.op_type == "Softplus" and node.outputs[0].dtype in (None, ir.DataType.FLOAT):
+            _gate(ir_model, node)
+        elif node.op_type not in _WHOLE_ONLY or not _widen(ir_model, node):
+            continue
+        changed += 1
+    return changed
+
+
+def _gate(ir_model: "ir.Model", node: "ir.Node") -> None:
+    """Softplus by a kernel that goes value by value."""
+    value = node.inputs[0]
+    emit = Emitter(ir_model.graph, f"{node.name}.softplus")
+    flat = emit.op("Reshape", value, emit.const([1, -1, 1]))
+    inputs = [flat, emit.const([0.0], "float32"), emit.const([1.0], "float32")]
+    gate = emit.op("LinearAttentionGate", *inputs, domain=_CONTRIB)
+    emit.replace(node, [emit.op("Reshape", gate, emit.op("Shape", value), shape=node.outputs[0].shape)])
+    ir_model.opset_imports.setdefault(_CONTRIB, 1)
+
+
+def _widen(ir_model: "ir.Model", node: "ir.Node") -> bool:
+    """Fill the last axis up, so that a tensor has no last values."""
+    value = node.inputs[0]
+    shape = None if value is None else value.shape
+    width = shape[-1] if shape else None
+    if shape is None or not isinstance(width, int) or width % _AT_ONCE == 0:
+        return False
+    import onnx_ir as ir
+
+    emit = Emitter(ir_model.graph, f"{node.name}.whole")
+    rank = len(shape)
+    # No initializers: graphs of one model share one file of them, and not all need these.
+    pads, start, end, axis = (
+        emit.op("Constant", dtype=ir.DataType.INT64, value_ints=values)
+        for values in ([0] * (2 * rank - 1) + [-width % _AT_ONCE], [0], [width], [rank - 1])
+    )
+    found = emit.op(node.op_type, emit.op("Pad", value, pads))
+    emit.replace(node, [emit.op("Slice", found, start, end, axis, shape=node.outputs[0].shape)])
+    return True
+
+
+def use_int8_caches(ir_model: "ir.Model", ranges: Seq[CacheRange]) -> None:
+    """Let a model's attention keep its caches in int8, in place; ``ranges`` has one for each layer.
+
+    Comes after the passes and, if rotary embeddings are fused, after ``fuse_rotary``.
+    """
+    import onnx_ir as ir
+
+    nodes = [node for node in ir_model.graph if node.op_type == OP_NAME and node.domain == OP_DOMAIN]
+    for layer, (node, found) in enumerate(zip(nodes, ranges, strict=True)):
+        scales = [
+            constant(ir_model.graph, f"{name}_cache_scale.{layer}", _scales(largest))
+            for name, largest in zip("kv", found, strict=True)
+        ]
+        set_inputs(node, _FIRST_SCALE, scales)
+        for cache in (*(node.inputs[index] for index in _CACHES), *node.outputs[1:]):
+            cache.type = ir.TensorType(ir.DataType.INT8)  # type: ignore[union-attr]
+
+
+def _scales(largest: FloatVector) -> FloatVector:
+    """A channel that was quiet on all texts gets a hundredth of its layer's largest, so that nothing divides by 0."""
+    least = max(float(largest.max()) / 100, float(np.finfo(np.float32).tiny) * _LARGEST)
+    found: FloatVector = (np.maximum(largest, least) / _LARGEST).astype(np.float32)
+    return found

@@ -17,11 +17,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specexport.lowering.causal import is_causal
-from specexport.lowering.norms import unify_norm_types
+from specexport.lowering.common import drop_unused_step_inputs, is_causal, refuse_slopes, unify_norm_types
 from specexport.lowering.paged_ahead import PagedRows, emit_ahead, emit_append, emit_paged_rows
-from specexport.lowering.slopes import refuse_slopes
-from specexport.lowering.step_inputs import drop_unused_step_inputs
 from specexport.onnx_emit import Emitter, add_input, constant
 from specexport.ops.spec import UNPADDED_ATTENTION
 from specexport_runtime.abi import CU_NEW_TOKENS, KV_LENS, LOGITS, OP_DOMAIN, OP_NAME, TOKEN_IDS, LayerGeometry

@@ -11,8 +11,7 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 from specexport.onnx_emit import Emitter
-from specexport.ops.recurrence import LINEAR_ATTENTION, RECURRENCES
-from specexport.ops.spec import OpSpec
+from specexport.ops.spec import LINEAR_ATTENTION, RECURRENCES, OpSpec
 from specexport_runtime.abi import OP_DOMAIN
 from specexport_runtime.errors import CheckFailedError
 

@@ -31,7 +31,7 @@ def lower_tensorrt(
         raise RecipeError(f"TensorRT has no lowering {lowering!r}.", f"use one of: {known}.")
     if kv_capacity is None or kv_capacity < 1:
         raise RecipeError(f"TensorRT needs the KV capacity at build time, not {kv_capacity}.")
-    from specexport.lowering.norms import unify_norm_types
+    from specexport.lowering.common import unify_norm_types
 
     unify_norm_types(ir_model)  # TensorRT rounds a norm's float32 weight to the dtype of its input, and says nothing
     if lowering == "plugin":

@@ -1,8 +1,8 @@
 """Lowering ``native`` for TensorRT: its own KV-cache update and attention, no plugin.
 
 Each row's new keys and values are written packed, straight to the row's own entries (``TRT_KVCacheUpdate``, form
-``packed_nhd``). Attention has no packed form for queries that builds, so the step's tokens are gathered into a tile
-[B, W] with rows RIGHT-aligned: slot W-1 holds a row's last token. Slot ``j`` of row ``b`` then sees the entries up to
+``packed_nhd``). Attention has no packed form for queries that builds, so the step's tokens are gathered into a tile [B,
+W] with rows RIGHT-aligned: slot W-1 holds a row's last token. Slot ``j`` of row ``b`` then sees the entries up to
 ``row_totals[b] - W + j``, for rows of any length, which is TensorRT's ``lower_right`` causality over the row's length.
 
 A layer takes one of these forms (``choose_form``):
@@ -14,7 +14,7 @@ A layer takes one of these forms (``choose_form``):
 ``fused-masked``  ``TRT_Attention`` with a Boolean mask, made once a step for each window: sliding windows, and all
                   layers of a graph in which tokens of some layer see later ones. There a row's length must be its own,
                   without the dummies of a fixed profile, which causality over lengths would need.
-``explicit``      matmuls, masking and softmax written out (``trt_explicit``): softcap, sinks, and sizes or dtypes for
+``explicit``      matmuls, masking and softmax written out: softcap, sinks, and sizes or dtypes for
                   which there is no fused kernel.
 
 In the fused forms TensorRT copies a layer's keys and values before its attention reads them, repeated for every query
@@ -29,19 +29,17 @@ slowly in silence. Slots before a row's first token repeat some token, may see n
 Cache entries that hold no token must be finite: an arena is zeroed once, and a row in which a sequence became NaN is
 cleared before it is used again. TensorRT adds a mask to all scores of the row and reads no lengths beside it (as the
 kernels' inputs in a finished engine show), and a weight of zero does not hide a NaN value.
+
+Written out, matmuls run in the model's dtype; scores are float32 from the first matmul to the softmax. The query heads
+that share a key/value head are folded into the query axis, so that neither keys nor values are repeated.
 """
 
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
-from specexport.lowering.causal import is_causal
+from specexport.lowering.common import add_token_ids, drop_unused_step_inputs, is_causal, refuse_slopes
 from specexport.lowering.layer_extent import add_extent, shorten_blocks
-from specexport.lowering.slopes import refuse_slopes
-from specexport.lowering.step_inputs import drop_unused_step_inputs
-from specexport.lowering.token_ids import add_token_ids
-from specexport.lowering.trt_explicit import emit_explicit
-from specexport.lowering.trt_layer import Attention
-from specexport.lowering.trt_step import AlignedStep, MaskKind, emit_step
+from specexport.lowering.trt_step import AlignedStep, Attention, MaskKind, emit_step
 from specexport.onnx_emit import Emitter
 from specexport.ops.spec import DIM_NAMES, UNPADDED_ATTENTION
 from specexport_runtime.abi import OP_DOMAIN, OP_NAME, QUERY
@@ -63,6 +61,8 @@ _FUSED_DTYPES = ("FLOAT16", "BFLOAT16")
 # has none at all. Folded tokens count as heads.
 _FUSED_HEADS = 4
 _DTYPES = ("FLOAT16", "BFLOAT16", "FLOAT")
+
+_HIDDEN = -1.0e30  # weight exactly zero beside any real score, and finite: no inf minus inf
 
 
 def choose_form(attention: Attention, *, fold: int = 1, sees_ahead: bool = False) -> str:
@@ -270,3 +270,55 @@ def _take_place(ir_model: "ir.Model", old: "ir.Value", new: "ir.Value") -> None:
     new.type = old.type if old.type is not None else new.type
     new.shape = old.shape
     ir.convenience.replace_all_uses_with(old, new)
+
+
+def emit_explicit(
+    emit: Emitter, layer: "Attention", step: "AlignedStep", tile: "ir.Value", keys: "ir.Value", values: "ir.Value"
+) -> "ir.Value":
+    """Attention of a tile of scaled queries [B, W, Hq*D]; returns [B, W, H, G*Dv], with G = Hq/H.
+
+    ``keys`` and ``values`` are the updated caches [B, H, L, D] and [B, H, L, Dv].
+    """
+    heads, group = layer.kv_heads, layer.num_heads // layer.kv_heads
+    split = emit.reshape(tile, [0, 0, heads, group * layer.k_dim])
+    by_head = emit.op("Transpose", split, perm=[0, 2, 1, 3])  # [B, H, W, G*D]
+    folded = emit.reshape(by_head, [0, 0, -1, layer.k_dim])  # [B, H, W*G, D]
+    # Keys on the left: TensorRT would write a transposed copy of the whole cache; queries and scores are small.
+    flipped = emit.op("MatMul", keys, emit.op("Transpose", folded, perm=[0, 1, 3, 2]))  # [B, H, L, W*G]
+    raw = emit.op("Transpose", flipped, perm=[0, 1, 3, 2])
+    weights = _emit_weights(emit, layer, step, raw, int(keys.shape[2]))  # type: ignore[index, arg-type]
+    mixed = emit.op("MatMul", weights, values)  # [B, H, W*G, Dv]
+    unfolded = emit.reshape(mixed, [0, 0, -1, group * layer.v_dim])  # [B, H, W, G*Dv]
+    return emit.op("Transpose", unfolded, perm=[0, 2, 1, 3])
+
+
+def _emit_weights(emit: Emitter, layer: "Attention", step: "AlignedStep", raw: "ir.Value", capacity: int) -> "ir.Value":
+    """Scores [B, H, W*G, L] to weights of the same shape, in the model's dtype."""
+    import onnx_ir as ir
+
+    scores = emit.cast(raw, ir.DataType.FLOAT)
+    if layer.softcap > 0:
+        cap = emit.const(layer.softcap, "float32")
+        scores = emit.op("Mul", emit.op("Tanh", emit.op("Div", scores, cap)), cap)
+    group = layer.num_heads // layer.kv_heads
+    by_slot = emit.reshape(scores, [0, 0, -1, group, capacity])  # [B, H, W, G, L]
+    kind = MaskKind(layer.window, causal=layer.causal)
+    mask = emit.op("Unsqueeze", step.masks[kind], emit.const([3]))  # [B, 1, W, 1, L]
+    seen = emit.op("Where", mask, by_slot, emit.const(_HIDDEN, "float32"))
+    sinks = "sinks" in layer.tensors
+    weights = _emit_sink_softmax(emit, layer, seen) if sinks else emit.op("Softmax", seen, axis=-1)
+    return emit.reshape(emit.cast(weights, layer.dtype), [0, 0, -1, capacity])
+
+
+def _emit_sink_softmax(emit: Emitter, layer: "Attention", scores: "ir.Value") -> "ir.Value":
+    """Softmax with one more score a head, which takes weight and gives nothing."""
+    import onnx_ir as ir
+
+    group = layer.num_heads // layer.kv_heads
+    sinks = emit.cast(layer.tensors["sinks"], ir.DataType.FLOAT)
+    column = emit.reshape(sinks, [1, layer.kv_heads, 1, group, 1])
+    axis = emit.const([4])
+    top = emit.op("Max", emit.op("ReduceMax", scores, axis, keepdims=1), column)
+    powers = emit.op("Exp", emit.op("Sub", scores, top))
+    total = emit.op("ReduceSum", powers, axis, keepdims=1)
+    return emit.op("Div", powers, emit.op("Add", total, emit.op("Exp", emit.op("Sub", column, top))))

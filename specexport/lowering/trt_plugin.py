@@ -18,11 +18,9 @@ from typing import TYPE_CHECKING
 
 from specexport.kernels.signatures import MODEL_DTYPES
 from specexport.kernels.spec import KernelSpec
-from specexport.lowering.causal import require_causal
-from specexport.lowering.step_inputs import drop_unused_step_inputs
-from specexport.lowering.token_ids import add_token_ids
-from specexport.lowering.trt_layer import Attention
+from specexport.lowering.common import add_token_ids, drop_unused_step_inputs, require_causal
 from specexport.lowering.trt_native import read_attention
+from specexport.lowering.trt_step import Attention
 from specexport.onnx_emit import Emitter
 from specexport.ops.spec import DIM_NAMES
 from specexport.plugin.naming import NAMESPACE, graph_shape, plugin_name

@@ -1,4 +1,7 @@
-"""What every layer of a TensorRT graph needs of the step, computed once: index inputs, and masks from lengths."""
+"""What a TensorRT graph needs of the step, computed once for all layers, and of each attention layer.
+
+Of the step these are index inputs, and masks from lengths.
+"""
 
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, NamedTuple
@@ -104,3 +107,19 @@ def emit_masks(
                     mask = emit.op("And", seen, emit.op("Greater", entries, before))
                 masks[MaskKind(window, heads, causal)] = mask
     return masks
+
+
+class Attention(NamedTuple):
+    """One ``UnpaddedAttention`` node, read."""
+
+    node: "ir.Node"
+    tensors: "dict[str, ir.Value]"  # inputs by name
+    num_heads: int
+    kv_heads: int
+    k_dim: int  # size of a key head
+    v_dim: int  # size of a value head
+    scale: float  # factor on the scores
+    window: int  # entries a token sees, its own included; -1 for all
+    softcap: float  # 0 for off
+    dtype: "ir.DataType"  # of caches and activations
+    causal: bool = True  # tokens see nothing behind themselves

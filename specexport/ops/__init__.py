@@ -1,7 +1,7 @@
-"""The one custom op of the traced model: its declaration, its torch op, its ONNX schema and its plain reference.
+"""The custom ops of the traced model: their declarations, torch ops, ONNX schemas and plain references.
 
-``spec`` declares the op once; ``torch_op`` and ``onnx_op`` derive the rest from it; ``reference`` says in numpy what it
-means. Importing this package imports none of torch and onnx.
+``spec`` declares each op once; ``torch_ops`` and ``onnx_op`` derive the rest from it; ``reference`` says in numpy what
+it means. Importing this package imports none of torch and onnx.
 """
 
 from specexport.ops.spec import UNPADDED_ATTENTION, OpAttribute, OpInput, OpSpec

@@ -1,8 +1,18 @@
-"""The one declaration of ``specexport::UnpaddedAttention``.
+"""The declarations of our ops: ``UnpaddedAttention``, those that keep a state, and ``Experts``.
 
-The torch op and its fake (``torch_op``), the ONNX schema and the exporter's translation (``onnx_op``) and the test of
-the argument order all derive from this table, so an argument is added here and nowhere else. Imports the standard
-library and the runtime's contract only.
+The torch ops and their fakes (``torch_ops``), the ONNX schemas and the exporter's translation (``onnx_op``) and the
+test of the argument order all derive from these tables, so an argument is added here and nowhere else. Imports the
+standard library and the runtime's contract only.
+
+A recurrence has no positions that could be forgotten, so drafts must not enter its state. Their inputs wait beside it,
+*pending*, until they are accepted; then they enter the state at the beginning of the next step, before its tokens.
+Rollback is arithmetic, as it is for a KV cache. ::
+
+    state  |  pending: [ p0 p1 | p2 ]  +  tokens: [ t0 t1 | t2 t3 ]
+              for good: p0 p1, then t0 t1 (no token is for good behind a draft)
+              drafts:   p2, then t2 t3  ─▶ pending of the next step
+
+``state_steps`` of a row are these four counts: pending entries for good, pending drafts, tokens for good, draft tokens.
 """
 
 from typing import Literal, NamedTuple
@@ -17,6 +27,7 @@ from specexport_runtime.abi import (
     ROW_ENDS,
     ROW_STARTS,
     ROW_TOTALS,
+    STATE_STEPS,
     UNPAD_INDEX,
 )
 
@@ -129,4 +140,109 @@ With ``slopes`` (ALiBi, Press et al. 2022, section 3), ``slopes[h] * (entry - qu
 Without ``k`` and ``v`` nothing is appended: the caches are another model's, which has filled them. The last entries of
 a row stand for its new tokens then, so that token ``j`` of ``n`` sees entries ``0 … kv_lens[b] - n + j``, and a window
 counts from there. Where a row has fewer entries than tokens, the output means nothing.
+"""
+
+_STEP = tuple(
+    OpInput(step.name, step.dtype, step.shape)
+    for step in (STATE_STEPS, CU_NEW_TOKENS, ROW_STARTS, PAD_INDEX, UNPAD_INDEX)
+)
+
+LINEAR_ATTENTION = OpSpec(
+    domain=OP_DOMAIN,
+    name="UnpaddedLinearAttention",
+    version=1,
+    torch_name="unpadded_linear_attention",
+    inputs=(
+        OpInput("q", "float32", ("T", "Hq*Dk")),
+        OpInput("k", "float32", ("T", "H*Dk")),
+        OpInput("v", "float32", ("T", "H*Dv")),
+        OpInput("decay", "float32", ("T", "H or H*Dk"), optional=True),
+        OpInput("beta", "float32", ("T", "H"), optional=True),
+        OpInput("state", "float32", ("B", 1, "H", "Dk", "Dv")),
+        OpInput("pending", "float32", ("B", 1, "S", "F")),
+        *_STEP,
+    ),
+    attributes=(
+        OpAttribute("num_heads", "int"),
+        OpAttribute("kv_num_heads", "int"),
+        OpAttribute("scale", "float"),
+    ),
+    outputs=(
+        OpInput("output", "float32", ("T", "H*Dv")),
+        OpInput("state_out", "float32", ("B", 1, "H", "Dk", "Dv")),
+        OpInput("pending_out", "float32", ("B", 1, "S", "F")),
+    ),
+)
+"""Linear attention with a decay, with a delta rule, or both. A head with state ``S`` [Dk, Dv] does for each token::
+
+    S ← exp(decay) · S                      decay of the head, or of each key channel; 1 without it
+    S ← S + k ⊗ v                           without beta
+    S ← S + beta · k ⊗ (v - Sᵀ k)           with it: the gated delta rule (Yang et al. 2024, eq. 10)
+    output = scale · Sᵀ q
+
+Mamba-2 (Dao and Gu 2024) is the second line with ``k = B``, ``v = Δ·x``, ``q = C`` and ``decay = Δ·A``; Mamba has a
+head of one value for each channel. Head ``h`` reads query head ``h // (H / Hq)``. Pending entries are ``[q | k | v |
+decay | beta]`` of a token. An idle row keeps its state and its pending entries.
+"""
+
+CAUSAL_CONV = OpSpec(
+    domain=OP_DOMAIN,
+    name="UnpaddedCausalConv",
+    version=1,
+    torch_name="unpadded_causal_conv",
+    inputs=(
+        OpInput("x", "float32", ("T", "C")),
+        OpInput("weight", "float32", ("C", 1, "W")),
+        OpInput("bias", "float32", ("C",), optional=True),
+        OpInput("state", "float32", ("B", 1, "W-1", "C")),
+        OpInput("pending", "float32", ("B", 1, "S", "C")),
+        *_STEP,
+    ),
+    attributes=(OpAttribute("silu", "int", 0),),  # 1: the output goes through x·sigmoid(x)
+    outputs=(
+        OpInput("output", "float32", ("T", "C")),
+        OpInput("state_out", "float32", ("B", 1, "W-1", "C")),
+        OpInput("pending_out", "float32", ("B", 1, "S", "C")),
+    ),
+)
+"""A convolution over a row's last W tokens, each channel by itself; the state is the W-1 inputs before a token."""
+
+RECURRENCES = (LINEAR_ATTENTION, CAUSAL_CONV)
+
+EACH = 2
+"""The value of ``interleaved`` where each output is a gate and what it gates."""
+
+EXPERTS = OpSpec(
+    domain=OP_DOMAIN,
+    name="Experts",
+    version=1,
+    torch_name="experts",
+    inputs=(
+        OpInput("x", "model", ("T", "H")),
+        OpInput("expert_ids", "int64", ("T", "K")),
+        OpInput("expert_weights", "model", ("T", "K")),
+        OpInput("gate_up", "model", ("E", "2*I or I", "H")),
+        OpInput("gate_up_bias", "model", ("E", "2*I or I"), optional=True),
+        OpInput("down", "model", ("E", "H", "I")),
+        OpInput("down_bias", "model", ("E", "H"), optional=True),
+    ),
+    attributes=(
+        # 1: outputs of gate_up are gate, up, gate, up …; 0: all gates come first; 2: each output is both
+        OpAttribute("interleaved", "int", 0),
+        OpAttribute("alpha", "float", 1.0),
+        OpAttribute("beta", "float", 0.0),
+        OpAttribute("limit", "float", 0.0),  # 0: none
+    ),
+    outputs=(OpInput("output", "model", ("T", "H")),),
+)
+"""What the experts of a token give, weighted as its router says. Expert ``e`` computes, of a token ``x``::
+
+    gate, up = gate_up[e] · x + gate_up_bias[e]
+    gate, up ← min(gate, limit), clamp(up, -limit, limit)      with a limit
+    expert(x) = down[e] · (gate · sigmoid(alpha · gate) · (up + beta)) + down_bias[e]
+
+where both are the same (2) and alpha is large, that is ``down[e] · relu(gate_up[e] · x)²``: an expert without a gate.
+And the token's output is the sum of ``expert_weights[t, i] * expert_ids[t, i](x)``. How a router comes to its choice
+and to its weights (softmax or sigmoid, groups, biases, normalisation, scale) is none of the operator's business, nor
+are experts that every token has.
 """

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
-from specexport.ops.recurrence import RECURRENCES
+from specexport.ops.spec import RECURRENCES
 from specexport_runtime.abi import OP_DOMAIN, OP_NAME
 
 AS_STORED = "specexport.as_stored"

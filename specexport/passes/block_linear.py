@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from specexport.onnx_emit import Emitter, lazy_weight
-from specexport.ops.experts import EACH
+from specexport.ops.spec import EACH
 from specexport.passes.base import AS_STORED, constant_of, sizes_of
 from specexport.passes.block_format import format_of, pack, pack_float, packed_shape
 from specexport.passes.block_weight import BlockWeight

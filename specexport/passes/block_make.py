@@ -1,4 +1,7 @@
-"""Float weights rounded to integers in blocks."""
+"""Float weights rounded to integers in blocks.
+
+Scales and zero points of 4 bits are searched for instead of taken from the extremes, where inputs were measured.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,7 +12,6 @@ import onnx_ir as ir
 from specexport.channel_ranges import FloatVector
 from specexport.onnx_emit import part_of
 from specexport.passes.base import sizes_of
-from specexport.passes.block_search import extreme_blocks, search_blocks
 from specexport.passes.block_weight import Blocks, BlockWeight, Form, Rows, Spread, Stored
 from specexport_runtime.errors import UnsupportedModelError
 from specexport_runtime.executors.base import Float32Array
@@ -19,6 +21,11 @@ INT8, INT4 = "int8", "group4_32_f16_zero"
 """Formats of weights that are rounded here."""
 _LARGEST, _ZERO = 127, 128
 _MOST = float(np.finfo(np.float16).max)
+
+LEVELS = 15
+_ENDS = ((1.0, 1.0), (0.9, 0.9), (0.8, 0.8), (0.7, 0.7), (0.85, 1.0), (1.0, 0.85))
+"""Shares of a block's least and largest weight that are tried as the ends of its codes."""
+_CHUNK = 1 << 16  # weights worked on at a time: what is computed from them stays in the processor's cache
 
 
 def int8_weight(tensor: ir.TensorProtocol, *, turned: bool) -> BlockWeight:
@@ -94,3 +101,84 @@ def half_up(scales: Float32Array) -> np.ndarray:
     low = near.astype(np.float32) < scales
     up: np.ndarray = np.where(low, np.nextafter(near, np.float16(np.inf)), near)
     return up
+
+
+def search_blocks(values: Float32Array, importance: Float32Array) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Codes, scales and zero points that lose little of what a layer computes: ``value = (code - zero) * scale``.
+
+    A block's result is off by the sum of ``x * (w - w')``, so what is made small is ``sum E[x^2] (w - w')^2``, with the
+    mean squares of the inputs as measured on texts (the importance matrix of llama.cpp; the diagonal of the Hessian in
+    Frantar et al. 2023, section 3.1). Several ends are tried. For each, codes are rounded, and the best scale for these
+    codes is known: with ``q = code - zero`` it is ``sum E w q / sum E q^2``, and lowers the loss by ``(sum E w q)^2 /
+    sum E q^2``. The end that lowers it most stays, and codes are rounded once more in its scale. Ends cut off lose one
+    large weight, and give all others finer steps. Values are [N, blocks, block], their importance is [blocks, block],
+    not negative. Codes are uint8 [N, blocks, block], scales float32 [N, blocks] that are exact in float16, zero points
+    uint8 [N, blocks].
+    """
+    width, blocks, block = values.shape
+    codes = np.empty(values.shape, np.uint8)
+    scales, zeros = np.empty((width, blocks), np.float32), np.empty((width, blocks), np.uint8)
+    step = max(1, _CHUNK // max(1, blocks * block))
+    # A block whose inputs were zero on all texts is rounded as if they were alike.
+    weights = np.maximum(importance, np.maximum(importance.mean(axis=-1, keepdims=True) * 1e-3, 1e-12))
+    for start in range(0, width, step):
+        part = slice(start, start + step)
+        codes[part], scales[part], zeros[part] = _search(values[part], weights.astype(np.float32))
+    return codes, scales, zeros
+
+
+def extreme_blocks(values: Float32Array) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Codes, scales and zero points that reach from each block's least weight to its largest; see above for shapes."""
+    scales, zeros = _between(*_ends(values))
+    scales = _stored(scales)
+    codes = _steps(values, scales, zeros) + zeros[..., None]
+    return codes.astype(np.uint8), scales, zeros.astype(np.uint8)
+
+
+def _ends(values: Float32Array) -> tuple[np.ndarray, np.ndarray]:
+    # Zero is always a code: filling and zeros of the weight stay exact.
+    return np.minimum(values.min(axis=2), 0), np.maximum(values.max(axis=2), 0)
+
+
+def _between(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Scales and zero points of codes that reach from ``low`` to ``high``."""
+    scales = (high - low) / np.float32(LEVELS)
+    scales = np.where(scales > 0, scales, np.float32(1))
+    return scales, np.clip(np.rint(-low / scales), 0, LEVELS)
+
+
+def _search(values: Float32Array, weights: Float32Array) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    low, high = _ends(values)
+    weighted = values * weights
+    best = np.full(low.shape, -1, np.float32)
+    scales, zeros = np.ones(low.shape, np.float32), np.zeros(low.shape, np.float32)
+    for low_share, high_share in _ENDS:
+        scale, zero = _between(low * np.float32(low_share), high * np.float32(high_share))
+        steps = _steps(values, scale, zero)
+        along = np.einsum("nbk,nbk->nb", weighted, steps)
+        square = np.einsum("nbk,nbk,bk->nb", steps, steps, weights)
+        fitted = along / np.where(square > 0, square, 1)
+        gain = np.where(fitted > 0, along * fitted, 0)
+        better = gain > best
+        best = np.where(better, gain, best)
+        scales = np.where(better, np.where(fitted > 0, fitted, scale), scales)
+        zeros = np.where(better, zero, zeros)
+    scales = _stored(scales)
+    return _steps(values, scales, zeros) + zeros[..., None], scales, zeros
+
+
+def _stored(scales: np.ndarray) -> Float32Array:
+    """As engines store them: codes are chosen by that."""
+    found: Float32Array = np.maximum(scales.astype(np.float16), np.finfo(np.float16).smallest_subnormal).astype(
+        np.float32
+    )
+    return found
+
+
+def _steps(values: Float32Array, scales: np.ndarray, zeros: np.ndarray) -> Float32Array:
+    """Codes less the zero point, as float32."""
+    steps = values * (1 / scales)[..., None]
+    np.rint(steps, out=steps)
+    np.maximum(steps, -zeros[..., None], out=steps)
+    found: Float32Array = np.minimum(steps, (LEVELS - zeros)[..., None], out=steps)
+    return found

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import onnx_ir as ir
 
-from specexport.ops.experts import EACH, EXPERTS
+from specexport.ops.spec import EACH, EXPERTS
 from specexport.passes.base import constant_of, sizes_of
 from specexport_runtime.bundle.entry import ExpertSizes
 from specexport_runtime.errors import CheckFailedError

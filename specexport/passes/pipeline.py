@@ -11,18 +11,20 @@ import onnx_ir as ir
 from specexport.channel_ranges import ChannelRanges
 from specexport.passes.base import CountingPass
 from specexport.passes.block_weight import BlockWeight
-from specexport.passes.constant_fold import ConstantFoldPass
+from specexport.passes.clean_up import (
+    ConstantFoldPass,
+    NodeDeduplicatePass,
+    OperatorFusePass,
+    SelectFoldPass,
+    WeightDeduplicatePass,
+    WeightRemovePass,
+)
 from specexport.passes.contract_check import ContractCheckPass
 from specexport.passes.lm_head_cut import LmHeadCutPass
 from specexport.passes.logit_row_select import LogitRowSelectPass
-from specexport.passes.node_deduplicate import NodeDeduplicatePass
-from specexport.passes.operator_fuse import OperatorFusePass
 from specexport.passes.precision_cast import PrecisionCastPass
-from specexport.passes.select_fold import SelectFoldPass
 from specexport.passes.transpose_fold import TransposeFoldPass
-from specexport.passes.weight_deduplicate import WeightDeduplicatePass
-from specexport.passes.weight_remove import WeightRemovePass
-from specexport_runtime.errors import CheckFailedError
+from specexport_runtime.errors import CheckFailedError, RecipeError
 from specexport_runtime.executors.base import Int32Array
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ def default_passes(
     pack: bool = False,  # join linear layers that read the same tensor
     quantize: str | None = None,  # "int8", "int4" or "keep"
     quantize_lm_head: bool = True,
-    quantize_operator: str = "",  # how the backend's engines take int4 weights; see ``quantize.quantizing_passes``
+    quantize_operator: str = "",  # how the backend's engines take int4 weights; see :func:`quantizing_passes`
     quantize_block: int = 0,  # inputs that share a scale there
     head_ids: Int32Array | None = None,  # token ids that the LM head keeps, int32 [N]; None for all
     # how large inputs get, by name of the weight, to weigh errors by; None: all alike
@@ -65,13 +67,10 @@ def default_passes(
 
         marking = [LowRankMarkPass(adapters)]
     if kept:
-        from specexport.passes.quantize_kept import KeptWeightPass
-        from specexport.passes.quantize_kept_experts import KeptExpertsPass
+        from specexport.passes.quantize_kept import KeptExpertsPass, KeptWeightPass
 
         quantizing = [KeptExpertsPass(kept), KeptWeightPass(kept, head_ids, lm_head=quantize_lm_head)]
     elif quantize is not None:
-        from specexport.passes.quantize import quantizing_passes
-
         quantizing = quantizing_passes(
             quantize, lm_head=quantize_lm_head, operator=quantize_operator, block=quantize_block
         )
@@ -154,3 +153,26 @@ def _dump(ir_model: ir.Model, folder: Path, number: int, name: str) -> None:
     finally:
         for value, tensor in weights.items():
             value.const_value = tensor
+
+
+def quantizing_passes(kind: str, *, lm_head: bool, operator: str = "", block: int = 0) -> list[CountingPass]:
+    """The passes of ``kind`` ``"int8"`` or ``"int4"``; RecipeError if there is no such kind for such engines.
+
+    ``operator`` is what makes int4 weights float in an engine, in blocks of ``block`` inputs that share a scale:
+    ``"MatMulNBits"``, or ``"DequantizeLinear"`` before a product. Empty takes our own operators for CPUs, which
+    quantize activations too; there ``lm_head`` also decides on the embedding.
+    """
+    if kind in ("int8", "int4") and not operator:
+        from specexport.passes.quantize_blocks import BlockQuantizePass, ExpertsQuantizePass
+
+        bits = int(kind.removeprefix("int"))
+        return [ExpertsQuantizePass(bits), BlockQuantizePass(bits, lm_head=lm_head)]
+    if kind == "int4" and operator == "MatMulNBits":
+        from specexport.passes.quantize_weights import Int4FusedPass
+
+        return [Int4FusedPass(block=block, lm_head=lm_head)]
+    if kind == "int4" and operator == "DequantizeLinear":
+        from specexport.passes.quantize_weights import Int4WeightPass
+
+        return [Int4WeightPass(block=block, lm_head=lm_head)]
+    raise RecipeError(f"there is no quantization {kind!r} for this backend.", "use int8 or int4, or leave it out.")

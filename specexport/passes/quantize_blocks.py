@@ -1,12 +1,17 @@
-"""Linear layers, routers and embeddings rounded to blocks of integers, for CPUs."""
+"""Linear layers, routers, experts and embeddings rounded to blocks of integers, for CPUs."""
+
+from collections.abc import Collection
 
 import onnx_ir as ir
 
 from specexport.passes.base import CountingPass, constant_of
+from specexport.passes.block_experts import of_rounded, put_experts, weight_of
 from specexport.passes.block_linear import of_blocks, put_linear, put_lookup
 from specexport.passes.block_make import int4_weight, int8_weight
+from specexport.passes.experts_graph import ExpertsSite, experts_sites
 from specexport.passes.input_note import inputs_of
-from specexport.passes.quantize_sites import LinearSite, find_sites, head_sites, linear_share
+from specexport.passes.linear_pack import sources_of
+from specexport.passes.quantize_sites import LinearSite, find_sites, head_sites, linear_share, linear_site
 from specexport_runtime.abi import INPUT_IDS
 
 HEAD_SHARE = 0.3
@@ -21,7 +26,7 @@ class BlockQuantizePass(CountingPass):
 
     ``BlockLinear`` rounds what a layer reads to 8 bits, block by block of each token, so that no token's result depends
     on the others of the step. 4 bits have a zero point a block, which loses less than a symmetric code; where inputs
-    were measured, scales and zero points are searched for (``block_search.py``).
+    were measured, scales and zero points are searched for (``block_make.py``).
 
     Beside 4 bits two kinds of layers get 8. An LM head that is a small part of the model: four cost most of all there.
     And layers that read massive activations: in a few layers a channel of the first token is hundreds of times as large
@@ -76,3 +81,35 @@ def is_lookup(node: ir.Node) -> bool:
     while ids is not None and (producer := ids.producer()) is not None and producer.op_type in _ID_STEPS:
         ids = producer.inputs[0]
     return ids is not None and ids.is_graph_input() and ids.name == INPUT_IDS.name
+
+
+class ExpertsQuantizePass(CountingPass):
+    """Multiply by experts' weights in blocks of 32 inputs: ``BlockExperts``, whose rows are ``BlockLinear``'s.
+
+    A router's own product gets 8 bits in blocks, however many the others have: it is small, and an error of it chooses
+    another expert. Counts the layers.
+    """
+
+    name = "experts-quantize"
+    reason = "experts are most of such a model's weights, and a step reads those that its tokens chose"
+
+    def __init__(self, bits: int) -> None:
+        self._bits = bits  # 8 or 4
+
+    def rewrite(self, model: ir.Model) -> int:
+        """Quantize every layer's experts."""
+        sites = experts_sites(model)
+        for site in sites:
+            quantize_router(model.graph, site)
+            packed = (of_rounded(weight_of(site, name), self._bits) for name in ("gate_up", "down"))
+            put_experts(model.graph, site, *packed)
+        return len(sites)
+
+
+def quantize_router(graph: ir.Graph, site: ExpertsSite, kept: Collection[str] = ()) -> None:
+    """Give the product that chooses a layer's experts 8 bits in blocks, unless ``kept`` names its weight."""
+    for product in sources_of(site.given["expert_ids"]):
+        router = linear_site(product)
+        if router is None or router.weight.name in kept:
+            continue
+        put_linear(graph, router, of_blocks(int8_weight(router.tensor, turned=router.turned)))

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,6 @@ def train_draft(*, plot: Path | None, as_json: bool, quiet: bool, **asked: Any) 
     with show_progress(sys.stderr, quiet=quiet) as progress:
         result = run(options, progress)
     if plot is not None:
-        from specexport.train.plot import plot_curve
-
         plot_curve(result.curve, plot)
     if as_json:
         click.echo(json.dumps(result.to_json()))
@@ -66,3 +65,18 @@ def train_draft(*, plot: Path | None, as_json: bool, quiet: bool, **asked: Any) 
     )
     click.echo(f"  held-out texts: {last['length']:.2f} tokens a round, first guess right {last['rates'][0]:.0%}")
     click.echo(f"  specexport build {options.target} {result.flag} {result.output} -o BUNDLE")
+
+
+def plot_curve(curve: Seq[dict[str, Any]], path: Path) -> None:
+    """Draw tokens a round on held-out texts against batches; ``curve`` is ``Trained.curve``.
+
+    The ending of ``path`` decides the picture's format. UserInputError: the file cannot be written.
+    """
+    from specexport.plots import new_figure, save_figure
+
+    figure, (axes,) = new_figure(1, width=6)
+    axes.plot([point["batch"] for point in curve], [point["length"] for point in curve], marker="o", markersize=3)
+    axes.set_xlabel("batches learned from")
+    axes.set_ylabel("tokens a round on held-out texts")
+    axes.set_ylim(bottom=1)
+    save_figure(figure, path)

@@ -13,9 +13,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from specexport.heads.write import write_tensors
-from specexport.train.batch import Batch
 from specexport.train.store import FeatureStore, batches
-from specexport.train.student import Student, at_offset
+from specexport.train.student import Batch, Student, at_offset
 from specexport_runtime.errors import InvalidRequestError
 
 STEP_DECAY = 0.8

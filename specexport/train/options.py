@@ -4,7 +4,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from specexport.train.refuse import HINT
 from specexport_runtime.errors import InvalidRequestError, UnsupportedModelError
 
 HEAD_KINDS = ("eagle3", "mtp")
@@ -14,6 +13,8 @@ LAYER_SHARE, FEWEST_LAYERS = 4, 2
 """A pruned draft keeps one layer of so many, and at least so many, unless told otherwise."""
 HEAD_LAYERS = 4
 """Fewest layers of a target that a head reads between."""
+
+HINT = "train a head instead: --kind eagle3 or mtp."
 
 
 @dataclass(frozen=True)
@@ -144,3 +145,9 @@ def _check_kind(options: TrainOptions) -> None:
 def _check_range(name: str, value: int, low: int, high: int) -> None:
     if not low <= value <= high:
         raise InvalidRequestError(f"{name} is {value}.", f"give {low} to {high:,}.")
+
+
+def refuse_pruning(model: Any, reason: str) -> UnsupportedModelError:
+    """The error for such a target (returned, not raised)."""
+    name = f"{getattr(model.config, 'model_type', '?')} ({type(model).__name__})"
+    return UnsupportedModelError(f"no pruned draft can be made of {name}: {reason}.", HINT)

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from specexport.atomic import new_folder, write_text
 from specexport.frontend import Checkpoint, load_checkpoint
 from specexport.frontend.load import quiet_transformers
-from specexport.train.refuse import refuse_pruning
+from specexport.train.options import refuse_pruning
 from specexport_runtime.errors import CheckpointError, UserInputError
 
 _CONFIG = "config.json"

@@ -2,17 +2,21 @@
 
 import json
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specexport.atomic import place_behind_links, require_space, write_text
 from specexport.bench.prompts import read_prompts
 from specexport.host import peak_memory_bytes
 from specexport.progress import Progress, StageClock
-from specexport.train.options import TrainOptions
+from specexport.train.options import HEAD_KINDS, TrainOptions
 from specexport_runtime.errors import InvalidRequestError, OutputExistsError
+
+if TYPE_CHECKING:
+    from specexport.train.student import Plan
 
 HELD_OUT, FEWEST_TEXTS = 0.05, 16
 """Share of the texts that is not learned from, and the fewest texts of which a share can be."""
@@ -69,7 +73,6 @@ def train_draft(options: TrainOptions, progress: Progress | None = None) -> Trai
         _write_texts(options, prompts, texts_path, clock)
     with clock.stage("load"):
         checkpoint = load_checkpoint(options.target)
-    from specexport.train.kinds import find_plan
     from specexport.train.texts import read_texts
 
     texts = [text for text in read_texts(texts_path) if len(text) >= SHORTEST_TEXT]
@@ -138,8 +141,7 @@ def _write_texts(options: TrainOptions, prompts: Seq[str], path: Path, clock: St
 
 
 def _collect(options: TrainOptions, model: Any, texts: Seq[Seq[int]], taps: Seq[int], clock: StageClock) -> None:
-    from specexport.train.collect import collect_states
-    from specexport.train.store import FeatureStore, StoreWriter
+    from specexport.train.store import FeatureStore, StoreWriter, collect_states
 
     folder = options.states_folder
     folder.mkdir(exist_ok=True)
@@ -244,3 +246,14 @@ def _card(options: TrainOptions, result: Trained, described: Any) -> str:
 
 {described.use}
 """
+
+
+def find_plan(kind: str) -> Callable[..., "Plan"]:
+    """What makes a draft of a kind, from options, target and texts."""
+    if kind in HEAD_KINDS:
+        from specexport.train.head import HeadPlan
+
+        return HeadPlan
+    from specexport.train.pruned import PrunedPlan
+
+    return PrunedPlan

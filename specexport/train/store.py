@@ -1,19 +1,23 @@
 """Hidden states of a target on disk: what a head learns from, in files of a bounded size."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from specexport.frontend.layers import tapped
 from specexport.heads.write import write_tensors
+from specexport_runtime.abi import AFTER_NORM
 
 FILE_TOKENS = 16_384
 """A file is closed when it has so many tokens."""
+
+_BATCH = 8  # texts that are read together
 
 
 class Example(NamedTuple):
@@ -104,3 +108,25 @@ def batches(store: FeatureStore, indices: Seq[int], max_tokens: int, max_len: in
         groups.append(batch)
     for at in torch.randperm(len(groups), generator=generator).tolist():
         yield groups[at]
+
+
+def collect_states(
+    model: Any,  # the target, a transformers causal language model
+    texts: Seq[Seq[int]],  # token ids
+    taps: Seq[int],
+    writer: StoreWriter,
+    *,
+    on_batch: Callable[[int], None] = lambda _: None,  # hears how many texts are done
+) -> None:
+    """Run the target over texts and keep what it has at ``taps`` and behind its last norm."""
+    wanted = [*taps, AFTER_NORM]
+    for at in range(0, len(texts), _BATCH):
+        group = texts[at : at + _BATCH]
+        longest = max(map(len, group))
+        ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in group])
+        with torch.no_grad(), tapped(model, wanted) as found:
+            model.base_model(input_ids=ids, use_cache=False)
+        states = torch.stack([found[tap] for tap in wanted], dim=2).bfloat16()
+        for row, text in enumerate(group):
+            writer.add(Example(torch.tensor(list(text)), states[row, : len(text)].clone()))
+        on_batch(at + len(group))

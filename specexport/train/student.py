@@ -8,7 +8,14 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 from torch.nn import functional
 
-from specexport.train.batch import Batch
+
+class Batch(NamedTuple):
+    """Texts of a training step."""
+
+    tokens: Tensor  # int64 [B, T]
+    states: list[Tensor]  # tapped hidden states, [B, T, H] each
+    last: Tensor  # what the target's LM head reads, [B, T, H]
+    lengths: Tensor  # tokens of each text, int64 [B]
 
 
 class Guess(NamedTuple):

@@ -2,10 +2,18 @@
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
 
+from specexport.verify.goodness_of_fit import SamplingResult
+from specexport.verify.greedy import GreedyResult
+from specexport.verify.neighbours import NeighbourResult
+from specexport.verify.perplexity import PerplexityResult
+from specexport.verify.report import VerifyReport
+from specexport.verify.tensors import TensorResult
+from specexport_runtime.cli.options import engine_flag
 from specexport_runtime.errors import CheckFailedError
 
 
@@ -23,7 +31,7 @@ from specexport_runtime.errors import CheckFailedError
 @click.option("--max-tokens", type=int, default=64, show_default=True, help="Tokens for each prompt, greedy part.")
 @click.option("--num-samples", type=int, default=4000, show_default=True, help="Draws of each sampling test.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the sampled draws.")
-@click.option("--threads", type=int, help="Compute threads.  [default: the cores available]")
+@engine_flag("num_threads")
 @click.option("--report", type=click.Path(path_type=Path, dir_okay=False), help="Also write the JSON report there.")
 @click.option("--no-record", is_flag=True, help="Leave the bundle as it is: no report in it, no summary.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
@@ -43,7 +51,7 @@ def verify(
     max_tokens: int,
     num_samples: int,
     seed: int,
-    threads: int | None,
+    num_threads: int | None,
     report: Path | None,
     no_record: bool,
     as_json: bool,
@@ -55,7 +63,6 @@ def verify(
     the command exit with 1, after the report is written.
     """
     from specexport.progress import show_progress
-    from specexport.verify.describe import describe
     from specexport.verify.options import VerifyOptions
     from specexport.verify.perplexity import read_text
     from specexport.verify.prompts import read_prompts
@@ -63,7 +70,7 @@ def verify(
     from specexport.verify.run import verify_bundle
     from specexport_runtime.executors.open import check_threads
 
-    check_threads(threads, "--threads")
+    check_threads(num_threads, "--threads")
     given = {"target": checkpoint, "draft": draft_checkpoint}
     options = VerifyOptions(
         checkpoints={role: source for role, source in given.items() if source is not None},
@@ -77,7 +84,7 @@ def verify(
         max_tokens=max_tokens,
         num_samples=num_samples,
         seed=seed,
-        num_threads=threads,
+        num_threads=num_threads,
     )
     with show_progress(sys.stderr, quiet=quiet) as progress:
         found = verify_bundle(bundle, options, progress=progress)
@@ -91,3 +98,110 @@ def verify(
             f"{bundle}: {' and '.join(found.failed_parts)} failed.",
             "do not use this bundle; build it again, and report the model if it fails again.",
         )
+
+
+def describe(report: VerifyReport) -> Iterator[str]:
+    """The report in lines for a reader."""
+    yield f"{report.bundle} (build {report.build_key[:16]})"
+    for part in report.parts:
+        yield f"{part.name:<10} {part.status}" + (f": {part.reason}" if part.reason else "")
+        for result in part.results:
+            if isinstance(result, TensorResult):
+                yield from _describe_tensors(result)
+            elif isinstance(result, PerplexityResult):
+                yield from _describe_perplexity(result)
+            elif isinstance(result, NeighbourResult):
+                yield from _describe_neighbours(result)
+            elif isinstance(result, GreedyResult):
+                yield from _describe_greedy(result)
+            else:
+                yield from _describe_sampling(result)
+    words = {"passed": "every part passed", "failed": "not lossless as measured", "incomplete": "not everything ran"}
+    yield f"verify     {report.status}: {words[report.status]} ({sum(report.seconds.values()):.0f} s)"
+
+
+def _describe_tensors(result: TensorResult) -> Iterator[str]:
+    rows = sum(case.rows for case in result.cases)
+    yield (
+        f"  {result.role}: max difference from eager torch {result.max_abs:.1e}, {result.max_relative:.1e} of the "
+        f"logit scale (limit {result.tolerance:.0e}), {rows} logit rows in {len(result.cases)} kinds of step"
+    )
+    for case in result.cases:
+        if not case.passed:
+            agreement = f"argmax agrees in {case.argmax_agreement:.1%} of {case.rows} rows"
+            yield (
+                f"  FAILED {result.role}, {case.name}: {case.max_relative:.3g} of the logit scale, root mean square of "
+                f"a row {case.max_rms:.3g}; {agreement}"
+            )
+
+
+def _describe_perplexity(result: PerplexityResult) -> Iterator[str]:
+    kind = result.approximation or "not quantized"
+    yield (
+        f"  {'' if result.passed else 'FAILED '}{result.role}, {kind}: perplexity {result.perplexity:.3f}, "
+        f"{result.reference}: {result.reference_perplexity:.3f}; {result.change:+.2%} on {result.num_tokens} tokens "
+        f"(limit {result.limit:+.1%})"
+    )
+    yield (
+        f"    its distributions diverge by {result.divergence:.4f} nats (limit {result.divergence_limit:g}); the same "
+        f"likeliest token at {result.agreement:.1%}"
+    )
+
+
+def _describe_neighbours(result: NeighbourResult) -> Iterator[str]:
+    if result.tolerance:
+        found = f"within {result.max_relative:.1e} of the logit scale (limit {result.tolerance:.0e})"
+    else:
+        bits = sum(case.same_bits for case in result.cases)
+        found = f"bit for bit in {bits} of {sum(case.rows for case in result.cases)} rows"
+    yield f"  {result.role}: a token's logits in {len(result.cases)} kinds of step are those alone, {found}"
+    yield f"    {result.compared}"
+    for case in result.cases:
+        if not case.passed:
+            agreement = f"argmax agrees in {case.argmax_agreement:.1%} of {case.rows} rows"
+            same = f"{agreement}, bits in {case.same_bits}"
+            yield f"  FAILED {result.role}, {case.name}: {case.max_relative:.3g} of the logit scale; {same}"
+
+
+def _describe_greedy(result: GreedyResult) -> Iterator[str]:
+    yield f"  {result.compared}"
+    for run in result.runs:
+        mean = "-" if run.mean_accepted_length is None else f"{run.mean_accepted_length:.2f}"
+        yield (
+            f"  {run.drafter}, K={run.lookahead}: {run.identical} of {result.num_prompts} outputs identical "
+            f"({run.tokens_compared} tokens compared), mean accepted length {mean}"
+        )
+    for item in result.differences:
+        kind = "near-tie" if item.explained else "FAILED"
+        yield (
+            f"  {kind} {item.drafter}, K={item.lookahead}, prompt {item.prompt + 1}, token {item.position}: "
+            f"plain {item.plain_token}, speculative {item.speculative_token}, "
+            f"logit gap {item.gap:.3g} (limit {item.limit:.2g})"
+        )
+
+
+def _describe_sampling(result: SamplingResult) -> Iterator[str]:
+    yield (
+        f"  {len(result.tests)} tests; smallest p-value {result.min_p_value:.3g} (limit {result.alpha:.1e}), largest "
+        f"total variation {result.max_total_variation:.3f}"
+    )
+    for kind, setting in dict.fromkeys((test.kind, test.setting) for test in result.tests):
+        tests = [test for test in result.tests if (test.kind, test.setting) == (kind, setting) and test.cells > 1]
+        if not tests:
+            yield f"  {kind}, {setting}: the target is certain, nothing to test"
+            continue
+        worst = max(tests, key=lambda test: test.total_variation - test.expected_total_variation)
+        yield (
+            f"  {kind}, {setting}: {len(tests)} x {worst.samples} draws, p >= {min(t.p_value for t in tests):.3g}, "
+            f"total variation {worst.total_variation:.3f} (sampling error alone {worst.expected_total_variation:.3f})"
+        )
+    for test in result.tests:
+        if not test.passed:
+            yield (
+                f"  FAILED {test.kind}, {test.setting}, prompt {test.prompt + 1}: p-value {test.p_value:.3g}, "
+                f"total variation {test.total_variation:.3f} (limit {test.total_variation_limit:.3f}), "
+                f"{test.impossible} impossible"
+            )
+    if result.control_p_value is not None:
+        seen = "seen" if result.control_p_value < result.alpha else "not seen: the draft is too close to the target"
+        yield f"  control, every draft token accepted untested: p-value {result.control_p_value:.1g} ({seen})"

@@ -13,20 +13,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specexport.progress import StageClock
-from specexport.verify.adapter import VerifiedAdapter
 from specexport.verify.checkpoint import (
     CheckpointNotFoundError,
     EagerModel,
+    VerifiedAdapter,
     eager_references,
     eager_score,
     find_checkpoint,
     recorded_revision,
     recorded_rounding,
 )
-from specexport.verify.perplexity import score_engine
+from specexport.verify.perplexity import Likeliest, score_engine
 from specexport.verify.tensors import make_sequences
-from specexport.verify.text_score import Likeliest
-from specexport_runtime.bundle.cut_head import load_cut_head
+from specexport_runtime.bundle.arrays import load_cut_head
 from specexport_runtime.bundle.manifest import Manifest, load_manifest
 from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.errors import InvalidRequestError, MissingDependencyError

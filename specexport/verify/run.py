@@ -10,7 +10,7 @@ from pathlib import Path
 from specexport.bench.prompts import read_prompts as read_builtin
 from specexport.build.fingerprint import tool_versions
 from specexport.progress import Progress, StageClock
-from specexport.verify.adapter import find_adapter
+from specexport.verify.checkpoint import find_adapter
 from specexport.verify.options import VerifyOptions
 from specexport.verify.parts import run_greedy, run_neighbours, run_perplexity, run_sampling, run_tensors
 from specexport.verify.perplexity import make_windows

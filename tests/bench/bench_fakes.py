@@ -1,11 +1,11 @@
 """A benchmark's subject without a bundle: fake engines, and one whose lookup drafting is broken."""
 
+from engine_of import engine_of
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from specexport.bench.options import BenchOptions
 from specexport.bench.prompts import BenchPrompt
 from specexport.bench.subject import Subject
-from specexport_runtime import SpecEngine
 from specexport_runtime.executors.fake import FakeExecutor
 
 VOCAB = 17
@@ -24,7 +24,7 @@ PROMPTS = [
 class LoadedEngine:
     """A fake engine that notes what was asked of it, and can be broken."""
 
-    def __init__(self, key, log, *, draft, broken, noise):
+    def __init__(self, key, log, *, draft, broken, noise, curves):
         words = {f"w{i}": i for i in range(VOCAB)}
         tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
         tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -32,9 +32,9 @@ class LoadedEngine:
         def make(**options):
             return FakeExecutor(VOCAB, key.max_num_seqs, CAPACITY, context=2, **options)
 
-        self.engine = SpecEngine(
+        self.engine = engine_of(
             make(), tokenizer, draft=make(noise=noise) if draft else None, max_model_len=MAX_MODEL_LEN,
-            unpad_kv=key.unpad_kv, unpad_input=key.unpad_input,
+            unpad_kv=key.unpad_kv, unpad_input=key.unpad_input, cost_curves=curves,
         )  # fmt: skip
         self.key, self.log, self.broken = key, log, broken
         log.append(("load", key))
@@ -54,11 +54,11 @@ class LoadedEngine:
         return getattr(self.engine, name)
 
 
-def make_subject(log=None, *, draft=True, broken=False, lookahead=8, noise=0.4):
+def make_subject(log=None, *, draft=True, broken=False, lookahead=8, noise=0.4, curves=None):
     log = [] if log is None else log
     return Subject(
         "fake", draft, lookahead, {"name": "fake"},
-        lambda key: LoadedEngine(key, log, draft=draft, broken=broken, noise=noise),
+        lambda key: LoadedEngine(key, log, draft=draft, broken=broken, noise=noise, curves=curves),
     )  # fmt: skip
 
 

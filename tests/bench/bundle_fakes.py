@@ -38,7 +38,7 @@ class Log(NamedTuple):
         self.entries.append((*entry, self.name))
 
 
-def open_fake(log, folder, *, max_model_len=None, **_):
+def open_fake(log, folder, options):
     """The subject of a folder.
 
     ``draft``: it has a draft model. ``exact``: that is like the target. ``short``: it was built for K up to 4, and for
@@ -56,7 +56,7 @@ def open_fake(log, folder, *, max_model_len=None, **_):
     )
     details = {
         "name": name,
-        "max_model_len": max_model_len or (32 if "short" in words else 64),
+        "max_model_len": options.max_model_len or (32 if "short" in words else 64),
         "build_key": "k" if len(words) == 1 else f"key of {name}",
         "tokenizer_sha256": "c" * 64,
         "models": {"target": TARGET | ({"quantize": "int8"} if "int8" in words else {})}
@@ -73,7 +73,5 @@ def open_fake(log, folder, *, max_model_len=None, **_):
 def fake_bundles(monkeypatch):
     """Let ``specexport bench`` open fakes; what will be asked of their engines."""
     asked = []
-    monkeypatch.setattr(
-        "specexport.bench.subject.open_subject", lambda *args, **given: open_fake(asked, *args, **given)
-    )
+    monkeypatch.setattr("specexport.bench.subject.open_subject", lambda *args: open_fake(asked, *args))
     return asked

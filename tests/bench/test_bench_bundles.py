@@ -11,13 +11,13 @@ from bundle_fakes import TARGET, fake_bundles, open_fake
 from click.testing import CliRunner
 
 from specexport.bench.bundles import check_same_target, compared_methods, join_subjects, name_bundles
-from specexport.bench.fastest import Fastest, pick_draft
 from specexport.bench.methods import Cell
 from specexport.bench.prompts import BenchPrompt
 from specexport.bench.records import RunRecord
 from specexport.bench.runner import run_bench
-from specexport.bench.summary import summarize
+from specexport.bench.summary import Fastest, pick_draft, summarize
 from specexport.cli import main
+from specexport_runtime.engine_options import EngineOptions
 from specexport_runtime.errors import InvalidRequestError
 
 SMALL = [
@@ -100,7 +100,7 @@ def test_rounds_are_described_by_the_counters_of_the_runs():
 
 def test_a_draft_like_the_target_is_always_right():
     log = []
-    named = {name: open_fake(log, Path(name)) for name in ("draft-exact", "draft")}
+    named = {name: open_fake(log, Path(name), EngineOptions()) for name in ("draft-exact", "draft")}
     methods = compared_methods(named, None, drafter="lookup")
     options = make_options(methods, num_speculative_tokens=(2,), max_tokens=(7, 7), contexts=(4,))
     result = run_bench(join_subjects(named), [BenchPrompt("p", "d", "w1 w2 w3")], options)
@@ -196,7 +196,7 @@ def test_other_texts_end_with_1_and_are_named(log):
     ],
 )
 def test_another_target_is_refused(changes, said):
-    one, two = (open_fake([], Path(name)) for name in ("draft", "draft-exact"))
+    one, two = (open_fake([], Path(name), EngineOptions()) for name in ("draft", "draft-exact"))
     check_same_target({"one": one, "two": two})
     different = replace(two, details=two.details | {"models": {"target": TARGET | changes}})
     with pytest.raises(InvalidRequestError) as error:
@@ -206,7 +206,7 @@ def test_another_target_is_refused(changes, said):
 
 
 def test_another_tokenizer_is_refused_and_another_file_name_is_not():
-    one, two = (open_fake([], Path(name)) for name in ("draft", "draft-exact"))
+    one, two = (open_fake([], Path(name), EngineOptions()) for name in ("draft", "draft-exact"))
     with pytest.raises(InvalidRequestError, match="two has another target than one: tokenizer eeee"):
         check_same_target({"one": one, "two": replace(two, details=two.details | {"tokenizer_sha256": "e" * 64})})
     moved = two.details | {"models": {"target": TARGET | {"source": "copy of big"}}}
@@ -216,7 +216,7 @@ def test_another_tokenizer_is_refused_and_another_file_name_is_not():
 def test_engines_that_are_timed_while_they_are_built_may_differ():
     def built_for_a_gpu(name):
         target = TARGET | {"built_for": ["sm89"], "engine_sha256": f"hash of {name}"}
-        made = open_fake([], Path(name))
+        made = open_fake([], Path(name), EngineOptions())
         return replace(made, details=made.details | {"models": {"target": target}})
 
     check_same_target({name: built_for_a_gpu(name) for name in ("draft", "draft-exact")})
@@ -224,7 +224,7 @@ def test_engines_that_are_timed_while_they_are_built_may_differ():
 
 def test_bundles_of_one_name_are_called_by_their_folders(tmp_path):
     folders = [tmp_path / "a" / "draft", tmp_path / "b" / "draft"]
-    first, second = (open_fake([], folder) for folder in folders)
+    first, second = (open_fake([], folder, EngineOptions()) for folder in folders)
     second = replace(second, details=second.details | {"build_key": "another"})
     assert list(name_bundles(folders, [first, second])) == [str(folder) for folder in folders]
     assert list(name_bundles(folders, [first, replace(second, name="other")])) == ["draft", "other"]

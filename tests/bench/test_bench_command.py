@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from functools import partialmethod
 
 import pytest
 from bench_fakes import make_subject
@@ -11,9 +10,8 @@ from click.testing import CliRunner
 
 from specexport.bench.records import read_json
 from specexport.cli import main
-from specexport_runtime import SpecEngine
-from specexport_runtime.costs.curves import CostCurves
-from specexport_runtime.costs.step_cost import StepCost
+from specexport_runtime.costs.curves import CostCurves, StepCost
+from specexport_runtime.engine_options import EngineOptions
 
 CURVES = CostCurves(StepCost(9e-3, 1.25e-3), {"draft-model": StepCost(1e-3, 0.0)})
 
@@ -34,10 +32,10 @@ def prompts(tmp_path):
 def bundle(monkeypatch, request):
     """A bundle in name only: the command runs over fake engines."""
     options = getattr(request, "param", {})
-    asked = {}
+    asked = []
 
-    def open_subject(folder, **given):
-        asked.update(given)
+    def open_subject(folder, given):
+        asked.append(given)
         return make_subject(**options)
 
     monkeypatch.setattr("specexport.bench.subject.open_subject", open_subject)
@@ -52,9 +50,7 @@ def test_ablation_writes_table_json_markdown_and_plots(tmp_path, bundle, prompts
         "--plots", out["plots"],
     )  # fmt: skip
     assert ended.exit_code == 0, ended.output
-    assert bundle == {
-        "max_model_len": None, "max_num_batched_tokens": 512, "num_threads": 1, "spin": False, "lora": None,
-    }  # fmt: skip
+    assert bundle == [EngineOptions(max_num_batched_tokens=512, num_threads=1, spin=False)]
     assert "Texts equal to plain greedy decoding: 80 of 80 (100 %)." in ended.stdout
     for method in ("plain", "lookup", "unpad-kv only (lookup)", "unpad-input only (lookup)", "vanilla (lookup)"):
         assert ended.stdout.count(f"| {method} ") == 2
@@ -91,9 +87,9 @@ def test_options_reach_the_runs(tmp_path, bundle, prompts):
 def test_a_chosen_k_is_measured_beside_fixed_ones(tmp_path, bundle, prompts, monkeypatch):
     asked = []
     monkeypatch.setattr(
-        "specexport.bench.subject.open_subject", lambda folder, **given: asked.append(given) or make_subject()
+        "specexport.bench.subject.open_subject",
+        lambda folder, given: asked.append(given) or make_subject(curves=CURVES),
     )
-    monkeypatch.setattr(SpecEngine, "__init__", partialmethod(SpecEngine.__init__, cost_curves=CURVES))
     file = tmp_path / "bench.json"
     ended = run(
         "bundle", "--prompts", prompts, "--methods", "draft-model", "--lookahead", "2,auto", "--max-tokens", 12,

@@ -7,8 +7,8 @@ import pytest
 from bundle_fakes import fake_bundles
 from click.testing import CliRunner
 
-from specexport.bench.fastest import choose_lookahead
 from specexport.bench.prompts import fit_prompt
+from specexport.bench.summary import choose_lookahead
 from specexport.cli import main
 
 

@@ -3,11 +3,10 @@
 import pytest
 from bench_fakes import PROMPTS, make_options, make_subject
 
-from specexport.bench.meter import Meter
 from specexport.bench.methods import EngineKey, Method, ablation, lookaheads, make_cells, resolve_methods
 from specexport.bench.options import BenchOptions, parse_lengths
 from specexport.bench.prompts import BenchPrompt
-from specexport.bench.runner import WARMUP_TOKENS, draw_lengths, run_bench
+from specexport.bench.runner import WARMUP_TOKENS, Meter, draw_lengths, run_bench
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.sequences.stats import PaddingStats, PhaseTimes
 

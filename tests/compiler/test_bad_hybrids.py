@@ -9,7 +9,7 @@ import pytest
 from tiny_models import ARCHITECTURES, HYBRIDS, make_llama, make_model, save_checkpoint
 
 from specexport.frontend import recurrence
-from specexport.frontend.layer_list import check_no_layer_left
+from specexport.frontend.config_checks import check_no_layer_left
 from specexport.frontend.source import Source
 from specexport_runtime.errors import CheckpointError
 

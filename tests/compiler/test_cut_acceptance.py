@@ -11,7 +11,7 @@ import pytest
 from specexport.build.pipeline import build_bundle
 from specexport.recipe import BuildRecipe
 from specexport_runtime import engine_load
-from specexport_runtime.bundle.cut_head import CutHead, load_cut_head
+from specexport_runtime.bundle.arrays import CutHead, load_cut_head
 from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.sampling.params import SamplingParams

@@ -18,14 +18,14 @@ from pairs import TinyPair, locked
 
 from specexport.build.pipeline import build_bundle
 from specexport.debug.capture import capture_step
+from specexport.debug.command import summary_lines
 from specexport.debug.compare import mean_divergence
 from specexport.debug.engines import compare_engines
 from specexport.debug.graph import load_graph
-from specexport.debug.plain import with_plain_operators
 from specexport.debug.points import pair_points
-from specexport.debug.report import summary_lines
-from specexport.ops import reference_experts
-from specexport.ops.experts import EACH
+from specexport.debug.save import with_plain_operators
+from specexport.ops import reference
+from specexport.ops.spec import EACH
 from specexport.passes.block_format import unpack
 from specexport.recipe import BuildRecipe
 from specexport_runtime import SamplingParams, SpecEngine
@@ -241,7 +241,7 @@ def test_experts_are_written_in_standard_operators(layer: Layer) -> None:
             ("down", layer.down, layer.depth, layer.width),
         )
     }
-    wanted = reference_experts.experts(
+    wanted = reference.experts(
         *step.values(), floats["gate_up"], weights.get("gate_up_bias"), floats["down"], weights.get("down_bias"),
         **{name: getattr(layer, name) for name in ("interleaved", "alpha", "beta", "limit")},
     )  # fmt: skip

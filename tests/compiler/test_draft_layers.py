@@ -13,7 +13,7 @@ from tiny_models import make_llama, make_tokenizer, save_checkpoint
 
 from specexport import frontend
 from specexport.build.command import result_to_json, summary
-from specexport.build.draft_layers import NUM_PIECES, PIECE_LEN, cut_pieces
+from specexport.build.draft_cuts import NUM_PIECES, PIECE_LEN, cut_pieces
 from specexport.build.pipeline import BuildResult, _find_models, _make_plan, build_bundle
 from specexport.recipe import make_recipe
 from specexport_runtime.bundle.manifest import load_manifest

@@ -13,16 +13,16 @@ from tokenizers import Tokenizer
 
 from specexport.build import draft_guesses, draft_trial, pipeline
 from specexport.build.built import BuiltModel
+from specexport.build.draft_cuts import read_counting_texts
 from specexport.build.draft_guesses import Text, count_right, held_out, write_texts
 from specexport.build.draft_trial import DraftTrial, pick, promised_speed
-from specexport.build.draft_vocabulary import read_counting_texts
 from specexport.build.pipeline import BuildResult, build_bundle
 from specexport.recipe import BuildRecipe
-from specexport_runtime.bundle.cut_head import LM_HEAD_IDS_NAME
+from specexport_runtime.bundle.arrays import LM_HEAD_IDS_NAME
 from specexport_runtime.bundle.entry import ModelEntry, TriedForm
 from specexport_runtime.bundle.manifest import load_manifest
+from specexport_runtime.costs.curves import StepCost
 from specexport_runtime.costs.prior import prior_costs
-from specexport_runtime.costs.step_cost import StepCost
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.sampling.params import SamplingParams

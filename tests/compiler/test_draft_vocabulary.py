@@ -11,7 +11,7 @@ from click.testing import Result
 from pairs import TinyPair
 from tiny_models import make_tokenizer
 
-from specexport.build.draft_vocabulary import HeadCut, rank_head_ids, read_counting_texts
+from specexport.build.draft_cuts import HeadCut, rank_head_ids, read_counting_texts
 from specexport.build.pipeline import _find_models, _make_plan, build_bundle
 from specexport_runtime.bundle.files import hash_files
 from specexport_runtime.bundle.manifest import load_manifest

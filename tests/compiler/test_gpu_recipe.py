@@ -10,8 +10,7 @@ from pairs import locked
 from tiny_models import ARCHITECTURES, HYBRIDS, make_model, save_checkpoint
 
 from specexport.backends import present_gpu, tensorrt, trt_package
-from specexport.backends.memory_plan import plan_memory, require_gpu_memory, require_host_memory
-from specexport.backends.tensorrt import choose_skipped
+from specexport.backends.tensorrt import choose_skipped, plan_memory, require_gpu_memory, require_host_memory
 from specexport.backends.trt_package import TENSORRT, TENSORRT_RTX, known_architectures, resolve_architectures
 from specexport.build import model, pipeline
 from specexport.recipe import make_recipe, resolve_recipe

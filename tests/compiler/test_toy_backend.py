@@ -42,7 +42,7 @@ class Toy(Backend):
 
     def build(self, ir_model: Any, job: BuildJob) -> EngineEntry:
         from specexport.backends.ort import write_onnx
-        from specexport.lowering.step_inputs import step_inputs
+        from specexport.lowering.common import step_inputs
 
         with job.clock.stage("lower", job.role, self.name):
             lower_toy(ir_model)

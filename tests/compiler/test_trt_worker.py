@@ -12,9 +12,15 @@ from typing import Any
 import pytest
 
 from specexport.backends import present_gpu
-from specexport.backends.trt_inspector import can_inspect, inspect_engine
 from specexport.backends.trt_package import TENSORRT, TENSORRT_RTX, configure, timing_cache_bytes
-from specexport.backends.trt_report import network_problems, parse_layers, read_layers, summarize
+from specexport.backends.trt_report import (
+    can_inspect,
+    inspect_engine,
+    network_problems,
+    parse_layers,
+    read_layers,
+    summarize,
+)
 from specexport.backends.trt_worker import Job, _keep, build, main
 from specexport_runtime.errors import CheckFailedError
 

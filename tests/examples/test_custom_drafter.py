@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from engine_of import engine_of
 from tokenizers import Tokenizer, models
 
-from specexport_runtime import SamplingParams, SpecEngine
-from specexport_runtime.costs.curves import CostCurves
-from specexport_runtime.costs.step_cost import StepCost
+from specexport_runtime import SamplingParams
+from specexport_runtime.costs.curves import CostCurves, StepCost
 from specexport_runtime.drafters.base import DrafterParts, DrafterTraits, Proposal
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.fake import FakeExecutor
@@ -29,7 +29,7 @@ def drafter_class() -> type:
 def make_engine(factory, *, context=6, curves=None, name="mine", **options):
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
     target = FakeExecutor(VOCAB, 4, 160, context=context, **options)
-    return SpecEngine(target, tokenizer, max_model_len=128, drafters={name: factory}, cost_curves=curves)
+    return engine_of(target, tokenizer, max_model_len=128, drafters={name: factory}, cost_curves=curves)
 
 
 def generate(engine, drafter, **options):

@@ -10,8 +10,7 @@ from rich.console import Console
 
 from specexport.explain.report import Pieces, make_table, show_draft, summary_lines
 from specexport.explain.summary import Position, Way, compare_ways, count_positions, expected_tokens, judge, summarize
-from specexport_runtime.costs.curves import CostCurves, LayerShares
-from specexport_runtime.costs.step_cost import StepCost
+from specexport_runtime.costs.curves import CostCurves, LayerShares, StepCost
 from specexport_runtime.sequences.layer_choice import LayerChoice
 from specexport_runtime.sequences.records import Asked, Promise, RoundTrace
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from specexport.frontend.expert_modules import answered_experts
+from specexport.frontend.experts import answered_experts
 from tests.tiny_models import BASE, GROUPED, make_model
 
 _LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}

@@ -12,8 +12,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from specexport.frontend import load_checkpoint
+from specexport.frontend.packed import check_centre
 from specexport.frontend.packed_blocks import awq_weight, compressed_weight, gptq_weight
-from specexport.frontend.packed_centre import check_centre
 from specexport.frontend.source import Source
 from specexport.passes.block_weight import BlockWeight
 from specexport_runtime.errors import CheckpointError

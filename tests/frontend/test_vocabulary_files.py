@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 from tokenizers import Tokenizer, pre_tokenizers
 
-from specexport.frontend import vocabulary_files
+from specexport.frontend import tokenizer
 from specexport.frontend.source import Source
 from specexport.frontend.tokenizer import TokenizerParts, load_tokenizer
 from specexport_runtime.errors import CheckpointError
@@ -65,7 +65,7 @@ def refuse(source: Source) -> tuple[str, str]:
 
 def without(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
     """As on a machine that has not these packages, whatever this one has."""
-    monkeypatch.setattr(vocabulary_files, "_is_installed", lambda package: package not in packages)
+    monkeypatch.setattr(tokenizer, "_is_installed", lambda package: package not in packages)
     for package in packages:
         monkeypatch.setitem(sys.modules, package, None)
 
@@ -173,7 +173,7 @@ def test_other_pieces_than_sentencepiece_are_refused(tmp_path: Path, monkeypatch
     module.SentencePieceProcessor = Pieces  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "sentencepiece", module)
     source, splits = checkpoint(tmp_path, {"tokenizer.model": pieces_model()}, "llama", None), Splits()
-    vocabulary_files.check_vocabulary(source, splits)
+    tokenizer.check_vocabulary(source, splits)
     splits.prefix = False
     with pytest.raises(CheckpointError, match=r"Splits splits 'Hello world' in other pieces than tokenizer\.model"):
-        vocabulary_files.check_vocabulary(source, splits)
+        tokenizer.check_vocabulary(source, splits)

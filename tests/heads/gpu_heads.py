@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from engine_of import engine_of
 from loading import load
 from tiny_heads import VOCAB
 from tokenizers import Tokenizer, models
@@ -21,25 +22,23 @@ from tokenizers import Tokenizer, models
 from specexport.backends.ort import write_onnx
 from specexport.backends.profiles import engine_kv_capacity, most_new_tokens, plan_profiles
 from specexport.frontend import trace_checkpoint
-from specexport.frontend.taps import FeatureRequest
+from specexport.frontend.layers import FeatureRequest
 from specexport.heads.trace import trace_head
 from specexport.lowering import trt_native
+from specexport.lowering.common import step_inputs
 from specexport.lowering.feature_gate import feature_size
 from specexport.lowering.ort_cuda import attach_paged_attention
-from specexport.lowering.step_inputs import step_inputs
 from specexport.lowering.tensorrt import lower_tensorrt
 from specexport.passes.linear_flatten import LinearFlattenPass
 from specexport.passes.pipeline import default_passes, run_passes
 from specexport_runtime import SpecEngine
-from specexport_runtime.bundle.cut_head import CutHead
+from specexport_runtime.bundle.arrays import CutHead, MaskInput
 from specexport_runtime.bundle.entry import CutLmHead
-from specexport_runtime.bundle.head_steps import HeadSteps, head_steps
-from specexport_runtime.bundle.mask_feature import MaskInput
-from specexport_runtime.bundle.profiles import Profile
+from specexport_runtime.bundle.profiles import HeadSteps, Profile, head_steps
 from specexport_runtime.executors import ort_cuda
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.executors.ort_cuda import OrtCudaExecutor
-from specexport_runtime.executors.token_rows import CUDNN_SWITCH
+from specexport_runtime.executors.paged import CUDNN_SWITCH
 from tests import entries
 from tests.engine_harness import make_checkpoint
 from tests.fake_onnxruntime import FakeOrt
@@ -208,7 +207,7 @@ def open_engine(
         feature = np.zeros(config.feature_size, np.float32) if loaded.mask_feature is None else loaded.mask_feature
         mask = MaskInput(config.mask_token_id, feature, config.block_size)
     tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCAB)}, unk_token="t0"))
-    return SpecEngine(
+    return engine_of(
         executors[0],
         tokenizer,
         head=executors[1],

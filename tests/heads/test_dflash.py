@@ -15,10 +15,9 @@ from tiny_dflash import DIALECTS, MASK, zlab
 from tiny_heads import HIDDEN, LAYERS, VOCAB
 from tiny_models import make_llama, save_checkpoint
 
-from specexport.build.check_block import BLOCK_STEPS
-from specexport.build.check_head import CheckedRow, HeadReference, check_head
+from specexport.build.check_head import BLOCK_STEPS, CheckedRow, HeadReference, check_head
 from specexport.build.pipeline import build_bundle
-from specexport.frontend.taps import tapped
+from specexport.frontend.layers import tapped
 from specexport.heads import probe as probe_module
 from specexport.heads.dflash import block_states
 from specexport.heads.load import load_head
@@ -28,7 +27,7 @@ from specexport.heads.trace import trace_head
 from specexport.inspect import describe
 from specexport.passes.quantize_blocks import is_lookup
 from specexport.recipe import BuildRecipe
-from specexport.verify.head_tree import HeadTree
+from specexport.verify.logit_tree import HeadTree
 from specexport.verify.sampling import check_sampling
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.abi import CONTEXT_ID, OP_NAME

@@ -35,8 +35,7 @@ from torch import Tensor
 from specexport.backends.ort_cuda import OrtCuda
 from specexport.backends.present_gpu import present_architecture
 from specexport.backends.registry import find_backend
-from specexport.build.check_block import block_reference
-from specexport.build.check_head import CHECK_LENS, HeadReference, causal_reference
+from specexport.build.check_head import CHECK_LENS, HeadReference, block_reference, causal_reference
 from specexport.build.pipeline import build_bundle
 from specexport.recipe import BuildRecipe
 from specexport_runtime import SpecEngine

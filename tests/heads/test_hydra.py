@@ -20,8 +20,7 @@ from tiny_hydra import DIALECTS, config_of_heads, hydra, hydra_plus, hydra_tenso
 from tiny_models import make_llama, save_checkpoint
 
 from specexport.build import head as head_module
-from specexport.build.check_head import check_head
-from specexport.build.check_hydra import hydra_steps
+from specexport.build.check_head import check_head, hydra_steps
 from specexport.build.model import ModelSource
 from specexport.build.pipeline import build_bundle
 from specexport.frontend.source import hash_checkpoint, resolve_source
@@ -30,7 +29,7 @@ from specexport.heads.trace import causal_states
 from specexport.inspect import describe
 from specexport.progress import StageClock
 from specexport.recipe import BuildRecipe
-from specexport.verify.head_tree import HeadTree
+from specexport.verify.logit_tree import HeadTree
 from specexport.verify.sampling import Setting, check_sampling
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.abi import AFTER_NORM, CONTEXT_ID

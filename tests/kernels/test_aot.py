@@ -10,8 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from specexport.kernels import ptx as ptx_text
-from specexport.kernels.compile import CompiledKernel, check_parameters, compile_kernel
+from specexport.kernels.compile import (
+    CompiledKernel,
+    check_parameters,
+    compile_kernel,
+    drop_trailing_parameters,
+    entry_name,
+    entry_parameters,
+)
 from specexport.kernels.report import ARCHITECTURES, format_cell, shipped_specs
 from specexport.kernels.signatures import SIGNATURES
 from specexport.kernels.spec import KernelSpec
@@ -154,29 +160,29 @@ ENTRY = """.visible .entry kernel(
 
 def test_unused_parameters_are_taken_off() -> None:
     text = ENTRY.format(used="kernel_param_0")
-    assert [p.type for p in ptx_text.entry_parameters(text)] == ["u64", "u32", "u64"]
-    shorter = ptx_text.drop_trailing_parameters(text, 2)
-    assert [p.name for p in ptx_text.entry_parameters(shorter)] == ["kernel_param_0"]
+    assert [p.type for p in entry_parameters(text)] == ["u64", "u32", "u64"]
+    shorter = drop_trailing_parameters(text, 2)
+    assert [p.name for p in entry_parameters(shorter)] == ["kernel_param_0"]
     assert shorter.endswith(text[text.index("\n)\n{") :])
-    assert ptx_text.entry_name(shorter) == "kernel"
+    assert entry_name(shorter) == "kernel"
 
 
 def test_a_parameter_in_use_is_not_taken_off() -> None:
     with pytest.raises(CheckFailedError, match="kernel_param_2"):
-        ptx_text.drop_trailing_parameters(ENTRY.format(used="kernel_param_2"), 1)
-    ptx_text.drop_trailing_parameters(ENTRY.format(used="kernel_param_20"), 1)  # another name
+        drop_trailing_parameters(ENTRY.format(used="kernel_param_2"), 1)
+    drop_trailing_parameters(ENTRY.format(used="kernel_param_20"), 1)  # another name
 
 
 def test_more_parameters_than_there_are_cannot_be_taken_off() -> None:
     with pytest.raises(CheckFailedError, match="3 parameters, 4"):
-        ptx_text.drop_trailing_parameters(ENTRY.format(used="x"), 4)
+        drop_trailing_parameters(ENTRY.format(used="x"), 4)
 
 
 def test_ptx_of_several_entries_or_unknown_form_is_refused() -> None:
     with pytest.raises(CheckFailedError, match="2 entries"):
-        ptx_text.entry_name(ENTRY.format(used="x") * 2)
+        entry_name(ENTRY.format(used="x") * 2)
     with pytest.raises(CheckFailedError, match="Unknown form"):
-        ptx_text.entry_parameters(".entry k(.param .align 8 .b8 k_param_0[16])")
+        entry_parameters(".entry k(.param .align 8 .b8 k_param_0[16])")
 
 
 def test_a_parameter_list_that_differs_is_refused() -> None:

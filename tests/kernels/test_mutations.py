@@ -70,20 +70,20 @@ MUTATIONS = {
     "result not normalised": Mutation(
         "ragged_attention.py", "acc / tl.where(weight > 0, weight, 1.0)[:, None]", "acc", "ragged"
     ),
-    "splits weighed alike": Mutation("combine.py", "tl.exp2(top - shift)", "1.0", "ragged", splits=3),
+    "splits weighed alike": Mutation("ragged_attention.py", "tl.exp2(top - shift)", "1.0", "ragged", splits=3),
     "sums nobody wrote are read": Mutation(
-        "combine.py", "used[:, None] & (columns < DV)[None, :]", "(columns < DV)[None, :]", "ragged", splits=3
+        "ragged_attention.py", "used[:, None] & (columns < DV)[None, :]", "(columns < DV)[None, :]", "ragged", splits=3
     ),
     "a split short": Mutation("ragged_attention.py", "stop = tl.minimum(begin + blocks * BLOCK_N, end)",
         "stop = tl.minimum(begin + (blocks - 1) * BLOCK_N, end)", "ragged", splits=3,
     ),
     "padding tokens are appended": Mutation(
-        "kv_append.py", "valid = (tokens < num_tokens) & (rows < num_seqs)",
+        "ragged_attention.py", "valid = (tokens < num_tokens) & (rows < num_seqs)",
         "rows = tl.minimum(rows, num_seqs - 1)\n    valid = tokens < num_tokens", "ragged",
     ),
-    "appended an entry late": Mutation("kv_append.py", "+ tokens - start", "+ tokens - start + 1", "ragged"),
+    "appended an entry late": Mutation("ragged_attention.py", "+ tokens - start", "+ tokens - start + 1", "ragged"),
     "values go where keys go": Mutation(
-        "kv_append.py", "copy_tokens(v, v_cache_out", "copy_tokens(k, v_cache_out", "ragged"
+        "ragged_attention.py", "copy_tokens(v, v_cache_out", "copy_tokens(k, v_cache_out", "ragged"
     ),
     "padding tokens keep what was there": Mutation(
         "ragged_attention.py", "if is_sane &", "if is_sane & (row < num_seqs) &", "ragged"

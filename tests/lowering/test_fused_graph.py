@@ -10,8 +10,7 @@ import pytest
 
 from specexport.backends.ort import write_onnx, write_padded_onnx
 from specexport.frontend import reference_logits
-from specexport.lowering.fuse import fuse_rotary, rotary_rows
-from specexport.lowering.fuse_norm import fuse_norms
+from specexport.lowering.fuse import fuse_norms, fuse_rotary, rotary_rows
 from specexport.lowering.ort_cpu import lower_ort_cpu
 from specexport.passes.pipeline import default_passes, run_passes
 from tests.engine_harness import Engine, make_checkpoint

@@ -11,8 +11,7 @@ from specexport.backends.ort import write_onnx, write_padded_onnx
 from specexport.channel_ranges import CacheRange
 from specexport.frontend import cache_ranges
 from specexport.lowering.fuse import fuse_rotary
-from specexport.lowering.int8_kv import use_int8_caches
-from specexport.lowering.ort_cpu import lower_ort_cpu
+from specexport.lowering.ort_cpu import lower_ort_cpu, use_int8_caches
 from specexport.passes.pipeline import default_passes, run_passes
 from tests.engine_harness import INT8_POISON, Engine, make_checkpoint
 from tests.tiny_models import make_llama

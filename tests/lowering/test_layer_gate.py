@@ -13,9 +13,9 @@ from chance import examples
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
+from specexport.lowering.common import step_inputs
 from specexport.lowering.layer_gate import gate_layers
 from specexport.lowering.ort_cpu import lower_ort_cpu
-from specexport.lowering.step_inputs import step_inputs
 from specexport.passes.residual_blocks import find_residual_blocks
 from specexport_runtime.abi import GATE_INPUTS, SIMILARITY
 from specexport_runtime.errors import CheckFailedError

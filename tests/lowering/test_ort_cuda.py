@@ -23,15 +23,14 @@ from specexport.frontend import reference_logits
 from specexport.lowering.ort_cuda import attach_paged_attention, lower_ort_cuda
 from specexport.ops.reference import unpadded_attention
 from specexport.ops.spec import UNPADDED_ATTENTION
-from specexport.passes.quantize import quantizing_passes
-from specexport.passes.quantize_fused import pack_channels
+from specexport.passes.pipeline import quantizing_passes
+from specexport.passes.quantize_weights import pack_channels
 from specexport_runtime.abi import STEP_INPUTS, LayerGeometry, StepShape
 from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.errors import UnsupportedModelError
 from specexport_runtime.executors import ort_cuda
 from specexport_runtime.executors.ort_cuda import OrtCudaExecutor
-from specexport_runtime.executors.paged import BLOCK_ENTRIES, paged_head_size
-from specexport_runtime.executors.token_rows import CUDNN_SWITCH, spread
+from specexport_runtime.executors.paged import BLOCK_ENTRIES, CUDNN_SWITCH, paged_head_size, spread
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
 from tests.engine_harness import make_checkpoint, pack
 from tests.entries import make_entry

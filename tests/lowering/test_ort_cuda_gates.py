@@ -11,10 +11,10 @@ import onnx_ir as ir
 import pytest
 
 from specexport.backends.ort import write_onnx
+from specexport.lowering.common import step_inputs
 from specexport.lowering.layer_gate import gate_layers
 from specexport.lowering.ort_cpu import lower_ort_cpu
 from specexport.lowering.ort_cuda import lower_ort_cuda
-from specexport.lowering.step_inputs import step_inputs
 from specexport.passes.residual_blocks import find_residual_blocks
 from specexport_runtime.abi import StepShape
 from specexport_runtime.bundle.entry import ModelEntry
@@ -25,7 +25,7 @@ from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors import ort_cuda
 from specexport_runtime.executors.ort import OrtExecutor
 from specexport_runtime.executors.ort_cuda import OrtCudaExecutor
-from specexport_runtime.executors.token_rows import CUDNN_SWITCH
+from specexport_runtime.executors.paged import CUDNN_SWITCH
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sequences.layer_choice import LayerRules

@@ -7,7 +7,7 @@ import onnx_ir as ir
 import pytest
 
 from specexport.lowering import trt_native
-from specexport.lowering.step_inputs import step_inputs
+from specexport.lowering.common import step_inputs
 from specexport.lowering.tensorrt import lower_tensorrt
 from specexport.passes.residual_blocks import find_residual_blocks
 from specexport_runtime.abi import ALIGNED_STEP_INPUTS, LayerGeometry
@@ -112,7 +112,7 @@ def build(model: ir.Model, case: Case, sm: str) -> tuple[bool, str]:
 
 
 def lower_one(case: Case, dtype: ir.DataType) -> tuple[ir.Model, str]:
-    from specexport.lowering.step_inputs import drop_unused_step_inputs
+    from specexport.lowering.common import drop_unused_step_inputs
 
     model = one_node_model(case)
     model.graph.inputs.pop()  # positions, which a lone layer does not read

@@ -12,8 +12,8 @@ import onnx_ir as ir
 import pytest
 
 from specexport.lowering import trt_native
+from specexport.lowering.common import add_token_ids
 from specexport.lowering.tensorrt import lower_tensorrt
-from specexport.lowering.token_ids import add_token_ids
 from specexport_runtime.errors import RecipeError, UnsupportedModelError
 from tests.lowering.half_models import trace
 from tests.lowering.trt_evaluator import align, make_evaluator

@@ -12,7 +12,7 @@ import pytest
 from specexport.backends.profiles import input_shapes, plan_profiles
 from specexport.frontend import reference_logits
 from specexport.lowering import trt_plugin
-from specexport.lowering.step_inputs import step_inputs
+from specexport.lowering.common import step_inputs
 from specexport.lowering.tensorrt import lower_tensorrt
 from specexport.plugin.naming import plugin_names, plugin_spec
 from specexport_runtime.abi import LayerGeometry

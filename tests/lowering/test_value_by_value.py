@@ -5,7 +5,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from specexport.lowering.value_by_value import make_value_by_value
+from specexport.lowering.ort_cpu import make_value_by_value
 from specexport.onnx_emit import Emitter
 from tests.ort_operators import BY_ROW, EACH, LEFT, WHOLE
 from tests.sessions import session_of

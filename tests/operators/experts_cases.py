@@ -12,7 +12,7 @@ import onnx
 import onnxruntime as ort
 from onnx import TensorProto, helper
 
-from specexport.ops.experts import EACH
+from specexport.ops.spec import EACH
 from specexport.passes.block_format import FLOATS, TILE, reference
 from tests.operators import linear_cases
 

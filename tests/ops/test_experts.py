@@ -11,15 +11,15 @@ import onnx_ir as ir
 import pytest
 import torch
 
-import specexport.ops.torch_experts  # noqa: F401 - registers the torch op
-from specexport.ops.experts import EACH, EXPERTS
-from specexport.ops.reference_experts import experts
+import specexport.ops.torch_ops  # noqa: F401 - registers the torch op
+from specexport.ops.reference import experts
+from specexport.ops.spec import EACH, EXPERTS
 from specexport.passes.block_experts import put_float_experts
 from specexport.passes.block_format import pack, packed_shape, unpack
 from specexport.passes.block_weight import BlockWeight
-from specexport.passes.quantize_experts import ExpertsQuantizePass
-from specexport.passes.quantize_kept_experts import KeptExpertsPass
-from specexport.passes.weight_remove import WeightRemovePass
+from specexport.passes.clean_up import WeightRemovePass
+from specexport.passes.quantize_blocks import ExpertsQuantizePass
+from specexport.passes.quantize_kept import KeptExpertsPass
 from tests.operators.linear_cases import random_weight
 from tests.sessions import session_of
 

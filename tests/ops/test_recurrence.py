@@ -11,8 +11,8 @@ import pytest
 
 from specexport.lowering.recurrence import lower_recurrences
 from specexport.ops.onnx_op import register_schema
-from specexport.ops.recurrence import CAUSAL_CONV, LINEAR_ATTENTION, RECURRENCES
-from specexport.ops.reference_recurrence import causal_conv, linear_attention
+from specexport.ops.reference import causal_conv, linear_attention
+from specexport.ops.spec import CAUSAL_CONV, LINEAR_ATTENTION, RECURRENCES
 from specexport_runtime.abi import OP_DOMAIN
 
 PENDING = 7
@@ -135,7 +135,7 @@ def check(case: Case, inputs: dict[str, np.ndarray], found: list[np.ndarray]) ->
 def test_torch_op_is_the_reference(name: str) -> None:
     import torch
 
-    import specexport.ops.torch_recurrence  # noqa: F401
+    import specexport.ops.torch_ops  # noqa: F401
 
     case = CASES[name]
     inputs = make_inputs(case)

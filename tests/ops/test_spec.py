@@ -11,11 +11,11 @@ from specexport.ops.onnx_op import build_schema, build_translation
 def test_torch_op_takes_the_declared_arguments_in_the_declared_order() -> None:
     import torch
 
-    from specexport.ops import torch_op
+    from specexport.ops import torch_ops
 
     schema = torch.ops.specexport.unpadded_attention.default._schema
     assert tuple(argument.name for argument in schema.arguments) == SPEC.argument_names
-    assert tuple(inspect.signature(torch_op._unpadded_attention).parameters) == SPEC.argument_names
+    assert tuple(inspect.signature(torch_ops._unpadded_attention).parameters) == SPEC.argument_names
     assert len(schema.returns) == len(SPEC.outputs)
 
 
@@ -38,7 +38,7 @@ def test_fake_op_has_the_shapes_of_the_real_one(sinks: bool) -> None:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from specexport.ops.torch_op import unpadded_attention
+    from specexport.ops.torch_ops import unpadded_attention
 
     def arguments() -> list[object]:
         shapes = [(3, 4 * 8), (3, 2 * 8), (3, 2 * 6), (1, 1, 2, 5, 8), (1, 1, 2, 5, 6)]

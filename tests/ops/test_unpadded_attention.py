@@ -192,7 +192,7 @@ def assert_equal(case: Case, found: tuple[np.ndarray, ...], wanted: tuple[np.nda
 def test_torch_op_equals_reference(name: str) -> None:
     import torch
 
-    import specexport.ops.torch_op  # noqa: F401
+    import specexport.ops.torch_ops  # noqa: F401
 
     case = (CASES | SLOPES | READING)[name]
     inputs, given = make_inputs(case), given_names(case)

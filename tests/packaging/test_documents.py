@@ -164,6 +164,12 @@ def test_links_are_translated_for_the_site(page: str, link: str, in_site: str) -
     assert site.repository_path(site.site_path(page)) == page
 
 
+def test_the_site_lists_the_engine_options() -> None:
+    site = load_tool("docs_site")
+    assert (ROOT / "docs" / "reference" / "runtime.md").read_text().count(site.OPTIONS_HERE) == 1
+    assert "- `max_num_seqs`: Sequences decoded at a time. None: the bundle's, else 8.\n" in site.engine_options()
+
+
 def test_docstrings_are_shown_without_sphinxs_roles() -> None:
     site = load_tool("docs_site")
     html = "<p>Use :meth:<code>load</code>, as here::</p>\n<p>::</p>\n<pre>a::b</pre><p>One: two:</p>"

@@ -38,14 +38,12 @@ COMPILER_MAY_IMPORT = {
     "specexport_runtime.bundle.profiles",
     "specexport_runtime.bundle.files",  # hashes of files
     "specexport_runtime.bundle.delta",  # how engines are stored as differences
-    "specexport_runtime.bundle.cut_head",  # where the token ids of a cut LM head are
-    "specexport_runtime.bundle.head_steps",  # how wide a head's steps are, for profiles
-    "specexport_runtime.bundle.mask_feature",  # what a parallel head is fed for unknown tokens
+    "specexport_runtime.bundle.arrays",  # token ids of a cut LM head, and what stands for unknown tokens
     "specexport_runtime.sequences.layer_choice",  # which layers a draft leaves out by default
     "specexport_runtime.cli.errors",
     "specexport_runtime.cli.prompts",  # how texts and JSON lines are read
     "specexport_runtime.costs.prior",  # what steps cost by sizes, to choose the form of a draft
-    "specexport_runtime.costs.step_cost",
+    "specexport_runtime.costs.curves",
     "specexport_runtime.user_cache",  # where the cache is
     "specexport_runtime.executors.base",  # array types
     "specexport_runtime.executors.ort_gates",  # what switches a layer off

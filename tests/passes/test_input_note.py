@@ -13,10 +13,9 @@ from specexport.channel_ranges import ChannelRanges
 from specexport.frontend import Checkpoint, activation_ranges
 from specexport.lowering.ort_cpu import lower_ort_cpu
 from specexport.passes import block_make
-from specexport.passes.block_search import extreme_blocks, search_blocks
+from specexport.passes.block_make import extreme_blocks, search_blocks
 from specexport.passes.input_note import InputNotePass, inputs_of
-from specexport.passes.pipeline import default_passes, run_passes
-from specexport.passes.quantize import quantizing_passes
+from specexport.passes.pipeline import default_passes, quantizing_passes, run_passes
 from specexport.passes.quantize_sites import linear_site
 from tests.sessions import session_of
 from tests.tiny_models import ARCHITECTURES, make_model

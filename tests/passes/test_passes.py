@@ -11,16 +11,18 @@ import onnx_ir as ir
 import pytest
 
 from specexport.onnx_emit import part_of
-from specexport.passes.constant_fold import ConstantFoldPass
+from specexport.passes.clean_up import (
+    ConstantFoldPass,
+    NodeDeduplicatePass,
+    OperatorFusePass,
+    SelectFoldPass,
+    WeightDeduplicatePass,
+    WeightRemovePass,
+)
 from specexport.passes.logit_row_select import LogitRowSelectPass
-from specexport.passes.node_deduplicate import NodeDeduplicatePass
-from specexport.passes.operator_fuse import OperatorFusePass
 from specexport.passes.pipeline import default_passes, run_passes
 from specexport.passes.precision_cast import PrecisionCastPass
-from specexport.passes.select_fold import SelectFoldPass
 from specexport.passes.transpose_fold import TransposeFoldPass
-from specexport.passes.weight_deduplicate import WeightDeduplicatePass
-from specexport.passes.weight_remove import WeightRemovePass
 from specexport_runtime.errors import CheckFailedError
 from tests.tiny_models import VOCAB
 

@@ -10,8 +10,7 @@ import onnx_ir as ir
 import pytest
 
 from specexport.passes.block_make import half_up, int4_weight, int8_weight
-from specexport.passes.pipeline import default_passes, run_passes
-from specexport.passes.quantize import quantizing_passes
+from specexport.passes.pipeline import default_passes, quantizing_passes, run_passes
 from specexport.passes.quantize_blocks import HEAD_SHARE, BlockQuantizePass
 from specexport_runtime.errors import RecipeError, UnsupportedModelError
 from tests.engine_harness import Engine

@@ -10,8 +10,7 @@ import onnx_ir as ir
 import pytest
 
 from specexport.passes.pipeline import default_passes, run_passes
-from specexport.passes.quantize_fused import nbits_bytes, pack_channels
-from specexport.passes.quantize_weights import quantize_blocks
+from specexport.passes.quantize_weights import nbits_bytes, pack_channels, quantize_blocks
 from specexport_runtime.errors import UnsupportedModelError
 from tests import engine_harness as harness
 from tests.passes.test_quantize_blocks import build, verify_logits, worst_row

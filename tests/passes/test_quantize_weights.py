@@ -9,8 +9,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from specexport.passes.pipeline import default_passes, run_passes
-from specexport.passes.quantize import quantizing_passes
+from specexport.passes.pipeline import default_passes, quantizing_passes, run_passes
 from specexport.passes.quantize_weights import quantize_blocks
 from specexport_runtime.errors import RecipeError, UnsupportedModelError
 from tests import engine_harness as harness

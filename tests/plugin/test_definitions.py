@@ -16,12 +16,11 @@ import onnx_ir as ir
 import pytest
 
 from specexport.kernels import launch
-from specexport.kernels.ptx import entry_name, entry_parameters
+from specexport.kernels.compile import entry_name, entry_parameters
 from specexport.kernels.spec import KernelSpec
 from specexport.lowering import trt_plugin
-from specexport.plugin import definitions, kernels
-from specexport.plugin.definitions import register_plugins
-from specexport.plugin.kernels import MOST_SHARED_BYTES, compile_plugin, tile_options
+from specexport.plugin import definitions
+from specexport.plugin.definitions import MOST_SHARED_BYTES, compile_plugin, register_plugins, tile_options
 from specexport.plugin.naming import graph_shape, plugin_name, plugin_names, plugin_spec
 from specexport_runtime.errors import CheckFailedError, IncompatibleError, MissingDependencyError, UserInputError
 from tests.ops.test_unpadded_attention import CASES, one_node_model
@@ -285,7 +284,7 @@ def test_a_tensorrt_that_cannot_embed_kernels_is_named(trt: Any, monkeypatch: py
 
 def test_kernels_are_compiled_once(trt: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     first = embed_all(trt, ATTENTION, 90)
-    monkeypatch.setattr(kernels, "compile_kernel", None)
+    monkeypatch.setattr(definitions, "compile_kernel", None)
     assert len(embed_all(trt, ATTENTION, 90)) == len(first) > 0
 
 

@@ -9,11 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 from cluster import import_ray
+from engine_of import engine_of
 from patience import HANG_S, wait_until
 from tokenizers import Tokenizer, models
 
 from specexport_runtime.async_engine import AsyncSpecEngine
-from specexport_runtime.engine import SpecEngine
+from specexport_runtime.engine_options import EngineOptions
 from specexport_runtime.errors import BundleError, EngineClosedError, InvalidRequestError
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.ray_serve import build_app, parse_settings
@@ -37,15 +38,15 @@ def test_text_of_a_command_line_becomes_typed_settings(demo_bundle):
         target_ongoing_requests="3.5",
         ray_actor_options='{"num_cpus": 2}',
         max_num_seqs="4",
-        adaptive="true",
+        adaptive="false",
         max_waiting="9",
         playground="off",
         max_model_len="None",
     )
     assert (settings.min_replicas, settings.max_replicas, settings.target_ongoing_requests) == (2, 4, 3.5)
-    assert settings.engine == {
-        "num_threads": 2, "spin": False, "max_num_seqs": 4, "adaptive": True, "max_model_len": None
-    }  # fmt: skip
+    assert settings.engine == EngineOptions(
+        num_threads=2, spin=False, max_num_seqs=4, adaptive=False, share_threads=True
+    )
     assert settings.server.max_waiting == 9
     assert settings.server.playground is False
     assert settings.server.model_name == demo_bundle.name
@@ -55,8 +56,8 @@ def test_text_of_a_command_line_becomes_typed_settings(demo_bundle):
 
 def test_python_values_pass_as_they_are(demo_bundle):
     settings = parse(demo_bundle, num_replicas=2, spin=True, speculative_config={"method": "ngram"})
-    assert settings.engine["spin"] is True
-    assert settings.engine["speculative_config"] == {"method": "ngram"}
+    assert settings.engine.spin is True
+    assert settings.engine.speculative_config == {"method": "ngram"}
 
 
 @pytest.mark.parametrize(
@@ -166,7 +167,7 @@ def test_a_replica_whose_decoding_thread_hangs_says_so_and_ends(demo_bundle):
     replica = Replica(parse(demo_bundle, stuck_after_s=10), needs_key=False)
     replica._progress = Progress(10.0, lambda: now[0])
     tokenizer = Tokenizer(models.WordLevel({"w0": 0}, unk_token="w0"))
-    engine = SpecEngine(FakeExecutor(17, 2, 200), tokenizer, max_model_len=150, max_num_batched_tokens=16)
+    engine = engine_of(FakeExecutor(17, 2, 200), tokenizer, max_model_len=150, max_num_batched_tokens=16)
     gate = Gate(engine.target)
 
     async def step():
@@ -208,7 +209,7 @@ def test_a_replica_whose_engine_was_closed_is_not_healthy(demo_bundle):
 
     async def check():
         await replica.check_health()  # it is being loaded
-        replica._engine = await AsyncSpecEngine.load(settings.bundle, **settings.engine)
+        replica._engine = await AsyncSpecEngine.load(settings.bundle, settings.engine, share_threads=False)
         await replica.check_health()
         replica._engine.engine.close()
         with pytest.raises(EngineClosedError):

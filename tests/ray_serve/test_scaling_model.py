@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from specexport_runtime.bundle.manifest import load_manifest
-from specexport_runtime.costs.curves import CostCurves
-from specexport_runtime.costs.step_cost import StepCost
+from specexport_runtime.costs.curves import CostCurves, StepCost
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from scaling_model import Queue, Throughput, row_bytes, tokens_a_round

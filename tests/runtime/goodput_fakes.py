@@ -2,8 +2,7 @@
 
 from loop import VOCAB, finish
 
-from specexport_runtime.costs.curves import CostCurves
-from specexport_runtime.costs.step_cost import StepCost
+from specexport_runtime.costs.curves import CostCurves, StepCost
 from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.lookup import LookupDrafter

@@ -10,7 +10,7 @@ from specexport_runtime.drafters.lookup import LookupDrafter
 from specexport_runtime.drafters.model import ModelDrafter
 from specexport_runtime.drafters.registry import KINDS
 from specexport_runtime.drafters.self_draft import LayersCost
-from specexport_runtime.engine_load import weigh_drafters
+from specexport_runtime.engine_parts import weigh_drafters
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.lookahead.controller import Controller
 from specexport_runtime.lookahead.draft_cost import EngineCost, WeighedDrafter

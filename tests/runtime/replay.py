@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 from loop import VOCAB, weighed
 
-from specexport_runtime.costs.curves import CostCurves
+from specexport_runtime.costs.curves import CostCurves, StepCost
 from specexport_runtime.costs.learned import LearnedCosts
-from specexport_runtime.costs.step_cost import StepCost
 from specexport_runtime.lookahead.controller import Controller
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sequences.records import DraftStage, Proposal, StepLoad

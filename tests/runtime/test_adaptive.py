@@ -7,6 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from chance import examples
+from engine_of import engine_of
 from goodput_fakes import LOOKAHEAD, curves
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from test_sampling_exact import P_VALUE, p_value
 from test_self_draft_whole import LENGTH, PROMPTS, SMALL, exact
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from specexport_runtime import SamplingParams, SpecEngine
+from specexport_runtime import SamplingParams
 from specexport_runtime.costs.curves import CostCurves, LayerShares
 from specexport_runtime.costs.learned import LearnedCosts
 from specexport_runtime.decoding.decoder import Decoder
@@ -25,7 +26,7 @@ from specexport_runtime.drafters.model import ModelDrafter
 from specexport_runtime.drafters.self_draft import SelfDrafter
 from specexport_runtime.drafters.suffix import SuffixDrafter
 from specexport_runtime.drafters.suffix_store import SuffixStore
-from specexport_runtime.engine_load import self_draft_obstacle
+from specexport_runtime.engine_parts import self_draft_obstacle
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.lookahead import rules
@@ -131,7 +132,7 @@ def make_engine(*, draft=True, gated=True, adaptive=True, **options):
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     target = FakeExecutor(VOCAB, 4, 90, context=3, num_gates=GATES if gated else 0, gate_noise=0.3)
-    return SpecEngine(
+    return engine_of(
         target,
         tokenizer,
         draft=FakeExecutor(VOCAB, 4, 90, context=3, noise=0.4) if draft else None,

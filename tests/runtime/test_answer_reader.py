@@ -6,8 +6,8 @@ import chance
 import pytest
 
 from specexport_runtime.requests.answer_reader import AnswerReader, AnswerSyntax, ThinkingMarks, read_parts
-from specexport_runtime.requests.tool_formats.events import Arguments, Broken, CallBegin, Content, Reasoning
-from specexport_runtime.requests.tool_formats.registry import FORMATS
+from specexport_runtime.requests.tool_formats.base import Arguments, Broken, CallBegin, Content, Reasoning
+from specexport_runtime.requests.tool_formats.families import FORMATS
 
 NAMES = frozenset({"find", "stop"})
 MARKS = ThinkingMarks("<think>", "</think>")

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loop import CAPACITY, VOCAB, make_decoder, make_sequence, make_target, run
 
-from specexport_runtime.drafters.assistant import AssistantDrafter
 from specexport_runtime.drafters.base import DrafterParts
 from specexport_runtime.drafters.head_kind import KIND
+from specexport_runtime.drafters.last_feature import AssistantDrafter
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.packing.batch import ModelRunner

@@ -267,7 +267,7 @@ def test_a_load_that_is_cancelled_closes_what_it_loaded(monkeypatch):
     go, closed = threading.Event(), threading.Event()
     engine = make_engine()
     monkeypatch.setattr(engine, "close", closed.set)
-    monkeypatch.setattr(SpecEngine, "load", lambda path: go.wait(60) and engine)
+    monkeypatch.setattr(SpecEngine, "load", lambda path, options: go.wait(60) and engine)
 
     async def main():
         task = asyncio.ensure_future(AsyncSpecEngine.load("engines/any"))

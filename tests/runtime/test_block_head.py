@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loop import VOCAB, make_sequence, run
 
-from specexport_runtime.bundle.mask_feature import MaskInput, load_mask
+from specexport_runtime.bundle.arrays import MaskInput, load_mask
 from specexport_runtime.drafters.head import HeadDrafter
 from specexport_runtime.errors import BundleError
 from specexport_runtime.sampling.params import SamplingParams

@@ -19,9 +19,8 @@ from patience import HANG_S
 
 from specexport_runtime import SamplingParams
 from specexport_runtime.cli.chat import session
-from specexport_runtime.cli.chat.answer import Thinking
 from specexport_runtime.cli.chat.lines import Entry, read_entry
-from specexport_runtime.cli.chat.session import ChatOptions, Session
+from specexport_runtime.cli.chat.session import ChatOptions, Session, Thinking
 from specexport_runtime.cli.chat.slips import Slips
 from specexport_runtime.cli.command import runtime_cli
 from specexport_runtime.requests.chat import render_chat

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from specexport_runtime import user_cache
 from specexport_runtime.costs import curves as cost_curves
-from specexport_runtime.costs.curves import CostCurves, LayerShares, load_costs
+from specexport_runtime.costs.curves import CostCurves, LayerShares, StepCost, load_costs
 from specexport_runtime.costs.learned import LearnedCosts, RoundSeconds
-from specexport_runtime.costs.step_cost import StepCost
 
 COST = StepCost(
     reading=1.0, token=0.2, fixed=0.1, hidden=0.5, unchosen=0.4, unchosen_share=0.5, row=0.05, row_token=0.01, kv=0.01,

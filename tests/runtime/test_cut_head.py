@@ -9,7 +9,7 @@ from loop import VOCAB, finish, greedy_reference, make_draft, make_sequence, mak
 from test_manifest_values import ENTRY
 from test_sampling_exact import P_VALUE, p_value
 
-from specexport_runtime.bundle.cut_head import LM_HEAD_IDS_NAME, CutHead, load_cut_head
+from specexport_runtime.bundle.arrays import LM_HEAD_IDS_NAME, CutHead, load_cut_head
 from specexport_runtime.bundle.entry import CutLmHead
 from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.chain import ChainDrafter

@@ -4,6 +4,7 @@ import threading
 
 import numpy as np
 import pytest
+from engine_of import engine_of
 from loop import MAX_MODEL_LEN, VOCAB, greedy_reference, make_draft, make_target
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -27,7 +28,7 @@ def make_tokenizer() -> Tokenizer:
 
 def make_engine(kind: str | None = "good", **options) -> SpecEngine:
     draft = make_draft(kind) if kind else None
-    return SpecEngine(make_target(), make_tokenizer(), draft=draft, max_model_len=MAX_MODEL_LEN, **options)
+    return engine_of(make_target(), make_tokenizer(), draft=draft, max_model_len=MAX_MODEL_LEN, **options)
 
 
 def test_results_come_in_the_order_of_the_prompts(engine):

@@ -14,9 +14,9 @@ from specexport_runtime import SamplingParams
 from specexport_runtime.decoding.pace import Pace
 from specexport_runtime.decoding.queue import LEAST_TURN, NEARLY_DONE, WHOLE_TURN, WaitingQueue, whom_to_pause
 from specexport_runtime.decoding.rows import Rows
-from specexport_runtime.decoding.schedule import REREAD_CHUNK, Scheduler
-from specexport_runtime.decoding.sharing import Reading, go_alone, share_tokens
+from specexport_runtime.decoding.schedule import REREAD_CHUNK, Reading, Scheduler, go_alone, share_tokens
 from specexport_runtime.drafters.chain import ChainDrafter
+from specexport_runtime.engine_options import EngineOptions
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.packing.batch import ModelRunner
@@ -333,7 +333,7 @@ def test_chunks_shrink_to_the_time_beside_a_round():
     assert pace.most(500, 3) == 1
     assert not Pace().is_on
     with pytest.raises(InvalidRequestError, match="itl_budget_ms is 0"):
-        Pace(itl_budget_s=0.0)
+        EngineOptions(itl_budget_ms=0.0)
 
 
 def test_what_is_read_again_comes_in_small_pieces_and_smaller_ones_beside_a_first_token():

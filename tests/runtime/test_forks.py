@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system doe
 CHILD_S = 60
 BEGIN = f"""
 import os, signal, sys, threading
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[1:]
 from test_engine import make_engine
 from test_submit import slow_down
 from specexport_runtime import SamplingParams
@@ -34,8 +34,9 @@ def wait(child):
 
 
 def run(script: str) -> list[str]:
+    helpers = map(str, Path(__file__).parents[:2])
     done = subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", BEGIN + script, str(Path(__file__).parent)],
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", BEGIN + script, *helpers],
         capture_output=True,
         text=True,
         timeout=4 * CHILD_S,

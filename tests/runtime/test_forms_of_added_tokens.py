@@ -9,9 +9,10 @@ from contextlib import closing
 import chance
 import jsonschema
 import pytest
+from engine_of import engine_of
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from specexport_runtime import SamplingParams, SpecEngine
+from specexport_runtime import SamplingParams
 from specexport_runtime.errors import CheckFailedError, InvalidRequestError
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.requests.grammars import GrammarCompiler
@@ -70,7 +71,7 @@ KINDS = {"byte level": byte_level, "byte tokens": bytes_of_tokens}
 def make_engine(tokenizer):
     size = tokenizer.get_vocab_size() + 3  # the LM head has rows without a token
     options = {"context": 2, "sharpness": 1.0}
-    return SpecEngine(
+    return engine_of(
         FakeExecutor(size, 16, 900, num_gates=12, gives_features=True, **options),
         tokenizer,
         draft=FakeExecutor(size, 16, 900, noise=0.3, **options),

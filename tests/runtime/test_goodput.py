@@ -16,9 +16,9 @@ from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.model import ModelDrafter
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.lookahead.acceptance import MAX_MATCH, SequenceAcceptance, SharedAcceptance, match_slots
-from specexport_runtime.lookahead.allocation import StepTimes, allocate
 from specexport_runtime.lookahead.controller import Controller
 from specexport_runtime.lookahead.memory import ProbeBudget, ProbeTimer
+from specexport_runtime.lookahead.rules import StepTimes, allocate
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.sequences.records import Proposal, StepLoad
 

@@ -11,7 +11,7 @@ from specexport_runtime.drafters.suffix import SuffixDrafter
 from specexport_runtime.drafters.suffix_store import SuffixStore
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.lookahead.acceptance import match_slots
-from specexport_runtime.lookahead.allocation import StepTimes, allocate
+from specexport_runtime.lookahead.rules import StepTimes, allocate
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.sequences.records import Asked, Promise, Proposal, StepLoad
 

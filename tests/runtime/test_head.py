@@ -18,8 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loop import VOCAB, make_sequence, make_target, run
 
-from specexport_runtime.bundle.cut_head import CutHead
-from specexport_runtime.bundle.mask_feature import MaskInput
+from specexport_runtime.bundle.arrays import CutHead, MaskInput
 from specexport_runtime.drafters.head import HeadDrafter
 from specexport_runtime.drafters.head_kind import head_obstacle
 from specexport_runtime.errors import SpecexportError

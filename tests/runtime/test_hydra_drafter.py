@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from loop import CAPACITY, VOCAB, make_sequence, make_target, run
 
 from specexport_runtime.drafters.base import DrafterParts
+from specexport_runtime.drafters.head import HydraDrafter
 from specexport_runtime.drafters.head_kind import KIND
-from specexport_runtime.drafters.hydra import HydraDrafter
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.packing.batch import ModelRunner

@@ -5,8 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from specexport_runtime.errors import SpecexportError
-from specexport_runtime.packing.kv import KvArena
-from specexport_runtime.packing.padded_kv import PaddedKvArena
+from specexport_runtime.packing.kv import KvArena, PaddedKvArena
 
 
 def test_rejected_entries_are_not_counted():

@@ -50,7 +50,7 @@ def submit(engine, specs):
 
 def test_each_listener_hears_of_its_own_request_and_of_its_end_once(engine):
     specs = [
-        RequestSpec([i], SamplingParams(max_tokens=10 + i), drafting={"num_speculative_tokens": 3}) for i in range(9)
+        RequestSpec([i], SamplingParams(max_tokens=10 + i), options={"num_speculative_tokens": 3}) for i in range(9)
     ]
     handles, listeners = submit(engine, specs)
     for i, (handle, listener) in enumerate(zip(handles, listeners, strict=True)):
@@ -66,7 +66,7 @@ def test_each_listener_hears_of_its_own_request_and_of_its_end_once(engine):
 
 
 def test_they_join_before_the_same_round(engine):
-    handles, listeners = submit(engine, [RequestSpec([i], LONG, drafting={"speculation": False}) for i in range(4)])
+    handles, listeners = submit(engine, [RequestSpec([i], LONG, options={"speculation": False}) for i in range(4)])
     for listener in listeners:
         assert listener.ended.wait(30)
     lengths = {len(handle.result().stats.accepted_lengths) for handle in handles}
@@ -82,7 +82,7 @@ def test_without_listeners_they_stream(engine):
     assert [p.token_id for chunk in handles[1] for p in chunk.pieces] == expected([3], 40)
 
 
-@pytest.mark.parametrize("bad", [RequestSpec([]), RequestSpec([999]), RequestSpec([1], drafting={"drafter": "lokup"})])
+@pytest.mark.parametrize("bad", [RequestSpec([]), RequestSpec([999]), RequestSpec([1], options={"drafter": "lokup"})])
 @pytest.mark.parametrize("at", [0, 2])
 def test_one_that_can_never_be_served_keeps_all_of_them_out(engine, bad, at):
     specs = [RequestSpec([1], LONG), RequestSpec([2], LONG)]

@@ -12,7 +12,7 @@ from specexport_runtime.bundle.manifest import Manifest, load_manifest
 from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.cli.command import runtime_cli
 from specexport_runtime.costs.learned import RoundSeconds
-from specexport_runtime.engine_options import OPTION_NAMES, EngineOptions, make_options
+from specexport_runtime.engine_options import OPTIONS, EngineOptions, make_options
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_an_unknown_option_is_an_error_that_suggests() -> None:
     with pytest.raises(TypeError, match="no engine option 'max_num_seq'; did you mean 'max_num_seqs'"):
         make_options(None, {"max_num_seq": 1})
     assert make_options(EngineOptions(spin=False), {"unpad_kv": False}) == EngineOptions(spin=False, unpad_kv=False)
-    assert "adaptive" in OPTION_NAMES
+    assert "adaptive" in OPTIONS
 
 
 @pytest.mark.parametrize("seen", [True, False])

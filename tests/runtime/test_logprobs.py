@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from engine_of import engine_of
 from loop import VOCAB, make_decoder, make_draft, make_sequence, make_target, run
 from test_engine import WORDS, make_engine
 from test_modes import PLANS
@@ -62,7 +63,7 @@ def test_they_are_those_of_the_targets_raw_logits_whoever_drafted(way, plan):
 def test_a_draft_out_of_the_target_itself_leaves_no_trace_in_them():
     """The executor is the same one, with layers switched off a moment before."""
     target = FakeExecutor(VOCAB, 4, 80, num_gates=8)
-    engine = SpecEngine(target, make_engine().tokenizer, max_model_len=64)
+    engine = engine_of(target, make_engine().tokenizer, max_model_len=64)
     params = SamplingParams(max_tokens=40, logprobs=3)
     handle = engine.submit([1, 2], params, drafter="self", num_speculative_tokens=3)
     result = handle.result(30)

@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
+from engine_of import engine_of
 from loop import MAX_MODEL_LEN, VOCAB, make_draft, make_target
 from test_engine import make_tokenizer
 
-from specexport_runtime import SamplingParams, SpecEngine
+from specexport_runtime import SamplingParams
 from specexport_runtime.errors import InvalidRequestError, SpecexportError
 from specexport_runtime.executors.base import adapted_executor
 from specexport_runtime.executors.fake import FakeExecutor
@@ -17,7 +18,7 @@ NAMES = (None, "one", "two", "three")
 
 def make_engine(rows=4, **options):
     target = FakeExecutor(VOCAB, rows, 4096, num_adapters=3)
-    return SpecEngine(
+    return engine_of(
         target,
         make_tokenizer(),
         draft=make_draft("good", rows),
@@ -53,7 +54,7 @@ def test_more_requests_than_rows_and_each_with_its_own(modes):
 
 
 def test_the_default_adapter_is_that_of_requests_that_name_none():
-    engine, params = make_engine(default_adapter="two"), SamplingParams(max_tokens=8)
+    engine, params = make_engine(lora="two"), SamplingParams(max_tokens=8)
     assert engine.generate([[1, 2, 3]], params)[0].token_ids == reference([1, 2, 3], 8, 2)
     assert engine.generate([[1, 2, 3]], params, lora="one")[0].token_ids == reference([1, 2, 3], 8, 1)
     engine.close()
@@ -73,7 +74,7 @@ def test_padding_has_the_adapter_of_its_row():
 
 
 def test_engines_without_adapters_refuse_them():
-    engine = SpecEngine(make_target(), make_tokenizer(), max_model_len=MAX_MODEL_LEN)
+    engine = engine_of(make_target(), make_tokenizer(), max_model_len=MAX_MODEL_LEN)
     with pytest.raises(InvalidRequestError, match="there is no LoRA adapter 'one' to choose") as caught:
         engine.submit([1, 2], lora="one")
     assert "--lora-mode choose" in str(caught.value)

@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loop import CAPACITY, VOCAB, make_sequence, make_target, run
 
-from specexport_runtime.bundle.cut_head import CutHead
+from specexport_runtime.bundle.arrays import CutHead
 from specexport_runtime.drafters.base import DrafterParts
 from specexport_runtime.drafters.head import HeadDrafter
 from specexport_runtime.drafters.head_kind import KIND
-from specexport_runtime.drafters.medusa import MedusaDrafter
+from specexport_runtime.drafters.last_feature import MedusaDrafter
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.packing.batch import ModelRunner

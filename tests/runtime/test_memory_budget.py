@@ -4,6 +4,7 @@ from contextlib import closing
 
 import numpy as np
 import pytest
+from engine_of import engine_of
 from loop import CAPACITY, MAX_MODEL_LEN, VOCAB, greedy_reference, make_decoder, make_draft, make_sequence, make_target
 from test_engine import make_engine, make_tokenizer
 from test_ort_arena import needs_linux, resident_bytes
@@ -218,7 +219,7 @@ def test_every_drafter_gives_the_same_texts_within_a_budget(drafter, temperature
         }
         target = make_target(6, num_gates=8 if drafter == "self" else 0, gives_features=drafter == "head")
         with closing(
-            SpecEngine(target, make_tokenizer(), **parts, max_model_len=MAX_MODEL_LEN, kv_cache_memory_bytes=budget)
+            engine_of(target, make_tokenizer(), **parts, max_model_len=MAX_MODEL_LEN, kv_cache_memory_bytes=budget)
         ) as engine:
             check_every_round(engine)
             for _ in range(2):  # the second time all of it is known, as far as it was kept

@@ -10,9 +10,9 @@ from test_engine import make_engine
 from specexport_runtime import SpecEngine
 from specexport_runtime.cli.command import runtime_cli
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sequences.draft_counts import FEW_DRAFTS, FEW_TOKENS
 from specexport_runtime.sequences.records import DraftStage, Proposal
 from specexport_runtime.sequences.sequence import RoundEvent
+from specexport_runtime.sequences.stats import FEW_DRAFTS, FEW_TOKENS
 from specexport_runtime.watch.never_accepted import NeverAccepted
 from specexport_runtime.watch.observe import RoundRecord
 

@@ -14,8 +14,14 @@ from specexport_runtime.executors import ort_cuda, ort_cuda_graphs
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.executors.ort_cuda import OrtCudaExecutor
 from specexport_runtime.executors.ort_cuda_session import reason_of
-from specexport_runtime.executors.paged import BLOCK_ENTRIES, paged_head_size
-from specexport_runtime.executors.token_rows import CUDNN_SWITCH, MOST_TOKEN_ROWS, pays, token_row_shapes
+from specexport_runtime.executors.paged import (
+    BLOCK_ENTRIES,
+    CUDNN_SWITCH,
+    MOST_TOKEN_ROWS,
+    paged_head_size,
+    pays,
+    token_row_shapes,
+)
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
 from tests.entries import changed, make_entry
 from tests.fake_onnxruntime import FakeBinding, FakeOrt, view

@@ -8,7 +8,7 @@ import pytest
 from loop import VOCAB, make_decoder, make_draft, make_sequence, make_target, run
 
 from specexport_runtime import SamplingParams, SpecEngine
-from specexport_runtime.decoding import sharing
+from specexport_runtime.decoding import schedule
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.sampling.logprobs import logprobs_of
 
@@ -37,7 +37,7 @@ def test_scores_are_the_same_however_a_prompt_is_cut(budget):
         for i, ids in enumerate([*prompts, prompts[0]])
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharing, "MOST_SCORED", 9)
+        patch.setattr(schedule, "MOST_SCORED", 9)
         run(decoder, sequences)
     for i, seq in enumerate(sequences):
         if i not in scored:
@@ -56,8 +56,8 @@ def test_scores_are_the_same_however_a_prompt_is_cut(budget):
 
 def test_no_more_is_scored_at_a_time_than_there_should_be():
     scored = [1, 2, 3]
-    assert sharing.bound_scored({0: 40, 1: 40, 2: 40, 3: 40}, scored) == {0: 40, 1: 40, 2: 24}
-    assert sharing.bound_scored({1: 64, 2: 40, 0: 7}, scored) == {1: 64, 0: 7}
+    assert schedule.bound_scored({0: 40, 1: 40, 2: 40, 3: 40}, scored) == {0: 40, 1: 40, 2: 24}
+    assert schedule.bound_scored({1: 64, 2: 40, 0: 7}, scored) == {1: 64, 0: 7}
 
 
 def test_a_prompt_that_cannot_be_scored_ends_alone(monkeypatch):
@@ -85,7 +85,7 @@ def test_scores_are_those_of_the_checkpoint(demo_bundle, demo_pair):
 
     with closing(SpecEngine.load(demo_bundle, max_num_seqs=2, num_threads=1, spin=False)) as engine:
         ids = engine.encode(TEXT)
-        assert len(ids) > 2 * sharing.MOST_SCORED
+        assert len(ids) > 2 * schedule.MOST_SCORED
         params = [SamplingParams(max_tokens=4, prompt_logprobs=1), SamplingParams(max_tokens=4)]
         result, plain = engine.generate([ids, ids], params)
         assert result.token_ids == plain.token_ids

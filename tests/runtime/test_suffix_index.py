@@ -8,7 +8,7 @@ from chance import examples
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from specexport_runtime.drafters.suffix_index import SuffixIndex
+from specexport_runtime.drafters.lookup import SuffixIndex
 
 
 def search(text):

@@ -8,7 +8,7 @@ from chance import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specexport_runtime.drafters.suffix_path import best_path
+from specexport_runtime.drafters.suffix import best_path
 from specexport_runtime.drafters.suffix_segment import DEPTH, SEPARATOR, SuffixSegment, segment_of, split_texts
 from specexport_runtime.drafters.suffix_store import SEGMENT_TOKENS, SuffixStore
 

@@ -11,7 +11,7 @@ from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.model import ModelDrafter
 from specexport_runtime.executors.fake import FakeExecutor
-from specexport_runtime.lookahead.sure import Sureness, shared_sureness
+from specexport_runtime.lookahead.acceptance import Sureness, shared_sureness
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.sampling.params import SamplingParams
 

@@ -70,7 +70,7 @@ def request(number):
         logprobs=rng.choice([None, 2]),
         repetition_penalty=rng.choice([1.0, 1.2]),
     )
-    return RequestSpec(prompt, params, drafting={"drafter": rng.choice(DRAFTERS)})
+    return RequestSpec(prompt, params, options={"drafter": rng.choice(DRAFTERS)})
 
 
 @pytest.fixture(scope="module")

@@ -5,11 +5,11 @@ import threading
 from pathlib import Path
 
 import pytest
+from engine_of import engine_of
 from tokenizers import Tokenizer, models
 
 from specexport_runtime.bundle import tokenizer_load
 from specexport_runtime.bundle.tokenizer_load import load_tokenizer, start_loading
-from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import BundleError
 from specexport_runtime.executors.fake import FakeExecutor
 
@@ -77,7 +77,7 @@ def test_a_callers_tokenizer_reads_whole_texts_and_stays_as_it_is(setting: str |
         tokenizer.enable_padding(length=256)
     elif setting is not None:
         setattr(tokenizer.model, setting, 0.9)
-    engine = SpecEngine(FakeExecutor(6, 2, 80), tokenizer, max_model_len=64)
+    engine = engine_of(FakeExecutor(6, 2, 80), tokenizer, max_model_len=64)
     assert engine.encode(text) == engine.encode(text) == wanted
     assert all(tokenizer.encode(text).ids == wanted for _ in range(50)) == (setting is None)
     assert (engine.tokenizer is tokenizer) == (setting is None)

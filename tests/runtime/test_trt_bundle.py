@@ -2,6 +2,7 @@
 
 import pytest
 from click.testing import CliRunner
+from engine_of import engine_of
 from loop import MAX_MODEL_LEN, VOCAB, make_draft, make_target
 from tokenizers import Tokenizer, models, pre_tokenizers
 from trt_fakes import FakeEngine, FakeGpu, make_entry
@@ -17,7 +18,7 @@ from specexport_runtime.errors import BundleError, IncompatibleError, InvalidReq
 from specexport_runtime.executors import cuda_driver, trt_engine
 from specexport_runtime.executors.gpu import GpuInfo
 from specexport_runtime.executors.open import open_executor
-from specexport_runtime.executors.token_rows import token_row_shapes
+from specexport_runtime.executors.paged import token_row_shapes
 from specexport_runtime.executors.trt_open import choose_engine
 
 LOOKAHEAD, ROWS = 4, 4
@@ -94,7 +95,7 @@ def machine(monkeypatch):
 
 
 def reference():
-    return SpecEngine(
+    return engine_of(
         make_target(), make_tokenizer(), draft=make_draft("good"), max_model_len=MAX_MODEL_LEN, lookahead=LOOKAHEAD
     )
 

@@ -8,8 +8,7 @@ from trt_fakes import NATIVE, PLUGIN, make_entry
 
 from specexport.backends.profiles import engine_kv_capacity, input_shapes, plan_profiles
 from specexport_runtime.abi import TOKEN_FEATURES, StepShape, kv_slack
-from specexport_runtime.bundle.head_steps import head_steps
-from specexport_runtime.bundle.profiles import choose_profile
+from specexport_runtime.bundle.profiles import choose_profile, head_steps
 from specexport_runtime.executors.trt_load import size_engine
 from specexport_runtime.executors.trt_memory import lay_out_inputs
 from specexport_runtime.executors.trt_pack import place_step, plan_step

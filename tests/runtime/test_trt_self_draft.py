@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from engine_of import engine_of
 from loop import MAX_MODEL_LEN, VOCAB, make_sequence, run
 from test_trt_bundle import make_tokenizer
 from test_trt_lowered import GraphEngine
@@ -12,19 +13,17 @@ from trt_fakes import NATIVE, FakeGpu, make_entry, make_profiles, open_fake
 from specexport.backends.ort import write_onnx
 from specexport.backends.profiles import engine_kv_capacity, plan_profiles
 from specexport.lowering import trt_native
+from specexport.lowering.common import step_inputs
 from specexport.lowering.layer_gate import gate_layers
 from specexport.lowering.ort_cpu import lower_ort_cpu
-from specexport.lowering.step_inputs import step_inputs
 from specexport.lowering.tensorrt import lower_tensorrt
 from specexport.passes.residual_blocks import find_residual_blocks
-from specexport_runtime import SpecEngine
 from specexport_runtime.abi import EXTENT_INPUTS
-from specexport_runtime.costs.curves import CostCurves
-from specexport_runtime.costs.step_cost import StepCost
+from specexport_runtime.costs.curves import CostCurves, StepCost
 from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.self_draft import SelfDrafter
-from specexport_runtime.engine_load import weigh_drafters
+from specexport_runtime.engine_parts import weigh_drafters
 from specexport_runtime.errors import InvalidRequestError, SpecexportError
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.executors.ort import OrtExecutor
@@ -143,7 +142,7 @@ def test_k_is_chosen_by_what_a_draft_step_costs(tmp_path: Any) -> None:
 
 def test_requests_get_the_layers_of_the_engine_and_may_not_bring_rules(tmp_path: Any) -> None:
     executor, _ = open_gated(tmp_path)
-    engine = SpecEngine(executor, make_tokenizer(), max_model_len=MAX_MODEL_LEN, lookahead=LOOKAHEAD)
+    engine = engine_of(executor, make_tokenizer(), max_model_len=MAX_MODEL_LEN, lookahead=LOOKAHEAD)
     params = [greedy(i) for i in range(len(PROMPTS))]
     results = engine.generate(PROMPTS, params, drafter="self", num_speculative_tokens=3)
     assert [result.token_ids for result in results] == [seq.output for seq in decode(make_reference(), greedy, 0)]

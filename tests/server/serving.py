@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import uvicorn
+from engine_of import engine_of
 from patience import HANG_S, wait_until
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -41,7 +42,7 @@ def fake_engine(
 
         target.execute = slow  # type: ignore[method-assign]
     options = {"max_model_len": MAX_MODEL_LEN, "chat_template": TEMPLATE} | options
-    return SpecEngine(target, tokenizer, draft=draft, adapters=adapters, **options)
+    return engine_of(target, tokenizer, draft=draft, adapters=adapters, **options)
 
 
 class Served:

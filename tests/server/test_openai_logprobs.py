@@ -163,7 +163,7 @@ def test_of_prompts_beside_others(fake_served):
     ids=str,
 )
 def test_no_answer_holds_more_of_prompts_than_it_may(fake_served, monkeypatch, body, param, code):
-    monkeypatch.setattr("specexport_runtime.server.prompt_logprobs.MAX_ENTRIES", 1000)
+    monkeypatch.setattr("specexport_runtime.server.responses.MAX_ENTRIES", 1000)
     answer = httpx.post(fake_served.url + COMPLETIONS, json=body)
     assert answer.status_code == (400 if param else 200)
     if param:

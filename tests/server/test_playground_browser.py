@@ -9,6 +9,7 @@ from typing import Any
 
 import patience
 import pytest
+from engine_of import engine_of
 from serving import Served, fake_engine
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -372,7 +373,7 @@ def test_text_of_the_model_and_of_the_prompt_is_never_markup(open_page):
     def engine() -> SpecEngine:
         tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
         tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        return SpecEngine(FakeExecutor(17, 2, 80), tokenizer, draft=FakeExecutor(17, 2, 80), max_model_len=64)
+        return engine_of(FakeExecutor(17, 2, 80), tokenizer, draft=FakeExecutor(17, 2, 80), max_model_len=64)
 
     with Served(engine, ServerConfig(model_name="<b>model")) as served:
         page = open_page(served)

@@ -4,12 +4,12 @@ import json
 
 import httpx
 import pytest
+from engine_of import engine_of
 from openai_help import alone
 from patience import HANG_S
 from serving import MAX_MODEL_LEN, Served
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from specexport_runtime import SpecEngine
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.server.config import ServerConfig
 
@@ -74,7 +74,7 @@ def served(request):
     template = "{% for m in messages %}{{ m['content'] }}.{% endfor %}"
 
     def make():
-        return SpecEngine(target, tokenizer, draft=draft, max_model_len=MAX_MODEL_LEN, chat_template=template)
+        return engine_of(target, tokenizer, draft=draft, max_model_len=MAX_MODEL_LEN, chat_template=template)
 
     with Served(make, ServerConfig(model_name="fake")) as served, httpx.Client(timeout=HANG_S) as served.client:
         yield served

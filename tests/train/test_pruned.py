@@ -21,14 +21,12 @@ from specexport.build.pipeline import build_bundle
 from specexport.frontend import load_checkpoint
 from specexport.recipe import BuildRecipe
 from specexport.train import pruned, run
-from specexport.train.batch import Batch
-from specexport.train.layer_choice import Choice, likely_choices, measure_choices
-from specexport.train.lm_head import LmHead
+from specexport.train.lm_head import LmHead, compare, wide_divergence
 from specexport.train.options import TrainOptions
-from specexport.train.pruned import PrunedPlan
+from specexport.train.pruned import Choice, PrunedPlan, likely_choices, measure_choices
 from specexport.train.pruned_files import round_weights
 from specexport.train.run import train_draft
-from specexport.train.wide_loss import compare, wide_divergence
+from specexport.train.student import Batch
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.errors import InvalidRequestError, OutputExistsError, UnsupportedModelError
 
@@ -184,7 +182,7 @@ def test_likely_choices_leave_one_run_out_or_spread() -> None:
 
 
 def test_the_loss_in_pieces_is_the_loss_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from specexport.train import wide_loss
+    from specexport.train import lm_head
 
     generator = torch.Generator().manual_seed(5)
     rows = torch.randn(40, 16, generator=generator)
@@ -195,7 +193,7 @@ def test_the_loss_in_pieces_is_the_loss_at_once(monkeypatch: pytest.MonkeyPatch)
 
     grads, losses = [], []
     for held in (1 << 25, 40 * 5):
-        monkeypatch.setattr(wide_loss, "HELD_LOGITS", held)
+        monkeypatch.setattr(lm_head, "HELD_LOGITS", held)
         given = hidden.clone().requires_grad_()
         loss = 2 * wide_divergence(given, wanted, read, 40)
         loss.backward()

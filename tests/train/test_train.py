@@ -26,9 +26,9 @@ from specexport.heads.probe import check_probe, probe_head
 from specexport.heads.read import read_config
 from specexport.recipe import BuildRecipe
 from specexport.train import run
+from specexport.train.head import count_ids, draft_size, new_config
 from specexport.train.options import TrainOptions
 from specexport.train.run import train_draft
-from specexport.train.shape import count_ids, draft_size, new_config
 from specexport.train.store import Example, FeatureStore, StoreWriter, batches
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.abi import AFTER_NORM

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import special, stats
 
-from specexport.verify.chi_square import (
+from specexport.verify.goodness_of_fit import (
     chi_square_tail,
     expected_total_variation,
     pearson_test,

@@ -3,9 +3,7 @@
 import pytest
 from verify_fakes import LOOKAHEAD, PROMPTS, VOCAB, WidthDependent, make_engine, make_executor
 
-from specexport.verify.differences import explain, logits_one_at_a_time
-from specexport.verify.greedy import check_greedy
-from specexport.verify.scripted import ScriptedDrafter
+from specexport.verify.greedy import ScriptedDrafter, check_greedy, explain, logits_one_at_a_time
 from specexport_runtime.errors import InvalidRequestError
 
 
@@ -103,7 +101,7 @@ def test_logits_that_are_not_numbers_explain_nothing():
 
 
 def test_a_shorter_output_fails():
-    from specexport.verify.differences import compare_outputs
+    from specexport.verify.greedy import compare_outputs
 
     found = compare_outputs(make_executor(), [[1]], [[1, 2, 3]], [[1, 2]], "draft model", 4)
     assert [(item.position, item.plain_token, item.speculative_token) for item in found] == [(2, 3, -1)]

@@ -9,6 +9,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from verify_fakes import VOCAB, make_executor
 
 from specexport.verify.perplexity import (
+    TextScore,
+    TextScorer,
     compare_perplexity,
     count_predicted,
     make_windows,
@@ -16,7 +18,6 @@ from specexport.verify.perplexity import (
     score_engine,
     score_logits,
 )
-from specexport.verify.text_score import TextScore, TextScorer
 from specexport.verify.tolerance import text_limits
 from specexport_runtime.errors import IncompatibleError, InvalidRequestError
 

@@ -9,7 +9,7 @@ from verify_fakes import PROMPTS, WidthDependent, make_engine, make_executor
 
 from specexport.build.bundle import find_up_to_date
 from specexport.inspect import describe as inspect_lines
-from specexport.verify.describe import describe
+from specexport.verify.command import describe
 from specexport.verify.greedy import check_greedy
 from specexport.verify.parts import run_greedy, run_sampling
 from specexport.verify.report import REPORT_NAME, Part, VerifyReport, record_report, write_json

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 from verify_fakes import PROMPTS, VOCAB, make_engine, make_executor
 
-from specexport.verify.draws import accept_everything, draw_outcome
 from specexport.verify.logit_tree import IMPOSSIBLE, LogitTree, Partition, conditional
-from specexport.verify.sampling import SETTINGS, check_sampling
+from specexport.verify.sampling import SETTINGS, accept_everything, check_sampling, draw_outcome
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.sampling.accept import Verdict, accept_sampled
 from specexport_runtime.sampling.block import DEFAULT_RULE, RULES

@@ -1,6 +1,7 @@
 """Engines over fake executors for the tests of verify."""
 
 import numpy as np
+from engine_of import engine_of
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from specexport_runtime import SpecEngine
@@ -29,7 +30,7 @@ def make_executor(kind: type[FakeExecutor] = FakeExecutor, **options: object) ->
 def make_engine(draft: str | None = "good", target: FakeExecutor | None = None, **options: object) -> SpecEngine:
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return SpecEngine(
+    return engine_of(
         target or make_executor(),
         tokenizer,
         draft=make_executor(**DRAFTS[draft]) if draft else None,

@@ -75,6 +75,7 @@ def check_loop(context: Context, target: TrtExecutor, draft: TrtExecutor, *, num
     from specexport.verify.greedy import check_greedy
     from specexport.verify.neighbours import check_neighbours
     from specexport_runtime.engine import SpecEngine
+    from specexport_runtime.engine_parts import EngineParts
     from tools.gpu_check_lib.steps import random_tokens
 
     lookahead, tolerance = 2 if context.tiny else 4, logit_tolerance("float16", num_layers).largest
@@ -89,7 +90,8 @@ def check_loop(context: Context, target: TrtExecutor, draft: TrtExecutor, *, num
             cases={case.name: case.max_relative for case in alone.cases},
         )
     words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(target.vocab_size)}, unk_token="t0"))  # noqa: S106
-    engine = SpecEngine(target, words, draft=draft, max_model_len=64 if context.tiny else 256, lookahead=lookahead)
+    parts = EngineParts(target, words, 64 if context.tiny else 256, draft=draft, lookahead=lookahead)
+    engine = SpecEngine(parts)
     found = check_greedy(
         engine,
         prompts,

@@ -89,7 +89,7 @@ def lower_checkpoint(checkpoint: Path, capacity: int, num_splits: int | None = N
 
 def lower(ir_model: "ir.Model", capacity: int, num_splits: int | None = None) -> "ir.Model":
     """What a build does with a traced model after the passes, lowering ``plugin``; in place."""
-    from specexport.lowering.norms import unify_norm_types
+    from specexport.lowering.common import unify_norm_types
     from specexport.lowering.trt_plugin import lower_trt_plugin
     from specexport.passes.linear_flatten import LinearFlattenPass
 

@@ -25,7 +25,7 @@ def find_plugin(op: str) -> KernelSpec | None:
 
 @cache
 def embedded_tiles(spec: KernelSpec, sm: int, new_tokens: int) -> TileConfig:
-    """The tiles that an engine would run for rows of ``new_tokens``; see ``plugin.kernels.tactic_for``."""
+    """The tiles that an engine would run for rows of ``new_tokens``; see ``PluginKernels.tactic_for``."""
     return replace(spec, new_tokens=new_tokens).tiles(sm, small=True)
 
 

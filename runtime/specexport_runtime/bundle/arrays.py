@@ -1,13 +1,27 @@
-"""Arrays that lie beside an engine."""
+"""Arrays that lie beside an engine: token ids of a cut LM head, and the feature that stands for unknown tokens.
+
+Of an LM head that was cut only some rows were kept. A draft need not be able to say everything (FR-Spec, Zhao et al.
+2025; VocabTrim, Goel et al. 2025): the head is the largest product of a small model, and most of its rows are hardly
+ever the answer. What is left out has probability 0 in the draft, which changes what is drafted and never what is
+accepted.
+"""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
+from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.errors import BundleError
 
 REBUILD = "build it again with `specexport build`."
+
+LM_HEAD_IDS_NAME = "lm_head_ids.npy"
+"""File in the model's folder: int32 [N], ascending."""
+
+MASK_NAME = "mask_feature.npy"
+"""File in the head's folder: float32 [E]."""
 
 
 def read_array(path: Path) -> Any:
@@ -16,3 +30,85 @@ def read_array(path: Path) -> Any:
         return np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise BundleError(f"{path} cannot be read ({error}).", REBUILD) from error
+
+
+class CutHead(NamedTuple):
+    """An LM head of N of a model's V token ids: an engine's logits and greedy tokens are in its rows."""
+
+    ids: npt.NDArray[np.int32]  # [N], ascending: the token id of each row
+    vocab_size: int  # V, the ids that the model can be fed
+
+    def below(self, vocab_size: int) -> "CutHead":
+        """The head without the ids from ``vocab_size`` on: its first rows, for they ascend."""
+        return CutHead(self.ids[: self.ids.searchsorted(vocab_size)], min(self.vocab_size, vocab_size))
+
+    def widen(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """Logits [V] of logits [N]: -inf for every id that has no row."""
+        wide = np.full(self.vocab_size, -np.inf, np.float32)
+        wide[self.ids] = logits
+        return wide
+
+
+def load_cut_head(folder: Path, entry: ModelEntry) -> CutHead | None:
+    """Token ids that the LM head of a model has; None if it has all.
+
+    The entry's paths are relative to ``folder``. BundleError if the file does not hold as many ids as the manifest
+    says, ascending, each once, within V.
+    """
+    if entry.cut_lm_head is None:
+        return None
+    path = folder / entry.cut_lm_head.ids_path
+    ids = read_array(path)
+    problem = _problem(ids, entry)
+    if problem is not None:
+        raise BundleError(f"{path}: {problem}.", REBUILD)
+    return CutHead(ids, entry.vocab_size)
+
+
+def _problem(ids: object, entry: ModelEntry) -> str | None:
+    if not isinstance(ids, np.ndarray) or ids.dtype != np.int32 or ids.ndim != 1:
+        return "it holds no int32 token ids"
+    if len(ids) != entry.lm_head_rows:
+        return f"it has {len(ids)} token ids and the LM head {entry.lm_head_rows} rows"
+    wrong = np.flatnonzero(np.diff(ids) <= 0)
+    if wrong.size:
+        return f"token id {ids[wrong[0] + 1]} follows {ids[wrong[0]]}, and they should ascend"
+    beyond = ids[(ids < 0) | (ids >= entry.vocab_size)]
+    return f"token id {beyond[0]} lies outside 0 to {entry.vocab_size - 1}" if beyond.size else None
+
+
+class MaskInput(NamedTuple):
+    """The stand-in for a token that is not known."""
+
+    token: int  # its id
+    feature: npt.NDArray[np.float32]  # [E], what comes with it
+    # Of a head that fills blocks (DFlash): most tokens of a block, the newest and those to guess. None for a head whose
+    # entries all have a token and a feature (P-EAGLE).
+    block_size: int | None = None
+
+    @property
+    def most(self) -> int | None:
+        """Most tokens that a step can draft; None for no limit."""
+        return None if self.block_size is None else self.block_size - 1
+
+
+def load_mask(folder: Path, entry: ModelEntry) -> MaskInput | None:
+    """The stand-in of a head; None for one that drafts token after token.
+
+    The entry's paths are relative to ``folder``. BundleError if the file is no feature of the head's size, or the token
+    is not in its vocabulary.
+    """
+    head, size = entry.draft_head, entry.engine.feature_size
+    if head is None or head.mask_token_id is None:
+        return None
+    token = head.mask_token_id
+    if head.block_size is not None and token < entry.vocab_size:
+        return MaskInput(token, np.zeros(size, np.float32), head.block_size)
+    if head.mask_path is None:
+        raise BundleError(f"{folder}: token {token} stands for unknown ones without a feature.", REBUILD)
+    path = folder / head.mask_path
+    feature = read_array(path)
+    sound = isinstance(feature, np.ndarray) and feature.dtype == np.float32 and feature.shape == (size,)
+    if not sound or not np.isfinite(feature).all() or token >= entry.vocab_size:
+        raise BundleError(f"{path}: it is no feature of {size} numbers, or its token is unknown.", REBUILD)
+    return MaskInput(token, feature)

@@ -179,7 +179,7 @@ class Rope(NamedTuple):
 
 
 class CutLmHead(NamedTuple):
-    """A draft's LM head that was cut down to some token ids, see ``bundle.cut_head``."""
+    """A draft's LM head that was cut down to some token ids, see ``bundle.arrays``."""
 
     ids_path: InnerPath
     num_rows: VocabSize  # N, how many ids it has
@@ -196,7 +196,7 @@ class DraftHeadEntry(NamedTuple):
     reading: str | None = None  # how it was read otherwise than its files say
     num_draft_heads: Annotated[int, whole(0, MAX_LOOKAHEAD)] = 0  # Medusa and Hydra heads, each for a place of a draft
     mask_token_id: TokenId | None = None  # if it drafts all tokens in one step: stands for tokens not known yet
-    mask_path: InnerPath | None = None  # the feature that comes with it, see ``bundle.mask_feature``; None: none does
+    mask_path: InnerPath | None = None  # the feature that comes with it, see ``bundle.arrays``; None: none does
     # If it fills blocks: most tokens of one, the newest and those to guess.
     block_size: Annotated[int, whole(2, 1 << 16)] | None = None
 

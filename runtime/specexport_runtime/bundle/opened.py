@@ -61,8 +61,6 @@ def load_bundle(
     if max_num_seqs is None:
         max_num_seqs = manifest.default_num_seqs
     check_num_seqs(max_num_seqs)
-    if not 0 <= prefix_rows <= MAX_NUM_SEQS:
-        raise InvalidRequestError(f"prefix_rows is {prefix_rows}.", f"choose a number from 0 to {MAX_NUM_SEQS}.")
     known = check_files(folder, manifest.files, remember=True)
     _check_links(folder, manifest)
     if "target" not in manifest.models:

@@ -13,17 +13,18 @@ import click
 from specexport_runtime.cli.chat.command import chat as chat_command
 from specexport_runtime.cli.errors import SuggestingGroup
 from specexport_runtime.cli.options import (
-    LIMITS,
-    batch_options,
     check_of_use,
     drafting_options,
+    engine_flags,
     sampling_options,
     sampling_params,
     take_drafting,
+    take_engine_options,
 )
 from specexport_runtime.cli.output import OutputOptions, print_notes, print_padding, print_result, print_stream
 from specexport_runtime.cli.prompts import read_prompts, read_text
 from specexport_runtime.cli.serve import serve
+from specexport_runtime.engine_options import Use
 from specexport_runtime.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ runtime_cli.add_command(serve)
 @click.option("--chat", is_flag=True, help="Put each prompt into the bundle's chat template as a user message.")
 @drafting_options
 @click.option("--reference", type=click.Path(path_type=Path), help="UTF-8 text file that lookup may copy from.")
-@batch_options
+@engine_flags(Use.ANY, Use.BATCH)
 @sampling_options
 @click.option("--logprobs", type=int, metavar="N", help="With --json: log-probability of each token, and the top N.")
 @click.option("--stats", is_flag=True, help="Print counters and speed to standard error.")
@@ -72,19 +73,15 @@ def generate(
     **options: Any,
 ) -> None:
     """Generate text from BUNDLE for PROMPT (or --prompt-file, --prompts, or standard input)."""
-    from specexport_runtime.executors.open import check_threads
-
-    limits = {name: options.pop(name) for name in LIMITS}
+    engine_options = take_engine_options(options)
     drafting = take_drafting(options)
     params = sampling_params(options)
     if params.logprobs is not None and not as_json:
         raise InvalidRequestError("--logprobs was given, and text has no place for them.", "add --json.")
-    check_threads(limits["num_threads"], "--threads")
     items = list(read_prompts(prompt, prompt_file, prompts))
     shared = None if reference is None else read_text(reference)
     references = [shared if item.reference is None else item.reference for item in items]
     from specexport_runtime.bundle.manifest import load_manifest
-    from specexport_runtime.bundle.opened import check_num_seqs
     from specexport_runtime.engine import SpecEngine
     from specexport_runtime.watch.never_accepted import NeverAccepted
 
@@ -96,15 +93,11 @@ def generate(
         terminal if show_prompt is None else show_prompt,
         trace,
     )
-    check_of_use(limits, drafting, params)
+    check_of_use(engine_options, drafting, params)
     drafting["trace"] = trace
-    asked = limits["max_num_seqs"]
-    if asked is not None:
-        check_num_seqs(asked)  # all of it: below it is cut to the prompts
-    rows = load_manifest(bundle).default_num_seqs if asked is None else asked
-    limits["max_num_seqs"] = min(rows, max(len(items), 1))
+    rows = min(engine_options.max_num_seqs or load_manifest(bundle).default_num_seqs, max(len(items), 1))
     notes: list[str] = []
-    with closing(SpecEngine.load(bundle, share_threads=True, **limits)) as engine:
+    with closing(SpecEngine.load(bundle, engine_options, max_num_seqs=rows, share_threads=True)) as engine:
         engine.add_observer(NeverAccepted(notes.append))
         texts = [item.text for item in items]
         inputs: list[Prompt] = list(texts)

@@ -17,18 +17,26 @@ anything else                                 1          its traceback: it is a 
 
 import contextlib
 import errno
+import os
+import select
+import signal
 import sys
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from difflib import get_close_matches
+from types import FrameType
 from typing import Any
 
 import click
 
 from specexport_runtime.cli.any_text import take_any_text
-from specexport_runtime.cli.closed_output import EXIT_CLOSED_OUTPUT, ClosedOutputError, watch_output
-from specexport_runtime.cli.interrupts import EXIT_INTERRUPTED, handle_interrupts
 from specexport_runtime.errors import SpecexportError
+
+EXIT_INTERRUPTED = 130
+
+EXIT_CLOSED_OUTPUT = 141
+"""128 and the number of SIGPIPE, by which most programs end then."""
 
 _INTERRUPTED = ("interrupted", EXIT_INTERRUPTED)
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -137,3 +145,95 @@ class SuggestingGroup(click.Group):
             tail = f"did you mean {near!r}?" if near else f"the commands are {known}."
             raise click.UsageError(f"no such command {name!r}: {tail}", ctx=ctx)
         return super().resolve_command(ctx, args)
+
+
+class ClosedOutputError(Exception):
+    """The output is read no more. Not an ``OSError``: click has its own exit code for that."""
+
+
+@contextlib.contextmanager
+def watch_output() -> Iterator[None]:
+    """Tell a closed output from other broken pipes.
+
+    ``ClosedOutputError``: what the block wrote is read no more. ``RuntimeError``: another pipe broke, which is a
+    defect.
+    """
+    try:
+        yield
+        if sys.stdout is not None:
+            sys.stdout.flush()  # at the interpreter's end it would be a traceback
+    except SystemExit as error:
+        if isinstance(error.__context__, BrokenPipeError):  # so rich ends
+            raise ClosedOutputError from error
+        raise
+    except BrokenPipeError as error:
+        closed = [stream for stream in (sys.stdout, sys.stderr) if _is_closed(stream)]
+        if not closed:
+            raise RuntimeError(f"a pipe that is not the output broke: {error}") from error
+        for stream in closed:
+            _forget_output(stream)
+        raise ClosedOutputError from error
+
+
+def _is_closed(stream: Any) -> bool:
+    try:
+        stream.flush()  # what could not be written is still there, if there is a buffer
+        place = stream.fileno()
+    except BrokenPipeError:
+        return True
+    except (AttributeError, OSError, ValueError):  # no stream, or none of the system's
+        return False
+    if not hasattr(select, "poll"):
+        return False
+    asked = select.poll()
+    asked.register(place, select.POLLOUT)
+    return any(state & (select.POLLERR | select.POLLHUP) for _, state in asked.poll(0))
+
+
+def _forget_output(stream: Any) -> None:
+    """Let the interpreter flush what is left into nothing when it ends."""
+    with contextlib.suppress(OSError), open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), stream.fileno())
+
+
+class Interrupts:
+    """The handler of SIGINT.
+
+    The first one raises ``KeyboardInterrupt``. While that goes up, and what it passes is cleared away, others are not
+    heard: they would break that off. Once all is clear they end the process, whatever it still waits for.
+    """
+
+    def __init__(self) -> None:
+        self.came = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002  # what a handler is called with
+        """Handle one."""
+        self.came = True
+        error = sys.exception()
+        while error is not None:
+            if isinstance(error, KeyboardInterrupt):
+                return
+            error = error.__context__
+        raise KeyboardInterrupt
+
+    def all_is_clear(self) -> None:
+        """Nothing is left to clear away: the next one may end the process."""
+        if self.came:
+            signal.signal(signal.SIGINT, lambda *_: os._exit(EXIT_INTERRUPTED))
+
+
+@contextlib.contextmanager
+def handle_interrupts() -> Iterator[Interrupts]:
+    """Handle SIGINT as :class:`Interrupts` says, unless somebody else does, or ignores it."""
+    handler = Interrupts()
+    in_charge = (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
+    if in_charge:
+        signal.signal(signal.SIGINT, handler)
+    try:
+        yield handler
+    finally:
+        if in_charge and not handler.came:
+            signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,41 +1,24 @@
-"""Options of ``generate``, and what they make: sampling parameters, engine limits, how to draft."""
+"""Options of commands, and what they make: sampling parameters, engine options, how to draft."""
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import NoneType
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 
 from specexport_runtime.cli.any_text import typed
 from specexport_runtime.cli.gone import gone
-from specexport_runtime.engine_options import GONE
+from specexport_runtime.engine_options import GONE, OPTIONS, EngineOptions, Use
 from specexport_runtime.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from specexport_runtime.requests.drafting import Drafting
+    from specexport_runtime.requests.drafting import RequestOptions
     from specexport_runtime.sampling.cut import Cut
     from specexport_runtime.sampling.params import SamplingParams
     from specexport_runtime.sampling.structured import StructuredOutputs
 
-LIMITS = (
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "max_model_len",
-    "unpad_kv",
-    "unpad_input",
-    "num_threads",
-    "spin",
-    "match_length",
-    "cuda_graphs",
-    "enable_prefix_caching",
-    "prefix_rows",
-    "kv_cache_memory_bytes",
-    "suffix_memory_mb",
-    "corpus",
-    "suffix_file",
-    "lora",
-)
-"""Options that ``SpecEngine.load`` takes."""
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class NumberOr(click.ParamType):  # type: ignore[type-arg]  # older releases of click have no arguments
@@ -119,87 +102,54 @@ def _cut_option(name: str, cut: "Cut") -> Any:
     return click.option(flag, type=float, default=cut.off, show_default=True, help=cut.help)
 
 
-def batch_options(command: Any) -> Any:
-    """Add the options that make engine limits and the way of batching."""
-    options = [
-        click.option("--max-num-seqs", type=int, help="Sequences decoded at a time.  [default: the bundle's, else 8]"),
-        click.option(
-            "--unpad-kv/--no-unpad-kv",
-            default=True,
-            show_default=True,
-            help="Off: all sequences advance by the batch's maximum, with padding in the KV cache.",
-        ),
-        click.option(
-            "--unpad-input/--no-unpad-input",
-            default=True,
-            show_default=True,
-            help="Off: all sequences of a step are padded to the longest draft.",
-        ),
-        click.option(
-            "--prefix-rows",
-            type=int,
-            default=0,
-            show_default=True,
-            help="Cache rows that keep prefixes beside those of the sequences that are decoded.",
-        ),
-        click.option(
-            "--kv-cache-memory-bytes",
-            metavar="SIZE",
-            help="Most memory of the KV caches, 2GiB for example; more sequences than have their full length in it may "
-            "run (CPU).  [default: what is written to]",
-        ),
-    ]
-    return _add(engine_options(command), options)
+def engine_flags(*uses: Use) -> Callable[[Any], Any]:
+    """Add the flags of the engine options of some uses, in the order of the options."""
+    flags = [engine_flag(name) for name, option in OPTIONS.items() if option.use in uses]
+    flags.append(gone("--prepacked/--no-prepacked", GONE["prepacked"]))
+    return lambda command: _add(command, flags)
 
 
-def engine_options(command: Any) -> Any:
-    """Add the options that make an engine, however many sequences it decodes."""
-    options = [
-        click.option(
-            "--max-num-batched-tokens", type=int, help="Tokens of one step.  [default: the bundle's, else 512]"
-        ),
-        click.option("--max-model-len", type=int, help="Most tokens of a sequence.  [default: the bundle's limit]"),
-        click.option("--threads", "num_threads", type=int, help="Compute threads.  [default: the cores available]"),
-        click.option(
-            "--spin/--no-spin",
-            default=True,
-            show_default=True,
-            help="Let idle threads spin; turn off on busy machines.",
-        ),
-        click.option(
-            "--cuda-graphs/--no-cuda-graphs",
-            default=None,
-            help="GPU engines: replay recorded steps.  [default: on where the engine can]",
-        ),
-        click.option(
-            "--enable-prefix-caching/--no-enable-prefix-caching",
-            default=True,
-            show_default=True,
-            help="Go on from what cache rows have of a prompt.",
-        ),
-        gone("--prepacked/--no-prepacked", GONE["prepacked"]),
-        click.option(
-            "--corpus",
-            type=click.Path(path_type=Path),
-            metavar="DIR",
-            help="Folder of text files that drafter suffix may copy from.",
-        ),
-        click.option(
-            "--suffix-file",
-            type=click.Path(),
-            metavar="FILE|cache",
-            help="Keep what drafter suffix learns in this file, or in the user's cache.",
-        ),
-        click.option(
-            "--suffix-memory",
-            "suffix_memory_mb",
-            type=int,
-            metavar="MB",
-            help="Memory for what drafter suffix learns: 16 bytes a token.  [default: 16]",
-        ),
-        click.option("--match-length", type=int, help="Fewest tokens that lookup must match.  [default: 2]"),
-    ]
-    return _add(command, options)
+def engine_flag(name: str, **changes: Any) -> Callable[[F], F]:
+    """The click option of an engine option; ``changes`` are of its keywords."""
+    option, default = OPTIONS[name], EngineOptions.__dataclass_fields__[name].default
+    settings = {
+        "type": _click_type(name),
+        "default": default,
+        "show_default": default is not None,
+        "metavar": option.metavar,
+        "help": option.text + (f"  [default: {option.none}]" if option.none and "default" not in changes else ""),
+    }
+    return click.option(flag_of(name), name, **settings | changes)
+
+
+def flag_of(name: str) -> str:
+    """The flag of an engine option, as click has it."""
+    words = name.replace("_", "-")
+    return OPTIONS[name].flag or (f"--{words}/--no-{words}" if _kinds(name) == {bool} else f"--{words}")
+
+
+def _click_type(name: str) -> Any:
+    kinds = _kinds(name)
+    if Path in kinds:
+        return click.Path()
+    return kinds.pop() if kinds in ({int}, {float}) else None  # click makes a switch, or a text
+
+
+def _kinds(name: str) -> set[Any]:
+    kind = EngineOptions.__dataclass_fields__[name].type
+    return set(get_args(kind) or (kind,)) - {NoneType}
+
+
+def take_engine_options(values: dict[str, Any]) -> EngineOptions:
+    """The options that the flags of a command make; takes them out of ``values``.
+
+    ``InvalidRequestError`` if a value is out of its range.
+    """
+    from specexport_runtime.executors.open import check_threads
+
+    given = {name: values.pop(name) for name in OPTIONS if name in values}
+    check_threads(given.get("num_threads"), "--threads")
+    return EngineOptions(**given)
 
 
 def drafting_options(command: Any) -> Any:
@@ -222,7 +172,7 @@ def drafting_options(command: Any) -> Any:
             help="Draft tokens a round (K), or auto: chosen every round for the most expected tokens a second.  "
             "[default: auto; with a drafter 4, for lookup 7, for self 3, or less if less was built]",
         ),
-        click.option("--lora", metavar="NAME", help="LoRA adapter of the bundle to write with.  [default: none]"),
+        engine_flag("lora"),
         click.option("--no-speculation", is_flag=True, help="Plain decoding: one token a round."),
         click.option(
             "--layer-threshold",
@@ -259,22 +209,22 @@ def drafting_options(command: Any) -> Any:
     return _add(command, options)
 
 
-def check_of_use(limits: Mapping[str, Any], drafting: "Drafting", params: "SamplingParams | None" = None) -> None:
-    """Refuse options of ``SpecEngine.load`` for drafter suffix if no request drafts by it.
+def check_of_use(engine: EngineOptions, drafting: "RequestOptions", params: "SamplingParams | None" = None) -> None:
+    """Refuse engine options for drafter suffix if no request drafts by it.
 
     ``params`` None: requests sample greedily.
     """
-    drafter, lookahead = drafting["drafter"], drafting["num_speculative_tokens"]
+    drafter, lookahead = drafting.get("drafter"), drafting.get("num_speculative_tokens")
     is_repeatable = params is not None and params.seed is not None and not params.is_greedy
     by_default = drafter is None and not isinstance(lookahead, int) and not is_repeatable
-    copies = drafting["speculation"] and (by_default or drafter in ("suffix", "auto"))
-    flags = {"corpus": "--corpus", "suffix_file": "--suffix-file", "suffix_memory_mb": "--suffix-memory"}
-    unused = [flag for name, flag in flags.items() if limits.get(name) is not None]
+    copies = drafting.get("speculation", True) and (by_default or drafter in ("suffix", "auto"))
+    wanted = [name for name, option in OPTIONS.items() if option.drafter == "suffix"]
+    unused = [flag_of(name) for name in wanted if getattr(engine, name) is not None]
     if unused and not copies:
         raise InvalidRequestError(f"{unused[0]} was given, and nobody drafts by it.", "add --drafter suffix or auto.")
 
 
-def take_drafting(options: dict[str, Any]) -> "Drafting":
+def take_drafting(options: dict[str, Any]) -> "RequestOptions":
     """The keyword arguments that the options of :func:`drafting_options` make; takes them out of ``options``.
 
     ``InvalidRequestError`` if a value is out of its range, or options contradict each other.
@@ -283,7 +233,7 @@ def take_drafting(options: dict[str, Any]) -> "Drafting":
     from specexport_runtime.sequences.draft_exit import DraftExitParams
     from specexport_runtime.sequences.layer_choice import LayerRules
 
-    drafting: Drafting = {
+    drafting: RequestOptions = {
         "drafter": options.pop("drafter"),
         "num_speculative_tokens": options.pop("num_speculative_tokens"),
         "speculation": not options.pop("no_speculation"),

@@ -2,16 +2,18 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from specexport_runtime.cli.options import NumberOr, batch_options
+from specexport_runtime.cli.options import NumberOr, engine_flags, take_engine_options
+from specexport_runtime.engine_options import Use
 from specexport_runtime.errors import MissingDependencyError
 from specexport_runtime.requests.chat_dialect import REASONING_PARSERS
 from specexport_runtime.requests.speculative_config import METHODS
-from specexport_runtime.requests.tool_formats.registry import PARSERS
+from specexport_runtime.requests.tool_formats.families import PARSERS
 from specexport_runtime.server.config import LOG_FORMATS, SCHEDULING_POLICIES, ServerConfig, check_key, read_keys
 
 KEY_VARIABLE = "SPECEXPORT_API_KEY"
@@ -84,18 +86,6 @@ _PACE = (
         "priority: requests may have one, and lower ones go first. fcfs: they may not. Keys take turns with both.",
         type=click.Choice(SCHEDULING_POLICIES),
     ),
-    click.option(
-        "--ttft-budget-ms",
-        type=float,
-        metavar="MS",
-        help="Milliseconds to the first token: prompts that cannot keep them yield to those that can.",
-    ),
-    click.option(
-        "--itl-budget-ms",
-        type=float,
-        metavar="MS",
-        help="Milliseconds between two rounds of a sequence: prompts are read in chunks that fit into them.",
-    ),
 )
 _CHAT = (
     _setting(
@@ -129,12 +119,6 @@ _DRAFTING = (
         help="Draft tokens a round for requests that do not say, or auto: chosen every round.  [default: auto; "
         "with a drafter 4, for lookup 7, for self 3, or less if less was built]",
     ),
-    click.option(
-        "--adaptive/--no-adaptive",
-        default=True,
-        show_default=True,
-        help="Choose the length of drafts by what rounds take.",
-    ),
 )
 
 
@@ -150,7 +134,7 @@ def _add(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
 @click.command()
 @click.argument("bundle", type=click.Path(path_type=Path))
 @_add(*_ADDRESS, *_KEYS, *_LIMITS, *_PACE, *_CHAT, *_DRAFTING)
-@batch_options
+@engine_flags(Use.ANY, Use.BATCH, Use.SERVER)
 @_add(*_LOOK)
 def serve(
     bundle: Path,
@@ -163,16 +147,15 @@ def serve(
 ) -> int:
     """Serve BUNDLE over HTTP, as OpenAI's API does."""
     from specexport_runtime.bundle.opened import check_num_seqs
-    from specexport_runtime.executors.open import check_threads
 
     settings = {name: options.pop(name) for name in list(options) if name in ServerConfig.__dataclass_fields__}
     name = _folder_name(bundle) if model_name is None else model_name
     config = ServerConfig(model_name=name, api_keys=collect_keys(api_keys, api_key_file), **settings)
-    check_threads(options["num_threads"], "--threads")
     if options["max_num_seqs"] is not None:
         check_num_seqs(options["max_num_seqs"], "--max-num-seqs")
-    options["speculative_config"] = speculative_config(drafter, num_speculative_tokens)
-    return _import_run()(bundle, config, **options)
+    drafting = speculative_config(drafter, num_speculative_tokens)
+    engine = replace(take_engine_options(options), speculative_config=drafting, share_threads=True)
+    return _import_run()(bundle, config, engine)
 
 
 def _folder_name(bundle: Path) -> str:

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from specexport_runtime.abi import CACHE_BYTES, ITEM_BYTES, MLP
 from specexport_runtime.bundle.entry import ModelEntry
-from specexport_runtime.costs.curves import CostCurves, LayerShares
-from specexport_runtime.costs.step_cost import StepCost
+from specexport_runtime.costs.curves import CostCurves, LayerShares, StepCost
 
 DRAFTER_OF = {"draft": "draft-model", "head": "head"}
 """The drafter that each model of a bundle besides the target is for."""

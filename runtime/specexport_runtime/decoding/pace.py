@@ -2,7 +2,7 @@
 
 Time to first token: a prompt that cannot have its first token within the budget any more, or never could, yields to
 prompts that can; of these the oldest has the nearest deadline. So short prompts overtake the chunks of a long one,
-which goes on with what is left: the oldest always gets a share (``sharing``).
+which goes on with what is left: the oldest always gets a share (``schedule``).
 
 Time between tokens: a step that decodes takes no more prompt tokens than fit into the budget beside its round.
 
@@ -13,14 +13,13 @@ chunks, and these change no token that comes out, only the time that a step take
 import time
 from collections.abc import Callable
 
-from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.sequences.sequence import Sequence
 
 _WEIGHT = 0.2  # of the newest step
 
 
 class Pace:
-    """The budgets, and what steps cost; a budget that is not positive is an InvalidRequestError."""
+    """The budgets, and what steps cost."""
 
     def __init__(
         self,
@@ -28,9 +27,6 @@ class Pace:
         itl_budget_s: float | None = None,  # seconds between two rounds of a sequence that decodes; None for none
         clock: Callable[[], float] = time.perf_counter,  # seconds, of the clock of ``SequenceStats.submit_time``
     ) -> None:
-        for name, value in (("ttft_budget_ms", ttft_budget_s), ("itl_budget_ms", itl_budget_s)):
-            if value is not None and not 0 < value < float("inf"):
-                raise InvalidRequestError(f"{name} is {1000 * value:g}.", "give milliseconds, more than 0.")
         self.ttft_budget_s, self.itl_budget_s = ttft_budget_s, itl_budget_s
         self._clock = clock
         self._round: float | None = None  # seconds; None before the first

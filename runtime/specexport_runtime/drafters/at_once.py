@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from specexport_runtime.abi import CONTEXT_ID
-from specexport_runtime.bundle.mask_feature import MaskInput
+from specexport_runtime.bundle.arrays import MaskInput
 from specexport_runtime.executors.base import Float32Array
 from specexport_runtime.lookahead.draft_cost import EngineCost
 from specexport_runtime.packing.batch import RowWork

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from specexport_runtime.sequences.records import Begun, DrafterTraits, Proposal
 
 if TYPE_CHECKING:
-    from specexport_runtime.bundle.cut_head import CutHead
-    from specexport_runtime.bundle.mask_feature import MaskInput
+    from specexport_runtime.bundle.arrays import CutHead, MaskInput
     from specexport_runtime.costs.curves import CostCurves
     from specexport_runtime.drafters.suffix_store import SuffixStore
     from specexport_runtime.executors.base import Float32Array

@@ -15,7 +15,7 @@ from specexport_runtime.sequences.records import Begun, DraftEnd, Proposal
 from specexport_runtime.sequences.sequence import Sequence
 
 if TYPE_CHECKING:
-    from specexport_runtime.bundle.cut_head import CutHead
+    from specexport_runtime.bundle.arrays import CutHead
     from specexport_runtime.drafters.at_once import AtOnce
 
 _NAN = "the draft's logits contain NaN."

@@ -14,6 +14,20 @@ the features that the target gave: left in the cache, the head's own would cost 
 A parallel head (P-EAGLE, DFlash) guesses all tokens in one step: behind the entries that it catches up on come
 stand-ins for the tokens that are not known yet (``at_once``). Each guess is drawn from what the head says of its place
 alone, whatever the guesses before it are: that is the distribution that is tested against.
+
+Drafting with Hydra heads: each reads the tokens that those before it guessed (Ankner et al. 2024).
+
+::
+
+    position:     0    1    2    3    4
+    token:        a    b    c    d    e         e is the newest, which the target has not seen
+    feature:      fa   fb   fc   fd             what the target thought behind each
+    step 1:       fa.  fb.  fc.  fd,e           the first head reads fd and e, and guesses x
+    step 2:                      fd,e  fd,x     the second reads fd, e and x
+
+One step is one token of each draft, as with an EAGLE head, and the first one reads features: they are entries of the KV
+cache, if a decoder layer is in front of the heads. A later step is fed all tokens that its head reads, each beside the
+hidden state that the first one handed on. Of these nothing stays: the next step begins where they did.
 """
 
 from collections.abc import Sequence as Seq
@@ -22,6 +36,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from specexport_runtime.abi import CONTEXT_ID
 from specexport_runtime.drafters.at_once import AtOnce, ParallelCost, draft_work, entry_tokens, num_behind
 from specexport_runtime.drafters.base import HEAD, DrafterTraits
 from specexport_runtime.drafters.draft_loop import Draft, draft_at_once, open_drafts, run_drafts
@@ -34,7 +49,7 @@ from specexport_runtime.sequences.records import Begun, Proposal
 from specexport_runtime.sequences.sequence import NO_ROW, Sequence
 
 if TYPE_CHECKING:
-    from specexport_runtime.bundle.mask_feature import MaskInput
+    from specexport_runtime.bundle.arrays import MaskInput
     from specexport_runtime.costs.curves import CostCurves
 
 DEFAULT_HEAD_LOOKAHEAD = 4
@@ -231,3 +246,37 @@ class HeadDrafter(OwnCacheDrafter):
         if curve is None:
             return None
         return EngineCost(curve) if self._mask is None else ParallelCost(curve)
+
+
+class HydraDrafter(HeadDrafter):
+    """Draft tokens from Hydra heads, at most one a head; SpecexportError if the engine is not of Hydra heads."""
+
+    def __init__(self, runner: ModelRunner, **named: Any) -> None:
+        super().__init__(runner, **named)
+        head = as_head(runner.executor)
+        if head is None or not head.reads_draft:
+            raise SpecexportError("the Hydra drafter needs the engine of Hydra heads.")
+        self.traits = DrafterTraits(
+            default_lookahead=min(DEFAULT_HEAD_LOOKAHEAD, head.num_draft_heads),
+            has_own_cache=True,
+            can_exit=True,
+            max_lookahead=head.num_draft_heads,
+            goes_on=True,
+        )
+
+    def _pending(self, draft: Draft) -> RowWork:
+        """The features that the heads have not read, and the newest token; later, it and the draft so far."""
+        if not draft.tokens:
+            return super()._pending(draft)
+        if draft.carried is None:
+            raise SpecexportError("the heads handed nothing on.")
+        tokens = self._known([draft.sequence.tokens[-1], *draft.tokens])
+        return RowWork(tokens, 1, np.tile(draft.carried, (len(tokens), 1)))
+
+    def _is_kept(self, draft: Draft) -> bool:
+        """Features are, and tokens that are fed again are not."""
+        return not draft.tokens
+
+    def _input_ids(self, tokens: list[int]) -> list[int]:
+        """Features alone but for the last, beside which is the newest token."""
+        return [*[CONTEXT_ID] * (len(tokens) - 1), *tokens[-1:]]

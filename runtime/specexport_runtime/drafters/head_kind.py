@@ -1,10 +1,8 @@
 """Which drafter drafts with a draft head: the kind of its engine decides."""
 
-from specexport_runtime.drafters.assistant import AssistantDrafter
 from specexport_runtime.drafters.base import NO_HEAD, Drafter, DrafterKind, DrafterParts, Obstacle
-from specexport_runtime.drafters.head import HeadDrafter
-from specexport_runtime.drafters.hydra import HydraDrafter
-from specexport_runtime.drafters.medusa import MedusaDrafter
+from specexport_runtime.drafters.head import HeadDrafter, HydraDrafter
+from specexport_runtime.drafters.last_feature import AssistantDrafter, MedusaDrafter
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import as_featured, as_head, borrows_cache
 from specexport_runtime.packing.batch import ModelRunner

@@ -1,19 +1,58 @@
-"""The one feature that some drafters read: that of the token before the newest."""
+"""Drafting from one feature, that of the token before the newest: Medusa heads and Gemma-4 assistants.
+
+Drafting with Medusa heads: each guesses one place of the draft, all from one hidden state (Cai et al. 2024).
+
+::
+
+    position:     0    1    2    3    4
+    token:        a    b    c    d    e         e is the newest, which the target has not seen
+    feature:      fa   fb   fc   fd             what the target thought behind each
+    draft:                               0 1 2  head i reads fd and guesses the i-th token behind e
+
+So the target's last feature is all that is ever read: there is no cache, and nothing to catch up on. A draft is one
+step, a row for each wanted place. Its token is the number of the head, which reads no other rows. Each guess is drawn
+from what its head says, whatever the guesses before it are: that is the distribution that is tested against.
+
+Drafting with a Gemma-4 assistant: a head without a cache, which reads the target's own keys and values.
+
+::
+
+    position:     0    1    2    3    4
+    token:        a    b    c    d    e         e is the newest, which the target has not seen
+    feature:      fa   fb   fc   fd             what the target thought behind each
+    cache entry:  a    b    c    d              the target's
+    fed:                         fd,e           at position 4, over all entries; it guesses f
+                                 g,f            g is what it handed on; position and entries stay as they are
+
+So there is nothing to catch up on, whatever was copied or left undrafted before, and nothing to forget behind a test:
+the next draft begins with a true feature and with the entries of the tokens that were accepted.
+"""
 
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from specexport_runtime.drafters.base import HEAD
+import numpy as np
+
+from specexport_runtime.drafters.at_once import AtOnce
+from specexport_runtime.drafters.base import HEAD, DrafterTraits
+from specexport_runtime.drafters.draft_loop import Draft, draft_at_once, open_drafts, run_drafts
 from specexport_runtime.drafters.own_cache import OwnCacheDrafter
 from specexport_runtime.errors import SpecexportError
-from specexport_runtime.executors.base import Float32Array
-from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.executors.base import Float32Array, as_head, borrows_cache
+from specexport_runtime.packing.batch import ModelRunner, RowWork
+from specexport_runtime.sequences.records import Begun, Proposal
 from specexport_runtime.sequences.sequence import Sequence
 
 if TYPE_CHECKING:
     from specexport_runtime.costs.curves import CostCurves
     from specexport_runtime.lookahead.draft_cost import DraftCost
+
+DEFAULT_MEDUSA_LOOKAHEAD = 4
+"""K where nothing else is asked for, if there are so many heads: each guesses less well than the one before."""
+
+DEFAULT_ASSISTANT_LOOKAHEAD = 4
+"""K where nothing else is asked for, as with other heads."""
 
 
 class _Last(NamedTuple):
@@ -79,3 +118,81 @@ class LastFeatureDrafter(OwnCacheDrafter):
 
         curve = curves.drafters.get(HEAD)
         return None if curve is None else EngineCost(curve, shares_cache=True)
+
+
+class MedusaDrafter(LastFeatureDrafter):
+    """Draft tokens from Medusa heads over the target's last feature.
+
+    Their engine has no cache; the base class has all the same what else such drafters need. ``named``: see
+    ``OwnCacheDrafter``. SpecexportError: the runner's engine is not of Medusa heads.
+    """
+
+    def __init__(self, runner: ModelRunner, **named: Any) -> None:
+        super().__init__(runner, **named)
+        head = as_head(runner.executor)
+        self.num_heads = 0 if head is None else head.num_draft_heads
+        if not self.num_heads:
+            raise SpecexportError("the Medusa drafter needs the engine of Medusa heads.")
+        self.traits = DrafterTraits(
+            default_lookahead=min(DEFAULT_MEDUSA_LOOKAHEAD, self.num_heads),
+            can_exit=True,
+            max_lookahead=self.num_heads,
+            goes_on=True,
+        )
+
+    def propose(
+        self, sequences: Seq[Sequence], lookaheads: Seq[int], begun: Seq[Begun] | None = None
+    ) -> list[Proposal]:
+        """Draft up to ``lookaheads[i]`` tokens for each sequence, at most one a head; see ``Drafter.propose``.
+
+        Behind tokens that are there already come the guesses of the heads for the places behind them.
+        """
+        drafts = open_drafts(sequences, lookaheads, begun, most=self.num_heads, one_by_one=True)
+        if opened := [draft for draft in drafts if draft.is_open]:
+            work = [self._asked(draft) for draft in opened]
+            draft_at_once(self.runner, opened, work, self.vocab_size, self._head)
+        return [draft.proposal(HEAD) for draft in drafts]
+
+    def _asked(self, draft: Draft) -> AtOnce:
+        """A row for each head that is asked, with the feature of the token before the newest."""
+        features = np.tile(self._last.of(draft.sequence), (draft.limit, 1))
+        return AtOnce(RowWork(range(draft.limit), draft.limit, features), 0)
+
+
+class AssistantDrafter(LastFeatureDrafter):
+    """Draft tokens from an assistant over the target's last feature and the target's cache; it has no cache itself.
+
+    The rows of ``runner`` are the target's (``BorrowedKv``); SpecexportError if its engine is no assistant's.
+    ``named``: see ``OwnCacheDrafter``.
+    """
+
+    traits = DrafterTraits(default_lookahead=DEFAULT_ASSISTANT_LOOKAHEAD, can_exit=True, goes_on=True)
+
+    def __init__(self, runner: ModelRunner, **named: Any) -> None:
+        if not borrows_cache(runner.executor):
+            raise SpecexportError("the assistant drafter needs the engine of an assistant.")
+        super().__init__(runner, **named)
+
+    def propose(
+        self, sequences: Seq[Sequence], lookaheads: Seq[int], begun: Seq[Begun] | None = None
+    ) -> list[Proposal]:
+        """Draft up to ``lookaheads[i]`` tokens for each sequence; see ``ContinuingDrafter.propose``.
+
+        A sequence whose prompt the target has not read to its end drafts nothing.
+        """
+        drafts = open_drafts(sequences, lookaheads, begun, one_by_one=True)
+        run_drafts(self.runner, drafts, self.vocab_size, self._pending, self._head)
+        return [draft.proposal(HEAD) for draft in drafts]
+
+    def _pending(self, draft: Draft) -> RowWork:
+        """The newest token with the target's feature, or the last draft token with what the assistant handed on."""
+        if draft.tokens:
+            if draft.carried is None:
+                raise SpecexportError("the assistant handed nothing on.")
+            return RowWork(self._known(draft.tokens[-1:]), 1, draft.carried[None])
+        seq = draft.sequence
+        if self.runner.kv.kv_len(seq.row) != len(seq.tokens) - 1:
+            raise SpecexportError(
+                f"the target has {self.runner.kv.kv_len(seq.row)} entries of a sequence of {len(seq.tokens)} tokens."
+            )
+        return RowWork(self._known(seq.tokens[-1:]), 1, self._last.of(seq)[None])

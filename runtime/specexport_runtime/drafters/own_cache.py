@@ -6,7 +6,7 @@ from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.sequences.sequence import Sequence
 
 if TYPE_CHECKING:
-    from specexport_runtime.bundle.cut_head import CutHead
+    from specexport_runtime.bundle.arrays import CutHead
 
 MAX_BACKLOG = 32  # tokens that a model catches up on within a drafting step: several copied drafts in a row
 

@@ -9,7 +9,7 @@ A draft step runs the layers that are on over the target's own committed entries
 feeds the same tokens through all layers and overwrites what the draft wrote. A layer that is off writes nothing and is
 not read either, in the draft that it is off for.
 
-Layers that keep a state do likewise, with what is pending beside it in the place of cache entries (``packing.state``)::
+Layers that keep a state do likewise, with what is pending beside it in the place of cache entries (``packing.kv``)::
 
     state  |  pending: [ accepted by the last verify step | written by the draft | free ]
 

@@ -72,7 +72,7 @@ class Executor(Protocol):
     """One engine with its KV arena of ``num_rows`` rows of ``kv_capacity`` entries."""
 
     vocab_size: int
-    """Rows of the LM head, the width of the logits. A head that was cut (``bundle.cut_head``) has fewer than V."""
+    """Rows of the LM head, the width of the logits. A head that was cut (``bundle.arrays``) has fewer than V."""
     num_rows: int
     kv_capacity: int
     engine_seconds: float

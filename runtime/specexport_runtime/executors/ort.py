@@ -45,8 +45,7 @@ from specexport_runtime.executors.features import BoundFeatures, WithFeatures
 from specexport_runtime.executors.ort_arena import CAN_GIVE_BACK, ArenaRows
 from specexport_runtime.executors.ort_features import OrtFeatures
 from specexport_runtime.executors.ort_gates import GatedByInputs, OrtGates
-from specexport_runtime.executors.ort_graph import OrtGraph, open_graph
-from specexport_runtime.executors.ort_threads import join_threads
+from specexport_runtime.executors.ort_session import OrtGraph, join_threads, open_graph
 from specexport_runtime.machine import available_cores
 
 __all__ = ["MAX_BINDINGS", "OrtExecutor", "available_cores"]

@@ -3,7 +3,7 @@
 The engine's attention is ``com.microsoft.PagedAttention``: each cache is a pool of blocks of 256 entries, and a table
 says which blocks each row of the step has. So the whole arena is bound once and stays where it is; a step on rows
 [r, r+B) is a matter of the table, and a row moves by exchanging blocks. Verify steps may have a row for each token
-(``token_rows``). Imports onnxruntime when an executor is made.
+(``paged``). Imports onnxruntime when an executor is made.
 """
 
 import os
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from specexport_runtime.abi import CACHE_INPUTS, CU_NEW_TOKENS, KV_LENS, LOGITS, STEP_INPUTS, TOKEN_IDS, StepShape
 from specexport_runtime.bundle.entry import ModelEntry
-from specexport_runtime.bundle.head_steps import head_steps
+from specexport_runtime.bundle.profiles import head_steps
 from specexport_runtime.errors import BundleError, IncompatibleError, InvalidRequestError, SpecexportError
 from specexport_runtime.executors.base import (
     EngineBackend,
@@ -38,8 +38,16 @@ from specexport_runtime.executors.ort_cuda_session import (
 )
 from specexport_runtime.executors.ort_features import OrtFeatures
 from specexport_runtime.executors.ort_gates import GatedByInputs, OrtGates, is_gate
-from specexport_runtime.executors.paged import ATTENTION_METADATA, BLOCK_ENTRIES, BLOCK_TABLE, paged_head_size
-from specexport_runtime.executors.token_rows import pays, spread, token_row_shapes, token_rows
+from specexport_runtime.executors.paged import (
+    ATTENTION_METADATA,
+    BLOCK_ENTRIES,
+    BLOCK_TABLE,
+    paged_head_size,
+    pays,
+    spread,
+    token_row_shapes,
+    token_rows,
+)
 
 _CACHE_TYPES: dict[str, tuple[int, type]] = {"float16": (10, np.uint16), "bfloat16": (16, np.uint16)}
 """ONNX TensorProto.DataType, and bytes of its size: numpy has no bfloat16."""

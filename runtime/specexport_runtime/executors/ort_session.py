@@ -1,15 +1,58 @@
 """Sessions of ONNX Runtime on the CPU over a bundle's engine, whose weights are mapped from its file.
 
-Imports onnxruntime when a session is opened, not before.
+The threads are a pool for each session, or one for all where the process is ours alone. Two engines take turns on the
+same cores. With a pool each, the idle threads of one spin while the other computes. In one pool they are the same
+threads. But once ONNX Runtime 1.31 has that pool, it refuses every session of the process with separate threads, so it
+is not for programs that may have other sessions. Imports onnxruntime when it is used.
 """
 
+import threading
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from specexport_runtime.errors import BundleError, MissingDependencyError
+from specexport_runtime.abi import CACHE_INPUTS, STATE_INPUTS, state_shapes
+from specexport_runtime.bundle.entry import ModelEntry
+from specexport_runtime.errors import BundleError, IncompatibleError, InvalidRequestError, MissingDependencyError
 from specexport_runtime.executors.external_data import session_model
 from specexport_runtime.executors.operators import register
-from specexport_runtime.executors.ort_threads import set_threads
+from specexport_runtime.machine import available_cores
+
+_lock = threading.Lock()
+_shared: list[int] = []
+
+
+def join_threads(num_threads: int | None, *, spin: bool, begin: bool) -> bool:
+    """Whether the sessions of an engine that is to be opened take the threads that this process shares.
+
+    ``num_threads`` counts the calling thread; None takes the cores available, or the shared threads. ``begin`` shares
+    from now on, if idle threads shall ``spin``. InvalidRequestError if threads are shared, and others are asked for.
+    """
+    import onnxruntime
+
+    with _lock:
+        if not _shared:
+            if not (begin and spin):
+                return False
+            _shared.append(num_threads or available_cores())
+            onnxruntime.set_global_thread_pool_sizes(_shared[0], 1)
+    if num_threads not in (None, _shared[0]) or not spin:
+        asked = f"{num_threads} compute threads are" if spin else "threads that do not spin are"
+        raise InvalidRequestError(
+            f"{asked} asked for, and the engines of this process share {_shared[0]} that spin (share_threads).",
+            f"load it with {_shared[0]} that spin, or in another process, or share none from the first engine on.",
+        )
+    return True
+
+
+def set_threads(options: Any, num_threads: int, *, spin: bool) -> None:
+    """Set the threads in a session's ``SessionOptions``: the shared pool if there is one, else one as asked for."""
+    if _shared:
+        options.use_per_session_threads = False
+        return
+    options.intra_op_num_threads = num_threads
+    options.inter_op_num_threads = 1
+    options.add_session_config_entry("session.intra_op.allow_spinning", "1" if spin else "0")
 
 
 def open_session(path: Path, num_threads: int, spin: bool) -> Any:
@@ -43,3 +86,49 @@ def _options(num_threads: int, spin: bool) -> Any:
     # A plan of the memory of each combination of input sizes is kept for ever, and a server meets thousands of them.
     options.enable_mem_pattern = False
     return options
+
+
+class OrtGraph(NamedTuple):
+    """A graph that is ready to run."""
+
+    session: Any  # the ``onnxruntime.InferenceSession``
+    inputs: frozenset[str]  # names of all its inputs
+
+
+def open_graph(
+    path: Path,
+    entry: ModelEntry,
+    step_inputs: Collection[str],
+    *,
+    num_threads: int,
+    spin: bool,
+) -> OrtGraph:
+    """Open a graph whose inputs must be ``step_inputs`` and the caches and states of ``entry``; see ``open_session``.
+
+    IncompatibleError if the inputs are others, or states have other sizes.
+    """
+    session = open_session(path, num_threads, spin)
+    inputs = frozenset(value.name for value in session.get_inputs())
+    caches = {spec.name.format(i=i) for i in range(len(entry.attention.layers)) for spec in CACHE_INPUTS}
+    caches |= {spec.name.format(i=i) for i in range(len(entry.states)) for spec in STATE_INPUTS}
+    if inputs != caches | set(step_inputs):
+        odd = sorted(inputs ^ (caches | set(step_inputs)))
+        raise IncompatibleError(f"{path}: inputs differ from the manifest's: {', '.join(odd)}.", "build it again.")
+    _check_sizes(path, entry, session)
+    return OrtGraph(session, inputs)
+
+
+def _check_sizes(path: Path, entry: ModelEntry, session: Any) -> None:
+    """Compare the sizes of states: a step would find only that its memory does not fit."""
+    wanted = state_shapes(entry.states, 0, 0)
+    for value in session.get_inputs():
+        shape = wanted.get(value.name)
+        if shape is None:
+            continue
+        sizes = [size for size in value.shape if isinstance(size, int)]
+        expected = [1, *(size for size in shape[2:] if size)]
+        if sizes != expected or value.type != "tensor(float)":
+            raise IncompatibleError(
+                f"{path}: {value.name} has the sizes {sizes} ({value.type}), and the manifest says {expected}.",
+                "build it again.",
+            )

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from specexport_runtime.abi import StepShape
+from specexport_runtime.abi import STEP_INPUTS, StepShape
 from specexport_runtime.bundle.entry import EngineFile, ModelEntry
 from specexport_runtime.bundle.profiles import choose_profile
 from specexport_runtime.errors import SpecexportError
@@ -30,12 +30,40 @@ from specexport_runtime.executors.gpu import GpuDriver
 from specexport_runtime.executors.trt_engine import EngineContext, load_engine
 from specexport_runtime.executors.trt_graphs import GraphKey
 from specexport_runtime.executors.trt_load import EngineLoader, TrtParts, load_parts
-from specexport_runtime.executors.trt_pack import Plan, fill_step, place_step, plan_step, start_plan
-from specexport_runtime.executors.trt_step import PlacedStep, make_buffers
+from specexport_runtime.executors.trt_memory import HostBlock, lay_out_inputs
+from specexport_runtime.executors.trt_pack import Plan, Window, fill_step, place_step, plan_step, start_plan
 
 MAX_SHAPES = 256
 MAX_PLANS = 64
 _NO_TOKENS = StepShape(0, 1, 0, 1, 0)
+
+
+def make_buffers(shape: StepShape, feature_size: int = 0) -> StepBuffers:
+    """Arrays of a step as it really is; ``feature_size`` is E of a draft head."""
+    arrays = {spec.name: np.zeros(shape.shape_of(spec), spec.dtype) for spec in STEP_INPUTS}
+    features = np.zeros((shape.num_tokens, feature_size), np.float32) if feature_size else None
+    return StepBuffers(**arrays, token_features=features)
+
+
+class PlacedStep:
+    """What is kept of one step shape: the arrays that the caller fills, and where they go."""
+
+    def __init__(
+        self,
+        profile: int,  # number in the engine
+        window: Window,  # in that profile
+        block: HostBlock,  # for the engine's inputs
+        names: tuple[str, ...],  # step inputs that the engine takes
+        ends: Int32Array,  # of all cache rows, see ``fill_step``
+        feature_size: int = 0,  # E of a draft head
+    ) -> None:
+        self.profile, self.window, self.block = profile, window, block
+        self.ends = ends[window.shape.first_row :][: window.shape.num_seqs]
+        # The engine's inputs in the block, and its bytes that are copied.
+        self.tensors, self.num_bytes = lay_out_inputs(names, window.shape, feature_size)
+        self.arrays = block.views(self.tensors)
+        self.plans: dict[bytes, Plan] = {}  # by counts of new tokens and logit rows
+        self.buffers: StepBuffers | None = None  # of the step as it really is
 
 
 class TrtExecutor(WithFeatures):

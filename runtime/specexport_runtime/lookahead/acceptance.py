@@ -12,8 +12,14 @@ behind j, whatever their lengths, the share of those that stay up to j-1 and sta
 Two levels. :class:`SharedAcceptance` knows all sequences of a drafter and is the prior of each;
 :class:`SequenceAcceptance` is one sequence. Both shrink: a slot that was hardly tested is taken to fail as its
 neighbour before it does, in a sequence as much more (or less) often than in others as that neighbour did.
+
+Where a greedy draft ends before its length, every token more must be worth its step. How likely a draft token passes
+goes by the probability that the draft gave it, as in Draft & Verify (Zhang et al. 2024, section 3.4, whose threshold
+``DraftExit`` is): it is counted by slots of that probability. While the chance that all tokens so far pass is large,
+the next one is drafted.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence as Seq
 
 GUESS, MODEL_GUESS = 0.4, 0.3
@@ -26,6 +32,8 @@ _SMALL = 0.05  # failure rates below it hardly differ: 0.002 instead of 0.01 say
 _MATCH_BOUNDS = (1, 2, 3, 4, 6, 8, 12, 16, 32)
 NUM_MATCH_SLOTS = len(_MATCH_BOUNDS) + 1
 MAX_MATCH = 64
+
+_BOUNDS = (0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98, 0.995)
 
 
 def match_slots(lookahead: int) -> list[int]:
@@ -112,3 +120,35 @@ def _count(
     for place, slot in enumerate(slots[: accepted + rejected]):
         tests[slot] = tests[slot] * memory + 1.0
         fails[slot] = fails[slot] * memory + (place == accepted)
+
+
+def shared_sureness() -> SharedAcceptance:
+    """What is known of all sequences of a drafter."""
+    failures = (0.8, 0.65, 0.5, 0.4, 0.3, 0.12, 0.08, 0.04, 0.02, 0.01)  # by slot, before anything was tested
+    return SharedAcceptance(len(failures), before=(failures, 2.0))
+
+
+class Sureness:
+    """Ends drafts of one sequence."""
+
+    def __init__(self, shared: SharedAcceptance) -> None:
+        self._acceptance = SequenceAcceptance(shared)
+        self._slots: list[int] = []
+        self.begin(())
+
+    def begin(self, least: Seq[float]) -> "Sureness":
+        """A draft begins; ``least[k]`` is the chance that its k tokens pass from which one more is worth its step."""
+        self._slots, self._reached, self._least = [], 1.0, least
+        return self
+
+    def should_end(self, top_probability: float) -> bool:
+        """Whether the draft ends with the token just drafted, to which it gave this probability."""
+        self._slots.append(slot := bisect_right(_BOUNDS, top_probability))
+        self._reached *= 1.0 - self._acceptance.failure_rates[slot]
+        done = len(self._slots)
+        return done < len(self._least) and self._reached < self._least[done]
+
+    def observe(self, accepted: int, *, rejected: bool) -> None:
+        """What became of the draft; of its last token nothing was asked if it reached its length."""
+        known = len(self._slots)
+        self._acceptance.observe(self._slots, min(accepted, known), rejected=rejected and accepted < known)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, NamedTuple
 
-from specexport_runtime.costs.step_cost import StepCost
+from specexport_runtime.costs.curves import StepCost
 from specexport_runtime.sequences.records import DrafterTraits
 
 if TYPE_CHECKING:

@@ -2,8 +2,13 @@
 
 from collections.abc import Sequence as Seq
 
-from specexport_runtime.lookahead.acceptance import GUESS, SequenceAcceptance, SharedAcceptance
-from specexport_runtime.lookahead.sure import Sureness, shared_sureness
+from specexport_runtime.lookahead.acceptance import (
+    GUESS,
+    SequenceAcceptance,
+    SharedAcceptance,
+    Sureness,
+    shared_sureness,
+)
 
 _FEW_TESTS = 1.9  # two: they fade
 _SHARE = 0.01

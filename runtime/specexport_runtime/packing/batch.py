@@ -35,9 +35,7 @@ from specexport_runtime.executors.base import (
     as_receding,
     as_stateful,
 )
-from specexport_runtime.packing.kv import KvArena
-from specexport_runtime.packing.padded_kv import PaddedKvArena
-from specexport_runtime.packing.state import StateArena
+from specexport_runtime.packing.kv import KvArena, PaddedKvArena, StateArena
 
 
 class RowWork(NamedTuple):

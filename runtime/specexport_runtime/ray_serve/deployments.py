@@ -27,7 +27,7 @@ def make_application(settings: RaySettings) -> Any:
 
 def engine_options(settings: RaySettings) -> dict[str, Any]:
     """Options of the deployment of replicas."""
-    threads = settings.engine["num_threads"]
+    threads = settings.engine.num_threads
     options: dict[str, Any] = {
         "name": "engine",
         "max_ongoing_requests": settings.ongoing_limit,

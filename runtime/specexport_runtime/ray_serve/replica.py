@@ -1,4 +1,7 @@
-"""One replica: a bundle loaded in a Ray actor, behind the same application that ``specexport serve`` runs."""
+"""One replica: a bundle loaded in a Ray actor, behind the same application that ``specexport serve`` runs.
+
+Its Prometheus metrics are Ray metrics too, which every node of a cluster exports for all its replicas.
+"""
 
 import asyncio
 import logging
@@ -26,6 +29,8 @@ _LAST_WORDS_SECONDS = 1.0
 """Between telling Ray that a replica is stuck and ending its process."""
 _log = logging.getLogger(__name__)
 
+PERIOD_S = 5.0
+
 
 class StuckError(SpecexportError):
     """Requests are active, and no round ends."""
@@ -50,9 +55,7 @@ class Replica:
         from specexport_runtime.server.app import create_app
 
         self._engine = await AsyncSpecEngine.load(
-            self._settings.bundle,
-            max_waiting=self.config.max_waiting,
-            **{"share_threads": True, **self._settings.engine},  # a replica has a process of its own
+            self._settings.bundle, self._settings.engine, max_waiting=self.config.max_waiting
         )
         self._engine.engine.add_observer(self._progress)
         app = create_app(self._engine, self.config)
@@ -226,6 +229,47 @@ def replica_name() -> str:
 def mirror_metrics(registry: Any) -> None:
     """Hand an engine's metrics to Ray's, if it has any."""
     if registry is not None:
-        from specexport_runtime.ray_serve.mirror import MetricsMirror
-
         MetricsMirror(registry).start()
+
+
+class MetricsMirror:
+    """Copies the samples of a Prometheus ``CollectorRegistry`` to gauges of Ray, with the tags of the replica.
+
+    A counter's sample stays cumulative, so ``rate()`` works on it. ``vllm:x`` becomes ``vllm_x``, and Ray puts ``ray_``
+    before it.
+    """
+
+    def __init__(self, registry: Any) -> None:
+        self._registry = registry
+        self._gauges: dict[tuple[str, tuple[str, ...]], Any] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Copy every few seconds, for as long as the event loop runs."""
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def copy(self) -> int:
+        """Copy all samples once; returns how many."""
+        from ray.serve.metrics import Gauge
+
+        count = 0
+        for family in self._registry.collect():
+            for sample in family.samples:
+                if sample.name.endswith("_created"):
+                    continue
+                keys = tuple(sample.labels)
+                name = sample.name.replace(":", "_")
+                gauge = self._gauges.get((name, keys))
+                if gauge is None:
+                    gauge = self._gauges[name, keys] = Gauge(name, family.documentation, tag_keys=keys)
+                gauge.set(sample.value, tags=dict(sample.labels))
+                count += 1
+        return count
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                self.copy()
+            except Exception:  # Ray's metrics come and go with its agents; answers must not depend on them
+                _log.exception("metrics could not be handed to Ray")
+            await asyncio.sleep(PERIOD_S)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from specexport_runtime.bundle.manifest import MANIFEST_NAME, load_manifest
-from specexport_runtime.engine_options import EngineOptions
+from specexport_runtime.engine_options import OPTIONS, EngineOptions
 from specexport_runtime.errors import BundleError, InvalidRequestError
 from specexport_runtime.server.config import ServerConfig
 
@@ -48,7 +48,7 @@ class RaySettings:
     health_check_period_s: float = 5.0  # of a replica
     stuck_after_s: float = 60.0  # seconds without a round, while requests are active, after which a replica is replaced
     app_name: str = "specexport"
-    engine: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of ``SpecEngine.load``
+    engine: EngineOptions = field(default_factory=EngineOptions)
     server: ServerConfig = field(default_factory=ServerConfig)  # limits of each replica's server
 
     def __post_init__(self) -> None:
@@ -86,7 +86,7 @@ class RaySettings:
     @property
     def num_rows(self) -> int:
         """Sequences that one replica decodes at a time."""
-        return int(self.engine.get("max_num_seqs") or load_manifest(self.bundle).default_num_seqs)
+        return int(self.engine.max_num_seqs or load_manifest(self.bundle).default_num_seqs)
 
     @property
     def ongoing_limit(self) -> int:
@@ -99,7 +99,7 @@ _AT_LEAST_ONE = (
     *("prefix_chars", "ingress_replicas"),
 )
 _AUTOSCALING = ("upscale_delay_s", "downscale_delay_s", "look_back_period_s")
-_ENGINE_TYPES = get_type_hints(EngineOptions)
+_ENGINE_TYPES = {name: kind for name, kind in get_type_hints(EngineOptions).items() if OPTIONS[name].in_text}
 _OURS = {name: kind for name, kind in get_type_hints(RaySettings).items() if name not in ("engine", "server")}
 _NOT_HERE = {"api_keys": f"set the environment variable {API_KEYS}."}
 _SERVER_TYPES = {name: kind for name, kind in get_type_hints(ServerConfig).items() if name not in _NOT_HERE}
@@ -197,7 +197,10 @@ def _unknown(key: str) -> InvalidRequestError:
     )
 
 
-def _engine_options(engine: dict[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
-    """Replicas share a machine: one takes as many threads as CPUs were reserved for it, and its threads do not spin."""
+def _engine_options(given: dict[str, Any], ours: Mapping[str, Any]) -> EngineOptions:
+    """Replicas share a machine: one takes as many threads as CPUs were reserved for it, and its threads do not spin.
+
+    Each has a process to itself, whose engines share the threads.
+    """
     reserved = (ours.get("ray_actor_options") or {}).get("num_cpus", 1)
-    return {"num_threads": max(1, int(reserved)), "spin": False} | engine
+    return EngineOptions(**{"num_threads": max(1, int(reserved)), "spin": False, "share_threads": True} | given)

@@ -5,8 +5,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from specexport_runtime.requests.tool_formats.base import ToolFormat
-from specexport_runtime.requests.tool_formats.events import (
+from specexport_runtime.requests.tool_formats.base import (
     Arguments,
     Broken,
     CallBegin,
@@ -15,6 +14,7 @@ from specexport_runtime.requests.tool_formats.events import (
     Event,
     Feed,
     Reasoning,
+    ToolFormat,
 )
 from specexport_runtime.sequences.text import StopStrings
 

@@ -22,6 +22,7 @@ from specexport_runtime.requests.grammars import GrammarCompiler
 from specexport_runtime.sampling.block import DEFAULT_RULE
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sequences.draft_exit import DraftExit, DraftExitParams
+from specexport_runtime.sequences.layer_choice import LayerRules
 from specexport_runtime.sequences.results import Prompt
 from specexport_runtime.sequences.sequence import Sequence
 from specexport_runtime.sequences.text import TextStream
@@ -88,23 +89,15 @@ class RequestBuilder:
             raise InvalidRequestError(
                 "this drafter does not copy from a reference.", "use drafter 'lookup', 'suffix' or 'chained'."
             )
-        rules = options.layer_rules or self.defaults.layer_rules
-        if any(each.takes_layers for each in traits):
-            if not self.abilities.fixed_layers:
-                rules.check_layers(self.abilities.num_layers)
-            elif options.layer_rules is not None:
-                raise InvalidRequestError(
-                    "layer rules are given, and which layers this target leaves out was fixed when it was built.",
-                    "drop them, or build it again with other layers in --self-draft-skip.",
-                )
-        elif options.layer_rules is not None:
-            raise InvalidRequestError("layer rules are for drafting with the target itself.", "use drafter 'self'.")
+        rules = self._layer_rules(options.get("layer_rules"), takes_layers=any(each.takes_layers for each in traits))
         for text in params.stop_strings:
             check_text(text, "a stop text")
-        check_rank(options.owner, options.priority)
-        acceptance = DEFAULT_RULE if options.acceptance is None else options.acceptance
+        owner, priority = options.get("owner", ""), options.get("priority", 0)
+        check_rank(owner, priority)
+        acceptance = options.get("acceptance")
+        acceptance = DEFAULT_RULE if acceptance is None else acceptance
         check_acceptance(acceptance)
-        exit_params = self._exit_params(options, plan)
+        exit_params = self._exit_params(options.get("draft_exit"), plan)
         grammar = None
         if params.structured_outputs is not None and params.ignore_eos:
             raise InvalidRequestError(
@@ -133,13 +126,13 @@ class RequestBuilder:
             adaptive=plan.adaptive,
             draft_exit=None if exit_params is None else DraftExit(exit_params),
             layer_rules=rules,
-            trace=options.trace,
+            trace=options.get("trace", False),
             scope=_scope(options),
             grammar=grammar,
-            owner=options.owner,
-            priority=options.priority,
+            owner=owner,
+            priority=priority,
             forced_lookahead=self.abilities.lookahead,
-            adapter=self.find_adapter(options.lora),
+            adapter=self.find_adapter(options.get("lora")),
             acceptance=acceptance,
         )
 
@@ -161,26 +154,39 @@ class RequestBuilder:
         check_adapter(name, self.adapters)
         return None if name is None else self.adapters.index(name) + 1
 
-    def _exit_params(self, options: RequestOptions, plan: DraftPlan) -> DraftExitParams | None:
+    def _layer_rules(self, rules: LayerRules | None, *, takes_layers: bool) -> LayerRules:
+        """The layers that drafts leave out; ``takes_layers``: a drafter of the request leaves some out."""
+        if takes_layers and not self.abilities.fixed_layers:
+            (rules or self.defaults.layer_rules).check_layers(self.abilities.num_layers)
+        elif rules is not None and takes_layers:
+            raise InvalidRequestError(
+                "layer rules are given, and which layers this target leaves out was fixed when it was built.",
+                "drop them, or build it again with other layers in --self-draft-skip.",
+            )
+        elif rules is not None:
+            raise InvalidRequestError("layer rules are for drafting with the target itself.", "use drafter 'self'.")
+        return rules or self.defaults.layer_rules
+
+    def _exit_params(self, asked: DraftExitParams | bool | None, plan: DraftPlan) -> DraftExitParams | None:
         """When drafts of models end for this request; None: never before K."""
         drafts = any(self.abilities.drafters[stage.drafter].can_exit for stage in plan.stages)
-        if options.draft_exit is None:
+        if asked is None:
             return self.defaults.draft_exit if drafts else None
-        if options.draft_exit is False:
+        if asked is False:
             return None
         if not drafts:
             raise InvalidRequestError(
                 "a draft exit ends drafts of models, and none drafts here.", "use drafter 'draft-model' or 'self'."
             )
-        return DraftExitParams() if options.draft_exit is True else options.draft_exit
+        return DraftExitParams() if asked is True else asked
 
 
 def _scope(options: RequestOptions) -> str | None:
     """Name of the scope within which requests share kept texts; None to share none."""
-    salt = options.cache_salt
+    salt = options.get("cache_salt")
     if salt is not None and not (isinstance(salt, str) and salt):
         raise InvalidRequestError(f"cache_salt is {salt!r}.", "give a text, or leave it out.")
-    return (salt or "") if options.remember else None
+    return (salt or "") if options.get("remember", True) else None
 
 
 def _plain(ids: Seq[int]) -> list[int]:

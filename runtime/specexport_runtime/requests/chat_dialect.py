@@ -11,11 +11,9 @@ from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.requests.answer_reader import AnswerParts, AnswerSyntax, ThinkingMarks, read_parts
 from specexport_runtime.requests.chat import render_chat, render_whole, template_variables
 from specexport_runtime.requests.chat_forms import joined
-from specexport_runtime.requests.functions import Function, FunctionError, ToolChoice, read_functions
+from specexport_runtime.requests.functions import CallGrammar, Function, FunctionError, ToolChoice, read_functions
 from specexport_runtime.requests.tool_formats.base import Style, ToolFormat
-from specexport_runtime.requests.tool_formats.generic import GenericJson, in_words
-from specexport_runtime.requests.tool_formats.registry import PARSERS, find_format, named_format
-from specexport_runtime.requests.tool_grammar import CallGrammar
+from specexport_runtime.requests.tool_formats.families import PARSERS, GenericJson, find_format, in_words, named_format
 from specexport_runtime.sampling.structured import StructuredOutputs
 from specexport_runtime.sampling.thinking import Thinking
 

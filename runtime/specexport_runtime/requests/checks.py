@@ -87,11 +87,6 @@ def check_acceptance(value: object) -> None:
         raise InvalidRequestError(f"acceptance is {value!r}.", f"choose one of {', '.join(RULES)}.")
 
 
-def budget_of(value: int | str | None) -> int | None:
-    """Bytes of the option ``kv_cache_memory_bytes``, as :func:`parse_bytes` reads it; None if it was not given."""
-    return None if value is None else parse_bytes(value, "kv_cache_memory_bytes")
-
-
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 

@@ -25,8 +25,11 @@ Lookahead = int | Literal["auto"]
 """Draft tokens a round, or ``"auto"``: chosen in every round for the most expected tokens per second."""
 
 
-class Drafting(TypedDict, total=False):
-    """How to draft for one request: keyword arguments of ``SpecEngine.submit``, ``generate`` and ``stream``."""
+class RequestOptions(TypedDict, total=False):
+    """How to draft for one request, and for whom: keyword arguments of ``SpecEngine.submit``, ``generate`` and others.
+
+    It is a ``TypedDict`` because type checkers take nothing else for keywords of methods that have more of their own.
+    """
 
     # ``"draft-model"``, ``"head"``, ``"lookup"``, ``"suffix"``, ``"self"`` (some of the target's own layers),
     # ``"chained"`` (lookup, and where it finds nothing the draft model, the draft head, or the target's own layers),
@@ -37,44 +40,28 @@ class Drafting(TypedDict, total=False):
     # K (4 if None; of ``"self"`` 3), or tokens copied by ``"lookup"`` (7 if None), or ``"auto"``: chosen in every
     # round, up to what was built; not for an engine loaded with ``adaptive=False``.
     num_speculative_tokens: Lookahead | None
-    speculation: bool  # False decodes plainly, as ``drafter="none"``
+    speculation: bool  # False decodes plainly, as ``drafter="none"``; else True
     layer_rules: LayerRules | None  # which layers ``"self"`` leaves out
     # End a model's draft when it is no longer sure: True, False or the parameters of the threshold.
     draft_exit: DraftExitParams | bool | None
     # How sampled drafts are accepted: ``"block"``, which keeps the most, or ``"token"``, one by one; None takes
     # ``"block"``. Another rule is another draw from the same distribution.
     acceptance: str | None
-    trace: bool  # keep what each round did
+    trace: bool  # keep what each round did; else False
     cache_salt: str | None  # requests of one salt, or of none, may see what is kept of each other
-    remember: bool  # False keeps nothing of this request for later ones, and shows it nothing of earlier ones
-    owner: str  # owners get cache rows in turns, however much each has waiting
-    priority: int  # requests with a lower number go first, as in vLLM, and may have others paused
+    # False keeps nothing of this request for later ones, and shows it nothing of earlier ones; else True.
+    remember: bool
+    owner: str  # owners get cache rows in turns, however much each has waiting; all that name none are one
+    priority: int  # requests with a lower number go first, as in vLLM, and may have others paused; else 0
     # The LoRA adapter that the target writes with, one of ``SpecEngine.adapters``; None takes the engine's default,
     # which is none unless it was loaded with one.
     lora: str | None
 
 
-class RequestOptions(NamedTuple):
-    """How to draft for one request, as the caller said it; see :class:`Drafting`."""
-
-    drafter: str | None = None
-    num_speculative_tokens: Lookahead | None = None
-    speculation: bool = True
-    layer_rules: LayerRules | None = None
-    draft_exit: DraftExitParams | bool | None = None
-    acceptance: str | None = None
-    trace: bool = False
-    cache_salt: str | None = None
-    remember: bool = True
-    owner: str = ""
-    priority: int = 0
-    lora: str | None = None
-
-
 class DraftDefaults(NamedTuple):
     """How an engine drafts for requests that do not say."""
 
-    drafter: str | None = None  # one of ``DRAFTERS``; None: ``"auto"``, see :class:`Drafting`
+    drafter: str | None = None  # one of ``DRAFTERS``; None: ``"auto"``, see :class:`RequestOptions`
     lookahead: Lookahead | None = None  # K of a model, or tokens copied by lookup; None takes the default of each
     match_length: int = DEFAULT_MATCH_LENGTH  # fewest tokens that lookup must match
     layer_rules: LayerRules = LayerRules()  # which layers ``"self"`` leaves out
@@ -116,6 +103,15 @@ class DraftPlan(NamedTuple):
     adaptive: bool = False  # the lookahead of each stage is the most that may be chosen, round by round
 
 
+def check_names(options: Mapping[str, Any]) -> None:
+    """``TypeError`` for a name that is no option of requests."""
+    names = RequestOptions.__annotations__
+    for name in options:
+        if name not in names:
+            near = get_close_matches(name, names, n=1)
+            raise TypeError(f"there is no request option {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+
+
 def resolve_lookahead(requested: Lookahead | None, *, built: int, default: int) -> int:
     """The lookahead K of a drafter; ``InvalidRequestError`` if the engine was not ``built`` for that many.
 
@@ -143,12 +139,13 @@ def resolve_draft_plan(
     drafts depends on other requests, and with it the sampled text of a seed (not its distribution): such a request has
     to ask for it.
     """
-    drafter, requested = options.drafter, options.num_speculative_tokens
+    check_names(options)
+    drafter, requested = options.get("drafter"), options.get("num_speculative_tokens")
     if drafter is not None and drafter not in abilities.names:
         near = get_close_matches(drafter, abilities.names, n=1)
         fix = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(abilities.names)}."
         raise InvalidRequestError(f"there is no drafter {drafter!r}.", fix)
-    if not options.speculation or drafter == "none":
+    if not options.get("speculation", True) or drafter == "none":
         if requested is not None or drafter not in (None, "none"):
             raise InvalidRequestError(
                 "speculation is off, but a drafter or a number of draft tokens was given.", "drop one."
@@ -160,7 +157,7 @@ def resolve_draft_plan(
         if drafter is None and requested is not None:  # who asks for draft tokens is told why there are none
             drafter = next(iter(abilities.drafters))
         requested = defaults.lookahead if requested is None else requested
-    if drafter == "none" and options.num_speculative_tokens is not None:
+    if drafter == "none" and options.get("num_speculative_tokens") is not None:
         raise InvalidRequestError(
             "a number of draft tokens was given, and this engine does not draft unless it is told how.",
             "name a drafter too, or drop the number.",
@@ -223,4 +220,4 @@ class RequestSpec(NamedTuple):
     prompt: Prompt
     params: SamplingParams = SamplingParams()
     reference: Prompt | None = None  # what lookup may copy from
-    drafting: Mapping[str, Any] = {}  # see :class:`Drafting`
+    options: RequestOptions = {}  # noqa: RUF012 nobody changes it

@@ -5,7 +5,7 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sequences.decoder_steps import decoder_steps, decodes_in_windows, unsettled_names
+from specexport_runtime.sequences.token_bytes import decoder_steps, decodes_in_windows, unsettled_names
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -1,21 +1,25 @@
-"""What each token of a vocabulary adds to a text that is not empty, in bytes."""
+"""What tokens add to a text: the steps of a tokenizer's decoder, and each token of a vocabulary in bytes."""
 
+import json
 import re
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.sequences.decoder_steps import decoder_steps, decodes_in_windows
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _BEFORE = "a"  # decoders strip spaces of a first token
+
+_BY_TOKEN = {"BPEDecoder", "ByteFallback", "CTC", "Metaspace", "Replace", "WordPiece"}
+_JOINING = {"ByteLevel", "Fuse"}
 
 
 def token_bytes(tokenizer: "Tokenizer", vocab_size: int) -> list[bytes]:
@@ -81,3 +85,47 @@ def byte_of_char() -> dict[str, int]:
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def decoder_steps(tokenizer: "Tokenizer") -> list[dict[str, Any]]:
+    """The steps as ``tokenizer.json`` has them; none where tokens are joined by spaces."""
+    decoder = tokenizer.decoder
+    return [] if decoder is None else _flat(json.loads(decoder.__getstate__()))
+
+
+def _flat(step: dict[str, Any]) -> list[dict[str, Any]]:
+    return [each for part in step["decoders"] for each in _flat(part)] if step["type"] == "Sequence" else [step]
+
+
+def decodes_in_windows(steps: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether an end of the tokens decodes to an end of their text, but for what a first token loses.
+
+    It does not where a step rewrites what another has joined: a replacement there may span any number of tokens.
+    """
+    is_joined = False
+    for step in steps:
+        kind = step["type"]
+        known = {"Fuse", "Strip"} if is_joined else _BY_TOKEN | _JOINING | {"Strip"}
+        if kind not in known and not _maps_single_characters(step):
+            return False
+        is_joined |= kind in _JOINING
+    return True
+
+
+def _maps_single_characters(step: Mapping[str, Any]) -> bool:
+    return step["type"] == "Replace" and len(step["pattern"].get("String", "")) == 1
+
+
+def unsettled_names(steps: Iterable[Mapping[str, Any]]) -> re.Pattern[str] | None:
+    """The names of tokens whose own text tokens behind them may change; None if there are none.
+
+    Byte tokens (``<0x41>``), and tokens that hold the suffix of a ``BPEDecoder`` before their end: it is a space there,
+    and nothing in the last token.
+    """
+    found = []
+    for step in steps:
+        if step["type"] == "ByteFallback":
+            found.append("<0x..>")
+        if step["type"] == "BPEDecoder" and step["suffix"]:
+            found.append(f".*{re.escape(step['suffix'])}.+")
+    return re.compile("|".join(found), re.DOTALL) if found else None

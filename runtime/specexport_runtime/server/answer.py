@@ -2,9 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 from collections.abc import Sequence as Seq
-from contextlib import aclosing, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any, NamedTuple, Protocol, cast
 
 from fastapi import Response
@@ -13,11 +13,9 @@ from starlette.types import Receive, Scope, Send
 from specexport_runtime.async_engine import AsyncRequest, AsyncSpecEngine
 from specexport_runtime.errors import InvalidRequestError, SpecexportError
 from specexport_runtime.sequences.results import GenerationResult, StreamChunk, StreamPiece
-from specexport_runtime.server.disconnect import request_life
-from specexport_runtime.server.errors import ApiError, as_api_error, unavailable
+from specexport_runtime.server.errors import ApiError, as_api_error, client_gone, timed_out, unavailable
 from specexport_runtime.server.log_format import fields
-from specexport_runtime.server.prompt_logprobs import prompt_logprobs_json, prompt_pieces
-from specexport_runtime.server.responses import usage_of
+from specexport_runtime.server.responses import prompt_logprobs_json, prompt_pieces, usage_of
 from specexport_runtime.server.sse import EventStream
 from specexport_runtime.server.token_text import TokenTexts
 from specexport_runtime.server.translate import Plan
@@ -274,3 +272,32 @@ async def _end_with_error(stream: EventStream, error: Exception, scope: Scope, f
         request_id = scope.get("state", {}).get("request_id")
         _log.error("a request failed while it was streamed", exc_info=error, extra=fields(request_id=request_id))
     await stream.finish(form.failure(told))
+
+
+@asynccontextmanager
+async def request_life(receive: Receive, timeout_s: float) -> AsyncIterator[None]:
+    """Interrupts its block, wherever it waits, when the client goes away (``ApiError`` 499) or the time is up (504).
+
+    ``receive`` is that of a request whose body was read. The error replaces what the block would have raised.
+    """
+    gone = False
+
+    async def watch() -> None:
+        nonlocal gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        gone = True
+        with suppress(RuntimeError):  # it was up already, in this very turn of the loop
+            limit.reschedule(0)  # now
+
+    try:
+        async with asyncio.timeout(timeout_s) as limit:
+            watcher = asyncio.create_task(watch())
+            try:
+                yield
+            finally:
+                watcher.cancel()
+    except TimeoutError:
+        if not limit.expired():
+            raise  # one of the block's own
+        raise (client_gone() if gone else timed_out(timeout_s)) from None

@@ -1,27 +1,35 @@
-"""The server as an ASGI application: routes, guards and error shapes put together."""
+"""The server as an ASGI application: routes, guards and error shapes put together.
+
+Its own routes are ``/health``, ``/ready``, ``/metrics`` and ``/v1/models``.
+"""
 
 import time
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import Response
+from fastapi.responses import JSONResponse, Response
 from fastapi.telemetry import TelemetryConfig
 from starlette.exceptions import HTTPException
 
 from specexport_runtime.async_engine import AsyncSpecEngine
 from specexport_runtime.metrics import EngineMetrics
-from specexport_runtime.server import chat, completions, playground, responses_api, status, tokens
+from specexport_runtime.server import chat, completions, playground, responses_api, tokens
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.errors import ApiError, ErrorBody, as_api_error
 from specexport_runtime.server.guard import add_guards, refused
 from specexport_runtime.server.logs import add_logging
+from specexport_runtime.server.models import adapter_of, describe_models
 from specexport_runtime.server.state import ServerState, state_of
 
 _NO_TELEMETRY_OF_ITS_OWN: TelemetryConfig = {
     "tracing": False, "metrics": False, "logs": False, "operation_spans": False, "auto_configure": False
 }  # fmt: skip
 """FastAPI's would log the texts of exceptions and repeat the spans of ``tracing``."""
+
+router = APIRouter()
+
+_RETRY_AFTER_S = 5
 
 
 def create_app(engine: AsyncSpecEngine | None, config: ServerConfig | None = None) -> FastAPI:
@@ -39,7 +47,7 @@ def create_app(engine: AsyncSpecEngine | None, config: ServerConfig | None = Non
     app.state.server = state
     if engine is not None:
         state.use_engine(engine)
-    app.include_router(status.router)
+    app.include_router(router)
     app.include_router(completions.router)
     app.include_router(chat.router)
     app.include_router(responses_api.router)
@@ -80,3 +88,50 @@ async def _answer_http(request: Request, error: Exception) -> Response:
     }.get(error.status_code) or ApiError(error.status_code, str(error.detail))
     told.headers.update(error.headers or {})
     return _refuse(request, told)
+
+
+@router.head("/health", include_in_schema=False)
+@router.get("/health", tags=["status"])
+async def health() -> dict[str, str]:
+    """The process is alive."""
+    return {"status": "ok"}
+
+
+@router.head("/ready", include_in_schema=False)
+@router.get("/ready", tags=["status"])
+async def ready(request: Request) -> Response:
+    """A request would be taken: the model is loaded, and the server is not draining."""
+    state = state_of(request)
+    if state.ready:
+        return JSONResponse({"status": "ready"})
+    word = "draining" if state.draining else "loading"
+    return JSONResponse({"status": word}, 503, headers={"Retry-After": str(_RETRY_AFTER_S)})
+
+
+@router.get("/metrics", tags=["status"])
+async def metrics(request: Request) -> Response:
+    """Metrics in the format of Prometheus, or of OpenMetrics where ``Accept`` asks for it."""
+    state = state_of(request)
+    if state.metrics is None:
+        raise ApiError(404, "this server keeps no metrics.", code="not_found")
+    body, content_type = state.metrics.render(openmetrics_format=_asks_for_openmetrics(request))
+    return Response(body, headers={"Content-Type": content_type})
+
+
+@router.get("/v1/models", tags=["models"])
+async def models(request: Request) -> dict[str, Any]:
+    """The model that is served, and its LoRA adapters."""
+    return {"object": "list", "data": describe_models(state_of(request))}
+
+
+@router.get("/v1/models/{model_id:path}", tags=["models"])
+async def model(request: Request, model_id: str) -> dict[str, Any]:
+    """The model of that name."""
+    state = state_of(request)
+    adapter_of(model_id, None if state.engine is None else state.engine.engine, state.config.model_name)
+    return next(model for model in describe_models(state) if model["id"] == model_id)
+
+
+def _asks_for_openmetrics(request: Request) -> bool:
+    kinds = [part.split(";")[0].strip().lower() for part in request.headers.get("accept", "").split(",")]
+    return "application/openmetrics-text" in kinds

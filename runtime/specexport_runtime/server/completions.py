@@ -10,8 +10,7 @@ from specexport_runtime.async_engine import AsyncSpecEngine
 from specexport_runtime.server.answer import Answer, AnswerForm
 from specexport_runtime.server.answer_schema import CompletionAnswer
 from specexport_runtime.server.errors import unavailable
-from specexport_runtime.server.openapi import request_body, responses
-from specexport_runtime.server.parsing import parse_body
+from specexport_runtime.server.parsing import parse_body, request_body, responses
 from specexport_runtime.server.protocol import CompletionRequest, Sampling
 from specexport_runtime.server.request_log import RequestLog
 from specexport_runtime.server.responses import CompletionFormat, Header

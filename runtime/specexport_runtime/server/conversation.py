@@ -12,16 +12,15 @@ from specexport_runtime.async_engine import AsyncSpecEngine
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import InvalidRequestError, MissingDependencyError
 from specexport_runtime.requests.answer_reader import AnswerSyntax
-from specexport_runtime.requests.chat import check_template_arguments
+from specexport_runtime.requests.chat import check_template_arguments, template_variables
 from specexport_runtime.requests.chat_dialect import ChatDialect
 from specexport_runtime.requests.chat_forms import UnwrittenError
 from specexport_runtime.requests.functions import Function, FunctionError, ToolChoice, read_functions
 from specexport_runtime.sampling.structured import StructuredOutputs
 from specexport_runtime.server.config import ServerConfig
-from specexport_runtime.server.errors import ApiError, invalid
+from specexport_runtime.server.errors import ApiError, invalid, unsupported
 from specexport_runtime.server.prompt_tokens import aside_if_long, encode
-from specexport_runtime.server.protocol import ChatRequest, Message, NamedTool, Tool, ToolCall, join_text
-from specexport_runtime.server.reasoning_effort import template_arguments
+from specexport_runtime.server.protocol import ChatRequest, Effort, Message, NamedTool, Tool, ToolCall, join_text
 from specexport_runtime.server.structured import check_strict, form_of
 
 _MESSAGE = 50  # characters that a message costs besides its content
@@ -226,3 +225,22 @@ def _called(call: ToolCall, where: str) -> dict[str, Any]:
 def _only(role: str, item: Message, param: str) -> None:
     if item.role != role:
         raise invalid(param, f"{param} is for messages of role {role!r}.")
+
+
+def template_arguments(template: str, effort: Effort | None, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The variables of a chat template that a body names, its effort among them; a given one goes before the effort.
+
+    ``effort`` None leaves it to the template; ``ApiError`` 400 if the template does not read one.
+    """
+    names = template_variables(template)
+    if effort is None:
+        own: dict[str, Any] = {}
+    elif "reasoning_effort" in names:
+        own = {"reasoning_effort": effort}
+    elif effort != "none":
+        raise unsupported(
+            "reasoning_effort", f"reasoning_effort = {effort!r}: the chat template reads no effort. Leave it out."
+        )
+    else:
+        own = {"enable_thinking": False} if "enable_thinking" in names else {}
+    return own | dict(given or {})

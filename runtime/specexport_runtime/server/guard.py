@@ -12,8 +12,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specexport_runtime.server.admission import Admission, has_body
-from specexport_runtime.server.bounded_body import ClientGoneError, read_body, replay
+from specexport_runtime.server.admission import Admission, ClientGoneError, has_body, read_body, replay
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.errors import ApiError, as_api_error, timed_out, unavailable
 from specexport_runtime.server.log_format import fields

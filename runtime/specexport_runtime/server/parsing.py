@@ -1,4 +1,7 @@
-"""From bytes to a checked body: JSON without its loopholes, and one short message for what is wrong."""
+"""From bytes to a checked body: JSON without its loopholes, and one short message for what is wrong.
+
+Endpoints read their bodies and write their answers themselves; what OpenAPI says of these is here too.
+"""
 
 import json
 from collections import Counter
@@ -10,7 +13,7 @@ from fastapi import Request
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
-from specexport_runtime.server.errors import ApiError, client_gone
+from specexport_runtime.server.errors import ERROR_RESPONSES, ApiError, client_gone
 from specexport_runtime.server.protocol import MAX_STOP_CHARS, OFF
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -182,3 +185,34 @@ def _path(path: Seq[str | int]) -> str:
 
 def _short(text: str) -> str:
     return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"
+
+
+def request_body(model: type[BaseModel]) -> dict[str, Any]:
+    """The ``openapi_extra`` of a route whose JSON body is ``model``."""
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": _schema(model)}}}}
+
+
+def responses(
+    model: type[BaseModel], events: str = "events of chunks as OpenAI's, then `data: [DONE]`"
+) -> dict[int | str, dict[str, Any]]:
+    """The ``responses`` of a route that answers with ``model``, with events, or with an error."""
+    stream = {"description": f"If `stream` is true: {events}."}
+    content = {"application/json": {"schema": _schema(model)}, "text/event-stream": {"schema": stream}}
+    return {200: {"description": "The answer.", "content": content}, **ERROR_RESPONSES}
+
+
+def _schema(model: type[BaseModel]) -> Any:
+    schema = model.model_json_schema()
+    return _inline(schema, schema.pop("$defs", {}))
+
+
+def _inline(schema: Any, definitions: dict[str, Any]) -> Any:
+    """The schema with every reference replaced by what it means: references would point out of it."""
+    if isinstance(schema, list):
+        return [_inline(item, definitions) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        named = definitions[schema["$ref"].rpartition("/")[2]]
+        return _inline(named | {key: value for key, value in schema.items() if key != "$ref"}, definitions)
+    return {key: _inline(value, definitions) for key, value in schema.items()}

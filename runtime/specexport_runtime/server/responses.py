@@ -1,18 +1,25 @@
-"""JSON of answers and of chunks, as each endpoint has it. Chunks are put together from prepared text: no models."""
+"""JSON of answers and of chunks, as each endpoint has it. Chunks are put together from prepared text: no models.
+
+Log-probabilities of prompts have vLLM's JSON, and an answer holds so many of them at most.
+"""
 
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
-from specexport_runtime.sequences.draft_counts import sum_by_drafter, sum_counts
+from specexport_runtime.sampling.logprobs import TokenLogprobs
+from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sequences.results import StreamPiece
-from specexport_runtime.sequences.stats import SequenceStats
+from specexport_runtime.sequences.stats import SequenceStats, sum_by_drafter, sum_counts
 from specexport_runtime.server.errors import ApiError
 from specexport_runtime.server.sse import DONE, event
 from specexport_runtime.server.token_text import TokenTexts
 
 _text = json.encoder.encode_basestring_ascii
+
+MAX_ENTRIES = 2**20
+"""Most log-probabilities of prompts in one answer, alternatives included: a hundred megabytes while it is made."""
 
 
 class Header(NamedTuple):
@@ -245,3 +252,52 @@ def _chat_token(texts: TokenTexts, token: int, value: float) -> dict[str, Any]:
 def finite(logprob: float) -> float:
     """JSON has no infinity; OpenAI writes -9999 for a token that cannot be."""
     return max(logprob, -9999.0)
+
+
+def check_entries(param: str, num_prompt_tokens: int, alternatives: int) -> None:
+    """Refuse (``ApiError`` 400, for ``param``) log-probabilities that would not fit into the server's memory.
+
+    ``num_prompt_tokens`` is of all prompts, ``alternatives`` of each token.
+    """
+    count = num_prompt_tokens * (1 + alternatives)
+    if count > MAX_ENTRIES:
+        raise ApiError(
+            400,
+            f"{param}: {num_prompt_tokens} prompt tokens with {alternatives} alternatives each are {count} "
+            f"log-probabilities; an answer holds {MAX_ENTRIES}: send fewer prompts, or ask for fewer alternatives.",
+            param=param,
+            code="limit_exceeded",
+        )
+
+
+def prompt_pieces(
+    entries: Seq[TokenLogprobs | None], ids: Seq[int], texts: TokenTexts, params: SamplingParams
+) -> list[StreamPiece]:
+    """The tokens of a prompt that was scored, an entry each, as pieces of an echo."""
+    shown, pieces = texts.stream(params), []
+    for token, entry in zip(ids, entries, strict=True):
+        offset = shown.length
+        shown.append(token)
+        pieces.append(StreamPiece(shown.take(), token, "target", entry, offset=offset))
+    return pieces
+
+
+def prompt_logprobs_json(
+    entries: Seq[TokenLogprobs | None], texts: TokenTexts, alternatives: int
+) -> list[dict[str, Any] | None]:
+    """The ``prompt_logprobs`` of vLLM: None for the first token, then a dict by token id for each.
+
+    A dict has the prompt's own token first, then the likeliest in its place, ``alternatives`` of them; one that is both
+    is there once.
+    """
+    return [None if entry is None else _token_json(entry, texts, alternatives) for entry in entries]
+
+
+def _token_json(entry: TokenLogprobs, texts: TokenTexts, alternatives: int) -> dict[str, Any]:
+    found = {entry.token_id: (entry.logprob, entry.rank)}
+    for rank, (token, value) in enumerate(entry.top[:alternatives], 1):
+        found.setdefault(token, (value, rank))
+    return {
+        str(token): {"logprob": finite(value), "rank": rank, "decoded_token": texts[token].text}
+        for token, (value, rank) in found.items()
+    }

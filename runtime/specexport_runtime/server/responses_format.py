@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from specexport_runtime.requests.answer_reader import AnswerReader, read_whole
-from specexport_runtime.requests.tool_formats.events import Content, Event
+from specexport_runtime.requests.tool_formats.base import Content, Event
 from specexport_runtime.sequences.results import StreamPiece
 from specexport_runtime.server.conversation import Conversation
 from specexport_runtime.server.errors import ApiError

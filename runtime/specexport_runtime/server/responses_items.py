@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 from typing import Any, ClassVar, Literal
 
 from specexport_runtime.requests.answer_reader import join_neighbours
-from specexport_runtime.requests.tool_formats.events import Arguments, CallBegin, CallEnd, Content, Event, Reasoning
+from specexport_runtime.requests.tool_formats.base import Arguments, CallBegin, CallEnd, Content, Event, Reasoning
 
 Told = tuple[str, dict[str, Any]]
 """An event: its type, and its values."""

@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,6 +16,7 @@ import click
 
 from specexport_runtime.async_engine import AsyncSpecEngine
 from specexport_runtime.engine import SpecEngine
+from specexport_runtime.engine_options import EngineOptions
 from specexport_runtime.server.app import create_app
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.listener import bind, http_server, loop_factory, url_of
@@ -26,19 +27,15 @@ _STUCK_S = 30.0
 """A round that takes longer than this after the drain will not end."""
 
 
-def run_server(bundle: Path, config: ServerConfig, **load_options: Any) -> int:
-    """Serve a bundle until SIGTERM or Ctrl-C, with ``load_options`` of ``SpecEngine.load``; returns 0 after a drain.
+def run_server(bundle: Path, config: ServerConfig, options: EngineOptions) -> int:
+    """Serve a bundle until SIGTERM or Ctrl-C; returns 0 after a drain.
 
     A second signal ends the process at once. ``SpecexportError`` if the address cannot be listened on, or the bundle
     cannot be loaded.
     """
     listener = bind(config)
     with listener, asyncio.Runner(loop_factory=loop_factory()) as runner:
-        return runner.run(_Life(listener, config, lambda: _load(bundle, load_options)).run())
-
-
-def _load(bundle: Path, load_options: Mapping[str, Any]) -> SpecEngine:
-    return SpecEngine.load(bundle, **{"share_threads": True, **load_options})  # this process serves, and nothing else
+        return runner.run(_Life(listener, config, lambda: SpecEngine.load(bundle, options)).run())
 
 
 class _Life:

@@ -10,8 +10,7 @@ from specexport_runtime.server.completions import ready_engine
 from specexport_runtime.server.conversation import dialect_of, read_prompt, tools_of
 from specexport_runtime.server.errors import ERROR_RESPONSES, invalid
 from specexport_runtime.server.models import adapter_of
-from specexport_runtime.server.openapi import request_body
-from specexport_runtime.server.parsing import parse_body
+from specexport_runtime.server.parsing import parse_body, request_body
 from specexport_runtime.server.prompt_tokens import aside_if_long, encode
 from specexport_runtime.server.protocol import MAX_ITEMS, Message, Refused, Strict, Text, TokenIds, Tools
 from specexport_runtime.server.state import state_of

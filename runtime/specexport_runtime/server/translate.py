@@ -1,18 +1,18 @@
 """From a checked body to requests of the engine; what the server or the engine does not take is refused here."""
 
+from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
 from specexport_runtime.async_engine import AsyncSpecEngine
 from specexport_runtime.engine import SpecEngine
-from specexport_runtime.requests.drafting import RequestSpec
+from specexport_runtime.requests.drafting import RequestOptions, RequestSpec
 from specexport_runtime.sampling.params import CUTS, SamplingParams
 from specexport_runtime.sequences.results import as_prompts
+from specexport_runtime.sequences.text import TextStream
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.conversation import Conversation, read_conversation
-from specexport_runtime.server.echo import NO_ECHO, Echo, echo_of
 from specexport_runtime.server.errors import invalid, over_limit, shown, unsupported
 from specexport_runtime.server.models import adapter_of
-from specexport_runtime.server.prompt_logprobs import check_entries
 from specexport_runtime.server.prompt_tokens import (
     aside_if_long,
     check_prompt,
@@ -21,6 +21,7 @@ from specexport_runtime.server.prompt_tokens import (
     max_tokens_of,
 )
 from specexport_runtime.server.protocol import ChatRequest, Choices, CompletionRequest, Sampling, join_text
+from specexport_runtime.server.responses import check_entries
 from specexport_runtime.server.structured import form_of
 
 DEFAULT_MAX_TOKENS = 16  # of OpenAI's completions
@@ -36,6 +37,33 @@ _SAME_NAMES = (
     "include_stop_str_in_output",
     "skip_special_tokens",
 )
+
+
+class Echo(NamedTuple):
+    """What a prompt shows."""
+
+    text: str  # the prompt's tokens, decoded
+    open_end: int  # characters at its end that may change with tokens of the answer: first bytes of one, say
+
+    @property
+    def settled(self) -> str:
+        """What stays whatever follows."""
+        return self.before(self.open_end)
+
+    def before(self, replaced: int) -> str:
+        """What stays when the answer has replaced some characters at the end."""
+        return self.text[: len(self.text) - replaced]
+
+
+NO_ECHO = Echo("", 0)
+
+
+def echo_of(engine: SpecEngine, prompt: Seq[int], *, skip_special_tokens: bool) -> Echo:
+    """The echo of a prompt; ids that are no tokens are left out."""
+    known = [token for token in prompt if token < engine.target.vocab_size]
+    text = str(engine.tokenizer.decode(known, skip_special_tokens=skip_special_tokens))
+    params = SamplingParams(skip_special_tokens=skip_special_tokens)
+    return Echo(text, TextStream(engine.tokenizer, params, prompt=known).open_end())
 
 
 class Plan(NamedTuple):
@@ -165,7 +193,7 @@ async def _plan(
         continuous_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
         conversation=conversation if conversation is not None and conversation.has_parts else None,
         prompt_logprobs=body.prompt_logprobs,
-        model=drafting.get("lora", ""),
+        model=adapter or "",
     )
 
 
@@ -218,10 +246,10 @@ async def _reference(body: CompletionRequest | ChatRequest, service: AsyncSpecEn
     return ids
 
 
-def _drafting(body: Sampling, engine: SpecEngine, reference: list[int] | None, owner: str) -> dict[str, Any]:
+def _drafting(body: Sampling, engine: SpecEngine, reference: list[int] | None, owner: str) -> RequestOptions:
     """How to draft, for whom, and when; a reference implies that it is copied from."""
     asked = body.speculative
-    drafting: dict[str, Any] = {"owner": owner, "priority": body.priority or 0}
+    drafting: RequestOptions = {"owner": owner, "priority": body.priority or 0}
     if reference is not None:
         drafting["drafter"] = "lookup" if engine.draft is None and engine.head is None else "chained"
     if asked is not None and asked.drafter is not None:

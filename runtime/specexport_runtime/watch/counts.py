@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from specexport_runtime.sequences.draft_counts import UNNAMED, DraftCounts, counts_of, sum_counts
+from specexport_runtime.sequences.stats import UNNAMED, DraftCounts, counts_of, sum_counts
 
 if TYPE_CHECKING:
     from specexport_runtime.sequences.sequence import FinishReason, Sequence

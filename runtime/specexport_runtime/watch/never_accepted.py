@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from specexport_runtime.sequences.draft_counts import UNNAMED, DraftCounts, counts_of
+from specexport_runtime.sequences.stats import UNNAMED, DraftCounts, counts_of
 
 if TYPE_CHECKING:
     from specexport_runtime.sequences.sequence import Sequence

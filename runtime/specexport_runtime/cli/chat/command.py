@@ -15,16 +15,17 @@ from specexport_runtime.cli.chat.session import ChatOptions, Session
 from specexport_runtime.cli.chat.slips import Slips
 from specexport_runtime.cli.errors import format_error
 from specexport_runtime.cli.options import (
-    LIMITS,
     check_of_use,
     drafting_options,
-    engine_options,
+    engine_flags,
     sampling_options,
     sampling_params,
     take_drafting,
+    take_engine_options,
 )
 from specexport_runtime.cli.output import print_legend, print_notes
 from specexport_runtime.cli.prompts import read_text
+from specexport_runtime.engine_options import Use
 from specexport_runtime.errors import InvalidRequestError, SpecexportError
 
 _PATH = click.Path(path_type=Path)
@@ -38,7 +39,7 @@ _PATH = click.Path(path_type=Path)
 @click.option("--chat-template", type=_PATH, metavar="FILE", help="Jinja template in place of the bundle's.")
 @drafting_options
 @click.option("--reference", type=_PATH, help="UTF-8 text file that lookup may copy from.")
-@engine_options
+@engine_flags(Use.ANY)
 @partial(sampling_options, max_tokens=None, temperature=0.7, top_p=0.95)
 @click.option("--stats", is_flag=True, help="Print counters and speed of every answer to standard error.")
 @click.option("--color/--no-color", "colour", default=None, help="Colour tokens by origin.  [default: on a terminal]")
@@ -66,12 +67,9 @@ def chat(
 
     Standard input that is no terminal is read line by line: each line is a message.
     """
-    from specexport_runtime.executors.open import check_threads
-
-    limits = {name: options.pop(name) for name in LIMITS if name in options}
+    engine_options = take_engine_options(options)
     drafting = take_drafting(options)
     params = sampling_params({**options, "max_tokens": 1 if max_tokens is None else max_tokens})
-    check_threads(limits["num_threads"], "--threads")
     if system is not None and system_file is not None:
         raise InvalidRequestError("--system and --system-file were both given.", "drop one.")
     told = system if system_file is None else read_text(system_file).strip()
@@ -85,13 +83,13 @@ def chat(
         terminal if colour is None else colour,
         None if chat_template is None else read_text(chat_template),
     )
-    check_of_use(limits, drafting, params)
+    check_of_use(engine_options, drafting, params)
     _check_template(bundle, session_options)
     from specexport_runtime.engine import SpecEngine
     from specexport_runtime.watch.never_accepted import NeverAccepted
 
     notes: list[str] = []
-    with closing(SpecEngine.load(bundle, max_num_seqs=1, share_threads=True, **limits)) as engine:
+    with closing(SpecEngine.load(bundle, engine_options, max_num_seqs=1, share_threads=True)) as engine:
         engine.add_observer(NeverAccepted(notes.append))
         engine.resolve_drafting(**drafting)
         if params.structured_outputs is not None:

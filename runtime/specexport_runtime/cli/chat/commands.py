@@ -1,22 +1,30 @@
-"""What can be entered in a conversation besides messages: ``/stats``, ``/reset`` and their like."""
+"""What can be entered in a conversation besides messages: ``/stats``, ``/reset`` and their like.
 
+A conversation is saved as ``{"messages": […]}`` in OpenAI's form, so that the file is also a request's body.
+"""
+
+import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import click
 
-from specexport_runtime.cli.chat.session import Session
-from specexport_runtime.cli.chat.tally import describe_tallies
-from specexport_runtime.cli.chat.transcript import load_messages, save_messages
+from specexport_runtime.cli.chat.session import Session, describe_tallies
 from specexport_runtime.cli.errors import suggest
 from specexport_runtime.cli.options import OFF
+from specexport_runtime.cli.prompts import read_text
 from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.requests.conversation import FINISH_REASON, Message
+from specexport_runtime.user_cache import replace_file
 
 _TO_ENTER = (
     "A line that ends in \\ goes on in the next. Lines between two marks of three quotes are one message.\n"
     "A message that begins with a slash begins with two. Ctrl-C ends an answer, Ctrl-D the conversation."
 )
+
+_FORM = 'give a file that /save wrote, or one with {"messages": [{"role": "user", "content": "…"}, …]}.'
+_CUT = ("length", "cancelled")
 
 
 class _Command(NamedTuple):
@@ -123,3 +131,49 @@ class Commands:
 
 def _turns(count: int) -> str:
     return f"{count} turn" if count == 1 else f"{count} turns"
+
+
+def save_messages(path: Path, messages: list[Message]) -> None:
+    """Write a conversation to a file that only this user can read. Another conversation may be replaced.
+
+    ``InvalidRequestError`` if the file cannot be written, or holds something else.
+    """
+    if path.exists():
+        try:
+            load_messages(path)
+        except InvalidRequestError:
+            raise InvalidRequestError(f"{path} is there, and no conversation.", "choose another name.") from None
+    text = json.dumps({"messages": messages}, indent=1, ensure_ascii=False) + "\n"
+    try:
+        replace_file(path, lambda file: file.write(text.encode("utf-8")))
+    except OSError as error:
+        raise InvalidRequestError(f"{path} cannot be written: {error.strerror}.", "choose another place.") from error
+
+
+def load_messages(path: Path) -> list[Message]:
+    """Read a conversation: roles, texts, and which answers were cut off. Other fields are left out; calls are refused.
+
+    ``InvalidRequestError`` if the file cannot be read, or is no conversation.
+    """
+    try:
+        data = json.loads(read_text(path))
+    except RecursionError:
+        raise InvalidRequestError(f"{path} is nested too deeply.", _FORM) from None
+    except ValueError as error:
+        if isinstance(error, InvalidRequestError):
+            raise
+        raise InvalidRequestError(f"{path} is not JSON.", _FORM) from None
+    messages = data.get("messages") if isinstance(data, dict) else data
+    if not isinstance(messages, list):
+        raise InvalidRequestError(f"{path} has no messages.", _FORM)
+    return [_message(item, f"{path}, message {i}") for i, item in enumerate(messages, start=1)]
+
+
+def _message(item: Any, where: str) -> Message:
+    if not isinstance(item, dict) or not all(isinstance(item.get(name), str) for name in ("role", "content")):
+        raise InvalidRequestError(f"{where} has no role and content that are texts.", _FORM)
+    if item.get("tool_calls"):
+        raise InvalidRequestError(f"{where} has calls of functions, which a chat here does not tell.", "leave it out.")
+    cut = item.get(FINISH_REASON)
+    message = {"role": item["role"], "content": item["content"]}
+    return {**message, FINISH_REASON: cut} if cut in _CUT else message

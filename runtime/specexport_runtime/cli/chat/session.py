@@ -1,26 +1,88 @@
-"""A conversation that goes on: what is said, what came back, and what it cost."""
+"""A conversation that goes on: what is said, what came back (streamed, and ended early by Ctrl-C), what it cost."""
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Literal
 
 import click
 
-from specexport_runtime.cli.chat.answer import stream_answer
 from specexport_runtime.cli.chat.slips import Slips
-from specexport_runtime.cli.chat.tally import Tally
-from specexport_runtime.cli.output import print_stats
+from specexport_runtime.cli.output import print_chunk, print_stats
 from specexport_runtime.errors import InvalidRequestError
 
 if TYPE_CHECKING:
+    from specexport_runtime.decoding.handle import RequestHandle
     from specexport_runtime.engine import SpecEngine
     from specexport_runtime.requests.conversation import Conversation, Message
-    from specexport_runtime.requests.drafting import Drafting
+    from specexport_runtime.requests.drafting import RequestOptions, RequestSpec
     from specexport_runtime.sampling.params import SamplingParams
-    from specexport_runtime.sequences.results import GenerationResult
+    from specexport_runtime.sequences.results import GenerationResult, StreamChunk
+    from specexport_runtime.sequences.stats import SequenceStats
 
 _ROOM = 256
 """Tokens that :meth:`Session.trim` leaves for an answer, or a quarter of the context if that is less."""
 _PROBE = "x"
+
+_OPEN, _CLOSE = "<think>", "</think>"
+_LOOK_S = 0.5
+"""A signal that comes just before a wait begins does not end it: so often Python gets to look for one."""
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Counters of answers."""
+
+    answers: int = 0
+    prompt: int = 0  # tokens of the prompts
+    cached: int = 0  # prompt tokens that were not read again
+    generated: int = 0  # tokens
+    rounds: int = 0  # target steps that gave tokens
+    drafted: int = 0  # draft tokens that were tested
+    accepted: int = 0  # draft tokens that passed
+    seconds: float = 0.0  # prompts included
+    first_token: float = 0.0  # seconds to the first tokens
+
+    @classmethod
+    def of(cls, stats: "SequenceStats") -> "Tally":
+        """The tally of one answer that has ended."""
+        return cls(
+            answers=1,
+            prompt=stats.num_prompt_tokens,
+            cached=stats.cached_tokens or 0,
+            generated=stats.num_generated_tokens,
+            rounds=stats.rounds,
+            drafted=stats.drafted,
+            accepted=stats.accepted,
+            seconds=(stats.end_time or stats.start_time) - stats.start_time,
+            first_token=stats.time_to_first_token_s or 0.0,
+        )
+
+    def __add__(self, other: "Tally") -> "Tally":
+        """Both together."""
+        return Tally(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+
+
+def describe_tallies(last: Tally, total: Tally) -> str:
+    """A table of the last answer and of all."""
+    lines = [("", "last answer", f"all {total.answers}")]
+    lines += [(name, one, both) for (name, one), (_, both) in zip(_rows(last), _rows(total), strict=True)]
+    return "\n".join(f"{name:<32}{one:>12}{both:>12}" for name, one, both in lines)
+
+
+def _rows(tally: Tally) -> list[tuple[str, str]]:
+    def ratio(top: float, bottom: float, form: str) -> str:
+        return format(top / bottom, form) if bottom else "-"
+
+    return [
+        ("prompt tokens", str(tally.prompt)),
+        ("  of these known from before", str(tally.cached)),
+        ("generated tokens", str(tally.generated)),
+        ("tokens/s, prompt included", ratio(tally.generated, tally.seconds, ".1f")),
+        ("seconds to the first token", ratio(tally.first_token, tally.answers, ".3f")),
+        ("acceptance rate", ratio(tally.accepted, tally.drafted, ".3f")),
+        ("tokens a round", ratio(tally.generated, tally.rounds, ".2f")),
+    ]
 
 
 @dataclass(frozen=True)
@@ -29,7 +91,7 @@ class ChatOptions:
 
     params: "SamplingParams"
     max_tokens: int | None  # most of an answer; None for as many as there is room for
-    drafting: "Drafting"
+    drafting: "RequestOptions"
     reference: str | None = None  # text that lookup may copy from
     stats: bool = False  # print counters behind every answer
     colour: bool = False  # colour tokens by where they came from
@@ -127,7 +189,7 @@ class Session:
             raise self._too_long(len(ids), "/trim forgets the oldest turns and sends it, /reset forgets all.")
         room = self._engine.max_model_len - len(ids)
         params = replace(options.params, max_tokens=options.max_tokens or room)
-        spec = RequestSpec(ids, params, options.reference, dict(options.drafting))
+        spec = RequestSpec(ids, params, options.reference, options.drafting)
         result = stream_answer(self._engine, spec, self._slips, colour=options.colour)
         if result.token_ids:
             conversation.answer(result.text, result.token_ids, result.finish_reason)
@@ -159,3 +221,68 @@ class Session:
             f"with this message the conversation has {size} tokens, {size - self.limit} more than this engine takes.",
             hint,
         )
+
+
+class _Listener:
+    """Hands chunks, and the end, over to the main thread."""
+
+    def __init__(self) -> None:
+        self.news: SimpleQueue[StreamChunk | Literal["done", "stop"]] = SimpleQueue()
+
+    def on_chunk(self, chunk: "StreamChunk") -> None:
+        self.news.put(chunk)
+
+    def on_done(self, _: "RequestHandle") -> None:
+        self.news.put("done")
+
+    def next(self) -> "StreamChunk | Literal['done', 'stop']":
+        """Wait for what comes next."""
+        while True:
+            with suppress(Empty):
+                return self.news.get(timeout=_LOOK_S)
+
+    def stop(self) -> None:
+        """May be called in a signal handler: such a queue is made for that."""
+        self.news.put("stop")
+
+
+class Thinking:
+    """Which text lies between ``<think>`` and ``</think>``, the tags too; called with each piece of a text in turn.
+
+    ``begun``: the prompt ends inside.
+    """
+
+    def __init__(self, begun: bool) -> None:
+        self._inside = begun
+        self._end = ""
+
+    def __call__(self, text: str) -> bool:
+        """Whether a part of this piece lies there."""
+        was, recent = self._inside, self._end + text
+        last = {tag: recent.rfind(tag) for tag in (_OPEN, _CLOSE)}
+        if max(last.values()) >= 0:
+            self._inside = last[_OPEN] > last[_CLOSE]
+        self._end = recent[-len(_CLOSE) + 1 :]
+        return was or self._inside
+
+
+def stream_answer(engine: "SpecEngine", spec: "RequestSpec", slips: Slips, *, colour: bool) -> "GenerationResult":
+    """Generate and print. Ctrl-C ends it with what is there by then; the second one is a ``KeyboardInterrupt``.
+
+    What was printed is the text of the result. The prompt of ``spec`` is token ids. Errors are those of
+    ``SpecEngine.submit`` and of ``RequestHandle.result``.
+    """
+    listener, printed = _Listener(), 0
+    before: str = engine.tokenizer.decode(engine.encode(spec.prompt)[-8:], skip_special_tokens=False)
+    thinking = Thinking(before.rstrip().endswith(_OPEN))
+    with slips.telling(listener.stop):
+        [handle] = engine.submit_all([spec], [listener])
+        while (item := listener.next()) != "done":
+            if isinstance(item, str):
+                handle.cancel()
+                continue
+            print_chunk(item, colour=colour, is_dim=thinking)
+            printed += len(item.text)
+        result = handle.result()
+    click.echo(result.text[printed:])  # of an answer that was cut off: what could still have become something else
+    return result

@@ -1,1 +1,1 @@
-"""How families of models write calls of functions: one format a file."""
+"""How families of models write calls of functions."""

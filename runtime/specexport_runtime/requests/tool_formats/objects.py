@@ -1,10 +1,10 @@
-"""Calls that are JSON objects, read while they come: the name first, then the arguments in pieces."""
+"""Calls that are JSON objects, or a list of them, read while they come: the name first, then arguments in pieces."""
 
 import json
 import re
 from typing import Any, NoReturn
 
-from specexport_runtime.requests.tool_formats.events import Arguments, Broken, CallBegin, CallEnd, Feed, Reading
+from specexport_runtime.requests.tool_formats.base import Arguments, Broken, CallBegin, CallEnd, Feed, Reading, Style
 
 _SPECIAL = re.compile(r'["\\{}\[\]]')
 _HEAD = re.compile(
@@ -123,3 +123,27 @@ def _loads(text: str) -> Any:
 
 def _refuse(name: str) -> NoReturn:
     raise ValueError(name)
+
+
+def read_list(feed: Feed, names: frozenset[str]) -> Reading:
+    """A list of calls, or one; ``feed`` stands before it. What is behind the last good one is left."""
+    if feed.next == "{":
+        return (yield from read_object(feed, names))
+    if not (yield from feed.takes("[")):
+        return False
+    while True:
+        yield from feed.skip_space()
+        if not (yield from read_object(feed, names)):
+            return False
+        feed.mark = feed.at
+        yield from feed.skip_space()
+        if not (yield from feed.takes(",")):
+            break
+    yield from feed.takes("]")
+    return True
+
+
+def list_rule(style: Style, *, several: bool) -> str:
+    """The rule ``list`` of a grammar: objects, at least one."""
+    more = f" ({json.dumps(style.item)} object)*" if several else ""
+    return f'list: "[" object{more} "]"\n'

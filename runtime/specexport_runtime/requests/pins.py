@@ -1,0 +1,58 @@
+"""Pinned prefixes: prompts that are read before any request, and keep a cache row until they are let go."""
+
+import threading
+
+from specexport_runtime.decoding.handle import RequestHandle
+from specexport_runtime.decoding.loop import DecodeLoop
+from specexport_runtime.decoding.prefixes import LEAST_REUSED
+from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.executors.base import as_stateful
+from specexport_runtime.requests.builder import RequestBuilder
+from specexport_runtime.requests.drafting import RequestOptions
+from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sequences.results import Prompt
+
+PIN_TOKENS = 4
+"""Tokens that are generated behind a prefix that is to be kept."""
+
+
+class PinnedPrefixes:
+    """The prefixes of one engine."""
+
+    def __init__(self, builder: RequestBuilder, loop: DecodeLoop) -> None:
+        self._builder, self._loop = builder, loop
+        self._lock = threading.Lock()
+
+    def pin(self, prompt: Prompt, *, cache_salt: str | None, lora: str | None) -> int:
+        """Read a prompt and keep it; its number of tokens. ``InvalidRequestError`` if nothing is left to keep it in."""
+        ids = self._builder.encode(prompt)
+        self._loop.check_may_wait("SpecEngine.pin_prefix()")
+        with self._lock:  # what is left for one depends on those before it
+            return self._pin(ids, {"cache_salt": cache_salt, "lora": lora})
+
+    def unpin(self, prompt: Prompt, *, cache_salt: str | None, lora: str | None) -> bool:
+        """Let a prompt go when its row is wanted; whether it was kept."""
+        rows, adapter = self._loop.decoder.rows, self._builder.find_adapter(lora)
+        return rows.reuses_prefixes and rows.kept.unpin(self._builder.encode(prompt), cache_salt or "", adapter)
+
+    def _pin(self, ids: list[int], options: RequestOptions) -> int:
+        rows, longest = self._loop.decoder.rows, self._builder.max_model_len - PIN_TOKENS
+        target = self._loop.decoder.target.executor
+        spare = target.num_rows - rows.max_num_seqs
+        if not rows.reuses_prefixes or len(rows.kept.pinned_rows) >= spare:
+            raise InvalidRequestError(
+                f"no row is left for a prefix: {spare} keep prefixes.", "load the engine with more prefix_rows."
+            )
+        if not LEAST_REUSED <= len(ids) <= longest:
+            raise InvalidRequestError(
+                f"a prefix of {len(ids)} tokens cannot be kept.", f"give {LEAST_REUSED} to {longest} tokens."
+            )
+        rows.memory.check_pin(len(ids) + PIN_TOKENS, rows.kept.pinned_rows)
+        # A few tokens behind it, so that drafters read it too. A state would be behind them then, and cannot go back.
+        behind = PIN_TOKENS if as_stateful(target) is None else 1
+        seq = self._builder.build(0, ids, SamplingParams(max_tokens=behind, ignore_eos=True), options)
+        seq.is_pinned = True
+        handle = RequestHandle(ids, seq, self._loop, stream=False)
+        self._loop.submit([handle])
+        handle.result()
+        return len(ids)

@@ -1,0 +1,119 @@
+"""What several lowerings ask of a graph or do to it: causality, ALiBi, types of norms, token ids, step inputs."""
+
+from typing import TYPE_CHECKING
+
+from specexport.onnx_emit import Emitter
+from specexport.ops.spec import UNPADDED_ATTENTION
+from specexport_runtime.abi import (
+    ADAPTER_IDS,
+    ALIGNED_STEP_INPUTS,
+    EXTENT_INPUTS,
+    FEATURE_INPUTS,
+    GATE_INPUTS,
+    LOGITS,
+    PADDED_STEP_INPUTS,
+    STATE_STEPS,
+    TOKEN_IDS,
+)
+from specexport_runtime.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+CAUSAL_ATTRIBUTE = "causal"
+
+_SLOPES = [item.name for item in UNPADDED_ATTENTION.inputs].index("slopes")
+
+_LARGE = 3.0e38  # below the largest float32; no sum of logits comes near it
+
+
+def is_causal(node: "ir.Node") -> bool:
+    """Whether each token of an ``UnpaddedAttention`` node sees nothing behind itself."""
+    return bool(node.attributes.get_int(CAUSAL_ATTRIBUTE, 1))
+
+
+def require_causal(node: "ir.Node", backend: str) -> None:
+    """Refuse a node whose tokens see later ones, where a backend has causal attention only: UnsupportedModelError."""
+    if not is_causal(node):
+        raise UnsupportedModelError(
+            f"{node.name}: tokens of this attention see later ones, and {backend} has causal attention only.",
+            "build with `lowering: native-folded`, or for `ort-cpu`.",
+        )
+
+
+def slopes_of(node: "ir.Node") -> "ir.Value | None":
+    """The slopes of an ``UnpaddedAttention`` node, float32 [num_heads]; None where it has no position bias."""
+    return node.inputs[_SLOPES] if len(node.inputs) > _SLOPES else None
+
+
+def refuse_slopes(node: "ir.Node", backend: str) -> None:
+    """Refuse a node with slopes, whose position bias a backend would leave out: UnsupportedModelError."""
+    if slopes_of(node) is not None:
+        raise UnsupportedModelError(
+            f"{node.name}: this attention has ALiBi slopes, which {backend} does not compute.",
+            "build for `ort-cpu`.",
+        )
+
+
+def unify_norm_types(ir_model: "ir.Model") -> int:
+    """Cast the input of every RMSNormalization to the dtype of its scale, in place; returns how many there were.
+
+    Some models (Gemma, OLMo 2) multiply by a float32 weight before they go back to half precision. The operator allows
+    that, with the output in the scale's dtype, but onnx infers the input's dtype for it, and ONNX Runtime 1.31 has no
+    kernel for a bfloat16 input with a float32 scale: it expands the node into one that is no valid graph. The cast is
+    exact, and what the model itself does.
+    """
+    mixed = [
+        node
+        for node in ir_model.graph
+        if node.op_type == "RMSNormalization" and len({value.dtype for value in node.inputs if value is not None}) > 1
+    ]
+    for node in mixed:
+        given, scale = node.inputs[0], node.inputs[1]
+        if given is None or scale is None or scale.dtype is None:
+            continue
+        emit = Emitter(ir_model.graph)
+        exact = emit.cast(given, scale.dtype)
+        exact.shape = given.shape
+        emit.place(before=node)
+        node.replace_input_with(0, exact)
+    return len(mixed)
+
+
+def add_token_ids(ir_model: "ir.Model") -> None:
+    """Add the output ``token_ids`` int64 [R]: argmax of each row of ``logits``, -1 for one that holds NaN or inf.
+
+    The argmax of a row with NaN is anything, and reductions by maximum may skip NaN. A sum cannot hide one: it becomes
+    NaN or infinite, and neither compares as small. Logits are float32 [R, V]; the model is changed in place.
+    """
+    import onnx_ir as ir
+
+    logits = next(value for value in ir_model.graph.outputs if value.name == LOGITS.name)
+    emit = Emitter(ir_model.graph, "greedy")
+    best = emit.op("ArgMax", logits, axis=1, keepdims=0)
+    total = emit.op("Abs", emit.op("ReduceSum", logits, emit.const([1]), keepdims=0))
+    finite = emit.op("Less", total, emit.const(_LARGE, "float32"))
+    chosen = emit.op("Where", finite, best, emit.const(-1))
+    chosen.name = TOKEN_IDS.name
+    chosen.shape = ir.Shape([None if logits.shape is None else logits.shape[0]])
+    emit.place()
+    ir_model.graph.outputs.append(chosen)
+
+
+def step_inputs(ir_model: "ir.Model") -> tuple[str, ...]:
+    """Names of the step inputs that a lowered graph takes, in the contract's order."""
+    present = {value.name for value in ir_model.graph.inputs}
+    gates = (*EXTENT_INPUTS, *GATE_INPUTS, *FEATURE_INPUTS, ADAPTER_IDS, STATE_STEPS)
+    specs = (*PADDED_STEP_INPUTS, *ALIGNED_STEP_INPUTS, *gates)
+    names = dict.fromkeys(spec.name for spec in specs)
+    return tuple(name for name in names if name in present)
+
+
+def drop_unused_step_inputs(ir_model: "ir.Model") -> tuple[str, ...]:
+    """Remove step inputs without readers from the graph's inputs; returns their names."""
+    step_names = {spec.name for spec in (*PADDED_STEP_INPUTS, *ALIGNED_STEP_INPUTS)}
+    graph = ir_model.graph
+    unused = [x for x in graph.inputs if x.name in step_names and not x.uses()]
+    for value in unused:
+        graph.inputs.remove(value)
+    return tuple(str(value.name) for value in unused)
