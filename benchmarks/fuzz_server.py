@@ -4,7 +4,7 @@ python benchmarks/fuzz_server.py BUNDLE [--requests 5000] [--seed 1]
 python benchmarks/fuzz_server.py --fake
 
 The server runs in this process on a free port of 127.0.0.1. Two fifths of the requests are schemathesis's, made of the
-server's own schema (as it allows, and as it forbids); the others are damaged by tests/server/malformed.py: noise, JSON
+server's own schema (as it allows, and as it forbids); the others are damaged by tests/support/malformed.py: noise, JSON
 cut short, deep nesting, numbers and encodings that nobody expects, bad chunks and headers, clients that hang up. After
 each 200 the server must be idle with its invariants whole, and answer a well-formed request with the same text as
 before. Exits with 1 if anything was wrong.
@@ -22,13 +22,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "server"))
 
 import httpx
-from fuzzing import Report, fuzz
-from malformed import malformed
-from schema_requests import schema_requests
-from serving import Served, fake_engine
 
 from specexport_runtime import SpecEngine
 from specexport_runtime.server.config import ServerConfig
+from tests.support.fuzzing import Report, fuzz
+from tests.support.malformed import malformed
+from tests.support.schema_requests import schema_requests
+from tests.support.serving import Served, fake_engine
 
 SHOWN_PROBLEMS = 20
 

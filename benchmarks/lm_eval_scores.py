@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from common import DEMO_PROMPTS, read_prompts, report
-from serving import server
 
 from specexport_runtime.sequences.text import shared_length
+from tests.support.serving import server
 
 CHOICE, ROLLING, GENERATE = "choose_the_end", "whole_texts", "go_on"
 WAYS = {"token ids, batches of 8, 4 clients": (True, 8, 4), "texts, one at a time": (False, 1, 1)}

@@ -33,9 +33,9 @@ import httpx
 from chat_bundle import TOOLS_TEMPLATE, with_chat_template
 from common import DEMO_PROMPTS, read_prompts, report
 from lean_clients import send_all
-from serving import server
 
 from specexport_runtime.bundle.opened import CHAT_TEMPLATE_NAME
+from tests.support.serving import server
 
 Body = dict[str, Any]
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import chance
 import hypothesis
 import pytest
-from tiny_models import ARCHITECTURES, HYBRIDS
 
-from tests.lanes import keep_lanes
-from tests.tiny_traces import share_exports
+from tests.support import chance
+from tests.support.lanes import keep_lanes
+from tests.support.tiny_models import ARCHITECTURES, HYBRIDS
+from tests.support.tiny_traces import share_exports
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO_PAIR = ROOT / "examples" / "demo_pair"

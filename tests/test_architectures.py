@@ -2,18 +2,18 @@
 
 from pathlib import Path
 
-import chance
 import numpy as np
 import pytest
 
 from specexport.frontend import reference_logits, trace_checkpoint
 from specexport.passes.residual_blocks import find_residual_blocks
 from specexport_runtime.errors import UnsupportedModelError
-from tests.engine_harness import Engine, build, make_checkpoint
-from tests.ort_operators import assert_known
 from tests.passes.test_residual_blocks import OBSTACLES
-from tests.tiny_models import ARCHITECTURES, REFUSED, VOCAB, make_model
-from tests.tiny_traces import tiny_model
+from tests.support import chance
+from tests.support.engine_harness import Engine, build, make_checkpoint
+from tests.support.ort_operators import assert_known
+from tests.support.tiny_models import ARCHITECTURES, REFUSED, VOCAB, make_model
+from tests.support.tiny_traces import tiny_model
 
 PREFILL = (9, 17, 4)
 VERIFY = (5, 1, 3)  # new tokens a row: ragged, on ragged pasts

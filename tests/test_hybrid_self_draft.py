@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import chance
 import numpy as np
 import pytest
 
@@ -23,11 +22,12 @@ from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
 from specexport_runtime.sampling.sampler import Sampler
 from specexport_runtime.sampling.structured import StructuredOutputs
 from specexport_runtime.sequences.layer_choice import LayerRules
-from tests.engine_harness import make_checkpoint
-from tests.entries import make_entry
-from tests.rounds import check_every_round
-from tests.tiny_models import HYBRIDS, VOCAB, make_model, save_checkpoint
-from tests.tiny_traces import trace_of
+from tests.support import chance
+from tests.support.engine_harness import make_checkpoint
+from tests.support.entries import make_entry
+from tests.support.rounds import check_every_round
+from tests.support.tiny_models import HYBRIDS, VOCAB, make_model, save_checkpoint
+from tests.support.tiny_traces import trace_of
 
 LOOKAHEAD = 5
 TOLERANCE = 1e-4

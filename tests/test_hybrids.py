@@ -5,7 +5,6 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-import chance
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -22,8 +21,9 @@ from specexport_runtime.errors import IncompatibleError, UnsupportedModelError
 from specexport_runtime.executors.ort import OrtExecutor
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
 from specexport_runtime.sampling.sampler import Sampler
-from tests.engine_harness import make_checkpoint
-from tests.hybrid_pairs import (
+from tests.support import chance
+from tests.support.engine_harness import make_checkpoint
+from tests.support.hybrid_pairs import (
     CASES,
     KNOWN,
     NAMED,
@@ -35,8 +35,8 @@ from tests.hybrid_pairs import (
     open_engine,
     some_cases,
 )
-from tests.rounds import check_every_round
-from tests.tiny_models import ARCHITECTURES, HYBRIDS, make_model, save_checkpoint
+from tests.support.rounds import check_every_round
+from tests.support.tiny_models import ARCHITECTURES, HYBRIDS, make_model, save_checkpoint
 
 LOOKAHEAD = 6
 TOLERANCE = 1e-4

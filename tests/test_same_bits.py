@@ -9,20 +9,20 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import chance
 import numpy as np
 import pytest
 
 from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.executors.ort import OrtExecutor
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
-from tests.engine_harness import compiled
-from tests.hybrid_pairs import KNOWN
-from tests.ort_operators import HEADS, LEFT, assert_left
-from tests.tiny_gguf import MIXED_EXPERTS, write_experts, write_gguf
-from tests.tiny_lora import save_adapter
-from tests.tiny_models import ARCHITECTURES, GROUPED, HYBRIDS, make_model, save_checkpoint
-from tests.tiny_traces import tiny_model
+from tests.support import chance
+from tests.support.engine_harness import compiled
+from tests.support.hybrid_pairs import KNOWN
+from tests.support.ort_operators import HEADS, LEFT, assert_left
+from tests.support.tiny_gguf import MIXED_EXPERTS, write_experts, write_gguf
+from tests.support.tiny_lora import save_adapter
+from tests.support.tiny_models import ARCHITECTURES, GROUPED, HYBRIDS, make_model, save_checkpoint
+from tests.support.tiny_traces import tiny_model
 
 ROWS, WIDEST = 8, 16
 LENGTHS = (35, 19, 33, 8, 27, 1, 40, 22)

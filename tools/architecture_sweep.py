@@ -112,7 +112,7 @@ def _prepare() -> None:
 
     import specexport.frontend.load
     import specexport.frontend.trace  # noqa: F401
-    from tests.tiny_traces import keep_operator_table
+    from tests.support.tiny_traces import keep_operator_table
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")

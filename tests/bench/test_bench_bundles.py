@@ -6,8 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from bench_fakes import make_options
-from bundle_fakes import TARGET, fake_bundles, open_fake
 from click.testing import CliRunner
 
 from specexport.bench.bundles import check_same_target, compared_methods, join_subjects, name_bundles
@@ -19,6 +17,8 @@ from specexport.bench.summary import Fastest, pick_draft, summarize
 from specexport.cli import main
 from specexport_runtime.engine_options import EngineOptions
 from specexport_runtime.errors import InvalidRequestError
+from tests.support.bench_fakes import make_options
+from tests.support.bundle_fakes import TARGET, fake_bundles, open_fake
 
 SMALL = [
     "--batch-size", "2", "--contexts", "4,8", "--lookahead", "2,4", "--max-tokens", 8, "--repeats", 2, "--warmup", 0,

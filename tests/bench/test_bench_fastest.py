@@ -4,12 +4,12 @@ import json
 import sys
 
 import pytest
-from bundle_fakes import fake_bundles
 from click.testing import CliRunner
 
 from specexport.bench.prompts import fit_prompt
 from specexport.bench.summary import choose_lookahead
 from specexport.cli import main
+from tests.support.bundle_fakes import fake_bundles
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import dataclasses
 import json
 
 import pytest
-from bench_fakes import PROMPTS, make_options, make_subject
 
 from specexport.bench.methods import Cell, resolve_methods
 from specexport.bench.plots import write_plots
@@ -14,6 +13,7 @@ from specexport.bench.runner import run_bench
 from specexport.bench.summary import summarize
 from specexport.plots import check_plots
 from specexport_runtime.errors import InvalidRequestError, MissingDependencyError, UserInputError
+from tests.support.bench_fakes import PROMPTS, make_options, make_subject
 
 PLAIN = Cell("plain", "none", True, True, 2, 0, 0.0, "code", "continuous")
 LOOKUP = PLAIN._replace(method="lookup", drafter="lookup", num_speculative_tokens=3)

@@ -1,7 +1,6 @@
 """Running a benchmark over fake engines: what is run, in which order, and what is recorded."""
 
 import pytest
-from bench_fakes import PROMPTS, make_options, make_subject
 
 from specexport.bench.methods import EngineKey, Method, ablation, lookaheads, make_cells, resolve_methods
 from specexport.bench.options import BenchOptions, parse_lengths
@@ -9,6 +8,7 @@ from specexport.bench.prompts import BenchPrompt
 from specexport.bench.runner import WARMUP_TOKENS, Meter, draw_lengths, run_bench
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.sequences.stats import PaddingStats, PhaseTimes
+from tests.support.bench_fakes import PROMPTS, make_options, make_subject
 
 ALL = ["draft-model", "lookup", "chained", "vanilla", "unpad-kv", "unpad-input"]
 

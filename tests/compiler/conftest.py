@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from pairs import TinyPair, locked
-from tiny_models import make_llama, save_checkpoint
 
 from specexport.build.pipeline import build_bundle
 from specexport.cli import main
+from tests.support.pairs import TinyPair, locked
+from tests.support.tiny_models import make_llama, save_checkpoint
 
 
 @pytest.fixture(scope="session")

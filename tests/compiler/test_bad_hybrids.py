@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import ARCHITECTURES, HYBRIDS, make_llama, make_model, save_checkpoint
 
 from specexport.frontend import recurrence
 from specexport.frontend.config_checks import check_no_layer_left
 from specexport.frontend.source import Source
 from specexport_runtime.errors import CheckpointError
+from tests.support.tiny_models import ARCHITECTURES, HYBRIDS, make_llama, make_model, save_checkpoint
 
 Refuse = Callable[..., str]
 

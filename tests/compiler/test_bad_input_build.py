@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 from click.testing import Result
-from pairs import TinyPair
-from tiny_models import REFUSED, make_model, save_checkpoint
 
 from specexport.backends import ort
+from tests.support.pairs import TinyPair
+from tests.support.tiny_models import REFUSED, make_model, save_checkpoint
 
 Refuse = Callable[..., str]
 RunCli = Callable[..., Result]

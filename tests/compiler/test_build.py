@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import Result
-from pairs import TinyPair, own_logits
-from tiny_models import VOCAB, make_llama, save_checkpoint
 
 from specexport.build import check
 from specexport.build.built import EngineCheck
@@ -31,6 +29,8 @@ from specexport_runtime.bundle.files import check_files
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.errors import BundleError, CheckFailedError, CheckpointError, OutputExistsError
 from specexport_runtime.packing.batch import ModelRunner
+from tests.support.pairs import TinyPair, own_logits
+from tests.support.tiny_models import VOCAB, make_llama, save_checkpoint
 
 NUM_TOKENS = 3 + 256  # of the tiny tokenizer: special tokens and bytes
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 from click.testing import Result
-from pairs import TinyPair
 
 from specexport.backends.ort_cpu import OrtCpu
 from specexport.backends.ort_cuda import OrtCuda
@@ -14,6 +13,7 @@ from specexport.inspect import describe
 from specexport.recipe import BuildRecipe
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.bundle.manifest import load_manifest
+from tests.support.pairs import TinyPair
 
 PROMPTS = ["def add(a, b):\n", "class Queue:\n    def __init__(self):\n"]
 

@@ -14,7 +14,6 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 from click.testing import Result
-from pairs import TinyPair, locked
 
 from specexport.build.pipeline import build_bundle
 from specexport.debug.capture import capture_step
@@ -34,9 +33,10 @@ from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.errors import IncompatibleError
 from specexport_runtime.executors import cuda_driver
-from tests.operators import experts_cases
-from tests.operators.experts_cases import Layer
-from tests.tiny_models import ARCHITECTURES, make_model, save_checkpoint
+from tests.support import experts_cases
+from tests.support.experts_cases import Layer
+from tests.support.pairs import TinyPair, locked
+from tests.support.tiny_models import ARCHITECTURES, make_model, save_checkpoint
 
 PROMPT = "a quick brown fox"
 LINEARS = [

@@ -8,8 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import Result
-from pairs import TinyPair
-from tiny_models import make_llama, make_tokenizer, save_checkpoint
 
 from specexport import frontend
 from specexport.build.command import result_to_json, summary
@@ -20,6 +18,8 @@ from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import InvalidRequestError, RecipeError
 from specexport_runtime.sampling.params import SamplingParams
+from tests.support.pairs import TinyPair
+from tests.support.tiny_models import make_llama, make_tokenizer, save_checkpoint
 
 Refuse = Callable[..., str]
 RunCli = Callable[..., Result]

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import Result
-from pairs import TinyPair
 from tokenizers import Tokenizer
 
 from specexport.build import draft_guesses, draft_trial, pipeline
@@ -26,8 +25,9 @@ from specexport_runtime.costs.prior import prior_costs
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.sampling.params import SamplingParams
-from tests.tiny_gguf import write_gguf
-from tests.tiny_models import GROUPED, make_model
+from tests.support.pairs import TinyPair
+from tests.support.tiny_gguf import write_gguf
+from tests.support.tiny_models import GROUPED, make_model
 
 RunCli = Callable[..., Result]
 TARGET = StepCost(reading=10.0, token=0.0)

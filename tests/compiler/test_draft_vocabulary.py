@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import Result
-from pairs import TinyPair
-from tiny_models import make_tokenizer
 
 from specexport.build.draft_cuts import HeadCut, rank_head_ids, read_counting_texts
 from specexport.build.pipeline import _find_models, _make_plan, build_bundle
@@ -18,6 +16,8 @@ from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import BundleError, RecipeError
 from specexport_runtime.sampling.params import SamplingParams
+from tests.support.pairs import TinyPair
+from tests.support.tiny_models import make_tokenizer
 
 Refuse = Callable[..., str]
 RunCli = Callable[..., Result]

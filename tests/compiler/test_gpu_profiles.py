@@ -1,7 +1,6 @@
 from pathlib import Path
 
 import pytest
-from chance import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,6 +8,7 @@ from specexport.backends.profiles import buckets, engine_kv_capacity, input_shap
 from specexport_runtime.abi import ALIGNED_STEP_INPUTS, LayerGeometry, StepShape
 from specexport_runtime.bundle.profiles import Profile, choose_profile
 from specexport_runtime.errors import IncompatibleError
+from tests.support.chance import examples
 
 LAYERS = (LayerGeometry(2, 64, 64), LayerGeometry(2, 64, 32))
 NAMES = [spec.name for spec in ALIGNED_STEP_INPUTS]
@@ -95,7 +95,7 @@ def test_profiles_survive_the_manifest(tmp_path: Path) -> None:
 
     from specexport_runtime.bundle.entry import EngineFile, EngineReport, ModelEntry, ProfileReport
     from specexport_runtime.records import from_json, to_json
-    from tests.entries import make_entry
+    from tests.support.entries import make_entry
 
     row = ProfileReport("verify 8x5", 40, 2, ("x",), 0, 0, 0)
     report = EngineReport((("a", "b"),), 2, (row,), "builder", None, 9, 0.5, 7, {"engine": {"own": 3}})

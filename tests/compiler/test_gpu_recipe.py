@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pairs import locked
-from tiny_models import ARCHITECTURES, HYBRIDS, make_model, save_checkpoint
 
 from specexport.backends import present_gpu, tensorrt, trt_package
 from specexport.backends.tensorrt import choose_skipped, plan_memory, require_gpu_memory, require_host_memory
@@ -16,6 +14,8 @@ from specexport.build import model, pipeline
 from specexport.recipe import make_recipe, resolve_recipe
 from specexport_runtime.abi import LayerGeometry
 from specexport_runtime.errors import IncompatibleError, MissingDependencyError, RecipeError
+from tests.support.pairs import locked
+from tests.support.tiny_models import ARCHITECTURES, HYBRIDS, make_model, save_checkpoint
 
 Refuse = Callable[..., str]
 GIVEN = {"target": "t", "output": "o", "backend": "tensorrt-rtx"}

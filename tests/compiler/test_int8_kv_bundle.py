@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from pairs import TinyPair
 
 from specexport.build.pipeline import build_bundle
 from specexport.inspect import describe, kv_bytes_per_token
@@ -12,6 +11,7 @@ from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.executors.open import open_executor
 from specexport_runtime.executors.ort import OrtExecutor
+from tests.support.pairs import TinyPair
 
 
 @pytest.mark.parametrize("quantize", ["int8", None])

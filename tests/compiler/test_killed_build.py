@@ -8,12 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
-from pairs import TinyPair
 
 from specexport.build.pipeline import build_bundle
 from specexport_runtime.bundle.files import check_files
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.errors import BundleError
+from tests.support.pairs import TinyPair
 
 pytestmark = pytest.mark.slow
 

@@ -8,8 +8,6 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import pytest
-from pairs import TinyPair, own_logits
-from tiny_models import ARCHITECTURES, make_model, save_checkpoint
 
 from specexport.build import closeness
 from specexport.build.check import TEXT_LENS, check_engine, check_sequences, text_perplexity, text_sequences
@@ -21,6 +19,8 @@ from specexport.recipe import BuildRecipe
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.errors import CheckFailedError
+from tests.support.pairs import TinyPair, own_logits
+from tests.support.tiny_models import ARCHITECTURES, make_model, save_checkpoint
 
 PROMPTS = ["abc abc abc abc ab", "the cat sat on the mat, the cat sat on"]
 

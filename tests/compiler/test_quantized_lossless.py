@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pairs import TinyPair
 
 from specexport.build.pipeline import build_bundle
 from specexport.verify.goodness_of_fit import judge
@@ -16,6 +15,7 @@ from specexport.verify.tensors import make_sequences
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.sampling.sampler import Sampler
 from specexport_runtime.sequences.layer_choice import LayerRules
+from tests.support.pairs import TinyPair
 
 PROMPTS = ["abc abc abc abc ab", "the cat sat on the mat, the cat sat on", "to be or not to be"]
 RULES = LayerRules(threshold=None, period=2, keep_last=None)  # tiny models have two layers

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_models import BY_LENGTH, make_model, save_checkpoint
 
 from specexport.build.pipeline import build_bundle
 from specexport.inspect import describe
 from specexport.recipe import BuildRecipe
 from specexport.verify.checkpoint import EagerModel, eager_references
 from specexport_runtime.errors import RecipeError
+from tests.support.tiny_models import BY_LENGTH, make_model, save_checkpoint
 
 SEQUENCE = [[5, 17, 250, 9, 31, 77, 123, 4, 8, 15, 16, 23, 42]]
 

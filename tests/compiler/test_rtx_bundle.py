@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 from click.testing import Result
-from pairs import TinyPair, locked
-from tiny_models import GROUPED, make_llama, make_model, save_checkpoint
 
 from specexport.backends import present_gpu, tensorrt
 from specexport.backends import trt as trt_backend
@@ -22,6 +20,8 @@ from specexport_runtime.bundle.files import check_files
 from specexport_runtime.bundle.manifest import Manifest, load_manifest
 from specexport_runtime.errors import CheckFailedError, IncompatibleError
 from specexport_runtime.executors.trt_engine import read_engine
+from tests.support.pairs import TinyPair, locked
+from tests.support.tiny_models import GROUPED, make_llama, make_model, save_checkpoint
 
 pytestmark = pytest.mark.slow
 

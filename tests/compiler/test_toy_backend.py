@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from click.testing import Result
-from pairs import TinyPair
 
 from specexport.backends import registry
 from specexport.backends.base import Backend, BuildJob
@@ -21,6 +20,7 @@ from specexport_runtime.errors import IncompatibleError, RecipeError
 from specexport_runtime.executors import open as executors
 from specexport_runtime.executors.base import EngineBackend, EngineRequest
 from specexport_runtime.executors.ort import OrtExecutor
+from tests.support.pairs import TinyPair
 
 
 def lower_toy(ir_model: Any) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine_of import engine_of
 from tokenizers import Tokenizer, models
 
 from specexport_runtime import SamplingParams
@@ -15,6 +14,7 @@ from specexport_runtime.costs.curves import CostCurves, StepCost
 from specexport_runtime.drafters.base import DrafterParts, DrafterTraits, Proposal
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.fake import FakeExecutor
+from tests.support.engine_of import engine_of
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "custom_drafter" / "bigrams.py"
 VOCAB = 17

@@ -2,11 +2,12 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.serving import fake_engine
 
 FOLDER = Path(__file__).parents[2] / "examples" / "grafana"
 NAME = re.compile(r"\b(?:(?:vllm|specexport):|process_)\w+")
@@ -18,11 +19,6 @@ GIVEN_BY_PROMETHEUS = {"instance", "job"}
 @pytest.fixture(scope="module")
 def samples() -> dict[str, set[str]]:
     """Names of a busy server's samples, and their labels."""
-    sys.path.append(str(Path(__file__).parents[1] / "server"))
-    try:
-        from serving import fake_engine
-    finally:
-        sys.path.pop()
     from prometheus_client.parser import text_string_to_metric_families
 
     from specexport_runtime import SamplingParams

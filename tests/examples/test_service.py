@@ -11,9 +11,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from patience import HANG_S, wait_until
 
 from specexport_runtime import SamplingParams, SpecEngine
+from tests.support.patience import HANG_S, wait_until
 
 SERVICE = Path(__file__).parents[2] / "examples" / "service"
 # The service as it is, and a route of the test's own that tells how requests ended.

@@ -7,9 +7,9 @@ import pytest
 
 from specexport.frontend import drop_layers, hash_checkpoint, load_checkpoint, reference_logits
 from specexport_runtime.errors import CheckpointError
-from tests.engine_harness import make_checkpoint
-from tests.tiny_gguf import write_gguf
-from tests.tiny_models import GROUPED, make_model
+from tests.support.engine_harness import make_checkpoint
+from tests.support.tiny_gguf import write_gguf
+from tests.support.tiny_models import GROUPED, make_model
 
 
 def test_a_gguf_file_gives_the_original_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -13,9 +13,9 @@ from specexport.frontend import load_checkpoint, reference_logits
 from specexport.frontend.gguf_config import correct_config
 from specexport.frontend.source import Source
 from specexport_runtime.errors import CheckpointError
-from tests.engine_harness import make_checkpoint
-from tests.tiny_gguf import write_gguf
-from tests.tiny_models import GROUPED, make_llama, make_model
+from tests.support.engine_harness import make_checkpoint
+from tests.support.tiny_gguf import write_gguf
+from tests.support.tiny_models import GROUPED, make_llama, make_model
 
 SEQUENCE = [(37 * i + 5) % 256 + 3 for i in range(60)]
 

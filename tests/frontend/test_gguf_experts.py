@@ -15,9 +15,9 @@ from specexport.passes.block_experts import of_rounded
 from specexport.passes.block_format import unpack
 from specexport.passes.transpose_fold import TransposeFoldPass
 from specexport_runtime.errors import SpecexportError, UnsupportedModelError
-from tests.engine_harness import make_checkpoint
-from tests.tiny_gguf import EXPERTS, MIXED_EXPERTS, write_experts, write_gguf
-from tests.tiny_models import GROUPED, make_model
+from tests.support.engine_harness import make_checkpoint
+from tests.support.tiny_gguf import EXPERTS, MIXED_EXPERTS, write_experts, write_gguf
+from tests.support.tiny_models import GROUPED, make_model
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -10,8 +10,8 @@ import pytest
 from specexport.frontend import hash_checkpoint, load_checkpoint, reference_logits
 from specexport.frontend.source import gguf_parts
 from specexport_runtime.errors import CheckpointError
-from tests.tiny_gguf import write_gguf
-from tests.tiny_models import GROUPED, make_model
+from tests.support.tiny_gguf import write_gguf
+from tests.support.tiny_models import GROUPED, make_model
 
 TENSORS = 27
 """Of the model: 2 layers of 12, and 3 more, of which the LM head is the last."""

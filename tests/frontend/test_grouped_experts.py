@@ -10,9 +10,9 @@ import torch
 from specexport.frontend import reference_logits, trace_checkpoint
 from specexport.frontend.experts import Gating, gating_of
 from specexport.ops.spec import EACH, EXPERTS
-from tests.engine_harness import Engine, build, make_checkpoint
-from tests.tiny_models import ARCHITECTURES, HYBRIDS, VOCAB, make_model
-from tests.tiny_traces import tiny_model, trace_of
+from tests.support.engine_harness import Engine, build, make_checkpoint
+from tests.support.tiny_models import ARCHITECTURES, HYBRIDS, VOCAB, make_model
+from tests.support.tiny_traces import tiny_model, trace_of
 
 pytestmark = pytest.mark.exports
 

@@ -11,7 +11,7 @@ import pytest
 
 from specexport.frontend import hash_checkpoint, load_checkpoint, reference_logits
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
-from tests.tiny_models import make_llama, make_tokenizer, save_checkpoint
+from tests.support.tiny_models import make_llama, make_tokenizer, save_checkpoint
 
 
 @pytest.fixture(scope="module")

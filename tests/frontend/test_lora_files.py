@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from specexport.frontend import load_checkpoint, merge_adapter, read_adapter, reference_logits, with_adapter
 from specexport.frontend.lora import CONFIG, WEIGHTS, find_adapter
 from specexport_runtime.errors import CheckpointError
-from tests.tiny_lora import ALL, apply_adapter, save_adapter
-from tests.tiny_models import ARCHITECTURES, make_model, save_checkpoint
+from tests.support.tiny_lora import ALL, apply_adapter, save_adapter
+from tests.support.tiny_models import ARCHITECTURES, make_model, save_checkpoint
 
 IDS = [[5, 9, 200, 31, 7, 310, 2, 44, 45, 46]]
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {

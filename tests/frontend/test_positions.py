@@ -10,8 +10,8 @@ from specexport.frontend.geometry import probe_layers
 from specexport.frontend.positions import first_position, positions_hook
 from specexport.frontend.rope import max_positions
 from specexport_runtime.errors import UnsupportedModelError
-from tests.tiny_models import ARCHITECTURES, BASE, make_model
-from tests.tiny_traces import tiny_model
+from tests.support.tiny_models import ARCHITECTURES, BASE, make_model
+from tests.support.tiny_traces import tiny_model
 
 ROBERTA = BASE | {"is_decoder": True, "pad_token_id": 1, "type_vocab_size": 2}
 

@@ -8,8 +8,8 @@ import pytest
 from specexport.frontend import choose_layers, drop_layers, reference_logits
 from specexport.frontend.geometry import probe_layers
 from specexport_runtime.errors import UnsupportedModelError
-from tests.engine_harness import make_checkpoint
-from tests.tiny_models import ARCHITECTURES, VOCAB, make_llama, make_model
+from tests.support.engine_harness import make_checkpoint
+from tests.support.tiny_models import ARCHITECTURES, VOCAB, make_llama, make_model
 
 DEPTH = 4
 DEPTHS = {"num_hidden_layers": DEPTH, "n_layer": DEPTH}

@@ -2,15 +2,15 @@
 
 from pathlib import Path
 
-import chance
 import numpy as np
 import pytest
 
 from specexport.frontend import fix_rope, load_checkpoint, reference_logits
 from specexport.frontend.rope import FixedRope
 from specexport_runtime.errors import UnsupportedModelError
-from tests.engine_harness import Engine, build, make_checkpoint
-from tests.tiny_models import BASE, BY_LENGTH, GROUPED, VOCAB, make_model, save_checkpoint
+from tests.support import chance
+from tests.support.engine_harness import Engine, build, make_checkpoint
+from tests.support.tiny_models import BASE, BY_LENGTH, GROUPED, VOCAB, make_model, save_checkpoint
 
 ORIGINAL = 32
 TOLERANCE = 1e-4

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from specexport.frontend import trace_checkpoint
-from tests import tiny_traces
-from tests.engine_harness import make_checkpoint
-from tests.tiny_models import ARCHITECTURES, make_llama, make_model
-from tests.tiny_traces import Unknown, structure_of
+from tests.support import tiny_traces
+from tests.support.engine_harness import make_checkpoint
+from tests.support.tiny_models import ARCHITECTURES, make_llama, make_model
+from tests.support.tiny_traces import Unknown, structure_of
 
 
 def test_models_that_differ_in_weights_share_an_export_and_keep_their_own() -> None:

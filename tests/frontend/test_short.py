@@ -11,8 +11,8 @@ from specexport.frontend.geometry import probe_layers
 from specexport.frontend.refuse import check_config
 from specexport.frontend.short import hold_short, plain_length
 from specexport_runtime.errors import UnsupportedModelError
-from tests.engine_harness import make_checkpoint
-from tests.tiny_models import ARCHITECTURES, GROUPED, make_llama, make_model
+from tests.support.engine_harness import make_checkpoint
+from tests.support.tiny_models import ARCHITECTURES, GROUPED, make_llama, make_model
 
 LONGEST = 13
 CHUNKS = (

@@ -14,8 +14,8 @@ from specexport.frontend import Checkpoint, load_checkpoint, reference_logits, s
 from specexport.frontend.stored import StoredWeight
 from specexport.frontend.tagged import Tags
 from specexport_runtime.errors import CheckpointError
-from tests.tiny_gguf import write_gguf
-from tests.tiny_models import ARCHITECTURES, GROUPED, make_llama, make_model, save_checkpoint
+from tests.support.tiny_gguf import write_gguf
+from tests.support.tiny_models import ARCHITECTURES, GROUPED, make_llama, make_model, save_checkpoint
 
 SEQUENCES = [list(range(3, 40)), list(range(7, 19))]
 WHOLE = {"mixtral", "qwen3_moe", "deepseek_v3"}

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from specexport.frontend.source import Source
 from specexport.frontend.tokenizer import TokenizerParts, _from_class, load_tokenizer
 from specexport_runtime.errors import CheckpointError
-from tests.tiny_models import make_tokenizer
+from tests.support.tiny_models import make_tokenizer
 
 TEXT = "héllo ☂\n</s><tool> x"
 

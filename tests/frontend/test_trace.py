@@ -13,9 +13,9 @@ from specexport.ops import UNPADDED_ATTENTION
 from specexport.passes.base import attention_nodes
 from specexport_runtime.abi import STEP_INPUTS, LayerGeometry
 from specexport_runtime.errors import UnsupportedModelError
-from tests.engine_harness import make_checkpoint
-from tests.tiny_models import ARCHITECTURES, GROUPED, WINDOW, make_llama, make_model
-from tests.tiny_traces import tiny_model, trace_of
+from tests.support.engine_harness import make_checkpoint
+from tests.support.tiny_models import ARCHITECTURES, GROUPED, WINDOW, make_llama, make_model
+from tests.support.tiny_traces import tiny_model, trace_of
 
 pytestmark = pytest.mark.exports  # this is about what torch exports
 

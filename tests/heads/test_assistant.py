@@ -6,25 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_assistants
 import torch
-from drafted import PROMPTS, check_drafts
 from safetensors.torch import load_file, save_file
-from tiny_assistants import (
-    HIDDEN,
-    LAYERS,
-    ONE_KEY,
-    ORDERED,
-    OWN,
-    SHARED,
-    VOCAB,
-    WINDOW,
-    make_assistant,
-    make_target,
-    save_assistant,
-    save_target,
-)
-from tiny_models import make_llama
 
 from specexport.build.check_head import CHECK_CAPACITY, CheckedRow, HeadReference, LentRows, check_head
 from specexport.build.pipeline import build_bundle
@@ -43,6 +26,23 @@ from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 from specexport_runtime.executors.base import as_receding
+from tests.support import tiny_assistants
+from tests.support.drafted import PROMPTS, check_drafts
+from tests.support.tiny_assistants import (
+    HIDDEN,
+    LAYERS,
+    ONE_KEY,
+    ORDERED,
+    OWN,
+    SHARED,
+    VOCAB,
+    WINDOW,
+    make_assistant,
+    make_target,
+    save_assistant,
+    save_target,
+)
+from tests.support.tiny_models import make_llama
 
 FEW = {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
 PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -7,13 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drafted import PROMPTS
-from loading import config_of, load
-from reference_dflash import context_of, draft, forward
-from reference_head import doubled
-from tiny_dflash import DIALECTS, MASK, zlab
-from tiny_heads import HIDDEN, LAYERS, VOCAB
-from tiny_models import make_llama, save_checkpoint
 
 from specexport.build.check_head import BLOCK_STEPS, CheckedRow, HeadReference, check_head
 from specexport.build.pipeline import build_bundle
@@ -35,6 +28,13 @@ from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 from specexport_runtime.packing.batch import ModelRunner, RowWork
+from tests.support.drafted import PROMPTS
+from tests.support.loading import config_of, load
+from tests.support.reference_dflash import context_of, draft, forward
+from tests.support.reference_head import doubled
+from tests.support.tiny_dflash import DIALECTS, MASK, zlab
+from tests.support.tiny_heads import HIDDEN, LAYERS, VOCAB
+from tests.support.tiny_models import make_llama, save_checkpoint
 
 
 @pytest.fixture(scope="module")

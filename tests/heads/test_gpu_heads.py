@@ -8,28 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_modules
 import torch
-from drafted import check_drafts_of, drafted_and_wanted
-from gpu_heads import (
-    CUDA,
-    CUDA_ROWS,
-    EXPLICIT,
-    FOLDED,
-    NATIVE,
-    open_engine,
-    open_graph,
-    read_head,
-    trace_own,
-    trace_target,
-)
-from loading import load_module
-from reference_dflash import BlockSpec
-from reference_dflash import draft as draft_block
-from reference_head import draft, forward, project
-from tiny_dflash import DIALECTS as BLOCK_DIALECTS
-from tiny_heads import DIALECTS, HIDDEN, LAYERS, VOCAB
-from tiny_models import make_llama, save_checkpoint
 from torch import Tensor
 
 from specexport.backends.ort_cuda import OrtCuda
@@ -43,9 +22,30 @@ from specexport_runtime.errors import IncompatibleError, RecipeError, Unsupporte
 from specexport_runtime.executors.base import EngineRequest, as_featured, as_head
 from specexport_runtime.executors.ort_cuda import _round_shapes
 from specexport_runtime.packing.batch import ModelRunner, RowWork
-from tests.entries import changed
 from tests.lowering.test_ort_cuda import gpu_or_skip
-from tests.runtime.trt_fakes import make_entry
+from tests.support import tiny_modules
+from tests.support.drafted import check_drafts_of, drafted_and_wanted
+from tests.support.entries import changed
+from tests.support.gpu_heads import (
+    CUDA,
+    CUDA_ROWS,
+    EXPLICIT,
+    FOLDED,
+    NATIVE,
+    open_engine,
+    open_graph,
+    read_head,
+    trace_own,
+    trace_target,
+)
+from tests.support.loading import load_module
+from tests.support.reference_dflash import BlockSpec
+from tests.support.reference_dflash import draft as draft_block
+from tests.support.reference_head import draft, forward, project
+from tests.support.tiny_dflash import DIALECTS as BLOCK_DIALECTS
+from tests.support.tiny_heads import DIALECTS, HIDDEN, LAYERS, VOCAB
+from tests.support.tiny_models import make_llama, save_checkpoint
+from tests.support.trt_fakes import make_entry
 
 ENTRY = make_entry()
 BLOCKS = {f"block-{name}": write for name, write in BLOCK_DIALECTS.items()}

@@ -6,11 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_dflash
-import tiny_heads
-import tiny_hydra
-from loading import load
-from tiny_models import make_llama, save_checkpoint
 
 from specexport.build.check_head import CHECK_CAPACITY, CheckedRow
 from specexport.build.head import _reference
@@ -18,7 +13,10 @@ from specexport.build.pipeline import build_bundle
 from specexport.recipe import BuildRecipe
 from specexport_runtime.executors.ort import OrtExecutor
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
-from tests.ort_operators import HEADS, assert_left
+from tests.support import tiny_dflash, tiny_heads, tiny_hydra
+from tests.support.loading import load
+from tests.support.ort_operators import HEADS, assert_left
+from tests.support.tiny_models import make_llama, save_checkpoint
 
 MAKERS: tuple[Callable[[Path, Any], Any], ...] = (
     tiny_heads.medusa,

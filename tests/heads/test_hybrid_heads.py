@@ -5,20 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import reference_dflash
-import reference_head
-import tiny_dflash
-import tiny_heads
-import tiny_modules
-from acceptance import accepted
-from drafted import PROMPTS, check_drafts
-from tiny_models import HYBRIDS, calm, make_model, save_checkpoint
 
 from specexport.build.pipeline import build_bundle
 from specexport.recipe import BuildRecipe
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.bundle.manifest import load_manifest
-from tests.rounds import check_every_round
+from tests.support import reference_dflash, reference_head, tiny_dflash, tiny_heads, tiny_modules
+from tests.support.acceptance import accepted
+from tests.support.drafted import PROMPTS, check_drafts
+from tests.support.rounds import check_every_round
+from tests.support.tiny_models import HYBRIDS, calm, make_model, save_checkpoint
 
 pytestmark = pytest.mark.bundle
 LFM2 = ("Lfm2", HYBRIDS["lfm2"][1] | {"num_hidden_layers": 6, "layer_types": ["conv", "full_attention"] * 3})

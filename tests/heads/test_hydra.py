@@ -10,14 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drafted import PROMPTS, check_drafts
-from following_target import behind, make_target, rows_behind
-from loading import config_of, load
-from reference_hydra import HydraSpec, draft, guess, stream
 from safetensors.torch import load_file
-from tiny_heads import HIDDEN, LAYERS, VOCAB, write
-from tiny_hydra import DIALECTS, config_of_heads, hydra, hydra_plus, hydra_tensors, with_dropout
-from tiny_models import make_llama, save_checkpoint
 
 from specexport.build import head as head_module
 from specexport.build.check_head import check_head, hydra_steps
@@ -37,6 +30,13 @@ from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.errors import CheckFailedError, CheckpointError, UnsupportedModelError
 from specexport_runtime.packing.batch import ModelRunner, RowWork
+from tests.support.drafted import PROMPTS, check_drafts
+from tests.support.following_target import behind, make_target, rows_behind
+from tests.support.loading import config_of, load
+from tests.support.reference_hydra import HydraSpec, draft, guess, stream
+from tests.support.tiny_heads import HIDDEN, LAYERS, VOCAB, write
+from tests.support.tiny_hydra import DIALECTS, config_of_heads, hydra, hydra_plus, hydra_tensors, with_dropout
+from tests.support.tiny_models import make_llama, save_checkpoint
 
 
 @pytest.fixture(scope="module")

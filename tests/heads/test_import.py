@@ -7,11 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drafted import check_drafts
-from loading import config_of, load
-from reference_head import doubled, draft, forward, project
-from tiny_heads import DIALECTS, HIDDEN, IDS, LAYER, LAYERS, VOCAB, mapping, peagle, speculators, tensors, write
-from tiny_models import make_llama, save_checkpoint
 
 from specexport.build import pipeline as pipeline_module
 from specexport.build.check_head import CHECK_LENS, causal_reference, check_head
@@ -26,6 +21,23 @@ from specexport_runtime.abi import AFTER_NORM
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.errors import CheckFailedError, CheckpointError, RecipeError, UnsupportedModelError
+from tests.support.drafted import check_drafts
+from tests.support.loading import config_of, load
+from tests.support.reference_head import doubled, draft, forward, project
+from tests.support.tiny_heads import (
+    DIALECTS,
+    HIDDEN,
+    IDS,
+    LAYER,
+    LAYERS,
+    VOCAB,
+    mapping,
+    peagle,
+    speculators,
+    tensors,
+    write,
+)
+from tests.support.tiny_models import make_llama, save_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -9,22 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from following_target import behind, make_target, rows_behind
 from safetensors.torch import load_file
-from test_import import config_of, edit, load
-from tiny_heads import (
-    HIDDEN,
-    IDS,
-    LAYERS,
-    VOCAB,
-    medusa,
-    medusa_one_lm_head,
-    medusa_tensors,
-    medusa_vllm,
-    numbered,
-    write,
-)
-from tiny_models import make_llama, save_checkpoint
 
 from specexport.build import head as head_module
 from specexport.build.pipeline import build_bundle
@@ -40,6 +25,21 @@ from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.abi import AFTER_NORM
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
+from tests.heads.test_import import config_of, edit, load
+from tests.support.following_target import behind, make_target, rows_behind
+from tests.support.tiny_heads import (
+    HIDDEN,
+    IDS,
+    LAYERS,
+    VOCAB,
+    medusa,
+    medusa_one_lm_head,
+    medusa_tensors,
+    medusa_vllm,
+    numbered,
+    write,
+)
+from tests.support.tiny_models import make_llama, save_checkpoint
 
 HEADS = 3
 PROMPTS = [[5, 9, 200, 17, 8], [3, 77], [250] * 4 + [12, 13, 14], [9, 8, 7]]

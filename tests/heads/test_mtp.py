@@ -7,15 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_modules
 import torch
-from acceptance import accepted
-from drafted import PROMPTS, check_drafts
-from loading import load_module, tables_of
-from reference_qwen import QwenModule
 from safetensors.torch import load_file, save_file
-from tiny_heads import write
-from tiny_models import calm, make_llama, save_checkpoint
 
 from specexport.build.head import untaken_module
 from specexport.build.pipeline import build_bundle
@@ -30,6 +23,13 @@ from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.abi import AFTER_NORM
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
+from tests.support import tiny_modules
+from tests.support.acceptance import accepted
+from tests.support.drafted import PROMPTS, check_drafts
+from tests.support.loading import load_module, tables_of
+from tests.support.reference_qwen import QwenModule
+from tests.support.tiny_heads import write
+from tests.support.tiny_models import calm, make_llama, save_checkpoint
 
 
 @pytest.mark.parametrize("family", tiny_modules.FAMILIES)

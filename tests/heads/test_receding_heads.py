@@ -5,8 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_heads
-from tiny_models import ARCHITECTURES, VOCAB, make_model, save_checkpoint
 
 from specexport.build.pipeline import build_bundle
 from specexport.inspect import describe
@@ -16,8 +14,10 @@ from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.executors.base import as_receding
 from specexport_runtime.executors.ort_arena import CAN_GIVE_BACK
 from specexport_runtime.packing import batch
-from tests.engine_harness import resident_pages
-from tests.rounds import check_every_round
+from tests.support import tiny_heads
+from tests.support.engine_harness import resident_pages
+from tests.support.rounds import check_every_round
+from tests.support.tiny_models import ARCHITECTURES, VOCAB, make_model, save_checkpoint
 
 pytestmark = [
     pytest.mark.bundle,

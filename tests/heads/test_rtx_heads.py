@@ -4,10 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu_heads import FOLDED, lower_trt, read_head, trace_own
-from tiny_dflash import DIALECTS as BLOCKS
-from tiny_heads import DIALECTS, HIDDEN, LAYER, LAYERS, tensors, write
-from tiny_models import make_llama, save_checkpoint
 
 from specexport.backends.trt import TrtPlan, write_trt_engines
 from specexport.build.pipeline import build_bundle
@@ -16,6 +12,10 @@ from specexport.recipe import make_recipe
 from specexport_runtime.abi import FEATURES, NEXT_FEATURES, TOKEN_FEATURES, WANT_FEATURES
 from specexport_runtime.bundle.files import check_files
 from specexport_runtime.bundle.manifest import load_manifest
+from tests.support.gpu_heads import FOLDED, lower_trt, read_head, trace_own
+from tests.support.tiny_dflash import DIALECTS as BLOCKS
+from tests.support.tiny_heads import DIALECTS, HIDDEN, LAYER, LAYERS, tensors, write
+from tests.support.tiny_models import make_llama, save_checkpoint
 
 pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx-cu13 is not installed")
 

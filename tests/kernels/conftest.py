@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 import pytest
-from kernel_worker import InterpretedKernels
+
+from tests.support.kernel_worker import InterpretedKernels
 
 
 @pytest.fixture(scope="session")

@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from chance import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_cases import TOLERANCE, Case, Step, expected, make_step, seen_in_tree
-from kernel_worker import InterpretedKernels, WorkerError
+
+from tests.support.chance import examples
+from tests.support.kernel_cases import TOLERANCE, Case, Step, expected, make_step, seen_in_tree
+from tests.support.kernel_worker import InterpretedKernels, WorkerError
 
 pytestmark = pytest.mark.xdist_group("kernels-interpreted")
 

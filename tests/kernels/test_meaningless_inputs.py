@@ -5,14 +5,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import chance
 import pytest
+
+from tests.support import chance
 
 SCRIPT = """
 import sys, warnings
 warnings.simplefilter("ignore")
 import torch
-from kernel_worker import mend_interpreter
+from tests.support.kernel_worker import mend_interpreter
 from specexport.kernels import launch
 
 mend_interpreter()
@@ -38,7 +39,7 @@ print("done")
 
 @pytest.mark.fuzz
 def test_meaningless_lengths_touch_nothing_outside() -> None:
-    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": paths.rstrip(os.pathsep)}
     command = [sys.executable, "-c", SCRIPT, str(chance.seed(0)), str(chance.many(24))]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)

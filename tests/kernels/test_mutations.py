@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from kernel_cases import Case, make_step
-from kernel_worker import InterpretedKernels, WorkerError
-from test_interpreted import CASES, check
+
+from tests.kernels.test_interpreted import CASES, check
+from tests.support.kernel_cases import Case, make_step
+from tests.support.kernel_worker import InterpretedKernels, WorkerError
 
 pytestmark = pytest.mark.xdist_group("kernels-interpreted")
 

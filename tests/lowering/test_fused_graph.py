@@ -4,7 +4,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import chance
 import numpy as np
 import pytest
 
@@ -13,9 +12,10 @@ from specexport.frontend import reference_logits
 from specexport.lowering.fuse import fuse_norms, fuse_rotary, rotary_rows
 from specexport.lowering.ort_cpu import lower_ort_cpu
 from specexport.passes.pipeline import default_passes, run_passes
-from tests.engine_harness import Engine, make_checkpoint
-from tests.tiny_models import BASE, VOCAB, make_model
-from tests.tiny_traces import tiny_model, trace_of
+from tests.support import chance
+from tests.support.engine_harness import Engine, make_checkpoint
+from tests.support.tiny_models import BASE, VOCAB, make_model
+from tests.support.tiny_traces import tiny_model, trace_of
 
 PREFILL = (9, 17, 4)
 VERIFY = (5, 1, 3)

@@ -13,9 +13,9 @@ from specexport.frontend import cache_ranges
 from specexport.lowering.fuse import fuse_rotary
 from specexport.lowering.ort_cpu import lower_ort_cpu, use_int8_caches
 from specexport.passes.pipeline import default_passes, run_passes
-from tests.engine_harness import INT8_POISON, Engine, make_checkpoint
-from tests.tiny_models import make_llama
-from tests.tiny_traces import tiny_model, trace_of
+from tests.support.engine_harness import INT8_POISON, Engine, make_checkpoint
+from tests.support.tiny_models import make_llama
+from tests.support.tiny_traces import tiny_model, trace_of
 
 TEXTS = np.random.default_rng(7).integers(3, 200, (3, 90))
 ARCHITECTURES = ["llama", "gpt2", "gemma2", "gemma3", "gpt_oss", "phi", "mistral"]

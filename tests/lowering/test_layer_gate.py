@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from chance import examples
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
@@ -19,9 +18,10 @@ from specexport.lowering.ort_cpu import lower_ort_cpu
 from specexport.passes.residual_blocks import find_residual_blocks
 from specexport_runtime.abi import GATE_INPUTS, SIMILARITY
 from specexport_runtime.errors import CheckFailedError
-from tests.engine_harness import Engine, make_checkpoint, pack
-from tests.tiny_models import ARCHITECTURES, VOCAB, make_model
-from tests.tiny_traces import tiny_model, trace_of
+from tests.support.chance import examples
+from tests.support.engine_harness import Engine, make_checkpoint, pack
+from tests.support.tiny_models import ARCHITECTURES, VOCAB, make_model
+from tests.support.tiny_traces import tiny_model, trace_of
 
 TOLERANCE = 1e-4
 NAMES = ["gemma2", "deepseek_v3"]  # norms behind the branches, window, softcap; the portable attention body, experts

@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import chance
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -32,11 +31,12 @@ from specexport_runtime.executors import ort_cuda
 from specexport_runtime.executors.ort_cuda import OrtCudaExecutor
 from specexport_runtime.executors.paged import BLOCK_ENTRIES, CUDNN_SWITCH, paged_head_size, spread
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
-from tests.engine_harness import make_checkpoint, pack
-from tests.entries import make_entry
-from tests.fake_onnxruntime import FakeBinding, FakeOrt, view
-from tests.lowering.half_models import trace
-from tests.tiny_models import VOCAB
+from tests.support import chance
+from tests.support.engine_harness import make_checkpoint, pack
+from tests.support.entries import make_entry
+from tests.support.fake_onnxruntime import FakeBinding, FakeOrt, view
+from tests.support.half_models import trace
+from tests.support.tiny_models import VOCAB
 
 ROWS_BLOCKS = 2
 STEP = ["input_ids", "positions", "logit_rows", "kv_lens", "cu_new_tokens", "block_table", "attention_metadata"]

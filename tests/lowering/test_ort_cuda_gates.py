@@ -31,11 +31,11 @@ from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sequences.layer_choice import LayerRules
 from specexport_runtime.sequences.records import DraftStage
 from specexport_runtime.sequences.sequence import Sequence
-from tests.entries import make_entry
-from tests.fake_onnxruntime import FakeBinding, FakeOrt
-from tests.lowering.half_models import trace
 from tests.lowering.test_ort_cuda import ReferenceSession
-from tests.tiny_models import VOCAB
+from tests.support.entries import make_entry
+from tests.support.fake_onnxruntime import FakeBinding, FakeOrt
+from tests.support.half_models import trace
+from tests.support.tiny_models import VOCAB
 
 NAME, GATES, LENGTH = "llama", 4, 64
 PROMPTS = [[(7 * i + 11) % (VOCAB - 3) + 3 for i in range(9)], [(5 * i + 4) % (VOCAB - 3) + 3 for i in range(6)]]

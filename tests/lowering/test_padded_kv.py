@@ -3,16 +3,16 @@
 from pathlib import Path
 from typing import Any
 
-import chance
 import numpy as np
 import pytest
 
 from specexport.backends.ort import write_padded_onnx
 from specexport.frontend import reference_logits
 from specexport_runtime.errors import CheckFailedError
-from tests.engine_harness import Engine, build, make_checkpoint
-from tests.tiny_models import VOCAB, WINDOW
-from tests.tiny_traces import tiny_model
+from tests.support import chance
+from tests.support.engine_harness import Engine, build, make_checkpoint
+from tests.support.tiny_models import VOCAB, WINDOW
+from tests.support.tiny_traces import tiny_model
 
 CAPACITY = 64
 LENGTHS = (38, 30, 34)

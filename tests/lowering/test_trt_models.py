@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import chance
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -11,10 +10,11 @@ from specexport.frontend import reference_logits
 from specexport.lowering import trt_native
 from specexport.lowering.tensorrt import lower_tensorrt
 from specexport_runtime.abi import ALIGNED_STEP_INPUTS
-from tests.engine_harness import make_checkpoint
-from tests.lowering.half_models import HalfModel, trace
-from tests.lowering.trt_evaluator import Engine
-from tests.tiny_models import VOCAB
+from tests.support import chance
+from tests.support.engine_harness import make_checkpoint
+from tests.support.half_models import HalfModel, trace
+from tests.support.tiny_models import VOCAB
+from tests.support.trt_evaluator import Engine
 
 PREFILL, VERIFY, CAPACITY = (9, 17, 4), (5, 1, 3), 40
 MODELS = {

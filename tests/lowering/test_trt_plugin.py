@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import Any
 
-import chance
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
@@ -17,12 +16,13 @@ from specexport.lowering.tensorrt import lower_tensorrt
 from specexport.plugin.naming import plugin_names, plugin_spec
 from specexport_runtime.abi import LayerGeometry
 from specexport_runtime.errors import UnsupportedModelError
-from tests.engine_harness import make_checkpoint
-from tests.lowering.half_models import HalfModel, trace
 from tests.ops.test_unpadded_attention import CAPACITY, CASES, Case, expect, make_inputs, one_node_model
-from tests.plugin.evaluator import OPS, PluginEngine, make_evaluator
-from tests.plugin.interpreter import InterpretedPlugins
-from tests.tiny_models import VOCAB
+from tests.support import chance
+from tests.support.engine_harness import make_checkpoint
+from tests.support.evaluator import OPS, PluginEngine, make_evaluator
+from tests.support.half_models import HalfModel, trace
+from tests.support.interpreter import InterpretedPlugins
+from tests.support.tiny_models import VOCAB
 
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 IR_DTYPES = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16, "float32": ir.DataType.FLOAT}

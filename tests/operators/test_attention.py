@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import chance
 import numpy as np
 import pytest
 
-from tests.operators.attention_cases import Array, Case, Operator, draw, expected
+from tests.support import chance
+from tests.support.attention_cases import Array, Case, Operator, draw, expected
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "runtime" / "operators" / "build.py"

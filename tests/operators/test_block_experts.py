@@ -7,12 +7,12 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from tests.chance import many, seed
-from tests.operators import experts_cases as cases
-from tests.operators import linear_cases
-from tests.operators.experts_cases import Layer
-from tests.operators.linear_cases import ALL
 from tests.operators.test_block_linear import assert_cases_pass
+from tests.support import experts_cases as cases
+from tests.support import linear_cases
+from tests.support.chance import many, seed
+from tests.support.experts_cases import Layer
+from tests.support.linear_cases import ALL
 
 KERNELS = ["portable", "avx2", "avxvnni", "avx512vnni", "neon_dot"]
 LAYERS = [
@@ -38,7 +38,7 @@ def test_every_format(library: Path, name: str) -> None:
 @pytest.mark.fuzz
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_drawn_layers(library: Path, kernels: str) -> None:
-    assert_cases_pass(library, kernels, str(seed(38)), str(many(6)), module="tests.operators.experts_cases")
+    assert_cases_pass(library, kernels, str(seed(38)), str(many(6)), module="tests.support.experts_cases")
 
 
 def test_the_check_finds_experts_that_are_taken_for_each_other(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import chance
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -20,8 +19,9 @@ from specexport.passes.block_weight import BlockWeight
 from specexport.passes.clean_up import WeightRemovePass
 from specexport.passes.quantize_blocks import ExpertsQuantizePass
 from specexport.passes.quantize_kept import KeptExpertsPass
-from tests.operators.linear_cases import random_weight
-from tests.sessions import session_of
+from tests.support import chance
+from tests.support.linear_cases import random_weight
+from tests.support.sessions import session_of
 
 
 class Case(NamedTuple):

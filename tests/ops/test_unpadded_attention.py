@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import chance
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -15,6 +14,7 @@ from specexport.ops.onnx_op import register_schema
 from specexport.ops.reference import unpadded_attention
 from specexport_runtime.errors import CheckFailedError, UnsupportedModelError
 from specexport_runtime.executors.operators import register
+from tests.support import chance
 
 CAPACITY = 48
 SPAN = 51  # entries that kv_positions describes: at least every row's total

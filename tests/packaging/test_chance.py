@@ -7,17 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-import chance
 import hypothesis
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support import chance
+
 ROOT = Path(__file__).parents[2]
-SETTINGS = [ROOT / "tests" / "chance.py", ROOT / "tests" / "server" / "schema_requests.py"]
+SETTINGS = [ROOT / "tests" / "support" / name for name in ("chance.py", "schema_requests.py")]
 
 DRAWING = """
-import chance
+from tests.support import chance
 import hypothesis
 from hypothesis import strategies as st
 
@@ -78,7 +79,7 @@ def drawn(folder: Path, **environment: str) -> list[str]:
         "--rootdir",
         str(folder),
     ]
-    path = os.pathsep.join([str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     plain = {name: value for name, value in os.environ.items() if name != chance.VARIABLE}
     environment = plain | {"PYTHONPATH": path} | environment
     done = subprocess.run([*command, folder], capture_output=True, text=True, env=environment, check=False)

@@ -13,11 +13,11 @@ from typing import Any
 import click
 import pytest
 import yaml
-from patience import HANG_S
 
 from specexport_runtime.cli.serve import KEY_VARIABLE, serve
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.user_cache import ROOT_VARIABLE
+from tests.support.patience import HANG_S
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"

@@ -10,7 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 from packaging.requirements import Requirement
-from patience import HANG_S
+
+from tests.support.patience import HANG_S
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {"specexport": ROOT / "specexport", "specexport_runtime": ROOT / "runtime" / "specexport_runtime"}

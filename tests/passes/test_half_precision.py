@@ -10,7 +10,7 @@ from specexport.passes.contract_check import ContractCheckPass
 from specexport.passes.pipeline import default_passes, run_passes
 from specexport.passes.precision_cast import PrecisionCastPass
 from specexport_runtime.errors import CheckFailedError, RecipeError
-from tests.lowering.half_models import load, trace
+from tests.support.half_models import load, trace
 
 HALVES = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
 MODELS = [
@@ -65,7 +65,7 @@ def test_logits_leave_as_float32(traced: Any) -> None:
 
 def test_half_logits_are_allowed_until_the_cast_and_never_after_it() -> None:
     from specexport.frontend import trace_checkpoint
-    from tests.engine_harness import make_checkpoint
+    from tests.support.engine_harness import make_checkpoint
 
     raw = trace_checkpoint(make_checkpoint(load("llama", "bfloat16"))).ir_model
     words = "output logits is BFLOAT16, not float32"

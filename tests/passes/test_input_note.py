@@ -17,9 +17,9 @@ from specexport.passes.block_make import extreme_blocks, search_blocks
 from specexport.passes.input_note import InputNotePass, inputs_of
 from specexport.passes.pipeline import default_passes, quantizing_passes, run_passes
 from specexport.passes.quantize_sites import linear_site
-from tests.sessions import session_of
-from tests.tiny_models import ARCHITECTURES, make_model
-from tests.tiny_traces import tiny_model, trace_of
+from tests.support.sessions import session_of
+from tests.support.tiny_models import ARCHITECTURES, make_model
+from tests.support.tiny_traces import tiny_model, trace_of
 
 DEPTH, WIDTH, TOKENS = 96, 40, 64
 PIECES = [np.array(ids, np.int64) for ids in ([3, 4, 5, 9, 11, 7, 60, 61], [250, 62, 61, 60, 7, 11, 9, 5])]

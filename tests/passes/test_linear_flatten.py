@@ -3,8 +3,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.engine_harness import Engine
-from tests.tiny_traces import tiny_model, trace_of
+from tests.support.engine_harness import Engine
+from tests.support.tiny_traces import tiny_model, trace_of
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "phi", "mixtral"])

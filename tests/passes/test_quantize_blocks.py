@@ -13,10 +13,10 @@ from specexport.passes.block_make import half_up, int4_weight, int8_weight
 from specexport.passes.pipeline import default_passes, quantizing_passes, run_passes
 from specexport.passes.quantize_blocks import HEAD_SHARE, BlockQuantizePass
 from specexport_runtime.errors import RecipeError, UnsupportedModelError
-from tests.engine_harness import Engine
-from tests.sessions import session_of
-from tests.tiny_models import VOCAB, make_llama
-from tests.tiny_traces import tiny_model, trace_of
+from tests.support.engine_harness import Engine
+from tests.support.sessions import session_of
+from tests.support.tiny_models import VOCAB, make_llama
+from tests.support.tiny_traces import tiny_model, trace_of
 
 Traced = Callable[[str], Any]
 NUM_LINEAR = {"llama_tied": 15, "gpt2": 9, "gemma3": 15, "opt": 15}

@@ -12,10 +12,10 @@ import pytest
 from specexport.passes.pipeline import default_passes, run_passes
 from specexport.passes.quantize_weights import nbits_bytes, pack_channels, quantize_blocks
 from specexport_runtime.errors import UnsupportedModelError
-from tests import engine_harness as harness
 from tests.passes.test_quantize_blocks import build, verify_logits, worst_row
-from tests.tiny_models import make_llama
-from tests.tiny_traces import tiny_model, trace_of
+from tests.support import engine_harness as harness
+from tests.support.tiny_models import make_llama
+from tests.support.tiny_traces import tiny_model, trace_of
 
 FORM: dict[str, Any] = {"quantize_operator": "MatMulNBits", "quantize_block": 64}
 """Blocks of 64: 96 inputs, of which the tiny Llama has some, are then filled up."""
@@ -95,7 +95,7 @@ def test_what_the_kernel_does_not_take_keeps_its_weights() -> None:
 
 
 def test_scales_have_the_dtype_of_the_model() -> None:
-    from tests.lowering.half_models import load
+    from tests.support.half_models import load
 
     model = trace_of(load("llama", "bfloat16")).ir_model
     run_passes(model, default_passes("bfloat16", quantize="int4", **FORM))

@@ -12,10 +12,10 @@ import pytest
 from specexport.passes.pipeline import default_passes, quantizing_passes, run_passes
 from specexport.passes.quantize_weights import quantize_blocks
 from specexport_runtime.errors import RecipeError, UnsupportedModelError
-from tests import engine_harness as harness
 from tests.passes.test_quantize_blocks import build, verify_logits, worst_row
-from tests.tiny_models import make_llama
-from tests.tiny_traces import tiny_model, trace_of
+from tests.support import engine_harness as harness
+from tests.support.tiny_models import make_llama
+from tests.support.tiny_traces import tiny_model, trace_of
 
 FORM = {"quantize_operator": "DequantizeLinear", "quantize_block": 64}
 NUM_LINEAR = 13

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import ENGINE, KEY, SETTINGS, Deployed, free_port, ray_cluster
 
 from specexport_runtime import SamplingParams, SpecEngine
+from tests.support.cluster import ENGINE, KEY, SETTINGS, Deployed, free_port, ray_cluster
 
 
 @pytest.fixture(scope="session")

@@ -5,12 +5,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
-import patience
 import pytest
-from cluster import HEADERS, KEY, SETTINGS, Deployed, kill
-from patience import HANG_S, wait_until
 
 from specexport_runtime.errors import SpecexportError
+from tests.support import patience
+from tests.support.cluster import HEADERS, KEY, SETTINGS, Deployed, kill
+from tests.support.patience import HANG_S, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.whole, pytest.mark.xdist_group("ray")]  # one cluster
 

@@ -1,6 +1,5 @@
 """Acceptance rules: single decisions, edge cases, and sparse against dense."""
 
-import chance
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,6 +10,7 @@ from specexport_runtime.sampling import accept
 from specexport_runtime.sampling.accept import Verdict, accept_greedy, accept_sampled, normalised, surplus
 from specexport_runtime.sampling.distribution import Distribution, sample_token
 from specexport_runtime.sampling.rng import Draws
+from tests.support import chance
 
 
 def dense(*probs):

@@ -6,14 +6,8 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from chance import examples
-from engine_of import engine_of
-from goodput_fakes import LOOKAHEAD, curves
 from hypothesis import given
 from hypothesis import strategies as st
-from loop import MAX_MODEL_LEN, VOCAB, finish, goodput_length, greedy_reference
-from test_sampling_exact import P_VALUE, p_value
-from test_self_draft_whole import LENGTH, PROMPTS, SMALL, exact
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from specexport_runtime import SamplingParams
@@ -36,7 +30,13 @@ from specexport_runtime.sequences.draft_exit import DraftExitParams
 from specexport_runtime.sequences.layer_choice import LayerRules
 from specexport_runtime.sequences.records import DraftStage
 from specexport_runtime.sequences.sequence import Sequence
-from tests.entries import make_entry
+from tests.runtime.test_sampling_exact import P_VALUE, p_value
+from tests.runtime.test_self_draft_whole import LENGTH, PROMPTS, SMALL, exact
+from tests.support.chance import examples
+from tests.support.engine_of import engine_of
+from tests.support.entries import make_entry
+from tests.support.goodput_fakes import LOOKAHEAD, curves
+from tests.support.loop import MAX_MODEL_LEN, VOCAB, finish, goodput_length, greedy_reference
 
 GATES = 12
 RULES = LayerRules(threshold=0.97)

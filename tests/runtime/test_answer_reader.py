@@ -2,12 +2,12 @@
 
 import random
 
-import chance
 import pytest
 
 from specexport_runtime.requests.answer_reader import AnswerReader, AnswerSyntax, ThinkingMarks, read_parts
 from specexport_runtime.requests.tool_formats.base import Arguments, Broken, CallBegin, Content, Reasoning
 from specexport_runtime.requests.tool_formats.families import FORMATS
+from tests.support import chance
 
 NAMES = frozenset({"find", "stop"})
 MARKS = ThinkingMarks("<think>", "</think>")

@@ -1,11 +1,8 @@
 """Drafting with an assistant, on fakes whose logits are computed from the target's cache: a stale entry shows."""
 
 import pytest
-from chance import examples
-from heads_on_fakes import PROMPTS, check_cancelling, check_plain, check_sampling_alone, make_sequences, totals
 from hypothesis import given
 from hypothesis import strategies as st
-from loop import CAPACITY, VOCAB, make_decoder, make_sequence, make_target, run
 
 from specexport_runtime.drafters.base import DrafterParts
 from specexport_runtime.drafters.head_kind import KIND
@@ -16,6 +13,16 @@ from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.packing.kv import BorrowedKv, KvArena
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sequences.records import DraftStage
+from tests.support.chance import examples
+from tests.support.heads_on_fakes import (
+    PROMPTS,
+    check_cancelling,
+    check_plain,
+    check_sampling_alone,
+    make_sequences,
+    totals,
+)
+from tests.support.loop import CAPACITY, VOCAB, make_decoder, make_sequence, make_target, run
 
 NOISES = {"same": 0.0, "good": 0.4, "random": 30.0}
 

@@ -6,7 +6,12 @@ import threading
 from contextlib import aclosing
 
 import pytest
-from async_engines import (
+
+from specexport_runtime import AsyncRequest, AsyncSpecEngine, SamplingParams, SpecexportError
+from specexport_runtime.async_engine import Mailbox
+from specexport_runtime.errors import EngineClosedError, InvalidRequestError, QueueFullError, RequestFailedError
+from specexport_runtime.requests.drafting import RequestSpec
+from tests.support.async_engines import (
     ENDLESS,
     LONG,
     LONG_TEXT,
@@ -19,12 +24,7 @@ from async_engines import (
     ids_of,
     until,
 )
-from loop import MAX_MODEL_LEN, fail_at
-
-from specexport_runtime import AsyncRequest, AsyncSpecEngine, SamplingParams, SpecexportError
-from specexport_runtime.async_engine import Mailbox
-from specexport_runtime.errors import EngineClosedError, InvalidRequestError, QueueFullError, RequestFailedError
-from specexport_runtime.requests.drafting import RequestSpec
+from tests.support.loop import MAX_MODEL_LEN, fail_at
 
 
 @pytest.fixture

@@ -7,7 +7,12 @@ import weakref
 from contextlib import suppress
 
 import pytest
-from async_engines import (
+
+from specexport_runtime import AsyncSpecEngine, SpecEngine, SpecexportError
+from specexport_runtime.errors import EngineClosedError, RequestFailedError
+from specexport_runtime.requests.drafting import RequestSpec
+from tests.runtime.test_engine import make_engine
+from tests.support.async_engines import (
     ENDLESS,
     LONG,
     Gate,
@@ -18,11 +23,6 @@ from async_engines import (
     ids_of,
     until,
 )
-from test_engine import make_engine
-
-from specexport_runtime import AsyncSpecEngine, SpecEngine, SpecexportError
-from specexport_runtime.errors import EngineClosedError, RequestFailedError
-from specexport_runtime.requests.drafting import RequestSpec
 
 
 @pytest.fixture

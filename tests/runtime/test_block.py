@@ -9,9 +9,6 @@ from functools import cache
 
 import numpy as np
 import pytest
-from loop import finish, make_decoder, make_sequence
-from test_sampling_exact import P_VALUE, Toy, emit, p_value
-from test_self_draft_whole import LENGTH, PROMPTS, SMALL, exact
 
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.sampling import accept, block
@@ -22,6 +19,9 @@ from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.rng import Draws, RandomStream, RoundDraws
 from specexport_runtime.sequences.records import DraftStage
 from specexport_runtime.sequences.sequence import Sequence
+from tests.runtime.test_sampling_exact import P_VALUE, Toy, emit, p_value
+from tests.runtime.test_self_draft_whole import LENGTH, PROMPTS, SMALL, exact
+from tests.support.loop import finish, make_decoder, make_sequence
 
 VOCAB, LONGEST = 3, 3
 

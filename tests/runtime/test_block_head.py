@@ -4,8 +4,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from chance import examples
-from heads_on_fakes import (
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specexport_runtime.bundle.arrays import MaskInput, load_mask
+from specexport_runtime.drafters.head import HeadDrafter
+from specexport_runtime.errors import BundleError
+from specexport_runtime.sampling.params import SamplingParams
+from tests.support.chance import examples
+from tests.support.entries import changed, make_entry
+from tests.support.heads_on_fakes import (
     PROMPTS,
     check_cancelling,
     check_plain,
@@ -16,15 +24,7 @@ from heads_on_fakes import (
     make_sequences,
     totals,
 )
-from hypothesis import given
-from hypothesis import strategies as st
-from loop import VOCAB, make_sequence, run
-
-from specexport_runtime.bundle.arrays import MaskInput, load_mask
-from specexport_runtime.drafters.head import HeadDrafter
-from specexport_runtime.errors import BundleError
-from specexport_runtime.sampling.params import SamplingParams
-from tests.entries import changed, make_entry
+from tests.support.loop import VOCAB, make_sequence, run
 
 MASK = 9
 

@@ -4,10 +4,10 @@ import os
 
 import pytest
 from click.testing import CliRunner
-from test_manifest_values import MANIFEST, write
 
 from specexport.cli import main
 from specexport_runtime.machine import most_threads
+from tests.runtime.test_manifest_values import MANIFEST, write
 
 COMMANDS = {
     "generate": ["text"],

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from loop import VOCAB, greedy_reference, make_decoder, make_draft, make_sequence, make_target
 
 from specexport_runtime.drafters.self_draft import SelfDrafter
 from specexport_runtime.errors import CheckFailedError
@@ -10,6 +9,7 @@ from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sequences.draft_exit import DraftExit, DraftExitParams
 from specexport_runtime.sequences.layer_choice import LayerRules
 from specexport_runtime.sequences.records import DraftStage
+from tests.support.loop import VOCAB, greedy_reference, make_decoder, make_draft, make_sequence, make_target
 
 NEIGHBOURS = ([5], [6])
 KINDS = {

@@ -1,10 +1,8 @@
 """The chain of drafters: who is asked, who wins, and a draft model that is asked only now and then."""
 
 import pytest
-from chance import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from loop import VOCAB, greedy_reference, make_draft, make_sequence, make_target
 
 from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.chain import ChainDrafter
@@ -14,6 +12,8 @@ from specexport_runtime.errors import SpecexportError
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sequences.records import DrafterTraits, DraftStage, Proposal
+from tests.support.chance import examples
+from tests.support.loop import VOCAB, greedy_reference, make_draft, make_sequence, make_target
 
 LOOKUP, MODEL = DraftStage("lookup", 7), DraftStage("draft-model", 4)
 PLANS = [(), (LOOKUP,), (MODEL,), (LOOKUP, MODEL), (MODEL, LOOKUP)]

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from patience import HANG_S
 
 from specexport_runtime import SamplingParams
 from specexport_runtime.cli.chat import session
@@ -24,13 +23,15 @@ from specexport_runtime.cli.chat.session import ChatOptions, Session, Thinking
 from specexport_runtime.cli.chat.slips import Slips
 from specexport_runtime.cli.command import runtime_cli
 from specexport_runtime.requests.chat import render_chat
+from tests.support.patience import HANG_S
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.content == 'refuse' %}{{ raise_exception('not that') }}{% endif %}"
     "### {{ m.role }}\n{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}### assistant\n{% endif %}"
 )
 SAID = ["def read_lines(path):", "class Stack:"]
-DRIVER = Path(__file__).with_name("chat_on_fakes.py")
+ROOT = Path(__file__).parents[2]
+DRIVER = ROOT / "tests" / "support" / "chat_on_fakes.py"
 
 
 @pytest.fixture
@@ -227,7 +228,7 @@ def test_thinking_is_told_from_what_is_said(tags):
 
 
 def test_a_message_is_not_lost_when_nothing_was_said(monkeypatch, capsys):
-    from test_engine import make_engine
+    from tests.runtime.test_engine import make_engine
 
     engine = make_engine(chat_template="{% for m in messages %}{{ m.content }} {% endfor %}")
     chat = Session(engine, ChatOptions(SamplingParams(), 4, {"speculation": False}), Slips())
@@ -329,7 +330,7 @@ CTRL_C, CTRL_D = "\x03", "\x04"
 
 @pytest.fixture
 def terminal(tmp_path, request):
-    paths = os.pathsep.join([*map(str, (DRIVER.parent, DRIVER.parents[1])), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     opened = Terminal(
         *(sys.executable, DRIVER, tmp_path, *request.param),
         PYTHONPATH=paths,

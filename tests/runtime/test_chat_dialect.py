@@ -1,13 +1,13 @@
 """What chat templates tell: functions, the format of calls, thinking; and the grammars that come of it."""
 
 import pytest
-from chat_fakes import MARKERS, PLAIN, TEMPLATES, THINKS, letters
 
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.requests.chat_dialect import ChatDialect
 from specexport_runtime.requests.functions import FunctionError, ToolChoice, read_functions
 from specexport_runtime.sampling.structured import StructuredOutputs
 from specexport_runtime.sampling.thinking import Thinking
+from tests.support.chat_fakes import MARKERS, PLAIN, TEMPLATES, THINKS, letters
 
 CITY = {
     "type": "object",

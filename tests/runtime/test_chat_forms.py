@@ -4,13 +4,13 @@
 import itertools
 import random
 
-import chance
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.requests.chat import render_whole
 from specexport_runtime.requests.chat_forms import UnwrittenError
+from tests.support import chance
 
 HEAD = "{% for m in messages %}"
 TAIL = "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

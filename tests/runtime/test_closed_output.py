@@ -7,11 +7,11 @@ import sys
 
 import click
 import pytest
-from test_manifest_values import MANIFEST, write
 
 from specexport.cli import main
 from specexport_runtime.cli.command import runtime_cli
 from specexport_runtime.cli.errors import SuggestingGroup
+from tests.runtime.test_manifest_values import MANIFEST, write
 
 
 @pytest.fixture(params=[False, True], ids=["buffered", "unbuffered"])

@@ -2,12 +2,10 @@
 
 from functools import partial
 
-import chance
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_engine import make_engine
 from tokenizers import Tokenizer, decoders, models, normalizers
 
 from specexport_runtime import SamplingParams
@@ -15,6 +13,8 @@ from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.requests.chat import render_chat
 from specexport_runtime.requests.conversation import Conversation
 from specexport_runtime.sequences.text import TextStream, text_behind
+from tests.runtime.test_engine import make_engine
+from tests.support import chance
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -5,9 +5,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from loop import VOCAB, finish, greedy_reference, make_draft, make_sequence, make_target
-from test_manifest_values import ENTRY
-from test_sampling_exact import P_VALUE, p_value
 
 from specexport_runtime.bundle.arrays import LM_HEAD_IDS_NAME, CutHead, load_cut_head
 from specexport_runtime.bundle.entry import CutLmHead
@@ -24,6 +21,9 @@ from specexport_runtime.sampling.sampler import Sampler
 from specexport_runtime.sequences.draft_exit import DraftExit, DraftExitParams
 from specexport_runtime.sequences.records import DraftStage
 from specexport_runtime.sequences.sequence import Sequence
+from tests.runtime.test_manifest_values import ENTRY
+from tests.runtime.test_sampling_exact import P_VALUE, p_value
+from tests.support.loop import VOCAB, finish, greedy_reference, make_draft, make_sequence, make_target
 
 IDS = np.array([0, 2, 3, 5, 8, 9, 11, 12, 14, 16], np.int32)
 WRONG = np.array([1, 3, 4, 6, 9, 10, 12, 13, 15, 16], np.int32)

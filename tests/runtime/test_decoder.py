@@ -3,13 +3,22 @@
 import time
 
 import pytest
-from chance import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from loop import MAX_MODEL_LEN, VOCAB, greedy_reference, make_decoder, make_draft, make_sequence, make_target, run
 
 from specexport_runtime.errors import CheckFailedError, SpecexportError
 from specexport_runtime.sampling.params import SamplingParams
+from tests.support.chance import examples
+from tests.support.loop import (
+    MAX_MODEL_LEN,
+    VOCAB,
+    greedy_reference,
+    make_decoder,
+    make_draft,
+    make_sequence,
+    make_target,
+    run,
+)
 
 PROMPTS = [[3], [1, 2, 3, 4, 5], [16] * 9, [7, 0, 7], [2, 2], [11, 5, 0, 1]]
 

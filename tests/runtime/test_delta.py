@@ -4,13 +4,13 @@ import struct
 
 import numpy as np
 import pytest
-from chance import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
 from specexport.backends.engine_delta import find_copies, store_as_delta
 from specexport_runtime.bundle.delta import MAGIC, apply_delta, delta_size
 from specexport_runtime.errors import BundleError
+from tests.support.chance import examples
 
 NOISE = np.random.default_rng(5).bytes(300_000)
 

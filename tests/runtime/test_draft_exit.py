@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from loop import VOCAB, greedy_reference, make_decoder, make_draft, make_sequence, make_target, run
 
 from specexport_runtime.drafters.model import ModelDrafter
 from specexport_runtime.errors import InvalidRequestError
@@ -14,6 +13,7 @@ from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.sampling.distribution import sample_token
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sequences.draft_exit import DraftExit, DraftExitParams
+from tests.support.loop import VOCAB, greedy_reference, make_decoder, make_draft, make_sequence, make_target, run
 
 SURE, NEVER = DraftExitParams(gamma=1.0, epsilon=0.0), DraftExitParams(gamma=0.0, epsilon=0.0)
 

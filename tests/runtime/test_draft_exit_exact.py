@@ -9,7 +9,6 @@ from functools import cache
 
 import numpy as np
 import pytest
-from test_sampling_exact import DRAFTS, P_VALUE, PROMPT, TARGET, VOCAB, p_value
 
 from specexport_runtime.drafters.draft_loop import Draft
 from specexport_runtime.sampling.block import RULES
@@ -17,6 +16,7 @@ from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.sampler import Sampler
 from specexport_runtime.sequences.draft_exit import DraftExit, DraftExitParams
 from specexport_runtime.sequences.sequence import Sequence
+from tests.runtime.test_sampling_exact import DRAFTS, P_VALUE, PROMPT, TARGET, VOCAB, p_value
 
 pytestmark = pytest.mark.slow
 

@@ -4,12 +4,12 @@ import json
 
 import pytest
 from click.testing import CliRunner
-from loop import MAX_MODEL_LEN, greedy_reference, make_target
-from test_engine import make_engine
 from tokenizers.processors import TemplateProcessing
 
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.errors import InvalidRequestError
+from tests.runtime.test_engine import make_engine
+from tests.support.loop import MAX_MODEL_LEN, greedy_reference, make_target
 
 BOS = 16
 TEMPLATE = "{{ bos_token }} {% for m in messages %}{{ m['content'] }} {% endfor %}"

@@ -5,12 +5,12 @@ import logging
 import threading
 
 import pytest
-from loop import greedy_reference, make_target
-from test_engine import make_engine
 
 from specexport_runtime import AsyncSpecEngine, SamplingParams
 from specexport_runtime.errors import EndlessWaitError, SpecexportError
 from specexport_runtime.requests.drafting import RequestSpec
+from tests.runtime.test_engine import make_engine
+from tests.support.loop import greedy_reference, make_target
 
 PARAMS = SamplingParams(max_tokens=12)
 WAIT_S = 60

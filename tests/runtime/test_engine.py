@@ -4,13 +4,13 @@ import threading
 
 import numpy as np
 import pytest
-from engine_of import engine_of
-from loop import MAX_MODEL_LEN, VOCAB, greedy_reference, make_draft, make_target
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.requests.speculative_config import parse_speculative_config
+from tests.support.engine_of import engine_of
+from tests.support.loop import MAX_MODEL_LEN, VOCAB, greedy_reference, make_draft, make_target
 
 WORDS = [f"w{i}" for i in range(VOCAB)]
 

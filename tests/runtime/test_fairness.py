@@ -4,11 +4,8 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
-from chance import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from loop import VOCAB, finish, make_decoder, make_draft, make_sequence, make_target
-from test_engine import make_engine
 
 from specexport_runtime import SamplingParams
 from specexport_runtime.decoding.pace import Pace
@@ -21,6 +18,9 @@ from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.sequences.sequence import NO_ROW, Sequence
+from tests.runtime.test_engine import make_engine
+from tests.support.chance import examples
+from tests.support.loop import VOCAB, finish, make_decoder, make_draft, make_sequence, make_target
 
 LONG = SamplingParams(max_tokens=400)
 

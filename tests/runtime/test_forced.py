@@ -4,21 +4,21 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from goodput_fakes import curves
-from loop import VOCAB, goodput_length, make_decoder, make_draft, make_sequence, make_target, run
-from test_assistant_drafter import assistant_decoder
-from test_block_head import block_decoder
-from test_head import head_decoder
-from test_hydra_drafter import hydra_decoder
-from test_medusa_drafter import medusa_decoder
-from test_sampling_exact import P_VALUE, p_value
-from test_self_draft import LAYERS, chosen, gated, self_decoder
 
 from specexport_runtime.sampling.distribution import Distribution
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.sampler import Sampler
 from specexport_runtime.sequences.records import DrafterTraits, DraftStage, Proposal
 from specexport_runtime.sequences.results import make_chunk
+from tests.runtime.test_assistant_drafter import assistant_decoder
+from tests.runtime.test_block_head import block_decoder
+from tests.runtime.test_head import head_decoder
+from tests.runtime.test_hydra_drafter import hydra_decoder
+from tests.runtime.test_medusa_drafter import medusa_decoder
+from tests.runtime.test_sampling_exact import P_VALUE, p_value
+from tests.runtime.test_self_draft import LAYERS, chosen, gated, self_decoder
+from tests.support.goodput_fakes import curves
+from tests.support.loop import VOCAB, goodput_length, make_decoder, make_draft, make_sequence, make_target, run
 
 PROMPTS = [[3], [1, 2, 3, 4, 5], [16] * 9, [7, 0, 7]]
 ROOM = 8

@@ -12,9 +12,9 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system doe
 CHILD_S = 60
 BEGIN = f"""
 import os, signal, sys, threading
-sys.path[:0] = sys.argv[1:]
-from test_engine import make_engine
-from test_submit import slow_down
+sys.path.insert(0, sys.argv[1])
+from tests.runtime.test_engine import make_engine
+from tests.runtime.test_submit import slow_down
 from specexport_runtime import SamplingParams
 from specexport_runtime.errors import EndlessWaitError
 
@@ -34,9 +34,8 @@ def wait(child):
 
 
 def run(script: str) -> list[str]:
-    helpers = map(str, Path(__file__).parents[:2])
     done = subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", BEGIN + script, *helpers],
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", BEGIN + script, Path(__file__).parents[2]],
         capture_output=True,
         text=True,
         timeout=4 * CHILD_S,

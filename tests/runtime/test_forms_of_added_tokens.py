@@ -6,10 +6,8 @@ import random
 import re
 from contextlib import closing
 
-import chance
 import jsonschema
 import pytest
-from engine_of import engine_of
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from specexport_runtime import SamplingParams
@@ -18,6 +16,8 @@ from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.requests.grammars import GrammarCompiler
 from specexport_runtime.sampling.structured import StructuredOutputs
 from specexport_runtime.sequences.token_bytes import token_bytes
+from tests.support import chance
+from tests.support.engine_of import engine_of
 
 pytest.importorskip("llguidance")
 

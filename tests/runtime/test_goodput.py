@@ -5,11 +5,8 @@ import random
 from dataclasses import replace
 
 import pytest
-from chance import examples
-from goodput_fakes import CAPACITY, LOOKAHEAD, curves, make_sequences
 from hypothesis import given
 from hypothesis import strategies as st
-from loop import VOCAB, finish, goodput_length
 
 from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.chain import ChainDrafter
@@ -21,6 +18,9 @@ from specexport_runtime.lookahead.memory import ProbeBudget, ProbeTimer
 from specexport_runtime.lookahead.rules import StepTimes, allocate
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.sequences.records import Proposal, StepLoad
+from tests.support.chance import examples
+from tests.support.goodput_fakes import CAPACITY, LOOKAHEAD, curves, make_sequences
+from tests.support.loop import VOCAB, finish, goodput_length
 
 # ---- how many tokens each sequence gets ----
 

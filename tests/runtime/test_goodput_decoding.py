@@ -1,8 +1,6 @@
 """The goodput controller in whole texts, in modelled time: the worst case, plain spells, copies or a model."""
 
 import pytest
-from goodput_fakes import CAPACITY, LOOKAHEAD, curves, decode, make_sequences
-from loop import VOCAB, goodput_length
 
 from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.chain import ChainDrafter
@@ -14,6 +12,8 @@ from specexport_runtime.lookahead.acceptance import match_slots
 from specexport_runtime.lookahead.rules import StepTimes, allocate
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.sequences.records import Asked, Promise, Proposal, StepLoad
+from tests.support.goodput_fakes import CAPACITY, LOOKAHEAD, curves, decode, make_sequences
+from tests.support.loop import VOCAB, goodput_length
 
 
 @pytest.mark.parametrize("count", [1, 4, 16])

@@ -3,8 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from goodput_fakes import CAPACITY, LOOKAHEAD, curves, decode, make_sequences, step_cost
-from loop import VOCAB, finish, goodput_length, greedy_reference, weighed
 
 from specexport_runtime.costs.learned import LearnedCosts, reading_of
 from specexport_runtime.decoding.decoder import Decoder
@@ -17,6 +15,8 @@ from specexport_runtime.lookahead.draft_cost import EngineCost, WeighedDrafter
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sequences.records import DrafterTraits, Proposal, StepLoad
+from tests.support.goodput_fakes import CAPACITY, LOOKAHEAD, curves, decode, make_sequences, step_cost
+from tests.support.loop import VOCAB, finish, goodput_length, greedy_reference, weighed
 
 
 class Timed(Controller):

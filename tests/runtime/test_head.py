@@ -2,8 +2,18 @@
 
 import numpy as np
 import pytest
-from chance import examples
-from heads_on_fakes import (
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specexport_runtime.bundle.arrays import CutHead, MaskInput
+from specexport_runtime.drafters.head import HeadDrafter
+from specexport_runtime.drafters.head_kind import head_obstacle
+from specexport_runtime.errors import SpecexportError
+from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sequences.records import DraftStage
+from tests.support.chance import examples
+from tests.support.heads_on_fakes import (
     PROMPTS,
     check_cancelling,
     check_plain,
@@ -14,17 +24,7 @@ from heads_on_fakes import (
     make_sequences,
     totals,
 )
-from hypothesis import given
-from hypothesis import strategies as st
-from loop import VOCAB, make_sequence, make_target, run
-
-from specexport_runtime.bundle.arrays import CutHead, MaskInput
-from specexport_runtime.drafters.head import HeadDrafter
-from specexport_runtime.drafters.head_kind import head_obstacle
-from specexport_runtime.errors import SpecexportError
-from specexport_runtime.packing.batch import ModelRunner
-from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sequences.records import DraftStage
+from tests.support.loop import VOCAB, make_sequence, make_target, run
 
 NOISES = {"same": 0.0, "good": 0.4, "random": 30.0}
 

@@ -1,8 +1,18 @@
 """Drafting with Hydra heads, on fakes whose features hold the tokens that they are of: a wrong feature shows."""
 
 import pytest
-from chance import examples
-from heads_on_fakes import (
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specexport_runtime.drafters.base import DrafterParts
+from specexport_runtime.drafters.head import HydraDrafter
+from specexport_runtime.drafters.head_kind import KIND
+from specexport_runtime.errors import SpecexportError
+from specexport_runtime.executors.fake import FakeExecutor
+from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.sampling.params import SamplingParams
+from tests.support.chance import examples
+from tests.support.heads_on_fakes import (
     PROMPTS,
     check_cancelling,
     check_plain,
@@ -12,17 +22,7 @@ from heads_on_fakes import (
     make_sequences,
     totals,
 )
-from hypothesis import given
-from hypothesis import strategies as st
-from loop import CAPACITY, VOCAB, make_sequence, make_target, run
-
-from specexport_runtime.drafters.base import DrafterParts
-from specexport_runtime.drafters.head import HydraDrafter
-from specexport_runtime.drafters.head_kind import KIND
-from specexport_runtime.errors import SpecexportError
-from specexport_runtime.executors.fake import FakeExecutor
-from specexport_runtime.packing.batch import ModelRunner
-from specexport_runtime.sampling.params import SamplingParams
+from tests.support.loop import CAPACITY, VOCAB, make_sequence, make_target, run
 
 HEADS = 3
 NOISES = {"same": 0.0, "good": 0.4, "random": 30.0}

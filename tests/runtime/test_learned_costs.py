@@ -5,11 +5,11 @@ import math
 import random
 
 import pytest
-from chance import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
 from specexport_runtime.costs.learned import WRONG, LearnedCosts, RoundSeconds, reading_of
+from tests.support.chance import examples
 
 
 def rounds(

@@ -6,13 +6,13 @@ import threading
 import time
 
 import pytest
-from test_engine import make_engine
-from test_submit import LONG, expected, slow_down
 
 from specexport_runtime import SamplingParams
 from specexport_runtime.errors import EngineClosedError, InvalidRequestError, RequestFailedError, SpecexportError
 from specexport_runtime.requests.drafting import RequestSpec
-from tests.rounds import check_every_round
+from tests.runtime.test_engine import make_engine
+from tests.runtime.test_submit import LONG, expected, slow_down
+from tests.support.rounds import check_every_round
 
 
 class Listener:

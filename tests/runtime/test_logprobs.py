@@ -6,15 +6,15 @@ import math
 
 import numpy as np
 import pytest
-from engine_of import engine_of
-from loop import VOCAB, make_decoder, make_draft, make_sequence, make_target, run
-from test_engine import WORDS, make_engine
-from test_modes import PLANS
 
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.errors import CheckFailedError, InvalidRequestError
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.sampling.logprobs import logprobs_of
+from tests.runtime.test_engine import WORDS, make_engine
+from tests.runtime.test_modes import PLANS
+from tests.support.engine_of import engine_of
+from tests.support.loop import VOCAB, make_decoder, make_draft, make_sequence, make_target, run
 
 WAYS = {
     "greedy": {},

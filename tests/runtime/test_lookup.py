@@ -5,11 +5,8 @@ import weakref
 from collections import Counter
 
 import pytest
-from chance import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from loop import greedy_reference, make_sequence, make_target
-from test_sampling_exact import P_VALUE, PROMPT, Toy, emit, p_value
 
 from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.chain import ChainDrafter
@@ -19,6 +16,9 @@ from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.rng import RandomStream, RoundDraws
 from specexport_runtime.sequences.records import DraftStage
+from tests.runtime.test_sampling_exact import P_VALUE, PROMPT, Toy, emit, p_value
+from tests.support.chance import examples
+from tests.support.loop import greedy_reference, make_sequence, make_target
 
 LOOKUP = (DraftStage("lookup", 7),)
 REFERENCE = [11, 12, 13, 14, 15]

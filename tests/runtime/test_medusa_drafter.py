@@ -2,19 +2,8 @@
 
 import numpy as np
 import pytest
-from chance import examples
-from heads_on_fakes import (
-    PROMPTS,
-    check_cancelling,
-    check_plain,
-    check_sampling_alone,
-    decoder_with,
-    make_sequences,
-    totals,
-)
 from hypothesis import given
 from hypothesis import strategies as st
-from loop import CAPACITY, VOCAB, make_sequence, make_target, run
 
 from specexport_runtime.bundle.arrays import CutHead
 from specexport_runtime.drafters.base import DrafterParts
@@ -25,6 +14,17 @@ from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.sampling.params import SamplingParams
+from tests.support.chance import examples
+from tests.support.heads_on_fakes import (
+    PROMPTS,
+    check_cancelling,
+    check_plain,
+    check_sampling_alone,
+    decoder_with,
+    make_sequences,
+    totals,
+)
+from tests.support.loop import CAPACITY, VOCAB, make_sequence, make_target, run
 
 HEADS = 3
 NOISES = {"same": 0.0, "good": 0.4, "random": 30.0}

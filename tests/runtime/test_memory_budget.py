@@ -4,17 +4,26 @@ from contextlib import closing
 
 import numpy as np
 import pytest
-from engine_of import engine_of
-from loop import CAPACITY, MAX_MODEL_LEN, VOCAB, greedy_reference, make_decoder, make_draft, make_sequence, make_target
-from test_engine import make_engine, make_tokenizer
-from test_ort_arena import needs_linux, resident_bytes
 
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.decoding.memory_budget import SPARE_SHARE
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.fake import ENTRY_BYTES, FakeExecutor
 from specexport_runtime.requests.checks import parse_bytes
-from tests.rounds import check_every_round
+from tests.runtime.test_engine import make_engine, make_tokenizer
+from tests.runtime.test_ort_arena import needs_linux, resident_bytes
+from tests.support.engine_of import engine_of
+from tests.support.loop import (
+    CAPACITY,
+    MAX_MODEL_LEN,
+    VOCAB,
+    greedy_reference,
+    make_decoder,
+    make_draft,
+    make_sequence,
+    make_target,
+)
+from tests.support.rounds import check_every_round
 
 PAGE = 8 * ENTRY_BYTES
 ROW = CAPACITY * ENTRY_BYTES

@@ -3,11 +3,11 @@
 import itertools
 
 import pytest
-from loop import VOCAB, greedy_reference, make_decoder, make_draft, make_sequence, make_target, run
 
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sequences.records import DraftStage
+from tests.support.loop import VOCAB, greedy_reference, make_decoder, make_draft, make_sequence, make_target, run
 
 MODES = list(itertools.product([True, False], repeat=2))
 PROMPTS = [[3], [1, 2, 3, 4, 5], [16] * 9, [7, 0, 7], [2, 2], [11, 5, 0, 1], [4] * 20]

@@ -4,8 +4,6 @@ from collections.abc import Callable
 
 import pytest
 from click.testing import CliRunner
-from loop import make_decoder, make_draft, make_sequence, make_target, run
-from test_engine import make_engine
 
 from specexport_runtime import SpecEngine
 from specexport_runtime.cli.command import runtime_cli
@@ -15,6 +13,8 @@ from specexport_runtime.sequences.sequence import RoundEvent
 from specexport_runtime.sequences.stats import FEW_DRAFTS, FEW_TOKENS
 from specexport_runtime.watch.never_accepted import NeverAccepted
 from specexport_runtime.watch.observe import RoundRecord
+from tests.runtime.test_engine import make_engine
+from tests.support.loop import make_decoder, make_draft, make_sequence, make_target, run
 
 
 def step_of(drafter: str, drafted: int, accepted: int = 0) -> RoundRecord:

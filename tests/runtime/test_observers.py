@@ -5,19 +5,19 @@ import threading
 from collections import Counter
 
 import pytest
-from loop import fail_at, make_decoder, make_sequence, make_target
-from patience import wait_until
-from test_adaptive import gated_curves
-from test_adaptive import make_decoder as make_adaptive_decoder
-from test_engine import make_engine
-from test_submit import LONG, expected, slow_down
 
 from specexport_runtime import SamplingParams
 from specexport_runtime.errors import RequestFailedError, SpecexportError
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.sequences.records import DraftStage
 from specexport_runtime.watch.observe import RoundRecord
-from tests.rounds import check_every_round
+from tests.runtime.test_adaptive import gated_curves
+from tests.runtime.test_adaptive import make_decoder as make_adaptive_decoder
+from tests.runtime.test_engine import make_engine
+from tests.runtime.test_submit import LONG, expected, slow_down
+from tests.support.loop import fail_at, make_decoder, make_sequence, make_target
+from tests.support.patience import wait_until
+from tests.support.rounds import check_every_round
 
 
 class Watcher:

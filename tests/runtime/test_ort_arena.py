@@ -4,6 +4,7 @@ import ctypes
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -113,7 +114,7 @@ def test_a_forked_child_has_an_arena_of_its_own():
     script = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
-from test_ort_arena import Arena
+from tests.runtime.test_ort_arena import Arena
 arena = Arena()
 arena.fill(0, 10)
 if (child := os.fork()) == 0:
@@ -122,4 +123,4 @@ if (child := os.fork()) == 0:
 assert os.waitpid(child, 0)[1] == 0
 assert arena.holds(0, 10, 0)
 """
-    subprocess.run([sys.executable, "-c", script, os.path.dirname(__file__)], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", script, Path(__file__).parents[2]], check=True, timeout=120)

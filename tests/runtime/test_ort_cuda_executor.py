@@ -4,7 +4,6 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import chance
 import numpy as np
 import pytest
 
@@ -23,8 +22,9 @@ from specexport_runtime.executors.paged import (
     token_row_shapes,
 )
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
-from tests.entries import changed, make_entry
-from tests.fake_onnxruntime import FakeBinding, FakeOrt, view
+from tests.support import chance
+from tests.support.entries import changed, make_entry
+from tests.support.fake_onnxruntime import FakeBinding, FakeOrt, view
 
 VOCAB, CAPACITY, ROWS = 32, BLOCK_ENTRIES + 40, 4
 INPUTS = ("input_ids", "positions", "logit_rows", "kv_lens", "cu_new_tokens")

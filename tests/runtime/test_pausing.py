@@ -2,17 +2,8 @@
 
 import gc
 
-import chance
 import numpy as np
 import pytest
-from heads_on_fakes import decoder_with
-from loop import MAX_MODEL_LEN, VOCAB, finish, make_decoder, make_draft, make_sequence, make_target
-from test_assistant_drafter import assistant_decoder
-from test_block_head import block_decoder
-from test_hydra_drafter import hydra_decoder
-from test_medusa_drafter import medusa_decoder
-from test_modes import PLANS
-from test_self_draft import gated, self_decoder
 
 from specexport_runtime.drafters.base import can_restart
 from specexport_runtime.drafters.head import HeadDrafter
@@ -20,6 +11,15 @@ from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sequences.draft_exit import DraftExit, DraftExitParams
 from specexport_runtime.sequences.layer_choice import LayerRules
 from specexport_runtime.sequences.records import DraftStage
+from tests.runtime.test_assistant_drafter import assistant_decoder
+from tests.runtime.test_block_head import block_decoder
+from tests.runtime.test_hydra_drafter import hydra_decoder
+from tests.runtime.test_medusa_drafter import medusa_decoder
+from tests.runtime.test_modes import PLANS
+from tests.runtime.test_self_draft import gated, self_decoder
+from tests.support import chance
+from tests.support.heads_on_fakes import decoder_with
+from tests.support.loop import MAX_MODEL_LEN, VOCAB, finish, make_decoder, make_draft, make_sequence, make_target
 
 PROMPT = [1, 2, 3, 4, 5, 1, 2, 3, 7, 11, 4, 5, 6]
 OTHER = [7, 0, 7, 9, 9]

@@ -2,10 +2,8 @@
 
 import gc
 
-import heads_on_fakes
 import numpy as np
 import pytest
-from loop import CAPACITY, VOCAB, fail_at, greedy_reference, make_decoder, make_draft, make_sequence, make_target, run
 
 from specexport_runtime.decoding.prefixes import LEAST_REUSED
 from specexport_runtime.drafters.head import HeadDrafter
@@ -15,6 +13,18 @@ from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sequences.records import DraftStage, Proposal
 from specexport_runtime.sequences.sequence import Sequence
+from tests.support import heads_on_fakes
+from tests.support.loop import (
+    CAPACITY,
+    VOCAB,
+    fail_at,
+    greedy_reference,
+    make_decoder,
+    make_draft,
+    make_sequence,
+    make_target,
+    run,
+)
 
 LONG = (np.arange(30) * 7 % VOCAB).tolist()
 OTHER = (np.arange(30) * 5 % VOCAB).tolist()

@@ -1,7 +1,8 @@
 """The controller on recorded rounds: beside plain decoding and the best fixed length, quiet and disturbed."""
 
 import pytest
-from replay import MACHINES, controller_of, recorded, replay
+
+from tests.support.replay import MACHINES, controller_of, recorded, replay
 
 FIXED = (1, 2, 3, 4, 6, 8)
 

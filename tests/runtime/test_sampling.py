@@ -2,7 +2,6 @@
 
 import math
 
-import chance
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,6 +12,7 @@ from specexport_runtime.sampling import distribution, truncation
 from specexport_runtime.sampling.distribution import Distribution, sample_token
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.sampler import Sampler
+from tests.support import chance
 
 
 def reference(logits, params, prompt=(), output=()):

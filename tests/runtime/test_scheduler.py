@@ -1,10 +1,8 @@
 """Who runs, where, and with how many tokens: admission, the token budget, rows taken over and closed up."""
 
 import pytest
-from chance import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from loop import make_decoder, make_sequence, make_target
 
 from specexport_runtime.decoding.rows import Rows
 from specexport_runtime.decoding.schedule import Scheduler
@@ -13,6 +11,8 @@ from specexport_runtime.errors import SpecexportError
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sequences.sequence import NO_ROW
+from tests.support.chance import examples
+from tests.support.loop import make_decoder, make_sequence, make_target
 
 SHORT = SamplingParams(max_tokens=3)
 

@@ -4,10 +4,8 @@ import gc
 
 import numpy as np
 import pytest
-from chance import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from loop import MAX_MODEL_LEN, VOCAB, greedy_reference, make_decoder, make_sequence, make_target, run
 
 from specexport_runtime.abi import kv_slack
 from specexport_runtime.drafters.self_draft import SelfDrafter
@@ -18,6 +16,8 @@ from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sequences.draft_exit import DraftExit, DraftExitParams
 from specexport_runtime.sequences.layer_choice import LayerChoice, LayerRules
 from specexport_runtime.sequences.records import DraftStage
+from tests.support.chance import examples
+from tests.support.loop import MAX_MODEL_LEN, VOCAB, greedy_reference, make_decoder, make_sequence, make_target, run
 
 LAYERS = 6
 PROMPTS = [[3], [1, 2, 3, 4, 5], [16] * 9, [7, 0, 7], [2, 2], [11, 5, 0, 1]]

@@ -1,6 +1,5 @@
 """Self-drafting on a real engine: gates by pointer, one KV cache, greedy text as without drafts."""
 
-import chance
 import numpy as np
 import pytest
 
@@ -18,7 +17,8 @@ from specexport_runtime.sequences.draft_exit import DraftExit, DraftExitParams
 from specexport_runtime.sequences.layer_choice import LayerChoice, LayerRules
 from specexport_runtime.sequences.records import DraftStage
 from specexport_runtime.sequences.sequence import Sequence
-from tests.entries import changed
+from tests.support import chance
+from tests.support.entries import changed
 
 TEXTS = (
     "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n",

@@ -2,11 +2,8 @@
 
 from collections import Counter
 
-import chance
 import numpy as np
 import pytest
-from loop import MAX_MODEL_LEN, VOCAB, make_decoder, make_draft, make_sequence, run
-from test_sampling_exact import P_VALUE, p_value
 
 from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.chain import ChainDrafter
@@ -19,6 +16,9 @@ from specexport_runtime.sequences.draft_exit import DraftExit, DraftExitParams
 from specexport_runtime.sequences.layer_choice import LayerRules
 from specexport_runtime.sequences.records import DraftStage
 from specexport_runtime.sequences.sequence import Sequence
+from tests.runtime.test_sampling_exact import P_VALUE, p_value
+from tests.support import chance
+from tests.support.loop import MAX_MODEL_LEN, VOCAB, make_decoder, make_draft, make_sequence, run
 
 SMALL, PROMPTS, LENGTH = 5, [[1], [4, 2, 4]], 3
 

@@ -1,13 +1,13 @@
 """What steps do with states: drafts stay out of them, and draft steps of the target itself let nothing in."""
 
 import pytest
-from chance import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
 from specexport_runtime.abi import kv_slack, num_pending
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.packing.kv import StateArena
+from tests.support.chance import examples
 
 K = 4
 

@@ -1,13 +1,13 @@
 """A long random run: requests come, go, are cancelled and fail; every result equals what it gives alone."""
 
-import chance
 import numpy as np
 import pytest
-from loop import CAPACITY, MAX_MODEL_LEN, VOCAB, make_decoder, make_draft, make_sequence, make_target, run
-from test_modes import PLANS
 
 from specexport_runtime.executors.fake import ENTRY_BYTES
 from specexport_runtime.sampling.params import SamplingParams
+from tests.runtime.test_modes import PLANS
+from tests.support import chance
+from tests.support.loop import CAPACITY, MAX_MODEL_LEN, VOCAB, make_decoder, make_draft, make_sequence, make_target, run
 
 EVENTS = 2000
 ROWS = 5

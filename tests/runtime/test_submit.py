@@ -6,12 +6,12 @@ import threading
 from pathlib import Path
 
 import pytest
-from loop import MAX_MODEL_LEN, fail_at, greedy_reference, make_target
-from test_engine import make_engine
 
 from specexport_runtime import SamplingParams
 from specexport_runtime.errors import InvalidRequestError, RequestFailedError, SpecexportError
-from tests.rounds import check_every_round
+from tests.runtime.test_engine import make_engine
+from tests.support.loop import MAX_MODEL_LEN, fail_at, greedy_reference, make_target
+from tests.support.rounds import check_every_round
 
 LONG = SamplingParams(max_tokens=40)
 
@@ -283,8 +283,8 @@ def test_an_exception_while_text_is_made_ends_one_request(engine, monkeypatch):
 def test_a_program_that_ends_does_not_wait_for_its_requests():
     script = """
 import sys, time
-sys.path[:0] = sys.argv[1:]
-from test_engine import make_engine
+sys.path.insert(0, sys.argv[1])
+from tests.runtime.test_engine import make_engine
 from specexport_runtime import SamplingParams
 engine = make_engine()
 execute = engine.target.execute
@@ -297,8 +297,6 @@ atexit._run_exitfuncs()
 assert handle.result(0).finish_reason == "cancelled", handle.result(0)
 print("ended")
 """
-    helpers = map(str, Path(__file__).parents[:2])
-    done = subprocess.run(
-        [sys.executable, "-c", script, *helpers], capture_output=True, text=True, timeout=120, check=False
-    )
+    command = [sys.executable, "-c", script, Path(__file__).parents[2]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "ended\n", "")

@@ -4,9 +4,6 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from loop import greedy_reference, make_sequence, make_target
-from test_engine import make_engine, make_tokenizer
-from test_sampling_exact import P_VALUE, PROMPT, Toy, emit, p_value
 
 from specexport_runtime import SamplingParams
 from specexport_runtime.decoding.decoder import Decoder
@@ -19,6 +16,9 @@ from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.sampling.rng import RandomStream, RoundDraws
 from specexport_runtime.sequences.records import DraftStage
+from tests.runtime.test_engine import make_engine, make_tokenizer
+from tests.runtime.test_sampling_exact import P_VALUE, PROMPT, Toy, emit, p_value
+from tests.support.loop import greedy_reference, make_sequence, make_target
 
 SUFFIX = (DraftStage("suffix", 7),)
 SIZES = {"tokenizer_sha256": "0" * 64, "vocab_size": 17}
@@ -250,7 +250,7 @@ def test_rows_and_rooms():
 
 
 def test_auto_is_whatever_there_is_with_a_chosen_length_where_costs_are_known():
-    from goodput_fakes import curves
+    from tests.support.goodput_fakes import curves
 
     def plan(kind, **options):
         engine = make_engine(kind, **options)

@@ -4,11 +4,11 @@ import sys
 from itertools import pairwise
 
 import pytest
-from chance import examples
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from specexport_runtime.drafters.lookup import SuffixIndex
+from tests.support.chance import examples
 
 
 def search(text):

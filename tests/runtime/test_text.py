@@ -4,13 +4,13 @@ from functools import cache
 from itertools import chain
 
 import pytest
-from chance import examples
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sequences.text import StopStrings, TextStream
+from tests.support.chance import examples
 
 
 @cache

@@ -9,14 +9,14 @@ import random
 from functools import cache
 from itertools import takewhile
 
-import chance
 import pytest
-from test_text import byte_level, gemma_like, llama_like, metaspace, sentencepiece, wordpiece
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from specexport_runtime.bundle.tokenizer_load import load_tokenizer
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sequences.text import TextStream, text_behind
+from tests.runtime.test_text import byte_level, gemma_like, llama_like, metaspace, sentencepiece, wordpiece
+from tests.support import chance
 
 NO_CHARACTER = "\ufffd"
 _FROM_MARK, _BYTES, _FUSE = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()

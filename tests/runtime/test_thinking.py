@@ -4,10 +4,8 @@ import json
 import re
 from contextlib import closing
 
-import chance
 import numpy as np
 import pytest
-from chat_fakes import MARKERS, PLAIN, letters
 
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.errors import InvalidRequestError
@@ -15,7 +13,9 @@ from specexport_runtime.requests.functions import ToolChoice, read_functions
 from specexport_runtime.requests.grammars import GrammarCompiler
 from specexport_runtime.sampling.structured import StructuredOutputs
 from specexport_runtime.sampling.thinking import Thinking
-from tests.rounds import check_every_round
+from tests.support import chance
+from tests.support.chat_fakes import MARKERS, PLAIN, letters
+from tests.support.rounds import check_every_round
 
 pytest.importorskip("llguidance")
 

@@ -6,16 +6,16 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import chance
 import pytest
-from loop import greedy_reference, make_target
-from test_engine import make_engine
-from test_observers import Watcher, wait_for_thread
 
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.errors import EngineClosedError, SpecexportError
 from specexport_runtime.requests.drafting import RequestSpec
-from tests.rounds import check_every_round
+from tests.runtime.test_engine import make_engine
+from tests.runtime.test_observers import Watcher, wait_for_thread
+from tests.support import chance
+from tests.support.loop import greedy_reference, make_target
+from tests.support.rounds import check_every_round
 
 THREADS = 12
 EACH = 12

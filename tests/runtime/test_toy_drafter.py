@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.edited_copy import copy_runtime, edit, run_with
+from tests.support.edited_copy import copy_runtime, edit, run_with
 
 DRAFTER = """
 from specexport_runtime.drafters.base import DrafterKind, DrafterTraits

@@ -1,10 +1,8 @@
 """Compiler and runtime agree on sizes: every step of the loop lies inside a profile of the engine."""
 
 import numpy as np
-from chance import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from trt_fakes import NATIVE, PLUGIN, make_entry
 
 from specexport.backends.profiles import engine_kv_capacity, input_shapes, plan_profiles
 from specexport_runtime.abi import TOKEN_FEATURES, StepShape, kv_slack
@@ -12,6 +10,8 @@ from specexport_runtime.bundle.profiles import choose_profile, head_steps
 from specexport_runtime.executors.trt_load import size_engine
 from specexport_runtime.executors.trt_memory import lay_out_inputs
 from specexport_runtime.executors.trt_pack import place_step, plan_step
+from tests.support.chance import examples
+from tests.support.trt_fakes import NATIVE, PLUGIN, make_entry
 
 
 @st.composite

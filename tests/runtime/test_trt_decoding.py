@@ -3,14 +3,23 @@
 from collections import Counter
 
 import pytest
-from chance import examples
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
-from loop import MAX_MODEL_LEN, VOCAB, greedy_reference, make_decoder, make_draft, make_sequence, make_target, run
-from trt_fakes import PLUGIN, make_entry, open_fake
 
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sequences.records import DraftStage
+from tests.support.chance import examples
+from tests.support.loop import (
+    MAX_MODEL_LEN,
+    VOCAB,
+    greedy_reference,
+    make_decoder,
+    make_draft,
+    make_sequence,
+    make_target,
+    run,
+)
+from tests.support.trt_fakes import PLUGIN, make_entry, open_fake
 
 PROMPTS = [[3], [1, 2, 3, 4, 5], [16] * 9, [7, 0, 7], [2, 2], [11, 5, 0, 1], [4] * 30, [9, 8]]
 LOWERINGS = {"native": {}, "plugin": {"lowering": "plugin", "inputs": PLUGIN}}

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from trt_fakes import LAYERS, NATIVE, PLUGIN, FakeGpu, make_entry, open_fake
 
 from specexport_runtime.abi import LayerGeometry, StepShape
 from specexport_runtime.bundle.profiles import Profile
@@ -15,6 +14,7 @@ from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.executors.trt import TrtExecutor
 from specexport_runtime.executors.trt_graphs import GraphKey
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
+from tests.support.trt_fakes import LAYERS, NATIVE, PLUGIN, FakeGpu, make_entry, open_fake
 
 VOCAB, ROWS, LOOKAHEAD, MAX_LEN = 17, 4, 4, 64
 CAPACITY = MAX_LEN + LOOKAHEAD + 1

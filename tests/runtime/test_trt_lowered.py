@@ -1,9 +1,7 @@
 """The executor drives lowered graphs: they are evaluated in numpy over the fake GPU's memory, against eager logits."""
 
-import chance
 import numpy as np
 import pytest
-from trt_fakes import FakeContext, FakeEngine, FakeGpu, make_entry, make_profiles
 
 from specexport.frontend import reference_logits
 from specexport.lowering import trt_native
@@ -13,10 +11,12 @@ from specexport_runtime.executors.trt import TrtExecutor
 from specexport_runtime.executors.trt_engine import EngineTensor
 from specexport_runtime.executors.trt_pack import SPECS
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
-from tests.engine_harness import make_checkpoint
-from tests.lowering.half_models import trace
-from tests.lowering.trt_evaluator import make_evaluator
-from tests.tiny_models import VOCAB
+from tests.support import chance
+from tests.support.engine_harness import make_checkpoint
+from tests.support.half_models import trace
+from tests.support.tiny_models import VOCAB
+from tests.support.trt_evaluator import make_evaluator
+from tests.support.trt_fakes import FakeContext, FakeEngine, FakeGpu, make_entry, make_profiles
 
 LOOKAHEAD, ROWS, CAPACITY = 3, 3, 64
 

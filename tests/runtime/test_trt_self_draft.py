@@ -4,11 +4,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_of import engine_of
-from loop import MAX_MODEL_LEN, VOCAB, make_sequence, run
-from test_trt_bundle import make_tokenizer
-from test_trt_lowered import GraphEngine
-from trt_fakes import NATIVE, FakeGpu, make_entry, make_profiles, open_fake
 
 from specexport.backends.ort import write_onnx
 from specexport.backends.profiles import engine_kv_capacity, plan_profiles
@@ -32,7 +27,12 @@ from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sequences.layer_choice import LayerRules
 from specexport_runtime.sequences.records import DraftStage
-from tests.lowering.half_models import trace
+from tests.runtime.test_trt_bundle import make_tokenizer
+from tests.runtime.test_trt_lowered import GraphEngine
+from tests.support.engine_of import engine_of
+from tests.support.half_models import trace
+from tests.support.loop import MAX_MODEL_LEN, VOCAB, make_sequence, run
+from tests.support.trt_fakes import NATIVE, FakeGpu, make_entry, make_profiles, open_fake
 
 ROWS, LOOKAHEAD = 3, 4
 MASK = (True, True, False, False, False, False, True, True)
@@ -164,7 +164,7 @@ def test_other_layers_and_similarities_are_refused(tmp_path: Any) -> None:
 @pytest.mark.parametrize("fold", [1, LOOKAHEAD + 1])
 def test_the_lowered_graph_drafts_as_the_cpu_does(tmp_path: Any, monkeypatch: Any, fold: int) -> None:
     """Text, drafts and acceptance of a tiny model without its last layer, against ONNX Runtime with gates."""
-    from tests.tiny_models import VOCAB as vocab
+    from tests.support.tiny_models import VOCAB as vocab
 
     monkeypatch.setattr(trt_native, "_FUSED_DTYPES", ("FLOAT",))
     result, capacity = trace("llama", "float32"), engine_kv_capacity(64, LOOKAHEAD)

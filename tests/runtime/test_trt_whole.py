@@ -21,12 +21,12 @@ from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.executors.trt_engine import EngineTensor
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sequences.sequence import Sequence
-from tests.engine_harness import make_checkpoint
-from tests.lowering.half_models import trace
-from tests.lowering.trt_evaluator import make_evaluator
-from tests.runtime.loop import make_decoder, run
-from tests.runtime.trt_fakes import FakeContext, FakeEngine, FakeGpu, make_entry, open_fake
-from tests.tiny_models import VOCAB
+from tests.support.engine_harness import make_checkpoint
+from tests.support.half_models import trace
+from tests.support.loop import make_decoder, run
+from tests.support.tiny_models import VOCAB
+from tests.support.trt_evaluator import make_evaluator
+from tests.support.trt_fakes import FakeContext, FakeEngine, FakeGpu, make_entry, open_fake
 
 pytestmark = pytest.mark.slow
 

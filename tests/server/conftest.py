@@ -2,10 +2,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from serving import Served, fake_engine
 
 from specexport_runtime import SpecEngine
 from specexport_runtime.server.config import ServerConfig
+from tests.support.serving import Served, fake_engine
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,10 @@
 """What clients send besides: hints change no answer, what would change it is honoured or refused by its name."""
 
-import patience
 import pytest
-from serving import TEMPLATE, Served, fake_engine
 
 from specexport_runtime.server.config import ServerConfig
+from tests.support import patience
+from tests.support.serving import TEMPLATE, Served, fake_engine
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 EPHEMERAL = {"cache_control": {"type": "ephemeral"}}

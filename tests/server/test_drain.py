@@ -5,15 +5,15 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing
 
 import httpx
-import patience
 import pytest
-from patience import HANG_S, wait_until
-from server_process import SLOW_LOAD, ServerProcess
-from serving import Served, fake_engine
-from wire import Wire
 
 from specexport_runtime.server import listener
 from specexport_runtime.server.config import ServerConfig
+from tests.support import patience
+from tests.support.patience import HANG_S, wait_until
+from tests.support.server_process import SLOW_LOAD, ServerProcess
+from tests.support.serving import Served, fake_engine
+from tests.support.wire import Wire
 
 ASK = {"prompt": "def f(", "max_tokens": 40, "ignore_eos": True, "temperature": 0}
 LONG = ASK | {"max_tokens": 230}

@@ -4,14 +4,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
-import patience
 import pytest
-from patience import wait_until
-from serving import Served, fake_engine
-from stepper import Stepper
-from wire import Wire
 
 from specexport_runtime import SpecEngine
+from tests.support import patience
+from tests.support.patience import wait_until
+from tests.support.serving import Served, fake_engine
+from tests.support.stepper import Stepper
+from tests.support.wire import Wire
 
 LONG = {"prompt": "w1 w2", "max_tokens": 300, "ignore_eos": True, "temperature": 0}
 SHORT = {"prompt": "w5 w6 w7", "max_tokens": 6, "ignore_eos": True, "temperature": 0}

@@ -5,14 +5,14 @@ import logging
 from collections.abc import Iterator
 
 import httpx
-import patience
 import pytest
-from serving import Served, fake_engine
-from wire import Wire
 
 from specexport_runtime.server import playground
 from specexport_runtime.server.admission import host_name
 from specexport_runtime.server.config import ServerConfig
+from tests.support import patience
+from tests.support.serving import Served, fake_engine
+from tests.support.wire import Wire
 
 KEYS = ("first-key", "second-key-which-is-longer")
 ASK = {"prompt": "w1 w2", "max_tokens": 3}

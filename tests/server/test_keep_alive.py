@@ -6,16 +6,16 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
-import patience
 import pytest
-from openai_help import client_of
-from patience import HANG_S, wait_until
-from serving import Served, fake_engine
-from stepper import Stepper
-from wire import Wire, request
 
 from specexport_runtime.server import connection, listener, sse
 from specexport_runtime.server.config import ServerConfig
+from tests.support import patience
+from tests.support.openai_help import client_of
+from tests.support.patience import HANG_S, wait_until
+from tests.support.serving import Served, fake_engine
+from tests.support.stepper import Stepper
+from tests.support.wire import Wire, request
 
 ASK = {"prompt": "w1 w2", "max_tokens": 3}
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"

@@ -3,15 +3,15 @@
 import json
 from contextlib import ExitStack
 
-import patience
 import pytest
-from patience import wait_until
-from serving import Served, fake_engine
-from stepper import Stepper
-from wire import Wire
 
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.server.config import ServerConfig
+from tests.support import patience
+from tests.support.patience import wait_until
+from tests.support.serving import Served, fake_engine
+from tests.support.stepper import Stepper
+from tests.support.wire import Wire
 
 KEYS = ("key-of-a", "key-of-b")
 LONG = {"prompt": "w1 w2", "max_tokens": 60, "ignore_eos": True, "temperature": 0, "speculative": {"drafter": "none"}}

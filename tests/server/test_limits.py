@@ -4,16 +4,16 @@ import resource
 import socket
 import time
 
-import patience
 import pytest
-from patience import wait_until
-from serving import Served, fake_engine
-from stepper import Stepper
-from wire import Wire, request
 
 from specexport_runtime.server import connection
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.listener import allow_open_files, bind, url_of
+from tests.support import patience
+from tests.support.patience import wait_until
+from tests.support.serving import Served, fake_engine
+from tests.support.stepper import Stepper
+from tests.support.wire import Wire, request
 
 ASK = {"prompt": "w1 w2", "max_tokens": 3}
 ABORT = connection.BoundedProtocol._abort

@@ -4,14 +4,14 @@ import asyncio
 from collections.abc import Iterator
 
 import openai
-import patience
 import pytest
-from serving import Served, fake_engine
 
 from specexport_runtime.async_engine import AsyncSpecEngine
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.state import ServerState
+from tests.support import patience
+from tests.support.serving import Served, fake_engine
 
 ADAPTERS = ("sql", "poems")
 BODY = {"prompt": "w1 w2 w3", "max_tokens": 12, "temperature": 0}

@@ -9,7 +9,6 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
-from serving import MAX_MODEL_LEN, VOCAB, fake_engine
 
 from specexport_runtime import SpecEngine
 from specexport_runtime.executors.fake import FakeExecutor
@@ -19,6 +18,7 @@ from specexport_runtime.sequences.records import Proposal
 from specexport_runtime.sequences.results import GenerationResult
 from specexport_runtime.watch.counts import EngineCounts, Histogram, length_bounds
 from specexport_runtime.watch.observe import RoundRecord
+from tests.support.serving import MAX_MODEL_LEN, VOCAB, fake_engine
 
 LABELS = {"model_name", "engine"}
 COUNTERS = {

@@ -5,13 +5,13 @@ import socket
 from collections.abc import Iterator
 
 import httpx
-import patience
 import pytest
-from patience import wait_until
 from prometheus_client.parser import text_string_to_metric_families
-from serving import Served, fake_engine
 
 from specexport_runtime.server.config import ServerConfig
+from tests.support import patience
+from tests.support.patience import wait_until
+from tests.support.serving import Served, fake_engine
 
 KEY = "key"
 REFUSED = "specexport:requests_refused_total"

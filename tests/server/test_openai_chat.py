@@ -1,10 +1,10 @@
 """``/v1/chat/completions`` with the official client."""
 
-import patience
 import pytest
-from openai_help import alone, client_of
 
 from specexport_runtime.server.answer_schema import ChatAnswer
+from tests.support import patience
+from tests.support.openai_help import alone, client_of
 
 MESSAGES = [{"role": "system", "content": "w1 w2"}, {"role": "user", "content": "w3"}]
 

@@ -2,13 +2,13 @@
 
 import asyncio
 
-import patience
 import pytest
-from openai_help import alone, async_client_of, client_of
 
 from specexport_runtime.sequences.stats import SequenceStats
 from specexport_runtime.server.answer_schema import CompletionAnswer, SpeculativeUsage
 from specexport_runtime.server.responses import usage_of
+from tests.support import patience
+from tests.support.openai_help import alone, async_client_of, client_of
 
 PROMPT = "w1 w2 w3"
 

@@ -6,15 +6,15 @@ import socket
 import threading
 
 import openai
-import patience
 import pytest
-from openai_help import alone, client_of
-from patience import HANG_S, wait_until
-from serving import Served, fake_engine
-from stepper import Stepper
 
 from specexport_runtime.decoding import handle
 from specexport_runtime.server.config import ServerConfig
+from tests.support import patience
+from tests.support.openai_help import alone, client_of
+from tests.support.patience import HANG_S, wait_until
+from tests.support.serving import Served, fake_engine
+from tests.support.stepper import Stepper
 
 MESSAGES = [{"role": "user", "content": "w1"}]
 PLAIN = {"speculative": {"drafter": "none"}}  # 390 steps: it runs for seconds

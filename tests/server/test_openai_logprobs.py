@@ -5,8 +5,6 @@ import math
 
 import httpx
 import pytest
-from openai_help import alone, client_of
-from serving import VOCAB
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from specexport_runtime.sampling.logprobs import TokenLogprobs
@@ -14,6 +12,8 @@ from specexport_runtime.sequences.results import StreamPiece
 from specexport_runtime.server.answer_schema import ChatAnswer, CompletionAnswer
 from specexport_runtime.server.responses import ChatFormat, CompletionFormat, Header
 from specexport_runtime.server.token_text import TokenText, TokenTexts
+from tests.support.openai_help import alone, client_of
+from tests.support.serving import VOCAB
 
 MESSAGES = [{"role": "user", "content": "w1 w2"}]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

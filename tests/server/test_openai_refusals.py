@@ -5,13 +5,13 @@ import json
 import httpx
 import openai
 import pytest
-from openai_help import client_of
-from patience import HANG_S
 from pydantic import ValidationError
-from serving import Served, fake_engine
 
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.protocol import ChatRequest, CompletionRequest
+from tests.support.openai_help import client_of
+from tests.support.patience import HANG_S
+from tests.support.serving import Served, fake_engine
 
 MESSAGES = [{"role": "user", "content": "w1"}]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -4,17 +4,17 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
-import patience
 import pytest
-from openai_help import alone, client_of
-from patience import wait_until
 from pydantic import BaseModel
-from serving import TEMPLATE, Served
-from stepper import Stepper
 
 from specexport_runtime import SpecEngine
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.responses_schema import ResponseAnswer
+from tests.support import patience
+from tests.support.openai_help import alone, client_of
+from tests.support.patience import wait_until
+from tests.support.serving import TEMPLATE, Served
+from tests.support.stepper import Stepper
 
 PATH = "/v1/responses"
 INPUT = [

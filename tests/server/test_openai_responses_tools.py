@@ -4,17 +4,17 @@ import contextlib
 import json
 import re
 
-import patience
 import pytest
-from chat_fakes import MARKERS, PLAIN, TEMPLATES, THINKS, echo_engine
-from odd_bodies import check_odd_bodies
 from openai import pydantic_function_tool
-from openai_help import client_of
 from pydantic import BaseModel
-from serving import Served
 
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.responses_schema import ResponseAnswer
+from tests.support import patience
+from tests.support.chat_fakes import MARKERS, PLAIN, TEMPLATES, THINKS, echo_engine
+from tests.support.odd_bodies import check_odd_bodies
+from tests.support.openai_help import client_of
+from tests.support.serving import Served
 
 llguidance = pytest.importorskip("llguidance")
 

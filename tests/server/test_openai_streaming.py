@@ -3,13 +3,13 @@
 import asyncio
 import json
 
-import patience
 import pytest
-from openai_help import alone, async_client_of, client_of
-from serving import Served, fake_engine
-from stepper import Stepper
 
 from specexport_runtime.server.config import ServerConfig
+from tests.support import patience
+from tests.support.openai_help import alone, async_client_of, client_of
+from tests.support.serving import Served, fake_engine
+from tests.support.stepper import Stepper
 
 MESSAGES = [{"role": "user", "content": "w1 w2"}]
 USAGE = {"stream": True, "stream_options": {"include_usage": True}}

@@ -5,7 +5,8 @@ import json
 import httpx
 import pytest
 from openai import BadRequestError
-from openai_help import client_of
+
+from tests.support.openai_help import client_of
 
 pytest.importorskip("llguidance")
 

@@ -4,12 +4,12 @@ import re
 from importlib import resources
 
 import httpx
-import patience
 import pytest
-from serving import Served, fake_engine
 
 from specexport_runtime.server import playground
 from specexport_runtime.server.config import ServerConfig
+from tests.support import patience
+from tests.support.serving import Served, fake_engine
 
 PATHS = sorted(playground.PUBLIC_PATHS)
 STATIC = resources.files("specexport_runtime.server").joinpath("static")

@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import patience
 import pytest
-from engine_of import engine_of
-from serving import Served, fake_engine
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from specexport_runtime import SpecEngine
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.server.config import ServerConfig
+from tests.support import patience
+from tests.support.engine_of import engine_of
+from tests.support.serving import Served, fake_engine
 
 pytestmark = pytest.mark.browser
 

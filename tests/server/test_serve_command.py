@@ -5,13 +5,13 @@ import subprocess
 import sys
 from contextlib import closing
 
-import patience
 import pytest
-from server_process import ServerProcess
 
 from specexport_runtime.cli import serve as command
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.server.config import ServerConfig
+from tests.support import patience
+from tests.support.server_process import ServerProcess
 
 KEY = "a-key-that-nobody-guesses"
 

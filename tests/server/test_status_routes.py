@@ -1,15 +1,15 @@
 """``/health``, ``/ready``, ``/metrics`` and ``/v1/models``."""
 
 import openai
-import patience
 import pytest
 from fastapi.testclient import TestClient
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
-from serving import MAX_MODEL_LEN
 
 from specexport_runtime.server.app import create_app
 from specexport_runtime.server.config import ServerConfig
+from tests.support import patience
+from tests.support.serving import MAX_MODEL_LEN
 
 
 @pytest.fixture

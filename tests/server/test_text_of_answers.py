@@ -4,14 +4,14 @@ import json
 
 import httpx
 import pytest
-from engine_of import engine_of
-from openai_help import alone
-from patience import HANG_S
-from serving import MAX_MODEL_LEN, Served
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.server.config import ServerConfig
+from tests.support.engine_of import engine_of
+from tests.support.openai_help import alone
+from tests.support.patience import HANG_S
+from tests.support.serving import MAX_MODEL_LEN, Served
 
 NO_CHARACTER = "\ufffd"
 SMILE = "😀"

@@ -1,7 +1,8 @@
 """A ``top_p`` of 0 is the likeliest token on every route, whatever else is asked for."""
 
-import patience
 import pytest
+
+from tests.support import patience
 
 PROMPT = "w1 w2 w3"
 DRAFTERS = ("none", "draft-model", "lookup", "chained", "suffix")

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import patience
 import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -17,12 +16,13 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, DEFAULT_ON
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from opentelemetry.trace import SpanKind, StatusCode
-from patience import HANG_S, wait_until
-from serving import Served, fake_engine
 
 from specexport_runtime.sequences.stats import SequenceStats
 from specexport_runtime.server import tracing
 from specexport_runtime.server.config import ServerConfig
+from tests.support import patience
+from tests.support.patience import HANG_S, wait_until
+from tests.support.serving import Served, fake_engine
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 

@@ -307,11 +307,9 @@ class FakeMachine:
     """A machine whose drivers are fake GPUs of an architecture that no engine is for."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-        monkeypatch.syspath_prepend(str(ROOT / "tests" / "runtime"))
-        import test_trt_bundle as made
-
         from specexport_runtime.bundle.opened import load_bundle
         from specexport_runtime.executors import cuda_driver, trt_engine
+        from tests.runtime import test_trt_bundle as made
         from tools.gpu_check_lib import bundles
 
         self.made, self.load_bundle = made, load_bundle

@@ -12,9 +12,9 @@ import pytest
 
 from specexport.frontend import reference_logits
 from specexport_runtime.errors import SpecexportError, UnsupportedModelError
-from tests.engine_harness import make_checkpoint
-from tests.lowering.half_models import trace
-from tests.tiny_traces import tiny_model
+from tests.support.engine_harness import make_checkpoint
+from tests.support.half_models import trace
+from tests.support.tiny_traces import tiny_model
 from tools.gpu_check_lib import loop
 from tools.gpu_check_lib.context import Context, run_guarded
 from tools.gpu_check_lib.models import SIZES, ensure_pair, make_tensors
@@ -25,7 +25,7 @@ from tools.proof.engine import ProofContext, ProofEngine, plan_steps, run_steps
 from tools.proof.graph import Graph, Node, Tensor, from_json, read_engine, shipped_graph, to_json, write_engine
 from tools.proof.models import PLANS, ensure_engine, kv_capacity
 
-WORKER = Path(__file__).parent / "proof_worker.py"
+WORKER = Path(__file__).parents[1] / "support" / "proof_worker.py"
 HALF_NOISE = 2.5e-3  # of the largest logit: transformers' own float16 is up to 1.9e-3 off in two layers
 
 
@@ -81,7 +81,7 @@ def require_greedy(eager: Any, prompt: list[int], tokens: list[int]) -> None:
 
 @pytest.mark.parametrize("scenario", ["plain", "drafted", "itself"])
 def test_greedy_texts_are_eager_transformers(scenario: str, decoded: Any, eager: Any) -> None:
-    from tests.tools.proof_worker import PROMPTS
+    from tests.support.proof_worker import PROMPTS
 
     prompts = {"plain": PROMPTS[:1], "drafted": PROMPTS, "itself": PROMPTS[1:2]}[scenario]
     found = decoded[scenario]

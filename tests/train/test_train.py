@@ -12,9 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from acceptance import accepted
 from safetensors.torch import load_file, save_file
-from tiny_models import HYBRIDS, calm, make_llama, make_model, save_checkpoint
 
 from specexport.build.pipeline import build_bundle
 from specexport.frontend import load_checkpoint
@@ -33,6 +31,8 @@ from specexport.train.store import Example, FeatureStore, StoreWriter, batches
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.abi import AFTER_NORM
 from specexport_runtime.errors import CheckpointError, InvalidRequestError, OutputExistsError, UnsupportedModelError
+from tests.support.acceptance import accepted
+from tests.support.tiny_models import HYBRIDS, calm, make_llama, make_model, save_checkpoint
 
 LAYERS = 6
 

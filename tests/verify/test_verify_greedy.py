@@ -1,10 +1,10 @@
 """The greedy part: equal outputs pass, a near-tie is explained, anything else fails and says where."""
 
 import pytest
-from verify_fakes import LOOKAHEAD, PROMPTS, VOCAB, WidthDependent, make_engine, make_executor
 
 from specexport.verify.greedy import ScriptedDrafter, check_greedy, explain, logits_one_at_a_time
 from specexport_runtime.errors import InvalidRequestError
+from tests.support.verify_fakes import LOOKAHEAD, PROMPTS, VOCAB, WidthDependent, make_engine, make_executor
 
 
 @pytest.mark.parametrize("draft", ["same", "good", "random", "adversarial", None])

@@ -4,8 +4,6 @@ import math
 
 import numpy as np
 import pytest
-from per_tensor import quantize_activations
-from verify_fakes import LOOKAHEAD, MAX_MODEL_LEN, PROMPTS, VOCAB, make_executor
 
 from specexport.verify.neighbours import check_neighbours
 from specexport.verify.tensors import make_sequences
@@ -13,6 +11,8 @@ from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.executors.ort import OrtExecutor
+from tests.support.per_tensor import quantize_activations
+from tests.support.verify_fakes import LOOKAHEAD, MAX_MODEL_LEN, PROMPTS, VOCAB, make_executor
 
 
 def check(executor, lookahead=LOOKAHEAD, **options):

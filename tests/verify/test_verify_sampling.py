@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from verify_fakes import PROMPTS, VOCAB, make_engine, make_executor
 
 from specexport.verify.logit_tree import IMPOSSIBLE, LogitTree, Partition, conditional
 from specexport.verify.sampling import SETTINGS, accept_everything, check_sampling, draw_outcome
@@ -13,6 +12,7 @@ from specexport_runtime.sampling.distribution import Distribution, sample_token
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.rng import RandomStream, RoundDraws
 from specexport_runtime.sampling.sampler import Sampler
+from tests.support.verify_fakes import PROMPTS, VOCAB, make_engine, make_executor
 
 SIZES = {"num_samples": 1500, "num_runs": 200, "num_contexts": 2}
 RECORDED = {"num_samples": 1500, "num_runs": 100, "num_contexts": 1}

@@ -4,11 +4,11 @@ import math
 
 import numpy as np
 import pytest
-from verify_fakes import LOOKAHEAD, MAX_MODEL_LEN, PROMPTS, VOCAB, make_executor
 
 from specexport.verify.tensors import check_tensors, make_sequences
 from specexport_runtime.errors import IncompatibleError
 from specexport_runtime.executors.fake import FakeExecutor
+from tests.support.verify_fakes import LOOKAHEAD, MAX_MODEL_LEN, PROMPTS, VOCAB, make_executor
 
 
 def references_for(sequences):

@@ -82,7 +82,7 @@ def _make(name: str, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from tests.tiny_models import randomize, save_checkpoint
+    from tests.support.tiny_models import randomize, save_checkpoint
     from tools.sweep_lib.shrink import shrink
 
     config = shrink(name)
@@ -164,7 +164,7 @@ class _Scripted:
 
     def propose(self, sequences: Any, lookaheads: Any) -> Any:
         from specexport_runtime.drafters.base import Proposal
-        from tests.tiny_models import VOCAB
+        from tests.support.tiny_models import VOCAB
 
         proposals = []
         for sequence, limit in zip(sequences, lookaheads, strict=True):

@@ -1,0 +1,136 @@
+"""Cases of the kernels' tests: inputs, and what plain numpy says the result is."""
+
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from specexport.ops.reference import unpadded_attention
+
+TINY_TILES = (16, 16)  # queries and entries: short rows then have several tiles and blocks
+# Inputs are exact in their type. What is rounded: the weights before the second product, and the result, each by half a
+# unit in the last place (2**-11 for fp16, 2**-8 for bf16, relative); values are below 5 in size.
+TOLERANCE = {"float16": 2e-3, "bfloat16": 2e-2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One step: rows given as (entries before, new tokens), and tokens that belong to no row."""
+
+    rows: tuple[tuple[int, int], ...]
+    padding: int = 3
+    heads: int = 4
+    kv_heads: int = 2
+    k_dim: int = 16
+    v_dim: int = 16
+    capacity: int = 96
+    scale: float = 0.3
+    window: int = -1
+    softcap: float = 0.0
+    sinks: bool = False
+    tree: bool = False
+    causal_rows: tuple[int, ...] = ()  # rows of a tree step that have no tree
+    dtype: str = "float16"
+    splits: int = 1
+    tiles: tuple[int, int] | None = TINY_TILES
+    seed: int = 3
+
+
+@dataclass
+class Step:
+    """What the worker is sent: arrays in float32 or int, and how to run them."""
+
+    case: Case
+    arrays: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+def round_to(array: np.ndarray, dtype: str) -> np.ndarray:
+    """The nearest numbers that ``dtype`` has, in float32."""
+    import torch
+
+    return torch.from_numpy(array).to(getattr(torch, dtype)).float().numpy()
+
+
+def random_tree(random: np.random.Generator, nodes: int) -> list[int]:
+    """Ancestor bits of each node, its own included, as int64 values; every node's parent comes before it."""
+    bits: list[int] = []
+    for node in range(nodes):
+        parent = int(random.integers(-1, node)) if node else -1
+        bits.append((bits[parent] if parent >= 0 else 0) | 1 << node)
+    return [value - (1 << 64) if value >= 1 << 63 else value for value in bits]
+
+
+def make_step(case: Case) -> Step:
+    """Random inputs; NaN in all that must not be read: entries beyond a row's, and queries of padding tokens."""
+    from tests.support import chance  # not where steps are only unpickled, in the worker
+
+    random = np.random.default_rng(chance.seed(case.seed))
+    new = [count for _, count in case.rows]
+    used, total = sum(new), sum(new) + case.padding
+
+    def normal(*shape: int) -> np.ndarray:
+        return round_to(random.standard_normal(shape, dtype=np.float32), case.dtype)
+
+    arrays = {
+        "q": normal(total, case.heads * case.k_dim),
+        "k": normal(total, case.kv_heads * case.k_dim),
+        "v": normal(total, case.kv_heads * case.v_dim),
+        "k_cache": normal(len(new), 1, case.kv_heads, case.capacity, case.k_dim),
+        "v_cache": normal(len(new), 1, case.kv_heads, case.capacity, case.v_dim),
+        "kv_lens": np.array([[past] for past, _ in case.rows], np.int32),
+        "cu_new_tokens": np.concatenate([[0], np.cumsum(new)]).astype(np.int32),
+    }
+    arrays["q"][used:] = np.nan
+    for b, (past, _) in enumerate(case.rows):
+        arrays["k_cache"][b, 0, :, past:] = np.nan
+        arrays["v_cache"][b, 0, :, past:] = np.nan
+    if case.sinks:
+        arrays["sinks"] = normal(case.heads)
+    if case.tree:
+        trees = [[0] * n if b in case.causal_rows else random_tree(random, n) for b, n in enumerate(new)]
+        arrays["tree_mask"] = np.array([*chain(*trees), *[-1] * case.padding], np.int64)
+    return Step(case, arrays)
+
+
+def expected(step: Step) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Output [used tokens, Hq*Dv] and both caches; NaN stays where nothing is written."""
+    case, arrays = step.case, step.arrays
+    used = int(arrays["cu_new_tokens"][-1])
+    if not used:
+        return np.zeros((0, case.heads * case.v_dim)), arrays["k_cache"], arrays["v_cache"]
+    packed = [arrays[name][:used] for name in ("q", "k", "v")]
+    rest = [arrays[name] for name in ("k_cache", "v_cache", "kv_lens", "cu_new_tokens")]
+    output, keys, values = unpadded_attention(
+        *packed, *rest, arrays.get("sinks"),
+        num_heads=case.heads, kv_num_heads=case.kv_heads, scale=case.scale, window=case.window, softcap=case.softcap,
+    )  # fmt: skip
+    if case.tree:
+        output = tree_attention(case, arrays, keys, values)
+    return output, keys, values
+
+
+def seen_in_tree(bits: int, offset: int, past: int, window: int) -> list[int]:
+    """Entries a token sees: the path from its root, behind the committed entries; the window counts along that."""
+    own = [node for node in range(offset + 1) if bits == 0 or (node < 64 and bits >> node & 1)]
+    path = [*range(past), *(past + node for node in own)]
+    return path[-window:] if window > 0 else path
+
+
+def tree_attention(case: Case, arrays: dict[str, Any], keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Attention of a tree step, one token and one head at a time, given caches that hold the step's entries."""
+    cu, past = arrays["cu_new_tokens"], arrays["kv_lens"][:, 0]
+    queries = arrays["q"].astype(np.float64).reshape(len(arrays["q"]), case.heads, case.k_dim)
+    output = np.zeros((int(cu[-1]), case.heads, case.v_dim))
+    for row in range(len(past)):
+        for offset, token in enumerate(range(cu[row], cu[row + 1])):
+            seen = seen_in_tree(int(arrays["tree_mask"][token]), offset, int(past[row]), case.window)
+            for head in range(case.heads):
+                group = head * case.kv_heads // case.heads
+                scores = keys[row, 0, group, seen] @ queries[token, head] * case.scale
+                if case.softcap > 0:
+                    scores = case.softcap * np.tanh(scores / case.softcap)
+                weights = np.exp(scores)
+                sink = float(np.exp(arrays["sinks"][head])) if case.sinks else 0.0
+                output[token, head] = weights @ values[row, 0, group, seen] / (weights.sum() + sink)
+    return output.reshape(len(output), -1)
