@@ -15,7 +15,7 @@ from unittest.mock import patch
 import numpy as np
 
 from specexport.bench.prompts import read_prompts
-from specexport.build.draft_cuts import HeadCut, rank_head_ids, read_counting_texts
+from specexport.compile.draft_cuts import HeadCut, rank_head_ids, read_counting_texts
 from specexport_runtime import engine_load
 from specexport_runtime.bundle.arrays import CutHead
 from specexport_runtime.bundle.manifest import load_manifest

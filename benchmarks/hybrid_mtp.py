@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, default=Path("examples/demo_pair/target"))
     parser.add_argument("--quantize", choices=["int8"], help="of the bundle")
     args = parser.parse_args()
-    from specexport.build.pipeline import build_bundle
+    from specexport.compile.pipeline import build_bundle
     from specexport.recipe import BuildRecipe
 
     checkpoint, bundle = args.folder / "checkpoint", args.folder / "bundle"

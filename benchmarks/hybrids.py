@@ -94,7 +94,7 @@ def read_arguments() -> argparse.Namespace:
 def main() -> None:
     """Build, measure, print."""
     args = read_arguments()
-    from specexport.build.pipeline import build_bundle
+    from specexport.compile.pipeline import build_bundle
     from specexport.recipe import BuildRecipe
 
     form = f"{args.quantize or 'float32'}{'-self' if args.self_draft else ''}"

@@ -42,7 +42,7 @@ def parse_args() -> argparse.Namespace:
 def build(checkpoint: Path, folder: Path, quantize: str, *, grouped: bool) -> Path:
     """The bundle in ``folder``, built if it is not there."""
     from specexport.backends.ort_cpu import OrtCpu
-    from specexport.build.pipeline import build_bundle
+    from specexport.compile.pipeline import build_bundle
     from specexport.recipe import BuildRecipe
 
     if not folder.exists():

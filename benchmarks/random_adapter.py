@@ -25,7 +25,7 @@ def main() -> None:
     import torch
     from safetensors.torch import save_file
 
-    from specexport.frontend import load_checkpoint
+    from specexport.checkpoint import load_checkpoint
 
     model = load_checkpoint(args.checkpoint, stream=True).model
     names, generator = args.targets.split(","), torch.Generator().manual_seed(args.seed)

@@ -15,12 +15,13 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from specexport.build.check import text_sequences
-from specexport.build.closeness import measure_closeness
-from specexport.frontend import load_checkpoint, reference_logits
+from specexport.checkpoint import load_checkpoint
+from specexport.compile.check import text_sequences
+from specexport.compile.closeness import measure_closeness
 from specexport.passes.block_make import extreme_blocks
 from specexport.passes.quantize_weights import quantize_blocks
 from specexport.rounding import UNIT_ROUNDOFF, logit_tolerance
+from specexport.trace import reference_logits
 from specexport.verify.checkpoint import widen_weights
 from specexport.verify.tolerance import logit_scale
 

@@ -43,7 +43,7 @@ def make_bundle(folder: Path, tokenizer: Path, length: int) -> Path:
     import torch
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-    from specexport.build.pipeline import build_bundle
+    from specexport.compile.pipeline import build_bundle
     from specexport.recipe import BuildRecipe
 
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
 """Compiler of specexport: checkpoints in, bundles out. The runtime is the package ``specexport_runtime``.
 
-Importing this package imports nothing heavy; :func:`specexport.build.pipeline.build_bundle` is where the work begins.
+Importing this package imports nothing heavy; :func:`specexport.compile.pipeline.build_bundle` is where the work begins.
 """

@@ -19,7 +19,7 @@ class _Mount(NamedTuple):
 
 
 COMMANDS = {
-    "build": _Mount("specexport.build.command", "build", "Build a bundle from a target and a draft checkpoint."),
+    "build": _Mount("specexport.compile.command", "build", "Build a bundle from a target and a draft checkpoint."),
     "verify": _Mount("specexport.verify.command", "verify", "Prove that a bundle decodes losslessly."),
     "inspect": _Mount("specexport.inspect", "inspect", "Show what is in a bundle."),
     "generate": _Mount("specexport_runtime.cli.command", "runtime_cli", "Generate text from a bundle."),

@@ -151,7 +151,7 @@ def format_measurement(measured: Measurement) -> str:
 
 
 def _build(pair: Path, output: Path) -> None:
-    from specexport.build.pipeline import build_bundle
+    from specexport.compile.pipeline import build_bundle
     from specexport.progress import show_progress
     from specexport.recipe import BuildRecipe
 

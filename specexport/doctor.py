@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import click
 
 from specexport.backends.registry import BACKENDS
-from specexport.build.cache import cache_folder
+from specexport.compile.cache import cache_folder
 from specexport.host import memory_bytes, query_gpus
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors import operators

@@ -9,9 +9,9 @@ from typing import Any
 
 import click
 
-from specexport.build.draft_cuts import describe_layers
-from specexport.build.draft_trial import describe_trial
-from specexport.build.head import describe_probe
+from specexport.compile.draft_cuts import describe_layers
+from specexport.compile.draft_trial import describe_trial
+from specexport.compile.head import describe_probe
 from specexport_runtime.abi import (
     ADAPTER_IDS,
     AFTER_NORM,

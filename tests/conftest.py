@@ -85,7 +85,7 @@ def demo_bundle(session_dir: Path, demo_pair: Path) -> Path:
 
     Its target can draft with its own layers, so that one bundle has every drafter.
     """
-    from specexport.build.pipeline import build_bundle
+    from specexport.compile.pipeline import build_bundle
     from specexport.recipe import BuildRecipe
 
     folder = session_dir / "demo-bundle"

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specexport.frontend import reference_logits, trace_checkpoint
 from specexport.passes.residual_blocks import find_residual_blocks
+from specexport.trace import reference_logits, trace_checkpoint
 from specexport_runtime.errors import UnsupportedModelError
 from tests.passes.test_residual_blocks import OBSTACLES
 from tests.support import chance

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specexport.frontend import reference_logits
 from specexport.inspect import describe
+from specexport.trace import reference_logits
 from specexport.verify.goodness_of_fit import judge
 from specexport.verify.logit_tree import LogitTree, Partition, conditional
 from specexport_runtime import SamplingParams, SpecEngine
@@ -199,7 +199,7 @@ def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """A hybrid in int8 whose second layer, a recurrence and an MLP, adds zeros."""
     import torch
 
-    from specexport.build.pipeline import build_bundle
+    from specexport.compile.pipeline import build_bundle
     from specexport.recipe import BuildRecipe
 
     model = make_hybrid(request.param)

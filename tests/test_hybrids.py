@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from specexport.frontend import reference_logits
+from specexport.trace import reference_logits
 from specexport.verify.goodness_of_fit import judge
 from specexport.verify.logit_tree import LogitTree, Partition, conditional
 from specexport_runtime import SamplingParams, SpecEngine
@@ -256,7 +256,7 @@ def test_a_manifest_whose_states_are_not_the_engines_is_refused(
 
 
 def test_what_a_state_cannot_do_is_refused(bundle: Path, tmp_path: Path) -> None:
-    from specexport.build.pipeline import build_bundle
+    from specexport.compile.pipeline import build_bundle
     from specexport.recipe import BuildRecipe
 
     target = save_checkpoint(make_model(*HYBRIDS["lfm2"]), tmp_path / "target")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from specexport.frontend.outside import alibi_slopes
+from specexport.trace.outside import alibi_slopes
 from specexport_runtime import SamplingParams, SpecEngine
 from tests.support.tiny_models import ARCHITECTURES, make_model, save_checkpoint
 
@@ -25,7 +25,7 @@ def test_slopes_are_those_of_transformers(num_heads: int) -> None:
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Bloom in int8, with a GPT-J that drafts."""
-    from specexport.build.pipeline import build_bundle
+    from specexport.compile.pipeline import build_bundle
     from specexport.recipe import BuildRecipe
 
     folder = tmp_path_factory.mktemp("outside")

@@ -125,7 +125,7 @@ def test_every_architecture(name: str, tmp_path: Path) -> None:
 
 def built(folder: Path, source: Path | None = None, **values: Any) -> Made:
     """A bundle's target; of a tiny Llama, if not of ``source``."""
-    from specexport.build.pipeline import build_bundle
+    from specexport.compile.pipeline import build_bundle
     from specexport.recipe import BuildRecipe
 
     source = source or save_checkpoint(tiny_model("llama"), folder / "model")

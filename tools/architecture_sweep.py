@@ -110,8 +110,8 @@ def _prepare() -> None:
     import torch
     from transformers.utils import logging as transformers_logging
 
-    import specexport.frontend.load
-    import specexport.frontend.trace  # noqa: F401
+    import specexport.checkpoint.load
+    import specexport.trace.export  # noqa: F401
     from tests.support.tiny_traces import keep_operator_table
 
     torch.set_num_threads(1)

@@ -7,7 +7,7 @@ from fnmatch import fnmatch
 
 import numpy as np
 
-from specexport.build.closeness import divergence
+from specexport.compile.closeness import divergence
 from specexport.debug.capture import CapturedStep
 from specexport.debug.graph import IN, NUDGE, EngineGraph, cut_graph, nudge_graph
 from specexport.debug.points import Pair, pair_points

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from specexport.frontend.attention import AttentionContext, LayerCall, ScoreTerms, attention_hook, unpadded_attention
-from specexport.frontend.trace import TracedModel, trace_step
 from specexport.heads.config import AssistantShape, HeadConfig
 from specexport.heads.files import HeadFiles
 from specexport.heads.loaded import LoadedHead, TargetTables, fill_module, load_projection
 from specexport.heads.read_assistant import FULL, ORDERING, SLIDING, make_body
+from specexport.trace.attention import AttentionContext, LayerCall, ScoreTerms, attention_hook, unpadded_attention
+from specexport.trace.export import TracedModel, trace_step
 from specexport_runtime.abi import LOGITS, NEXT_FEATURES, STEP_INPUTS, TOKEN_FEATURES
 from specexport_runtime.errors import CheckpointError
 

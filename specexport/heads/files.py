@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specexport.frontend.source import Source
+from specexport.checkpoint.source import Source
 from specexport_runtime.errors import CheckpointError
 
 CONFIG_NAME = "config.json"

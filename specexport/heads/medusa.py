@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from specexport.frontend.trace import TracedModel, trace_step
 from specexport.heads.config import HeadConfig
 from specexport.heads.files import HeadFiles
 from specexport.heads.loaded import LoadedHead, TargetTables, fill_module, load_projection
 from specexport.heads.modules import answer_by_head
 from specexport.heads.read_medusa import ONE_LM_HEAD, TOKEN_MAP, block_name, lm_head_name
+from specexport.trace.export import TracedModel, trace_step
 from specexport_runtime.abi import LOGITS, NEXT_FEATURES, STEP_INPUTS, TOKEN_FEATURES
 from specexport_runtime.errors import CheckpointError
 from specexport_runtime.executors.base import Int32Array

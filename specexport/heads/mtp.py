@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specexport.frontend.load import quiet_transformers
+from specexport.checkpoint.load import quiet_transformers
 from specexport.heads.config import HeadConfig
 from specexport.heads.files import HeadFiles
 from specexport.heads.modules import DraftHead, RunModule, body_config, norm_class

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from specexport.frontend.source import PACKED_PARTS, Source
+from specexport.checkpoint.source import PACKED_PARTS, Source
 from specexport.heads.files import CONFIG_NAME, EMBED_NORM, HeadFiles, name_in_module, read_names
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 

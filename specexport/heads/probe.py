@@ -17,13 +17,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from specexport.frontend.layers import tapped
 from specexport.heads.assistant import Caches, Places, draft_steps, read_caches
 from specexport.heads.config import HeadConfig
 from specexport.heads.dflash import first_guesses
 from specexport.heads.loaded import LoadedHead
 from specexport.heads.trace import causal_states, causal_step
 from specexport.heads.unroll import unroll
+from specexport.trace.layers import tapped
 from specexport_runtime.abi import AFTER_NORM
 from specexport_runtime.errors import CheckpointError
 

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specexport.frontend.attention import AttentionContext, LayerCall, ScoreTerms, attention_hook, unpadded_attention
-from specexport.frontend.experts import traceable_experts
-from specexport.frontend.layers import hidden_of
-from specexport.frontend.trace import TracedModel, trace_step
 from specexport.heads.modules import DraftHead
+from specexport.trace.attention import AttentionContext, LayerCall, ScoreTerms, attention_hook, unpadded_attention
+from specexport.trace.experts import traceable_experts
+from specexport.trace.export import TracedModel, trace_step
+from specexport.trace.layers import hidden_of
 from specexport_runtime.abi import LOGITS, NEXT_FEATURES, STEP_INPUTS, TOKEN_FEATURES
 
 

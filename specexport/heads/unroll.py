@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from specexport.frontend.layers import hidden_of
 from specexport.heads.modules import DraftHead
+from specexport.trace.layers import hidden_of
 
 
 class StepResult(NamedTuple):

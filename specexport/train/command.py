@@ -42,7 +42,7 @@ def train_draft(*, plot: Path | None, as_json: bool, quiet: bool, **asked: Any) 
 
     A run that was ended goes on where it was: give the same command again.
     """
-    from specexport.build.model import require_export_stack
+    from specexport.compile.model import require_export_stack
     from specexport.plots import check_plot
     from specexport.progress import show_progress
     from specexport.train.options import TrainOptions

@@ -56,7 +56,7 @@ def train_draft(options: TrainOptions, progress: Progress | None = None) -> Trai
     """
     import torch
 
-    from specexport.frontend import load_checkpoint
+    from specexport.checkpoint import load_checkpoint
     from specexport.train.store import FeatureStore
 
     clock = StageClock(progress, STAGES)
@@ -109,13 +109,13 @@ def _check_output(folder: Path, kind: str) -> None:
 
 
 def _write_texts(options: TrainOptions, prompts: Seq[str], path: Path, clock: StageClock) -> None:
-    from specexport.frontend import count_layers, hash_checkpoint
+    from specexport.checkpoint import count_layers, hash_checkpoint
     from specexport.train.texts import write_texts
     from specexport_runtime.bundle.manifest import load_manifest
 
     bundle = options.bundle
     if bundle is None:
-        from specexport.build.pipeline import build_bundle
+        from specexport.compile.pipeline import build_bundle
         from specexport.recipe import BuildRecipe
 
         bundle = options.work_folder / "texts-bundle"

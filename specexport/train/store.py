@@ -10,8 +10,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from specexport.frontend.layers import tapped
 from specexport.heads.write import write_tensors
+from specexport.trace.layers import tapped
 from specexport_runtime.abi import AFTER_NORM
 
 FILE_TOKENS = 16_384

@@ -19,8 +19,8 @@ from specexport_runtime.errors import CheckpointError, InvalidRequestError
 from specexport_runtime.executors.base import Float32Array
 
 if TYPE_CHECKING:
-    from specexport.frontend import Checkpoint
-    from specexport.frontend.lora import LoraSource
+    from specexport.checkpoint import Checkpoint
+    from specexport.checkpoint.lora import LoraSource
 
 _REVISION_KEYS = {"target": "revision", "draft": "draft_revision"}
 _OPTIONS = {"target": "--checkpoint", "draft": "--draft-checkpoint"}
@@ -54,7 +54,7 @@ def find_adapter(manifest: Manifest, asked: str | None) -> VerifiedAdapter | Non
         raise InvalidRequestError(f"the bundle {manifest.name} has no LoRA adapter {name!r}.", fix)
     if not folder:
         return VerifiedAdapter(adapters[name], None)
-    from specexport.frontend.lora import find_adapter as find
+    from specexport.checkpoint.lora import find_adapter as find
 
     source = find(name, folder)
     if source.sha256 != adapters[name].sha256:
@@ -71,12 +71,12 @@ class CheckpointNotFoundError(CheckpointError):
 
 
 def find_checkpoint(manifest: Manifest, role: str, given: str | None, bundle: Path) -> str:
-    """A source for :func:`specexport.frontend.load_checkpoint` with the hash that the manifest records for ``role``.
+    """A source for :func:`specexport.checkpoint.load_checkpoint` with the hash that the manifest records for ``role``.
 
     Raises CheckpointError if ``given`` (a folder, a file or a hub id) cannot be read or is another checkpoint, and
     CheckpointNotFoundError if it is None and no checkpoint is found.
     """
-    from specexport.frontend import hash_checkpoint
+    from specexport.checkpoint import hash_checkpoint
 
     entry = manifest.models[role]
     revision, runs_code = manifest.recipe.get(_REVISION_KEYS[role]), bool(manifest.recipe.get("trust_remote_code"))
@@ -130,7 +130,7 @@ def eager_references(model: EagerModel, sequences: Seq[Seq[int]]) -> list[Float3
 
     Raises CheckpointError if the checkpoint cannot be loaded.
     """
-    from specexport.frontend import reference_logits
+    from specexport.trace import reference_logits
 
     checkpoint = _load(model)
     references = reference_logits(checkpoint, [list(sequence) for sequence in sequences])
@@ -144,7 +144,7 @@ def eager_score(model: EagerModel, windows: Seq[Seq[int]], head: CutHead | None 
 
     ``head`` is that of ``text_score.TextScorer``. Raises CheckpointError if the checkpoint cannot be loaded.
     """
-    from specexport.frontend import reference_logits
+    from specexport.trace import reference_logits
 
     checkpoint = _load(model)
     # One window at a time: the logits of a large vocabulary are kept for no longer than they are read.
@@ -156,7 +156,8 @@ def eager_score(model: EagerModel, windows: Seq[Seq[int]], head: CutHead | None 
 
 
 def _load(model: EagerModel) -> "Checkpoint":
-    from specexport.frontend import drop_layers, fix_rope, load_checkpoint, merge_adapter, read_adapter, round_weights
+    from specexport.checkpoint import hold_length, load_checkpoint, merge_adapter, read_adapter, round_weights
+    from specexport.trace import drop_layers
 
     adapter = model.adapter
     checkpoint = load_checkpoint(
@@ -169,7 +170,7 @@ def _load(model: EagerModel) -> "Checkpoint":
         if model.rounded is not None and adapter.chosen is None:  # in an engine too the sums are rounded
             round_weights(checkpoint, model.rounded)
     if model.rope_len is not None:
-        fix_rope(checkpoint, model.rope_len)
+        hold_length(checkpoint, model.rope_len)
     if model.dropped:
         drop_layers(checkpoint, model.dropped)
     widen_weights(checkpoint.model)

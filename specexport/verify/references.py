@@ -160,7 +160,7 @@ def _find_checkpoints(
 
 
 def _require_torch() -> None:
-    from specexport.build.model import require_export_stack
+    from specexport.compile.model import require_export_stack
 
     require_export_stack()
 

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from specexport.bench.prompts import read_prompts as read_builtin
-from specexport.build.fingerprint import tool_versions
+from specexport.compile.fingerprint import tool_versions
 from specexport.progress import Progress, StageClock
 from specexport.verify.checkpoint import find_adapter
 from specexport.verify.options import VerifyOptions

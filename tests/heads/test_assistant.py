@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specexport.build.check_head import CHECK_CAPACITY, CheckedRow, HeadReference, LentRows, check_head
-from specexport.build.pipeline import build_bundle
-from specexport.frontend.source import resolve_source
+from specexport.checkpoint.source import resolve_source
+from specexport.compile.check_head import CHECK_CAPACITY, CheckedRow, HeadReference, LentRows, check_head
+from specexport.compile.pipeline import build_bundle
 from specexport.heads.files import open_head
 from specexport.heads.load import load_head
 from specexport.heads.loaded import TargetTables

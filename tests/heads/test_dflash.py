@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from specexport.build.check_head import BLOCK_STEPS, CheckedRow, HeadReference, check_head
-from specexport.build.pipeline import build_bundle
-from specexport.frontend.layers import tapped
+from specexport.compile.check_head import BLOCK_STEPS, CheckedRow, HeadReference, check_head
+from specexport.compile.pipeline import build_bundle
 from specexport.heads import probe as probe_module
 from specexport.heads.dflash import block_states
 from specexport.heads.load import load_head
@@ -20,6 +19,7 @@ from specexport.heads.trace import trace_head
 from specexport.inspect import describe
 from specexport.passes.quantize_blocks import is_lookup
 from specexport.recipe import BuildRecipe
+from specexport.trace.layers import tapped
 from specexport.verify.logit_tree import HeadTree
 from specexport.verify.sampling import check_sampling
 from specexport_runtime import SamplingParams, SpecEngine

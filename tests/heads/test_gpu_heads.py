@@ -14,8 +14,8 @@ from torch import Tensor
 from specexport.backends.ort_cuda import OrtCuda
 from specexport.backends.present_gpu import present_architecture
 from specexport.backends.registry import find_backend
-from specexport.build.check_head import CHECK_LENS, HeadReference, block_reference, causal_reference
-from specexport.build.pipeline import build_bundle
+from specexport.compile.check_head import CHECK_LENS, HeadReference, block_reference, causal_reference
+from specexport.compile.pipeline import build_bundle
 from specexport.recipe import BuildRecipe
 from specexport_runtime import SpecEngine
 from specexport_runtime.errors import IncompatibleError, RecipeError, UnsupportedModelError
@@ -272,7 +272,7 @@ def test_heads_that_a_backend_has_no_form_of_are_refused_before_the_target_is_bu
     BLOCKS["block-z-lab"](tmp_path / "head", target)
     recipe = recipe_of(target, tmp_path, backend="ort-cuda")
     monkeypatch.setattr(OrtCuda, "head_kinds", ("eagle3", "medusa"))
-    monkeypatch.setattr("specexport.build.pipeline.build_model", lambda *_, **__: pytest.fail("a target is built"))
+    monkeypatch.setattr("specexport.compile.pipeline.build_model", lambda *_, **__: pytest.fail("a target is built"))
     with pytest.raises(
         UnsupportedModelError, match="is a head of kind dflash: backend ort-cuda runs no dflash heads"
     ) as caught:

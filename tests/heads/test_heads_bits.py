@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specexport.build.check_head import CHECK_CAPACITY, CheckedRow
-from specexport.build.head import _reference
-from specexport.build.pipeline import build_bundle
+from specexport.compile.check_head import CHECK_CAPACITY, CheckedRow
+from specexport.compile.head import _reference
+from specexport.compile.pipeline import build_bundle
 from specexport.recipe import BuildRecipe
 from specexport_runtime.executors.ort import OrtExecutor
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork

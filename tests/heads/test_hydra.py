@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from specexport.build import head as head_module
-from specexport.build.check_head import check_head, hydra_steps
-from specexport.build.model import ModelSource
-from specexport.build.pipeline import build_bundle
-from specexport.frontend.source import hash_checkpoint, resolve_source
+from specexport.checkpoint.source import hash_checkpoint, resolve_source
+from specexport.compile import head as head_module
+from specexport.compile.check_head import check_head, hydra_steps
+from specexport.compile.model import ModelSource
+from specexport.compile.pipeline import build_bundle
 from specexport.heads.hydra import heads_asked
 from specexport.heads.trace import causal_states
 from specexport.inspect import describe

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from specexport.build import pipeline as pipeline_module
-from specexport.build.check_head import CHECK_LENS, causal_reference, check_head
-from specexport.build.pipeline import build_bundle
-from specexport.frontend.source import resolve_source
+from specexport.checkpoint.source import resolve_source
+from specexport.compile import pipeline as pipeline_module
+from specexport.compile.check_head import CHECK_LENS, causal_reference, check_head
+from specexport.compile.pipeline import build_bundle
 from specexport.heads.files import open_head
 from specexport.heads.read import read_config
 from specexport.heads.trace import causal_step

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from specexport.build import head as head_module
-from specexport.build.pipeline import build_bundle
-from specexport.frontend.source import resolve_source
+from specexport.checkpoint.source import resolve_source
+from specexport.compile import head as head_module
+from specexport.compile.pipeline import build_bundle
 from specexport.heads.files import open_head
 from specexport.heads.read import read_config
 from specexport.heads.trace import trace_head
@@ -141,8 +141,8 @@ def test_quantized_heads_draft_and_the_distribution_stays_the_targets(quantize: 
 def test_the_hidden_state_before_the_norm_is_found_by_the_probe(
     target: Any, target_folder: Path, tmp_path: Path
 ) -> None:
-    from specexport.build.model import ModelSource
-    from specexport.frontend.source import hash_checkpoint
+    from specexport.checkpoint.source import hash_checkpoint
+    from specexport.compile.model import ModelSource
     from specexport.progress import StageClock
 
     def plan(name: str, stored: dict[str, torch.Tensor]) -> Any:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specexport.build.head import untaken_module
-from specexport.build.pipeline import build_bundle
-from specexport.frontend.source import Source, resolve_source
+from specexport.checkpoint.source import Source, resolve_source
+from specexport.compile.head import untaken_module
+from specexport.compile.pipeline import build_bundle
 from specexport.heads.files import name_in_module
 from specexport.heads.mtp_files import holds_module, open_mtp
 from specexport.heads.trace import causal_step

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from specexport.build.pipeline import build_bundle
+from specexport.compile.pipeline import build_bundle
 from specexport.inspect import describe
 from specexport.recipe import BuildRecipe
 from specexport_runtime import SamplingParams, SpecEngine

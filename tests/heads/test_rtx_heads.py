@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from specexport.backends.trt import TrtPlan, write_trt_engines
-from specexport.build.pipeline import build_bundle
+from specexport.compile.pipeline import build_bundle
 from specexport.inspect import contract_of, describe
 from specexport.recipe import make_recipe
 from specexport_runtime.abi import FEATURES, NEXT_FEATURES, TOKEN_FEATURES, WANT_FEATURES

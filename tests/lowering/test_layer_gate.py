@@ -111,7 +111,7 @@ def left_out(model: Any, mask: Seq[bool]) -> Iterator[None]:
 
 
 def eager(model: Any, mask: Seq[bool], sequences: list[list[int]]) -> list[np.ndarray]:
-    from specexport.frontend import reference_logits
+    from specexport.trace import reference_logits
 
     with left_out(model, mask):
         return list(reference_logits(make_checkpoint(model), sequences))
@@ -246,8 +246,8 @@ def llama() -> Any:
     """The trace of a model in which token 5 has a zero vector."""
     import torch
 
-    from specexport.frontend import trace_checkpoint
     from specexport.passes.pipeline import default_passes, run_passes
+    from specexport.trace import trace_checkpoint
 
     model = make_model(*ARCHITECTURES["llama"])
     with torch.no_grad():

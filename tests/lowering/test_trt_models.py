@@ -6,9 +6,9 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from specexport.frontend import reference_logits
 from specexport.lowering import trt_native
 from specexport.lowering.tensorrt import lower_tensorrt
+from specexport.trace import reference_logits
 from specexport_runtime.abi import ALIGNED_STEP_INPUTS
 from tests.support import chance
 from tests.support.engine_harness import make_checkpoint

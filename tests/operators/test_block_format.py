@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from specexport.frontend.gguf_blocks import FORMATS
+from specexport.checkpoint.gguf_blocks import FORMATS
 from specexport.passes.block_format import (
     FLOATS,
     format_of,
@@ -16,7 +16,7 @@ from specexport.passes.block_format import (
     unpack,
 )
 from specexport.passes.block_weight import Blocks, BlockWeight, Form, join
-from tests.frontend.test_gguf_blocks import make_weight
+from tests.checkpoint.test_gguf_blocks import make_weight
 from tests.support.linear_cases import CODES, random_weight
 
 NAMES = {"Q4_0": "int4", "Q4_1": "int4_offset", "Q5_0": "int5", "Q5_1": "int5_offset", "Q8_0": "int8"}

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from specexport.backends.ort import write_onnx
-from specexport.frontend.lora import find_adapter
-from specexport.frontend.lora_fit import low_ranks, read_adapter
+from specexport.checkpoint.lora import find_adapter
+from specexport.checkpoint.lora_fit import low_ranks, read_adapter
 from specexport.lowering.low_rank import expand_adapters
 from specexport.lowering.ort_cpu import lower_ort_cpu
 from specexport.passes.low_rank import MARK, LowRankMarkPass

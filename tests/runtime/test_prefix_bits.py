@@ -35,7 +35,7 @@ def converse(engine, drafter, temperature):
 
 @pytest.fixture(scope="module")
 def int8_bundle(demo_pair, tmp_path_factory):
-    from specexport.build.pipeline import build_bundle
+    from specexport.compile.pipeline import build_bundle
     from specexport.recipe import BuildRecipe
 
     folder = tmp_path_factory.mktemp("prefixes") / "int8"

@@ -25,7 +25,7 @@ LENGTH, CHUNK, BACK = 900, 50, 64
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from specexport.build.pipeline import build_bundle
+    from specexport.compile.pipeline import build_bundle
     from specexport.recipe import BuildRecipe
 
     folder = tmp_path_factory.mktemp("windows")

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from specexport.frontend import reference_logits
 from specexport.lowering import trt_native
 from specexport.lowering.tensorrt import lower_tensorrt
+from specexport.trace import reference_logits
 from specexport_runtime.abi import LayerGeometry
 from specexport_runtime.executors.trt import TrtExecutor
 from specexport_runtime.executors.trt_engine import EngineTensor

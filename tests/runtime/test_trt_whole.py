@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from specexport.backends.profiles import engine_kv_capacity, most_new_tokens, plan_profiles
-from specexport.frontend import reference_logits
 from specexport.lowering import trt_native
 from specexport.lowering.common import step_inputs
 from specexport.lowering.tensorrt import lower_tensorrt
+from specexport.trace import reference_logits
 from specexport_runtime.abi import LayerGeometry
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.executors.trt_engine import EngineTensor

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from specexport.build.cache import cache_folder as compiler_cache_folder
-from specexport.build.cache import open_cache
+from specexport.compile.cache import cache_folder as compiler_cache_folder
+from specexport.compile.cache import open_cache
 from specexport.doctor import _cache
 from specexport_runtime import machine as machine_facts
 from specexport_runtime.machine import machine_key

@@ -13,7 +13,7 @@ from tests.support.sessions import session_of
 
 def make_checkpoint(model: Any) -> Any:
     """A checkpoint around a model in memory."""
-    from specexport.frontend import Checkpoint
+    from specexport.checkpoint import Checkpoint
 
     return Checkpoint(
         source="tiny",
@@ -61,7 +61,7 @@ def compiled(model: Any, folder: Path, kept: Any = None, **values: Any) -> Any:
         values: of the recipe.
     """
     from specexport.backends.base import BuildJob
-    from specexport.build.model import compile_graph
+    from specexport.compile.model import compile_graph
     from specexport.progress import StageClock
     from specexport.recipe import BuildRecipe, resolve_recipe
     from tests.support.entries import make_entry

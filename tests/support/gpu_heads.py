@@ -18,8 +18,6 @@ from tokenizers import Tokenizer, models
 
 from specexport.backends.ort import write_onnx
 from specexport.backends.profiles import engine_kv_capacity, most_new_tokens, plan_profiles
-from specexport.frontend import trace_checkpoint
-from specexport.frontend.layers import FeatureRequest
 from specexport.heads.trace import trace_head
 from specexport.lowering import trt_native
 from specexport.lowering.common import step_inputs
@@ -28,6 +26,8 @@ from specexport.lowering.ort_cuda import attach_paged_attention
 from specexport.lowering.tensorrt import lower_tensorrt
 from specexport.passes.linear_flatten import LinearFlattenPass
 from specexport.passes.pipeline import default_passes, run_passes
+from specexport.trace import trace_checkpoint
+from specexport.trace.layers import FeatureRequest
 from specexport_runtime import SpecEngine
 from specexport_runtime.bundle.arrays import CutHead, MaskInput
 from specexport_runtime.bundle.entry import CutLmHead

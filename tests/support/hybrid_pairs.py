@@ -75,7 +75,7 @@ def build_pair(classes: str, config: dict[str, Any], folder: Path, quantize: str
 
 def build(output: Path, target: Path, draft: Path | None, quantize: str | None) -> Path:
     """The bundle of checkpoints. Random weights lose more by 8 bits than a build lets pass, so it is not checked."""
-    from specexport.build.pipeline import build_bundle
+    from specexport.compile.pipeline import build_bundle
     from specexport.recipe import BuildRecipe
 
     recipe = BuildRecipe(

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from specexport.frontend import load_checkpoint
-from specexport.frontend.source import resolve_source
+from specexport.checkpoint import load_checkpoint
+from specexport.checkpoint.source import resolve_source
 from specexport.heads.files import open_head
 from specexport.heads.load import load_head
 from specexport.heads.loaded import TargetTables

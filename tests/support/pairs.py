@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from specexport.build import check
+from specexport.compile import check
 from specexport.recipe import BuildRecipe
 from specexport_runtime.bundle.entry import ModelEntry
 

@@ -20,7 +20,7 @@ _TRACES: WeakKeyDictionary[Any, dict[bool, Any]] = WeakKeyDictionary()
 _EXPORTS: dict[str, Any] = {}
 _LARGEST = 5_000_000
 """Weights of a model whose export is kept, at most: it keeps the first model's weights in memory."""
-_EXPORTERS = ("frontend.trace", "heads.trace", "heads.medusa", "heads.assistant")
+_EXPORTERS = ("trace.export", "heads.trace", "heads.medusa", "heads.assistant")
 _NOT_EXPORTED = {"name_or_path", "_name_or_path", "generation_config", "_parameters", "_buffers", "_modules"}
 shares_exports = True
 """Whether the test that runs takes part; set by ``conftest.py``."""
@@ -56,7 +56,7 @@ def tiny_model(name: str) -> Any:
 
 def trace_of(model: Any, *, group_experts: bool = False) -> Any:
     """The trace of a model, with a graph of one's own; its weights are the model's."""
-    from specexport.frontend import trace_checkpoint
+    from specexport.trace import trace_checkpoint
 
     traces = _TRACES.setdefault(model, {})
     if group_experts not in traces:

@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from specexport.build.pipeline import build_bundle
-from specexport.frontend import load_checkpoint
+from specexport.checkpoint import load_checkpoint
+from specexport.compile.pipeline import build_bundle
 from specexport.recipe import BuildRecipe
 from specexport.train import pruned, run
 from specexport.train.lm_head import LmHead, compare, wide_divergence

@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specexport.build.pipeline import build_bundle
-from specexport.frontend import load_checkpoint
-from specexport.frontend.source import resolve_source
+from specexport.checkpoint import load_checkpoint
+from specexport.checkpoint.source import resolve_source
+from specexport.compile.pipeline import build_bundle
 from specexport.heads.files import open_head
 from specexport.heads.load import load_head
 from specexport.heads.loaded import TargetTables

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from specexport.build.bundle import find_up_to_date
 from specexport.cli import main
+from specexport.compile.bundle import find_up_to_date
 from specexport.verify.report import REPORT_NAME
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.bundle.files import check_files

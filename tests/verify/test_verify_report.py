@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from specexport.build.bundle import find_up_to_date
+from specexport.compile.bundle import find_up_to_date
 from specexport.inspect import describe as inspect_lines
 from specexport.verify.command import describe
 from specexport.verify.greedy import check_greedy

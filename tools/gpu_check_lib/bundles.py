@@ -91,7 +91,7 @@ def build(
     quantize: str | None = None,  # how the target's weights are quantized
 ) -> Path:
     """Build a bundle, unless it is there already; returns its folder."""
-    from specexport.build.pipeline import build_bundle
+    from specexport.compile.pipeline import build_bundle
     from specexport.recipe import BuildRecipe
 
     plan = PLANS[name]

@@ -45,7 +45,7 @@ def verify_bundle(context: Context, backend: str) -> None:
 
 def has_references() -> bool:
     """Whether eager references can be computed here."""
-    from specexport.build.model import require_export_stack
+    from specexport.compile.model import require_export_stack
     from specexport_runtime.errors import MissingDependencyError
 
     try:

@@ -42,7 +42,7 @@ def prompts_of(model: str) -> list[list[int]]:
 
 def generate(model: str, work: Path) -> list[Text]:
     """The texts of a model's target, by a bundle for ``ort-cpu`` that is built for it."""
-    from specexport.build.pipeline import build_bundle
+    from specexport.compile.pipeline import build_bundle
     from specexport.recipe import BuildRecipe
     from specexport_runtime.bundle.opened import load_bundle
     from specexport_runtime.executors.open import open_executor

@@ -1,0 +1,140 @@
+"""One reading of a GGUF file's header.
+
+The header holds the vocabulary and takes seconds to parse, and transformers parses it four times: for the configuration
+(twice), the tokenizer and the weights.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specexport.checkpoint.source import SMALLEST_SPLIT, Source
+from specexport_runtime.errors import CheckpointError
+
+
+def open_reader(source: Source) -> Any:
+    """A ``gguf.GGUFReader`` of a GGUF file, which is mapped and not read; None for other checkpoints.
+
+    The parts of a split file are one: the first one's settings, and the tensors of all. ``paths[name]`` says which file
+    a tensor lies in. Raises ``CheckpointError`` if a file is damaged, or the parts are not what they say of themselves.
+    """
+    if source.gguf_file is None:
+        return None
+    readers = [_open_file(path) for path in source.files]
+    for number, (path, reader) in enumerate(zip(source.files, readers, strict=True)):
+        _check_part(path, reader, number, len(readers))
+    first = readers[0]
+    first.paths = {}
+    for path, reader in zip(source.files, readers, strict=True):
+        for tensor in reader.tensors:
+            if first.paths.setdefault(tensor.name, path) is not path:
+                raise CheckpointError(f"{source.name}: {tensor.name} is in two of its parts.", _ALL_PARTS)
+    first.tensors = [tensor for reader in readers for tensor in reader.tensors]
+    counted = read(first, "split.tensors.count")
+    if len(readers) >= SMALLEST_SPLIT and counted is not None and counted != len(first.tensors):
+        raise CheckpointError(
+            f"{source.name} counts {counted} tensors in all parts, which hold {len(first.tensors)}.", _ALL_PARTS
+        )
+    return first
+
+
+_ALL_PARTS = "fetch all parts of one and the same file."
+_MISREAD = "gpt-oss.rope.scaling."  # transformers fails at these; ``gguf_config`` reads them
+_SETTINGS_LIKE = {"olmoe": "qwen2_moe"}
+"""Architectures that transformers has models of and no table of settings, and whose table is theirs too."""
+
+
+def _check_part(path: Path, reader: Any, number: int, found: int) -> None:
+    """See that a file is whole by its own count, or the part of a split one that its name says it is."""
+    said, place = read(reader, "split.count"), read(reader, "split.no")
+    count = 1 if said is None and found == 1 else said or 1
+    if count != found:
+        whole = "says of itself that it is whole" if count == 1 else f"says that it is one of {count} parts"
+        named = "is named as a whole file" if found == 1 else f"is named as one of {found} parts"
+        raise CheckpointError(
+            f"{path.name} {named}, and {whole} (split.count).",
+            "put all parts into one folder, under the names they were published with.",
+        )
+    if found >= SMALLEST_SPLIT and place != number:
+        raise CheckpointError(
+            f"{path.name} is named as part {number + 1}, and says that it is part {(place or 0) + 1} (split.no).",
+            "put all parts into one folder, under the names they were published with.",
+        )
+
+
+def _open_file(path: Path) -> Any:
+    import gguf
+
+    class PlainReader(gguf.GGUFReader):  # type: ignore[misc]  # gguf is not followed
+        """Reads through a plain array: views of a ``numpy.memmap`` cost twice as much."""
+
+        @property
+        def data(self) -> Any:
+            return self._plain
+
+        @data.setter
+        def data(self, mapped: Any) -> None:
+            self._plain = np.asarray(mapped)
+
+    try:
+        return PlainReader(path)
+    except Exception as error:  # whatever a parser of binary data stumbles over
+        raise CheckpointError(
+            f"{path.name} is no readable GGUF file ({type(error).__name__}: {str(error)[:200]}).",
+            "fetch or convert the checkpoint again.",
+        ) from error
+
+
+@contextmanager
+def shared(source: Source, reader: Any) -> Iterator[None]:
+    """Within the block, ``gguf`` gives ``reader`` for the source's file; nothing changes without a reader."""
+    if reader is None:
+        yield
+        return
+    import gguf
+
+    opens, path = gguf.GGUFReader, (source.folder / str(source.gguf_file)).resolve()
+    shown = copy(reader)
+    shown.fields = {key: value for key, value in reader.fields.items() if not key.startswith(_MISREAD)}
+
+    def same(wanted: Any, *args: Any, **named: Any) -> Any:
+        return shown if not args and not named and Path(wanted).resolve() == path else opens(wanted, *args, **named)
+
+    gguf.GGUFReader = same
+    try:
+        with _more_architectures():
+            yield
+    finally:
+        gguf.GGUFReader = opens
+
+
+@contextmanager
+def _more_architectures() -> Iterator[None]:
+    """Within the block, transformers reads the settings of files of the architectures in ``_SETTINGS_LIKE``."""
+    from transformers import modeling_gguf_pytorch_utils as gguf_utils
+
+    tables, known = gguf_utils.GGUF_TO_TRANSFORMERS_MAPPING["config"], gguf_utils.GGUF_SUPPORTED_ARCHITECTURES
+    added = {name: tables[like] for name, like in _SETTINGS_LIKE.items() if name not in tables}
+    tables.update(added)
+    known.extend(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del tables[name]
+            known.remove(name)
+
+
+def read(reader: Any, key: str) -> Any:
+    """The value of a key: a number, text, a bool, or a list of one kind of these; None if the file has no such key."""
+    field = reader.fields.get(key)
+    return None if field is None else field.contents()
+
+
+def architecture(reader: Any) -> str:
+    """GGUF's own name of the model's architecture, which begins the keys of its settings; empty if it is not said."""
+    return str(read(reader, "general.architecture") or "")

@@ -1,0 +1,206 @@
+"""The weights of a GGUF file as a model of transformers has them, some rows at a time.
+
+What transformers does to them (other names; rows of queries and keys in another order; norms less one) is asked of its
+own conversion.
+
+Of the experts of a layer a file holds a tensor of all gates, one of what these gate, and one behind both. transformers
+has one parameter of the first two: one below the other or row by row in turn, and turned in some models.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from specexport.checkpoint.gguf_reader import architecture
+from specexport.checkpoint.source import Source
+from specexport.checkpoint.stored import WatchedFile
+from specexport_runtime.errors import UnsupportedModelError
+
+_PARAMETER = re.compile(r"(?P<module>.+\.(?P<layer>\d+)\..*experts)\.(?P<part>gate_up|down)_proj(?P<bias>_bias)?")
+_TENSORS = {"gate_up": (("ffn_gate_exps", "ffn_up_exps"), ("ffn_gate_up_exps",)), "down": (("ffn_down_exps",),)}
+_OF_EXPERTS = re.compile(r"blk\.\d+\.(ffn_(gate|up|down|gate_up)_exps|ffn_(gate|up|down)\.\d+)\..+")
+
+Rows = npt.NDArray[np.int64]
+Stored = npt.NDArray[np.uint8]
+_FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
+
+
+class Stack(NamedTuple):
+    """What a parameter of all experts of a layer is made of."""
+
+    names: tuple[str, ...]  # of the file's tensors, [E, N, K] each, or [E, N] of biases
+    in_turn: bool  # their rows take turns
+    turned: bool  # the parameter is [E, K, N]
+
+    def row_order(self, num_experts: int, num_rows: int) -> npt.NDArray[np.int64]:
+        """Where each of the parameter's rows is, if the tensors of so many rows an expert lie below each other."""
+        rows = np.arange(len(self.names) * num_experts * num_rows).reshape(len(self.names), num_experts, num_rows)
+        order: npt.NDArray[np.int64] = rows.transpose((1, 2, 0) if self.in_turn else (1, 0, 2)).ravel()
+        return order
+
+
+def holds_experts(reader: Any) -> bool:
+    """Whether a GGUF file has experts; no reader, no file."""
+    return reader is not None and any(_OF_EXPERTS.fullmatch(tensor.name) for tensor in reader.tensors)
+
+
+def find_stacks(reader: Any, model: Any) -> dict[str, Stack]:
+    """The parameters of a model that a file's experts make, by name."""
+    there, found = {tensor.name for tensor in reader.tensors}, {}
+    for name in model.state_dict():
+        match = _PARAMETER.fullmatch(name)
+        if match is None:
+            continue
+        module = model.get_submodule(match["module"])
+        if not hasattr(module, "is_transposed"):
+            continue
+        kind = "bias" if match["bias"] else "weight"
+        for parts in _TENSORS[match["part"]]:
+            names = tuple(f"blk.{match['layer']}.{part}.{kind}" for part in parts)
+            in_turn = match["part"] == "gate_up" and not module.is_concatenated
+            if there.issuperset(names) and len(names) > in_turn:
+                found[name] = Stack(names, in_turn, module.is_transposed and not match["bias"])
+    return found
+
+
+def check_experts(source: Source, reader: Any, stacks: Mapping[str, Stack]) -> None:
+    """Refuse (``UnsupportedModelError``) a file with experts that are no parameters of its model."""
+    read = {name for stack in stacks.values() for name in stack.names}
+    for tensor in reader.tensors:
+        if _OF_EXPERTS.fullmatch(tensor.name) and tensor.name not in read:
+            raise UnsupportedModelError(
+                f"{source.name} holds experts that cannot be read ({tensor.name} of {architecture(reader)}).",
+                "give the Hugging Face checkpoint that the file was made from, or convert that with today's llama.cpp.",
+            )
+
+
+class Conversion:
+    """What transformers makes of a file's tensors for a model, whose weights may be on the ``meta`` device."""
+
+    def __init__(self, reader: Any, model: Any) -> None:
+        from transformers.modeling_gguf_pytorch_utils import (
+            TENSOR_PROCESSORS,
+            TensorProcessor,
+            get_gguf_hf_weights_map,
+            read_field,
+        )
+
+        config = model.config.get_text_config().to_dict()
+        architecture = read_field(reader, "general.architecture")[0]
+        self._processor: Any = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config)
+        with _one_name_map():
+            names: dict[str, str] = get_gguf_hf_weights_map(model, self._processor, model_type=architecture)
+        there = {tensor.name for tensor in reader.tensors}
+        # Names of the model's weights by those of the file. A parameter that is no layer's weight has no ending, and
+        # the file's tensor has one.
+        self.names = {name if name in there else f"{name}.weight": found for name, found in names.items()}
+        self.stacks: dict[str, Stack] = find_stacks(reader, model)  # by the name of the parameter
+        for stack in self.stacks.values():
+            for name in stack.names:
+                self.names.pop(name, None)
+
+    def row_order(self, tensor: Any) -> Rows | None:
+        """Which row of the file each row of the model's matrix is; None if it is no matrix, or more is done to it."""
+        shape = tensor_shape(tensor)
+        if len(shape) != 2:
+            return None
+        numbers = np.arange(shape[0], dtype=np.float64)[:, None]
+        order = self._processed(numbers, tensor.name)
+        if order is None or order.shape != numbers.shape or not np.array_equal(np.sort(order, axis=0), numbers):
+            return None
+        return order[:, 0].astype(np.int64)
+
+    def vector(self, tensor: Any) -> Tensor | None:
+        """A tensor of one dimension, or of one row, as the model has it; None if it goes by another name then."""
+        from gguf import dequantize
+
+        found = self._processed(dequantize(tensor.data, tensor.tensor_type).reshape(-1), tensor.name)
+        return None if found is None else torch.from_numpy(found.astype(np.float32))
+
+    def _processed(self, values: np.ndarray, name: str) -> np.ndarray | None:
+        named: dict[str, Any] = {"tensor_key_mapping": {}, "parsed_parameters": {"tensors": {}}}
+        try:
+            result = self._processor.process(weights=values, name=name, **named)
+        except (KeyError, ValueError, IndexError):  # it does more than to order rows
+            return None
+        kept = result.name == name and not named["parsed_parameters"]["tensors"]
+        return result.weights if kept and isinstance(result.weights, np.ndarray) else None
+
+
+@contextmanager
+def _one_name_map() -> Iterator[None]:
+    """Within the block, gguf makes its table of names once: transformers asks for it anew for each module."""
+    import gguf
+
+    makes = gguf.get_tensor_name_map
+    gguf.get_tensor_name_map = functools.cache(makes)
+    try:
+        yield
+    finally:
+        gguf.get_tensor_name_map = makes
+
+
+def tensor_shape(tensor: Any) -> tuple[int, ...]:
+    """Sizes of a file's tensor, outputs first."""
+    return tuple(int(size) for size in reversed(tensor.shape))
+
+
+class RowReader:
+    """A tensor of a GGUF file as ``num_rows`` rows of one size, as they are stored: a row may be a whole matrix."""
+
+    def __init__(self, file: WatchedFile, tensor: Any, num_rows: int) -> None:
+        self._file, self._offset = file, int(tensor.data_offset)
+        self._row_bytes = int(tensor.n_bytes) // num_rows
+
+    def __call__(self, rows: Rows) -> Stored:
+        """uint8 [n, bytes of a row] of some rows, read from the first of them to the last."""
+        if not len(rows):
+            return np.empty((0, self._row_bytes), np.uint8)
+        first, last = int(rows.min()), int(rows.max()) + 1
+        offset, size = self._offset + first * self._row_bytes, (last - first) * self._row_bytes
+        data = self._file.read(offset, size).reshape(last - first, self._row_bytes)
+        return data if len(rows) == last - first and bool((np.diff(rows) == 1).all()) else data[rows - first]
+
+
+def float_rows(file: WatchedFile, tensor: Any, order: Rows, dtype: torch.dtype) -> Callable[[int, int], Tensor]:
+    """Reads rows of a matrix as floats: row i is row ``order[i]`` of the file; see ``StoredWeight.rows``."""
+    from gguf import dequantize
+
+    read, kind = RowReader(file, tensor, tensor_shape(tensor)[0]), tensor.tensor_type
+
+    def rows(start: int, stop: int) -> Tensor:
+        data = read(order[start:stop])
+        plain = _FLOATS.get(kind.name)
+        values = dequantize(data, kind) if plain is None else data.view(plain)
+        return torch.from_numpy(np.ascontiguousarray(values, np.float32)).to(dtype)
+
+    return rows
+
+
+def stacked_rows(
+    files: Mapping[str, WatchedFile], tensors: Mapping[str, Any], stack: Stack, dtype: torch.dtype
+) -> Callable[[int, int], Tensor]:
+    """Reads experts of a parameter as floats, from files and tensors by name; see ``StoredWeight.rows``."""
+    shapes = [tensor_shape(tensors[name]) for name in stack.names]
+    reads = [float_rows(files[name], tensors[name], np.arange(shapes[0][0]), dtype) for name in stack.names]
+
+    def rows(start: int, stop: int) -> Tensor:
+        parts = [read(start, stop).view(-1, *shape[1:]) for read, shape in zip(reads, shapes, strict=True)]
+        whole = torch.stack(parts, 2).flatten(1, 2) if stack.in_turn else torch.cat(parts, 1)
+        return whole.transpose(1, 2).contiguous() if stack.turned else whole
+
+    return rows
+
+
+def stacked_shape(tensors: Mapping[str, Any], stack: Stack) -> tuple[int, ...]:
+    """Sizes of a parameter."""
+    experts, rows, *depth = tensor_shape(tensors[stack.names[0]])
+    rows *= len(stack.names)
+    return (experts, *depth, rows) if stack.turned else (experts, rows, *depth)

@@ -1,0 +1,119 @@
+"""Writing a bundle, and telling what stands in its place already."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from specexport.atomic import place_behind_links, remove_leftovers
+from specexport.compile.built import TOKENIZER_NAME, BuiltModel, entry_in_bundle
+from specexport.compile.vocabulary import draftable_size, read_vocabulary, sha256_of
+from specexport.recipe import BuildRecipe
+from specexport_runtime.bundle.files import check_files, hash_files
+from specexport_runtime.bundle.manifest import MANIFEST_NAME, Manifest, VocabularyInfo, load_manifest
+from specexport_runtime.errors import BundleError, IncompatibleError, OutputExistsError
+
+CHAT_TEMPLATE_NAME = "chat_template.jinja"
+
+
+def check_output(output: Path, *, force: bool) -> bool:
+    """Check the output folder before any work; True if a bundle stands there, which may be up to date.
+
+    Raises OutputExistsError if something else stands there.
+    """
+    place_behind_links(output)
+    if output.parent.is_dir():
+        remove_leftovers(output)
+    if not output.exists():
+        return False
+    if not output.is_dir():
+        raise OutputExistsError(f"{output} exists and is not a folder.", "choose another folder with -o.")
+    if not any(output.iterdir()):
+        return False
+    if (output / MANIFEST_NAME).is_file():
+        return True
+    if force:
+        # --force replaces bundles; it must never be the way to lose a home folder.
+        raise OutputExistsError(
+            f"{output} is not empty and is not a bundle, so --force does not replace it.",
+            "choose another folder with -o, or empty this one yourself.",
+        )
+    raise OutputExistsError(f"{output} exists and is not empty.", "choose another folder with -o.")
+
+
+def find_up_to_date(output: Path, build_key: str) -> Manifest | None:
+    """The manifest of the bundle in ``output`` if it is whole and was built from exactly the same input."""
+    try:
+        manifest = load_manifest(output)
+        if manifest.build_key != build_key:
+            return None
+        check_files(output, manifest.files)
+    except (BundleError, IncompatibleError):
+        return None
+    return manifest
+
+
+def refuse_to_replace(output: Path, recipe: BuildRecipe) -> OutputExistsError:
+    """The error for a bundle that stands in the way and is not up to date; says what differs."""
+    fix = "pass --force to replace it, or choose another folder with -o."
+    try:
+        manifest = load_manifest(output)
+        check_files(output, manifest.files)
+    except (BundleError, IncompatibleError) as error:
+        return OutputExistsError(f"{output} holds a bundle that cannot be used ({error.message})", fix)
+    asked = recipe.settings()
+    differences = [
+        f"{key} is {manifest.recipe.get(key)}, asked for {value}"
+        for key, value in asked.items()
+        if value != "auto" and manifest.recipe.get(key) != value
+    ]
+    reason = "; ".join(differences) or "its checkpoints, the compiler or the tools have changed"
+    return OutputExistsError(f"{output} holds another bundle ({reason}).", fix)
+
+
+def write_bundle(
+    folder: Path,
+    *,
+    recipe: BuildRecipe,  # resolved
+    build_key: str,  # hash of all that decides the result
+    tools: Mapping[str, str],
+    models: Mapping[str, BuiltModel],  # by role; ``"target"`` gives the tokenizer
+) -> Manifest:
+    """Write everything but the engines, which are in ``folder/<role>`` already.
+
+    Raises OSError on a full disk.
+    """
+    target = models["target"]
+    (folder / TOKENIZER_NAME).write_bytes(target.tokenizer_json)
+    if target.chat_template is not None:
+        (folder / CHAT_TEMPLATE_NAME).write_text(target.chat_template, encoding="utf-8")
+    files = {f"{role}/{name}": entry for role, built in models.items() for name, entry in built.files.items()}
+    files |= hash_files(folder, [path.name for path in folder.iterdir() if path.is_file()])
+    if not isinstance(recipe.max_model_len, int):
+        raise TypeError("write_bundle needs a resolved recipe")
+    manifest = Manifest(
+        name=recipe.bundle_name,
+        build_key=build_key,
+        recipe=recipe.settings(),
+        tools=dict(tools),
+        vocabulary=_vocabulary_info(models),
+        max_model_len=recipe.max_model_len,
+        lookahead=recipe.lookahead,
+        models={role: entry_in_bundle(built, role) for role, built in models.items()},
+        files=files,
+        max_num_seqs=recipe.max_num_seqs,
+        max_num_tokens=recipe.max_num_tokens,
+    )
+    manifest.write(folder)
+    return manifest
+
+
+def _vocabulary_info(models: Mapping[str, BuiltModel]) -> VocabularyInfo:
+    target = models["target"]
+    vocabularies = [read_vocabulary(built.tokenizer_json, where=built.entry.source.name) for built in models.values()]
+    return VocabularyInfo(
+        size=draftable_size(vocabularies, [built.entry.vocab_size for built in models.values()]),
+        tokenizer_sha256=sha256_of(target.tokenizer_json),
+        bos_token_id=target.bos_token_id,
+        # A checkpoint may name ids that its model has no row for; nothing can end with one.
+        eos_token_ids=tuple(token for token in target.eos_token_ids if 0 <= token < target.entry.vocab_size),
+        special_tokens=dict(target.special_tokens),
+    )

@@ -1,0 +1,303 @@
+"""The build's own proof: a new engine's logits against eager transformers, in steps of every kind.
+
+A prefill and a ragged verify step; then, with another cache, one token at a time. The padded-KV graph is held to the
+same numbers, with padding entries in one of its two cache rows, and so is the graph for steps of one token a row.
+
+A float engine is compared logit by logit. One with quantized weights or caches is another function; what it computes is
+compared with the float model on a text, see :mod:`specexport.compile.closeness`.
+
+``specexport verify`` proves much more; this one is quick enough to run in every build and catches a wrong trace,
+pass or lowering before a bundle exists.
+"""
+
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from specexport.backends.registry import find_backend
+from specexport.compile.built import EngineCheck
+from specexport.compile.check_parts import PartedExecutor, is_large
+from specexport.compile.closeness import Closeness, measure_closeness
+from specexport.recipe import BuildRecipe
+from specexport.rounding import logit_tolerance
+from specexport_runtime.bundle.entry import ModelEntry
+from specexport_runtime.errors import CheckFailedError, SpecexportError
+from specexport_runtime.executors.base import EngineRequest, Executor, Float32Array, Int64Array, adapted_executor
+from specexport_runtime.machine import available_cores
+
+if TYPE_CHECKING:
+    from specexport_runtime.packing.batch import ModelRunner
+
+PREFILL_LENS = (6, 3)
+VERIFY_LENS = (3, 5)
+"""Tokens of the two sequences in each step: unequal in both, so that rows, padding and positions are told apart."""
+
+TEXTS = (
+    """def read_settings(path):
+    \"\"\"Read a file of lines like `name = value` into a dictionary.\"\"\"
+    settings = {}
+    with open(path) as file:
+        for line in file:
+            name, _, value = line.partition("=")
+            settings[name.strip()] = value.strip()
+    return settings
+""",
+    "The old lighthouse stood at the end of the pier. Every evening the keeper climbed its stairs to light the lamp, "
+    "and the ships that came home from the north could see it from far away. When the storm came in the night, he did "
+    "not sleep at all.",
+)
+TEXT_LENS = (64, 48)
+"""Tokens of the texts that quantized engines read: what they lose shows only where the float model knows something."""
+
+
+class _Run(NamedTuple):
+    """What a graph gave in steps of one kind."""
+
+    name: str  # of graph and steps, for messages
+    logits: Float32Array  # [n, V]
+    places: list[tuple[int, int]]  # row and position of each
+    adapter: int = 0  # the one that both rows had; 0 for none
+
+
+def check_sequences(vocab_size: int) -> list[Int64Array]:
+    """The two token sequences that float engines are checked with: fixed, spread over the whole vocabulary."""
+    lengths = [prefill + verify for prefill, verify in zip(PREFILL_LENS, VERIFY_LENS, strict=True)]
+    return _any_tokens(vocab_size, lengths)
+
+
+def text_sequences(tokenizer_json: bytes, vocab_size: int, max_positions: int | None = None) -> list[Int64Array]:
+    """The two token sequences that engines with quantized weights or caches are checked with: code and prose.
+
+    Where the texts are too short in this vocabulary, or outside of it, random tokens take their place. A model reads
+    ``max_positions`` tokens at most; None is no limit.
+    """
+    from tokenizers import Tokenizer
+
+    lengths = [min(length, max_positions or length) for length in TEXT_LENS]
+    tokenizer = Tokenizer.from_buffer(tokenizer_json)
+    found = [tokenizer.encode(text).ids[:length] for text, length in zip(TEXTS, lengths, strict=True)]
+    if [len(ids) for ids in found] != lengths or max(map(max, found)) >= vocab_size:
+        return _any_tokens(vocab_size, lengths)
+    return [np.array(ids, np.int64) for ids in found]
+
+
+def text_perplexity(tokenizer_json: bytes, sequences: Seq[Int64Array], references: Seq[Float32Array]) -> float | None:
+    """Perplexity of eager logits [len, V] on the built-in texts; None if the sequences are other tokens.
+
+    Engine and eager model read the weights in the same way, so their logits agree even where that way is wrong: this
+    number shows it.
+    """
+    from tokenizers import Tokenizer
+
+    tokenizer, losses = Tokenizer.from_buffer(tokenizer_json), []
+    for text, ids, logits in zip(TEXTS, sequences, references, strict=True):
+        if tokenizer.encode(text).ids[: len(ids)] != ids.tolist():
+            return None
+        rows = logits[:-1].astype(np.float64)
+        most = rows.max(axis=1)
+        losses.append(most + np.log(np.exp(rows - most[:, None]).sum(axis=1)) - rows[np.arange(len(rows)), ids[1:]])
+    return float(np.exp(min(np.concatenate(losses).mean(), _MOST_NATS)))
+
+
+_MOST_NATS = 500.0  # no model is that sure, and all that is said of more is that it is chance
+
+
+def _any_tokens(vocab_size: int, lengths: Seq[int]) -> list[Int64Array]:
+    generator = np.random.default_rng(20)
+    return [generator.integers(0, vocab_size, length, dtype=np.int64) for length in lengths]
+
+
+def check_obstacle(recipe: BuildRecipe) -> str | None:
+    """Why engines of a resolved recipe cannot be compared with eager transformers here; None if they can."""
+    if not recipe.check:
+        return "not checked: asked not to"
+    return find_backend(recipe.backend).check_obstacle(recipe)
+
+
+def check_engine(
+    folder: Path,
+    entry: ModelEntry,
+    sequences: Seq[Int64Array],  # from :func:`check_sequences`, or from :func:`text_sequences` for an approximation
+    references: Seq[Float32Array],  # eager logits [len, V] of each sequence
+    adapted: Seq[Seq[Float32Array]] = (),  # the same with each adapter that requests may choose
+) -> EngineCheck:
+    """Run the engine on ``sequences`` and compare what it computes; gives the worst of its graphs and steps.
+
+    Raises CheckFailedError, which names the graph, if it is beyond the tolerance.
+    """
+    checks = []
+    each = (references, *adapted)
+    for unpad_kv in (True,) if entry.engine.padded is None else (True, False):
+        for name, found, places, adapter in _run(folder, entry, sequences, unpad_kv=unpad_kv, adapters=len(adapted)):
+            reference = np.stack([each[adapter][row][position] for row, position in places])
+            closeness = None
+            if entry.approximation is None:
+                _compare(entry, found, reference, places, name)
+            else:
+                closeness = _compare_on_text(entry, found, reference, places, name)
+            checks.append((float(np.abs(found - reference).max()), closeness))
+    return _worst(checks)
+
+
+def _worst(checks: Seq[tuple[float, Closeness | None]]) -> EngineCheck:
+    """The largest error and the least closeness of several runs."""
+    parts = [closeness for _, closeness in checks if closeness is not None]
+    shares = [part.agreement for part in parts if part.agreement is not None]
+    return EngineCheck(
+        max(error for error, _ in checks),
+        min(shares, default=None),
+        max((part.divergence for part in parts), default=None),
+        max((part.lost for part in parts), default=None),
+    )
+
+
+def _compare_on_text(
+    entry: ModelEntry, found: Float32Array, reference: Float32Array, places: Seq[tuple[int, int]], kind: str
+) -> Closeness:
+    # Models park attention on a text's first token (Xiao et al. 2023): one channel of it is thousands of times as large
+    # as the others, and is taken back in the last layers. Eight bits lose what is left, and only that token's logits.
+    # They would outweigh all the others here: 8.3 nats beside 0.02 (Qwen2.5-Coder-1.5B).
+    judged = [at for at, (_, position) in enumerate(places) if position > 0]
+    closeness = measure_closeness(found[judged], reference[judged])
+    if not np.isfinite(found).all():
+        closeness = closeness._replace(agreement=None, divergence=float("nan"), lost=float("nan"))
+    obstacle = closeness.obstacle(str(entry.approximation))
+    if obstacle is not None:
+        raise CheckFailedError(
+            f"the {entry.source.architecture} {entry.approximation} {kind} is too far from eager transformers: "
+            f"{obstacle}.",
+            "report this model; `--dump-passes DIR` shows each stage. The bundle was not written.",
+        )
+    return closeness
+
+
+def _compare(
+    entry: ModelEntry,
+    found: Float32Array,
+    reference: Float32Array,
+    places: Seq[tuple[int, int]],
+    kind: str,
+) -> None:
+    # In 16 bits the reference is rounded as often as the engine is: both may be off.
+    sides = 1 if entry.dtype == "float32" else 2
+    limit = (
+        sides
+        * logit_tolerance(entry.dtype, len(entry.attention.layers)).largest
+        * max(1.0, float(np.abs(reference).max()))
+    )
+    # A position that is not a number must fail: compare with "not <=".
+    errors = np.abs(found - reference).max(axis=-1)
+    bad = np.flatnonzero(~(errors <= limit))
+    if bad.size:
+        row, position = places[int(bad[0])]
+        raise CheckFailedError(
+            f"the {entry.source.architecture} {kind} differs from eager transformers by {errors[bad[0]]:.3g} (at most "
+            f"{limit:.3g} is allowed) at position {position} of check sequence {row}.",
+            "report this model; `--dump-passes DIR` shows each stage. The bundle was not written.",
+        )
+
+
+def _wide_steps(lengths: Seq[int]) -> list[tuple[int, ...]]:
+    """New tokens of each row in each step: a prefill, and a verify step."""
+    return [tuple(np.subtract(lengths, VERIFY_LENS).tolist()), VERIFY_LENS]
+
+
+def _narrow_steps(lengths: Seq[int]) -> list[tuple[int, ...]]:
+    """A short prefill, then one token of each row for as long as both have some."""
+    left = np.subtract(lengths, PREFILL_LENS)
+    rest = tuple((left - left.min()).tolist())
+    return [PREFILL_LENS, *[(1,) * len(lengths)] * int(left.min()), *([rest] if any(rest) else [])]
+
+
+def _given(entry: ModelEntry, count: int) -> int:
+    """Tokens of ``count`` new ones that get logits: an engine with profiles computes no more than verifying needs."""
+    if entry.engine.limits is None:
+        return count
+    return min(count, max(profile.num_logit_rows for profile in entry.engine.limits.profiles) // len(VERIFY_LENS))
+
+
+def _run(
+    folder: Path, entry: ModelEntry, sequences: Seq[Int64Array], *, unpad_kv: bool = True, adapters: int = 0
+) -> list[_Run]:
+    """What one graph computes of the sequences, in wide steps and then one token at a time; then with each adapter."""
+    from specexport_runtime.packing.batch import ModelRunner
+
+    name = "engine" if unpad_kv else "engine's padded-KV graph"
+    narrow = f"{name}, one token at a time,"
+    executor = _make_executor(folder, entry, sequences, unpad_kv=unpad_kv)
+
+    def read_all() -> list[_Run]:
+        lengths = [len(sequence) for sequence in sequences]
+        runner, runs = ModelRunner(executor, unpad_kv=unpad_kv), []
+        for adapter in range(adapters + 1):
+            of = ""
+            if adapters:
+                adapted_executor(executor).default_adapter = adapter
+                of = f" with adapter {entry.adapters[adapter - 1].name}" if adapter else ""
+            for steps, kind in ((_wide_steps(lengths), name), (_narrow_steps(lengths), narrow)):
+                runs.append(_read(runner, entry, sequences, steps, kind + of)._replace(adapter=adapter))
+                runner.reset()
+        return runs
+
+    try:
+        if isinstance(executor, PartedExecutor):
+            read_all()  # writes the steps down
+            executor.compute()
+        return read_all()
+    finally:
+        executor.close()
+
+
+def _read(
+    runner: "ModelRunner", entry: ModelEntry, sequences: Seq[Int64Array], steps: Seq[Seq[int]], name: str
+) -> _Run:
+    from specexport_runtime.packing.batch import RowWork
+
+    logits: list[Float32Array] = []
+    places: list[tuple[int, int]] = []
+    for counts in steps:
+        work = []
+        for row, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
+            start, wanted = runner.kv.kv_len(row), _given(entry, count)
+            work.append(RowWork(sequence[start : start + count].tolist(), wanted))
+            places += [(row, position) for position in range(start + count - wanted, start + count)]
+        logits.append(np.array(runner.step(0, work)))
+        for row, count in enumerate(counts):
+            runner.kv.commit(row, runner.kv.kv_len(row) + count)
+    return _Run(name, np.concatenate(logits), places)
+
+
+def _make_executor(folder: Path, entry: ModelEntry, sequences: Seq[Int64Array], *, unpad_kv: bool) -> Executor:
+    num_rows, kv_capacity = len(sequences), max(len(sequence) for sequence in sequences) + max(VERIFY_LENS)
+    if is_large(folder, entry):
+        graph = entry.engine if unpad_kv or entry.engine.padded is None else entry.engine.padded
+        return PartedExecutor(
+            folder / graph.path, entry, num_rows=num_rows, kv_capacity=kv_capacity, num_threads=available_cores()
+        )
+    return open_new_engine(folder, entry, num_rows=num_rows, kv_capacity=kv_capacity, unpad_kv=unpad_kv)
+
+
+def open_new_engine(
+    folder: Path, entry: ModelEntry, *, num_rows: int, kv_capacity: int, unpad_kv: bool = True
+) -> Executor:
+    """Open a just built engine for a few steps; raises SpecexportError if the runtime has no such backend."""
+    from specexport_runtime.executors.open import backend_of
+
+    backend = backend_of(entry.backend)
+    if backend is None:
+        raise SpecexportError(f"the runtime has no backend {entry.backend!r} to run a new engine with.")
+    return backend.open(
+        EngineRequest(
+            folder=folder,
+            entry=entry,
+            role="new engine",
+            num_rows=num_rows,
+            kv_capacity=kv_capacity,
+            lookahead=1,
+            spin=False,
+            unpad_kv=unpad_kv,
+            cuda_graphs=False,
+        )
+    )

@@ -1,0 +1,160 @@
+"""Tracing with its safety net: the packed model, run eagerly, against the model's own attention."""
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from specexport.checkpoint.loaded import Checkpoint
+from specexport.checkpoint.streaming import stand_ins, streamed
+from specexport.trace.attention import implementation
+from specexport.trace.experts import traceable_experts
+from specexport.trace.export import PackedModel, TracedModel, trace_model
+from specexport.trace.geometry import ModelCalls, probe_layers
+from specexport.trace.layers import FeatureRequest
+from specexport.trace.refuse import check_config, refuse
+from specexport_runtime.abi import STATE_STEPS, STEP_INPUTS, state_shapes
+from specexport_runtime.errors import SpecexportError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Seq
+
+_SEQUENCES = (11, 7)
+_FIRST_STEP = (6, 4)  # new tokens a row; the second, ragged step takes the rest: 5 and 3
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 8e-2}
+"""Relative to the largest logit. Float32 rounding stays below 1e-5; 16-bit products of packed tokens round more."""
+
+
+def trace_checkpoint(
+    checkpoint: Checkpoint, features: FeatureRequest | None = None, *, group_experts: bool = False
+) -> TracedModel:
+    """Trace a checkpoint to ONNX IR with one ``specexport::UnpaddedAttention`` a layer.
+
+    Before tracing, the packed model is run on a few tokens against the model's own attention, so that a model that
+    behaves unlike its configuration says is refused too. ``UnsupportedModelError`` names the model's type and the
+    reason. ``features`` is what the target gives to a draft head; for ``group_experts`` see ``Backend.groups_experts``.
+    """
+    model: Any = checkpoint.model
+    check_config(model)
+    with traceable_experts(model, grouped=group_experts):
+        with stand_ins(model, checkpoint.stored):
+            calls = probe_layers(model)
+            check_packed(model, calls)
+        return trace_model(model, calls, checkpoint.stored, features)
+
+
+def eager_logits(model: Any, sequences: "Seq[Seq[int]]", *, together: bool = False) -> list[npt.NDArray[np.float32]]:
+    """Logits float32 [len, V] of each sequence from the model's eager attention, without a cache.
+
+    ``together`` runs the model once, because weights in files are read in each run: shorter sequences are filled up
+    behind, where no token sees it.
+    """
+    with torch.no_grad(), implementation(model, "eager"):
+        if together:
+            longest = max(map(len, sequences))
+            filled = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in sequences])
+            logits = model(input_ids=filled, use_cache=False).logits
+            results = [row[: len(ids)] for row, ids in zip(logits, sequences, strict=True)]
+        else:
+            results = [model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0] for ids in sequences]
+    return [result.float().numpy() for result in results]
+
+
+def reference_logits(checkpoint: Checkpoint, sequences: list[list[int]]) -> list[npt.NDArray[np.float32]]:
+    """Logits float32 [len, V] of each sequence by eager transformers: the model's own attention and masks, no cache.
+
+    Nothing of the export is used. Raises ``UnsupportedModelError`` if the model's own forward pass fails.
+    """
+    with streamed(checkpoint.model, checkpoint.stored):
+        try:
+            return eager_logits(checkpoint.model, sequences, together=bool(checkpoint.stored))
+        except SpecexportError:
+            raise
+        except Exception as error:  # whatever a model's own code may raise
+            reason = f"its own forward pass fails ({type(error).__name__}: {str(error).splitlines()[0][:200]})"
+            raise refuse(checkpoint.model, reason) from error
+
+
+def check_packed(model: Any, calls: ModelCalls) -> None:
+    """Run two ragged packed steps through the custom op and compare every logit with the eager model.
+
+    Raises ``UnsupportedModelError`` if they differ: something of the model goes neither through the attention interface
+    nor through a recurrence that is known.
+    """
+    vocab = model.config.get_text_config().vocab_size
+    sequences = [[(37 * row + 11 * i + 5) % vocab for i in range(length)] for row, length in enumerate(_SEQUENCES)]
+    expected = eager_logits(model, sequences)
+    kept: list[Tensor] = []
+    for call in calls.attention:
+        heads, k_dim, v_dim = call.geometry
+        kept += [torch.zeros(2, 1, heads, max(_SEQUENCES), dim, dtype=model.dtype) for dim in (k_dim, v_dim)]
+    kept += empty_states(calls, 2)
+    starts = (0, 0)
+    for ends in (_FIRST_STEP, _SEQUENCES):
+        spans = list(zip(starts, ends, strict=True))
+        tokens = [token for ids, (start, end) in zip(sequences, spans, strict=True) for token in ids[start:end]]
+        logits, kept = packed_step(
+            model,
+            calls,
+            tokens=tokens,
+            positions=[position for start, end in spans for position in range(start, end)],
+            kv_lens=starts,
+            counts=[end - start for start, end in spans],
+            kept=kept,
+            logit_rows=range(len(tokens)),
+        )
+        wanted = np.concatenate([expected[row][starts[row] : ends[row]] for row in range(2)])
+        error, scale = float(np.abs(logits - wanted).max()), max(1.0, float(np.abs(wanted).max()))
+        if not error <= TOLERANCE[model.dtype] * scale:
+            reason = (
+                f"packed tokens change its logits by {error:.2g} (of {scale:.2g}): something of it mixes tokens beside "
+                "attention and the recurrences that are known, or numbers them itself"
+            )
+            raise refuse(model, reason + _by_states(calls))
+        starts = ends
+
+
+def _by_states(calls: ModelCalls) -> str:
+    """What to think of where a model keeps states: that not all of them are seen."""
+    if not calls.recurrences:
+        return ""
+    from transformers import __version__
+
+    kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(call.kind for call in calls.recurrences).items())
+    return f"; of what keeps a state, {kinds} were seen, and transformers is {__version__}"
+
+
+def empty_states(calls: ModelCalls, rows: int) -> list[Tensor]:
+    """States and pending entries of recurrences before the first token, for :func:`packed_step`."""
+    shapes = state_shapes([call.geometry for call in calls.recurrences], rows, 1)
+    return [torch.zeros(shape) for shape in shapes.values()]
+
+
+def packed_step(
+    model: Any,
+    calls: ModelCalls,
+    *,
+    tokens: "Seq[int] | npt.NDArray[np.int64]",  # of all rows, one row behind the other [T]
+    positions: "Seq[int] | npt.NDArray[np.int64]",  # of each token [T]
+    kv_lens: "Seq[int]",  # cache entries of each row before the step
+    counts: "Seq[int]",  # new tokens of each row
+    kept: list[Tensor],  # keys and values of each layer, [B, 1, H, L, D] each, then states and pending entries
+    logit_rows: "Seq[int]",  # tokens whose logits are wanted [R]
+) -> tuple[npt.NDArray[np.float32], list[Tensor]]:
+    """One step of the packed model, run eagerly: logits float32 [R, V], and what is kept after the step."""
+    zeros = torch.zeros(1, dtype=torch.int64)  # the torch op reads neither totals nor pad indices
+    step = {
+        "input_ids": torch.as_tensor(tokens),
+        "positions": torch.as_tensor(positions),
+        "logit_rows": torch.as_tensor(logit_rows),
+        "kv_lens": torch.tensor(kv_lens, dtype=torch.int32)[:, None],
+        "cu_new_tokens": torch.tensor([0, *np.cumsum(counts).tolist()], dtype=torch.int32),
+    }
+    step[STATE_STEPS.name] = torch.tensor([[0, 0, count, 0] for count in counts])
+    names = [*(spec.name for spec in STEP_INPUTS), *([STATE_STEPS.name] if calls.recurrences else [])]
+    with torch.no_grad():
+        logits, *kept = PackedModel(model, calls).eval()(*(step.get(name, zeros) for name in names), *kept)
+    return logits.float().numpy(), kept

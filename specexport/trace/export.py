@@ -1,0 +1,275 @@
+"""From a transformers model to a packed ONNX graph with one ``UnpaddedAttention`` a layer.
+
+torch.export with explicit dimensions, then the dynamo exporter at opset 23 (where RMSNormalization and RotaryEmbedding
+can be fused again by a pass; the fusions do not know 24). Inputs and outputs carry the contract's names.
+"""
+
+import logging
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import onnx_ir as ir
+import onnx_ir.passes.common as common_passes
+import torch
+from torch import Tensor
+
+from specexport.checkpoint.stored import WEIGHT_PREFIX, Stored, stored_tensor
+from specexport.checkpoint.streaming import blanks
+from specexport.ops.onnx_op import build_translation, register_schema
+from specexport.ops.spec import DIM_NAMES, EXPERTS, RECURRENCES, UNPADDED_ATTENTION
+from specexport.trace.attention import AttentionContext, LayerCall, ScoreTerms, attention_hook, unpadded_attention
+from specexport.trace.geometry import ModelCalls
+from specexport.trace.layers import FeatureRequest, tapped
+from specexport.trace.quirks import PackedTokens, quirks
+from specexport.trace.recurrence import RecurrenceCall, RecurrenceContext, recur, recurrence_hook
+from specexport.trace.refuse import refuse
+from specexport_runtime.abi import (
+    CACHE_INPUTS,
+    FEATURES,
+    K_CACHE,
+    K_CACHE_OUT,
+    LOGITS,
+    PENDING,
+    STATE_INPUTS,
+    STATE_OUTPUTS,
+    STATE_STEPS,
+    STEP_INPUTS,
+    V_CACHE_OUT,
+    LayerGeometry,
+    StateGeometry,
+    TensorSpec,
+    state_shapes,
+)
+from specexport_runtime.errors import SpecexportError
+
+OPSET = 23
+_OPS = (UNPADDED_ATTENTION, *RECURRENCES, EXPERTS)
+# Sizes of the example inputs: all different, so that no two dimensions are taken for one.
+_EXAMPLE = {"T": 7, "B": 2, "B+1": 3, "Q": 5, "R": 4, "L": 16, "S": 6}
+
+
+class TracedModel(NamedTuple):
+    """A traced model."""
+
+    ir_model: ir.Model  # with ``specexport::UnpaddedAttention`` nodes and the contract's inputs and outputs
+    layers: tuple[LayerGeometry, ...]  # cache sizes of each attention layer
+    states: tuple[StateGeometry, ...] = ()  # sizes of what each recurrence keeps
+    # Entries that a token of each attention layer sees, -1 for all; empty where all see all
+    windows: tuple[int, ...] = ()
+
+
+class PackedModel(torch.nn.Module):  # type: ignore[misc]  # torch is not followed
+    """The model as the contract sees it: packed tokens and caches in, selected logits and caches out."""
+
+    def __init__(self, model: Any, calls: ModelCalls, features: FeatureRequest | None = None) -> None:
+        super().__init__()
+        self.model = model
+        self.calls = calls
+        self.num_caches = 2 * len(calls.attention)
+        self.has_states = bool(calls.recurrences)
+        self.taps = () if features is None else features.taps
+        self.projection = None if features is None else features.projection
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """One step: from the step inputs and what is kept to logits [R, V], features if asked for, and what is kept.
+
+        What is kept is k and v cache of each layer, then state and pending entries of each recurrence.
+        """
+        input_ids, positions, wanted, *step = inputs[: len(STEP_INPUTS)]
+        kept = list(inputs[len(STEP_INPUTS) + self.has_states :])
+        caches, states = kept[: self.num_caches], kept[self.num_caches :]
+
+        def answer(call: LayerCall, q: Tensor, k: Tensor, v: Tensor, terms: ScoreTerms) -> Tensor:
+            call = replace(call, window=self.calls.attention[call.index].window)  # as the probe found its mask
+            pair = slice(2 * call.index, 2 * call.index + 2)
+            old_k, old_v = caches[pair]
+            output, *caches[pair] = unpadded_attention(call, q, k, v, (old_k, old_v), tuple(step), terms)
+            return output
+
+        def recurs(call: RecurrenceCall, given: tuple[Tensor | None, ...]) -> Tensor:
+            pair = slice(2 * call.index, 2 * call.index + 2)
+            state, pending = states[pair]
+            _, cu_new_tokens, row_starts, _, _, pad_index, unpad_index = step
+            rows = (cu_new_tokens, row_starts, pad_index, unpad_index)
+            output, *states[pair] = recur(call, given, (state, pending), inputs[len(STEP_INPUTS)], rows)
+            return output
+
+        with (
+            attention_hook(self.model, AttentionContext(answer)),
+            recurrence_hook(self.model, RecurrenceContext(recurs)),
+            tapped(self.model, self.taps) as found,
+            quirks(self.model, PackedTokens(positions, wanted)) as asked,
+        ):
+            result = self.model(input_ids=input_ids[None], position_ids=positions[None], use_cache=False, **asked)
+        if self.projection is None:
+            return (result.logits[0], *caches, *states)
+        features = self.projection([found[tap][0] for tap in self.taps]).float()
+        return (result.logits[0], features, *caches, *states)
+
+
+def cache_names(num_layers: int) -> tuple[list[str], list[str]]:
+    """Names of the cache inputs and outputs, k and v of each layer in turn."""
+    pairs = [(i, spec) for i in range(num_layers) for spec in (*CACHE_INPUTS, K_CACHE_OUT, V_CACHE_OUT)]
+    inputs = [spec.name.format(i=i) for i, spec in pairs if spec in CACHE_INPUTS]
+    outputs = [spec.name.format(i=i) for i, spec in pairs if spec not in CACHE_INPUTS]
+    return inputs, outputs
+
+
+def state_names(num_states: int) -> tuple[list[str], list[str]]:
+    """Names of the inputs and outputs that recurrences keep, state and pending entries of each in turn."""
+    inputs = [spec.name.format(i=i) for i in range(num_states) for spec in STATE_INPUTS]
+    outputs = [spec.name.format(i=i) for i in range(num_states) for spec in STATE_OUTPUTS]
+    return inputs, outputs
+
+
+def trace_model(
+    model: Any, calls: ModelCalls, stored: Stored | None = None, features: FeatureRequest | None = None
+) -> TracedModel:
+    """Trace a model in eval mode to ONNX IR; weights stay its own memory until they are written, or are read then.
+
+    Raises ``UnsupportedModelError`` if torch cannot export it, or the trace has a stored weight in a form that no
+    weight of the model has.
+    """
+    packed = PackedModel(model, calls, features).eval()
+    outputs = [LOGITS] if features is None else [LOGITS, FEATURES]
+    with torch.no_grad(), blanks(model, stored or {}) as names:
+        layers = tuple(call.geometry for call in calls.attention)
+        states = tuple(call.geometry for call in calls.recurrences)
+        inputs = [*STEP_INPUTS, *([STATE_STEPS] if states else [])]
+        try:
+            ir_model = trace_step(packed, model.dtype, layers, inputs, outputs, states=states)
+        except SpecexportError:
+            raise
+        except Exception as error:  # of torch.export and of the exporter, which have many
+            lines = str(error).strip().splitlines()
+            reason = next((line.strip() for line in lines if re.search(r"Error: \S", line)), None)
+            reason = reason or ": ".join([type(error).__name__, *lines[:1]])
+            raise refuse(model, f"torch cannot export its forward pass ({reason[:300]})") from error
+        _name_stored(model, ir_model, stored or {}, names)
+    windows = tuple(call.window for call in calls.attention)
+    return TracedModel(ir_model, layers, states, windows if max(windows, default=-1) > 0 else ())
+
+
+def trace_step(
+    packed: torch.nn.Module,
+    dtype: torch.dtype,  # of the caches
+    layers: Seq[LayerGeometry],  # sizes of the caches
+    inputs: list[TensorSpec],
+    outputs: list[TensorSpec],
+    sizes: Mapping[str, int] | None = None,  # dimension words of ``inputs`` that are fixed
+    *,
+    states: Seq[StateGeometry] = (),  # sizes of what recurrences keep
+    reads_only: bool = False,  # the caches are another model's, and ``packed`` does not give them
+) -> ir.Model:
+    """Trace a module from ``inputs``, caches and states of a packed step to ``outputs``, caches and states."""
+    for op in _OPS:
+        register_schema(op)
+    arguments, dims = _example(dtype, layers, inputs, sizes or {}, states)
+    state_inputs, state_outputs = state_names(len(states))
+    cache_inputs, cache_outputs = cache_names(len(layers))
+    if reads_only:
+        cache_outputs = []
+    with _quiet(), torch.no_grad():
+        exported = torch.export.export(packed, arguments, dynamic_shapes={"inputs": dims}, strict=False)
+        program = torch.onnx.export(
+            exported,
+            (),
+            dynamo=True,
+            opset_version=OPSET,
+            optimize=False,  # the passes do that, without copying weights
+            verbose=False,
+            input_names=[*(spec.name for spec in inputs), *cache_inputs, *state_inputs],
+            output_names=[*(spec.name for spec in outputs), *cache_outputs, *state_outputs],
+            custom_translation_table={
+                getattr(torch.ops.specexport, op.torch_name).default: build_translation(op) for op in _OPS
+            },
+        )
+    # The exporter notes Python stack traces, with paths of this machine, on every node.
+    common_passes.ClearMetadataAndDocStringPass()(program.model)
+    name_dimensions(program.model)
+    traced: ir.Model = program.model
+    return traced
+
+
+def _name_stored(model: Any, ir_model: ir.Model, stored: Stored, names: Mapping[int, str]) -> None:
+    """Give each weight that the trace took from a blank parameter what reads it."""
+    for value in ir_model.graph.initializers.values():
+        raw = getattr(value.const_value, "raw", None)
+        address = raw.data_ptr() if isinstance(raw, Tensor) and raw.numel() else None
+        name = str(value.name).removeprefix(WEIGHT_PREFIX)
+        if name in stored:
+            value.const_value = stored_tensor(str(value.name), stored[name])
+        elif address is not None and address in names:
+            raise refuse(model, f"its trace has {names[address]} in a form that no weight of it has")
+
+
+def _example(
+    dtype: torch.dtype,
+    layers: Seq[LayerGeometry],
+    inputs: list[TensorSpec],
+    sizes: Mapping[str, int],
+    states: Seq[StateGeometry],
+) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
+    """Example inputs and their dynamic dimensions."""
+    words = {word: torch.export.Dim(name, min=1, max=1 << 24) for word, name in DIM_NAMES.items()}
+    words["B+1"] = words["B"] + 1
+    tensors, dims = [], []
+    known = {**_EXAMPLE, **sizes}
+    for spec in inputs:
+        shape = [known[word] if isinstance(word, str) else word for word in spec.shape]
+        tensors.append(torch.zeros(shape, dtype=getattr(torch, spec.dtype)))
+        dims.append({axis: words[str(word)] for axis, word in enumerate(spec.shape) if word in words})
+    for heads, k_dim, v_dim in layers:
+        for head_dim in (k_dim, v_dim):
+            tensors.append(torch.zeros(_EXAMPLE["B"], 1, heads, _EXAMPLE["L"], head_dim, dtype=dtype))
+            dims.append({0: words["B"], 3: words["L"]})
+    for name, held in state_shapes(states, _EXAMPLE["B"], _EXAMPLE["S"]).items():
+        tensors.append(torch.zeros(held))
+        is_pending = name.startswith(PENDING.name.partition(".")[0])
+        dims.append({0: words["B"], **({2: words["S"]} if is_pending else {})})
+    return tuple(tensors), tuple(dims)
+
+
+def name_dimensions(ir_model: ir.Model) -> None:
+    """Give the exporter's anonymous symbols (s21, s15 + 1) the contract's dimension names, in place."""
+    symbols: dict[str, str] = {}
+    by_name = {value.name: value for value in ir_model.graph.inputs}
+    for spec in (*STEP_INPUTS, K_CACHE._replace(name="k_cache.0"), PENDING._replace(name="pending.0")):
+        if spec.name not in by_name:  # heads without attention have no caches
+            continue
+        for word, dim in zip(spec.shape, by_name[spec.name].shape or (), strict=True):
+            if word in DIM_NAMES:
+                symbols[str(dim)] = DIM_NAMES[str(word)]
+    pattern = re.compile(r"\b(" + "|".join(map(re.escape, symbols)) + r")\b")
+    values = [*ir_model.graph.inputs, *(value for node in ir_model.graph for value in node.outputs)]
+    for value in values:
+        if value.shape is not None:
+            value.shape = ir.Shape([_named(dim, pattern, symbols) for dim in value.shape])
+
+
+def _named(dim: Any, pattern: re.Pattern[str], symbols: dict[str, str]) -> Any:
+    if isinstance(dim, int) or dim.value is None:  # None is "unknown"; as a name it would mean "all the same"
+        return dim
+    return pattern.sub(lambda match: symbols[match[1]], str(dim.value))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the exporter: its warnings are about itself, and what matters is checked on the graph."""
+    names = ("torch.onnx", "torch.export", "onnxscript", "onnx_ir", "transformers")
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

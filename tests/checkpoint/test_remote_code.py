@@ -1,0 +1,69 @@
+"""A checkpoint may bring Python code; it must not run unless it is trusted."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from specexport.checkpoint import hash_checkpoint
+from specexport.verify.checkpoint import find_checkpoint
+from specexport_runtime.bundle.entry import SourceEntry
+from specexport_runtime.errors import CheckpointError
+from tests.support.entries import make_entry
+
+CODE = """
+import pathlib
+pathlib.Path({marker!r}).write_text("ran")
+from transformers import PretrainedConfig
+class EvilConfig(PretrainedConfig):
+    model_type = "evil"
+"""
+SCRIPT = """
+import pathlib, sys
+from specexport.checkpoint import load_checkpoint
+from specexport_runtime.errors import SpecexportError
+for trusted in (False, True):
+    try:
+        load_checkpoint(sys.argv[1], trust_remote_code=trusted)
+    except SpecexportError:
+        print(trusted, pathlib.Path(sys.argv[2]).exists())
+"""
+
+
+def test_code_of_a_checkpoint_runs_only_if_it_is_trusted(tmp_path: Path) -> None:
+    folder, marker = tmp_path / "evil", tmp_path / "marker"
+    folder.mkdir()
+    config = {"model_type": "evil", "auto_map": {"AutoConfig": "evil.EvilConfig"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "evil.py").write_text(CODE.format(marker=str(marker)))
+    (folder / "model.safetensors").write_bytes(b"\x02\x00\x00\x00\x00\x00\x00\x00{}")
+    # A process of its own: transformers copies such code to a folder that it chooses when it is imported.
+    environment = os.environ | {"HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", SCRIPT, str(folder), str(marker)]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True, timeout=120, stdin=subprocess.DEVNULL
+    )
+    assert done.stdout.splitlines() == ["False False", "True True"], done.stderr
+
+
+def test_a_checkpoint_whose_code_was_trusted_is_found_again(tmp_path: Path) -> None:
+    folder = tmp_path / "custom"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.py").write_text("x = 1")
+    (folder / "model.safetensors").write_bytes(b"\x02\x00\x00\x00\x00\x00\x00\x00{}")
+    for trusted in (False, True):
+        sha256 = hash_checkpoint(str(folder), remote_code=trusted)
+        entry = make_entry(source=SourceEntry("custom", sha256, "Custom"))
+        manifest: Any = SimpleNamespace(models={"target": entry}, recipe={"trust_remote_code": trusted})
+        assert find_checkpoint(manifest, "target", str(folder), tmp_path) == str(folder)
+        assert find_checkpoint(manifest, "target", None, tmp_path / "bundle") == str(folder)
+        (folder / "model.py").write_text(f"x = {trusted}")
+        if trusted:
+            with pytest.raises(CheckpointError, match="not what this target was built from"):
+                find_checkpoint(manifest, "target", str(folder), tmp_path)

@@ -1,0 +1,268 @@
+"""A build chooses the form of its draft: by what, what it says of it, and when it leaves everything as it was."""
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import Result
+from tokenizers import Tokenizer
+
+from specexport.compile import draft_guesses, draft_trial, pipeline
+from specexport.compile.built import BuiltModel
+from specexport.compile.draft_cuts import read_counting_texts
+from specexport.compile.draft_guesses import Text, count_right, held_out, write_texts
+from specexport.compile.draft_trial import DraftTrial, pick, promised_speed
+from specexport.compile.pipeline import BuildResult, build_bundle
+from specexport.recipe import BuildRecipe
+from specexport_runtime.bundle.arrays import LM_HEAD_IDS_NAME
+from specexport_runtime.bundle.entry import ModelEntry, TriedForm
+from specexport_runtime.bundle.manifest import load_manifest
+from specexport_runtime.costs.curves import StepCost
+from specexport_runtime.costs.prior import prior_costs
+from specexport_runtime.engine import SpecEngine
+from specexport_runtime.errors import SpecexportError
+from specexport_runtime.sampling.params import SamplingParams
+from tests.support.pairs import TinyPair
+from tests.support.tiny_gguf import write_gguf
+from tests.support.tiny_models import GROUPED, make_model
+
+RunCli = Callable[..., Result]
+TARGET = StepCost(reading=10.0, token=0.0)
+SIMPLEST_FILES = ["model.onnx", "model.onnx.data", "model.padded.onnx"]
+
+
+@pytest.mark.parametrize(("accepted", "step", "found"), [(1.0, 0.0, 5.0), (0.0, 0.1, 1.0), (0.5, 5.0, 1.0)])
+def test_what_a_form_promises(accepted: float, step: float, found: float) -> None:
+    assert promised_speed(accepted, TARGET, StepCost(reading=step, token=0.0), 4) == pytest.approx(found)
+
+
+def test_the_best_lookahead_counts() -> None:
+    draft = StepCost(reading=4.0, token=0.0)
+    each = [sum(0.8**i for i in range(k + 1)) * 10 / (10 + 4 * k) for k in range(9)]
+    assert promised_speed(0.8, TARGET, draft, 8) == pytest.approx(max(each))
+    assert promised_speed(0.8, TARGET, draft, 1) == pytest.approx(each[1])
+
+
+def _cut(draft: ModelEntry) -> int | None:
+    return None if draft.cut_lm_head is None else draft.cut_lm_head.num_rows
+
+
+@pytest.mark.parametrize(
+    ("speeds", "best"), [((1.0, 1.02, 1.029), 0), ((1.0, 1.04, 1.06), 1), ((1.0, 1.04, 1.08), 2), ((1.5, 1.0, 1.54), 0)]
+)
+def test_what_is_not_clearly_better_than_what_is_simpler_is_not_chosen(speeds: tuple[float, ...], best: int) -> None:
+    tried = [TriedForm("int8", 100 - at, 0.5, 0.3, speed) for at, speed in enumerate(speeds)]
+    assert pick(tried) is tried[best]
+
+
+@pytest.mark.parametrize(
+    ("kept", "others"), [(None, ("int8", "int4")), (1.06, ("int4",)), (0.77, ()), (2.0, ("int8", "int4"))]
+)
+def test_only_what_is_smaller_is_tried(kept: float | None, others: tuple[str, ...]) -> None:
+    assert DraftTrial(True, True, (), False, 8).others(kept) == others
+    assert DraftTrial(False, True, (), False, 8).others(kept) == ()
+
+
+def test_no_prompt_is_among_the_texts_that_are_counted() -> None:
+    texts = [f"{at} " * 400 for at in range(40)]
+    counted, prompts = held_out(texts)
+    assert 6 <= len(prompts) <= 12
+    assert not any(prompt in text for prompt in prompts for text in counted)
+    assert held_out(texts[:3]) == (tuple(texts[:3]), ())
+
+
+def _built(bundle: Path, role: str) -> BuiltModel:
+    manifest = load_manifest(bundle)
+    vocabulary, tokenizer = manifest.vocabulary, (bundle / "tokenizer.json").read_bytes()
+    ends = tuple(vocabulary.eos_token_ids)
+    return BuiltModel(manifest.models[role], {}, tokenizer, None, {}, vocabulary.bos_token_id, ends, None)
+
+
+def test_what_the_target_writes_and_who_guesses_it(tiny_bundle: Path) -> None:
+    target, prompts = _built(tiny_bundle, "target"), ["abc def", "one", "two", "a b c", "0 1 2 3", "zzz"]
+    texts = write_texts(tiny_bundle, target, prompts, num_ids=320)
+    with closing(SpecEngine.load(tiny_bundle)) as engine:
+        wanted = engine.generate(prompts, SamplingParams(max_tokens=draft_guesses.NUM_TOKENS), drafter="none")
+    assert [text.written for text in texts] == [result.token_ids for result in wanted]
+    known = [text for text in texts if max(text.written) < 300]
+    assert 0 < len(known) < len(texts)
+    assert write_texts(tiny_bundle, target, prompts, num_ids=300) == known
+    with pytest.raises(SpecexportError, match="tokens that the draft has not"):
+        write_texts(tiny_bundle, target, prompts, num_ids=1)
+    count = sum(len(text.written) for text in texts)
+    head = np.arange(0, 320, 2, dtype=np.int32)
+    inside = sum(token % 2 == 0 for text in texts for token in text.written)
+    assert count_right(tiny_bundle, target.entry, texts, None, [None, head]) == [count, inside]
+    wrong = [Text(text.prompt, [(token + 1) % 320 for token in text.written[:1]]) for text in texts]
+    assert count_right(tiny_bundle, target.entry, wrong, None, [None]) == [0]
+
+
+@pytest.fixture
+def trying(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Tiny drafts are tried too."""
+    monkeypatch.setattr(pipeline, "LEAST_BYTES", 0)
+    monkeypatch.setattr(draft_trial, "HEAD_SIZES", (150, 40))
+    return monkeypatch
+
+
+@pytest.mark.one_of_kind
+@pytest.mark.parametrize(
+    ("at", "form"), [(-1, ("int4", 40)), (1, (None, 150)), (0, (None, None)), (None, None)], ids=["-1", "1", "0", "own"]
+)
+def test_the_draft_has_the_form_that_promises_most(
+    at: int | None, form: Any, tiny_pair: TinyPair, tmp_path: Path, trying: pytest.MonkeyPatch, run_cli: RunCli
+) -> None:
+    if at is not None:
+        trying.setattr(draft_trial, "pick", lambda tried: tried[at])
+    recipe = tiny_pair.recipe(tmp_path / "b")
+    result = build_bundle(recipe, use_cache=False)
+    draft = load_manifest(tmp_path / "b").models["draft"]
+    trial = draft.trial
+    assert trial is not None
+    assert trial.obstacle is None
+    own = [(tried.quantize, tried.lm_head_rows) for tried in trial.forms]
+    assert own[:3] == [(None, 300), (None, 150), (None, 40)]
+    assert [name for name, _ in own[3:]] == ["int8", "int4"]
+    if at is None:
+        best = pick(trial.forms)
+        form = best.quantize, None if best.lm_head_rows == 300 else best.lm_head_rows
+    assert (draft.quantize, _cut(draft)) == form
+    assert (result.manifest.recipe["draft_quantize"], result.manifest.recipe["draft_vocab_size"]) == form
+    assert_priced(result, form)
+    assert not [place for place in (tmp_path / "b" / "draft").iterdir() if place.is_dir()]
+    shown = run_cli("inspect", tmp_path / "b").stdout
+    assert f"form chosen on {trial.num_tokens} tokens of the target: {form[0] or 'float'} with" in shown
+    assert shown.count("  tried: ") == len(own) - 1
+    assert build_bundle(recipe).up_to_date
+    with closing(SpecEngine.load(tmp_path / "b")) as engine:
+        params = SamplingParams(max_tokens=24)
+        plain, drafted = (engine.generate(["abc"], params, drafter=name)[0] for name in ("none", "draft-model"))
+    assert plain.token_ids == drafted.token_ids
+
+
+def _entry(result: BuildResult) -> Any:
+    return result.manifest.models["draft"]
+
+
+def assert_priced(result: BuildResult, form: Any) -> None:
+    """What the form was to cost before it was built is what it costs."""
+    costs = prior_costs(result.manifest.models, kernels="avx512vnni")
+    step = costs.drafters["draft-model"].seconds(1, 1) / costs.target.seconds(1, 1)
+    (chosen,) = (tried for tried in _entry(result).trial.forms if tried[:2] == (form[0], form[1] or 300))
+    assert chosen.step == pytest.approx(step, rel=1e-3)
+
+
+@pytest.mark.one_of_kind
+@pytest.mark.parametrize(("kinds", "tied"), [({"": "Q8_0"}, True), ({"output.weight": "Q8_0", "": "Q4_0"}, False)])
+def test_a_chosen_draft_is_accepted_as_often_as_the_trial_said(
+    kinds: dict[str, str], tied: bool, tmp_path: Path, trying: pytest.MonkeyPatch
+) -> None:
+    trying.setattr(draft_trial, "pick", lambda tried: tried[1])
+    for role in ("target", "draft"):
+        model = make_model("Llama", GROUPED | {"num_hidden_layers": 1, "tie_word_embeddings": tied})
+        write_gguf(model, tmp_path / f"{role}.gguf", architecture="llama", kinds=kinds, seed=0)
+    (tmp_path / "texts.txt").write_text(" ".join(map(str, range(9000))), encoding="utf-8")
+    recipe = BuildRecipe(
+        **{role: str(tmp_path / f"{role}.gguf") for role in ("target", "draft")},
+        output=str(tmp_path / "out"),
+        draft_vocab_texts=str(tmp_path / "texts.txt"),
+    )
+    result = build_bundle(recipe, use_cache=False)
+    tried = _entry(result).trial.forms
+    assert [form.quantize for form in tried] == ["keep"] * 3 + (["int4"] if kinds[""] == "Q8_0" else [])
+    assert_priced(result, ("keep", 150))
+    assert tried[0].accepted == 1, "both are one model"
+    _, own_prompts = held_out(read_counting_texts(str(tmp_path / "texts.txt")))
+    tokenizer = Tokenizer.from_file(str(result.path / "tokenizer.json"))
+    prompts = [tokenizer.encode(prompt).ids[-draft_guesses.PROMPT_LEN :] for prompt in own_prompts]
+    params = SamplingParams(max_tokens=draft_guesses.NUM_TOKENS)
+    with closing(SpecEngine.load(result.path)) as engine:
+        plain = engine.generate(prompts, params, drafter="none")
+        drafted = engine.generate(prompts, params, drafter="draft-model", num_speculative_tokens=1)
+    head = set(np.load(result.path / "draft" / LM_HEAD_IDS_NAME).tolist())
+    written = [token in head for each in plain for token in each.token_ids]
+    assert [each.token_ids for each in drafted] == [each.token_ids for each in plain]
+    assert _entry(result).trial.num_tokens == len(written)
+    assert tried[1].accepted == sum(written) / len(written) < 1
+    for each in drafted:
+        at, tries, right = 1, 0, 0  # the first token comes with the prompt
+        while at < len(each.token_ids) - 1:
+            found = each.token_ids[at] in head
+            at, tries, right = at + 1 + found, tries + 1, right + found
+        assert (each.stats.accepted, each.stats.drafted) == (right, tries)
+
+
+def test_a_trial_is_done_once_and_always_ends_the_same(
+    tiny_pair: TinyPair, tmp_path: Path, trying: pytest.MonkeyPatch
+) -> None:
+    trying.setenv("SPECEXPORT_CACHE_DIR", str(tmp_path / "cache"))
+    first, anew = (build_bundle(tiny_pair.recipe(tmp_path / name), use_cache=name == "one") for name in ("one", "two"))
+    assert anew.reused == ()
+    assert anew.manifest.files == first.manifest.files
+    assert _entry(anew) == _entry(first)
+    trying.setattr(draft_trial, "pick", lambda tried: tried[1])
+    again = build_bundle(tiny_pair.recipe(tmp_path / "three"))
+    assert again.reused == ("target", "draft")
+    assert _entry(again).trial == _entry(first).trial
+    other = build_bundle(tiny_pair.recipe(tmp_path / "four", quantize="int8"))
+    assert "draft" not in other.reused, "another target writes other texts"
+
+
+@pytest.mark.parametrize(
+    ("work", "least", "why"),
+    [(1.0, 0, "too large"), (6e12, 1 << 20, "its weights take 0."), (6e12, 0, "the draft breaks")],
+)
+def test_a_draft_that_cannot_be_tried_is_what_it_was(
+    work: float,
+    least: int,
+    why: str,
+    tiny_pair: TinyPair,
+    tmp_path: Path,
+    trying: pytest.MonkeyPatch,
+    run_cli: RunCli,
+) -> None:
+    def count(*_: Any) -> list[int]:
+        raise SpecexportError("the draft breaks.")
+
+    trying.setattr(pipeline, "LEAST_BYTES", least)
+    trying.setattr(draft_guesses, "_MOST_WORK", work)
+    trying.setattr(draft_trial, "count_right", count)
+    draft = _entry(build_bundle(tiny_pair.recipe(tmp_path / "b"), use_cache=False))
+    assert (draft.quantize, _cut(draft)) == (None, None)
+    assert draft.trial.forms == ()
+    assert why in draft.trial.obstacle
+    assert f"no forms were tried: {draft.trial.obstacle}" in run_cli("inspect", tmp_path / "b").stdout
+    assert sorted(place.name for place in (tmp_path / "b" / "draft").iterdir()) == SIMPLEST_FILES
+
+
+def test_a_form_that_cannot_be_had_leaves_the_others(
+    tiny_pair: TinyPair, tmp_path: Path, trying: pytest.MonkeyPatch, run_cli: RunCli
+) -> None:
+    def count(folder: Path, entry: ModelEntry, *args: Any) -> list[int]:
+        if entry.quantize == "int8":
+            raise SpecexportError("the draft breaks with int8.")
+        return count_right(folder, entry, *args)
+
+    trying.setattr(draft_trial, "count_right", count)
+    trying.setattr(draft_trial, "pick", lambda tried: tried[1])
+    draft = _entry(build_bundle(tiny_pair.recipe(tmp_path / "b"), use_cache=False))
+    assert (draft.quantize, _cut(draft)) == (None, 150)
+    assert [(form.quantize, form.lm_head_rows) for form in draft.trial.forms[3:]] == [("int4", 150)]
+    assert "  not tried: the draft breaks with int8." in run_cli("inspect", tmp_path / "b").stdout
+    assert sorted(place.name for place in (tmp_path / "b" / "draft").iterdir()) == [LM_HEAD_IDS_NAME, *SIMPLEST_FILES]
+
+
+def test_what_is_asked_for_is_not_tried(tiny_pair: TinyPair, tmp_path: Path, trying: pytest.MonkeyPatch) -> None:
+    trying.setattr(draft_trial, "pick", lambda tried: tried[-1])
+    whole = _entry(build_bundle(tiny_pair.recipe(tmp_path / "b", draft_quantize="none", draft_vocab_size="all")))
+    assert (whole.trial, whole.quantize, whole.cut_lm_head) == (None, None, None)
+    sized = _entry(build_bundle(tiny_pair.recipe(tmp_path / "c", draft_vocab_size=40)))
+    assert [(form.quantize, form.lm_head_rows) for form in sized.trial.forms] == [
+        (None, 40),
+        ("int8", 40),
+        ("int4", 40),
+    ]
+    assert (sized.quantize, _cut(sized)) == ("int4", 40)

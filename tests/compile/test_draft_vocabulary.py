@@ -1,0 +1,233 @@
+"""Builds whose draft has an LM head of some tokens: which ones, what the bundle says of them, and what is refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import Result
+
+from specexport.compile.draft_cuts import HeadCut, rank_head_ids, read_counting_texts
+from specexport.compile.pipeline import _find_models, _make_plan, build_bundle
+from specexport_runtime.bundle.files import hash_files
+from specexport_runtime.bundle.manifest import load_manifest
+from specexport_runtime.engine import SpecEngine
+from specexport_runtime.errors import BundleError, RecipeError
+from specexport_runtime.sampling.params import SamplingParams
+from tests.support.pairs import TinyPair
+from tests.support.tiny_models import make_tokenizer
+
+Refuse = Callable[..., str]
+RunCli = Callable[..., Result]
+SIZE = 40
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """Three special tokens, then one for each byte."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(folder)
+    return (folder / "tokenizer.json").read_bytes()
+
+
+def ids_of(tokenizer: bytes, text: str) -> set[int]:
+    from tokenizers import Tokenizer
+
+    return set(Tokenizer.from_buffer(tokenizer).encode(text, add_special_tokens=False).ids)
+
+
+def kept_ids(cut: HeadCut, *args: Any, **kwargs: Any) -> Any:
+    return np.sort(rank_head_ids(cut, *args, **kwargs)[: cut.size])
+
+
+def test_the_likeliest_tokens_stay(tokenizer: bytes) -> None:
+    chosen = kept_ids(HeadCut(3, ("zzzzyyyx", "yx~")), tokenizer, 320)
+    assert chosen.dtype == np.int32
+    assert chosen.tolist() == sorted(ids_of(tokenizer, "zyx"))
+
+
+def test_ties_and_what_was_never_seen_come_in_the_order_of_ids(tokenizer: bytes) -> None:
+    seen = sorted(ids_of(tokenizer, "wvz"))
+    assert kept_ids(HeadCut(2, ("wvz", "zvw")), tokenizer, 320).tolist() == seen[:2]
+    assert kept_ids(HeadCut(8, ("wvz",)), tokenizer, 320).tolist() == [0, 1, 2, 3, 4, *seen]
+
+
+def test_what_ends_a_text_stays(tokenizer: bytes) -> None:
+    cut = HeadCut(4, ("aaaabbbbccccdd",), ends=(300, 999))  # no row of 999 is there to keep
+    chosen = kept_ids(cut, tokenizer, 320, keep=(2,), special_tokens=["<pad>", "no token"])
+    assert chosen.tolist() == sorted({300, 2, 0} | ids_of(tokenizer, "a"))
+
+
+def test_tokens_that_the_draft_has_no_row_for_are_not_counted(tokenizer: bytes) -> None:
+    last = max(ids_of(tokenizer, "z"))
+    assert kept_ids(HeadCut(1, ("zzzza",)), tokenizer, last).tolist() == list(ids_of(tokenizer, "a"))
+
+
+def test_sizes_that_do_not_fit(tokenizer: bytes) -> None:
+    with pytest.raises(RecipeError, match=r"draft_vocab_size is 301.* 300 rows"):
+        kept_ids(HeadCut(301, ()), tokenizer, 300)
+    with pytest.raises(RecipeError, match="draft_vocab_size is 2, and 3 special tokens must stay"):
+        kept_ids(HeadCut(2, ("aaa",), ends=(2,)), tokenizer, 300, keep=(1, 2), special_tokens=["<pad>"])
+
+
+def test_texts_of_every_form(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "two.jsonl").write_text(
+        '{"prompt": "asked", "text": "written"}\n{"prompt": "a prompt", "reference": "a reference"}\n', encoding="utf-8"
+    )
+    (tmp_path / "a.txt").write_text("first", encoding="utf-8")
+    (tmp_path / ".hidden").write_text("no", encoding="utf-8")
+    assert read_counting_texts(str(tmp_path)) == ("first", "written", "a prompt", "a reference")
+    assert read_counting_texts(str(tmp_path / "a.txt")) == ("first",)
+    assert len(read_counting_texts(None)) >= 24, "the prompts of bench"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.txt", b" \n", "has no text"),
+        ("a.txt", b"\xff\xfe", "is not UTF-8"),
+        ("a.jsonl", b"", "has no prompts"),
+        ("a.jsonl", b"{", "a.jsonl, line 1: this is not JSON"),
+        ("a.jsonl", b'{"reference": "x"}', "line 1: there is no field `text` or `prompt`"),
+        ("a.jsonl", b'{"text": 3}', "line 1: `text` is 3, which is no text"),
+    ],
+)
+def test_texts_that_cannot_be_counted(name: str, content: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    for place in (tmp_path, tmp_path / name):
+        with pytest.raises(RecipeError, match=r"draft_vocab_texts") as refused:
+            read_counting_texts(str(place))
+        assert said in refused.value.message
+        assert refused.value.hint
+
+
+def test_bad_input_is_one_line(refuse_cli: Refuse, tiny_pair: TinyPair, tmp_path: Path) -> None:
+    pair = ("build", tiny_pair.target, "--draft", tiny_pair.draft, "-o", tmp_path / "out", "-q")
+    beyond = refuse_cli(*pair, "--draft-vocab-size", 301)
+    assert "draft_vocab_size is 301, a vocabulary size beyond the draft's: its LM head has 300 rows" in beyond
+    assert "draft_vocab_size is 0" in refuse_cli(*pair, "--draft-vocab-size", 0)
+    whole = ("--draft-quantize", "none", "--draft-vocab-size", "all")
+    assert "say how many tokens or layers stay" in refuse_cli(*pair, *whole, "--draft-vocab-texts", tmp_path)
+    assert "has no text" in refuse_cli(*pair, "--draft-vocab-texts", tmp_path), "forms are tried on them"
+    assert "'most' is neither a whole number nor 'auto' nor 'all'" in refuse_cli(*pair, "--draft-vocab-size", "most")
+    assert "does not exist" in refuse_cli(*pair, "--draft-vocab-size", 9, "--draft-vocab-texts", tmp_path / "none")
+    assert "has no text" in refuse_cli(*pair, "--draft-vocab-size", 9, "--draft-vocab-texts", tmp_path)
+    alone = ("build", tiny_pair.target, "-o", tmp_path / "out", "-q")
+    assert "draft_vocab_size is given and draft is not" in refuse_cli(*alone, "--draft-vocab-size", 9)
+    assert "draft_vocab_texts is given and draft is not" in refuse_cli(*alone, "--draft-vocab-texts", "x")
+
+
+def test_a_recipe_names_texts_beside_itself(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    from specexport.recipe import make_recipe
+
+    recipe = tmp_path / "r.toml"
+    recipe.write_text(
+        f'target = "{tiny_pair.target}"\ndraft = "{tiny_pair.draft}"\noutput = "o"\n'
+        'draft-vocab-size = 40\ndraft-vocab-texts = "texts"\n',
+        encoding="utf-8",
+    )
+    made = make_recipe({}, recipe)
+    assert made.draft_vocab_texts == str(tmp_path / "texts")
+    assert made.settings()["draft_vocab_size"] == 40
+    assert str(tmp_path) not in json.dumps(made.settings())
+    with pytest.raises(RecipeError, match="draft_vocab_size is '40', not a whole number"):
+        make_recipe({"draft_vocab_size": "40"}, recipe)
+
+
+def test_what_is_counted_decides_the_drafts_engine_and_no_other(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    def keys(texts: str | None, size: int | None) -> dict[str, str]:
+        values: dict[str, object] = {"draft_vocab_size": size}
+        if texts is not None:
+            (tmp_path / "t.txt").write_text(texts, encoding="utf-8")
+            values["draft_vocab_texts"] = str(tmp_path / "t.txt")
+        recipe = tiny_pair.recipe(tmp_path / "out", **values)
+        return dict(_make_plan(recipe, _find_models(recipe)).engine_keys)
+
+    found = [keys(*each) for each in ((None, None), (None, SIZE), ("aaa", SIZE), ("bbb", SIZE), ("aaa", SIZE + 1))]
+    assert len({each["target"] for each in found}) == 1
+    assert len({each["draft"] for each in found}) == 5
+    assert keys("aaa", SIZE) == found[2]
+
+
+@pytest.fixture(scope="module")
+def cut_bundle(tiny_pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny pair, its draft with 40 of 300 tokens."""
+    folder = tmp_path_factory.mktemp("cut")
+    (folder / "texts.txt").write_text("abcdefgh" * 3, encoding="utf-8")
+    build_bundle(
+        tiny_pair.recipe(folder / "b", draft_vocab_size=SIZE, draft_vocab_texts=str(folder / "texts.txt"), lookahead=4)
+    )
+    return folder / "b"
+
+
+def test_the_bundle_says_what_its_draft_has(cut_bundle: Path, run_cli: RunCli) -> None:
+    entry = load_manifest(cut_bundle).models["draft"]
+    assert (entry.vocab_size, entry.cut_lm_head.num_rows, entry.lm_head_rows) == (300, SIZE, SIZE)
+    ids = np.load(cut_bundle / str(entry.cut_lm_head.ids_path), allow_pickle=False)
+    tokenizer = (cut_bundle / "tokenizer.json").read_bytes()
+    assert {0, 1, 2} | ids_of(tokenizer, "abcdefgh") <= set(ids.tolist())
+    target = load_manifest(cut_bundle).models["target"]
+    assert target.cut_lm_head is None
+    # Embeddings are only looked up, and what was cut from the LM head multiplies nothing.
+    assert target.parameters.total - target.parameters.step == target.vocab_size * 64
+    assert entry.parameters.total - entry.parameters.step == 300 * 32 + (300 - SIZE) * 32
+    assert f"LM head: {SIZE} of 300 tokens" in run_cli("inspect", cut_bundle).output
+
+
+def test_whole_texts_are_plain_ones(cut_bundle: Path) -> None:
+    engine = SpecEngine.load(cut_bundle, num_threads=1)
+    try:
+        prompts = ["abc", "Hello there", "0123456789"]
+        greedy = SamplingParams(max_tokens=24)
+        plain = engine.generate(prompts, greedy, drafter="none")
+        drafted = engine.generate(prompts, greedy, drafter="draft-model", num_speculative_tokens=3)
+        sampled = engine.generate(
+            prompts, SamplingParams(max_tokens=12, temperature=0.9, seed=1, presence_penalty=0.4), drafter="draft-model"
+        )
+        engine.check()
+    finally:
+        engine.close()
+    assert [each.token_ids for each in drafted] == [each.token_ids for each in plain]
+    assert all(each.stats.drafted > 0 for each in (*drafted, *sampled))
+
+
+def test_verify_compares_the_kept_rows_and_the_law(cut_bundle: Path, tiny_pair: TinyPair, run_cli: RunCli) -> None:
+    (cut_bundle.parent / "text.txt").write_text("abcdefgh. Some text of words.", encoding="utf-8")
+    args = ("--checkpoint", tiny_pair.target, "--draft-checkpoint", tiny_pair.draft, "--max-tokens", 8, "--no-record")
+    args += ("--num-samples", 1000, "--text", cut_bundle.parent / "text.txt", "--json")
+    result = run_cli("verify", cut_bundle, *args)
+    assert result.exit_code == 0, result.output
+    parts = json.loads(result.stdout)["parts"]
+    assert [each["role"] for each in parts["tensors"]["results"]] == ["target", "draft"]
+    assert [each["role"] for each in parts["perplexity"]["results"]] == ["target", "draft"]
+    target, draft = parts["perplexity"]["results"]
+    assert abs(draft["change"]) < 1e-3
+    assert draft["num_tokens"] < target["num_tokens"], "only what the head has is predicted"
+
+
+def test_a_map_that_was_changed_is_refused(cut_bundle: Path, tmp_path: Path) -> None:
+    import shutil
+
+    from specexport_runtime.bundle.manifest import MANIFEST_NAME, _digest
+
+    copy = Path(shutil.copytree(cut_bundle, tmp_path / "b"))
+    name = "draft/lm_head_ids.npy"
+    ids = np.load(copy / name)
+    np.save(copy / name, ids[::-1].copy())
+    with pytest.raises(BundleError, match=r"head_ids\.npy was altered"):
+        SpecEngine.load(copy)
+    data = json.loads((copy / MANIFEST_NAME).read_text(encoding="utf-8"))
+    data["files"][name]["sha256"] = hash_files(copy, [name])[name].sha256
+    data["manifest_sha256"] = _digest(data)
+    (copy / MANIFEST_NAME).write_text(json.dumps(data), encoding="utf-8")
+    with pytest.raises(BundleError, match="they should ascend"):
+        SpecEngine.load(copy)
+
+
+def test_all_tokens_are_no_cut(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    entry = build_bundle(tiny_pair.recipe(tmp_path / "b", draft_vocab_size=300)).manifest.models["draft"]
+    assert entry.cut_lm_head is None
+    assert "lm-head-cut" not in dict(entry.passes)

@@ -1,0 +1,229 @@
+"""What a GPU recipe accepts, and what is refused before any model is loaded."""
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specexport.backends import present_gpu, tensorrt, trt_package
+from specexport.backends.tensorrt import choose_skipped, plan_memory, require_gpu_memory, require_host_memory
+from specexport.backends.trt_package import TENSORRT, TENSORRT_RTX, known_architectures, resolve_architectures
+from specexport.compile import model, pipeline
+from specexport.recipe import make_recipe, resolve_recipe
+from specexport_runtime.abi import LayerGeometry
+from specexport_runtime.errors import IncompatibleError, MissingDependencyError, RecipeError
+from tests.support.pairs import locked
+from tests.support.tiny_models import ARCHITECTURES, HYBRIDS, make_model, save_checkpoint
+
+Refuse = Callable[..., str]
+GIVEN = {"target": "t", "output": "o", "backend": "tensorrt-rtx"}
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(present_gpu, "present_architecture", lambda: None)
+
+
+@pytest.fixture
+def without_tensorrt(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorrt" else find(name))
+
+
+def test_a_portable_engine_is_an_architecture_of_its_own() -> None:
+    assert resolve_recipe(make_recipe(GIVEN | {"sm": ["any", "89", "any"]}), [None]).sm == ("any", "89")
+    with pytest.raises(RecipeError, match="or any"):
+        make_recipe(GIVEN | {"sm": ["all"]})
+
+
+@pytest.mark.parametrize("given", ["89", 89, "sm89", "SM_89", "8.9", ["89", 89, "8.9"]])
+def test_every_spelling_of_an_architecture(given: object) -> None:
+    assert make_recipe(GIVEN | {"sm": given}).sm == ("89",)
+
+
+def test_the_defaults_of_a_gpu_recipe() -> None:
+    recipe = resolve_recipe(make_recipe(GIVEN | {"sm": ["89", "120"]}), [None])
+    assert (recipe.dtype, recipe.lowering, recipe.max_num_seqs, recipe.max_num_tokens) == (
+        "float16",
+        "native-folded",
+        8,
+        512,
+    )
+    assert recipe.settings()["sm"] == ["89", "120"]
+    assert resolve_recipe(make_recipe(GIVEN | {"backend": "tensorrt"}), [None]).lowering == "native-folded"
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"sm": "ninety"}, "sm 'ninety' is not a compute capability"),
+        ({"dtype": "float32"}, "dtype 'float32' cannot be built for backend tensorrt-rtx"),
+        ({"lowering": "plugin"}, "lowering 'plugin' cannot be built for backend tensorrt-rtx"),
+        ({"max_num_seqs": 0}, "max_num_seqs is 0, outside 1 to 256"),
+        ({"max_num_seqs": 2.5}, "max_num_seqs is 2.5, not a whole number"),
+        ({"max_num_tokens": 10**6}, "max_num_tokens is 1000000, outside"),
+        ({"gpu_memory_gb": -1.0}, "gpu_memory_gb is -1.0"),
+        ({"backend": "ort-cpu", "sm": "89"}, "sm is given, and backend ort-cpu fixes nothing of the kind"),
+        ({"backend": "ort-cuda", "max_num_seqs": 0}, "max_num_seqs is 0, outside 1 to 4096"),
+        ({"backend": "ort-cuda", "sm": "89"}, "sm is given, and backend ort-cuda fixes nothing of the kind"),
+        ({"backend": "ort-cpu", "lowering": "native"}, "lowering is given"),
+    ],
+)
+def test_values_that_are_refused(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        make_recipe(GIVEN | values)
+    assert words in caught.value.message
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("backend", ["ort-cpu", "ort-cuda"])
+def test_limits_that_a_backend_does_not_fix_are_taken(backend: str) -> None:
+    recipe = make_recipe(GIVEN | {"backend": backend, "max_num_seqs": 300, "max_num_tokens": 9000})
+    resolved = resolve_recipe(recipe, [None])
+    assert (resolved.max_num_seqs, resolved.max_num_tokens) == (300, 9000)
+    resolved = resolve_recipe(make_recipe(GIVEN | {"backend": backend}), [None])
+    assert (resolved.max_num_seqs, resolved.max_num_tokens) == (None, None)
+
+
+def test_tensorrt_rtx_lists_the_architectures_it_has(no_gpu: None) -> None:
+    known = known_architectures(TENSORRT_RTX)
+    assert {"75", "80", "86", "89", "120"} <= set(known)
+    assert resolve_architectures(TENSORRT_RTX, ["89", "120"]) == ("89", "120")
+    with pytest.raises(RecipeError) as caught:
+        resolve_architectures(TENSORRT_RTX, ["89", "42"])
+    assert "--sm 42 is not an architecture that tensorrt-rtx builds for" in caught.value.message
+    assert all(sm in str(caught.value.hint) for sm in known)
+    with pytest.raises(RecipeError, match="there is no GPU here, and no --sm says"):
+        resolve_architectures(TENSORRT_RTX, [])
+
+
+def test_the_gpu_in_the_machine_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(present_gpu, "present_architecture", lambda: "89")
+    assert resolve_architectures(TENSORRT_RTX, []) == ("89",)
+    monkeypatch.setattr(present_gpu, "present_architecture", lambda: "90")  # not one of the package's
+    with pytest.raises(RecipeError, match="this machine's GPU is sm90, and no --sm says"):
+        resolve_architectures(TENSORRT_RTX, [])
+
+
+def test_tensorrt_builds_for_the_gpu_in_the_machine_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trt_package, "import_package", lambda _package: object())
+    monkeypatch.setattr(present_gpu, "present_architecture", lambda: "90")
+    assert resolve_architectures(TENSORRT, []) == ("90",)
+    with pytest.raises(RecipeError, match="--sm 89 is not an architecture that tensorrt builds for here"):
+        resolve_architectures(TENSORRT, ["89"])
+    monkeypatch.setattr(present_gpu, "present_architecture", lambda: None)
+    with pytest.raises(IncompatibleError, match="there is none here"):
+        resolve_architectures(TENSORRT, [])
+
+
+def test_a_package_that_is_not_installed_says_how_to_install_it(without_tensorrt: None) -> None:
+    with pytest.raises(MissingDependencyError) as caught:
+        resolve_architectures(TENSORRT, ["90"])
+    assert "pip install 'specexport[tensorrt]'" in str(caught.value.hint)
+    assert "--backend tensorrt-rtx" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--backend", "tensorrt"], "pip install 'specexport[tensorrt]'"),
+        (["--backend", "tensorrt-rtx", "--sm", "42"], "--sm 42 is not an architecture"),
+        (["--backend", "tensorrt-rtx", "--sm", "x"], "sm 'x' is not a compute capability"),
+        (["--backend", "tensorrt-rtx"], "with --sm"),
+        (["--sm", "89"], "sm is given, and backend ort-cpu"),
+    ],
+)
+def test_the_command_line_refuses_before_it_loads_anything(
+    refuse_cli: Refuse, no_gpu: None, without_tensorrt: None, tmp_path: Path, flags: list[str], words: str
+) -> None:
+    assert words in refuse_cli("build", tmp_path / "model", *flags, "-q", "-o", tmp_path / "out")
+
+
+def test_the_architecture_of_the_gpu_comes_from_the_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import shutil
+
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\nprintf '12.0\\n8.9\\n'\n")
+    tool.chmod(0o755)
+    monkeypatch.setattr(shutil, "which", lambda _name: str(tool))
+    assert present_gpu.present_architecture() == "120"
+    tool.write_text("#!/bin/sh\nexit 9\n")
+    assert present_gpu.present_architecture() is None
+    monkeypatch.setattr(shutil, "which", lambda _name: None)
+    assert present_gpu.present_architecture() is None
+
+
+def test_memory_is_planned_before_the_build() -> None:
+    layers = [LayerGeometry(8, 128, 128)] * 16
+    plan = plan_memory(
+        num_parameters=10**9, dtype="float16", layers=layers, kv_capacity=4096, max_num_seqs=8, num_engines=2
+    )
+    assert plan.gpu_weights == 2 * 10**9
+    assert plan.gpu_kv == 16 * 8 * 256 * 4096 * 8 * 2
+    assert plan.disk >= 3 * plan.gpu_weights
+    require_host_memory(plan, available=0)  # unknown: nothing is refused
+    require_host_memory(plan, available=plan.host)
+    with pytest.raises(IncompatibleError, match=r"building needs about \d+\.\d GB of memory, 1\.0 GB are free"):
+        require_host_memory(plan, available=10**9)
+    require_gpu_memory([plan], 0, gpu_memory_gb=24)
+    with pytest.raises(IncompatibleError) as caught:
+        require_gpu_memory([plan, plan], 10**9, gpu_memory_gb=8)
+    assert "9.29 GB of GPU memory (weights 4.00, KV caches 4.29, activations 1.00)" in caught.value.message
+    assert "--max-num-seqs" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"self_draft_skip": [1]}, "self_draft_skip is given and self_draft is not"),
+        ({"self_draft": True, "self_draft_skip": [-1]}, "self_draft_skip has -1"),
+        ({"self_draft": True, "self_draft_skip": [True]}, "self_draft_skip has True"),
+        ({"self_draft": True, "self_draft_skip": [1], "backend": "ort-cuda"}, "fixes nothing of the kind"),
+        ({"self_draft": True, "backend": "tensorrt", "lowering": "plugin"}, "no layer can be left out"),
+        ({"self_draft": "yes"}, "not true or false"),
+    ],
+)
+def test_layers_to_leave_out_that_make_no_sense_are_refused(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        make_recipe(GIVEN | values)
+
+
+def test_which_layers_a_draft_leaves_out() -> None:
+    recipe = make_recipe(GIVEN | {"self_draft": True})
+    assert choose_skipped(recipe, 8) == (2, 5)
+    named = make_recipe(GIVEN | {"self_draft": True, "self_draft_skip": [3, 1, 3]})
+    assert choose_skipped(named, 4) == (1, 3)
+    assert named.settings()["self_draft_skip"] == [1, 3]
+    with pytest.raises(RecipeError, match="give some of 0 to 2"):
+        choose_skipped(named, 3)
+    with pytest.raises(RecipeError, match="none to leave out"):
+        choose_skipped(recipe, 4)
+    assert make_recipe(GIVEN | {"backend": "ort-cpu", "self_draft": True}).self_draft
+
+
+@pytest.mark.parametrize("backend", ["ort-cuda", "tensorrt", "tensorrt-rtx"])
+@pytest.mark.parametrize(
+    ("models", "name", "said"),
+    [
+        (HYBRIDS, "lfm2", "no layers that keep a state, and this model has 1. Fix: build it for ort-cpu."),
+        (ARCHITECTURES, "bloom", "this attention has ALiBi slopes, which"),
+    ],
+)
+def test_what_only_a_cpu_computes_is_refused_by_name(
+    backend: str, models: Any, name: str, said: str, session_dir: Path,
+    tmp_path: Path, refuse_cli: Refuse, no_gpu: None, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Behind the trace, and before anything is built: TensorRT need not be there."""
+    with locked(session_dir / f"refused-{name}.lock"):
+        target = session_dir / f"refused-{name}"
+        if not target.is_dir():
+            save_checkpoint(make_model(*models[name]), target)
+    for module in (model, pipeline):
+        monkeypatch.setattr(module, "require_export_stack", lambda _: None)
+    monkeypatch.setattr(tensorrt, "resolve_architectures", lambda _, given: given)
+    options = [] if backend == "ort-cuda" else ["--sm", "89"]
+    line = refuse_cli("build", target, "-o", tmp_path / "bundle", "--backend", backend, "--no-cache", "-q", *options)
+    assert said in line
+    assert backend in line or "TensorRT" in line or "paged attention" in line

@@ -1,0 +1,145 @@
+"""Models that do not fit into memory: built from their files a weight at a time, and checked a part at a time."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from click.testing import Result
+
+from specexport.backends.ort import DATA_NAME
+from specexport.compile import check, check_parts
+from specexport.compile import model as build_model
+from specexport.compile.check import check_engine, check_sequences, text_sequences
+from specexport.compile.pipeline import BuildResult, build_bundle
+from specexport.recipe import BuildRecipe
+from specexport_runtime.bundle.entry import ModelEntry
+from specexport_runtime.bundle.manifest import load_manifest
+from specexport_runtime.errors import CheckFailedError
+from tests.support.pairs import TinyPair
+from tests.support.tiny_gguf import write_gguf
+from tests.support.tiny_models import GROUPED, make_llama, make_model, save_checkpoint
+
+WIDE = GROUPED | {"hidden_size": 256, "intermediate_size": 256}
+
+
+def build(recipe: BuildRecipe, *, stream: bool) -> BuildResult:
+    """Build from files, or from memory."""
+    load = build_model.load_source
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build_model, "load_source", lambda recipe, source, **_: load(recipe, source, stream=stream))
+        return build_bundle(recipe, use_cache=False)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{}, {"quantize": "int8"}, {"quantize": "int4", "fuse": False}, {"quantize": "int8", "draft_vocab_size": 200}],
+    ids=lambda values: "-".join(map(str, values.values())) or "float32",
+)
+def test_weights_from_files_make_the_same_engine(values: dict[str, Any], tmp_path: Path, tiny_pair: TinyPair) -> None:
+    draft = {} if "draft_vocab_size" in values else {"draft": None}
+    results = [
+        build(tiny_pair.recipe(tmp_path / str(stream), **(draft | values)), stream=stream) for stream in (True, False)
+    ]
+    data = [{name: file.sha256 for name, file in result.files.items() if "data" in name} for result in results]
+    assert data[0] == data[1]
+    assert data[0]
+
+
+def test_a_kept_gguf_file_makes_the_same_engine(tmp_path: Path) -> None:
+    write_gguf(make_model("Llama", WIDE), tmp_path / "tiny.gguf", architecture="llama", kinds={"": "Q4_K"})
+    found = []
+    for stream in (True, False):
+        result = build(BuildRecipe(str(tmp_path / "tiny.gguf"), str(tmp_path / str(stream))), stream=stream)
+        assert result.manifest.models["target"].quantize == "keep"
+        found.append(result.files[f"target/{DATA_NAME}"].sha256)
+    assert found[0] == found[1]
+
+
+def test_a_checkpoint_that_changes_while_it_is_built_leaves_nothing(
+    tmp_path: Path, run_cli: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_checkpoint(make_llama(3), tmp_path / "changing")
+    weights = folder / "model.safetensors"
+    compile_model = build_model.compile_graph
+
+    def change_and_compile(*args: Any, **named: Any) -> Any:
+        weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0\0")
+        return compile_model(*args, **named)
+
+    monkeypatch.setattr(build_model, "compile_graph", change_and_compile)
+    result = run_cli("build", folder, "-o", tmp_path / "out", "--no-cache")
+    assert result.exit_code == 2
+    assert "checkpoint changing changed while it was read (model.safetensors)." in result.stderr.splitlines()[-1]
+    assert [path.name for path in tmp_path.iterdir()] == ["changing"]
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All engines count as large, and parts hold a layer or less."""
+    monkeypatch.setattr(check_parts, "LARGE_BYTES", 0)
+    monkeypatch.setattr(check_parts, "PART_BYTES", 20_000)
+
+
+def sequences_of(bundle: Path, entry: ModelEntry) -> list[np.ndarray]:
+    """What the build reads with an engine."""
+    if entry.quantize is None:
+        return check_sequences(entry.vocab_size)
+    return text_sequences((bundle / "tokenizer.json").read_bytes(), entry.vocab_size, entry.max_positions)
+
+
+@pytest.mark.parametrize("quantize", [None, "int8", "int4", "keep"])
+@pytest.mark.parametrize("unpad_kv", [True, False])
+def test_parts_compute_what_the_whole_engine_does(
+    quantize: str | None, unpad_kv: bool, tmp_path: Path, tiny_pair: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = tmp_path / "bundle"
+    if quantize == "keep":  # scales are made of other constants: each part must have what its own are made of
+        write_gguf(make_model("Qwen2", WIDE), tmp_path / "tiny.gguf", kinds={"": "Q4_K"})
+        build_bundle(BuildRecipe(str(tmp_path / "tiny.gguf"), str(bundle)))
+    else:
+        build_bundle(tiny_pair.recipe(bundle, draft=None, quantize=quantize))
+    entry = load_manifest(bundle).models["target"]
+    sequences = sequences_of(bundle, entry)
+    wanted = check._run(bundle, entry, sequences, unpad_kv=unpad_kv)
+    opened = []
+    split = check_parts.split_graph
+    monkeypatch.setattr(check_parts, "split_graph", lambda path: (opened.append(part) or part for part in split(path)))
+    monkeypatch.setattr(check_parts, "LARGE_BYTES", 0)
+    monkeypatch.setattr(check_parts, "PART_BYTES", 20_000)
+    before = sorted(bundle.rglob("*"))
+    found = check._run(bundle, entry, sequences, unpad_kv=unpad_kv)
+    assert sorted(bundle.rglob("*")) == before
+    assert len(opened) > 3
+    sizes = [sum(map(check_parts._num_bytes, part.model.graph.initializer)) for part in opened]
+    assert max(sizes) < 0.6 * sum(sizes)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.places == theirs.places
+        np.testing.assert_array_equal(ours.logits, theirs.logits)
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_a_damaged_weight_is_found_in_parts_too(quantize: str | None, tmp_path: Path, tiny_pair: TinyPair) -> None:
+    bundle = tmp_path / "bundle"
+    result = build_bundle(tiny_pair.recipe(bundle, draft=None, quantize=quantize), use_cache=False)
+    assert result.checks["target"] is not None
+    entry = load_manifest(bundle).models["target"]
+    sequences = sequences_of(bundle, entry)
+    runs = check._run(bundle, entry, sequences)
+    references = [np.zeros((len(sequence), entry.vocab_size), np.float32) for sequence in sequences]
+    for (row, position), logits in zip(runs[0].places, runs[0].logits, strict=True):
+        references[row][position] = logits
+    check_engine(bundle, entry, sequences, references)
+    data = bundle / "target" / DATA_NAME
+    graph = onnx.load(bundle / "target" / "model.onnx", load_external_data=False).graph
+    largest = max(graph.initializer, key=lambda tensor: check_parts._num_bytes(tensor) * ("down" in tensor.name))
+    place = {entry.key: int(entry.value) for entry in largest.external_data if entry.key != "location"}
+    content = bytearray(data.read_bytes())
+    middle = place["offset"] + place["length"] // 2
+    content[middle : middle + 1024] = bytes(1024)
+    data.write_bytes(content)
+    with pytest.raises(CheckFailedError, match=r"differs from|too far from"):
+        check_engine(bundle, entry, sequences, references)

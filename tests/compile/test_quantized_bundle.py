@@ -1,0 +1,317 @@
+"""Quantized bundles end to end: built, checked, recorded, and as lossless as others."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from specexport.compile import closeness
+from specexport.compile.check import TEXT_LENS, check_engine, check_sequences, text_perplexity, text_sequences
+from specexport.compile.closeness import Closeness, measure_closeness
+from specexport.compile.command import summary
+from specexport.compile.pipeline import BuildResult, build_bundle
+from specexport.passes.block_format import _places, layout
+from specexport.recipe import BuildRecipe
+from specexport_runtime import SamplingParams, SpecEngine
+from specexport_runtime.bundle.manifest import load_manifest
+from specexport_runtime.errors import CheckFailedError
+from tests.support.pairs import TinyPair, own_logits
+from tests.support.tiny_models import ARCHITECTURES, make_model, save_checkpoint
+
+PROMPTS = ["abc abc abc abc ab", "the cat sat on the mat, the cat sat on"]
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_speculative_text_is_plain_text(kind: str, tmp_path: Path, tiny_pair: TinyPair) -> None:
+    folder = tmp_path / "bundle"
+    build_bundle(tiny_pair.recipe(folder, quantize=kind, draft_quantize="int8"))
+    models = load_manifest(folder).models
+    assert {role: entry.quantize for role, entry in models.items()} == {"target": kind, "draft": "int8"}
+    assert dict(models["target"].passes)[f"{kind}-quantize"] > 0
+    engine = SpecEngine.load(folder, max_num_seqs=2, num_threads=1, spin=False)
+    try:
+        params = SamplingParams(max_tokens=40, ignore_eos=True)
+        plain = [engine.generate(prompt, params, speculation=False)[0] for prompt in PROMPTS]
+        for drafter in ("draft-model", "lookup"):
+            results = engine.generate(PROMPTS, params, drafter=drafter)
+            assert sum(result.stats.drafted for result in results) > 0
+            assert [list(r.token_ids) for r in results] == [list(r.token_ids) for r in plain]
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(("name", "kind"), [("qwen3_moe", "none"), ("deepseek_v3", "int8"), ("gpt_oss", "int4")])
+def test_speculative_text_of_experts_is_plain_text(name: str, kind: str, tmp_path: Path, tiny_pair: TinyPair) -> None:
+    (classes, config), gated = ARCHITECTURES[name], kind == "int8"
+    checkpoint = save_checkpoint(
+        make_model(classes, config | {"num_hidden_layers": 3 if gated else 2}), tmp_path / name
+    )
+    built = build_bundle(tiny_pair.recipe(tmp_path / "bundle", target=str(checkpoint), quantize=kind, self_draft=gated))
+    experts = built.manifest.models["target"].parameters.experts
+    width = config.get("moe_intermediate_size", config["intermediate_size"])
+    assert experts == (2 * 4 * 3 * config["hidden_size"] * width, config.get("num_experts_per_tok", 4), 4)
+    engine = SpecEngine.load(tmp_path / "bundle", max_num_seqs=2, num_threads=1, spin=False)
+    try:
+        params = SamplingParams(max_tokens=24, ignore_eos=True)
+        plain = [engine.generate(prompt, params, speculation=False)[0] for prompt in PROMPTS]
+        for drafter in ("draft-model", "lookup", *(["self"] if gated else [])):
+            results = engine.generate(PROMPTS, params, drafter=drafter)
+            assert [list(r.token_ids) for r in results] == [list(r.token_ids) for r in plain]
+    finally:
+        engine.close()
+
+
+INT4, INT8 = "group4_32_f16_zero", "int8"
+
+
+class Weights:
+    """The packed weights of an engine's graph and its subgraphs, to be damaged in place."""
+
+    def __init__(self, folder: Path) -> None:
+        self.data = folder / "model.onnx.data"
+        graph = ir.load(folder / "model.onnx").graph
+        nodes = [node for node in graph.all_nodes() if node.op_type == "BlockLinear"]
+        self.found = {node.inputs[1].const_value: node.attributes for node in nodes}  # type: ignore[union-attr]
+
+    def change(self, kind: str, change: Callable[[dict[str, np.ndarray]], None]) -> None:
+        """Change ``codes``, ``scales`` and ``zeros`` of every stretch of each weight of a format."""
+        content = bytearray(self.data.read_bytes())
+        changed = 0
+        for tensor, told in self.found.items():
+            if told["format"].as_string() != kind:
+                continue
+            start, (tiles, size) = int(tensor.offset), tensor.shape.numpy()
+            packed = np.frombuffer(content, np.uint8, tiles * size, start).reshape(tiles, size)
+            for _, inputs, at, arrays in _places(layout(kind), told["K"].as_int()):
+                parts = {"codes": packed[:, at : at + layout(kind).bits * 64 * -(-inputs // 32)]}
+                for name, (dtype, first, last, byte) in arrays.items():
+                    parts[name] = packed[:, byte : byte + dtype.itemsize * (last - first) * 16].view(dtype)
+                change(parts)
+            changed += 1
+        assert changed
+        self.data.write_bytes(content)
+
+
+def turned(name: str, by: int) -> Callable[[dict[str, np.ndarray]], None]:
+    """The elements of a part that many places further."""
+
+    def change(parts: dict[str, np.ndarray]) -> None:
+        parts[name][...] = np.roll(parts[name].reshape(-1), by).reshape(parts[name].shape)
+
+    return change
+
+
+def swap_codes(parts: dict[str, np.ndarray]) -> None:
+    parts["codes"][...] = parts["codes"] >> 4 | parts["codes"] << 4
+
+
+def leave_out_zeros(parts: dict[str, np.ndarray]) -> None:
+    parts["zeros"][...] = 8
+
+
+def enlarge_scales(parts: dict[str, np.ndarray]) -> None:
+    parts["scales"][...] *= np.float16(1.5)
+
+
+def exchange_scales(parts: dict[str, np.ndarray]) -> None:
+    """The largest where the smallest was, and so on: neighbours are much alike in this model."""
+    order = parts["scales"].argsort(axis=None)
+    changed = np.empty_like(parts["scales"]).reshape(-1)
+    changed[order] = parts["scales"].reshape(-1)[order[::-1]]
+    parts["scales"][...] = changed.reshape(parts["scales"].shape)
+
+
+def move_scales(parts: dict[str, np.ndarray]) -> None:
+    parts["scales"].view(np.uint8)[...] = np.roll(parts["scales"].view(np.uint8), 1, axis=1)
+
+
+def spoil_a_scale(parts: dict[str, np.ndarray]) -> None:
+    parts["scales"][0, 0] = np.nan
+
+
+INT4_DAMAGE = {
+    "codes in the other order": (INT4, swap_codes),
+    "zero points left out": (INT4, leave_out_zeros),
+    "zero points of another block": (INT4, turned("zeros", 16)),
+    "scales beside their place": (INT4, move_scales),
+    "scales of other columns": (INT4, exchange_scales),
+    "a scale that is no number": (INT4, spoil_a_scale),
+}
+INT8_DAMAGE = {
+    "scales beside their place": (INT8, turned("scales", 1)),
+    "scales half again as large": (INT8, enlarge_scales),
+    "weights of other columns": (INT8, turned("codes", 4)),
+}
+DAMAGE = [("int4", *item) for item in INT4_DAMAGE.items()] + [("int8", *item) for item in INT8_DAMAGE.items()]
+
+
+@pytest.fixture(scope="module")
+def quantized(session_dir: Path, demo_pair: Path) -> Callable[[str], tuple[BuildResult, list[np.ndarray]]]:
+    """Builds the demo target, int8 or int4, with the check on; once for this module."""
+    made: dict[str, tuple[BuildResult, list[np.ndarray]]] = {}
+
+    def build(kind: str) -> tuple[BuildResult, list[np.ndarray]]:
+        if kind not in made:
+            from specexport.checkpoint import load_checkpoint
+            from specexport.trace import reference_logits
+
+            folder = session_dir / f"demo-{kind}-checked"
+            recipe = BuildRecipe(target=str(demo_pair / "target"), output=str(folder), quantize=kind)
+            result = build_bundle(recipe, force=True)
+            checkpoint = load_checkpoint(str(demo_pair / "target"), dtype="float32")
+            sequences = text_sequences(checkpoint.tokenizer_json, checkpoint.vocab_size)
+            assert [len(ids) for ids in sequences] == list(TEXT_LENS)
+            made[kind] = result, reference_logits(checkpoint, [ids.tolist() for ids in sequences])
+        return made[kind]
+
+    return build
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "most_lost"), [("int8", 0.002), ("int4", 0.03)])
+def test_a_good_engine_is_close(
+    kind: str, most_lost: float, quantized: Callable[[str], tuple[BuildResult, list[np.ndarray]]]
+) -> None:
+    result, _ = quantized(kind)
+    check = result.checks["target"]
+    assert check is not None
+    assert check.agreement is not None
+    assert check.agreement >= (1.0 if kind == "int8" else 0.95)
+    assert check.lost is not None
+    assert 0 < check.lost < most_lost, "far inside the limits, which are made for worse models"
+    assert check.divergence is not None
+    assert 0 < check.divergence < 5 * most_lost
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "name", "damage"), DAMAGE, ids=[f"{kind}-{name}" for kind, name, _ in DAMAGE])
+def test_a_broken_engine_fails(
+    kind: str,
+    name: str,
+    damage: tuple[str, Callable[[dict[str, np.ndarray]], None]],
+    quantized: Callable[[str], tuple[BuildResult, list[np.ndarray]]],
+    tmp_path: Path,
+) -> None:
+    result, references = quantized(kind)
+    entry = result.manifest.models["target"]
+    shutil.copytree(result.path / "target", tmp_path / "target")
+    sequences = text_sequences((result.path / "tokenizer.json").read_bytes(), entry.vocab_size)
+    check_engine(tmp_path, entry, sequences, references)
+    Weights(tmp_path / "target").change(*damage)
+    with pytest.raises(CheckFailedError, match=f"{kind} engine is too far from eager transformers: its"):
+        check_engine(tmp_path, entry, sequences, references)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_logits_of_other_positions_fail_for_an_untrained_model_too(
+    kind: str, tmp_path: Path, tiny_pair: TinyPair
+) -> None:
+    folder = tmp_path / "bundle"
+    result = build_bundle(tiny_pair.recipe(folder, quantize=kind, draft_quantize="int8"))
+    assert result.checks["target"] is not None
+    entry = result.manifest.models["target"]
+    sequences = check_sequences(entry.vocab_size)
+    found = own_logits(folder, entry, sequences)
+    check = check_engine(folder, entry, sequences, found)
+    assert check.lost is not None
+    assert check.lost < 1e-3
+    # Other logits of a text's first token are no loss (attention rests there); of any other token they are.
+    for position, passes in ((0, True), (1, False)):
+        odd = [logits.copy() for logits in found]
+        for logits in odd:
+            logits[position] = -20 * logits[position]
+        if passes:
+            assert check_engine(folder, entry, sequences, odd)[1:] == check[1:]
+        else:
+            with pytest.raises(CheckFailedError, match=f"{kind} engine is too far from eager transformers"):
+                check_engine(folder, entry, sequences, odd)
+    shifted = [np.roll(logits, 1, axis=0) for logits in found]
+    not_a_number = [np.where(logits == logits.max(), np.nan, logits) for logits in found]
+    for wrong in (shifted, not_a_number):
+        with pytest.raises(CheckFailedError, match=f"{kind} engine is too far from eager transformers"):
+            check_engine(folder, entry, sequences, wrong)
+
+
+def test_what_is_lost_does_not_depend_on_how_much_a_model_knows() -> None:
+    generator = np.random.default_rng(0)
+    logits = generator.normal(size=(60, 500)).astype(np.float32)
+    noise = generator.normal(size=logits.shape).astype(np.float32)
+    for size in (0.01, 0.1, 3):  # from an untrained model's logits to a trained one's
+        reference = logits * np.float32(size)
+        same = measure_closeness(reference, reference)
+        assert (same.divergence, same.lost) == (0, 0)
+        slight = measure_closeness(reference + noise * np.float32(0.1 * size), reference)
+        assert 0.002 < slight.lost < 0.03
+        mean = np.broadcast_to(np.log(np.exp(reference).mean(axis=0)), reference.shape)
+        assert 0.5 < measure_closeness(mean, reference).lost < 1.5
+        assert measure_closeness(np.roll(reference, 1, axis=0), reference).lost > 1.2
+        assert measure_closeness(reference + np.float32(100), reference).lost == pytest.approx(0, abs=1e-4)
+
+
+def test_best_tokens_are_compared_where_the_float_model_has_one() -> None:
+    reference = np.zeros((60, 10), np.float32)
+    reference[:30, 3] = 1.0  # decided: e times as likely as the others
+    found = reference.copy()
+    found[30:, 7] = 1e-3  # a tie is broken: no disagreement
+    assert measure_closeness(found, reference).agreement == 1
+    found[:6, 5] = 1.5
+    assert measure_closeness(found, reference).agreement == pytest.approx(0.8)
+    reference[19:, 3] = 0.0
+    assert measure_closeness(found, reference).agreement is None, "19 positions are too few"
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_no_number_is_never_close(bad: float) -> None:
+    reference = np.eye(30, dtype=np.float32)
+    found = reference.copy()
+    found[7, 7] = bad
+    for kind in ("int8", "int4"):
+        assert measure_closeness(found, reference).obstacle(kind) is not None
+        assert measure_closeness(reference, reference).obstacle(kind) is None
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_both_limits_count(kind: str) -> None:
+    least, most = closeness.LEAST_AGREEMENT[kind], closeness.MOST_LOST[kind]
+    assert Closeness(least, 0.1, most).obstacle(kind) is None
+    assert Closeness(None, 0.1, most).obstacle(kind) is None
+    assert "best token" in str(Closeness(least - 0.01, 0.1, most).obstacle(kind))
+    assert "diverge by 0.1 nats" in str(Closeness(1.0, 0.1, most * 1.01).obstacle(kind))
+
+
+def test_the_texts_are_read_in_the_models_own_tokens(demo_pair: Path) -> None:
+    from tokenizers import Tokenizer
+
+    content = (demo_pair / "target" / "tokenizer.json").read_bytes()
+    tokenizer = Tokenizer.from_buffer(content)
+    sequences = text_sequences(content, tokenizer.get_vocab_size())
+    assert tokenizer.decode(sequences[0].tolist()).startswith("def read_settings(path):")
+    assert [len(ids) for ids in text_sequences(content, 40)] == list(TEXT_LENS)
+    assert max(max(ids) for ids in text_sequences(content, 40)) < 40, "any tokens where the texts do not fit"
+
+
+def test_the_perplexity_is_that_of_torch_and_chance_is_said(
+    demo_pair: Path, quantized: Callable[[str], tuple[BuildResult, list[np.ndarray]]]
+) -> None:
+    import torch
+
+    content = (demo_pair / "target" / "tokenizer.json").read_bytes()
+    result, references = quantized("int8")
+    sequences = text_sequences(content, 4096)
+    losses = [
+        torch.nn.functional.cross_entropy(torch.from_numpy(logits[:-1]), torch.from_numpy(ids[1:]), reduction="none")
+        for ids, logits in zip(sequences, references, strict=True)
+    ]
+    wanted = float(torch.cat(losses).mean().exp())
+    assert wanted < 4096 / 8, "the demo's target knows something of these texts"
+    found = result.checks["target"]
+    assert found is not None
+    assert found.perplexity == pytest.approx(wanted, rel=1e-4)
+    assert "warning" not in summary(result)
+    chance = replace(result, checks={"target": found._replace(perplexity=4000.0)})
+    assert "warning: on text the target's perplexity is 4e+03, of 4096 tokens: that is chance." in summary(chance)
+    assert text_perplexity(content, text_sequences(content, 40), references) is None, "any tokens are no text"

@@ -1,0 +1,83 @@
+"""Losslessness of weights or caches of few bits, for every way to draft: greedy at every K, sampled by exact odds."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specexport.compile.pipeline import build_bundle
+from specexport.verify.goodness_of_fit import judge
+from specexport.verify.logit_tree import LogitTree, Partition, conditional
+from specexport.verify.neighbours import check_neighbours
+from specexport.verify.tensors import make_sequences
+from specexport_runtime import SamplingParams, SpecEngine
+from specexport_runtime.sampling.sampler import Sampler
+from specexport_runtime.sequences.layer_choice import LayerRules
+from tests.support.pairs import TinyPair
+
+PROMPTS = ["abc abc abc abc ab", "the cat sat on the mat, the cat sat on", "to be or not to be"]
+RULES = LayerRules(threshold=None, period=2, keep_last=None)  # tiny models have two layers
+WAYS: dict[str, dict[str, Any]] = {
+    "draft-model": {"drafter": "draft-model"},
+    "draft-model, exit": {"drafter": "draft-model", "draft_exit": True},
+    "self": {"drafter": "self", "layer_rules": RULES},
+    "self, exit": {"drafter": "self", "layer_rules": RULES, "draft_exit": True},
+    "lookup": {"drafter": "lookup"},
+    "chained": {"drafter": "chained"},
+}
+DEPTH, RUNS = 3, 400
+
+
+@pytest.fixture(scope="module", params=["int8", "int4", "none, int8 KV cache"])
+def engine(
+    request: pytest.FixtureRequest, tiny_pair: TinyPair, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SpecEngine]:
+    folder: Path = tmp_path_factory.mktemp("quantized") / "bundle"
+    kind, cache = request.param.split(",")[0], "int8" if "KV" in request.param else None
+    build_bundle(tiny_pair.recipe(folder, quantize=kind, draft_quantize=kind, self_draft=True, kv_cache_dtype=cache))
+    loaded = SpecEngine.load(folder, max_num_seqs=8, num_threads=1, spin=False, adaptive=True)
+    yield loaded
+    loaded.close()
+
+
+def test_a_token_has_the_same_bits_in_any_step(engine: SpecEngine) -> None:
+    texts = [engine.encode(prompt) for prompt in PROMPTS]
+    sequences = make_sequences(texts, engine.target.vocab_size, lookahead=8, max_model_len=engine.max_model_len)
+    assert check_neighbours("target", engine.target, sequences, lookahead=8).passed
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_greedy_text_is_plain_text_at_every_lookahead(engine: SpecEngine, way: str) -> None:
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    plain = [result.token_ids for result in engine.generate(PROMPTS, params, speculation=False)]
+    drafted = 0
+    for lookahead in (*range(1, 9), "auto"):
+        results = engine.generate(PROMPTS, params, num_speculative_tokens=lookahead, **WAYS[way])
+        assert [result.token_ids for result in results] == plain, f"K={lookahead}"
+        drafted += sum(result.stats.drafted for result in results)
+    assert drafted > 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("lookahead", [3, "auto"])
+def test_sampled_text_follows_the_quantized_target(engine: SpecEngine, way: str, lookahead: int | str) -> None:
+    params = SamplingParams(temperature=1.0, top_k=6)
+    prompt = engine.encode(PROMPTS[0])
+    tree = LogitTree(engine.target, prompt)
+    partition = Partition(conditional(tree, Sampler(params, prompt, tree.vocab_size)), DEPTH, RUNS)
+    each = [replace(params, seed=i, max_tokens=DEPTH + 1, ignore_eos=True) for i in range(RUNS)]
+    results = engine.generate([prompt] * RUNS, each, num_speculative_tokens=lookahead, **WAYS[way])
+    outcomes = [tuple(result.token_ids[:DEPTH]) for result in results]
+    assert judge("engine", way, 0, partition, outcomes, DEPTH, 1e-4).passed
+
+
+def test_the_sampled_test_sees_another_temperature(engine: SpecEngine) -> None:
+    prompt = engine.encode(PROMPTS[0])
+    tree = LogitTree(engine.target, prompt)
+    wanted = SamplingParams(temperature=1.0, top_k=6)
+    partition = Partition(conditional(tree, Sampler(wanted, prompt, tree.vocab_size)), DEPTH, RUNS)
+    each = [SamplingParams(temperature=0.2, top_k=6, seed=i, max_tokens=DEPTH, ignore_eos=True) for i in range(RUNS)]
+    outcomes = [tuple(result.token_ids) for result in engine.generate([prompt] * RUNS, each, drafter="none")]
+    assert not judge("engine", "colder", 0, partition, outcomes, DEPTH, 1e-4).passed

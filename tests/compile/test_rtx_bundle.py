@@ -1,0 +1,304 @@
+"""TensorRT-RTX engines, really built: no GPU is needed for that."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+
+from specexport.backends import present_gpu, tensorrt
+from specexport.backends import trt as trt_backend
+from specexport.compile.pipeline import build_bundle
+from specexport.inspect import describe
+from specexport.progress import ProgressEvent
+from specexport.recipe import BuildRecipe, make_recipe
+from specexport_runtime.bundle.files import check_files
+from specexport_runtime.bundle.manifest import Manifest, load_manifest
+from specexport_runtime.errors import CheckFailedError, IncompatibleError
+from specexport_runtime.executors.trt_engine import read_engine
+from tests.support.pairs import TinyPair, locked
+from tests.support.tiny_models import GROUPED, make_llama, make_model, save_checkpoint
+
+pytestmark = pytest.mark.slow
+
+RunCli = Callable[..., Result]
+Refuse = Callable[..., str]
+LIMITS = {"lookahead": 3, "max_num_seqs": 2, "max_num_tokens": 16, "max_model_len": 60}
+
+
+def rtx_recipe(target: Path, output: Path, **values: Any) -> BuildRecipe:
+    given = {"target": str(target), "output": str(output), "backend": "tensorrt-rtx", "sm": ["89"]}
+    return make_recipe(given | LIMITS | values)
+
+
+@pytest.fixture(scope="module")
+def rtx_bundle(session_dir: Path, tiny_pair: TinyPair) -> Path:
+    """Target and draft of the tiny pair for two architectures, heads widened to what fused attention takes."""
+    folder = session_dir / "rtx-bundle"
+    with locked(session_dir / "rtx-bundle.lock"):
+        if not folder.is_dir():
+            target, draft = session_dir / "rtx-target", session_dir / "rtx-draft"
+            save_checkpoint(make_llama(0), target)
+            save_checkpoint(make_llama(1, hidden_size=32, head_dim=16, num_hidden_layers=1, vocab_size=300), draft)
+            build_bundle(rtx_recipe(target, folder, draft=str(draft), sm=["89", "120"]))
+    return folder
+
+
+@pytest.fixture
+def manifest(rtx_bundle: Path) -> Manifest:
+    return load_manifest(rtx_bundle)
+
+
+def test_an_engine_for_each_architecture_in_the_manifest(rtx_bundle: Path, manifest: Manifest) -> None:
+    check_files(rtx_bundle, manifest.files)
+    for role in ("target", "draft"):
+        entry = manifest.models[role]
+        assert (entry.backend, entry.dtype, entry.engine.lowering) == ("tensorrt-rtx", "float16", "native-folded")
+        assert [engine.sm for engine in entry.engine.files] == ["sm89", "sm120"]
+        first, second = entry.engine.files
+        assert (first.path, first.base) == (f"{role}/model.sm89.engine", None)
+        assert (second.path, second.base) == (f"{role}/model.sm120.delta", first.path)
+        for engine in entry.engine.files:
+            assert engine.builder == "tensorrt-rtx"
+            assert re.fullmatch(r"\d+\.\d+\.\d+.*", engine.builder_version)
+            assert manifest.files[engine.path].size > 10_000
+            assert (rtx_bundle / role / f"model.{engine.sm}.log").stat().st_size > 1000, "the build log is kept"
+        assert entry.engine.path == entry.engine.files[0].path
+        assert entry.engine.limits.kv_capacity == 80, (
+            "60 tokens, twice K+1, and what rows need to begin at a multiple of 16"
+        )
+        assert entry.engine.limits.max_num_seqs == LIMITS["max_num_seqs"]
+    assert manifest.recipe["sm"] == ["89", "120"]
+
+
+def test_the_bundle_holds_nothing_else(rtx_bundle: Path, manifest: Manifest) -> None:
+    found = {str(path.relative_to(rtx_bundle)) for path in rtx_bundle.rglob("*") if path.is_file()}
+    assert found == {*manifest.files, "manifest.json"}, "no graph, no temporary file"
+    assert not [path for path in rtx_bundle.rglob("*") if path.name.startswith(".")]
+
+
+def test_the_second_architecture_adds_its_kernels_only(rtx_bundle: Path, manifest: Manifest) -> None:
+    """The weights of the tiny model are small: of a real one's engine less than a tenth is added (docs/gpu.md)."""
+    first, second = manifest.models["target"].engine.files
+    whole = read_engine(rtx_bundle / second.path, second)
+    assert len(whole) == second.report.engine_bytes
+    assert whole != (rtx_bundle / first.path).read_bytes()
+    assert manifest.files[second.path].size < 0.9 * len(whole)
+
+
+def test_inspect_tells_aliasing_fusion_and_precision(rtx_bundle: Path, run_cli: RunCli, manifest: Manifest) -> None:
+    shown = json.loads(run_cli("inspect", rtx_bundle, "--json").stdout)
+    target = shown["models"]["target"]["engine"]
+    assert [profile["kind"] for profile in target["limits"]["profiles"]] == [
+        "decode",
+        "decode",
+        "verify",
+        "verify",
+        "prefill",
+    ]
+    assert {tuple(profile.values()) for profile in target["limits"]["profiles"] if profile["kind"] == "verify"} == {
+        ("verify", 1, 4, 4, 4, 4),
+        ("verify", 2, 4, 8, 8, 4),
+    }
+    for engine in target["files"]:
+        report = engine["report"]
+        caches = {f"{kind}_cache.{i}" for kind in "kv" for i in range(2)}
+        assert {source for source, _ in report["aliased"]} == caches, "every cache is updated in place"
+        assert {out for _, out in report["aliased"]} == {name.replace("cache.", "cache_out.") for name in caches}
+        assert len(report["profiles"]) == len(target["limits"]["profiles"])
+        for row in report["profiles"]:
+            assert row["fused_attention"] == 2, "one fused kernel a layer"
+            assert row["float32_matmuls"] == []
+            assert row["kernels"] > 4
+        assert all(row["kv_copy_bytes"] == 0 for row in report["profiles"]), "the caches are read where they are"
+        assert report["peak_memory_bytes"] > 10**7
+    text = run_cli("inspect", rtx_bundle).stdout
+    assert "verify 2x4" in text
+    assert "4 of 4 caches in place; attention fused in 5 of 5 profiles; 0 float32 matrix products" in text
+    assert "tile_index" in text
+    assert "sm120: target/model.sm120.delta (the rest is in target/model.sm89.engine), tensorrt-rtx" in text
+
+
+def test_what_is_not_folded_is_copied_to_be_verified(tiny_pair: TinyPair, rtx_bundle: Path, tmp_path: Path) -> None:
+    """The bytes are really counted: without folding there are some."""
+    plain = build_bundle(
+        rtx_recipe(tiny_pair.target, tmp_path / "out", lowering="native", max_num_seqs=1), use_cache=False
+    )
+    (engine,) = plain.manifest.models["target"].engine.files
+    copied = {row.profile: row.kv_copy_bytes for row in engine.report.profiles}
+    assert copied["decode 1x1"] == 0 < copied["verify 1x4"]
+    assert plain.manifest.models["target"].engine.fused == (("fused-causal", 2),)
+    assert load_manifest(rtx_bundle).models["target"].engine.fused == (("folded", 2),)
+
+
+def test_a_model_that_float16_cannot_hold_is_refused_before_an_engine_is_built(
+    tiny_pair: TinyPair, tmp_path: Path, refuse_cli: Refuse, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Gemma 3 270M is such a model. bfloat16 has float32's range, so it builds."""
+    folder = tmp_path_factory.mktemp("large")
+    model = make_llama(0)
+    for weights, factor in ((model.model.layers[0].mlp.up_proj, 1e4), (model.model.layers[0].mlp.down_proj, 1e5)):
+        weights.weight.data *= factor  # all weights are in range, and their products are not
+    save_checkpoint(model, folder)
+    flags = ("--backend", "tensorrt-rtx", "--sm", "89", "--max-num-seqs", "1", "--max-num-tokens", "16")
+    line = refuse_cli("build", folder, "-o", tmp_path / "out", "-q", *flags)
+    assert "LlamaForCausalLM cannot be computed in float16" in line
+    assert "use --dtype bfloat16" in line
+    recipe = rtx_recipe(folder, tmp_path / "out", dtype="bfloat16", max_num_seqs=1)
+    assert build_bundle(recipe, use_cache=False).manifest.models["target"].dtype == "bfloat16"
+
+
+def test_a_portable_engine_verifies_in_place_too(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    result = build_bundle(rtx_recipe(tiny_pair.target, tmp_path / "out", sm=["any"], max_num_seqs=1), use_cache=False)
+    (engine,) = result.manifest.models["target"].engine.files
+    assert (engine.sm, engine.path) == ("any", "target/model.any.engine")
+    assert (tmp_path / "out" / "target" / "model.any.log").is_file()
+    copied = {row.profile: row.kv_copy_bytes for row in engine.report.profiles}
+    assert copied["decode 1x1"] == copied["verify 1x4"] == 0
+
+
+def test_nothing_is_folded_where_the_masks_of_a_prefill_would_be_too_large(
+    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensorrt, "MAX_MASK_BYTES", 1000)
+    events: list[ProgressEvent] = []
+    result = build_bundle(
+        rtx_recipe(tiny_pair.target, tmp_path / "out", max_num_seqs=1), progress=events.append, use_cache=False
+    )
+    entry = result.manifest.models["target"]
+    assert entry.engine.fused == (("fused-causal", 2),)
+    assert {profile.fold for profile in entry.engine.limits.profiles} == {1}
+    assert any("nothing is folded" in event.message and "--max-num-tokens" in event.message for event in events)
+
+
+def test_the_build_tells_its_memory_plan_and_how_far_tensorrt_is(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    events: list[ProgressEvent] = []
+    result = build_bundle(
+        rtx_recipe(tiny_pair.target, tmp_path / "out", max_num_seqs=1), progress=events.append, use_cache=False
+    )
+    notes = [event.message for event in events]
+    assert any("of memory" in note and "KV cache" in note for note in notes)
+    assert any(re.search(r"sm89: .+ \d+/\d+", note) for note in notes if event_is_build(events, note))
+    assert any("not checked: a tensorrt-rtx engine runs on a GPU only" in note for note in notes)
+    assert result.max_abs_errors == {"target": None}
+
+
+def event_is_build(events: list[ProgressEvent], note: str) -> bool:
+    return any(event.stage == "build" and event.message == note for event in events)
+
+
+def test_a_second_build_does_nothing_and_the_cache_serves_another_output(
+    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = build_bundle(rtx_recipe(tiny_pair.target, tmp_path / "out", max_num_seqs=1))
+    assert build_bundle(rtx_recipe(tiny_pair.target, tmp_path / "out", max_num_seqs=1)).up_to_date
+    monkeypatch.setattr(trt_backend, "_run_worker", lambda *_: pytest.fail("built again"))
+    again = build_bundle(rtx_recipe(tiny_pair.target, tmp_path / "other", max_num_seqs=1))
+    assert again.reused == ("target",)
+    assert again.manifest.models == first.manifest.models
+    with pytest.raises(pytest.fail.Exception, match="built again"):  # another architecture is another engine
+        build_bundle(rtx_recipe(tiny_pair.target, tmp_path / "third", max_num_seqs=1, sm=["120"]))
+    assert not (tmp_path / "third").exists()
+
+
+@pytest.mark.one_of_kind
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("classes", "config", "copies"),
+    [
+        ("Gemma3:Gemma3ForCausalLM:Gemma3TextConfig", GROUPED | {"head_dim": 32, "sliding_window": 6,
+          "layer_types": ["sliding_attention", "full_attention"]}, 2),
+        ("Gemma2", GROUPED | {"head_dim": 32, "attn_logit_softcapping": 2.0}, None),
+    ],
+    ids=["windows", "softcap"],
+)  # fmt: skip
+def test_other_attention_builds_too(
+    classes: str, config: dict[str, Any], copies: int | None, dtype: str, tmp_path: Path
+) -> None:
+    save_checkpoint(make_model(classes, config), tmp_path / "model")
+    result = build_bundle(
+        rtx_recipe(tmp_path / "model", tmp_path / "out", max_num_seqs=1, dtype=dtype, lookahead=1), use_cache=False
+    )
+    (engine,) = result.manifest.models["target"].engine.files
+    assert len(engine.report.aliased) == 4
+    assert all(row.float32_matmuls == () for row in engine.report.profiles)
+
+
+def test_int4_weights_are_read_by_the_products_themselves(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "vocab_size": 640}
+    save_checkpoint(make_llama(0, **sizes), tmp_path / "target")
+    save_checkpoint(make_llama(1, **sizes, num_hidden_layers=1), tmp_path / "draft")
+    recipe = rtx_recipe(
+        tmp_path / "target", tmp_path / "out", draft=str(tmp_path / "draft"), max_num_seqs=1, lookahead=1,
+        quantize="int4",
+    )  # fmt: skip
+    models = build_bundle(recipe, use_cache=False).manifest.models
+    assert [models[role].quantize for role in ("target", "draft")] == ["int4", None]
+    assert dict(models["target"].passes)["int4-weights"] == 15
+    (engine,), (draft,) = (models[role].engine.files for role in ("target", "draft"))
+    for row in engine.report.profiles:
+        # query, key and value are one product, and so are gate and up
+        assert (row.quantized_products, row.expanded_weights) == (9, 0)
+    assert all(row.quantized_products == 0 for row in draft.report.profiles)
+    linear = 2 * (256 * (256 + 2 * 128 + 256) + 3 * 256 * 384) + 256 * 640
+    # And the embedding in 16 bits, and 0.3 MB of tables, which are little beside a model that is not tiny.
+    assert engine.report.weight_bytes < 0.29 * 2 * linear + 2 * 256 * 640 + 350_000
+    lines = list(describe(load_manifest(tmp_path / "out")))
+    assert sum("9 products of quantized weights a step" in line for line in lines) == 1
+
+
+def test_a_builder_that_fails_leaves_nothing_and_says_what_tensorrt_said(
+    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = trt_backend._run_worker
+
+    def without_a_profile(job: dict[str, Any], scratch: Path, note: Callable[[str], None]) -> dict[str, Any]:
+        job["shapes"][0]["input_ids"] = ((1,), (1,), (0,))
+        return run(job, scratch, note)
+
+    monkeypatch.setattr(trt_backend, "_run_worker", without_a_profile)
+    with pytest.raises(CheckFailedError, match="TensorRT"):
+        build_bundle(rtx_recipe(tiny_pair.target, tmp_path / "out", max_num_seqs=1), use_cache=False)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_builder_that_dies_is_an_error_message(
+    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = {"sm": "89", "log": str(tmp_path / "log")}
+    (tmp_path / "log").write_text("[INFO] the last words\n")
+    monkeypatch.setattr(trt_backend.sys, "executable", shutil.which("false"))
+    with pytest.raises(CheckFailedError, match=r"ended with code 1: \[INFO\] the last words"):
+        trt_backend._run_worker(job, tmp_path, lambda _text: None)
+    assert isinstance(trt_backend._died(-9, job, ""), IncompatibleError)
+
+
+def test_too_little_memory_is_refused_before_tensorrt_starts(
+    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trt_backend, "_run_worker", lambda *_: pytest.fail("it started"))
+    monkeypatch.setattr("specexport.backends.tensorrt.memory_bytes", lambda: (10**9, 10**8, None))
+    with pytest.raises(IncompatibleError, match=r"needs about 0\.7 GB of memory, 0\.1 GB are free"):
+        build_bundle(rtx_recipe(tiny_pair.target, tmp_path / "out"), use_cache=False)
+    monkeypatch.setattr("specexport.backends.tensorrt.memory_bytes", lambda: (10**11, 10**11, None))
+    with pytest.raises(IncompatibleError, match=r"of GPU memory .* and --gpu-memory-gb is 0\.0001"):
+        build_bundle(rtx_recipe(tiny_pair.target, tmp_path / "out", gpu_memory_gb=0.0001), use_cache=False)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_line_builds(tiny_pair: TinyPair, tmp_path: Path, run_cli: RunCli) -> None:
+    flags = ["--backend", "tensorrt-rtx", "--sm", "8.9", "--lookahead", "3", "--max-num-seqs", "1"]
+    flags += ["--max-num-tokens", "16", "--max-model-len", "60", "--no-cache"]
+    result = run_cli("build", tiny_pair.target, *flags, "-o", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert "target: not checked" in result.stdout
+    refused = run_cli("generate", tmp_path / "out", "hello")
+    assert refused.exit_code == 3
+    assert "Traceback" not in refused.stderr
+    assert "GPU" in refused.stderr
+    monkey = present_gpu.present_architecture()
+    assert monkey is None or monkey != "89", "this test expects no sm89 GPU"
