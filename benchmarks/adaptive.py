@@ -14,7 +14,7 @@ with plain decoding.
 """
 
 import argparse
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -109,14 +109,14 @@ def load_engine(args: argparse.Namespace, size: int) -> SpecEngine:
     return SpecEngine(parts, options)
 
 
-def trap(prompt: Seq[int], output: Seq[int], vocab_size: int) -> list[int]:
+def trap(prompt: Sequence[int], output: Sequence[int], vocab_size: int) -> list[int]:
     """Before every token of a text what precedes it, and then another token: longer matches than the text's own."""
     tokens = [*prompt[-MATCH:], *output]
     starts = range(len(tokens) - len(output), len(tokens))
     return [t for i in starts for t in (*tokens[max(i - MATCH, 0) : i], (tokens[i] + 1) % vocab_size)]
 
 
-def requests_of(engine: SpecEngine, texts: Seq[str], args: argparse.Namespace) -> dict[str, Any]:
+def requests_of(engine: SpecEngine, texts: Sequence[str], args: argparse.Namespace) -> dict[str, Any]:
     """By way what makes its requests, see ``measure_in_turns``."""
     ks = [AUTO] if args.adversarial else [*map(int, args.lookaheads.split(",")), AUTO]
     traps = None

@@ -6,8 +6,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -55,7 +54,7 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-def report(title: str, rows: Seq[tuple[str, str]], record: dict[str, Any], json_path: Path | None) -> None:
+def report(title: str, rows: Sequence[tuple[str, str]], record: dict[str, Any], json_path: Path | None) -> None:
     """Print a Markdown table of the rows; write the full record as JSON if a path is given."""
     machine = describe_machine()
     load = f"load {machine['load_1min']:.1f}"

@@ -11,8 +11,7 @@ through the bundle's chat template. With --disturb another process takes a core 
 import argparse
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -70,7 +69,7 @@ class Requests:
         prompts: of all of them.
     """
 
-    def __init__(self, prompts: Seq[Any]) -> None:
+    def __init__(self, prompts: Sequence[Any]) -> None:
         self._prompts, self._salts = list(prompts), 0
 
     def of(self, way: str) -> Callable[[int], dict[str, Any]]:

@@ -23,8 +23,8 @@ from specexport_runtime.bundle.opened import TOKENIZER_NAME
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.executors.base import Executor, Int32Array, StepOutput, Want, argmax_ids
 from specexport_runtime.executors.open import open_executor
+from specexport_runtime.requests.results import GenerationResult
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sequences.results import GenerationResult
 
 
 class CutExecutor:

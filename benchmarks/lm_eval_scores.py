@@ -26,7 +26,7 @@ from typing import Any
 
 from common import DEMO_PROMPTS, read_prompts, report
 
-from specexport_runtime.sequences.text import shared_length
+from specexport_runtime.requests.text import shared_length
 from tests.support.serving import server
 
 CHOICE, ROLLING, GENERATE = "choose_the_end", "whole_texts", "go_on"

@@ -8,8 +8,7 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
@@ -119,7 +118,7 @@ class Llama:
             self.api.llama_memory_seq_rm(self.api.llama_get_memory(self.context), row, length, -1)
             self.lengths[row] = length
 
-    def best(self, new: Rows, wanted: Seq[int]) -> Rows:
+    def best(self, new: Rows, wanted: Sequence[int]) -> Rows:
         """The best token after each of the last ``wanted`` new tokens of each row, in one step."""
         import numpy as np
 

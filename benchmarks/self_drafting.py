@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 from common import DEMO_PROMPTS, describe_machine, median, read_prompts
 
 from specexport_runtime import SamplingParams, SpecEngine
-from specexport_runtime.sequences.draft_exit import DraftExitParams
-from specexport_runtime.sequences.layer_choice import LayerRules
+from specexport_runtime.requests.draft_exit import DraftExitParams
+from specexport_runtime.requests.layer_choice import LayerRules
 
 MEMORY_FIELDS = {"resident": "VmRSS", "anonymous": "RssAnon", "peak": "VmHWM"}
 

@@ -12,8 +12,7 @@ import argparse
 import json
 import threading
 import time
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
@@ -23,9 +22,9 @@ from common import median, report
 
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.requests.stats import sum_by_drafter
 from specexport_runtime.sampling.grammar import Grammar
 from specexport_runtime.sampling.structured import StructuredOutputs
-from specexport_runtime.sequences.stats import sum_by_drafter
 
 PROMPT = "Write a JSON document with realistic values that follows this JSON schema:\n{schema}\n"
 
@@ -87,7 +86,7 @@ class Schemas:
         refused: those that it cannot.
     """
 
-    def __init__(self, engine: SpecEngine, files: Seq[Path]) -> None:
+    def __init__(self, engine: SpecEngine, files: Sequence[Path]) -> None:
         self._engine, self._files = engine, files
         self.refused = 0
 
@@ -108,7 +107,7 @@ class Schemas:
             yield file.name, schema, form, list(prompt)
 
 
-def run(engine: SpecEngine, clock: GrammarClock, batch: Seq[Any], tokens: int, drafting: dict[str, Any]) -> Any:
+def run(engine: SpecEngine, clock: GrammarClock, batch: Sequence[Any], tokens: int, drafting: dict[str, Any]) -> Any:
     """One batch, one way: the texts, and what they took."""
     params = [SamplingParams(max_tokens=tokens, structured_outputs=form) for _, _, form, _ in batch]
     before = clock.beside, clock.waited
@@ -134,12 +133,12 @@ def run(engine: SpecEngine, clock: GrammarClock, batch: Seq[Any], tokens: int, d
     }
 
 
-def total(runs: Seq[Any], key: str) -> Any:
+def total(runs: Sequence[Any], key: str) -> Any:
     """The sum of a figure over the batches."""
     return sum(each[key] for each in runs)
 
 
-def describe_drafters(runs: Seq[Any]) -> str:
+def describe_drafters(runs: Sequence[Any]) -> str:
     """Of each drafter: share of all tokens, and of its own that were accepted."""
     counts: dict[str, list[int]] = {}
     for each in runs:

@@ -7,7 +7,7 @@ wheel.
 import json
 import statistics
 import sys
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -68,7 +68,9 @@ def load_prompts(pair: Path) -> list[str]:
     return [str(json.loads(line)["prompt"]) for line in lines if line.strip()]
 
 
-def measure(engine: "SpecEngine", prompts: Seq[str], *, lookahead: int, max_tokens: int, repeats: int) -> Measurement:
+def measure(
+    engine: "SpecEngine", prompts: Sequence[str], *, lookahead: int, max_tokens: int, repeats: int
+) -> Measurement:
     """Decode every prompt plainly and speculatively, turn by turn, so that both meet the same machine.
 
     The engine has a draft. One sequence runs at a time, and the order of the two ways changes from repeat to repeat.

@@ -5,8 +5,7 @@ model-local functions are the exception: they are ONNX text, in ``specexport.low
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,7 +41,7 @@ class Emitter:
         op_type: str,
         *inputs: "ir.Value | None",
         dtype: "ir.DataType | None" = None,
-        shape: "Seq[Any] | ir.Shape | None" = None,
+        shape: "Sequence[Any] | ir.Shape | None" = None,
         domain: str = "",
         name: str | None = None,
         **attributes: Any,
@@ -76,10 +75,10 @@ class Emitter:
     def node(
         self,
         op_type: str,
-        inputs: "Seq[ir.Value | None]",
+        inputs: "Sequence[ir.Value | None]",
         attributes: Mapping[str, Any] | None = None,
         *,
-        outputs: "int | Seq[ir.Value]" = 1,
+        outputs: "int | Sequence[ir.Value]" = 1,
         domain: str = "",
         name: str | None = None,
     ) -> "ir.Node":
@@ -116,7 +115,7 @@ class Emitter:
         dims = "x".join(map(str, array.shape)) or "scalar"
         return constant(self.graph, ".".join(("const", dtype, dims, content)), array)
 
-    def reshape(self, value: "ir.Value", shape: Seq[int]) -> "ir.Value":
+    def reshape(self, value: "ir.Value", shape: Sequence[int]) -> "ir.Value":
         """``value`` in ``shape``: 0 keeps a dimension, -1 is inferred."""
         return self.op("Reshape", value, self.const(shape))
 
@@ -130,7 +129,7 @@ class Emitter:
             self.graph.extend(self.nodes)
         self.nodes = []
 
-    def replace(self, node: "ir.Node", outputs: "Seq[ir.Value]") -> None:
+    def replace(self, node: "ir.Node", outputs: "Sequence[ir.Value]") -> None:
         """Put the nodes in the place of ``node``: ``outputs`` get the readers, names, dtypes and shapes of its own."""
         import onnx_ir as ir
 
@@ -163,7 +162,11 @@ _PART = "specexport.part"
 
 
 def lazy_tensor(
-    name: str, dtype: "ir.DataType | str", shape: Seq[int], make: Callable[[], np.ndarray], part: PartOf | None = None
+    name: str,
+    dtype: "ir.DataType | str",
+    shape: Sequence[int],
+    make: Callable[[], np.ndarray],
+    part: PartOf | None = None,
 ) -> "ir.LazyTensor":
     """A tensor whose data is made when it is asked for, and again if it is asked for again.
 
@@ -229,7 +232,7 @@ def lazy_weight(
     graph: "ir.Graph",
     name: str,
     dtype: "ir.DataType",
-    shape: Seq[int],
+    shape: Sequence[int],
     make: Callable[[], np.ndarray],
     part: PartOf | None = None,
 ) -> "ir.Value":
@@ -258,7 +261,7 @@ def lazy_weight(
     return known
 
 
-def set_inputs(node: "ir.Node", first: int, values: "Seq[ir.Value]") -> None:
+def set_inputs(node: "ir.Node", first: int, values: "Sequence[ir.Value]") -> None:
     """Give a node inputs from ``first`` on; those between its own and them stay empty."""
     inputs = [*node.inputs, *[None] * (first - len(node.inputs)), *values]
     node.resize_inputs(len(inputs))
@@ -267,7 +270,7 @@ def set_inputs(node: "ir.Node", first: int, values: "Seq[ir.Value]") -> None:
 
 
 def add_input(
-    graph: "ir.Graph", name: str, dtype: "ir.DataType", shape: Seq[int | str], at: int | None = None
+    graph: "ir.Graph", name: str, dtype: "ir.DataType", shape: Sequence[int | str], at: int | None = None
 ) -> "ir.Value":
     """A new input of the graph, in front of input ``at``, or the last one."""
     import onnx_ir as ir

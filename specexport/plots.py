@@ -2,8 +2,7 @@
 
 import importlib.util
 import os
-from collections.abc import Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,7 +69,7 @@ def speedup_axis(axes: "Axes") -> None:
     axes.set_ylabel("speedup over plain decoding")
 
 
-def batch_axis(panels: "Seq[Axes]", sizes: Iterable[int]) -> None:
+def batch_axis(panels: "Sequence[Axes]", sizes: Iterable[int]) -> None:
     """Batch sizes along the bottom, in powers of two."""
     ticks = sorted(set(sizes))
     for axes in panels:

@@ -1,8 +1,7 @@
 """How tables are written: in Markdown, and on the terminal."""
 
 import sys
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ def format_number(value: float | None, form: str, unit: str = "") -> str:
     return "-" if value is None else f"{value:{form}}{unit}"
 
 
-def markdown_table(columns: Mapping[str, Callable[[Row], str]], rows: Seq[Row], *, left: int = 0) -> str:
+def markdown_table(columns: Mapping[str, Callable[[Row], str]], rows: Sequence[Row], *, left: int = 0) -> str:
     """A row for each of ``rows``, with what each column shows of it; all but the ``left`` first are of numbers."""
     written = []
     for i, (name, show) in enumerate(columns.items()):

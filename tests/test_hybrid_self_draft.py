@@ -1,7 +1,6 @@
 """Targets whose layers keep a state draft with some of their own: what a draft reads, and what it leaves behind."""
 
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,9 +18,9 @@ from specexport_runtime.abi import num_pending
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.executors.ort import OrtExecutor
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
+from specexport_runtime.requests.layer_choice import LayerRules
 from specexport_runtime.sampling.sampler import Sampler
 from specexport_runtime.sampling.structured import StructuredOutputs
-from specexport_runtime.sequences.layer_choice import LayerRules
 from tests.support import chance
 from tests.support.engine_harness import make_checkpoint
 from tests.support.entries import make_entry
@@ -84,7 +83,7 @@ def open_gated(model: Any, folder: Path, rows: int) -> OrtExecutor:
 
 
 @contextmanager
-def left_out(model: Any, off: Seq[int], kinds: Seq[str]) -> Iterator[None]:
+def left_out(model: Any, off: Sequence[int], kinds: Sequence[str]) -> Iterator[None]:
     """The transformers model with the parts behind the gates ``off`` giving zeros."""
     import torch
 
@@ -108,7 +107,7 @@ def left_out(model: Any, off: Seq[int], kinds: Seq[str]) -> Iterator[None]:
             hook.remove()
 
 
-def eager_draft(model: Any, known: list[int], fed: list[int], off: Seq[int], kinds: Seq[str]) -> np.ndarray:
+def eager_draft(model: Any, known: list[int], fed: list[int], off: Sequence[int], kinds: Sequence[str]) -> np.ndarray:
     """Logits of a drafting pass: all layers read ``known``, and those that are left read ``fed``, one by one."""
     import torch
 

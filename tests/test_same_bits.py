@@ -3,8 +3,7 @@
 No limit is allowed here, in no format: what verifies drafts must say what plain decoding says.
 """
 
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,7 +58,7 @@ class Text(NamedTuple):
     adapter: int
 
 
-def read(runner: ModelRunner, texts: Seq[Text], sizes: Seq[Sizes], first_row: int = 0) -> list[np.ndarray]:
+def read(runner: ModelRunner, texts: Sequence[Text], sizes: Sequence[Sizes], first_row: int = 0) -> list[np.ndarray]:
     """Logits [T, V] of texts that are read side by side, each in its own pieces; a piece of 0 sits a step out."""
     runner.reset()
     found: list[list[np.ndarray]] = [[] for _ in texts]

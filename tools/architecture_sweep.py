@@ -18,8 +18,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -73,7 +72,7 @@ def _child(name: str, pipe: Any) -> None:
         pipe.send(attempt(name, Path(folder)))
 
 
-def run_all(names: Seq[str], *, jobs: int = 1, minutes: float = MINUTES) -> Iterator[Outcome]:
+def run_all(names: Sequence[str], *, jobs: int = 1, minutes: float = MINUTES) -> Iterator[Outcome]:
     """Each architecture in a separate process, in the order in which they are done; each may take ``minutes``."""
     fork = multiprocessing.get_context("fork")  # torch and transformers are imported once, here
     waiting, running = list(names), dict[Any, tuple[str, Any, float]]()

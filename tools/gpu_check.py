@@ -27,7 +27,7 @@ import signal
 import sys
 import tarfile
 import tempfile
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -251,7 +251,7 @@ def run_tune(options: argparse.Namespace) -> int:
     return 0
 
 
-def parse(arguments: Seq[str] | None) -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="list sections and tasks, and end")
@@ -288,7 +288,7 @@ def parse(arguments: Seq[str] | None) -> argparse.Namespace:
     return options
 
 
-def main(arguments: Seq[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     options = parse(arguments)
     if options.list:

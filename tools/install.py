@@ -20,8 +20,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,7 +65,7 @@ def decide(report: Mapping[str, Any], *, has_gpu: bool, torch_cuda: bool = False
     )
 
 
-def cuda_packages(requirements: Seq[str], environment: Mapping[str, str]) -> list[str]:
+def cuda_packages(requirements: Sequence[str], environment: Mapping[str, str]) -> list[str]:
     """Names of the CUDA packages among ``requirements`` whose markers hold in ``environment``."""
     names = []
     for requirement in requirements:

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.engine_options import EngineOptions
 from specexport_runtime.errors import SpecexportError
-from specexport_runtime.requests.conversation import Conversation
+from specexport_runtime.intake.conversation import Conversation
+from specexport_runtime.requests.results import GenerationResult, StreamChunk, StreamPiece
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.structured import StructuredOutputs
-from specexport_runtime.sequences.results import GenerationResult, StreamChunk, StreamPiece
 
 if TYPE_CHECKING:
     from specexport_runtime.async_engine import AsyncRequest, AsyncSpecEngine

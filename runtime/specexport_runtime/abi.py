@@ -27,7 +27,7 @@ F     ``pending_width``     what one token gives to one recurrence
 ====  ====================  ==========================================================
 """
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import Annotated, Literal, NamedTuple
 
 from specexport_runtime.records import whole
@@ -358,7 +358,7 @@ class StateGeometry(NamedTuple):
     width: Size
 
 
-def state_shapes(states: Seq[StateGeometry], num_rows: int, num_pending: int) -> dict[str, tuple[int, ...]]:
+def state_shapes(states: Sequence[StateGeometry], num_rows: int, num_pending: int) -> dict[str, tuple[int, ...]]:
     """Shape of the state [rows, 1, *Z] and of the pending entries [rows, 1, S, F] of each recurrence, by input name."""
     shapes = {}
     for i, state in enumerate(states):
@@ -367,7 +367,7 @@ def state_shapes(states: Seq[StateGeometry], num_rows: int, num_pending: int) ->
     return shapes
 
 
-def cache_shapes(layers: Seq[LayerGeometry], num_rows: int, kv_capacity: int) -> dict[str, tuple[int, ...]]:
+def cache_shapes(layers: Sequence[LayerGeometry], num_rows: int, kv_capacity: int) -> dict[str, tuple[int, ...]]:
     """Shape [rows, 1, heads, capacity, head size] of each cache input, by name."""
     return {
         spec.name.format(i=i): (num_rows, 1, layer.kv_heads, kv_capacity, head_dim)

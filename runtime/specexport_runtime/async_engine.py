@@ -6,8 +6,7 @@ uvloop that is once a round, however many requests stream.
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -25,9 +24,9 @@ from specexport_runtime.errors import (
     QueueFullError,
     SpecexportError,
 )
-from specexport_runtime.requests.drafting import RequestOptions, RequestSpec
+from specexport_runtime.intake.drafting import RequestOptions, RequestSpec
+from specexport_runtime.requests.results import GenerationResult, Prompt, StreamChunk
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sequences.results import GenerationResult, Prompt, StreamChunk
 
 __all__ = ["AsyncRequest", "AsyncSpecEngine", "ChunkIterator"]
 
@@ -339,7 +338,7 @@ class AsyncSpecEngine:
         spec = RequestSpec(prompt, params or SamplingParams(), reference, options)
         return (await self.submit_all([spec]))[0]
 
-    async def submit_all(self, requests: Seq[RequestSpec]) -> list[AsyncRequest]:
+    async def submit_all(self, requests: Sequence[RequestSpec]) -> list[AsyncRequest]:
         """Queue several requests, all or none; errors as :meth:`submit`."""
         owners = Counter(map(_owner_of, requests))
         self._check_room(len(requests), owners)
@@ -451,13 +450,13 @@ class AsyncSpecEngine:
         if not self._admits:
             raise EngineClosedError("the engine takes no more requests.", "send it to another one.")
 
-    def _queue(self, requests: Seq[RequestSpec], taken: Seq[AsyncRequest]) -> None:
+    def _queue(self, requests: Sequence[RequestSpec], taken: Sequence[AsyncRequest]) -> None:
         """Check and queue; in any thread."""
         handles = self.engine.submit_all(requests, [Courier(request, self._mailbox) for request in taken])
         for request, handle in zip(taken, handles, strict=True):
             request.attach(handle)
 
-    async def _queue_elsewhere(self, requests: Seq[RequestSpec], taken: Seq[AsyncRequest]) -> None:
+    async def _queue_elsewhere(self, requests: Sequence[RequestSpec], taken: Sequence[AsyncRequest]) -> None:
         """As :meth:`_queue`, on another thread. That cannot be stopped: if the task is cancelled, it cancels them."""
         queueing = asyncio.get_running_loop().run_in_executor(self._tokenizing, self._queue, requests, taken)
         try:
@@ -468,7 +467,7 @@ class AsyncSpecEngine:
             queueing.add_done_callback(partial(self._forget_refused, taken))
             raise
 
-    def _forget_refused(self, taken: Seq[AsyncRequest], queueing: "asyncio.Future[None]") -> None:
+    def _forget_refused(self, taken: Sequence[AsyncRequest], queueing: "asyncio.Future[None]") -> None:
         if queueing.cancelled() or queueing.exception() is not None:
             self.forget(*taken)
 

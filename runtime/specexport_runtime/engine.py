@@ -2,8 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -12,14 +11,14 @@ from specexport_runtime.decoding.loop import DecodeLoop
 from specexport_runtime.engine_load import load_engine_parts
 from specexport_runtime.engine_options import EngineOptions, make_options, with_keywords
 from specexport_runtime.engine_parts import EngineParts, assemble, check_empty
-from specexport_runtime.requests.checks import one_each
-from specexport_runtime.requests.drafting import DraftPlan, RequestOptions, RequestSpec, resolve_draft_plan
-from specexport_runtime.requests.pins import PinnedPrefixes
-from specexport_runtime.requests.prompts import PromptEncoder
+from specexport_runtime.intake.checks import one_each
+from specexport_runtime.intake.drafting import DraftPlan, RequestOptions, RequestSpec, resolve_draft_plan
+from specexport_runtime.intake.pins import PinnedPrefixes
+from specexport_runtime.intake.prompts import PromptEncoder
+from specexport_runtime.requests.results import GenerationResult, Prompt, StreamChunk, as_prompts
+from specexport_runtime.requests.stats import PaddingStats, PhaseTimes
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.structured import StructuredOutputs
-from specexport_runtime.sequences.results import GenerationResult, Prompt, StreamChunk, as_prompts
-from specexport_runtime.sequences.stats import PaddingStats, PhaseTimes
 from specexport_runtime.watch.observe import EngineLoad, EngineObserver
 
 _log = logging.getLogger(__name__)
@@ -172,7 +171,7 @@ class SpecEngine(PromptEncoder):
         return handle
 
     def submit_all(
-        self, requests: Seq[RequestSpec], listeners: Seq[RequestListener] | None = None
+        self, requests: Sequence[RequestSpec], listeners: Sequence[RequestListener] | None = None
     ) -> list[RequestHandle]:
         """Queue several requests at once, all or none of them; they join the batch before the same round.
 
@@ -194,10 +193,10 @@ class SpecEngine(PromptEncoder):
 
     def generate(
         self,
-        prompts: Prompt | Seq[Prompt],
-        params: SamplingParams | Seq[SamplingParams] | None = None,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        references: Seq[Prompt | None] | None = None,
+        references: Sequence[Prompt | None] | None = None,
         **options: Unpack[RequestOptions],
     ) -> list[GenerationResult]:
         """Generate for one or many prompts; results come in the order of the prompts.
@@ -217,10 +216,10 @@ class SpecEngine(PromptEncoder):
 
     def iter_results(
         self,
-        prompts: Prompt | Seq[Prompt],
-        params: SamplingParams | Seq[SamplingParams] | None = None,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        references: Seq[Prompt | None] | None = None,
+        references: Sequence[Prompt | None] | None = None,
         **options: Unpack[RequestOptions],
     ) -> Iterator[GenerationResult]:
         """As :meth:`generate`, but each result comes as soon as it and those before it are finished."""
@@ -309,7 +308,7 @@ class SpecEngine(PromptEncoder):
                 runner.executor.close()
 
 
-def _results_in_order(handles: Seq[RequestHandle]) -> Iterator[GenerationResult]:
+def _results_in_order(handles: Sequence[RequestHandle]) -> Iterator[GenerationResult]:
     try:
         for handle in handles:
             yield handle.result()

@@ -20,10 +20,10 @@ from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors import operators
 from specexport_runtime.executors.base import EngineBackend, Executor
 from specexport_runtime.executors.open import backend_of, backends_with, open_executor
+from specexport_runtime.intake.checks import check_adapter
+from specexport_runtime.intake.drafting import DraftDefaults, stage_names
+from specexport_runtime.intake.speculative_config import parse_speculative_config
 from specexport_runtime.packing.batch import ModelRunner
-from specexport_runtime.requests.checks import check_adapter
-from specexport_runtime.requests.drafting import DraftDefaults, stage_names
-from specexport_runtime.requests.speculative_config import parse_speculative_config
 
 
 def load_engine_parts(path: Path, options: EngineOptions) -> EngineParts:

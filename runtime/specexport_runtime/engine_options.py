@@ -17,7 +17,7 @@ from specexport_runtime.bundle.entry import MAX_NUM_SEQS
 from specexport_runtime.bundle.opened import check_num_seqs
 from specexport_runtime.drafters.base import DrafterFactory
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.requests.checks import check_match_length, parse_bytes
+from specexport_runtime.intake.checks import check_match_length, parse_bytes
 
 P = ParamSpec("P")
 T = TypeVar("T")

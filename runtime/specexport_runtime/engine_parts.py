@@ -1,7 +1,6 @@
 """The parts of an engine, and how they are put together to one that decodes."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from specexport_runtime.abi import kv_slack
@@ -25,14 +24,14 @@ from specexport_runtime.executors.base import (
     borrows_cache,
 )
 from specexport_runtime.executors.open import backend_of, backends_with
+from specexport_runtime.intake.builder import RequestBuilder
+from specexport_runtime.intake.drafting import Abilities, DraftDefaults
+from specexport_runtime.intake.grammars import GrammarCompiler
 from specexport_runtime.lookahead.controller import Controller
 from specexport_runtime.lookahead.draft_cost import WeighedDrafter
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.packing.kv import BorrowedKv
-from specexport_runtime.requests.builder import RequestBuilder
-from specexport_runtime.requests.drafting import Abilities, DraftDefaults
-from specexport_runtime.requests.grammars import GrammarCompiler
-from specexport_runtime.sequences.records import FORCED
+from specexport_runtime.requests.records import FORCED
 from specexport_runtime.watch.trace import RoundTracer
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ class EngineParts(NamedTuple):
     draft_vocab_size: int | None = None  # ids below it may be drafted; None takes the target's LM head
     draft_head: "CutHead | None" = None  # token ids of the LM head of draft or head; None where it has all
     mask: "MaskInput | None" = None  # for unknown tokens, of a head that drafts all tokens in one step
-    eos_token_ids: Seq[int] = ()  # end a text
+    eos_token_ids: Sequence[int] = ()  # end a text
     chat_template: str | None = None  # Jinja source, of the checkpoint
     special_tokens: Mapping[str, str] = {}  # by name, for the chat template
     draft_defaults: DraftDefaults = DraftDefaults()  # how to draft for requests that do not say
@@ -66,7 +65,7 @@ class EngineParts(NamedTuple):
     self_obstacle: Obstacle | None = None  # why the target cannot draft with its own layers; None finds out
     suffixes: "KeptSuffixes | None" = None  # what was generated earlier; None begins with nothing
     fingerprint: str | None = None  # of weights, recipe and compiler; None if they are not known
-    adapters: Seq[str] = ()  # LoRA adapters that requests may choose, in the order of their numbers in the engine
+    adapters: Sequence[str] = ()  # LoRA adapters that requests may choose, in the order of their numbers in the engine
 
 
 class Assembly(NamedTuple):
@@ -193,7 +192,7 @@ def describe_abilities(
 
 
 def _make_decoder(
-    runners: Seq[ModelRunner],  # the target's, then those that draft beside it
+    runners: Sequence[ModelRunner],  # the target's, then those that draft beside it
     drafters: Mapping[str, Drafter],
     weighed: Mapping[str, WeighedDrafter],
     memory: MemoryBudget,
@@ -218,7 +217,7 @@ def _make_decoder(
     )
 
 
-def _keeps_rows(runners: Seq[ModelRunner]) -> bool:
+def _keeps_rows(runners: Sequence[ModelRunner]) -> bool:
     """Whether every engine keeps its rows as prefix reuse needs them: where it says, and without padding."""
     return all(runner.unpad_kv and as_copying(runner.executor) is not None for runner in runners)
 

@@ -2,8 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -16,7 +15,7 @@ from specexport_runtime.watch.counts import EngineCounts, Histogram
 
 if TYPE_CHECKING:
     from specexport_runtime.engine import SpecEngine
-    from specexport_runtime.sequences.sequence import Sequence
+    from specexport_runtime.requests.request import Request
     from specexport_runtime.watch.observe import EngineLoad, RoundRecord
 
 LABELS = ("model_name", "engine")
@@ -189,7 +188,7 @@ class EngineMetrics:
         with self._lock:
             self._counts.add_round(record, now)
 
-    def on_finish(self, sequence: "Sequence") -> None:
+    def on_finish(self, sequence: "Request") -> None:
         """Count the end of a sequence (decoding thread)."""
         with self._lock:
             self._counts.add_end(sequence)
@@ -272,7 +271,7 @@ class EngineMetrics:
         yield useless
 
 
-def _cumulative(histogram: Histogram) -> Seq[tuple[str, float]]:
+def _cumulative(histogram: Histogram) -> Sequence[tuple[str, float]]:
     total = 0
     pairs = []
     for bound, count in zip((*histogram.bounds, float("inf")), histogram.counts, strict=True):

@@ -4,8 +4,7 @@ A new backend is a lowering, a file here with a subclass of :class:`Backend`, an
 each registry: ``backends/registry.py`` here, ``executors/open.py`` there. Nothing else names backends.
 """
 
-from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
@@ -83,12 +82,12 @@ class BuildJob(NamedTuple):
     max_positions: int | None
     folder: Path
     clock: StageClock
-    cache_ranges: "Seq[CacheRange] | None" = None
+    cache_ranges: "Sequence[CacheRange] | None" = None
     first_only: bool = False
     feature_size: int = 0
     head_steps: HeadSteps | None = None
     states: tuple[StateGeometry, ...] = ()
-    adapters: "Seq[Adapter]" = ()
+    adapters: "Sequence[Adapter]" = ()
 
 
 class Backend:

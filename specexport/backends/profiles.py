@@ -1,7 +1,6 @@
 """Which optimization profiles an engine gets, and the shapes of every input in each."""
 
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Mapping, Sequence
 
 from specexport_runtime.abi import (
     ALIGNED_STEP_INPUTS,
@@ -95,7 +94,7 @@ def engine_kv_capacity(max_model_len: int, lookahead: int, width: int | None = N
 
 
 def input_shapes(
-    profile: Profile, names: Seq[str], layers: Seq[LayerGeometry], kv_capacity: int, feature_size: int = 0
+    profile: Profile, names: Sequence[str], layers: Sequence[LayerGeometry], kv_capacity: int, feature_size: int = 0
 ) -> dict[str, Shapes]:
     """Smallest, optimal and largest shape of every input of an engine in ``profile``.
 
@@ -119,13 +118,13 @@ def input_shapes(
     return found
 
 
-def _cache_shapes(layers: Seq[LayerGeometry], kv_capacity: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _cache_shapes(layers: Sequence[LayerGeometry], kv_capacity: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     for i, layer in enumerate(layers):
         for spec, dim in zip(CACHE_INPUTS, (layer.k_dim, layer.v_dim), strict=True):
             yield spec.name.format(i=i), (layer.kv_heads, kv_capacity, dim)
 
 
-def kv_bytes(layers: Seq[LayerGeometry], kv_capacity: int, num_rows: int, item_bytes: int) -> int:
+def kv_bytes(layers: Sequence[LayerGeometry], kv_capacity: int, num_rows: int, item_bytes: int) -> int:
     """Bytes of a KV arena of ``num_rows`` rows."""
     values = sum(layer.kv_heads * (layer.k_dim + layer.v_dim) for layer in layers)
     return values * kv_capacity * num_rows * item_bytes

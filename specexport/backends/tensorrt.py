@@ -4,8 +4,7 @@ How much memory a build and its engines need is told before the build, which is 
 """
 
 from collections import Counter
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specexport.backends.base import Backend, BuildJob, RecipeFields
@@ -17,7 +16,7 @@ from specexport_runtime.abi import ITEM_BYTES, LayerGeometry
 from specexport_runtime.bundle.entry import EngineEntry, EngineLimits, Gates, ModelEntry
 from specexport_runtime.bundle.profiles import HeadSteps
 from specexport_runtime.errors import IncompatibleError, RecipeError
-from specexport_runtime.sequences.layer_choice import LayerRules, choose_layers
+from specexport_runtime.requests.layer_choice import LayerRules, choose_layers
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -197,7 +196,7 @@ def choose_skipped(recipe: RecipeFields, num_layers: int) -> tuple[int, ...]:
 
 
 def _memory_plan(
-    recipe: RecipeFields, num_parameters: int, layers: Seq[LayerGeometry], kv_capacity: int
+    recipe: RecipeFields, num_parameters: int, layers: Sequence[LayerGeometry], kv_capacity: int
 ) -> "MemoryPlan":
     return plan_memory(
         num_parameters=num_parameters,
@@ -234,7 +233,7 @@ def plan_memory(
     *,
     num_parameters: int,
     dtype: str,  # of weights and caches
-    layers: Seq[LayerGeometry],
+    layers: Sequence[LayerGeometry],
     kv_capacity: int,  # L
     max_num_seqs: int,  # cache rows
     num_engines: int,  # one for each architecture
@@ -259,7 +258,7 @@ def require_host_memory(plan: MemoryPlan, available: int) -> None:
         )
 
 
-def require_gpu_memory(plans: Seq[MemoryPlan], activations: int, gpu_memory_gb: float) -> None:
+def require_gpu_memory(plans: Sequence[MemoryPlan], activations: int, gpu_memory_gb: float) -> None:
     """Refuse engines that their GPU cannot hold: IncompatibleError names what is needed, and what to lower.
 
     ``plans`` has one for each model of the bundle; ``activations`` are bytes of all engines, 0 before they are built.

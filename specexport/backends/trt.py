@@ -5,8 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -61,7 +60,7 @@ def engine_name(sm: str) -> str:
 
 
 def write_trt_engines(
-    ir_model: "ir.Model", plan: TrtPlan, folder: Path, *, note: Callable[[str], None], names: Seq[str]
+    ir_model: "ir.Model", plan: TrtPlan, folder: Path, *, note: Callable[[str], None], names: Sequence[str]
 ) -> tuple[EngineFile, ...]:
     """Build an engine and its build log for every architecture into ``folder`` (which is made).
 

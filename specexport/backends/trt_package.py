@@ -7,7 +7,7 @@ timed, and takes plugins. Imports neither of them.
 
 import importlib
 import importlib.util
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from specexport.backends import present_gpu
@@ -53,11 +53,11 @@ def known_architectures(package: TrtPackage) -> tuple[str, ...]:
     if not package.cross_builds:
         present = present_gpu.present_architecture()
         return () if present is None else (present,)
-    names: Seq[str] = list(module.ComputeCapability.__members__)
+    names: Sequence[str] = list(module.ComputeCapability.__members__)
     return tuple(sorted((name[2:] for name in names if name.startswith("SM")), key=int))
 
 
-def resolve_architectures(package: TrtPackage, asked: Seq[str]) -> tuple[str, ...]:
+def resolve_architectures(package: TrtPackage, asked: Sequence[str]) -> tuple[str, ...]:
     """The architectures to build for: those asked for with ``--sm``, or the GPU in this machine if there are none.
 
     RecipeError lists the known ones if one is unknown to the package, or none was given and there is no GPU to ask.

@@ -8,8 +8,7 @@ nothing heavy.
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -136,7 +135,7 @@ def _tensors(text: str) -> tuple[Tensor, ...]:
     )
 
 
-def summarize(layers: Seq[Layer], profiles: Seq[str]) -> list[dict[str, Any]]:
+def summarize(layers: Sequence[Layer], profiles: Sequence[str]) -> list[dict[str, Any]]:
     """For each profile: kernels, fused attention kernels, float32 matrix products, and bytes of copied KV cache.
 
     Of quantized weights: products that read them as they are stored, and kernels that make them float for another.
@@ -192,10 +191,10 @@ def _is_cache(tensor: Tensor) -> bool:
     return tensor.name.startswith(("k_cache", "v_cache"))
 
 
-def describe_layers(layers: Seq[Layer]) -> str:
+def describe_layers(layers: Sequence[Layer]) -> str:
     """The finished engine's layers for the build log, one a line: profile, kind, name, what it reads and writes."""
 
-    def tensors(found: Seq[Tensor]) -> str:
+    def tensors(found: Sequence[Tensor]) -> str:
         return ", ".join(f"{t.name} {t.dtype}[{','.join(map(str, t.dims))}]" for t in found)
 
     lines = [f"[profile {x.profile}] {x.kind} {x.name}: {tensors(x.inputs)} -> {tensors(x.outputs)}\n" for x in layers]
@@ -203,7 +202,7 @@ def describe_layers(layers: Seq[Layer]) -> str:
 
 
 def make_report(
-    trt: Any, network: Any, texts: Seq[str], profiles: Seq[str], inspected: Seq[Layer] | None = None
+    trt: Any, network: Any, texts: Sequence[str], profiles: Sequence[str], inspected: Sequence[Layer] | None = None
 ) -> dict[str, Any]:
     """Everything the manifest keeps of a build, as plain values.
 
@@ -240,7 +239,7 @@ def _count(trt: Any, network: Any, kind: str) -> int:
     return sum(network.get_layer(i).type == wanted for i in range(network.num_layers))
 
 
-def network_problems(trt: Any, network: Any, num_layers: int, float32_products: Seq[str] = ()) -> list[str]:
+def network_problems(trt: Any, network: Any, num_layers: int, float32_products: Sequence[str] = ()) -> list[str]:
     """What is wrong with a parsed network; empty if nothing is: caches not in place, matrix products in float32.
 
     ``num_layers`` counts attention layers; ``float32_products`` names the products that the model itself has in float32

@@ -1,7 +1,6 @@
 """Several bundles of one target, whose drafts are compared: what may be compared, and what is measured with which."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -15,7 +14,7 @@ from specexport_runtime.errors import InvalidRequestError
 _SHOWN = 12  # characters of a hash; words are shorter
 
 
-def name_bundles(folders: Seq[Path], subjects: Seq[Subject]) -> dict[str, Subject]:
+def name_bundles(folders: Sequence[Path], subjects: Sequence[Subject]) -> dict[str, Subject]:
     """The bundles by unique names: their own, or the folders as given where two have the same.
 
     Raises InvalidRequestError if two of them are one bundle.
@@ -85,7 +84,7 @@ def join_subjects(named: Mapping[str, Subject]) -> Subject:
     )
 
 
-def compared_methods(named: Mapping[str, Subject], names: Seq[str] | None, **rest: Any) -> list[Method]:
+def compared_methods(named: Mapping[str, Subject], names: Sequence[str] | None, **rest: Any) -> list[Method]:
     """What is measured, of several bundles their own drafts and what else is named; ``rest`` as ``resolve_methods``.
 
     Raises InvalidRequestError if one of several bundles has no draft of its own, or ``names`` leave it out.

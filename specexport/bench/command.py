@@ -1,8 +1,7 @@
 """``specexport bench``: parse what is asked, run it, report it. Everything heavy is imported when it runs."""
 
 import sys
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -171,11 +170,11 @@ def bench(
 
 
 def _run(
-    bundles: Seq[Path],
+    bundles: Sequence[Path],
     *,
-    files: Seq[Path],
+    files: Sequence[Path],
     num_prompts: int | None,
-    domains: Seq[str] | None,
+    domains: Sequence[str] | None,
     mix: bool,
     quiet: bool,
     **asked: Any,
@@ -200,7 +199,7 @@ def _options(
     named: "Mapping[str, Subject]",
     *,
     contexts: tuple[int, ...] | None,
-    methods: Seq[str] | None,
+    methods: Sequence[str] | None,
     ablation: bool,
     drafter: str,
     unpad_kv: bool,

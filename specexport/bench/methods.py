@@ -1,7 +1,6 @@
 """What is measured: a method is a drafter and two padding switches of the same decoding loop."""
 
-from collections.abc import Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 from specexport_runtime.cli.errors import suggest
@@ -9,7 +8,7 @@ from specexport_runtime.drafters.base import HEAD, NO_HEAD, DraftOffer, Obstacle
 from specexport_runtime.drafters.model import DEFAULT_LOOKAHEAD, DRAFT_MODEL
 from specexport_runtime.drafters.registry import KINDS
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.requests.drafting import resolve_lookahead
+from specexport_runtime.intake.drafting import resolve_lookahead
 
 DRAFTERS = (*KINDS, "chained", "auto")
 AUTO = -1
@@ -87,7 +86,7 @@ class Cell(NamedTuple):
 
 def resolve_methods(
     # of :data:`METHODS`; None takes ``auto`` and the drafters that the bundle can run, except ones that learn
-    names: Seq[str] | None,
+    names: Sequence[str] | None,
     *,
     drafter: str,  # of ``vanilla``, ``unpad-kv`` and ``unpad-input``
     has_draft: bool,  # the bundle has a draft model
@@ -147,14 +146,14 @@ def needs_draft(drafter: str) -> bool:
     return drafter in OWN_DRAFTERS or drafter in ("chained", "auto")
 
 
-def _check_name(what: str, name: str, known: Seq[str]) -> None:
+def _check_name(what: str, name: str, known: Sequence[str]) -> None:
     if name not in known:
         near = suggest(name, known)
         fix = f"did you mean {near!r}?" if near else f"choose from {', '.join(known)}."
         raise InvalidRequestError(f"there is no {what} {name!r}.", fix)
 
 
-def lookaheads(method: Method, requested: Seq[int] | None, *, built: int) -> list[int]:
+def lookaheads(method: Method, requested: Sequence[int] | None, *, built: int) -> list[int]:
     """The values of K to measure a method with; [0] for plain decoding.
 
     ``requested`` may hold :data:`AUTO`; None takes the drafter's default. A K above ``built``, the bundle's largest,
@@ -175,12 +174,12 @@ def make_cells(
     methods: Iterable[Method],
     batch_size: int,
     *,
-    requested: Seq[int] | None,
+    requested: Sequence[int] | None,
     built: int,
-    temperatures: Seq[float],
-    domains: Seq[str],
-    batchings: Seq[str],
-    contexts: Seq[int] = (0,),
+    temperatures: Sequence[float],
+    domains: Sequence[str],
+    batchings: Sequence[str],
+    contexts: Sequence[int] = (0,),
 ) -> list[Cell]:
     """Everything to measure at one batch size; the methods of one comparison are neighbours, plain first."""
     pairs = [(method, value) for method in methods for value in lookaheads(method, requested, built=built)]

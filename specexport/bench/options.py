@@ -1,6 +1,6 @@
 """What a benchmark is asked to do."""
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -50,7 +50,7 @@ class BenchOptions:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in named.items()}
 
 
-def _check_least(what: str, values: Seq[float], least: float) -> None:
+def _check_least(what: str, values: Sequence[float], least: float) -> None:
     for value in values:
         if not least <= value < float("inf"):  # also refuses NaN
             raise InvalidRequestError(f"{what} is {value:g}.", f"give {least:g} or more.")

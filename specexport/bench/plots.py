@@ -11,8 +11,7 @@ With several domains, contexts, temperatures or ways of batching, each has its o
 """
 
 import re
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -63,7 +62,7 @@ def write_plots(folder: Path, result: BenchResult) -> PlotOutcome:
     return PlotOutcome(written, skipped)
 
 
-def _groups(rows: Seq[Summary]) -> dict[str, list[Summary]]:
+def _groups(rows: Sequence[Summary]) -> dict[str, list[Summary]]:
     """Rows that one picture may show, by the end of its name, which says what varies between pictures."""
     described = [
         {
@@ -80,7 +79,7 @@ def _groups(rows: Seq[Summary]) -> dict[str, list[Summary]]:
     return groups
 
 
-def _is_swept(rows: Seq[Summary], axis: str) -> bool:
+def _is_swept(rows: Sequence[Summary], axis: str) -> bool:
     """Whether any method has two values or more on an axis."""
     values: dict[str, set[int]] = {}
     for row in rows:
@@ -88,7 +87,7 @@ def _is_swept(rows: Seq[Summary], axis: str) -> bool:
     return any(len(each) > 1 for each in values.values())
 
 
-def _lines(rows: Seq[Summary], *, over_batch: bool) -> dict[str, list[Summary]]:
+def _lines(rows: Sequence[Summary], *, over_batch: bool) -> dict[str, list[Summary]]:
     """The rows of each line by its label: a method, and the K or the batch size if there are several."""
     lookaheads: dict[str, set[int]] = {}
     for row in rows:
@@ -115,7 +114,7 @@ def _figure(panels: int) -> "tuple[Figure, list[Axes]]":
     return figure, every
 
 
-def _draw_batch_size(rows: Seq[Summary]) -> "Figure":
+def _draw_batch_size(rows: Sequence[Summary]) -> "Figure":
     figure, (left, right) = _figure(2)
     for label, line in _lines(rows, over_batch=True).items():
         _plot(left, line, label, lambda row: row.tokens_per_second)
@@ -127,7 +126,7 @@ def _draw_batch_size(rows: Seq[Summary]) -> "Figure":
     return figure
 
 
-def _draw_padding(rows: Seq[Summary]) -> "Figure":
+def _draw_padding(rows: Sequence[Summary]) -> "Figure":
     figure, (axes,) = _figure(1)
     for label, line in _lines(rows, over_batch=True).items():
         _plot(axes, line, label, lambda row: 100 * row.padding_ratio)
@@ -137,7 +136,7 @@ def _draw_padding(rows: Seq[Summary]) -> "Figure":
     return figure
 
 
-def _draw_lookahead(rows: Seq[Summary]) -> "Figure":
+def _draw_lookahead(rows: Sequence[Summary]) -> "Figure":
     figure, (left, middle, right) = _figure(3)
     for label, line in _lines(rows, over_batch=False).items():
         ordered = sorted(line, key=lambda row: row.cell.num_speculative_tokens)
@@ -159,7 +158,7 @@ def _draw_lookahead(rows: Seq[Summary]) -> "Figure":
     return figure
 
 
-def _plot(axes: "Axes", rows: Seq[Summary], label: str, value: _Value, *, over_batch: bool = True) -> None:
+def _plot(axes: "Axes", rows: Sequence[Summary], label: str, value: _Value, *, over_batch: bool = True) -> None:
     points = [
         (row.cell.batch_size if over_batch else row.cell.num_speculative_tokens, found)
         for row in rows

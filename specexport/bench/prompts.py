@@ -1,7 +1,6 @@
 """Prompts to measure with: JSON lines, or the small set that comes with the package."""
 
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ class BenchPrompt(NamedTuple):
 
 
 def read_prompts(
-    paths: Seq[Path], *, num_prompts: int | None = None, domains: Seq[str] | None = None
+    paths: Sequence[Path], *, num_prompts: int | None = None, domains: Sequence[str] | None = None
 ) -> list[BenchPrompt]:
     """Prompts of JSONL files, in order; without files, the built-in set.
 
@@ -55,7 +54,7 @@ def read_prompts(
     return kept
 
 
-def by_domain(prompts: Seq[BenchPrompt]) -> dict[str, list[BenchPrompt]]:
+def by_domain(prompts: Sequence[BenchPrompt]) -> dict[str, list[BenchPrompt]]:
     """The prompts of each domain, domains in order of their first prompt."""
     groups: dict[str, list[BenchPrompt]] = {}
     for prompt in prompts:
@@ -63,13 +62,13 @@ def by_domain(prompts: Seq[BenchPrompt]) -> dict[str, list[BenchPrompt]]:
     return groups
 
 
-def mix_domains(prompts: Seq[BenchPrompt]) -> list[BenchPrompt]:
+def mix_domains(prompts: Sequence[BenchPrompt]) -> list[BenchPrompt]:
     """All prompts as one domain ``"mixed"``, one of each domain in turn."""
     columns = zip_longest(*by_domain(prompts).values())
     return [prompt._replace(domain="mixed") for column in columns for prompt in column if prompt is not None]
 
 
-def fit_prompt(ids: Seq[int], length: int) -> list[int]:
+def fit_prompt(ids: Sequence[int], length: int) -> list[int]:
     """A prompt of exactly ``length`` tokens that ends as ``ids``, at least one token, does.
 
     The first token, often one that begins a sequence, stays in front; behind it the rest is repeated, or cut in front.
@@ -104,7 +103,7 @@ def _text(record: dict[str, Any], field: str, where: str) -> str | None:
     return value
 
 
-def _check_ids(prompts: Seq[BenchPrompt]) -> None:
+def _check_ids(prompts: Sequence[BenchPrompt]) -> None:
     seen: set[str] = set()
     for prompt in prompts:
         if prompt.id in seen:

@@ -1,8 +1,7 @@
 """What a benchmark leaves behind: one record a run, one record a prompt, and where they came from."""
 
 import json
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +44,7 @@ class PromptRecord:
     draft_rounds: int  # rounds with draft tokens
     drafted: int  # draft tokens tested
     accepted: int  # draft tokens accepted
-    accepted_lengths: Seq[int]  # tokens of each round, the target's own included
+    accepted_lengths: Sequence[int]  # tokens of each round, the target's own included
     wall_s: float  # from the start of its prefill to its end
     queued_s: float  # from the start of the run to the start of its prefill
     time_to_first_token_s: float | None  # from the start of its prefill
@@ -59,12 +58,12 @@ class PromptRecord:
 class BenchResult:
     """A whole benchmark."""
 
-    command: Seq[str]  # the command line
+    command: Sequence[str]  # the command line
     machine: Mapping[str, Any]  # see :func:`specexport.bench.subject.describe_machine`
     bundle: Mapping[str, Any]  # names and hashes
     options: Mapping[str, Any]  # see :class:`specexport.bench.options.BenchOptions`
-    runs: Seq[RunRecord]  # in the order they ran
-    prompts: Seq[PromptRecord]  # one record a prompt and run
+    runs: Sequence[RunRecord]  # in the order they ran
+    prompts: Sequence[PromptRecord]  # one record a prompt and run
 
     @property
     def compared(self) -> list[PromptRecord]:

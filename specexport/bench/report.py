@@ -1,8 +1,7 @@
 """A benchmark as Markdown: what was asked, on what machine, the table, and whether the texts are equal."""
 
 import shlex
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,7 +59,7 @@ def _describe_draft(name: str, models: Mapping[str, Any]) -> str:
     return f"- {name}: {draft['source']}, {form}, {draft['engine_bytes'] / 1e6:.1f} MB"
 
 
-def format_table(rows: Seq[Summary]) -> str:
+def format_table(rows: Sequence[Summary]) -> str:
     """The rows as a Markdown table; columns that say nothing are left out."""
     columns = _place_columns(rows) | {"K": lambda row: str(row.cell.requested or "-")}
     columns["tokens/s"] = lambda row: f"{row.tokens_per_second:.1f}"
@@ -84,7 +83,7 @@ def format_table(rows: Seq[Summary]) -> str:
     return markdown_table(columns, rows, left=1)
 
 
-def _place_columns(rows: Seq[Summary] | Seq[Fastest]) -> dict[str, _Show]:
+def _place_columns(rows: Sequence[Summary] | Sequence[Fastest]) -> dict[str, _Show]:
     """The method, and what its rows are compared within."""
     columns: dict[str, _Show] = {"method": lambda row: row.cell.label}
     if len({row.cell.domain for row in rows}) > 1:
@@ -103,7 +102,7 @@ def _show_rate(lookahead: int, found: Fastest) -> str:
     return format_number(found.rates.get(lookahead), ".1f")
 
 
-def format_fastest(found: Seq[Fastest]) -> list[str]:
+def format_fastest(found: Sequence[Fastest]) -> list[str]:
     """Every K side by side, and which draft is the best; nothing if no method has several values of K."""
     if not found:
         return []

@@ -7,8 +7,7 @@ that gets slower or faster favours none. Loading and warming up are outside the 
 
 import gc
 import time
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
@@ -33,7 +32,7 @@ class BenchRunner:
     """Measures every combination; a K that the bundle was not built for raises InvalidRequestError."""
 
     def __init__(
-        self, subject: Subject, prompts: Seq[BenchPrompt], options: BenchOptions, progress: Progress | None = None
+        self, subject: Subject, prompts: Sequence[BenchPrompt], options: BenchOptions, progress: Progress | None = None
     ) -> None:
         self.runs: list[RunRecord] = []  # one record a run
         self.records: list[PromptRecord] = []  # one a prompt and run
@@ -78,7 +77,7 @@ class BenchRunner:
             contexts=options.contexts or (0,),
         )  # fmt: skip
 
-    def _use(self, key: EngineKey, cells: Seq[Cell]) -> "SpecEngine":
+    def _use(self, key: EngineKey, cells: Sequence[Cell]) -> "SpecEngine":
         """The engine of ``key``, warm."""
         if self._engine is not None and self._key == key:
             return self._engine
@@ -104,7 +103,7 @@ class BenchRunner:
             except InvalidRequestError as error:
                 raise InvalidRequestError(f"prompt {prompt.id!r}: {error.message}", error.hint) from error
 
-    def _warm_up(self, engine: "SpecEngine", key: EngineKey, cells: Seq[Cell]) -> None:
+    def _warm_up(self, engine: "SpecEngine", key: EngineKey, cells: Sequence[Cell]) -> None:
         """Short runs with each drafter, on prompts of every domain: bindings, memory, threads."""
         mixed = mix_domains([prompt for prompts in self._domains.values() for prompt in prompts])
         ordered = sorted(cells, key=lambda cell: (cell.num_speculative_tokens, -cell.context))
@@ -130,7 +129,7 @@ class BenchRunner:
             self.records.append(self._prompt_record(cell, repeat, prompt, result, start))
 
     def _request(
-        self, engine: "SpecEngine", cell: Cell, prompts: Seq[BenchPrompt], most: int | None = None
+        self, engine: "SpecEngine", cell: Cell, prompts: Sequence[BenchPrompt], most: int | None = None
     ) -> dict[str, Any]:
         """Arguments of ``SpecEngine.generate``."""
         texts = [prompt.text for prompt in prompts]
@@ -186,7 +185,7 @@ class BenchRunner:
             self._progress(ProgressEvent("bench", "", len(self.runs), self._total, message))
 
 
-def draw_lengths(prompts: Seq[BenchPrompt], options: BenchOptions) -> dict[str, int]:
+def draw_lengths(prompts: Sequence[BenchPrompt], options: BenchOptions) -> dict[str, int]:
     """Most new tokens of each prompt, by id: drawn from the seed, the same for every method."""
     low, high = options.max_tokens
     drawn = np.random.default_rng(options.seed).integers(low, high + 1, len(prompts))
@@ -203,17 +202,17 @@ def describe_cell(cell: Cell) -> str:
     return ", ".join([*parts, cell.domain])
 
 
-def _in_turns(items: Seq[Any], repeat: int) -> Iterator[Any]:
+def _in_turns(items: Sequence[Any], repeat: int) -> Iterator[Any]:
     return iter(items) if repeat % 2 == 0 else reversed(items)
 
 
 def run_bench(
     subject: Subject,
-    prompts: Seq[BenchPrompt],
+    prompts: Sequence[BenchPrompt],
     options: BenchOptions,
     progress: Progress | None = None,
     *,
-    command: Seq[str] = (),
+    command: Sequence[str] = (),
 ) -> BenchResult:
     """Measure everything that ``options`` asks for; ``progress`` is called before each run.
 
@@ -250,7 +249,7 @@ class Meter:
         _add(self._padding, asdict(self._engine.padding), before[1] if self._engine.padding is padding else {})
         return results
 
-    def record(self, cell: Cell, repeat: int, results: "Seq[GenerationResult]") -> RunRecord:
+    def record(self, cell: Cell, repeat: int, results: "Sequence[GenerationResult]") -> RunRecord:
         """The record of the run; ``results`` are those of all its calls, ``repeat`` counts from 0."""
         tokens = sum(len(result.token_ids) for result in results)
         in_rounds, seconds_of_rounds = self._padding["accepted"], self._phases["total"]

@@ -15,7 +15,7 @@ from specexport_runtime.drafters.base import HEAD
 from specexport_runtime.drafters.model import DRAFT_MODEL
 from specexport_runtime.engine_options import EngineOptions
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.requests.checks import check_adapter
+from specexport_runtime.intake.checks import check_adapter
 
 if TYPE_CHECKING:
     from specexport_runtime.engine import SpecEngine
@@ -79,7 +79,7 @@ def open_subject(folder: Path, options: EngineOptions) -> Subject:
 
 def _can_draft_itself(manifest: Manifest) -> bool:
     """Whether its engine fixes layers to leave out, or the default rules of self-drafting can leave out some."""
-    from specexport_runtime.sequences.layer_choice import LayerRules
+    from specexport_runtime.requests.layer_choice import LayerRules
 
     target = manifest.models.get("target")
     gates = NO_GATES if target is None else target.engine.gates

@@ -1,7 +1,6 @@
 """Medians over repeats, ratios between methods that ran side by side, the fastest K and the best draft."""
 
-from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import geometric_mean, mean, median, pstdev, quantiles
 from typing import Any, NamedTuple
 
@@ -162,7 +161,7 @@ class Fastest(NamedTuple):
         return self.cell._asdict() | chosen | {"decode_tokens_per_second": rates}
 
 
-def find_fastest(rows: Seq[Summary]) -> list[Fastest]:
+def find_fastest(rows: Sequence[Summary]) -> list[Fastest]:
     """Of each method with several values of K, and of every bundle that is compared, in each place."""
     plain = {row.cell: row for row in rows if row.cell.drafter == "none"}
     tried: dict[Cell, dict[int, Summary]] = {}
@@ -190,7 +189,7 @@ class Pick(NamedTuple):
         return f"pick: {self.bundle} ({'; '.join([f'{self.speedups[self.bundle]:.2f}× plain', *others])})"
 
 
-def pick_draft(found: Seq[Fastest]) -> Pick | None:
+def pick_draft(found: Sequence[Fastest]) -> Pick | None:
     """Compare bundles by their draft models and heads; of equal ones the first counts. None for a single bundle."""
     own: dict[str, list[Fastest]] = {}
     for each in found:

@@ -10,7 +10,7 @@ compared with the float model on a text, see :mod:`specexport.compile.closeness`
 pass or lowering before a bundle exists.
 """
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -83,7 +83,9 @@ def text_sequences(tokenizer_json: bytes, vocab_size: int, max_positions: int | 
     return [np.array(ids, np.int64) for ids in found]
 
 
-def text_perplexity(tokenizer_json: bytes, sequences: Seq[Int64Array], references: Seq[Float32Array]) -> float | None:
+def text_perplexity(
+    tokenizer_json: bytes, sequences: Sequence[Int64Array], references: Sequence[Float32Array]
+) -> float | None:
     """Perplexity of eager logits [len, V] on the built-in texts; None if the sequences are other tokens.
 
     Engine and eager model read the weights in the same way, so their logits agree even where that way is wrong: this
@@ -104,7 +106,7 @@ def text_perplexity(tokenizer_json: bytes, sequences: Seq[Int64Array], reference
 _MOST_NATS = 500.0  # no model is that sure, and all that is said of more is that it is chance
 
 
-def _any_tokens(vocab_size: int, lengths: Seq[int]) -> list[Int64Array]:
+def _any_tokens(vocab_size: int, lengths: Sequence[int]) -> list[Int64Array]:
     generator = np.random.default_rng(20)
     return [generator.integers(0, vocab_size, length, dtype=np.int64) for length in lengths]
 
@@ -119,9 +121,11 @@ def check_obstacle(recipe: BuildRecipe) -> str | None:
 def check_engine(
     folder: Path,
     entry: ModelEntry,
-    sequences: Seq[Int64Array],  # from :func:`check_sequences`, or from :func:`text_sequences` for an approximation
-    references: Seq[Float32Array],  # eager logits [len, V] of each sequence
-    adapted: Seq[Seq[Float32Array]] = (),  # the same with each adapter that requests may choose
+    sequences: Sequence[
+        Int64Array
+    ],  # from :func:`check_sequences`, or from :func:`text_sequences` for an approximation
+    references: Sequence[Float32Array],  # eager logits [len, V] of each sequence
+    adapted: Sequence[Sequence[Float32Array]] = (),  # the same with each adapter that requests may choose
 ) -> EngineCheck:
     """Run the engine on ``sequences`` and compare what it computes; gives the worst of its graphs and steps.
 
@@ -141,7 +145,7 @@ def check_engine(
     return _worst(checks)
 
 
-def _worst(checks: Seq[tuple[float, Closeness | None]]) -> EngineCheck:
+def _worst(checks: Sequence[tuple[float, Closeness | None]]) -> EngineCheck:
     """The largest error and the least closeness of several runs."""
     parts = [closeness for _, closeness in checks if closeness is not None]
     shares = [part.agreement for part in parts if part.agreement is not None]
@@ -154,7 +158,7 @@ def _worst(checks: Seq[tuple[float, Closeness | None]]) -> EngineCheck:
 
 
 def _compare_on_text(
-    entry: ModelEntry, found: Float32Array, reference: Float32Array, places: Seq[tuple[int, int]], kind: str
+    entry: ModelEntry, found: Float32Array, reference: Float32Array, places: Sequence[tuple[int, int]], kind: str
 ) -> Closeness:
     # Models park attention on a text's first token (Xiao et al. 2023): one channel of it is thousands of times as large
     # as the others, and is taken back in the last layers. Eight bits lose what is left, and only that token's logits.
@@ -177,7 +181,7 @@ def _compare(
     entry: ModelEntry,
     found: Float32Array,
     reference: Float32Array,
-    places: Seq[tuple[int, int]],
+    places: Sequence[tuple[int, int]],
     kind: str,
 ) -> None:
     # In 16 bits the reference is rounded as often as the engine is: both may be off.
@@ -199,12 +203,12 @@ def _compare(
         )
 
 
-def _wide_steps(lengths: Seq[int]) -> list[tuple[int, ...]]:
+def _wide_steps(lengths: Sequence[int]) -> list[tuple[int, ...]]:
     """New tokens of each row in each step: a prefill, and a verify step."""
     return [tuple(np.subtract(lengths, VERIFY_LENS).tolist()), VERIFY_LENS]
 
 
-def _narrow_steps(lengths: Seq[int]) -> list[tuple[int, ...]]:
+def _narrow_steps(lengths: Sequence[int]) -> list[tuple[int, ...]]:
     """A short prefill, then one token of each row for as long as both have some."""
     left = np.subtract(lengths, PREFILL_LENS)
     rest = tuple((left - left.min()).tolist())
@@ -219,7 +223,7 @@ def _given(entry: ModelEntry, count: int) -> int:
 
 
 def _run(
-    folder: Path, entry: ModelEntry, sequences: Seq[Int64Array], *, unpad_kv: bool = True, adapters: int = 0
+    folder: Path, entry: ModelEntry, sequences: Sequence[Int64Array], *, unpad_kv: bool = True, adapters: int = 0
 ) -> list[_Run]:
     """What one graph computes of the sequences, in wide steps and then one token at a time; then with each adapter."""
     from specexport_runtime.packing.batch import ModelRunner
@@ -251,7 +255,7 @@ def _run(
 
 
 def _read(
-    runner: "ModelRunner", entry: ModelEntry, sequences: Seq[Int64Array], steps: Seq[Seq[int]], name: str
+    runner: "ModelRunner", entry: ModelEntry, sequences: Sequence[Int64Array], steps: Sequence[Sequence[int]], name: str
 ) -> _Run:
     from specexport_runtime.packing.batch import RowWork
 
@@ -269,7 +273,7 @@ def _read(
     return _Run(name, np.concatenate(logits), places)
 
 
-def _make_executor(folder: Path, entry: ModelEntry, sequences: Seq[Int64Array], *, unpad_kv: bool) -> Executor:
+def _make_executor(folder: Path, entry: ModelEntry, sequences: Sequence[Int64Array], *, unpad_kv: bool) -> Executor:
     num_rows, kv_capacity = len(sequences), max(len(sequence) for sequence in sequences) + max(VERIFY_LENS)
     if is_large(folder, entry):
         graph = entry.engine if unpad_kv or entry.engine.padded is None else entry.engine.padded

@@ -5,8 +5,7 @@ attention; a head that fills blocks in steps of context and blocks, each block f
 ones and later ones behind each of them.
 """
 
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -39,7 +38,7 @@ BLOCK_STEPS = (((5, 3), (2, 2)), ((1, 3), (3, 4)), ((2, 2), (1, 3)))
 READ = ((5, 2), (1, 3), (2, 1))
 """New features of each row in each step of first heads. Behind it come steps of later ones, as in a draft."""
 
-Equations = Callable[[np.ndarray, Seq[int]], tuple[np.ndarray, np.ndarray]]
+Equations = Callable[[np.ndarray, Sequence[int]], tuple[np.ndarray, np.ndarray]]
 """Logits [N] and the hidden state handed on [H], for all features of a sequence [n, H] and the tokens that the head
 reads: the newest and the guessed ones."""
 
@@ -58,9 +57,9 @@ class LentRows(NamedTuple):
     """What a head that reads the target's caches finds in them."""
 
     caches: Mapping[str, np.ndarray]  # by name [2, 1, H, L, D]
-    lens: Seq[tuple[int, int]]  # entries of the two rows, in each step
+    lens: Sequence[tuple[int, int]]  # entries of the two rows, in each step
 
-    def lend(self, layers: Seq[int]) -> dict[str, np.ndarray]:  # noqa: ARG002 - it has those that are asked for
+    def lend(self, layers: Sequence[int]) -> dict[str, np.ndarray]:  # noqa: ARG002 - it has those that are asked for
         """See ``CacheLender.lend``."""
         return dict(self.caches)
 
@@ -68,12 +67,15 @@ class LentRows(NamedTuple):
 class HeadReference(NamedTuple):
     """What a head is checked against."""
 
-    steps: Seq[Seq[CheckedRow]]  # the two rows of each step
+    steps: Sequence[Sequence[CheckedRow]]  # the two rows of each step
     lent: LentRows | None = None  # of a head without a cache
 
 
 def causal_reference(
-    tokens: Seq[np.ndarray], features: Seq[np.ndarray], logits: Seq[np.ndarray], handed_on: Seq[np.ndarray]
+    tokens: Sequence[np.ndarray],
+    features: Sequence[np.ndarray],
+    logits: Sequence[np.ndarray],
+    handed_on: Sequence[np.ndarray],
 ) -> HeadReference:
     """Ragged steps of a causal head, from what it computes of each whole sequence of ``CHECK_LENS`` tokens.
 
@@ -218,7 +220,7 @@ def hydra_reference(head: "HydraHeads", config: "HeadConfig") -> HeadReference:
 
     from specexport.heads.trace import causal_states
 
-    def compute(features: np.ndarray, tokens: Seq[int]) -> tuple[np.ndarray, np.ndarray]:
+    def compute(features: np.ndarray, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         given = torch.from_numpy(features).to(head.dtype)
         with torch.no_grad():
             state = causal_states(head, torch.zeros(len(given), dtype=torch.int64), given)[-1:]

@@ -4,8 +4,7 @@ The check knows all tokens beforehand. So its steps are written down first; then
 and given all steps, one after the other, and what it gives is what the next part gets.
 """
 
-from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -231,7 +230,7 @@ def _constant_makers(nodes: Iterable[Any], weights: set[str]) -> dict[str, int]:
     return makers
 
 
-def _behind(names: set[str], makers: dict[str, int], nodes: Seq[Any]) -> set[str]:
+def _behind(names: set[str], makers: dict[str, int], nodes: Sequence[Any]) -> set[str]:
     """What values that are made of constants are made of, with what lies between."""
     found, todo = set[str](), [name for name in names if name in makers]
     while todo:

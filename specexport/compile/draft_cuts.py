@@ -8,8 +8,7 @@ library when it counts.
 
 import hashlib
 import json
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -53,7 +52,7 @@ def check_num_layers(kept: int, num_layers: int) -> None:
 
 
 def cut_pieces(
-    texts: Seq[str],
+    texts: Sequence[str],
     tokenizer_json: bytes,
     vocab_size: int,
     *,
@@ -102,7 +101,7 @@ class HeadCut(NamedTuple):
         return hash_texts(self.texts)
 
 
-def hash_texts(texts: Seq[str]) -> str:
+def hash_texts(texts: Sequence[str]) -> str:
     """Hash of texts and of where one ends."""
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
 
@@ -154,7 +153,7 @@ def _texts_of(record: dict[str, Any], where: str) -> Iterator[str]:
         yield value
 
 
-def tokenize(texts: Seq[str], tokenizer: "Tokenizer") -> Iterator[Int64Array]:
+def tokenize(texts: Sequence[str], tokenizer: "Tokenizer") -> Iterator[Int64Array]:
     """Token ids of each text, int64, without special tokens."""
     for start in range(0, len(texts), _BATCH):
         for encoded in tokenizer.encode_batch(list(texts[start : start + _BATCH]), add_special_tokens=False):
@@ -171,7 +170,12 @@ def check_head_size(size: int, vocab_size: int) -> None:
 
 
 def rank_head_ids(
-    cut: HeadCut, tokenizer_json: bytes, vocab_size: int, *, keep: Seq[int] = (), special_tokens: Seq[str] = ()
+    cut: HeadCut,
+    tokenizer_json: bytes,
+    vocab_size: int,
+    *,
+    keep: Sequence[int] = (),
+    special_tokens: Sequence[str] = (),
 ) -> Int32Array:
     """All token ids, int32 [V], those first that a draft's LM head keeps first: the likeliest.
 

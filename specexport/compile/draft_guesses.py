@@ -6,7 +6,7 @@ the chance that a draft token is accepted. A smaller LM head needs no further st
 tokens that it has.
 """
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
@@ -18,8 +18,8 @@ from specexport.compile.check import open_new_engine
 from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import Int32Array
+from specexport_runtime.intake.chat import render_chat
 from specexport_runtime.packing.batch import ModelRunner, RowWork
-from specexport_runtime.requests.chat import render_chat
 
 PROMPTS = (
     "Write a Python function that returns the longest word of a sentence.",
@@ -53,7 +53,7 @@ class Text(NamedTuple):
     written: list[int]
 
 
-def held_out(texts: Seq[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def held_out(texts: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Texts to count tokens on, and prompts that are not among them; no prompts where texts are too few."""
     chunks = [text[at : at + _CHUNK] for text in texts for at in range(0, len(text), _CHUNK)]
     held = chunks[::_HELD_OUT]
@@ -63,7 +63,7 @@ def held_out(texts: Seq[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(chunk for at, chunk in enumerate(chunks) if at % _HELD_OUT), tuple(prompts)
 
 
-def write_texts(folder: Path, target: BuiltModel, prompts: Seq[str], *, num_ids: int) -> list[Text]:
+def write_texts(folder: Path, target: BuiltModel, prompts: Sequence[str], *, num_ids: int) -> list[Text]:
     """What the target writes behind each prompt, up to the first token that ends a text.
 
     ``folder`` is of the target's engine. Without ``prompts`` there are built-in ones, in the chat template if there is
@@ -96,7 +96,7 @@ def write_texts(folder: Path, target: BuiltModel, prompts: Seq[str], *, num_ids:
     return known
 
 
-def _write(runner: ModelRunner, prompts: Seq[list[int]]) -> list[list[int]]:
+def _write(runner: ModelRunner, prompts: Sequence[list[int]]) -> list[list[int]]:
     for row, prompt in enumerate(prompts):
         runner.prefill(row, prompt[:-1])
     written = [[prompt[-1]] for prompt in prompts]
@@ -109,7 +109,7 @@ def _write(runner: ModelRunner, prompts: Seq[list[int]]) -> list[list[int]]:
 
 
 def count_right(
-    folder: Path, entry: ModelEntry, texts: Seq[Text], own: Int32Array | None, heads: Seq[Int32Array | None]
+    folder: Path, entry: ModelEntry, texts: Sequence[Text], own: Int32Array | None, heads: Sequence[Int32Array | None]
 ) -> list[int]:
     """How many tokens of the texts a draft would have guessed, with each LM head.
 

@@ -5,8 +5,7 @@ sizes, for one kind of machine, and never from a clock: the same build makes the
 """
 
 import shutil
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -102,7 +101,7 @@ class FormChoice(NamedTuple):
 
     trial: DraftTrial  # what is to be found out
     simplest: Chosen  # the form that is in ``folder``
-    others: Seq[str]  # quantizations to try
+    others: Sequence[str]  # quantizations to try
     folder: Path  # of the draft
     make: Callable[..., ModelEntry]  # builds the files of a form in a folder; ``last=True`` uses the traced graph up
     sizes: HeadSizes
@@ -143,7 +142,7 @@ class FormChoice(NamedTuple):
             speed = promised_speed(accepted, costs.target, step, trial.lookahead)
             tried.append(TriedForm(found.quantize, size, accepted, price, speed))
 
-        def heads_of(among: tuple[str, ...], wanted: Seq[int]) -> dict[int, Int32Array]:
+        def heads_of(among: tuple[str, ...], wanted: Sequence[int]) -> dict[int, Int32Array]:
             ranked = self.rank(HeadCut(min(wanted), among, target.eos_token_ids)) if wanted else ()
             return {size: np.sort(ranked[:size]) for size in wanted}
 
@@ -179,7 +178,7 @@ class FormChoice(NamedTuple):
         return *built[winner[:2]], FormTrial(count, tuple(tried), obstacle)
 
 
-def pick(tried: Seq[TriedForm]) -> TriedForm:
+def pick(tried: Sequence[TriedForm]) -> TriedForm:
     """The form to build: the simplest first, and each other one only if it promises clearly more."""
     best = tried[0]
     for form in tried[1:]:

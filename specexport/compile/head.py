@@ -1,7 +1,7 @@
 """A draft head through the stages: what it reads of its target is settled first, for the target's engine gives it."""
 
 import gc
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -171,7 +171,7 @@ def _tables(checkpoint: Any) -> "TargetTables":
     return TargetTables(*(found[id(weight)] for weight in weights))
 
 
-def _pieces(checkpoint: Any) -> Seq[np.ndarray]:
+def _pieces(checkpoint: Any) -> Sequence[np.ndarray]:
     return cut_pieces(
         read_counting_texts(None),
         checkpoint.tokenizer_json,

@@ -1,6 +1,6 @@
 """The LoRA adapters of a build: found, fitted to the target, and merged or kept as products of their own."""
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from specexport.recipe import BuildRecipe
@@ -31,7 +31,7 @@ def find_adapters(recipe: BuildRecipe) -> "tuple[LoraSource, ...]":
     return tuple(find_adapter(name, folder) for name, folder in recipe.lora)
 
 
-def bind_adapters(checkpoint: Any, sources: "Seq[LoraSource]", *, merge: bool) -> BoundAdapters:
+def bind_adapters(checkpoint: Any, sources: "Sequence[LoraSource]", *, merge: bool) -> BoundAdapters:
     """Fit adapters from :func:`find_adapters` to a loaded checkpoint; ``merge`` adds them to its weights.
 
     Raises CheckpointError if one is damaged, of another model, changed since it was hashed, or cannot be merged.
@@ -52,7 +52,7 @@ def bind_adapters(checkpoint: Any, sources: "Seq[LoraSource]", *, merge: bool) -
     return BoundAdapters(adapters, adapters, tuple(map(low_ranks, adapters)))
 
 
-def describe_adapters(adapters: "Seq[LoraAdapter]", *, chosen: bool) -> tuple[AdapterEntry, ...]:
+def describe_adapters(adapters: "Sequence[LoraAdapter]", *, chosen: bool) -> tuple[AdapterEntry, ...]:
     """What a manifest says of adapters."""
     use: Literal["chosen", "merged"] = "chosen" if chosen else "merged"
     return tuple(

@@ -2,8 +2,7 @@
 
 import gc
 import importlib.util
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -64,9 +63,9 @@ _SPACE_MARGIN = 1.05  # graph, tokenizer and alignment beside the weights
 class _Reference(NamedTuple):
     """Token sequences and the eager logits for them: all that is kept of the torch model for the check."""
 
-    sequences: Seq[Int64Array]
-    logits: Seq[Float32Array]
-    adapted: Seq[Seq[Float32Array]] = ()
+    sequences: Sequence[Int64Array]
+    logits: Sequence[Float32Array]
+    adapted: Sequence[Sequence[Float32Array]] = ()
     """The same with each adapter that requests may choose."""
 
 
@@ -183,7 +182,7 @@ class _Forms(NamedTuple):
     head: HeadSizes
     formats: tuple[WeightFormat, ...]
     ranges: Mapping[str, ChannelRanges] | None
-    cached: Seq[CacheRange] | None
+    cached: Sequence[CacheRange] | None
     traced: "_Traced | None" = None
 
     def build(self, form: DraftForm, place: Path, clock: StageClock, *, last: bool = False) -> ModelEntry:
@@ -354,7 +353,7 @@ def _is_approximate(recipe: BuildRecipe, role: str) -> bool:
     return recipe.quantization_of(role) is not None or recipe.kv_cache_dtype is not None
 
 
-def _eager_reference(checkpoint: Any, adapters: Seq[Any] = (), *, on_texts: bool = False) -> _Reference:
+def _eager_reference(checkpoint: Any, adapters: Sequence[Any] = (), *, on_texts: bool = False) -> _Reference:
     from specexport.checkpoint import with_adapter
     from specexport.trace import reference_logits
 
@@ -400,8 +399,8 @@ def _weighs_inputs(recipe: BuildRecipe, role: str) -> bool:
 
 
 def _calibrate(
-    checkpoint: Any, recipes: Seq[BuildRecipe], role: str, clock: StageClock
-) -> tuple[Mapping[str, ChannelRanges] | None, Seq[CacheRange] | None]:
+    checkpoint: Any, recipes: Sequence[BuildRecipe], role: str, clock: StageClock
+) -> tuple[Mapping[str, ChannelRanges] | None, Sequence[CacheRange] | None]:
     """How large the inputs of linear layers get, and keys and values; each None where no form needs to know it."""
     recipe = recipes[0]
     if not any(reads_texts(one, role) for one in recipes):

@@ -5,8 +5,7 @@ Needs neither torch nor the tokenizers library: the vocabulary is read from the 
 
 import hashlib
 import json
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specexport_runtime.errors import CheckpointError, VocabularyMismatchError
@@ -52,7 +51,7 @@ def check_vocabularies(target: Mapping[int, str], draft: Mapping[int, str], *, n
         raise VocabularyMismatchError("target and draft share no token.", "use a draft with the target's tokenizer.")
 
 
-def _ranges(ids: Seq[int], most: int = 5) -> str:
+def _ranges(ids: Sequence[int], most: int = 5) -> str:
     """Which ids, as ranges: `` (3, 7-12 and more)``; nothing for a single one."""
     if len(ids) == 1:
         return ""
@@ -75,7 +74,7 @@ def _show(token: str | None) -> str:
     return "unused" if token is None else repr(token)
 
 
-def draftable_size(vocabularies: Seq[Mapping[int, str]], head_rows: Seq[int]) -> int:
+def draftable_size(vocabularies: Sequence[Mapping[int, str]], head_rows: Sequence[int]) -> int:
     """Token ids that every model knows and every tokenizer can produce: only ids below it are drafted."""
     return min([*head_rows, *(max(vocabulary, default=-1) + 1 for vocabulary in vocabularies)])
 

@@ -4,7 +4,7 @@ The decode is the runtime's own: prompts are prefilled in chunks, tokens are com
 goes through the executor. Its inputs are copied just before ONNX Runtime gets them.
 """
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -58,7 +58,7 @@ class _Recorder:
 
 
 def capture_step(
-    bundle: Bundle, role: str, prompt: Seq[int], kind: StepKind, *, after: int = 0, num_threads: int | None = None
+    bundle: Bundle, role: str, prompt: Sequence[int], kind: StepKind, *, after: int = 0, num_threads: int | None = None
 ) -> CapturedStep:
     """Decode until the wanted step, and run it.
 

@@ -1,7 +1,6 @@
 """Two graphs of a model in one step: where they part, which layers are at fault, and what each of those costs."""
 
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 
@@ -62,7 +61,7 @@ def compare_graphs(
     *,
     tolerance: float,  # largest relative error
     same_names: bool,  # names that tracing gave mean the same in both graphs
-    layers: Seq[str] = (),  # patterns of the labels whose effect on the logits is measured; empty takes all
+    layers: Sequence[str] = (),  # patterns of the labels whose effect on the logits is measured; empty takes all
     num_threads: int = 1,
     # called with a label, its number from 1 and how many there are, before its effect is measured
     on_layer: Callable[[str, int, int], None] | None = None,
@@ -115,7 +114,7 @@ def compare_graphs(
     )
 
 
-def _check_layers(layers: Seq[str], pairs: Seq[Pair]) -> None:
+def _check_layers(layers: Sequence[str], pairs: Sequence[Pair]) -> None:
     for pattern in layers:
         if not any(_fits(pair.label, [pattern]) for pair in pairs):
             known = [pair.label for pair in pairs if pair.reference.key[0] != "name"]
@@ -125,12 +124,12 @@ def _check_layers(layers: Seq[str], pairs: Seq[Pair]) -> None:
             )
 
 
-def _fits(label: str, patterns: Seq[str]) -> bool:
+def _fits(label: str, patterns: Sequence[str]) -> bool:
     return not patterns or any(fnmatch(label, pattern) for pattern in patterns)
 
 
 def _own_tensors(
-    other: EngineGraph, step: CapturedStep, pairs: Seq[Pair], right: Tensors, wrong: Tensors, num_threads: int
+    other: EngineGraph, step: CapturedStep, pairs: Sequence[Pair], right: Tensors, wrong: Tensors, num_threads: int
 ) -> Tensors:
     """What each tensor of the graph is if all that it is computed from is the reference's."""
     given = {pair.name: right[pair.reference.name].reshape(wrong[pair.name].shape) for pair in pairs}
@@ -143,7 +142,7 @@ def _own_tensors(
 def _effects(
     reference: EngineGraph,
     step: CapturedStep,
-    pairs: Seq[Pair],
+    pairs: Sequence[Pair],
     right: Tensors,
     own: Tensors,
     num_threads: int,

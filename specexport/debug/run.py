@@ -1,6 +1,6 @@
 """From two bundles, or two graphs of one, to a comparison: what may be compared, and what not."""
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -41,7 +41,7 @@ class DebugOptions:
     step: "StepKind" = "verify"
     after: int = 0  # tokens decoded before the step
     tolerance: float | None = None  # largest relative error of a tensor; None takes the default
-    layers: Seq[str] = ()  # patterns of layers whose effect on the logits is measured; empty takes all
+    layers: Sequence[str] = ()  # patterns of layers whose effect on the logits is measured; empty takes all
     save: Path | None = None  # new folder to write both graphs and the step to
     num_threads: int | None = None  # None takes the cores available
 
@@ -148,7 +148,12 @@ def debug_bundle(folder: Path, prompt: str, options: DebugOptions, *, progress: 
 
 
 def _debug_engine(
-    bundle: "Bundle", entries: Seq[ModelEntry], prompt: str, options: DebugOptions, tolerance: float, clock: StageClock
+    bundle: "Bundle",
+    entries: Sequence[ModelEntry],
+    prompt: str,
+    options: DebugOptions,
+    tolerance: float,
+    clock: StageClock,
 ) -> DebugReport:
     """Hold an engine without layers against the graph of another bundle."""
     from specexport.debug.capture import capture_step

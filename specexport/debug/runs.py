@@ -10,8 +10,7 @@ Three questions about graph B beside its reference A, in a step whose inputs are
 """
 
 import math
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -50,7 +49,7 @@ def quiet() -> Iterator[None]:
             raise CheckFailedError(f"polygraphy gave up: {str(error).splitlines()[0]}.") from error
 
 
-def run_outputs(graph: EngineGraph, feeds: Feeds, outputs: Seq[str], *, name: str, num_threads: int) -> Tensors:
+def run_outputs(graph: EngineGraph, feeds: Feeds, outputs: Sequence[str], *, name: str, num_threads: int) -> Tensors:
     """Run a graph once with some tensors as its outputs."""
     from polygraphy.comparator import Comparator
 
@@ -59,7 +58,7 @@ def run_outputs(graph: EngineGraph, feeds: Feeds, outputs: Seq[str], *, name: st
     return dict(result.items())
 
 
-def make_runner(graph: EngineGraph, outputs: Seq[str], *, name: str, num_threads: int) -> Any:
+def make_runner(graph: EngineGraph, outputs: Sequence[str], *, name: str, num_threads: int) -> Any:
     """An ``OnnxrtRunner`` of a graph that gives ``outputs``."""
     from polygraphy.backend.onnx import ModifyOutputs
     from polygraphy.backend.onnxrt import OnnxrtRunner

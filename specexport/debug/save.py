@@ -4,8 +4,7 @@ Other programs do not have the library of these, so standard ones take their pla
 (positions, lengths, what a token sees) is a constant then: a saved graph is for the saved step.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +29,7 @@ MODEL, WEIGHTS, STEP = "model.onnx", "model.onnx.data", "inputs.json"
 _HIDDEN = -1e30
 
 
-def save_graphs(folder: Path, graphs: Mapping[str, tuple[EngineGraph, Seq[str]]], step: CapturedStep) -> None:
+def save_graphs(folder: Path, graphs: Mapping[str, tuple[EngineGraph, Sequence[str]]], step: CapturedStep) -> None:
     """Write a subfolder for each graph: the model and its weights in standard operators, and the inputs of the step.
 
     ``graphs`` holds graphs and the tensors that they give, by the name of their subfolder. Raises OutputExistsError if

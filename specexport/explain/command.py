@@ -19,7 +19,7 @@ from specexport_runtime.cli.options import (
 
 if TYPE_CHECKING:
     from specexport_runtime import GenerationResult, SamplingParams, SpecEngine
-    from specexport_runtime.sequences.records import RoundTrace
+    from specexport_runtime.requests.records import RoundTrace
 
 WARMUP_TOKENS = 8
 

@@ -1,21 +1,20 @@
 """A trace as a table on the terminal: what was drafted, what became of it, and what it cost."""
 
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from specexport.explain.summary import Summary, Way
 from specexport.report import format_number
-from specexport_runtime.sequences.records import RoundTrace
+from specexport_runtime.requests.records import RoundTrace
 
 if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from specexport_runtime.sequences.layer_choice import LayerChoice
+    from specexport_runtime.requests.layer_choice import LayerChoice
 
 FEW_TESTS = 10
-Decode = Callable[[Seq[int]], str]
+Decode = Callable[[Sequence[int]], str]
 _REASONS = {
     "fixed": "as asked",
     "goodput": "most expected tokens/s",
@@ -42,7 +41,7 @@ class Pieces:
         self._decode = decode
         self._before = before
 
-    def of(self, tokens: Seq[int]) -> list[str]:
+    def of(self, tokens: Sequence[int]) -> list[str]:
         """Text of each token, for tokens that follow what was passed to :meth:`advance`."""
         texts, before = [], self._before
         for token in tokens:
@@ -51,12 +50,12 @@ class Pieces:
             before = token
         return texts
 
-    def advance(self, tokens: Seq[int]) -> None:
+    def advance(self, tokens: Sequence[int]) -> None:
         """These tokens were committed."""
         self._before = tokens[-1] if tokens else self._before
 
 
-def make_table(trace: Seq[RoundTrace], pieces: Pieces) -> "Table":
+def make_table(trace: Sequence[RoundTrace], pieces: Pieces) -> "Table":
     """One row a round. Draft tokens: accepted ones in green, a bar, rejected ones in red, ``→`` the target's own."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table

@@ -1,18 +1,17 @@
 """What a trace adds up to: time saved, acceptance by position, and the K that would have been best."""
 
 from collections import Counter
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specexport_runtime.drafters.registry import KINDS
-from specexport_runtime.sequences.records import RoundTrace
+from specexport_runtime.requests.records import RoundTrace
 
 if TYPE_CHECKING:
     from specexport_runtime.costs.curves import CostCurves
     from specexport_runtime.costs.learned import LearnedCosts
-    from specexport_runtime.sequences.layer_choice import LayerChoice
+    from specexport_runtime.requests.layer_choice import LayerChoice
 
 Seconds = Callable[[int], float]
 
@@ -81,7 +80,7 @@ class Summary(NamedTuple):
         }
 
 
-def count_positions(trace: Seq[RoundTrace], drafter: str) -> list[Position]:
+def count_positions(trace: Sequence[RoundTrace], drafter: str) -> list[Position]:
     """Tests of each position of one drafter's drafts, from the first on, as far as any was tested."""
     drafts = [r.own for r in trace if r.drafter == drafter and r.drafted]
     found = []
@@ -93,7 +92,7 @@ def count_positions(trace: Seq[RoundTrace], drafter: str) -> list[Position]:
     return found
 
 
-def compare_ways(trace: Seq[RoundTrace]) -> list[Way]:
+def compare_ways(trace: Sequence[RoundTrace]) -> list[Way]:
     """What each drafter and plain decoding promised in a trace, and what the ways that were taken gave.
 
     The way of a round that made no draft is plain decoding, whichever drafter was asked for one.
@@ -118,11 +117,11 @@ def compare_ways(trace: Seq[RoundTrace]) -> list[Way]:
     return ways
 
 
-def _mean(values: Seq[float]) -> float | None:
+def _mean(values: Sequence[float]) -> float | None:
     return fmean(values) if values else None
 
 
-def expected_tokens(positions: Seq[Position], lookahead: int) -> float:
+def expected_tokens(positions: Sequence[Position], lookahead: int) -> float:
     """Expected tokens of a round with K draft tokens, the target's own included: 1 + a₁ + a₁a₂ and so on.
 
     Positions that were never tested are taken to be as good as the last one that was.
@@ -134,7 +133,7 @@ def expected_tokens(positions: Seq[Position], lookahead: int) -> float:
     return total
 
 
-def judge(drafter: str, positions: Seq[Position], longest: int, verify: Seconds, draft: Seconds) -> Verdict:
+def judge(drafter: str, positions: Sequence[Position], longest: int, verify: Seconds, draft: Seconds) -> Verdict:
     """Compare every K up to ``longest`` by expected tokens per second; at least one of ``positions`` is needed.
 
     ``verify`` gives the seconds of the target's step with K draft tokens, ``draft`` the seconds of K draft steps.
@@ -145,7 +144,7 @@ def judge(drafter: str, positions: Seq[Position], longest: int, verify: Seconds,
 
 
 def summarize(
-    trace: Seq[RoundTrace],
+    trace: Sequence[RoundTrace],
     *,
     curves: "CostCurves | None",  # what steps cost by size; None gives no verdict
     learned: "LearnedCosts | None" = None,  # corrects them by what rounds took; None takes them as they are

@@ -7,7 +7,7 @@ state or, while drafting, the state that the assistant itself gave. Its position
 The reference is transformers: ``models/gemma4_assistant``, driven by ``SinglePositionMultiTokenCandidateGenerator``.
 """
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from specexport.trace.export import TracedModel, trace_step
 from specexport_runtime.abi import LOGITS, NEXT_FEATURES, STEP_INPUTS, TOKEN_FEATURES
 from specexport_runtime.errors import CheckpointError
 
-Caches = Seq[tuple[Tensor, Tensor]]
+Caches = Sequence[tuple[Tensor, Tensor]]
 """Keys and values [1, H, n, D] of each cache that an assistant reads, in the order of ``AssistantShape``."""
 
 

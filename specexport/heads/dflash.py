@@ -5,7 +5,7 @@ from the block; queries come from the block alone: the newest token, and a mask 
 block sees all of the context and all of the block, unless a layer is causal.
 """
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ class ContextProjection(FeatureProjection):
         super().__init__(config)
         self.hidden_norm = norm_class(config)(config.hidden_size)
 
-    def forward(self, states: Seq[Tensor]) -> Tensor:
+    def forward(self, states: Sequence[Tensor]) -> Tensor:
         """Features [..., E] of the tapped hidden states [..., H] each."""
         context: Tensor = self.hidden_norm(super().forward(states))
         return context

@@ -4,8 +4,7 @@ EAGLE reads the embedding of a token and the feature before it (Li et al. 2024, 
 of their own.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ class FeatureProjection(nn.Module):  # type: ignore[misc]  # torch is not follow
         self.fc_norm = nn.ModuleList([norm(width) for _ in range(count)]) if config.fc_norm else None
         self.fc = nn.Linear(count * width, config.hidden_size, bias=False) if config.projects else None
 
-    def forward(self, states: Seq[Tensor]) -> Tensor:
+    def forward(self, states: Sequence[Tensor]) -> Tensor:
         """Features [..., E] of the tapped hidden states [..., H] each."""
         if self.fc_norm is not None:
             states = [norm(state) for norm, state in zip(self.fc_norm, states, strict=True)]

@@ -7,8 +7,7 @@ and the one that is accepted is taken.
 """
 
 import math
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -120,7 +119,7 @@ def _readings_of_mtp(config: HeadConfig, num_layers: int) -> list[Reading]:
     return found
 
 
-def probe_head(model: Any, loaded: LoadedHead, pieces: Seq[npt.NDArray[np.int64]], num_layers: int) -> Probe:
+def probe_head(model: Any, loaded: LoadedHead, pieces: Sequence[npt.NDArray[np.int64]], num_layers: int) -> Probe:
     """Guess the target's best tokens behind every token of some texts, in each reading.
 
     ``model`` is the target, a transformers causal language model; ``pieces`` are token ids of the texts.
@@ -175,7 +174,7 @@ class _Text(NamedTuple):
     caches: Caches  # keys and values that an assistant reads; none for other heads
 
 
-def _read(model: Any, ids: Tensor, taps: Seq[int], config: HeadConfig) -> _Text:
+def _read(model: Any, ids: Tensor, taps: Sequence[int], config: HeadConfig) -> _Text:
     caches: Caches = ()
     with torch.no_grad(), tapped(model, taps) as found:
         if config.assistant is not None:

@@ -10,7 +10,7 @@ Fused attention has no kernel for a number of queries that may be zero and may b
 decided when the engine is built.
 """
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from specexport.lowering.trt_step import AlignedStep, add_step_input, emit_masks
@@ -57,7 +57,7 @@ def add_extent(ir_model: "ir.Model", step: AlignedStep, kv_capacity: int, before
     return Extent(tokens, cut)
 
 
-def shorten_blocks(ir_model: "ir.Model", blocks: "Seq[ResidualBlock]", extent: Extent) -> None:
+def shorten_blocks(ir_model: "ir.Model", blocks: "Sequence[ResidualBlock]", extent: Extent) -> None:
     """Let blocks compute the first tokens only, in place; their attention is already over ``extent.step``.
 
     ``blocks`` were found on the same model before it was lowered. UnsupportedModelError if a block has subgraphs;
@@ -75,7 +75,7 @@ def shorten_blocks(ir_model: "ir.Model", blocks: "Seq[ResidualBlock]", extent: E
 
 
 def _shorten(
-    ir_model: "ir.Model", block: "ResidualBlock", branch: "ir.Value", region: "Seq[ir.Node]", extent: Extent
+    ir_model: "ir.Model", block: "ResidualBlock", branch: "ir.Value", region: "Sequence[ir.Node]", extent: Extent
 ) -> None:
     import onnx_ir as ir
 

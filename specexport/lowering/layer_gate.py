@@ -14,7 +14,7 @@ later ones read the same again. So a step that asks later heads alone needs no d
 the step was fed, and the caches (``layer_gate``).
 """
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -47,7 +47,7 @@ def gate_layers(ir_model: "ir.Model", blocks: ResidualBlocks, *, separate: bool 
     except Obstacle as obstacle:
         raise CheckFailedError(f"the lowered graph has no clean layers: {obstacle}.") from obstacle
     names = [f"gate.{i // 2}.{(kind or 'none').lower().replace(' ', '_')}" for i, kind in enumerate(blocks.gate_kinds)]
-    switches: Seq[ir.Value]
+    switches: Sequence[ir.Value]
     if separate:
         switches = [add_input(graph, LAYER_ON.name.format(i=i), ir.DataType.BOOL, [1]) for i in range(gates)]
     else:
@@ -63,7 +63,7 @@ def gate_layers(ir_model: "ir.Model", blocks: ResidualBlocks, *, separate: bool 
     return gates
 
 
-def _split_mask(graph: "ir.Graph", names: "Seq[str]") -> "Seq[ir.Value]":
+def _split_mask(graph: "ir.Graph", names: "Sequence[str]") -> "Sequence[ir.Value]":
     """The input ``layer_mask`` and its parts, one for each gate of ``names``."""
     import onnx_ir as ir
 
@@ -78,7 +78,7 @@ def _split_mask(graph: "ir.Graph", names: "Seq[str]") -> "Seq[ir.Value]":
 
 
 def gate_block(
-    graph: "ir.Graph", name: str, switch: "ir.Value", block: ResidualBlock, region: "Seq[ir.Node]"
+    graph: "ir.Graph", name: str, switch: "ir.Value", block: ResidualBlock, region: "Sequence[ir.Node]"
 ) -> "tuple[ir.Node, ir.Value]":
     """Move one block into an ``If``; returns it and the stream behind it."""
     import onnx_ir as ir
@@ -105,7 +105,7 @@ def gate_block(
     return gate, outputs[0]
 
 
-def _passed_on(graph: "ir.Graph", block: ResidualBlock, body: "Seq[ir.Node]") -> "dict[ir.Value, ir.Value]":
+def _passed_on(graph: "ir.Graph", block: ResidualBlock, body: "Sequence[ir.Node]") -> "dict[ir.Value, ir.Value]":
     """What leaves a block, and what stands in for it if the block does not run: the stream, then caches and states."""
     by_name = {value.name: value for value in graph.inputs}
     kept = {block.total: block.residual}

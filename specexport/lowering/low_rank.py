@@ -11,8 +11,7 @@ may share a step: each token is in one of them, and reads that one's matrices on
 for float weights, so that a token's bits know no other token of the step.
 """
 
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -55,7 +54,7 @@ class _Block(NamedTuple):
         return self.before + self.own.shape[0] + self.after
 
 
-def expand_adapters(ir_model: "ir.Model", adapters: Seq[Adapter]) -> int:
+def expand_adapters(ir_model: "ir.Model", adapters: Sequence[Adapter]) -> int:
     """Put the products in the place of all marks of a lowered model, in place; returns the number of layers.
 
     The model gets the input ``adapter_ids``; without marks nothing changes. Marks may be in branches, of layers that
@@ -117,7 +116,7 @@ class _Chosen:
         self._emit.place(before=self._graph[0])
 
 
-def _expand(graph: "ir.Graph", site: _Site, adapters: Seq[Adapter], chosen: _Chosen) -> None:
+def _expand(graph: "ir.Graph", site: _Site, adapters: Sequence[Adapter], chosen: _Chosen) -> None:
     """Put the products of one layer in the place of its mark."""
     out, source = site.node.inputs[:2]
     assert out is not None and source is not None and source.shape is not None  # noqa: S101 PT018 - marked so
@@ -206,7 +205,7 @@ def _blocks(site: _Site, adapter: Adapter) -> Iterator[_Block]:
         yield pending
 
 
-def _down(blocks: Seq[_Block]) -> np.ndarray:
+def _down(blocks: Sequence[_Block]) -> np.ndarray:
     """[all r, K]."""
     return np.concatenate([block.own.down() for block in blocks]).astype(np.float32, copy=False)
 

@@ -13,7 +13,7 @@ rounds new keys and values when it appends them, and reads all entries as they a
 tokens too. So a token's result does not depend on the step it is in.
 """
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -141,7 +141,7 @@ def _widen(ir_model: "ir.Model", node: "ir.Node") -> bool:
     return True
 
 
-def use_int8_caches(ir_model: "ir.Model", ranges: Seq[CacheRange]) -> None:
+def use_int8_caches(ir_model: "ir.Model", ranges: Sequence[CacheRange]) -> None:
     """Let a model's attention keep its caches in int8, in place; ``ranges`` has one for each layer.
 
     Comes after the passes and, if rotary embeddings are fused, after ``fuse_rotary``.

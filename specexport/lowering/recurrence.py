@@ -7,7 +7,7 @@ is for good, which leaves the state in place, and once more behind it for drafts
 Inputs and outputs of a row share memory. So what is written to it is made of copies: of ``x`` and ``seen`` below.
 """
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from specexport.onnx_emit import Emitter
@@ -152,7 +152,7 @@ def _text(
     return text, attributes
 
 
-def _attend_row(parts: Seq[str], out_width: int) -> tuple[str, str]:
+def _attend_row(parts: Sequence[str], out_width: int) -> tuple[str, str]:
     """One row of linear attention, and the kernel's name for what it does."""
     rule = {(): "linear", ("decay",): "gated", ("beta",): "delta"}.get(tuple(parts[3:]), "gated_delta")
     named = {

@@ -1,6 +1,6 @@
 """Attention for TensorRT: its own operators, tokens folded into heads or not, or the unpadded-KV plugin."""
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from specexport_runtime.errors import RecipeError
@@ -19,7 +19,7 @@ def lower_tensorrt(
     lowering: str,  # one of TENSORRT_LOWERINGS
     kv_capacity: int | None,  # L, the entries of a cache row, which is fixed in the engine
     fold: int = 1,  # tokens of a verify step's row, taken for heads by ``native-folded``; as in the profiles
-    skipped: "Seq[ResidualBlock]" = (),  # blocks that draft steps leave out; not for lowering ``plugin``
+    skipped: "Sequence[ResidualBlock]" = (),  # blocks that draft steps leave out; not for lowering ``plugin``
 ) -> tuple[str, ...]:
     """Give every ``UnpaddedAttention`` node its body, in place; returns the form that each layer took, in order.
 

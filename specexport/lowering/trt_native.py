@@ -34,7 +34,7 @@ Written out, matmuls run in the model's dtype; scores are float32 from the first
 that share a key/value head are folded into the query axis, so that neither keys nor values are repeated.
 """
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from specexport.lowering.common import add_token_ids, drop_unused_step_inputs, is_causal, refuse_slopes
@@ -86,7 +86,7 @@ def mask_kind(attention: Attention, form: str) -> MaskKind:
 
 
 def lower_trt_native(
-    ir_model: "ir.Model", *, kv_capacity: int, fold: int = 1, skipped: "Seq[ResidualBlock]" = ()
+    ir_model: "ir.Model", *, kv_capacity: int, fold: int = 1, skipped: "Sequence[ResidualBlock]" = ()
 ) -> tuple[str, ...]:
     """Replace every ``UnpaddedAttention``, fix the cache shapes, add ``token_ids``, drop unread step inputs, in place.
 
@@ -101,7 +101,7 @@ def lower_trt_native(
 
 
 def replace_attention(
-    ir_model: "ir.Model", *, kv_capacity: int, fold: int = 1, skipped: "Seq[ResidualBlock]" = ()
+    ir_model: "ir.Model", *, kv_capacity: int, fold: int = 1, skipped: "Sequence[ResidualBlock]" = ()
 ) -> tuple[str, ...]:
     """The attention part of ``lower_trt_native``, for graphs without logits; same arguments, result and errors."""
     layers = [read_attention(n, i) for i, n in enumerate(_attention_nodes(ir_model))]

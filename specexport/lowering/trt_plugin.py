@@ -12,7 +12,7 @@ A node's operator name is the plugin's name, which holds everything its kernel i
 (``FallbackPluginImporter`` and ``createPlugin`` of onnx-tensorrt). Nothing is padded, so the graph has no tile inputs.
 """
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -136,7 +136,7 @@ def _emit_plugin(
     sizes: dict[str, int],
     dtype: "ir.DataType",
     name: str,
-) -> "Seq[ir.Value]":
+) -> "Sequence[ir.Value]":
     """The node of one plugin: inputs by the names of the kernel's signature; returns outputs with types and shapes."""
     import onnx_ir as ir
 

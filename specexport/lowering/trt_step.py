@@ -3,7 +3,7 @@
 Of the step these are index inputs, and masks from lengths.
 """
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -38,7 +38,7 @@ class AlignedStep(NamedTuple):
     masks: "dict[MaskKind, ir.Value]"
 
 
-def emit_step(ir_model: "ir.Model", kinds: Seq[MaskKind], kv_capacity: int, fold: int) -> AlignedStep:
+def emit_step(ir_model: "ir.Model", kinds: Sequence[MaskKind], kv_capacity: int, fold: int) -> AlignedStep:
     """Add the tile's inputs to the graph, and at its top what depends on the step alone, with masks of ``kinds``."""
     by_name = {value.name: value for value in ir_model.graph.inputs}
     tile, untile = (add_step_input(ir_model, spec) for spec in (TILE_INDEX, UNTILE_INDEX))
@@ -66,7 +66,7 @@ def emit_masks(
     emit: Emitter,
     inputs: "dict[str | None, ir.Value]",
     tile: "ir.Value",
-    kinds: Seq[MaskKind],
+    kinds: Sequence[MaskKind],
     kv_capacity: int,
     fold: int,
 ) -> "dict[MaskKind, ir.Value]":

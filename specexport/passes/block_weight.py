@@ -1,7 +1,6 @@
 """A weight as its checkpoint stores it: integers in blocks, which are read and never rounded anew."""
 
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -110,7 +109,7 @@ def with_offsets(weight: BlockWeight) -> BlockWeight:
     return replace(weight, form=weight.form._replace(has_offsets=True), read=read, spread=None)
 
 
-def join(weights: Seq[BlockWeight]) -> BlockWeight:
+def join(weights: Sequence[BlockWeight]) -> BlockWeight:
     """Weights of one form and depth, one below the other; rows may be asked for in any order."""
     if len(weights) == 1:
         return weights[0]
@@ -140,7 +139,7 @@ def join(weights: Seq[BlockWeight]) -> BlockWeight:
     )
 
 
-def _joined(parts: Seq[Stored], places: Rows) -> Stored:
+def _joined(parts: Sequence[Stored], places: Rows) -> Stored:
     columns: Any = zip(*parts, strict=True)
     made: list[Any] = [None if column[0] is None else np.concatenate(column)[places] for column in columns]
     return Stored(*made)

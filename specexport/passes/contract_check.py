@@ -1,7 +1,6 @@
 """Does the graph still keep the contract of ``abi``? Changes nothing; runs between all stages."""
 
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence
 
 import onnx_ir as ir
 
@@ -109,7 +108,7 @@ def _state_rank(node: ir.Node) -> int:
     return len(node.outputs[1].shape or ()) - 2
 
 
-def _check_recurrences(nodes: Seq[ir.Node]) -> Iterator[str]:
+def _check_recurrences(nodes: Sequence[ir.Node]) -> Iterator[str]:
     for i, node in enumerate(nodes):
         given = {str(value.name) for value in node.inputs if value is not None}
         missing = [name for spec in STATE_INPUTS if (name := spec.name.format(i=i)) not in given]
@@ -118,7 +117,7 @@ def _check_recurrences(nodes: Seq[ir.Node]) -> Iterator[str]:
             yield f"recurrence {i} is not between its own states"
 
 
-def _compare(kind: str, expected: list[TensorSpec], found: Seq[ir.Value]) -> Iterator[str]:
+def _compare(kind: str, expected: list[TensorSpec], found: Sequence[ir.Value]) -> Iterator[str]:
     by_name = {str(value.name): value for value in found}
     for name in sorted({spec.name for spec in expected} ^ set(by_name)):
         yield f"{kind} {name} is {'unexpected' if name in by_name else 'missing'}"

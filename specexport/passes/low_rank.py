@@ -4,8 +4,7 @@ A mark is a node of our operator domain. The passes that quantize the layer see 
 stay float, and read what the layer reads before that is rounded.
 """
 
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -43,7 +42,7 @@ class LowRankMarkPass(CountingPass):
     name = "low-rank-mark"
     reason = "adapters that requests choose: their products stand beside the layers, whatever the layers become"
 
-    def __init__(self, adapters: Seq[Adapter]) -> None:
+    def __init__(self, adapters: Sequence[Adapter]) -> None:
         self._wanted = {name for adapter in adapters for name in adapter}
 
     def rewrite(self, model: ir.Model) -> int:

@@ -1,7 +1,6 @@
 """The list of passes and the loop that runs it."""
 
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,7 +43,7 @@ def default_passes(
     ranges: Mapping[str, ChannelRanges] | None = None,
     # with "keep": the checkpoint's quantized weights by name in the traced graph
     kept: Mapping[str, BlockWeight] | None = None,
-    adapters: "Seq[Adapter]" = (),  # what requests may choose to have added to linear layers
+    adapters: "Sequence[Adapter]" = (),  # what requests may choose to have added to linear layers
     own_operators: bool = False,  # give layers and embeddings that stay float to our own operators for CPUs
 ) -> list[CountingPass]:
     """The passes of a build, in order. Each says why it is there in its ``reason``."""
@@ -98,7 +97,7 @@ def default_passes(
 
 def run_passes(
     ir_model: ir.Model,
-    passes: Seq[CountingPass],
+    passes: Sequence[CountingPass],
     *,
     # gets the graph after each pass: ``NN-name.onnx`` (without weights) and ``NN-name.txt``
     dump_dir: Path | None = None,

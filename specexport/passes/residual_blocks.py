@@ -7,8 +7,7 @@ inside the branches (norms before and after, biases, scaling, experts) does not 
 or reads a branch from outside, makes an obstacle: leaving out such a layer would be another model.
 """
 
-from collections.abc import Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import onnx_ir as ir
@@ -231,7 +230,9 @@ def _mlp_block(flow: Dataflow, mixer: ResidualBlock, mixers: dict[ir.Node, GateK
     return None if after & mixers.keys() else block
 
 
-def _check_caches(flow: Dataflow, graph: ir.Graph, blocks: Seq[ResidualBlock], mixers: dict[ir.Node, GateKind]) -> None:
+def _check_caches(
+    flow: Dataflow, graph: ir.Graph, blocks: Sequence[ResidualBlock], mixers: dict[ir.Node, GateKind]
+) -> None:
     """Every block holds one attention at most, and gives nothing to the caller but its caches and states."""
     for block in blocks:
         _, region = flow.branch_of(block)

@@ -10,8 +10,7 @@ kernel, so signatures are made here, and never by way of annotations that a modu
 """
 
 import inspect
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import GenericAlias
@@ -139,8 +138,8 @@ def _annotate(
     trt: Any,
     trtp: Any,
     name: str,
-    inputs: Seq[str],
-    more: Seq[str],
+    inputs: Sequence[str],
+    more: Sequence[str],
     returns: Any,
 ) -> Callable[..., Any]:
     """``function`` for one plugin, with the signature that TensorRT reads: tensors by name, then ``more``."""
@@ -211,7 +210,7 @@ def _embed(trt: Any, trtp: Any, kernels: PluginKernels, *arguments: Any) -> tupl
     return kernel.name, kernel.ptx, params, trtp.SymIntExprs.from_tuple([trtp.SymInt32(size) for size in ints.values()])
 
 
-def _check_types(trt: Any, kernels: PluginKernels, inputs: Seq[Any]) -> None:
+def _check_types(trt: Any, kernels: PluginKernels, inputs: Sequence[Any]) -> None:
     """Refuse inputs of other types than the kernel was compiled for: KeyError of the first such type."""
     for item, given in zip(kernels.spec.signature.inputs, inputs, strict=True):
         if given.dtype != _data_type(trt, kernels, item):

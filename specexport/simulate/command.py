@@ -1,7 +1,6 @@
 """``specexport simulate``: what padding costs a batch and what speculation gains, without any model."""
 
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +86,7 @@ def compute_row(accuracy: float, batch_size: int, study: _Row, index: int = 0) -
     }
 
 
-def format_table(rows: Seq[_Row], max_draft_length: int) -> str:
+def format_table(rows: Sequence[_Row], max_draft_length: int) -> str:
     """The rows as a Markdown table; a best K of ``max_draft_length`` is shown as a lower limit."""
     from specexport.report import markdown_table
 
@@ -117,7 +116,7 @@ def _percent(estimate: _Row) -> str:
     return f"{estimate['mean']:.1%}{error}"
 
 
-def _draw(path: Path, rows: Seq[_Row]) -> None:
+def _draw(path: Path, rows: Sequence[_Row]) -> None:
     """Padding ratio and speedup over the batch size: lines are exact, bars are simulated 95 % intervals."""
     from specexport.plots import batch_axis, new_figure, save_figure, speedup_axis
 

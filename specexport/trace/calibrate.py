@@ -1,7 +1,7 @@
 """How large the inputs of a model's linear layers get on texts, and keys and values in its KV caches."""
 
 import contextlib
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from specexport.trace.experts import traceable_experts
 from specexport.trace.geometry import ModelCalls, probe_layers
 
 
-def activation_ranges(checkpoint: Checkpoint, pieces: Seq[npt.NDArray[np.int64]]) -> dict[str, ChannelRanges]:
+def activation_ranges(checkpoint: Checkpoint, pieces: Sequence[npt.NDArray[np.int64]]) -> dict[str, ChannelRanges]:
     """How large each input channel of each linear layer gets, by the name of its weight in a traced graph.
 
     The first token of each piece is measured apart. A weight of several names is under each.
@@ -83,13 +83,13 @@ class _EnoughError(Exception):
     """The LM head was reached: a logit for each token and word, which no caller wants."""
 
 
-def _batches(pieces: Seq[npt.NDArray[np.int64]]) -> list[npt.NDArray[np.int64]]:
+def _batches(pieces: Sequence[npt.NDArray[np.int64]]) -> list[npt.NDArray[np.int64]]:
     """Pieces of one length as one batch [n, T], so that weights are read once for all of them."""
     lengths = dict.fromkeys(len(piece) for piece in pieces)
     return [np.stack([piece for piece in pieces if len(piece) == length]) for length in lengths]
 
 
-def cache_ranges(checkpoint: Checkpoint, pieces: Seq[npt.NDArray[np.int64]], *, max_len: int) -> list[CacheRange]:
+def cache_ranges(checkpoint: Checkpoint, pieces: Sequence[npt.NDArray[np.int64]], *, max_len: int) -> list[CacheRange]:
     """How large the keys and values of each layer get on token ids, int64, spread over ``max_len`` positions.
 
     Raises ``UnsupportedModelError`` if the model cannot be exported.
@@ -101,7 +101,7 @@ def cache_ranges(checkpoint: Checkpoint, pieces: Seq[npt.NDArray[np.int64]], *, 
 
 
 def _cache_ranges(
-    checkpoint: Checkpoint, calls: ModelCalls, pieces: Seq[npt.NDArray[np.int64]], max_len: int
+    checkpoint: Checkpoint, calls: ModelCalls, pieces: Sequence[npt.NDArray[np.int64]], max_len: int
 ) -> list[CacheRange]:
     model = checkpoint.model
     # Rotation moves what is large in one channel into another, by position: texts begin all over the positions.

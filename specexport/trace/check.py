@@ -20,7 +20,7 @@ from specexport_runtime.abi import STATE_STEPS, STEP_INPUTS, state_shapes
 from specexport_runtime.errors import SpecexportError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence as Seq
+    from collections.abc import Sequence
 
 _SEQUENCES = (11, 7)
 _FIRST_STEP = (6, 4)  # new tokens a row; the second, ragged step takes the rest: 5 and 3
@@ -46,7 +46,9 @@ def trace_checkpoint(
         return trace_model(model, calls, checkpoint.stored, features)
 
 
-def eager_logits(model: Any, sequences: "Seq[Seq[int]]", *, together: bool = False) -> list[npt.NDArray[np.float32]]:
+def eager_logits(
+    model: Any, sequences: "Sequence[Sequence[int]]", *, together: bool = False
+) -> list[npt.NDArray[np.float32]]:
     """Logits float32 [len, V] of each sequence from the model's eager attention, without a cache.
 
     ``together`` runs the model once, because weights in files are read in each run: shorter sequences are filled up
@@ -137,12 +139,12 @@ def packed_step(
     model: Any,
     calls: ModelCalls,
     *,
-    tokens: "Seq[int] | npt.NDArray[np.int64]",  # of all rows, one row behind the other [T]
-    positions: "Seq[int] | npt.NDArray[np.int64]",  # of each token [T]
-    kv_lens: "Seq[int]",  # cache entries of each row before the step
-    counts: "Seq[int]",  # new tokens of each row
+    tokens: "Sequence[int] | npt.NDArray[np.int64]",  # of all rows, one row behind the other [T]
+    positions: "Sequence[int] | npt.NDArray[np.int64]",  # of each token [T]
+    kv_lens: "Sequence[int]",  # cache entries of each row before the step
+    counts: "Sequence[int]",  # new tokens of each row
     kept: list[Tensor],  # keys and values of each layer, [B, 1, H, L, D] each, then states and pending entries
-    logit_rows: "Seq[int]",  # tokens whose logits are wanted [R]
+    logit_rows: "Sequence[int]",  # tokens whose logits are wanted [R]
 ) -> tuple[npt.NDArray[np.float32], list[Tensor]]:
     """One step of the packed model, run eagerly: logits float32 [R, V], and what is kept after the step."""
     zeros = torch.zeros(1, dtype=torch.int64)  # the torch op reads neither totals nor pad indices

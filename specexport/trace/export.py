@@ -7,8 +7,7 @@ can be fused again by a pass; the fusions do not know 24). Inputs and outputs ca
 import logging
 import re
 import warnings
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -158,12 +157,12 @@ def trace_model(
 def trace_step(
     packed: torch.nn.Module,
     dtype: torch.dtype,  # of the caches
-    layers: Seq[LayerGeometry],  # sizes of the caches
+    layers: Sequence[LayerGeometry],  # sizes of the caches
     inputs: list[TensorSpec],
     outputs: list[TensorSpec],
     sizes: Mapping[str, int] | None = None,  # dimension words of ``inputs`` that are fixed
     *,
-    states: Seq[StateGeometry] = (),  # sizes of what recurrences keep
+    states: Sequence[StateGeometry] = (),  # sizes of what recurrences keep
     reads_only: bool = False,  # the caches are another model's, and ``packed`` does not give them
 ) -> ir.Model:
     """Trace a module from ``inputs``, caches and states of a packed step to ``outputs``, caches and states."""
@@ -210,10 +209,10 @@ def _name_stored(model: Any, ir_model: ir.Model, stored: Stored, names: Mapping[
 
 def _example(
     dtype: torch.dtype,
-    layers: Seq[LayerGeometry],
+    layers: Sequence[LayerGeometry],
     inputs: list[TensorSpec],
     sizes: Mapping[str, int],
-    states: Seq[StateGeometry],
+    states: Sequence[StateGeometry],
 ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
     """Example inputs and their dynamic dimensions."""
     words = {word: torch.export.Dim(name, min=1, max=1 << 24) for word, name in DIM_NAMES.items()}

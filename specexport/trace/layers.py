@@ -3,8 +3,7 @@
 These have the numbers that transformers gives them.
 """
 
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -55,7 +54,7 @@ class FeatureRequest(NamedTuple):
 
 
 @contextmanager
-def tapped(model: Any, taps: Seq[int]) -> Iterator[dict[int, Tensor]]:
+def tapped(model: Any, taps: Sequence[int]) -> Iterator[dict[int, Tensor]]:
     """Within the block, what the model's last run had at ``taps``, [B, T, H] each, by tap.
 
     Raises ``CheckpointError`` if the model has fewer layers, ``UnsupportedModelError`` if its layers or its last norm

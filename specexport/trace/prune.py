@@ -4,8 +4,7 @@ A layer does little where its output points where its input did. ASD (Metel et a
 out; for whole layers, 1 minus the mean cosine of the two over tokens is ShortGPT's Block Influence (Men et al. 2024).
 """
 
-from collections.abc import Callable, Collection, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -31,7 +30,9 @@ _PROOF_TOKENS = 32
 OnLayer = Callable[[int, Tensor, Tensor], None]
 
 
-def choose_layers(checkpoint: Checkpoint, count: int, pieces: Seq[npt.NDArray[np.int64]]) -> list[tuple[int, float]]:
+def choose_layers(
+    checkpoint: Checkpoint, count: int, pieces: Sequence[npt.NDArray[np.int64]]
+) -> list[tuple[int, float]]:
     """The decoder layers that change the hidden state least, with their similarities, in the order of choice.
 
     The similarity of a layer (-1 to 1) is the cosine of its input and its output, mean over tokens (Men et al. 2024).
@@ -92,7 +93,9 @@ def left_out(model: Any, dropped: Collection[int], hint: str = _HINT) -> Iterato
         yield
 
 
-def _measure(model: Any, layers: Any, pieces: Seq[npt.NDArray[np.int64]], dropped: Collection[int]) -> dict[int, float]:
+def _measure(
+    model: Any, layers: Any, pieces: Sequence[npt.NDArray[np.int64]], dropped: Collection[int]
+) -> dict[int, float]:
     """Mean cosine of input and output of each layer over all tokens, with some layers left out."""
     sums = [0.0] * len(layers)
 
@@ -153,7 +156,7 @@ def _calls(model: Any) -> list[LayerCall]:
     return list(found.attention)
 
 
-def _remove(model: Any, layers: Any, kept: Seq[int]) -> None:
+def _remove(model: Any, layers: Any, kept: Sequence[int]) -> None:
     """Take all other layers out of their list, number the rest anew, and shorten what configurations say of each."""
     size = len(layers)
     around = [module for module in model.modules() if any(part is layers for part in module.modules())]
@@ -170,7 +173,7 @@ def _remove(model: Any, layers: Any, kept: Seq[int]) -> None:
                 module.layer_idx = new
 
 
-def _shorten(config: Any, size: int, kept: Seq[int]) -> None:
+def _shorten(config: Any, size: int, kept: Sequence[int]) -> None:
     config.num_hidden_layers = len(kept)
     if isinstance(dense := getattr(config, "first_k_dense_replace", None), int):
         config.first_k_dense_replace = sum(i < dense for i in kept)

@@ -1,7 +1,7 @@
 """What cannot be traced exactly is refused here, by model type and reason, before any tracing starts."""
 
 import inspect
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from specexport.checkpoint.lengths import CHUNKED, INDEXED, depends_on_length, is_held, plain_length
@@ -104,7 +104,7 @@ def check_layers(model: Any, called: list[int], *, recurs: bool = False) -> None
         raise refuse(model, f"{asked}; the others compute in code of their own, which is not known")
 
 
-def check_states(model: Any, calls: "Seq[RecurrenceCall]") -> None:
+def check_states(model: Any, calls: "Sequence[RecurrenceCall]") -> None:
     """Refuse a model with a recurrence whose state is empty, or larger than a manifest may say."""
     for call in calls:
         sizes = {"its state": call.geometry.shape, "what a token gives to it": (call.geometry.width,)}

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ def train_draft(*, plot: Path | None, as_json: bool, quiet: bool, **asked: Any) 
     click.echo(f"  specexport build {options.target} {result.flag} {result.output} -o BUNDLE")
 
 
-def plot_curve(curve: Seq[dict[str, Any]], path: Path) -> None:
+def plot_curve(curve: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw tokens a round on held-out texts against batches; ``curve`` is ``Trained.curve``.
 
     The ending of ``path`` decides the picture's format. UserInputError: the file cannot be written.

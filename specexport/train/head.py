@@ -2,8 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,7 +89,7 @@ class HeadPlan:
     ``texts`` are token ids that the target wrote: the tokens of the LM head are counted there.
     """
 
-    def __init__(self, options: TrainOptions, checkpoint: Any, texts: Seq[Seq[int]]) -> None:
+    def __init__(self, options: TrainOptions, checkpoint: Any, texts: Sequence[Sequence[int]]) -> None:
         self._options, self._model = options, checkpoint.model
         text = self._model.config.get_text_config()
         size = draft_size(options.draft_vocab_size, checkpoint.vocab_size)
@@ -99,7 +98,7 @@ class HeadPlan:
         self._config: HeadConfig = new_config(options.head_kind, text, checkpoint.vocab_size, len(self._ids))
 
     @property
-    def taps(self) -> Seq[int]:
+    def taps(self) -> Sequence[int]:
         """The taps that its configuration names."""
         return self._config.taps
 
@@ -180,7 +179,7 @@ def draft_size(asked: int | None, vocab_size: int) -> int:
     return min(asked or (DRAFT_VOCABULARY if vocab_size > LARGE_VOCABULARY else vocab_size), vocab_size)
 
 
-def count_ids(texts: Iterable[Seq[int]], size: int, vocab_size: int, keep: Iterable[int]) -> Int32Array:
+def count_ids(texts: Iterable[Sequence[int]], size: int, vocab_size: int, keep: Iterable[int]) -> Int32Array:
     """The tokens that a head's LM head has, int32 [size], ascending: the most frequent ones of the target's texts.
 
     Ids of ``keep`` stay, however often they were seen: they end a text.

@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,7 +38,7 @@ class TrainSettings:
 class Trainer:
     """Trains a draft on the texts of ``store`` that ``indices`` names."""
 
-    def __init__(self, student: Student, store: FeatureStore, indices: Seq[int], settings: TrainSettings) -> None:
+    def __init__(self, student: Student, store: FeatureStore, indices: Sequence[int], settings: TrainSettings) -> None:
         self.student = student
         self.store, self.indices, self.settings = store, indices, settings
         matrices: list[Tensor] = []
@@ -89,7 +89,7 @@ class Trainer:
         self.seconds += time.perf_counter() - start
         return losses[0]
 
-    def read(self, indices: Seq[int]) -> Batch:
+    def read(self, indices: Sequence[int]) -> Batch:
         """The texts of a batch, filled up to one length."""
         examples = [self.store.read(i) for i in indices]
         tokens = [each.tokens[: self.settings.max_len] for each in examples]
@@ -186,7 +186,7 @@ class Acceptance(NamedTuple):
     overlap: float | None  # see :class:`specexport.train.student.Guess`
 
 
-def measure_acceptance(trainer: Trainer, indices: Seq[int], steps: int = 5) -> Acceptance:
+def measure_acceptance(trainer: Trainer, indices: Sequence[int], steps: int = 5) -> Acceptance:
     """Greedy drafts on held-out texts; the tokens fed are the text's own, as an accepted draft's are."""
     right, seen = [0.0] * steps, [0.0] * steps
     losses: list[float] = []
@@ -210,5 +210,5 @@ def measure_acceptance(trainer: Trainer, indices: Seq[int], steps: int = 5) -> A
     return Acceptance(rates, length, _mean(losses) or 0.0, _mean(overlaps))
 
 
-def _mean(values: Seq[float]) -> float | None:
+def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None

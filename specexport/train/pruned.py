@@ -10,8 +10,7 @@ clearly nearer before training were nearer after it, and of two layers that Shor
 first two, that was the worst.
 """
 
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +37,7 @@ class PrunedStudent:
     layers ``kept``. UnsupportedModelError: its LM head cannot be run alone.
     """
 
-    def __init__(self, model: Any, kept: Seq[int], vocab_size: int) -> None:
+    def __init__(self, model: Any, kept: Sequence[int], vocab_size: int) -> None:
         self.model, self.kept, self._vocab_size = model, list(kept), vocab_size
         self.modules = model.base_model
         self._read = LmHead(model)
@@ -83,7 +82,7 @@ class PrunedPlan:
 
     taps = ()
 
-    def __init__(self, options: TrainOptions, checkpoint: Checkpoint, texts: Seq[Seq[int]]) -> None:
+    def __init__(self, options: TrainOptions, checkpoint: Checkpoint, texts: Sequence[Sequence[int]]) -> None:
         self._options, self._target, self._texts = options, checkpoint, texts
         self._num_layers = int(checkpoint.model.config.get_text_config().num_hidden_layers)
 
@@ -144,7 +143,7 @@ def likely_choices(num_layers: int, count: int) -> Iterator[tuple[int, ...]]:
     yield from dict.fromkeys(found)
 
 
-def measure_choices(model: Any, count: int, texts: Seq[Seq[int]]) -> list[Choice]:
+def measure_choices(model: Any, count: int, texts: Sequence[Sequence[int]]) -> list[Choice]:
     """Each likely choice with its loss on some of the texts, the best one first; the model stays as it is.
 
     ``model`` is a transformers causal language model, of which ``count`` layers stay; ``texts`` are token ids.
@@ -162,7 +161,7 @@ def measure_choices(model: Any, count: int, texts: Seq[Seq[int]]) -> list[Choice
     return sorted(found, key=lambda choice: choice.loss)
 
 
-def _hidden(model: Any, pieces: Seq[Tensor]) -> Tensor:
+def _hidden(model: Any, pieces: Sequence[Tensor]) -> Tensor:
     """What the LM head reads at all places of all pieces [n, H]."""
     with torch.no_grad():
         return torch.cat([model.base_model(input_ids=piece[None], use_cache=False)[0][0] for piece in pieces])

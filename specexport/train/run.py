@@ -2,8 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -38,7 +37,7 @@ class Trained(NamedTuple):
     seconds: float  # of learning, in this run and those before
     # acceptance on held-out texts: ``batch``, ``length``, ``rates`` and ``loss`` each time; of draft models also
     # ``overlap``, the share of drawn tokens that would be accepted
-    curve: Seq[dict[str, Any]]
+    curve: Sequence[dict[str, Any]]
     tokens_per_second: float  # of learning
     peak_memory_bytes: int  # most resident memory of this process so far, pages of the hidden states' files included
 
@@ -108,7 +107,7 @@ def _check_output(folder: Path, kind: str) -> None:
         )
 
 
-def _write_texts(options: TrainOptions, prompts: Seq[str], path: Path, clock: StageClock) -> None:
+def _write_texts(options: TrainOptions, prompts: Sequence[str], path: Path, clock: StageClock) -> None:
     from specexport.checkpoint import count_layers, hash_checkpoint
     from specexport.train.texts import write_texts
     from specexport_runtime.bundle.manifest import load_manifest
@@ -140,7 +139,9 @@ def _write_texts(options: TrainOptions, prompts: Seq[str], path: Path, clock: St
     )
 
 
-def _collect(options: TrainOptions, model: Any, texts: Seq[Seq[int]], taps: Seq[int], clock: StageClock) -> None:
+def _collect(
+    options: TrainOptions, model: Any, texts: Sequence[Sequence[int]], taps: Sequence[int], clock: StageClock
+) -> None:
     from specexport.train.store import FeatureStore, StoreWriter, collect_states
 
     folder = options.states_folder

@@ -1,8 +1,7 @@
 """Hidden states of a target on disk: what a head learns from, in files of a bounded size."""
 
 import json
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,7 +90,9 @@ class StoreWriter:
         self._waiting, self._next = [], self._next + 1
 
 
-def batches(store: FeatureStore, indices: Seq[int], max_tokens: int, max_len: int, seed: int) -> Iterator[list[int]]:
+def batches(
+    store: FeatureStore, indices: Sequence[int], max_tokens: int, max_len: int, seed: int
+) -> Iterator[list[int]]:
     """Texts of like lengths together, in an order that ``seed`` decides; no batch has more than ``max_tokens``."""
     generator = torch.Generator().manual_seed(seed)
     order = [indices[i] for i in torch.randperm(len(indices), generator=generator).tolist()]
@@ -112,8 +113,8 @@ def batches(store: FeatureStore, indices: Seq[int], max_tokens: int, max_len: in
 
 def collect_states(
     model: Any,  # the target, a transformers causal language model
-    texts: Seq[Seq[int]],  # token ids
-    taps: Seq[int],
+    texts: Sequence[Sequence[int]],  # token ids
+    taps: Sequence[int],
     writer: StoreWriter,
     *,
     on_batch: Callable[[int], None] = lambda _: None,  # hears how many texts are done

@@ -1,7 +1,6 @@
 """What the training loop asks of that which it trains: a draft head, or a smaller model."""
 
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -71,7 +70,7 @@ class Plan(Protocol):
     """How a draft of one kind is made of a target, and written."""
 
     @property
-    def taps(self) -> Seq[int]:
+    def taps(self) -> Sequence[int]:
         """Hidden states of the target that it learns from, beside the one that the LM head reads."""
         ...
 

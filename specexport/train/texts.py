@@ -2,8 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ GROUP = 32
 
 def write_texts(
     bundle: Path,  # of the target
-    prompts: Seq[str],
+    prompts: Sequence[str],
     path: Path,  # JSON lines with ``tokens`` (prompt and text) and ``num_prompt``
     settings: dict[str, Any],  # ``max_tokens``, ``temperature`` and ``seed``, and what else decides the texts
     *,

@@ -6,8 +6,7 @@ found counts only if its hash is the recorded one. Torch and transformers are im
 
 import gc
 import os
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -119,13 +118,13 @@ class EagerModel(NamedTuple):
     dtype: str
     revision: str | None = None  # on the hub
     trust_remote_code: bool = False  # let Python code from the checkpoint run
-    dropped: Seq[int] = ()  # layers that the engine was built without
+    dropped: Sequence[int] = ()  # layers that the engine was built without
     adapter: VerifiedAdapter | None = None  # changes the weights; None for none
     rope_len: int | None = None  # length that the engine's rotary tables were chosen for; None if none depends on it
     rounded: str | None = None  # dtype that the weights alone were rounded to; None for none
 
 
-def eager_references(model: EagerModel, sequences: Seq[Seq[int]]) -> list[Float32Array]:
+def eager_references(model: EagerModel, sequences: Sequence[Sequence[int]]) -> list[Float32Array]:
     """Logits [len, V] of each sequence from eager transformers; the model is freed before this returns.
 
     Raises CheckpointError if the checkpoint cannot be loaded.
@@ -139,7 +138,7 @@ def eager_references(model: EagerModel, sequences: Seq[Seq[int]]) -> list[Float3
     return references
 
 
-def eager_score(model: EagerModel, windows: Seq[Seq[int]], head: CutHead | None = None) -> TextScore:
+def eager_score(model: EagerModel, windows: Sequence[Sequence[int]], head: CutHead | None = None) -> TextScore:
     """What eager transformers makes of ``windows``; the model is freed before this returns.
 
     ``head`` is that of ``text_score.TextScorer``. Raises CheckpointError if the checkpoint cannot be loaded.

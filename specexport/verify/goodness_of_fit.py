@@ -5,7 +5,7 @@ only; the tests compare this module with it.
 """
 
 import math
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -72,7 +72,7 @@ def judge(
     setting: str,  # name of the sampling parameters
     prompt: int,  # its index
     partition: Partition,  # cells of outcomes of ``depth`` tokens
-    outcomes: Seq[Path],  # at least one
+    outcomes: Sequence[Path],  # at least one
     depth: int,
     alpha: float,  # smallest p-value that passes; also the error probability of the total-variation limit
 ) -> SamplingTest:

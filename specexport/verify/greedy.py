@@ -6,7 +6,7 @@ out. Such a difference is told from a mistake by running the sequence once more,
 gap between the two logits.
 """
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specexport.verify.tolerance import logit_scale
@@ -16,10 +16,10 @@ from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.base import Executor, Float32Array, as_gated
 from specexport_runtime.packing.batch import ModelRunner, RowWork
+from specexport_runtime.requests.layer_choice import LayerRules
+from specexport_runtime.requests.records import DrafterTraits, Proposal
+from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sequences.layer_choice import LayerRules
-from specexport_runtime.sequences.records import DrafterTraits, Proposal
-from specexport_runtime.sequences.sequence import Sequence
 
 _RULES = LayerRules(period=2, keep_last=None)
 """Rules that leave something out of any model of two layers or more, so that drafts do differ from their target."""
@@ -45,9 +45,9 @@ class GreedyDifference:
 
 def compare_outputs(
     target: Executor,  # runs a sequence once more, in cache row 0
-    prompts: Seq[list[int]],  # token ids
-    plain: Seq[list[int]],  # outputs of plain decoding
-    outputs: Seq[list[int]],  # outputs of speculative decoding
+    prompts: Sequence[list[int]],  # token ids
+    plain: Sequence[list[int]],  # outputs of plain decoding
+    outputs: Sequence[list[int]],  # outputs of speculative decoding
     drafter: str,
     lookahead: int,
     tolerance: float = 0.0,  # relative to the logit scale; 0 for engines whose logits have the same bits in any step
@@ -106,7 +106,7 @@ def explain(
 
 
 def _length_difference(
-    expected: Seq[int], output: Seq[int], drafter: str, lookahead: int, prompt: int, position: int
+    expected: Sequence[int], output: Sequence[int], drafter: str, lookahead: int, prompt: int, position: int
 ) -> GreedyDifference:
     """One output stops early: no logit gap can explain that. The missing token is reported as -1."""
     plain, other = (tokens[position] if position < len(tokens) else -1 for tokens in (expected, output))
@@ -114,7 +114,7 @@ def _length_difference(
     return GreedyDifference(drafter, lookahead, prompt, position, plain, other, gap, gap, 0.0, explained=False)
 
 
-def logits_one_at_a_time(executor: Executor, prompt: Seq[int], output: Seq[int]) -> Float32Array:
+def logits_one_at_a_time(executor: Executor, prompt: Sequence[int], output: Sequence[int]) -> Float32Array:
     """Logits [V] of the token after ``prompt`` and ``output``, fed to cache row 0 in steps of one token."""
     runner = ModelRunner(executor)
     tokens = [*prompt, *output]
@@ -161,10 +161,10 @@ class GreedyResult:
 
 def check_greedy(
     engine: SpecEngine,
-    prompts: Seq[Seq[int]],  # token ids, of one prompt or more
+    prompts: Sequence[Sequence[int]],  # token ids, of one prompt or more
     *,
     # values of K, larger ones than the engine's are left out; empty takes 1, 2, 4 and the engine's
-    lookaheads: Seq[int] = (),
+    lookaheads: Sequence[int] = (),
     max_tokens: int = 64,  # of each prompt; end tokens are ignored
     tolerance: float = 0.0,  # see ``tolerance.step_tolerance``
 ) -> GreedyResult:
@@ -208,7 +208,7 @@ def check_greedy(
     return GreedyResult(passed, len(given), tuple(runs), tuple(differences), tolerance, compared)
 
 
-def _drafters(engine: SpecEngine, lookaheads: Seq[int]) -> list[tuple[str, int]]:
+def _drafters(engine: SpecEngine, lookaheads: Sequence[int]) -> list[tuple[str, int]]:
     """What drafts in each run, by the engine's name for it, and K.
 
     A drafter with its own cache is tried at every K: what it keeps must be taken back by any number of tokens.
@@ -233,8 +233,8 @@ def _drafters(engine: SpecEngine, lookaheads: Seq[int]) -> list[tuple[str, int]]
 def _run(
     drafter: str,
     lookahead: int,
-    plain: Seq[Seq[int]],
-    found: Seq[GreedyDifference],
+    plain: Sequence[Sequence[int]],
+    found: Sequence[GreedyDifference],
     accepted: int,
     rounds: int,
 ) -> GreedyRun:
@@ -245,12 +245,12 @@ def _run(
 
 
 def _decode_scripted(
-    engine: SpecEngine, prompts: Seq[list[int]], params: SamplingParams, plain: Seq[Seq[int]]
-) -> list[Sequence]:
+    engine: SpecEngine, prompts: Sequence[list[int]], params: SamplingParams, plain: Sequence[Sequence[int]]
+) -> list[Request]:
     """Decode with drafts that are right and wrong by turns, so that every accepted length occurs."""
     vocab_size = engine.target.vocab_size
     sequences = [
-        Sequence(index, prompt, params, vocab_size=vocab_size, max_model_len=engine.max_model_len)
+        Request(index, prompt, params, vocab_size=vocab_size, max_model_len=engine.max_model_len)
         for index, prompt in enumerate(prompts)
     ]
     decoder = Decoder(ModelRunner(engine.target), ScriptedDrafter(plain, vocab_size, engine.lookahead))
@@ -268,19 +268,19 @@ class ScriptedDrafter:
     The right drafts before a mistake number 0, 1, 2, … K in turn, unequal between sequences, so that every accepted
     length occurs beside every other in one step, whatever the draft model is worth.
 
-    ``outputs`` are the expected ones, by ``Sequence.index``; a changed token is the next id, modulo V.
+    ``outputs`` are the expected ones, by ``Request.index``; a changed token is the next id, modulo V.
     """
 
     traits = DrafterTraits(default_lookahead=1)
     engine_seconds = 0.0
 
-    def __init__(self, outputs: Seq[Seq[int]], vocab_size: int, lookahead: int) -> None:
+    def __init__(self, outputs: Sequence[Sequence[int]], vocab_size: int, lookahead: int) -> None:
         self._outputs = outputs
         self._vocab_size = vocab_size
         self._lookahead = lookahead
         self._turn = 0
 
-    def propose(self, sequences: Seq[Sequence], lookaheads: Seq[int]) -> list[Proposal]:
+    def propose(self, sequences: Sequence[Request], lookaheads: Sequence[int]) -> list[Proposal]:
         """Up to ``lookaheads[i]`` tokens of sequence i's script, the mistake moving on from round to round."""
         self._turn += 1
         return [
@@ -288,7 +288,7 @@ class ScriptedDrafter:
             for seq, limit in zip(sequences, lookaheads, strict=True)
         ]
 
-    def _draft(self, seq: Sequence, limit: int) -> list[int]:
+    def _draft(self, seq: Request, limit: int) -> list[int]:
         start = seq.num_generated
         tokens = list(self._outputs[seq.index][start : start + limit])
         wrong = (self._turn + 2 * seq.index) % (limit + 1)
@@ -296,7 +296,7 @@ class ScriptedDrafter:
             tokens[wrong] = (tokens[wrong] + 1) % self._vocab_size
         return tokens
 
-    def commit(self, sequences: Seq[Sequence]) -> None:
+    def commit(self, sequences: Sequence[Request]) -> None:
         """Nothing to forget."""
 
     def move_row(self, source: int, destination: int) -> None:

@@ -1,7 +1,6 @@
 """Exact next-token distributions after a context and any continuation of it, each logit row computed once."""
 
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -34,7 +33,7 @@ class LogitTree:
     """
 
     def __init__(
-        self, executor: Executor, context: Seq[int], *, vocab_size: int | None = None, head: CutHead | None = None
+        self, executor: Executor, context: Sequence[int], *, vocab_size: int | None = None, head: CutHead | None = None
     ) -> None:
         self._runner = ModelRunner(executor)
         self._known = executor.vocab_size if head is None else head.vocab_size
@@ -52,7 +51,7 @@ class LogitTree:
             row = self._rows[path] = whole[: self.vocab_size].copy()
         return row
 
-    def _begin(self, context: Seq[int]) -> None:
+    def _begin(self, context: Sequence[int]) -> None:
         """Read the context, all but its last token."""
         *self._before, last = self._stand_in(context)
         self._last = [last]
@@ -72,7 +71,7 @@ class LogitTree:
             self._runner.prefill(0, self._before)
         return logits
 
-    def _stand_in(self, tokens: Seq[int]) -> list[int]:
+    def _stand_in(self, tokens: Sequence[int]) -> list[int]:
         # A draft cannot embed padding ids of a larger target: any stand-in keeps the drafts lossless.
         return [token if token < self._known else 0 for token in tokens]
 
@@ -155,7 +154,7 @@ class Partition:
             numbers[cell] = number
         return numbers
 
-    def cell(self, tokens: Seq[int]) -> int:
+    def cell(self, tokens: Sequence[int]) -> int:
         """Cell of an outcome of at least ``depth`` tokens; ``IMPOSSIBLE`` if it has probability 0."""
         path: Path = ()
         while True:
@@ -179,7 +178,7 @@ class HeadTree(LogitTree):
         self,
         target: Executor,  # gives true features of the context; its cache row 0 is used
         head: Executor,  # its cache row 0 belongs to the tree until its last new path
-        context: Seq[int],  # token ids, at least two
+        context: Sequence[int],  # token ids, at least two
         *,
         vocab_size: int | None = None,  # ids below it have a logit; None takes the head's
         lm_head: CutHead | None = None,  # the token ids of the head's LM head, if that was cut
@@ -196,7 +195,7 @@ class HeadTree(LogitTree):
         self._at_once: Float32Array | None = None
         super().__init__(head, context, vocab_size=vocab_size, head=lm_head)
 
-    def _begin(self, context: Seq[int]) -> None:
+    def _begin(self, context: Sequence[int]) -> None:
         features = _features(self._target, context[:-1])
         fed = entry_tokens(self._stand_in(context[1:]), self._mask)
         if self._reads_draft:
@@ -254,7 +253,7 @@ class HeadTree(LogitTree):
         return logits
 
 
-def _features(target: Executor, tokens: Seq[int]) -> Float32Array:
+def _features(target: Executor, tokens: Sequence[int]) -> Float32Array:
     """Features [n, E] of a text. It writes what a tree of the target over the same context has in its row already."""
     featured = as_featured(target)
     if featured is None:

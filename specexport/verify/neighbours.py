@@ -15,7 +15,7 @@ Here the same tokens are stepped
 No checkpoint is needed: the engine is compared with itself. On a CPU the bits must be the same.
 """
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,7 +66,9 @@ class NeighbourResult:
 def check_neighbours(
     role: str,  # ``"target"`` or ``"draft"``, for the report
     executor: Executor,
-    sequences: Seq[Seq[int]],  # token ids: the subject and its company, none longer than a cache row less K+1 entries
+    sequences: Sequence[
+        Sequence[int]
+    ],  # token ids: the subject and its company, none longer than a cache row less K+1 entries
     *,
     lookahead: int,  # K
     tolerance: float = 0.0,  # see ``tolerance.step_tolerance``
@@ -103,7 +105,7 @@ class _Subject:
         self._before = sequence[: self.past]
         self.tokens = sequence[self.past : self.past + _MAX_TOKENS]
 
-    def step_through(self, width: int, company: Seq[list[int]], *, piece: int = MAX_CHUNK) -> Float32Array:
+    def step_through(self, width: int, company: Sequence[list[int]], *, piece: int = MAX_CHUNK) -> Float32Array:
         """Logits [n, V] of the subject's tokens, ``width`` a step, each of ``company`` taking as many in its row.
 
         What is before them is read ``piece`` tokens at a time.

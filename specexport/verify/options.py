@@ -1,7 +1,6 @@
 """What `specexport verify` is asked to do."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,9 +18,9 @@ class VerifyOptions:
     lora: str | None = None
     require_checkpoint: bool = False  # a checkpoint that is not found is an error instead of a skipped part
     trust_remote_code: bool = False  # let Python code from the checkpoint run
-    prompts: Seq[str] | None = None  # None takes the built-in ones
+    prompts: Sequence[str] | None = None  # None takes the built-in ones
     # to measure perplexity on; None takes built-in ones, and reads them for approximations only
-    texts: Seq[str] | None = None
+    texts: Sequence[str] | None = None
     # float bundle of the same checkpoints to compare perplexity with; None takes the checkpoints
     reference: Path | None = None
     max_prompts: int = 8

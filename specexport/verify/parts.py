@@ -1,7 +1,6 @@
 """Each part as a step of a verification: runs the check and says passed, failed or skipped."""
 
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from specexport.progress import StageClock
@@ -58,8 +57,8 @@ def run_perplexity(
     engine: SpecEngine,
     manifest: Manifest,
     references: References,
-    roles: Seq[str],
-    windows: Seq[Seq[int]],
+    roles: Sequence[str],
+    windows: Sequence[Sequence[int]],
     clock: StageClock,
 ) -> Part | None:
     """Compare the loss of each of ``roles`` with the float model's; None if there are none."""
@@ -91,7 +90,7 @@ def run_perplexity(
     return Part("perplexity", _status(results, missing), " ".join(missing) or None, tuple(results))
 
 
-def run_neighbours(engine: SpecEngine, manifest: Manifest, prompts: Seq[Seq[int]], clock: StageClock) -> Part:
+def run_neighbours(engine: SpecEngine, manifest: Manifest, prompts: Sequence[Sequence[int]], clock: StageClock) -> Part:
     """Compare the target with itself, a token alone in a step against the same token beside others.
 
     A draft's logits may depend on their step: what it proposes is tested whatever it was drawn from.
@@ -115,7 +114,7 @@ def _executor(engine: SpecEngine, role: str) -> Executor | None:
     return engine.target if role == "target" else engine.draft
 
 
-def _status(results: Seq[_Judged], missing: Seq[str]) -> PartStatus:
+def _status(results: Sequence[_Judged], missing: Sequence[str]) -> PartStatus:
     if any(not result.passed for result in results):
         return "failed"
     return "skipped" if missing else "passed"
@@ -123,7 +122,7 @@ def _status(results: Seq[_Judged], missing: Seq[str]) -> PartStatus:
 
 def run_greedy(
     engine: SpecEngine,
-    prompts: Seq[Seq[int]],
+    prompts: Sequence[Sequence[int]],
     clock: StageClock,
     *,
     max_tokens: int,
@@ -140,7 +139,7 @@ def run_greedy(
 def run_sampling(
     engine: SpecEngine,
     manifest: Manifest,
-    prompts: Seq[Seq[int]],
+    prompts: Sequence[Sequence[int]],
     clock: StageClock,
     *,
     num_samples: int,

@@ -10,8 +10,7 @@ much more certain.
 """
 
 import math
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -70,7 +69,7 @@ class TextScorer:
         self._loss, self._divergence, self._agreed, self._count = 0.0, 0.0, 0, 0
         self._kept: list[tuple[npt.NDArray[np.int32], Float32Array]] = []
 
-    def add(self, logits: Float32Array, tokens: Seq[int]) -> None:
+    def add(self, logits: Float32Array, tokens: Sequence[int]) -> None:
         """Read n places: logits [n, V], or [n, N] from an engine with a cut head, and the n tokens that came."""
         for row, token in zip(logits, tokens, strict=True):
             if self._head is None:
@@ -145,7 +144,7 @@ def read_text(path: Path) -> list[str]:
 
 
 def make_windows(
-    texts: Seq[str], tokenizer: "Tokenizer", *, vocab_size: int, max_model_len: int, max_tokens: int = MAX_TOKENS
+    texts: Sequence[str], tokenizer: "Tokenizer", *, vocab_size: int, max_model_len: int, max_tokens: int = MAX_TOKENS
 ) -> list[list[int]]:
     """Windows of at least two tokens, each led by what the tokenizer puts before a text (BOS where it does).
 
@@ -170,7 +169,7 @@ def make_windows(
 
 def score_engine(
     executor: Executor,
-    windows: Seq[Seq[int]],  # token ids, at least two each; the first of each is only read
+    windows: Sequence[Sequence[int]],  # token ids, at least two each; the first of each is only read
     *,
     lookahead: int,  # K: engines with profiles compute the logits of K+1 tokens a step, and no more
     head: CutHead | None = None,  # see ``TextScorer``
@@ -192,7 +191,9 @@ def score_engine(
     return scorer.result()
 
 
-def score_logits(logits: Iterator[Float32Array], windows: Seq[Seq[int]], head: CutHead | None = None) -> TextScore:
+def score_logits(
+    logits: Iterator[Float32Array], windows: Sequence[Sequence[int]], head: CutHead | None = None
+) -> TextScore:
     """What a model makes of a text, of its logits [len, V] for each window in turn."""
     scorer = TextScorer(head)
     count_predicted(windows, head)
@@ -201,7 +202,7 @@ def score_logits(logits: Iterator[Float32Array], windows: Seq[Seq[int]], head: C
     return scorer.result()
 
 
-def count_predicted(windows: Seq[Seq[int]], head: CutHead | None = None) -> int:
+def count_predicted(windows: Sequence[Sequence[int]], head: CutHead | None = None) -> int:
     """Tokens of all windows but the first of each; with a cut LM head, only the tokens that it has.
 
     Raises InvalidRequestError if the head has none of them.

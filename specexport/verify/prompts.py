@@ -1,6 +1,6 @@
 """Prompts for the checks: a small built-in set of code and prose, or a JSONL file."""
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,7 +39,7 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def encode_prompts(
-    texts: Seq[str], tokenizer: "Tokenizer", *, vocab_size: int, max_model_len: int, shorten: bool
+    texts: Sequence[str], tokenizer: "Tokenizer", *, vocab_size: int, max_model_len: int, shorten: bool
 ) -> list[list[int]]:
     """Token ids of each prompt, with room for at least one generated token.
 

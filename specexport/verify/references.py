@@ -4,8 +4,7 @@ With quantized weights or caches, logits are not those of the checkpoint, so no 
 engine promises is that text is hardly less likely under it.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -82,8 +81,8 @@ def wants_loss(manifest: Manifest, role: str, options: "VerifyOptions") -> bool:
 def collect_references(
     bundle: Path,
     manifest: Manifest,
-    prompts: Seq[Seq[int]],  # token ids
-    windows: Seq[Seq[int]],  # token ids of the text that perplexity is measured on
+    prompts: Sequence[Sequence[int]],  # token ids
+    windows: Sequence[Sequence[int]],  # token ids of the text that perplexity is measured on
     options: "VerifyOptions",
     clock: StageClock,
     adapter: VerifiedAdapter | None = None,  # of the target
@@ -169,7 +168,7 @@ def _losses_of_bundle(
     bundle: Path,
     reference: Path,
     manifest: Manifest,
-    windows: Seq[Seq[int]],
+    windows: Sequence[Sequence[int]],
     options: "VerifyOptions",
     clock: StageClock,
     found: References,

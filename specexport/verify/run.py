@@ -3,7 +3,7 @@
 The eager references are computed before the engines are loaded, and each model is freed before the next needs memory.
 """
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -98,7 +98,7 @@ def _encode(
 
 
 def _load_engine(
-    bundle: Path, manifest: Manifest, sequences: Seq[Seq[int]], options: VerifyOptions, lora: str | None
+    bundle: Path, manifest: Manifest, sequences: Sequence[Sequence[int]], options: VerifyOptions, lora: str | None
 ) -> SpecEngine:
     """The engine with cache rows no longer than the checks need."""
     longest = max(LONGEST_SEQUENCE, max(map(len, sequences)) + options.max_tokens)

@@ -10,8 +10,7 @@ Two ways to draw, judged by the same test against the same exact probabilities:
 An outcome is the first few tokens together, so that acceptance at one position and its effect on the next are seen.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -35,7 +34,7 @@ MAX_CONTEXT = 24
 """Tokens of context: the end of a real prompt. Longer ones would only cost prefill time."""
 
 AcceptFunction = Callable[
-    [Seq[int], Seq[Distribution] | None, Callable[[int], Distribution], Callable[[int], Draws]], Verdict
+    [Sequence[int], Sequence[Distribution] | None, Callable[[int], Distribution], Callable[[int], Draws]], Verdict
 ]
 """The form of the rules in ``specexport_runtime.sampling.block.RULES``."""
 
@@ -94,9 +93,9 @@ class _Drawing(NamedTuple):
 def check_sampling(
     engine: SpecEngine,
     # token ids of real prompts; the ends of the prompts with most possible next tokens are the contexts
-    prompts: Seq[Seq[int]],
+    prompts: Sequence[Sequence[int]],
     *,
-    settings: Seq[Setting] = SETTINGS,
+    settings: Sequence[Setting] = SETTINGS,
     num_samples: int = 4000,  # outcomes on recorded logits, for each setting and context
     num_runs: int = 400,  # generations through the engine, for each setting
     num_contexts: int = 3,  # for the recorded logits; the first one serves the engine too
@@ -151,7 +150,7 @@ def check_sampling(
     return SamplingResult(all(test.passed for test in tests), tuple(tests), alpha, control, compared)
 
 
-def _choose_contexts(engine: SpecEngine, prompts: Seq[Seq[int]], count: int) -> list[tuple[int, list[int]]]:
+def _choose_contexts(engine: SpecEngine, prompts: Sequence[Sequence[int]], count: int) -> list[tuple[int, list[int]]]:
     """Index and last tokens of the prompts that the test can see most of: with most next tokens of notable mass."""
     length = max(1, min(MAX_CONTEXT, engine.max_model_len - _ENGINE_DEPTH - 2))
     sampler = Sampler(SamplingParams(temperature=1.0), (), engine.target.vocab_size)
@@ -186,8 +185,8 @@ def _run_engine(engine: SpecEngine, tokens: list[int], params: SamplingParams, c
 
 
 def accept_everything(
-    drafted: Seq[int],
-    draft_distributions: Seq[Distribution] | None,  # noqa: ARG001  # the signature of a rule
+    drafted: Sequence[int],
+    draft_distributions: Sequence[Distribution] | None,  # noqa: ARG001  # the signature of a rule
     target_distribution: Callable[[int], Distribution],
     draws: Callable[[int], Draws],
 ) -> Verdict:

@@ -9,7 +9,7 @@
 The references come from the caller, so this module imports neither torch nor transformers.
 """
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,7 +64,7 @@ class TensorResult:
 
 
 def make_sequences(
-    texts: Seq[Seq[int]], vocab_size: int, *, lookahead: int, max_model_len: int, num_rows: int = _NUM_ROWS
+    texts: Sequence[Sequence[int]], vocab_size: int, *, lookahead: int, max_model_len: int, num_rows: int = _NUM_ROWS
 ) -> list[list[int]]:
     """Token sequences for the check: real text, and one of random ids so that rare embeddings are seen too.
 
@@ -85,14 +85,14 @@ def make_sequences(
     return sequences
 
 
-def _cycle(pool: Seq[int], start: int, length: int) -> list[int]:
+def _cycle(pool: Sequence[int], start: int, length: int) -> list[int]:
     return [pool[(start + i) % len(pool)] for i in range(length)]
 
 
 class _Comparison:
     """Collects rows of logits and their references under the names of cases."""
 
-    def __init__(self, tolerance: LogitTolerance, references: Seq[Float32Array]) -> None:
+    def __init__(self, tolerance: LogitTolerance, references: Sequence[Float32Array]) -> None:
         self._tolerance = tolerance
         self._references = references
         self._scales = [logit_scale(reference) for reference in references]
@@ -125,8 +125,10 @@ class _Comparison:
 def check_tensors(
     role: str,  # ``"target"`` or ``"draft"``, for the report
     executor: Executor,
-    sequences: Seq[Seq[int]],  # token ids, one for each cache row used; none longer than a cache row less K+1 entries
-    references: Seq[Float32Array],  # logits [len, V] of each sequence
+    sequences: Sequence[
+        Sequence[int]
+    ],  # token ids, one for each cache row used; none longer than a cache row less K+1 entries
+    references: Sequence[Float32Array],  # logits [len, V] of each sequence
     *,
     lookahead: int,  # K; widths 1 … K+1 are checked
     dtype: str = "float32",  # of the engine; decides the tolerance together with ``num_layers``
@@ -150,7 +152,7 @@ def check_tensors(
     return TensorResult(role, all(case.passed for case in cases), cases, *tolerance, compared)
 
 
-def _check_prefill(executor: Executor, sequence: Seq[int], lookahead: int, comparison: _Comparison) -> None:
+def _check_prefill(executor: Executor, sequence: Sequence[int], lookahead: int, comparison: _Comparison) -> None:
     runner = ModelRunner(executor)
     # An engine with profiles computes the logits that verifying needs, and no more a step.
     size = runner.max_chunk if executor.max_num_tokens is None else lookahead + 1
@@ -160,7 +162,7 @@ def _check_prefill(executor: Executor, sequence: Seq[int], lookahead: int, compa
         runner.kv.commit(0, start + len(chunk))
 
 
-def _check_widths(executor: Executor, sequence: Seq[int], lookahead: int, comparison: _Comparison) -> None:
+def _check_widths(executor: Executor, sequence: Sequence[int], lookahead: int, comparison: _Comparison) -> None:
     runner = ModelRunner(executor)
     # Widths are tried on a short past and on the longest one, whose cache entries span many blocks.
     for first_past in dict.fromkeys((3, max(0, len(sequence) - 2 * (lookahead + 1)))):
@@ -177,7 +179,9 @@ def _check_widths(executor: Executor, sequence: Seq[int], lookahead: int, compar
             # Nothing of it is committed: the next width overwrites these entries.
 
 
-def _check_ragged(executor: Executor, sequences: Seq[Seq[int]], lookahead: int, comparison: _Comparison) -> None:
+def _check_ragged(
+    executor: Executor, sequences: Sequence[Sequence[int]], lookahead: int, comparison: _Comparison
+) -> None:
     """Rounds as decoding makes them: every row takes its own number of tokens and keeps its own number of them."""
     runner = ModelRunner(executor)
     random = np.random.default_rng(11)

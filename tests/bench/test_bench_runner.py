@@ -7,7 +7,7 @@ from specexport.bench.options import BenchOptions, parse_lengths
 from specexport.bench.prompts import BenchPrompt
 from specexport.bench.runner import WARMUP_TOKENS, Meter, draw_lengths, run_bench
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.sequences.stats import PaddingStats, PhaseTimes
+from specexport_runtime.requests.stats import PaddingStats, PhaseTimes
 from tests.support.bench_fakes import PROMPTS, make_options, make_subject
 
 ALL = ["draft-model", "lookup", "chained", "vanilla", "unpad-kv", "unpad-input"]

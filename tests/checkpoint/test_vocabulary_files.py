@@ -3,7 +3,7 @@
 import base64
 import json
 import sys
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -164,7 +164,7 @@ class Splits:
         assert not add_special_tokens
         return {"input_ids": [*([0] if self.prefix else []), *map(ord, text)]}
 
-    def convert_ids_to_tokens(self, ids: Seq[int]) -> list[str]:
+    def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
         return [chr(token) if token else "▁" for token in ids]
 
 

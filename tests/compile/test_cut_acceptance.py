@@ -14,8 +14,8 @@ from specexport_runtime import engine_load
 from specexport_runtime.bundle.arrays import CutHead, load_cut_head
 from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.engine import SpecEngine
+from specexport_runtime.requests.results import GenerationResult
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sequences.results import GenerationResult
 
 NUM_PROMPTS, SIZE = 6, 2048
 GREEDY = SamplingParams(max_tokens=64)

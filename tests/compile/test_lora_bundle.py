@@ -22,8 +22,8 @@ from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.errors import CheckFailedError, CheckpointError, InvalidRequestError, RecipeError
 from specexport_runtime.packing.batch import ModelRunner, RowWork
+from specexport_runtime.requests.layer_choice import LayerRules
 from specexport_runtime.sampling.sampler import Sampler
-from specexport_runtime.sequences.layer_choice import LayerRules
 from tests.support.pairs import TinyPair
 from tests.support.rounds import check_every_round
 from tests.support.tiny_lora import apply_adapter, save_adapter

@@ -13,8 +13,8 @@ from specexport.verify.logit_tree import LogitTree, Partition, conditional
 from specexport.verify.neighbours import check_neighbours
 from specexport.verify.tensors import make_sequences
 from specexport_runtime import SamplingParams, SpecEngine
+from specexport_runtime.requests.layer_choice import LayerRules
 from specexport_runtime.sampling.sampler import Sampler
-from specexport_runtime.sequences.layer_choice import LayerRules
 from tests.support.pairs import TinyPair
 
 PROMPTS = ["abc abc abc abc ab", "the cat sat on the mat, the cat sat on", "to be or not to be"]

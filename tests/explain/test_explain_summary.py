@@ -11,8 +11,8 @@ from rich.console import Console
 from specexport.explain.report import Pieces, make_table, show_draft, summary_lines
 from specexport.explain.summary import Position, Way, compare_ways, count_positions, expected_tokens, judge, summarize
 from specexport_runtime.costs.curves import CostCurves, LayerShares, StepCost
-from specexport_runtime.sequences.layer_choice import LayerChoice
-from specexport_runtime.sequences.records import Asked, Promise, RoundTrace
+from specexport_runtime.requests.layer_choice import LayerChoice
+from specexport_runtime.requests.records import Asked, Promise, RoundTrace
 
 
 def make_round(drafted=(), accepted=0, *, drafter="self", emitted=None, reason="goodput", end="lookahead", **values):

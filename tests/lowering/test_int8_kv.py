@@ -1,6 +1,6 @@
 """KV caches in int8: entries are the float ones rounded, and no token's result depends on its step's width."""
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ class Lowered(NamedTuple):
         return Engine(self.folder, self.layers, num_rows, capacity, graph=graph)
 
 
-def ranges_of(model: Any, pieces: Seq[np.ndarray] = TEXTS, max_len: int = 90) -> list[CacheRange]:
+def ranges_of(model: Any, pieces: Sequence[np.ndarray] = TEXTS, max_len: int = 90) -> list[CacheRange]:
     return cache_ranges(make_checkpoint(model), pieces, max_len=max_len)
 
 

@@ -1,8 +1,7 @@
 """Gated layers: any mask gives the model with those sublayers left out; skipped layers leave their caches alone."""
 
 import os
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,11 +30,11 @@ MLP_NORMS = {"gemma2": "pre_feedforward_layernorm"}
 class GatedEngine(Engine):
     """An engine whose layers can be switched off."""
 
-    mask: Seq[bool] = ()
+    mask: Sequence[bool] = ()
     wanted = False
     similarity: np.ndarray
 
-    def step(self, tokens: Seq[Seq[int]], pasts: Seq[int], first_row: int = 0) -> np.ndarray:  # type: ignore[override]
+    def step(self, tokens: Sequence[Sequence[int]], pasts: Sequence[int], first_row: int = 0) -> np.ndarray:  # type: ignore[override]
         """Logits [T, V], with the layers of ``mask``; keeps ``similarity`` [N, T or 0]."""
         io = self.session.io_binding()
         step = pack(tokens, pasts)
@@ -63,7 +62,7 @@ class Built(NamedTuple):
     folder: Path
     layers: Any
 
-    def engine(self, mask: Seq[bool], *, num_rows: int = 2, capacity: int = 32) -> GatedEngine:
+    def engine(self, mask: Sequence[bool], *, num_rows: int = 2, capacity: int = 32) -> GatedEngine:
         engine = GatedEngine(self.folder / "gated", self.layers, num_rows, capacity)
         engine.mask = mask
         return engine
@@ -92,7 +91,7 @@ def make(name: str, folder: Path) -> Built:
 
 
 @contextmanager
-def left_out(model: Any, mask: Seq[bool]) -> Iterator[None]:
+def left_out(model: Any, mask: Sequence[bool]) -> Iterator[None]:
     """The transformers model with the attentions and MLPs that ``mask`` switches off giving zeros."""
     import torch
 
@@ -110,7 +109,7 @@ def left_out(model: Any, mask: Seq[bool]) -> Iterator[None]:
             hook.remove()
 
 
-def eager(model: Any, mask: Seq[bool], sequences: list[list[int]]) -> list[np.ndarray]:
+def eager(model: Any, mask: Sequence[bool], sequences: list[list[int]]) -> list[np.ndarray]:
     from specexport.trace import reference_logits
 
     with left_out(model, mask):

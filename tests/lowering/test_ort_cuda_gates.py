@@ -27,10 +27,10 @@ from specexport_runtime.executors.ort import OrtExecutor
 from specexport_runtime.executors.ort_cuda import OrtCudaExecutor
 from specexport_runtime.executors.paged import CUDNN_SWITCH
 from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.requests.layer_choice import LayerRules
+from specexport_runtime.requests.records import DraftStage
+from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sequences.layer_choice import LayerRules
-from specexport_runtime.sequences.records import DraftStage
-from specexport_runtime.sequences.sequence import Sequence
 from tests.lowering.test_ort_cuda import ReferenceSession
 from tests.support.entries import make_entry
 from tests.support.fake_onnxruntime import FakeBinding, FakeOrt
@@ -104,13 +104,13 @@ def build(folder: Path, dtype: str) -> ModelEntry:
     )
 
 
-def decode(executor: Any, lookahead: int, rules: LayerRules | None = None) -> list[Sequence]:
+def decode(executor: Any, lookahead: int, rules: LayerRules | None = None) -> list[Request]:
     runner = ModelRunner(executor)
     decoder = Decoder(runner, ChainDrafter({"self": SelfDrafter(runner, vocab_size=VOCAB)}))
     plan = (DraftStage("self", lookahead),) if lookahead else ()
     params = SamplingParams(max_tokens=7, ignore_eos=True)
     sequences = [
-        Sequence(i, prompt, params, vocab_size=VOCAB, max_model_len=LENGTH - 8, draft_plan=plan, layer_rules=rules)
+        Request(i, prompt, params, vocab_size=VOCAB, max_model_len=LENGTH - 8, draft_plan=plan, layer_rules=rules)
         for i, prompt in enumerate(PROMPTS)
     ]
     for seq in sequences:

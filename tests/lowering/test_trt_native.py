@@ -1,6 +1,6 @@
 """The native TensorRT lowering, evaluated by numpy operators as strict as NVIDIA's documentation of them."""
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -270,7 +270,7 @@ def test_arguments_that_tensorrt_cannot_use(named: dict[str, Any], words: str) -
         lower_tensorrt(one_node_model(CASES["ragged"]), **named)
 
 
-def greedy_ids(rows: Seq[Seq[float]]) -> list[int]:
+def greedy_ids(rows: Sequence[Sequence[float]]) -> list[int]:
     logits = ir.Value(name="logits", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(["R", len(rows[0])]))
     scores = ir.Value(name="scores", type=logits.type, shape=logits.shape)
     node = ir.node("Identity", [scores], outputs=[logits])

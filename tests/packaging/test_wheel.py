@@ -3,8 +3,7 @@ import os
 import subprocess
 import sys
 import zipfile
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import httpx
@@ -19,7 +18,7 @@ LIBRARY = {"darwin": "_operators.dylib", "win32": "_operators.dll"}.get(sys.plat
 NOT_IN_PRODUCTION = ("torch", "transformers", "onnx", "onnx_ir", "onnxscript", "triton", "safetensors", "gguf")
 
 
-def run(command: Seq[str | Path], cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(command: Sequence[str | Path], cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a command outside the repository, so that nothing is imported from its sources."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "COV_"))}
     return subprocess.run(

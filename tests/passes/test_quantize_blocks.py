@@ -1,7 +1,6 @@
 """Quantized linear layers: which, how closely, and that no token depends on its neighbours in the step."""
 
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,7 @@ def build(name: str, folder: Path, quantize: str | None, **changes: Any) -> tupl
     return passed, traced.layers, report
 
 
-def verify_logits(folder: Path, layers: Any, rows: Seq[int]) -> np.ndarray:
+def verify_logits(folder: Path, layers: Any, rows: Sequence[int]) -> np.ndarray:
     """Logits of a verify step of these sequences, after a prefill of each alone."""
     engine = Engine(folder, layers, num_rows=len(rows), capacity=24)
     for at, row in enumerate(rows):

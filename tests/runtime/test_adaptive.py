@@ -23,13 +23,13 @@ from specexport_runtime.drafters.suffix_store import SuffixStore
 from specexport_runtime.engine_parts import self_draft_obstacle
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.fake import FakeExecutor
+from specexport_runtime.intake.speculative_config import parse_speculative_config
 from specexport_runtime.lookahead import rules
 from specexport_runtime.packing.batch import ModelRunner
-from specexport_runtime.requests.speculative_config import parse_speculative_config
-from specexport_runtime.sequences.draft_exit import DraftExitParams
-from specexport_runtime.sequences.layer_choice import LayerRules
-from specexport_runtime.sequences.records import DraftStage
-from specexport_runtime.sequences.sequence import Sequence
+from specexport_runtime.requests.draft_exit import DraftExitParams
+from specexport_runtime.requests.layer_choice import LayerRules
+from specexport_runtime.requests.records import DraftStage
+from specexport_runtime.requests.request import Request
 from tests.runtime.test_sampling_exact import P_VALUE, p_value
 from tests.runtime.test_self_draft_whole import LENGTH, PROMPTS, SMALL, exact
 from tests.support.chance import examples
@@ -71,7 +71,7 @@ def test_greedy_text_is_plain_greedy_text_whatever_is_chosen(plans, rows, budget
     target = FakeExecutor(VOCAB, rows, MAX_MODEL_LEN + 20, context=2, num_gates=GATES, gate_noise=noise)
     draft = FakeExecutor(VOCAB, rows, MAX_MODEL_LEN + 20, context=2, noise=noise)
     sequences = [
-        Sequence(
+        Request(
             i,
             [(5 * i + j) % VOCAB for j in range(1 + 4 * i)],
             SamplingParams(max_tokens=8 + 5 * i),
@@ -99,7 +99,7 @@ def test_sampled_text_follows_the_targets_distribution(names, monkeypatch):
     target = FakeExecutor(SMALL, 8, 40, context=3, sharpness=1.2, num_gates=GATES, gate_noise=0.1)
     draft = FakeExecutor(SMALL, 8, 40, context=3, sharpness=1.2, noise=1.0)
     sequences = [
-        Sequence(
+        Request(
             i,
             PROMPTS[i % 2],
             params,
@@ -307,7 +307,7 @@ def test_auto_with_its_memory_and_learned_costs_follows_the_targets_distribution
     lengths = goodput_length(curves(0.02), LOOKAHEAD, learned=learned, **drafters)
     decoder = Decoder(runner, ChainDrafter(drafters, lengths), lengths=lengths, max_num_seqs=8)
     sequences = [
-        Sequence(
+        Request(
             i,
             PROMPTS[i % 2],
             SamplingParams(max_tokens=20) if i % 40 == 39 else params,

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from specexport_runtime.requests.answer_reader import AnswerReader, AnswerSyntax, ThinkingMarks, read_parts
-from specexport_runtime.requests.tool_formats.base import Arguments, Broken, CallBegin, Content, Reasoning
-from specexport_runtime.requests.tool_formats.families import FORMATS
+from specexport_runtime.intake.answer_reader import AnswerReader, AnswerSyntax, ThinkingMarks, read_parts
+from specexport_runtime.intake.tool_formats.base import Arguments, Broken, CallBegin, Content, Reasoning
+from specexport_runtime.intake.tool_formats.families import FORMATS
 from tests.support import chance
 
 NAMES = frozenset({"find", "stop"})

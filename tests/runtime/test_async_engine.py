@@ -10,7 +10,7 @@ import pytest
 from specexport_runtime import AsyncRequest, AsyncSpecEngine, SamplingParams, SpecexportError
 from specexport_runtime.async_engine import Mailbox
 from specexport_runtime.errors import EngineClosedError, InvalidRequestError, QueueFullError, RequestFailedError
-from specexport_runtime.requests.drafting import RequestSpec
+from specexport_runtime.intake.drafting import RequestSpec
 from tests.support.async_engines import (
     ENDLESS,
     LONG,

@@ -10,7 +10,7 @@ import pytest
 
 from specexport_runtime import AsyncSpecEngine, SpecEngine, SpecexportError
 from specexport_runtime.errors import EngineClosedError, RequestFailedError
-from specexport_runtime.requests.drafting import RequestSpec
+from specexport_runtime.intake.drafting import RequestSpec
 from tests.runtime.test_engine import make_engine
 from tests.support.async_engines import (
     ENDLESS,

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from specexport_runtime.executors.fake import FakeExecutor
+from specexport_runtime.requests.records import DraftStage
+from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling import accept, block
 from specexport_runtime.sampling.accept import Verdict, accept_sampled
 from specexport_runtime.sampling.block import RULES, accept_block
 from specexport_runtime.sampling.distribution import Distribution
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.rng import Draws, RandomStream, RoundDraws
-from specexport_runtime.sequences.records import DraftStage
-from specexport_runtime.sequences.sequence import Sequence
 from tests.runtime.test_sampling_exact import P_VALUE, Toy, emit, p_value
 from tests.runtime.test_self_draft_whole import LENGTH, PROMPTS, SMALL, exact
 from tests.support.loop import finish, make_decoder, make_sequence
@@ -329,7 +329,7 @@ def test_rows_with_drafts_of_other_lengths_and_kinds():
     plans = [*([DraftStage("draft-model", k)] for k in (1, 2, 3, 4)), [DraftStage("lookup", 4)], []]
     plans.append([DraftStage("lookup", 2), DraftStage("draft-model", 3)])
     sequences = [
-        Sequence(
+        Request(
             i,
             PROMPTS[0],
             params,

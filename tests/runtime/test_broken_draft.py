@@ -5,10 +5,10 @@ import pytest
 
 from specexport_runtime.drafters.self_draft import SelfDrafter
 from specexport_runtime.errors import CheckFailedError
+from specexport_runtime.requests.draft_exit import DraftExit, DraftExitParams
+from specexport_runtime.requests.layer_choice import LayerRules
+from specexport_runtime.requests.records import DraftStage
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sequences.draft_exit import DraftExit, DraftExitParams
-from specexport_runtime.sequences.layer_choice import LayerRules
-from specexport_runtime.sequences.records import DraftStage
 from tests.support.loop import VOCAB, greedy_reference, make_decoder, make_draft, make_sequence, make_target
 
 NEIGHBOURS = ([5], [6])

@@ -10,8 +10,8 @@ from specexport_runtime.drafters.lookup import LookupDrafter
 from specexport_runtime.drafters.model import ModelDrafter
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.requests.records import DrafterTraits, DraftStage, Proposal
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sequences.records import DrafterTraits, DraftStage, Proposal
 from tests.support.chance import examples
 from tests.support.loop import VOCAB, greedy_reference, make_draft, make_sequence, make_target
 

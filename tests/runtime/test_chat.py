@@ -5,7 +5,7 @@ from datetime import datetime
 import pytest
 
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.requests.chat import render_chat
+from specexport_runtime.intake.chat import render_chat
 
 CHATML = """\
 {{ bos_token }}

@@ -22,7 +22,7 @@ from specexport_runtime.cli.chat.lines import Entry, read_entry
 from specexport_runtime.cli.chat.session import ChatOptions, Session, Thinking
 from specexport_runtime.cli.chat.slips import Slips
 from specexport_runtime.cli.command import runtime_cli
-from specexport_runtime.requests.chat import render_chat
+from specexport_runtime.intake.chat import render_chat
 from tests.support.patience import HANG_S
 
 TEMPLATE = (

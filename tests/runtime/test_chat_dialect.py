@@ -3,8 +3,8 @@
 import pytest
 
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.requests.chat_dialect import ChatDialect
-from specexport_runtime.requests.functions import FunctionError, ToolChoice, read_functions
+from specexport_runtime.intake.chat_dialect import ChatDialect
+from specexport_runtime.intake.functions import FunctionError, ToolChoice, read_functions
 from specexport_runtime.sampling.structured import StructuredOutputs
 from specexport_runtime.sampling.thinking import Thinking
 from tests.support.chat_fakes import MARKERS, PLAIN, TEMPLATES, THINKS, letters

@@ -8,8 +8,8 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.requests.chat import render_whole
-from specexport_runtime.requests.chat_forms import UnwrittenError
+from specexport_runtime.intake.chat import render_whole
+from specexport_runtime.intake.chat_forms import UnwrittenError
 from tests.support import chance
 
 HEAD = "{% for m in messages %}"

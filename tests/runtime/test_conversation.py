@@ -10,9 +10,9 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 
 from specexport_runtime import SamplingParams
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.requests.chat import render_chat
-from specexport_runtime.requests.conversation import Conversation
-from specexport_runtime.sequences.text import TextStream, text_behind
+from specexport_runtime.intake.chat import render_chat
+from specexport_runtime.intake.conversation import Conversation
+from specexport_runtime.requests.text import TextStream, text_behind
 from tests.runtime.test_engine import make_engine
 from tests.support import chance
 

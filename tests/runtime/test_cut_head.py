@@ -15,12 +15,12 @@ from specexport_runtime.errors import BundleError
 from specexport_runtime.executors.base import argmax_ids
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.requests.draft_exit import DraftExit, DraftExitParams
+from specexport_runtime.requests.records import DraftStage
+from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.distribution import Distribution
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.sampler import Sampler
-from specexport_runtime.sequences.draft_exit import DraftExit, DraftExitParams
-from specexport_runtime.sequences.records import DraftStage
-from specexport_runtime.sequences.sequence import Sequence
 from tests.runtime.test_manifest_values import ENTRY
 from tests.runtime.test_sampling_exact import P_VALUE, p_value
 from tests.support.loop import VOCAB, finish, greedy_reference, make_draft, make_sequence, make_target
@@ -161,7 +161,7 @@ def sampled_p_value(drafter_class, count):
     drafter = drafter_class(ModelRunner(cut(draft, SMALL_IDS)), vocab_size=SMALL, max_backlog=9, head=head)
     decoder = Decoder(ModelRunner(target), ChainDrafter({"draft-model": drafter}))
     decoding = [
-        Sequence(i, [2, 4], params, vocab_size=SMALL, max_model_len=12, draft_plan=PLAN, seed=i) for i in range(count)
+        Request(i, [2, 4], params, vocab_size=SMALL, max_model_len=12, draft_plan=PLAN, seed=i) for i in range(count)
     ]
     accepted, drafted = run(decoder, decoding)
     assert 0 < accepted < drafted

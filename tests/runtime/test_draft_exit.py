@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from specexport_runtime.drafters.model import ModelDrafter
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.requests.draft_exit import DraftExit, DraftExitParams
 from specexport_runtime.sampling.distribution import sample_token
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sequences.draft_exit import DraftExit, DraftExitParams
 from tests.support.loop import VOCAB, greedy_reference, make_decoder, make_draft, make_sequence, make_target, run
 
 SURE, NEVER = DraftExitParams(gamma=1.0, epsilon=0.0), DraftExitParams(gamma=0.0, epsilon=0.0)

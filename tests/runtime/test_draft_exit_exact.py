@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from specexport_runtime.drafters.draft_loop import Draft
+from specexport_runtime.requests.draft_exit import DraftExit, DraftExitParams
+from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.block import RULES
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.sampler import Sampler
-from specexport_runtime.sequences.draft_exit import DraftExit, DraftExitParams
-from specexport_runtime.sequences.sequence import Sequence
 from tests.runtime.test_sampling_exact import DRAFTS, P_VALUE, PROMPT, TARGET, VOCAB, p_value
 
 pytestmark = pytest.mark.slow
@@ -61,7 +61,7 @@ class CountsDiscarded(Rules):
 
 def emit(seed, params, rules, exits, table, target, lookahead, length, rule):
     """The first tokens of one sequence, round by round as the decoding loop does it."""
-    seq = Sequence(
+    seq = Request(
         0, PROMPT, params, vocab_size=VOCAB, max_model_len=99, seed=seed, draft_exit=DraftExit(exits), acceptance=rule
     )
     while seq.num_generated < length:

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.requests.speculative_config import parse_speculative_config
+from specexport_runtime.intake.speculative_config import parse_speculative_config
 from tests.support.engine_of import engine_of
 from tests.support.loop import MAX_MODEL_LEN, VOCAB, greedy_reference, make_draft, make_target
 

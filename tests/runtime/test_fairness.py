@@ -17,7 +17,7 @@ from specexport_runtime.engine_options import EngineOptions
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.packing.batch import ModelRunner
-from specexport_runtime.sequences.sequence import NO_ROW, Sequence
+from specexport_runtime.requests.request import NO_ROW, Request
 from tests.runtime.test_engine import make_engine
 from tests.support.chance import examples
 from tests.support.loop import VOCAB, finish, make_decoder, make_draft, make_sequence, make_target
@@ -28,7 +28,7 @@ LONG = SamplingParams(max_tokens=400)
 def sequence(index=0, owner="a", priority=0, length=4, generated=0, **options):
     """One of a model that takes long texts."""
     options = {"vocab_size": VOCAB, "max_model_len": 2000, "owner": owner, "priority": priority} | options
-    seq = Sequence(index, [1] * length, options.pop("params", LONG), **options)
+    seq = Request(index, [1] * length, options.pop("params", LONG), **options)
     if generated:
         seq.commit([2] * generated)
     return seq

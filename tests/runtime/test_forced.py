@@ -5,11 +5,11 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from specexport_runtime.requests.records import DrafterTraits, DraftStage, Proposal
+from specexport_runtime.requests.results import make_chunk
 from specexport_runtime.sampling.distribution import Distribution
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.sampler import Sampler
-from specexport_runtime.sequences.records import DrafterTraits, DraftStage, Proposal
-from specexport_runtime.sequences.results import make_chunk
 from tests.runtime.test_assistant_drafter import assistant_decoder
 from tests.runtime.test_block_head import block_decoder
 from tests.runtime.test_head import head_decoder

@@ -13,9 +13,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from specexport_runtime import SamplingParams
 from specexport_runtime.errors import CheckFailedError, InvalidRequestError
 from specexport_runtime.executors.fake import FakeExecutor
-from specexport_runtime.requests.grammars import GrammarCompiler
+from specexport_runtime.intake.grammars import GrammarCompiler
+from specexport_runtime.requests.token_bytes import token_bytes
 from specexport_runtime.sampling.structured import StructuredOutputs
-from specexport_runtime.sequences.token_bytes import token_bytes
 from tests.support import chance
 from tests.support.engine_of import engine_of
 

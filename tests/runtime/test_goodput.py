@@ -12,12 +12,12 @@ from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.model import ModelDrafter
 from specexport_runtime.executors.fake import FakeExecutor
-from specexport_runtime.lookahead.acceptance import MAX_MATCH, SequenceAcceptance, SharedAcceptance, match_slots
+from specexport_runtime.lookahead.acceptance import MAX_MATCH, RequestAcceptance, SharedAcceptance, match_slots
 from specexport_runtime.lookahead.controller import Controller
 from specexport_runtime.lookahead.memory import ProbeBudget, ProbeTimer
 from specexport_runtime.lookahead.rules import StepTimes, allocate
 from specexport_runtime.packing.batch import ModelRunner
-from specexport_runtime.sequences.records import Proposal, StepLoad
+from specexport_runtime.requests.records import Proposal, StepLoad
 from tests.support.chance import examples
 from tests.support.goodput_fakes import CAPACITY, LOOKAHEAD, curves, make_sequences
 from tests.support.loop import VOCAB, finish, goodput_length
@@ -87,7 +87,7 @@ def test_good_sequences_draft_further_than_bad_ones():
 
 def test_acceptance_is_learned_by_position_and_shrinks_to_what_others_show():
     shared = SharedAcceptance(4)
-    one, other = SequenceAcceptance(shared), SequenceAcceptance(shared)
+    one, other = RequestAcceptance(shared), RequestAcceptance(shared)
     for _ in range(200):
         one.observe([0, 1, 2, 3], 2, rejected=True)  # the third always fails
     assert one.failure_rates[0] < 0.02 < 0.9 < one.failure_rates[2]
@@ -100,7 +100,7 @@ def test_acceptance_is_learned_by_position_and_shrinks_to_what_others_show():
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=60))
 def test_rates_are_probabilities_and_reach_falls(rounds):
-    acceptance = SequenceAcceptance(SharedAcceptance(5))
+    acceptance = RequestAcceptance(SharedAcceptance(5))
     for accepted, rejected in rounds:
         acceptance.observe(range(5), accepted, rejected=rejected)
         if accepted % 3 == 0:
@@ -113,7 +113,7 @@ def test_rates_are_probabilities_and_reach_falls(rounds):
 
 def test_tests_behind_a_failed_one_never_count():
     """The same tests in drafts of any length teach the same: what was drafted behind a rejection must not matter."""
-    long, short = SequenceAcceptance(SharedAcceptance(8)), SequenceAcceptance(SharedAcceptance(8))
+    long, short = RequestAcceptance(SharedAcceptance(8)), RequestAcceptance(SharedAcceptance(8))
     long.observe(range(8), 1, rejected=True)
     short.observe(range(2), 1, rejected=True)
     assert long.failure_rates == short.failure_rates

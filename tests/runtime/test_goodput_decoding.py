@@ -11,7 +11,7 @@ from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.lookahead.acceptance import match_slots
 from specexport_runtime.lookahead.rules import StepTimes, allocate
 from specexport_runtime.packing.batch import ModelRunner
-from specexport_runtime.sequences.records import Asked, Promise, Proposal, StepLoad
+from specexport_runtime.requests.records import Asked, Promise, Proposal, StepLoad
 from tests.support.goodput_fakes import CAPACITY, LOOKAHEAD, curves, decode, make_sequences
 from tests.support.loop import VOCAB, goodput_length
 

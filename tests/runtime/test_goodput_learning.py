@@ -13,8 +13,8 @@ from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.lookahead.controller import Controller
 from specexport_runtime.lookahead.draft_cost import EngineCost, WeighedDrafter
 from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.requests.records import DrafterTraits, Proposal, StepLoad
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sequences.records import DrafterTraits, Proposal, StepLoad
 from tests.support.goodput_fakes import CAPACITY, LOOKAHEAD, curves, decode, make_sequences, step_cost
 from tests.support.loop import VOCAB, finish, goodput_length, greedy_reference, weighed
 

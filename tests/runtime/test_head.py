@@ -10,8 +10,8 @@ from specexport_runtime.drafters.head import HeadDrafter
 from specexport_runtime.drafters.head_kind import head_obstacle
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.requests.records import DraftStage
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sequences.records import DraftStage
 from tests.support.chance import examples
 from tests.support.heads_on_fakes import (
     PROMPTS,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.sequences.layer_choice import LayerChoice, LayerRules, choose_layers
+from specexport_runtime.requests.layer_choice import LayerChoice, LayerRules, choose_layers
 
 ACS = (0.5, 0.99, 0.97, 0.986, 0.985, 0.999, 0.2, 0.99, 0.995, 0.99)  # ten layers
 

@@ -13,9 +13,9 @@ from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.lookup import LookupDrafter
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.requests.records import DraftStage
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.rng import RandomStream, RoundDraws
-from specexport_runtime.sequences.records import DraftStage
 from tests.runtime.test_sampling_exact import P_VALUE, PROMPT, Toy, emit, p_value
 from tests.support.chance import examples
 from tests.support.loop import greedy_reference, make_sequence, make_target

@@ -5,8 +5,8 @@ import itertools
 import pytest
 
 from specexport_runtime.executors.fake import FakeExecutor
+from specexport_runtime.requests.records import DraftStage
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sequences.records import DraftStage
 from tests.support.loop import VOCAB, greedy_reference, make_decoder, make_draft, make_sequence, make_target, run
 
 MODES = list(itertools.product([True, False], repeat=2))

@@ -7,10 +7,10 @@ from click.testing import CliRunner
 
 from specexport_runtime import SpecEngine
 from specexport_runtime.cli.command import runtime_cli
+from specexport_runtime.requests.records import DraftStage, Proposal
+from specexport_runtime.requests.request import RoundEvent
+from specexport_runtime.requests.stats import FEW_DRAFTS, FEW_TOKENS
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sequences.records import DraftStage, Proposal
-from specexport_runtime.sequences.sequence import RoundEvent
-from specexport_runtime.sequences.stats import FEW_DRAFTS, FEW_TOKENS
 from specexport_runtime.watch.never_accepted import NeverAccepted
 from specexport_runtime.watch.observe import RoundRecord
 from tests.runtime.test_engine import make_engine

@@ -9,7 +9,7 @@ import pytest
 from specexport_runtime import SamplingParams
 from specexport_runtime.errors import RequestFailedError, SpecexportError
 from specexport_runtime.executors.fake import FakeExecutor
-from specexport_runtime.sequences.records import DraftStage
+from specexport_runtime.requests.records import DraftStage
 from specexport_runtime.watch.observe import RoundRecord
 from tests.runtime.test_adaptive import gated_curves
 from tests.runtime.test_adaptive import make_decoder as make_adaptive_decoder
@@ -163,7 +163,7 @@ def test_a_defect_of_the_loop_ends_all_of_them_once(watched, monkeypatch):
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     monkeypatch.setattr(engine._loop.decoder, "fail", broken)
     monkeypatch.setattr(engine._loop.decoder, "step", broken)
-    from specexport_runtime.requests.drafting import RequestSpec
+    from specexport_runtime.intake.drafting import RequestSpec
 
     for handle in engine.submit_all([RequestSpec([i], LONG) for i in range(6)]):
         with pytest.raises(RequestFailedError, match="defect"):
@@ -183,7 +183,7 @@ def test_a_step_that_fails_after_some_have_ended_leaves_nobody_waiting(watched, 
         release(row)
 
     monkeypatch.setattr(engine._loop.decoder.target, "release_row", failing)
-    from specexport_runtime.requests.drafting import RequestSpec
+    from specexport_runtime.intake.drafting import RequestSpec
 
     handles = engine.submit_all([RequestSpec([i], SamplingParams(max_tokens=1)) for i in range(4)])
     for handle in handles:

@@ -7,10 +7,10 @@ import pytest
 
 from specexport_runtime.drafters.base import can_restart
 from specexport_runtime.drafters.head import HeadDrafter
+from specexport_runtime.requests.draft_exit import DraftExit, DraftExitParams
+from specexport_runtime.requests.layer_choice import LayerRules
+from specexport_runtime.requests.records import DraftStage
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sequences.draft_exit import DraftExit, DraftExitParams
-from specexport_runtime.sequences.layer_choice import LayerRules
-from specexport_runtime.sequences.records import DraftStage
 from tests.runtime.test_assistant_drafter import assistant_decoder
 from tests.runtime.test_block_head import block_decoder
 from tests.runtime.test_hydra_drafter import hydra_decoder
@@ -158,7 +158,7 @@ class Curious:
         self.seen = [*getattr(self, "seen", []), start]
 
     def propose(self, sequences, lookaheads):
-        from specexport_runtime.sequences.records import Proposal
+        from specexport_runtime.requests.records import Proposal
 
         return [Proposal([]) for _ in sequences]
 

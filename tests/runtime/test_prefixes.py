@@ -10,9 +10,9 @@ from specexport_runtime.drafters.head import HeadDrafter
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.requests.records import DraftStage, Proposal
+from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sequences.records import DraftStage, Proposal
-from specexport_runtime.sequences.sequence import Sequence
 from tests.support import heads_on_fakes
 from tests.support.loop import (
     CAPACITY,
@@ -118,7 +118,7 @@ def test_prompts_that_come_together_are_read_once():
     decoder = make_decoder(target, None, 0, reuses_prefixes=True, max_num_batched_tokens=80)
     counts = fed(decoder)
     sequences = [
-        Sequence(i, ids, SamplingParams(max_tokens=4), vocab_size=VOCAB, max_model_len=100, scope="")
+        Request(i, ids, SamplingParams(max_tokens=4), vocab_size=VOCAB, max_model_len=100, scope="")
         for i, ids in enumerate([prompt, prompt, [*prompt[:68], 5, 5], OTHER])
     ]
     run(decoder, sequences)

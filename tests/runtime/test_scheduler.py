@@ -9,8 +9,8 @@ from specexport_runtime.decoding.schedule import Scheduler
 from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.requests.request import NO_ROW
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sequences.sequence import NO_ROW
 from tests.support.chance import examples
 from tests.support.loop import make_decoder, make_sequence, make_target
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.requests.functions import FunctionError, read_functions
+from specexport_runtime.intake.functions import FunctionError, read_functions
 from specexport_runtime.sampling.schema_rules import fault_of
 from specexport_runtime.sampling.structured import StructuredOutputs
 from tests.support import chance

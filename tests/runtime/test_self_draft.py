@@ -12,10 +12,10 @@ from specexport_runtime.drafters.self_draft import SelfDrafter
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.requests.draft_exit import DraftExit, DraftExitParams
+from specexport_runtime.requests.layer_choice import LayerChoice, LayerRules
+from specexport_runtime.requests.records import DraftStage
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sequences.draft_exit import DraftExit, DraftExitParams
-from specexport_runtime.sequences.layer_choice import LayerChoice, LayerRules
-from specexport_runtime.sequences.records import DraftStage
 from tests.support.chance import examples
 from tests.support.loop import MAX_MODEL_LEN, VOCAB, greedy_reference, make_decoder, make_sequence, make_target, run
 

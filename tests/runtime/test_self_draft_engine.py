@@ -12,11 +12,11 @@ from specexport_runtime.executors.base import as_gated
 from specexport_runtime.executors.open import open_executor
 from specexport_runtime.executors.ort import OrtExecutor
 from specexport_runtime.packing.batch import ModelRunner, RowWork
+from specexport_runtime.requests.draft_exit import DraftExit, DraftExitParams
+from specexport_runtime.requests.layer_choice import LayerChoice, LayerRules
+from specexport_runtime.requests.records import DraftStage
+from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sequences.draft_exit import DraftExit, DraftExitParams
-from specexport_runtime.sequences.layer_choice import LayerChoice, LayerRules
-from specexport_runtime.sequences.records import DraftStage
-from specexport_runtime.sequences.sequence import Sequence
 from tests.support import chance
 from tests.support.entries import changed
 
@@ -51,7 +51,7 @@ def decode(bundle, executor, prompts, lookahead, *, max_tokens=24, max_chunk=512
     decoder = Decoder(runner, ChainDrafter({"self": SelfDrafter(runner, vocab_size=size)}))
     plan = (DraftStage("self", lookahead),) if lookahead else ()
     sequences = [
-        Sequence(
+        Request(
             i,
             prompt,
             SamplingParams(max_tokens=max_tokens),

@@ -10,12 +10,12 @@ from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.self_draft import SelfDrafter
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.requests.draft_exit import DraftExit, DraftExitParams
+from specexport_runtime.requests.layer_choice import LayerRules
+from specexport_runtime.requests.records import DraftStage
+from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.sampler import Sampler
-from specexport_runtime.sequences.draft_exit import DraftExit, DraftExitParams
-from specexport_runtime.sequences.layer_choice import LayerRules
-from specexport_runtime.sequences.records import DraftStage
-from specexport_runtime.sequences.sequence import Sequence
 from tests.runtime.test_sampling_exact import P_VALUE, p_value
 from tests.support import chance
 from tests.support.loop import MAX_MODEL_LEN, VOCAB, make_decoder, make_draft, make_sequence, run
@@ -43,7 +43,7 @@ def test_sampled_text_follows_the_targets_distribution():
     runner = ModelRunner(target, max_chunk=2)
     decoder = Decoder(runner, ChainDrafter({"self": SelfDrafter(runner, vocab_size=SMALL)}))
     sequences = [
-        Sequence(
+        Request(
             i,
             PROMPTS[i % 2],
             params,

@@ -261,7 +261,7 @@ def test_bad_limits_are_refused():
 
 
 def test_an_exception_while_text_is_made_ends_one_request(engine, monkeypatch):
-    from specexport_runtime.sequences.text import TextStream
+    from specexport_runtime.requests.text import TextStream
 
     append = TextStream.append
 

@@ -14,8 +14,8 @@ from specexport_runtime.drafters.suffix_segment import split_texts
 from specexport_runtime.drafters.suffix_store import SuffixStore
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.requests.records import DraftStage
 from specexport_runtime.sampling.rng import RandomStream, RoundDraws
-from specexport_runtime.sequences.records import DraftStage
 from tests.runtime.test_engine import make_engine, make_tokenizer
 from tests.runtime.test_sampling_exact import P_VALUE, PROMPT, Toy, emit, p_value
 from tests.support.loop import greedy_reference, make_sequence, make_target

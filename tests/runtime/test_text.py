@@ -8,8 +8,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from specexport_runtime.requests.text import StopStrings, TextStream
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sequences.text import StopStrings, TextStream
 from tests.support.chance import examples
 
 

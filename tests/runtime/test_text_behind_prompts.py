@@ -13,8 +13,8 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from specexport_runtime.bundle.tokenizer_load import load_tokenizer
+from specexport_runtime.requests.text import TextStream, text_behind
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sequences.text import TextStream, text_behind
 from tests.runtime.test_text import byte_level, gemma_like, llama_like, metaspace, sentencepiece, wordpiece
 from tests.support import chance
 

@@ -9,8 +9,8 @@ import pytest
 
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.requests.functions import ToolChoice, read_functions
-from specexport_runtime.requests.grammars import GrammarCompiler
+from specexport_runtime.intake.functions import ToolChoice, read_functions
+from specexport_runtime.intake.grammars import GrammarCompiler
 from specexport_runtime.sampling.structured import StructuredOutputs
 from specexport_runtime.sampling.thinking import Thinking
 from tests.support import chance

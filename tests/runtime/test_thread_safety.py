@@ -10,7 +10,7 @@ import pytest
 
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.errors import EngineClosedError, SpecexportError
-from specexport_runtime.requests.drafting import RequestSpec
+from specexport_runtime.intake.drafting import RequestSpec
 from tests.runtime.test_engine import make_engine
 from tests.runtime.test_observers import Watcher, wait_for_thread
 from tests.support import chance

@@ -8,7 +8,7 @@ from tests.support.edited_copy import copy_runtime, edit, run_with
 
 DRAFTER = """
 from specexport_runtime.drafters.base import DrafterKind, DrafterTraits
-from specexport_runtime.sequences.records import Proposal
+from specexport_runtime.requests.records import Proposal
 
 
 class RepeatDrafter:
@@ -37,7 +37,7 @@ from specexport.bench.methods import DRAFTERS
 from specexport.verify.greedy import check_greedy
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.cli.command import runtime_cli
-from specexport_runtime.requests.speculative_config import parse_speculative_config
+from specexport_runtime.intake.speculative_config import parse_speculative_config
 from specexport_runtime.server.protocol import CompletionRequest
 
 bundle = sys.argv[1]

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
+from specexport_runtime.requests.records import DraftStage
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sequences.records import DraftStage
 from tests.support.chance import examples
 from tests.support.loop import (
     MAX_MODEL_LEN,

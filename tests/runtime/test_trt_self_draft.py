@@ -24,9 +24,9 @@ from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.executors.ort import OrtExecutor
 from specexport_runtime.lookahead.controller import Controller
 from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.requests.layer_choice import LayerRules
+from specexport_runtime.requests.records import DraftStage
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sequences.layer_choice import LayerRules
-from specexport_runtime.sequences.records import DraftStage
 from tests.runtime.test_trt_bundle import make_tokenizer
 from tests.runtime.test_trt_lowered import GraphEngine
 from tests.support.engine_of import engine_of

@@ -4,7 +4,7 @@ Nothing here runs on a GPU. The graph is evaluated in numpy, over the memory of 
 its profile allows; what comes out is held against eager transformers.
 """
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ from specexport.trace import reference_logits
 from specexport_runtime.abi import LayerGeometry
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.executors.trt_engine import EngineTensor
+from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sequences.sequence import Sequence
 from tests.support.engine_harness import make_checkpoint
 from tests.support.half_models import trace
 from tests.support.loop import make_decoder, run
@@ -99,7 +99,7 @@ def open_model(name: str, role: str, folder: Path, lowering: str = "native") -> 
     return executor, engine
 
 
-def is_greedy(name: str, prompt: Seq[int], tokens: Seq[int]) -> bool:
+def is_greedy(name: str, prompt: Sequence[int], tokens: Sequence[int]) -> bool:
     """Every generated token is the one that eager transformers finds most likely after those before it."""
     (logits,) = reference_logits(make_checkpoint(trace(name, "float32").model), [[*prompt, *tokens]])
     return logits[len(prompt) - 1 : -1].argmax(1).tolist() == list(tokens)
@@ -122,7 +122,7 @@ def test_speculative_decoding_over_the_lowered_graph_is_greedy_eager_decoding(
     draft, draft_engine = open_model("llama", "draft", tmp_path / "draft", lowering)
     decoder = make_decoder(target, draft, LOOKAHEAD, max_chunk=16)
     sequences = [
-        Sequence(i, list(prompt), SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True),
+        Request(i, list(prompt), SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True),
                  vocab_size=VOCAB, max_model_len=MAX_MODEL_LEN)
         for i, (prompt, count) in enumerate(zip(PROMPTS, (11, 7, 9), strict=True))
     ]  # fmt: skip

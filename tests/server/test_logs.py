@@ -20,7 +20,7 @@ import pytest
 from specexport_runtime import SpecEngine
 from specexport_runtime.errors import InvalidRequestError, RequestFailedError
 from specexport_runtime.executors.fake import FakeExecutor
-from specexport_runtime.sequences.stats import SequenceStats
+from specexport_runtime.requests.stats import RequestStats
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.log_format import JsonFormatter, TextFormatter, current_state, fields, log_config
 from specexport_runtime.server.logs import AccessLog
@@ -373,14 +373,14 @@ def test_a_log_of_nothing_has_no_numbers():
 
 def test_the_first_token_is_the_first_of_any_choice():
     log = RequestLog(began=10.0)
-    stats = [SequenceStats(first_token_time=at) for at in (None, 12.5, 11.0)]
+    stats = [RequestStats(first_token_time=at) for at in (None, 12.5, 11.0)]
     log.follow([type("Choice", (), {"stats": each})() for each in stats])
     assert log.first_token_s == 1.0
 
 
 def test_a_choice_that_never_got_a_row_has_no_time_in_the_queue():
     def choice(queued: float | None) -> Any:
-        stats = SequenceStats(submit_time=1.0, start_time=1.0 + (queued or 0.0))
+        stats = RequestStats(submit_time=1.0, start_time=1.0 + (queued or 0.0))
         return type("Choice", (), {"stats": stats, "finish_reason": None, "error": None})()
 
     log = RequestLog()

@@ -13,9 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from specexport_runtime import SpecEngine
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.metrics import EngineMetrics
+from specexport_runtime.requests.records import Proposal
+from specexport_runtime.requests.results import GenerationResult
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sequences.records import Proposal
-from specexport_runtime.sequences.results import GenerationResult
 from specexport_runtime.watch.counts import EngineCounts, Histogram, length_bounds
 from specexport_runtime.watch.observe import RoundRecord
 from tests.support.serving import MAX_MODEL_LEN, VOCAB, fake_engine

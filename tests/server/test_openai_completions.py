@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from specexport_runtime.sequences.stats import SequenceStats
+from specexport_runtime.requests.stats import RequestStats
 from specexport_runtime.server.answer_schema import CompletionAnswer, SpeculativeUsage
 from specexport_runtime.server.responses import usage_of
 from tests.support import patience
@@ -159,7 +159,7 @@ def test_usage_tells_of_the_draft(client, fake_served):
 
 def test_usage_of_drafters_is_that_of_all_choices():
     """Two choices, one of which another drafter helped; the sums are those of the answer."""
-    stats = [SequenceStats(), SequenceStats()]
+    stats = [RequestStats(), RequestStats()]
     stats[0].record_round(4, 2, 3, shares=[("suffix", 4, 2)])
     stats[0].record_round(3, 3, 4, shares=[("draft-model", 3, 3)])
     stats[1].record_round(5, 1, 2, shares=[("suffix", 5, 1)])

@@ -7,8 +7,8 @@ import httpx
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from specexport_runtime.requests.results import StreamPiece
 from specexport_runtime.sampling.logprobs import TokenLogprobs
-from specexport_runtime.sequences.results import StreamPiece
 from specexport_runtime.server.answer_schema import ChatAnswer, CompletionAnswer
 from specexport_runtime.server.responses import ChatFormat, CompletionFormat, Header
 from specexport_runtime.server.token_text import TokenText, TokenTexts

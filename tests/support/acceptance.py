@@ -1,13 +1,13 @@
 """How much of what a bundle's drafter guesses is accepted."""
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from specexport_runtime import SamplingParams, SpecEngine
 
 
-def accepted(bundle: Path, prompts: Seq[Any], drafter: str = "head") -> float:
+def accepted(bundle: Path, prompts: Sequence[Any], drafter: str = "head") -> float:
     """The share of draft tokens that the target accepts, at K = 3; the text is plain decoding's."""
     engine = SpecEngine.load(bundle, num_threads=1, spin=False, adaptive=False, max_num_seqs=3)
     params = SamplingParams(max_tokens=24, ignore_eos=True)

@@ -1,7 +1,7 @@
 """Runs a built engine the way the runtime does: bound by pointer, caches in place."""
 
 import mmap
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,9 @@ def compiled(model: Any, folder: Path, kept: Any = None, **values: Any) -> Any:
     )
 
 
-def pack(tokens: Seq[Seq[int]], pasts: Seq[int], held: Seq[Seq[int]] | None = None) -> dict[str, np.ndarray]:
+def pack(
+    tokens: Sequence[Sequence[int]], pasts: Sequence[int], held: Sequence[Sequence[int]] | None = None
+) -> dict[str, np.ndarray]:
     """Step inputs for one packed step; every token's logits are wanted.
 
     Args:
@@ -133,7 +135,7 @@ class Engine:
     def __init__(
         self,
         folder: Path,
-        layers: Seq[LayerGeometry],
+        layers: Sequence[LayerGeometry],
         num_rows: int,
         capacity: int,
         *,
@@ -153,10 +155,10 @@ class Engine:
 
     def step(
         self,
-        tokens: Seq[Seq[int]],
-        pasts: Seq[int],
+        tokens: Sequence[Sequence[int]],
+        pasts: Sequence[int],
         first_row: int = 0,
-        held: Seq[Seq[int]] | None = None,
+        held: Sequence[Sequence[int]] | None = None,
     ) -> np.ndarray:
         """Logits [T, V] of the new tokens of rows ``first_row …``."""
         io = self.session.io_binding()

@@ -1,7 +1,6 @@
 """The plugin's ops in numpy, with the checks that TensorRT and the kernels do not make, for lowered graphs."""
 
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,10 +11,10 @@ from specexport.plugin.naming import plugin_names, plugin_spec
 from tests.support.trt_evaluator import Engine
 
 ATTRIBUTES = {"plugin_namespace": "specexport", "plugin_version": "1", "aot": 1}
-Op = Callable[[KernelSpec, list[np.ndarray]], Seq[np.ndarray]]
+Op = Callable[[KernelSpec, list[np.ndarray]], Sequence[np.ndarray]]
 
 
-def kv_append(spec: KernelSpec, inputs: list[np.ndarray]) -> Seq[np.ndarray]:
+def kv_append(spec: KernelSpec, inputs: list[np.ndarray]) -> Sequence[np.ndarray]:
     k, v, k_cache, v_cache, lens, cu = inputs
     check_rows(spec, k_cache, v_cache, lens, cu, len(k))
     assert k.shape == (len(k), spec.kv_num_heads * spec.head_size)
@@ -42,7 +41,7 @@ def check_rows(
     assert (lens[:, 0] + np.diff(cu) <= capacity).all()
 
 
-def ragged_attention(spec: KernelSpec, inputs: list[np.ndarray]) -> Seq[np.ndarray]:
+def ragged_attention(spec: KernelSpec, inputs: list[np.ndarray]) -> Sequence[np.ndarray]:
     q, k_cache, v_cache, lens, cu = inputs[:5]
     (sinks,) = inputs[5:] if spec.sinks else (None,)
     assert len(inputs) == 5 + spec.sinks
@@ -67,7 +66,7 @@ def rows_of(lens: np.ndarray, cu: np.ndarray) -> list[tuple[int, int, int]]:
     return [(row, int(past), int(n)) for row, (past, n) in enumerate(zip(lens[:, 0], np.diff(cu), strict=True))]
 
 
-def partial_sums(spec: KernelSpec, inputs: list[np.ndarray]) -> Seq[np.ndarray]:
+def partial_sums(spec: KernelSpec, inputs: list[np.ndarray]) -> Sequence[np.ndarray]:
     """Sum, maximum and weight of each split, in base 2; NaN where the kernel writes nothing."""
     q, k_cache, v_cache, lens, cu, *more = inputs
     queries = q.astype(np.float64).reshape(len(q), spec.num_heads, -1)
@@ -91,7 +90,7 @@ def partial_sums(spec: KernelSpec, inputs: list[np.ndarray]) -> Seq[np.ndarray]:
     return acc.astype(np.float32), stats.astype(np.float32)
 
 
-def combine_splits(spec: KernelSpec, inputs: list[np.ndarray]) -> Seq[np.ndarray]:
+def combine_splits(spec: KernelSpec, inputs: list[np.ndarray]) -> Sequence[np.ndarray]:
     acc, stats = inputs
     assert acc.dtype == stats.dtype == np.float32
     assert stats.shape == (*acc.shape[:3], 2)

@@ -7,8 +7,7 @@ instead of a class is refused, and symbolic ints cannot be used once the builder
 import inspect
 import types
 import typing
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Union
 
 from tests.support import fake_tensorrt as trt
@@ -78,7 +77,7 @@ class SymExprs:
 
 class ShapeExprs(SymExprs):
     @classmethod
-    def from_tuple(cls, given: Seq[Any]) -> "ShapeExprs":
+    def from_tuple(cls, given: Sequence[Any]) -> "ShapeExprs":
         if len(given) > trt.MAX_DIMS:
             raise ValueError("too many dimensions")
         result = cls(len(given))
@@ -88,7 +87,7 @@ class ShapeExprs(SymExprs):
 
 class SymIntExprs(SymExprs):
     @classmethod
-    def from_tuple(cls, given: Seq[Any]) -> "SymIntExprs":
+    def from_tuple(cls, given: Sequence[Any]) -> "SymIntExprs":
         result = cls(len(given))
         result.exprs = list(given)
         return result
@@ -225,7 +224,7 @@ def register(plugin_id: str) -> Callable[..., Any]:
     return decorate
 
 
-def _check_schema(plugin_id: str, function: Callable[..., Any], more: Seq[str]) -> Definition:
+def _check_schema(plugin_id: str, function: Callable[..., Any], more: Sequence[str]) -> Definition:
     if plugin_id not in _definitions:
         raise ValueError(f"Plugin {plugin_id} is not registered")
     definition = _definitions[plugin_id]
@@ -300,7 +299,7 @@ class Plugin:
         assert len(outputs) == self.definition.num_outputs
         return outputs
 
-    def get_output_data_types(self, input_types: Seq[trt.DataType], ranks: Seq[int]) -> list[trt.DataType]:
+    def get_output_data_types(self, input_types: Sequence[trt.DataType], ranks: Sequence[int]) -> list[trt.DataType]:
         """Shapes are not known here: sizes are dummies."""
         inputs = [
             TensorDesc(ShapeExprs.from_tuple([ShapeExpr() for _ in range(rank)]), dtype)
@@ -326,7 +325,7 @@ class Plugin:
     def get_aliased_input(self, index: int) -> int:
         return self.aliases[index]
 
-    def _know(self, in_out: Seq[trt.DynamicPluginTensorDesc]) -> None:
+    def _know(self, in_out: Sequence[trt.DynamicPluginTensorDesc]) -> None:
         for desc, given in zip((*self.inputs, *self.outputs), in_out, strict=True):
             desc.known = Shape(given.desc.dims)
             desc.known.opt = tuple(given.opt)

@@ -10,8 +10,7 @@ import importlib
 import sys
 import types
 import warnings
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -126,14 +125,14 @@ class IExprBuilder:
 
 
 class DimsExprs(list[Any]):
-    def __init__(self, given: int | Seq[IDimensionExpr]) -> None:
+    def __init__(self, given: int | Sequence[IDimensionExpr]) -> None:
         super().__init__([None] * given if isinstance(given, int) else given)
 
 
 class Dims(list[int]):
     MAX_DIMS = MAX_DIMS
 
-    def __init__(self, given: Seq[int] | int = ()) -> None:
+    def __init__(self, given: Sequence[int] | int = ()) -> None:
         super().__init__([0] * given if isinstance(given, int) else given)
 
 
@@ -299,7 +298,7 @@ def find_creator(trt: Any, op_type: str, attributes: Mapping[str, Any]) -> Any:
 
 
 def embed(
-    trt: Any, op_type: str, attributes: Mapping[str, Any], inputs: Seq[Given], profiles: Seq[Sizes]
+    trt: Any, op_type: str, attributes: Mapping[str, Any], inputs: Sequence[Given], profiles: Sequence[Sizes]
 ) -> list[Embedded]:
     """Build one node; a profile is the optimal size of each dimension word."""
     creator, request = find_creator(trt, op_type, attributes)
@@ -318,7 +317,7 @@ def embed(
     return [_embed_for(plugin, inputs, exprs, profile, list(types_), output_shapes, aliases) for profile in profiles]
 
 
-def _describe(dtype: DataType, dims: Seq[str | int], opt: Seq[int]) -> DynamicPluginTensorDesc:
+def _describe(dtype: DataType, dims: Sequence[str | int], opt: Sequence[int]) -> DynamicPluginTensorDesc:
     result = DynamicPluginTensorDesc()
     result.desc.dims = Dims([dim if isinstance(dim, int) else -1 for dim in dims])
     result.desc.type = dtype
@@ -328,7 +327,7 @@ def _describe(dtype: DataType, dims: Seq[str | int], opt: Seq[int]) -> DynamicPl
 
 def _embed_for(
     plugin: Any,
-    inputs: Seq[Given],
+    inputs: Sequence[Given],
     exprs: list[DimsExprs],
     profile: Sizes,
     types_: list[DataType],

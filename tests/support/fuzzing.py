@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,7 +35,7 @@ class Report:
         return dict(sorted(total.items()))
 
 
-def fuzz(served: Any, requests: Seq[RawRequest]) -> Report:
+def fuzz(served: Any, requests: Sequence[RawRequest]) -> Report:
     """Send all of them, several at a time; after each batch the server must be idle, whole, and right.
 
     Args:

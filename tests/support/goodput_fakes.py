@@ -7,9 +7,9 @@ from specexport_runtime.drafters.lookup import LookupDrafter
 from specexport_runtime.drafters.model import ModelDrafter
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.requests.records import DraftStage
+from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sequences.records import DraftStage
-from specexport_runtime.sequences.sequence import Sequence
 from tests.support.loop import VOCAB, finish
 
 LOOKAHEAD = 8
@@ -27,7 +27,7 @@ def curves(draft=0.3, **options):
 
 def make_sequences(count, names, max_tokens=200, prompt=6, params=None, **options):
     return [
-        Sequence(
+        Request(
             i,
             [(3 * i + j) % VOCAB for j in range(prompt)],
             params or SamplingParams(max_tokens=max_tokens),

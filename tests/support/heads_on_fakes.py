@@ -9,8 +9,8 @@ from specexport_runtime.drafters import head as head_module
 from specexport_runtime.drafters.head import HeadDrafter
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.requests.records import DraftStage
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sequences.records import DraftStage
 from tests.support.loop import CAPACITY, VOCAB, greedy_reference, make_decoder, make_sequence, make_target, run
 
 PROMPTS = [[3], [1, 2, 3, 4, 5], [16] * 9, [7, 0, 7], [2, 2], [11, 5, 0, 1]]

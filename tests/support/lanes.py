@@ -1,6 +1,6 @@
 """Two lanes of tests: what every change runs, and what ``make test-all`` adds (marked ``whole``)."""
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 
 import pytest
 
@@ -8,7 +8,7 @@ EVERY_DAY_MODELS = {"llama", "gemma3", "qwen3_moe", "gpt_oss", "qwen3_next", "ma
 """Plain, windows, experts, sinks, a hybrid with attention, states alone. The long lane has others of their kinds."""
 
 
-def keep_lanes(items: Seq[pytest.Item], models: set[str]) -> None:
+def keep_lanes(items: Sequence[pytest.Item], models: set[str]) -> None:
     """Mark for the long lane what stands beside a test of the same kind.
 
     Args:

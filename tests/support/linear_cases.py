@@ -5,7 +5,7 @@
 """
 
 import sys
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -94,8 +94,8 @@ def packed(name: str, n: int, k: int, generator: np.random.Generator) -> np.ndar
 
 
 def session(
-    library: str, nodes: Seq[onnx.NodeProto], given: dict[str, tuple[int, int]], weights: dict[str, np.ndarray],
-    outputs: Seq[str], threads: int = 1,
+    library: str, nodes: Sequence[onnx.NodeProto], given: dict[str, tuple[int, int]], weights: dict[str, np.ndarray],
+    outputs: Sequence[str], threads: int = 1,
 ) -> ort.InferenceSession:  # fmt: skip
     """A session of some nodes."""
     return opened(library, model_of(nodes, given, weights, outputs).SerializeToString(), threads)
@@ -110,7 +110,10 @@ def opened(library: str, model: bytes | str, threads: int = 1) -> ort.InferenceS
 
 
 def model_of(
-    nodes: Seq[onnx.NodeProto], given: dict[str, tuple[int, int]], weights: dict[str, np.ndarray], outputs: Seq[str]
+    nodes: Sequence[onnx.NodeProto],
+    given: dict[str, tuple[int, int]],
+    weights: dict[str, np.ndarray],
+    outputs: Sequence[str],
 ) -> onnx.ModelProto:
     """A model of some nodes; ``given`` has types and ranks of inputs."""
     graph = helper.make_graph(
@@ -128,7 +131,7 @@ def model_of(
     return helper.make_model(graph, opset_imports=opsets, ir_version=10)
 
 
-def linear(name: str, n: int, k: int, inputs: Seq[str] = ("x", "w"), out: str = "y") -> onnx.NodeProto:
+def linear(name: str, n: int, k: int, inputs: Sequence[str] = ("x", "w"), out: str = "y") -> onnx.NodeProto:
     """A node."""
     return helper.make_node("BlockLinear", list(inputs), [out], domain="specexport", format=name, N=n, K=k)
 

@@ -15,9 +15,9 @@ from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.lookahead.controller import Controller
 from specexport_runtime.lookahead.draft_cost import EngineCost, WeighedDrafter
 from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.requests.records import DraftStage
+from specexport_runtime.requests.request import Request, RoundEvent
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sequences.records import DraftStage
-from specexport_runtime.sequences.sequence import RoundEvent, Sequence
 
 VOCAB = 17
 CAPACITY = 80
@@ -38,8 +38,8 @@ def make_draft(kind: str, rows: int = 4) -> FakeExecutor:
     return FakeExecutor(VOCAB, rows, CAPACITY, **options)
 
 
-def make_sequence(index: int, prompt: list[int], params: SamplingParams, **options: object) -> Sequence:
-    return Sequence(index, prompt, params, vocab_size=VOCAB, max_model_len=MAX_MODEL_LEN, **options)
+def make_sequence(index: int, prompt: list[int], params: SamplingParams, **options: object) -> Request:
+    return Request(index, prompt, params, vocab_size=VOCAB, max_model_len=MAX_MODEL_LEN, **options)
 
 
 class PlannedDecoder(Decoder):
@@ -47,7 +47,7 @@ class PlannedDecoder(Decoder):
 
     plan: tuple[DraftStage, ...] = ()
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: Request) -> None:
         sequence.draft_plan = sequence.draft_plan or self.plan
         super().add(sequence)
 
@@ -86,7 +86,7 @@ def make_decoder(
     return decoder
 
 
-def run(decoder: PlannedDecoder, sequences: list[Sequence]) -> list[RoundEvent]:
+def run(decoder: PlannedDecoder, sequences: list[Request]) -> list[RoundEvent]:
     for seq in sequences:
         decoder.add(seq)
     events = []
@@ -101,7 +101,7 @@ def run(decoder: PlannedDecoder, sequences: list[Sequence]) -> list[RoundEvent]:
     return events
 
 
-def finish(decoder: Decoder, sequences: list[Sequence]) -> None:
+def finish(decoder: Decoder, sequences: list[Request]) -> None:
     """Decode sequences to their end, checking every round; what failed one is raised."""
     for seq in sequences:
         decoder.add(seq)

@@ -4,8 +4,8 @@ from typing import Any
 
 import openai
 
+from specexport_runtime.requests.results import GenerationResult
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sequences.results import GenerationResult
 from tests.support.patience import HANG_S
 from tests.support.serving import Served
 

@@ -4,8 +4,7 @@
 block. The block is the newest token and a mask for each token to guess; it sees the context and all of itself.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,11 +17,11 @@ class BlockSpec(NamedTuple):
     """What a reference needs to know; tensors are by their names in z-lab's files."""
 
     tensors: Mapping[str, Tensor]
-    taps: Seq[int]
+    taps: Sequence[int]
     layers: int
     mask: int
     block_size: int
-    causal: Seq[bool]
+    causal: Sequence[bool]
     window: int = 0
     """Of the layers that are causal; 0 for none."""
     heads: int = 4
@@ -30,10 +29,10 @@ class BlockSpec(NamedTuple):
     head_dim: int = 16
     eps: float = 1e-6
     theta: float = 10000.0
-    ids: Seq[int] | None = None
+    ids: Sequence[int] | None = None
 
 
-def context_of(spec: BlockSpec, states: Seq[Tensor]) -> Tensor:
+def context_of(spec: BlockSpec, states: Sequence[Tensor]) -> Tensor:
     """Context [n, E] of the target's hidden states [n, H] at the taps."""
     joined = torch.cat(list(states), -1) @ spec.tensors["fc.weight"].T
     return norm(joined, spec.tensors["hidden_norm.weight"], spec.eps)
@@ -62,7 +61,7 @@ def attention(spec: BlockSpec, layer: int, context: Tensor, x: Tensor) -> Tensor
     return mixed @ spec.tensors[f"layers.{layer}.self_attn.o_proj.weight"].T
 
 
-def forward(spec: BlockSpec, context: Tensor, block: Seq[int]) -> tuple[Tensor, Tensor]:
+def forward(spec: BlockSpec, context: Tensor, block: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Logits [R, N] and the hidden states in front of the last norm [R, H] of a block behind a context [n, E]."""
     t = spec.tensors
     h = t["embed_tokens.weight"][torch.tensor(list(block))]
@@ -72,7 +71,7 @@ def forward(spec: BlockSpec, context: Tensor, block: Seq[int]) -> tuple[Tensor, 
     return norm(h, t["norm.weight"], spec.eps) @ t["lm_head.weight"].T, h
 
 
-def draft(spec: BlockSpec, target: Any, tokens: Seq[int], count: int, limit: int) -> list[int]:
+def draft(spec: BlockSpec, target: Any, tokens: Sequence[int], count: int, limit: int) -> list[int]:
     """Greedy drafts behind ``tokens``, of which the target has read all but the last: everything is computed anew.
 
     An id from ``limit`` on, which the tokenizer cannot produce, is drafted as 0.

@@ -5,8 +5,7 @@ EAGLE (Li et al. 2024): ``fc([emb(t_{i+1}), f_i])`` goes into a layer without a 
 Medusa (Cai et al. 2024): head i guesses token t+i+2 from ``h_t`` alone, ``W2 (SiLU(W1 h + b) + h)``.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ class Spec(NamedTuple):
 
     kind: str
     tensors: Mapping[str, Tensor]
-    taps: Seq[int]
+    taps: Sequence[int]
     layers: int = 1
     heads: int = 4
     kv_heads: int = 2
@@ -29,7 +28,7 @@ class Spec(NamedTuple):
     norm_before_residual: bool = False
     norm_output: bool = False
     mask: tuple[int, Tensor] | None = None
-    ids: Seq[int] | None = None
+    ids: Sequence[int] | None = None
     draft_heads: int = 0
 
 
@@ -76,7 +75,7 @@ def mlp(spec: Spec, layer: int, x: Tensor) -> Tensor:
     return (functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
 
 
-def project(spec: Spec, states: Seq[Tensor]) -> Tensor:
+def project(spec: Spec, states: Sequence[Tensor]) -> Tensor:
     """Features [T, E] of the target's hidden states [T, H] at the taps."""
     t = spec.tensors
     if spec.kind != "eagle3":
@@ -87,7 +86,7 @@ def project(spec: Spec, states: Seq[Tensor]) -> Tensor:
     return joined @ t["fc.weight"].T
 
 
-def forward(spec: Spec, tokens: Seq[int], features: Tensor) -> tuple[Tensor, Tensor]:
+def forward(spec: Spec, tokens: Sequence[int], features: Tensor) -> tuple[Tensor, Tensor]:
     """Logits [T, N] and what is handed on [T, E]; ``tokens[i]`` follows the token of ``features[i]``."""
     t = spec.tensors
     if spec.kind == "medusa":  # a token is the number of a head; one beyond the last means that
@@ -121,7 +120,7 @@ def medusa(spec: Spec, head: int, hidden: Tensor) -> Tensor:
     return t[f"lm_heads.{head}.weight"] @ hidden
 
 
-def draft(spec: Spec, target: Any, tokens: Seq[int], count: int, limit: int) -> list[int]:
+def draft(spec: Spec, target: Any, tokens: Sequence[int], count: int, limit: int) -> list[int]:
     """Greedy drafts behind ``tokens``, of which the target has read all but the last: everything is computed anew.
 
     An id from ``limit`` on, which the tokenizer cannot produce, is drafted as the first that the head has.

@@ -4,8 +4,7 @@
 block; ``logits = V s + e``. In Hydra++ ``h_t`` is what a decoder layer and a norm make of the hidden states up to t.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ class HydraSpec(NamedTuple):
     tensors: Mapping[str, Tensor]
     heads: int
     blocks: int
-    taps: Seq[int]
+    taps: Sequence[int]
     prefix: Spec | None = None
 
 
@@ -35,7 +34,7 @@ def stream(spec: HydraSpec, features: Tensor) -> Tensor:
     return h + mlp(own, 0, norm(h, weight["layers.0.post_attention_layernorm.weight"], own.eps))
 
 
-def guess(spec: HydraSpec, state: Tensor, tokens: Seq[int]) -> Tensor:
+def guess(spec: HydraSpec, state: Tensor, tokens: Sequence[int]) -> Tensor:
     """Logits [V] of the head that reads so many tokens, over what :func:`stream` gives for one place [H]."""
     t, head = spec.tensors, len(tokens) - 1
 
@@ -52,7 +51,7 @@ def guess(spec: HydraSpec, state: Tensor, tokens: Seq[int]) -> Tensor:
     return linear(f"hydra_lm_head.{head}", s)
 
 
-def draft(spec: HydraSpec, target: Any, tokens: Seq[int], count: int, limit: int) -> list[int]:
+def draft(spec: HydraSpec, target: Any, tokens: Sequence[int], count: int, limit: int) -> list[int]:
     """Greedy drafts behind ``tokens``, of which the target has read all but the last: everything is computed anew."""
     with torch.no_grad():
         output = target(torch.tensor([list(tokens[:-1])]), output_hidden_states=True)

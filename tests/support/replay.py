@@ -15,9 +15,9 @@ from typing import NamedTuple
 from specexport_runtime.costs.curves import CostCurves, StepCost
 from specexport_runtime.costs.learned import LearnedCosts
 from specexport_runtime.lookahead.controller import Controller
+from specexport_runtime.requests.records import DraftStage, Proposal, StepLoad
+from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sequences.records import DraftStage, Proposal, StepLoad
-from specexport_runtime.sequences.sequence import Sequence
 from tests.support.loop import VOCAB, weighed
 
 LOOKAHEAD, PROMPT = 8, 100
@@ -94,7 +94,7 @@ class Clock:
         return self.now - start
 
 
-Choose = Callable[[list[Sequence], list[int]], list[int]]
+Choose = Callable[[list[Request], list[int]], list[int]]
 
 
 def replay(
@@ -111,7 +111,7 @@ def replay(
     for start in range(0, len(texts), rows):
         group = texts[start : start + rows]
         sequences = [
-            Sequence(
+            Request(
                 start + i,
                 [1] * PROMPT,
                 SamplingParams(max_tokens=TOKENS),

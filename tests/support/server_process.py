@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.support.patience import HANG_S
@@ -40,7 +40,7 @@ class ServerProcess:
         bundle: Path,
         *options: str,
         port: int = 0,
-        start: Seq[str] = COMMAND,
+        start: Sequence[str] = COMMAND,
         environment: dict[str, str] | None = None,
     ) -> None:
         command = [sys.executable, *start, str(bundle), "--port", str(port), *QUICK, *options]

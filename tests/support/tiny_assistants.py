@@ -1,7 +1,6 @@
 """Tiny random Gemma-4 targets and assistants, and what transformers itself drafts with them."""
 
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -95,7 +94,7 @@ def save_assistant(model: Any, folder: Path) -> Path:
     return folder
 
 
-def outputs_of(target: Any, tokens: Seq[int]) -> Any:
+def outputs_of(target: Any, tokens: Sequence[int]) -> Any:
     """What transformers hands to an assistant of a text that the target has read: keys, values and hidden states.
 
     A target none of whose layers share keys gives none of them; they are taken from its cache.
@@ -116,7 +115,7 @@ def outputs_of(target: Any, tokens: Seq[int]) -> Any:
     return found
 
 
-def draft(target: Any, assistant: Any, tokens: Seq[int], count: int) -> list[int]:
+def draft(target: Any, assistant: Any, tokens: Sequence[int], count: int) -> list[int]:
     """The draft that transformers makes behind ``tokens``, all but the last of which the target has read."""
     from transformers import GenerationConfig
     from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ def save_adapter(
     model: Any,
     folder: Path,
     *,
-    targets: Seq[str] | str = ALL,
+    targets: Sequence[str] | str = ALL,
     r: int = 4,
     alpha: float = 8,
     seed: int = 0,

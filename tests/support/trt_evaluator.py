@@ -4,7 +4,7 @@ Stricter than a GPU: what the documentation does not define is an error, and wha
 lowering which leans on either fails here.
 """
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -55,7 +55,7 @@ def _attention(
     query_lengths: np.ndarray | None = None,
     kv_lengths: np.ndarray | None = None,
     *,
-    fused_dtypes: Seq[str],
+    fused_dtypes: Sequence[str],
     **attributes: Any,
 ) -> np.ndarray:
     assert attributes.pop("TRT_decomposable") == 0
@@ -90,7 +90,7 @@ def _attention(
     return result.astype(queries.dtype)
 
 
-def _operators(fused_dtypes: Seq[str]) -> list[type]:
+def _operators(fused_dtypes: Sequence[str]) -> list[type]:
     from onnx.reference.op_run import OpRun
 
     class TRT_KVCacheUpdate(OpRun):
@@ -115,7 +115,7 @@ def _given(operator: Any) -> dict[str, Any]:
     return {name: value.decode() if isinstance(value, bytes) else value for name, value in own.items()}
 
 
-def make_evaluator(model: Any, fused_dtypes: Seq[str] = ("float16", "bfloat16")) -> Any:
+def make_evaluator(model: Any, fused_dtypes: Sequence[str] = ("float16", "bfloat16")) -> Any:
     """An ``onnx.reference.ReferenceEvaluator`` of a lowered ``onnx_ir`` model.
 
     Args:
@@ -128,7 +128,7 @@ def make_evaluator(model: Any, fused_dtypes: Seq[str] = ("float16", "bfloat16"))
     return ReferenceEvaluator(ir.to_proto(model), new_ops=_operators(fused_dtypes))
 
 
-def align(pasts: Seq[int], counts: Seq[int], *, width: int = 0) -> dict[str, np.ndarray]:
+def align(pasts: Sequence[int], counts: Sequence[int], *, width: int = 0) -> dict[str, np.ndarray]:
     """The index inputs of a step with right-aligned rows, all slots of a tile as wide as the caller likes.
 
     Args:
@@ -168,7 +168,7 @@ class Engine:
         self,
         model: Any,
         num_rows: int,
-        fused_dtypes: Seq[str] = ("float16", "bfloat16"),
+        fused_dtypes: Sequence[str] = ("float16", "bfloat16"),
         poison: float = NAN,
     ) -> None:
         self.evaluator = make_evaluator(model, fused_dtypes)
@@ -180,7 +180,7 @@ class Engine:
         }
 
     def step(
-        self, tokens: Seq[Seq[int]], pasts: Seq[int], *, first_row: int = 0, width: int = 0
+        self, tokens: Sequence[Sequence[int]], pasts: Sequence[int], *, first_row: int = 0, width: int = 0
     ) -> tuple[np.ndarray, np.ndarray]:
         """(logits [T, V], token_ids [T]) of the new tokens of rows ``first_row …``; caches are updated in place."""
         counts = [len(row) for row in tokens]

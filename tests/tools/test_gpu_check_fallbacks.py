@@ -1,6 +1,6 @@
 """The kernel sweep, and sections that go on where CUDA graphs are refused: their logic, on a CPU."""
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -86,7 +86,7 @@ def test_the_sweep_ranks_tiles_that_fit_and_takes_the_best_to_other_lengths(
     def milliseconds(tiles: Any) -> float:
         return 1.0 + abs(tiles.block_n - 32) / 100 + abs(tiles.num_warps - 8) / 10 + tiles.num_stages / 1000
 
-    def measured(calls: Seq[Any], **_: Any) -> tuple[float, str]:
+    def measured(calls: Sequence[Any], **_: Any) -> tuple[float, str]:
         calls[0]()
         return milliseconds(tried[-1]), "a graph"
 

@@ -1,4 +1,4 @@
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -176,7 +176,7 @@ def test_the_kernels_table(monkeypatch: pytest.MonkeyPatch, context: Context, ou
     def attention(q: Any, k: Any, v: Any, kv_lens: Any, cu: Any, **options: Any) -> Any:
         return kernel_speed.expected(kernel_speed.case_of(64), q, k, v, options["scale"]).to(q.dtype)
 
-    def measured(calls: Seq[Any], **_: Any) -> tuple[float, str]:
+    def measured(calls: Sequence[Any], **_: Any) -> tuple[float, str]:
         ours = calls[0].__qualname__.startswith("call.")
         return (ours_ms, "a graph") if ours else (0.002, "a graph")
 

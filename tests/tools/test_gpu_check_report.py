@@ -1,7 +1,7 @@
 import json
 import os
 import sys
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ def row(what, value):
 """
 
 
-def run_scripts(tmp_path: Path, names: Seq[str], seconds: float = 120.0, limit: float = 100.0) -> list[list[Row]]:
+def run_scripts(tmp_path: Path, names: Sequence[str], seconds: float = 120.0, limit: float = 100.0) -> list[list[Row]]:
     """What was reported after each task."""
     reports: list[list[Row]] = []
     tasks = [Task(name, "s", 1.0 if name == "hangs" else limit, needs=0.5) for name in names]

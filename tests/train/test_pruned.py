@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,7 @@ def trained(target: Path, prompts: Path, bundle: Path, tmp_path_factory: pytest.
     return folder, train_draft(options(target, prompts, bundle, folder, batches=100))
 
 
-def best_tokens(folder: Path, texts: Seq[Seq[int]]) -> list[list[int]]:
+def best_tokens(folder: Path, texts: Sequence[Sequence[int]]) -> list[list[int]]:
     """Argmax behind each token, by transformers alone."""
     from transformers import AutoModelForCausalLM
 
@@ -82,7 +82,7 @@ def best_tokens(folder: Path, texts: Seq[Seq[int]]) -> list[list[int]]:
         return [model(input_ids=torch.tensor([text])).logits[0].argmax(-1).tolist() for text in texts]
 
 
-def foretold(guesses: Seq[int], text: Seq[int], num_prompt: int) -> tuple[int, int]:
+def foretold(guesses: Sequence[int], text: Sequence[int], num_prompt: int) -> tuple[int, int]:
     """Draft tokens, and how many of them are accepted, where a draft model of these guesses drafts ``K`` at a time."""
     drafted = accepted = 0
     done = num_prompt + 1  # the step that reads the prompt writes one token

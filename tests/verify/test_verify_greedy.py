@@ -42,10 +42,10 @@ def test_scripted_drafts_are_accepted_at_every_length():
 
 
 def make_sequence():
+    from specexport_runtime.requests.request import Request
     from specexport_runtime.sampling.params import SamplingParams
-    from specexport_runtime.sequences.sequence import Sequence
 
-    return Sequence(0, [7], SamplingParams(max_tokens=9), vocab_size=VOCAB, max_model_len=40)
+    return Request(0, [7], SamplingParams(max_tokens=9), vocab_size=VOCAB, max_model_len=40)
 
 
 def test_a_near_tie_explains_nothing_where_bits_must_be_the_same():

@@ -1,7 +1,7 @@
 """Bundles for the checks: found where they were built before, or built on the spot; and their executors."""
 
 import time
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -85,7 +85,7 @@ def build(
     name: str,  # one of ``PLANS``
     backend: str,
     *,
-    sm: Seq[str] = (),  # TensorRT architectures; empty for the GPU's own
+    sm: Sequence[str] = (),  # TensorRT architectures; empty for the GPU's own
     lowering: str = "auto",  # of TensorRT
     output: Path | None = None,  # None for a folder in ``context_work``
     quantize: str | None = None,  # how the target's weights are quantized

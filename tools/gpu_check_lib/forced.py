@@ -1,8 +1,7 @@
 """Decoding with acceptance forced to a chosen rate, while the draft model is still paid for."""
 
 import time
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,9 +12,9 @@ from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.model import ModelDrafter
 from specexport_runtime.executors.base import Executor
 from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.requests.records import DrafterTraits, DraftStage, Proposal
+from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sequences.records import DrafterTraits, DraftStage, Proposal
-from specexport_runtime.sequences.sequence import Sequence
 
 
 class ForcedDrafter:
@@ -27,7 +26,7 @@ class ForcedDrafter:
     """
 
     def __init__(
-        self, inner: Drafter, continuations: Mapping[int, Seq[int]], rate: float, vocab_size: int, seed: int = 0
+        self, inner: Drafter, continuations: Mapping[int, Sequence[int]], rate: float, vocab_size: int, seed: int = 0
     ) -> None:
         self.inner, self.rate, self.vocab_size = inner, rate, vocab_size
         self._continuations = continuations
@@ -49,12 +48,12 @@ class ForcedDrafter:
         """Seconds inside the inner drafter's engine."""
         return self.inner.engine_seconds
 
-    def propose(self, sequences: Seq[Sequence], lookaheads: Seq[int]) -> list[Proposal]:
+    def propose(self, sequences: Sequence[Request], lookaheads: Sequence[int]) -> list[Proposal]:
         """See ``Drafter.propose``."""
         proposals = self.inner.propose(sequences, lookaheads)
         return [self._force(seq, proposal) for seq, proposal in zip(sequences, proposals, strict=True)]
 
-    def _force(self, seq: Sequence, proposal: Proposal) -> Proposal:
+    def _force(self, seq: Request, proposal: Proposal) -> Proposal:
         text, place = self._continuations[seq.index], seq.num_generated
         if seq.index in self.departed or seq.output != list(text[:place]):
             self.departed.add(seq.index)
@@ -66,7 +65,7 @@ class ForcedDrafter:
             tokens[j] = token if right[place + j] else (token + 1) % self.vocab_size
         return Proposal(tokens)
 
-    def commit(self, sequences: Seq[Sequence]) -> None:
+    def commit(self, sequences: Sequence[Request]) -> None:
         """See ``Drafter.commit``."""
         self.inner.commit(sequences)
 
@@ -109,13 +108,15 @@ class Decoded(NamedTuple):
 
 def decode(
     target: Executor,  # with a row for each prompt
-    prompts: Seq[Seq[int]],  # token ids
+    prompts: Sequence[Sequence[int]],  # token ids
     num_tokens: int,  # to generate for each prompt
     *,
     draft: Executor | None = None,
     lookahead: int = 0,  # K; 0 decodes plainly
     rate: float | None = 1.0,  # probability that a draft token is right; None lets the draft say what it wants to
-    continuations: Seq[Seq[int]] = (),  # what plain decoding generated for each prompt; needed with a draft and a rate
+    continuations: Sequence[
+        Sequence[int]
+    ] = (),  # what plain decoding generated for each prompt; needed with a draft and a rate
 ) -> Decoded:
     """Decode a batch greedily; with ``draft`` and ``lookahead``, speculatively at a forced acceptance rate."""
     drafters: dict[str, Drafter] = {}
@@ -129,7 +130,7 @@ def decode(
     plan = (DraftStage("draft-model", lookahead),) if drafters else ()
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     sequences = [
-        Sequence(i, prompt, params, vocab_size=target.vocab_size, max_model_len=10**9, draft_plan=plan)
+        Request(i, prompt, params, vocab_size=target.vocab_size, max_model_len=10**9, draft_plan=plan)
         for i, prompt in enumerate(prompts)
     ]
     decoder = Decoder(ModelRunner(target), ChainDrafter(drafters), max_num_seqs=len(prompts))
@@ -138,7 +139,7 @@ def decode(
     return _run(decoder, sequences, forced)
 
 
-def _run(decoder: Decoder, sequences: Seq[Sequence], forced: ForcedDrafter | None) -> Decoded:
+def _run(decoder: Decoder, sequences: Sequence[Request], forced: ForcedDrafter | None) -> Decoded:
     while decoder.has_work and not all(seq.num_generated for seq in sequences):
         decoder.step()
     begin = sum(seq.num_generated for seq in sequences)

@@ -17,8 +17,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -402,7 +401,7 @@ def run_way(context: Context, way: Way) -> list[Timing]:
     return read_output(done.stdout)
 
 
-def report_way(context: Context, name: str, timings: Seq[Timing], cache: str) -> dict[str, tuple[float, float]]:
+def report_way(context: Context, name: str, timings: Sequence[Timing], cache: str) -> dict[str, tuple[float, float]]:
     """The row of one way; returns microseconds a layer of decode(1) and verify(5), by past.
 
     ``cache`` is the element type of its caches, which decides the tolerance; a way that is off by more gives nothing.

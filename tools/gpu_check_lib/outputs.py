@@ -1,7 +1,6 @@
 """Section 2: the output of GPU engines against the CPU engine, float32, of the same weights."""
 
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,7 +27,9 @@ class FirstDifference(NamedTuple):
     gap: float | None
 
 
-def compare_texts(reference: Executor, prompt: Seq[int], ours: Seq[int], theirs: Seq[int]) -> FirstDifference:
+def compare_texts(
+    reference: Executor, prompt: Sequence[int], ours: Sequence[int], theirs: Sequence[int]
+) -> FirstDifference:
     """Where ``theirs`` leaves ``ours``, and by how little the reference decided there.
 
     ``reference`` wrote ``ours``, its greedy tokens behind ``prompt``; its row 0 is used.
@@ -102,7 +103,7 @@ def check_greedy(context: Context, backend: str, reference: Executor, other: Exe
     )
 
 
-def _widest_gap(reference: Executor, other: Executor, prompts: Seq[Seq[int]]) -> float:
+def _widest_gap(reference: Executor, other: Executor, prompts: Sequence[Sequence[int]]) -> float:
     """Four times the largest logit difference after the prompts: rounding can turn over no wider gap than that."""
     largest = 0.0
     for prompt in prompts:
@@ -111,7 +112,7 @@ def _widest_gap(reference: Executor, other: Executor, prompts: Seq[Seq[int]]) ->
     return 4 * largest  # twice for two logits, and twice because a text is longer than its prompt
 
 
-def _last_logits(executor: Executor, prompt: Seq[int]) -> Float32Array:
+def _last_logits(executor: Executor, prompt: Sequence[int]) -> Float32Array:
     return np.array(ModelRunner(executor).step(0, [RowWork(list(prompt), 1)])[0], np.float32)
 
 

@@ -7,7 +7,7 @@ import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from pathlib import Path
 
 from tools.gpu_check_lib.fatbin import keep_architecture
@@ -107,7 +107,7 @@ def join_pieces(folder: Path, name: str, target: Path) -> Path:
     return target / name
 
 
-def download_command(requirements: Seq[str], folder: Path) -> list[str]:
+def download_command(requirements: Sequence[str], folder: Path) -> list[str]:
     """The pip command that fetches wheels for the GPU machine, whatever machine this is."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
     command += [
@@ -125,13 +125,13 @@ def download_command(requirements: Seq[str], folder: Path) -> list[str]:
     return [*command, *(word for name in PLATFORMS for word in ("--platform", name)), *requirements]
 
 
-def build_command(requirements: Seq[str], folder: Path) -> list[str]:
+def build_command(requirements: Sequence[str], folder: Path) -> list[str]:
     """The pip command that makes wheels of pure Python packages."""
     return [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(folder), *requirements]
 
 
 def pack(
-    folder: Path, sm: int, requirements: Seq[str] = WHEELS, sources: Seq[str] = (), *, piece_bytes: int
+    folder: Path, sm: int, requirements: Sequence[str] = WHEELS, sources: Sequence[str] = (), *, piece_bytes: int
 ) -> list[Path]:
     """Fetch packages and pack them for one architecture, in pieces that can be carried one at a time. Needs an index.
 

@@ -1,8 +1,7 @@
 """Which tasks there are, in the order they run, and where their code is. Imports nothing heavy."""
 
 import importlib
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tools.gpu_check_lib.context import Context
@@ -72,7 +71,7 @@ _ESTIMATES = {
 nothing is cut short by them."""
 
 
-def _entries(backends: Seq[str]) -> dict[str, tuple[str, str, int, int, str]]:
+def _entries(backends: Sequence[str]) -> dict[str, tuple[str, str, int, int, str]]:
     """Every task for the backends: module, function, seconds, needed, backend."""
     found: dict[str, tuple[str, str, int, int, str]] = {}
     gpu = [backend for backend in backends if backend != CPU]
@@ -93,7 +92,7 @@ def _entries(backends: Seq[str]) -> dict[str, tuple[str, str, int, int, str]]:
     return found
 
 
-def _is_wanted(name: str, backends: Seq[str]) -> bool:
+def _is_wanted(name: str, backends: Sequence[str]) -> bool:
     return _NEEDS_BACKEND.get(name, backends[0]) in backends
 
 
@@ -104,7 +103,7 @@ def estimate_of(task: Task) -> float:
     return float(next((_ESTIMATES[name] for name in names if name in _ESTIMATES), task.seconds))
 
 
-def list_tasks(backends: Seq[str], only: Seq[str] = ()) -> list[Task]:
+def list_tasks(backends: Sequence[str], only: Sequence[str] = ()) -> list[Task]:
     """Tasks in order; ``only`` names sections or tasks, and is empty for all.
 
     ValueError: a name of ``only`` is neither.
@@ -118,7 +117,7 @@ def list_tasks(backends: Seq[str], only: Seq[str] = ()) -> list[Task]:
     return [task for task in tasks if not only or task.name in only or task.section in only]
 
 
-def function_of(name: str, backends: Seq[str] = (*GPU_BACKENDS, CPU)) -> Callable[[Context], None]:
+def function_of(name: str, backends: Sequence[str] = (*GPU_BACKENDS, CPU)) -> Callable[[Context], None]:
     """The code of a task; imports its module."""
     gpu_and_cpu = _entries(backends) | _entries((CPU,))
     module, attribute, _, _, backend = gpu_and_cpu[name]

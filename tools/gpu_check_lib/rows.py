@@ -1,8 +1,7 @@
 """Rows of the report: written as they come, read back whatever became of their task, and formatted as Markdown."""
 
 import json
-from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -88,7 +87,7 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
-def format_report(rows: Seq[Row], head: Seq[str]) -> str:
+def format_report(rows: Sequence[Row], head: Sequence[str]) -> str:
     """The Markdown report: ``head``, a summary, one table for each section, and the detail rows behind them."""
     counts = {verdict: sum(row.verdict == verdict for row in rows) for verdict in ("ok", "missed", "failed", "skipped")}
     summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
@@ -107,7 +106,7 @@ def _table(title: str, rows: Iterable[Row]) -> list[str]:
     return [*lines, ""]
 
 
-def write_report(folder: Path, rows: Seq[Row], head: Seq[str], about: Mapping[str, Any]) -> None:
+def write_report(folder: Path, rows: Sequence[Row], head: Sequence[str], about: Mapping[str, Any]) -> None:
     """Write ``results.json`` and ``results.md``, each in one step; the JSON file says ``about`` beside the rows.
 
     ``head`` are the lines before the tables of ``results.md``. The folder is created.

@@ -9,8 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,7 +58,7 @@ class Outcome(NamedTuple):
     last_words: str  # last line of what it printed
 
 
-def run_process(command: Seq[str], log: Path, limit: float, environment: Mapping[str, str]) -> Outcome:
+def run_process(command: Sequence[str], log: Path, limit: float, environment: Mapping[str, str]) -> Outcome:
     """Run a command with its output appended to ``log``; end it and its children after ``limit`` seconds.
 
     ``environment`` is its whole environment.
@@ -114,14 +113,14 @@ def describe(outcome: Outcome, limit: float) -> str:
 
 
 def run_tasks(
-    tasks: Seq[Task],  # in order
+    tasks: Sequence[Task],  # in order
     budget: Budget,
     folder: Path,  # where tasks write their rows, and where those of an earlier call are
     log: Path,  # what the tasks print
     *,
-    command: Callable[[Task, float], Seq[str]],  # of a task, given its time limit in seconds
+    command: Callable[[Task, float], Sequence[str]],  # of a task, given its time limit in seconds
     environment: Mapping[str, str],
-    report: Callable[[Seq[Row]], None],  # called with all rows so far after each task
+    report: Callable[[Sequence[Row]], None],  # called with all rows so far after each task
 ) -> list[Row]:
     """Run every task for which there is time, and that an earlier call has not finished; returns all rows."""
     rows: list[Row] = []
@@ -143,7 +142,7 @@ def run_tasks(
     return rows
 
 
-def is_finished(rows: Seq[Row]) -> bool:
+def is_finished(rows: Sequence[Row]) -> bool:
     """Whether a task with these rows need not run again: it was not cut short by its call, and did not skip everything.
 
     A task that failed, or ran past its own limit, is finished: it would do so again.
@@ -154,7 +153,7 @@ def is_finished(rows: Seq[Row]) -> bool:
 
 
 def _run_task(
-    task: Task, limit: float, recorder: Recorder, command: Seq[str], log: Path, environment: Mapping[str, str]
+    task: Task, limit: float, recorder: Recorder, command: Sequence[str], log: Path, environment: Mapping[str, str]
 ) -> None:
     """Run one task; how it ended is a row if it did not end well."""
     print(f"{task.name} (at most {limit:.0f} s)", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
 """Single steps of an executor: timed, or compared with another's."""
 
 import time
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -9,7 +9,7 @@ import numpy as np
 from specexport_runtime.executors.base import Executor, Float32Array, Want
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork, step_shape
 
-Texts = Seq[Seq[int]]
+Texts = Sequence[Sequence[int]]
 
 
 class StepTime(NamedTuple):
@@ -70,7 +70,7 @@ class Comparison(NamedTuple):
 
 
 # (tokens of each row, tokens of each that are kept): a prefill, then ragged verify steps of four rows, one of them idle
-Script = Seq[tuple[str, tuple[int, ...], tuple[int, ...]]]
+Script = Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]]
 SCRIPT: Script = (
     ("prefill 17, 5, 40, 1", (17, 5, 40, 1), (17, 5, 40, 1)),
     ("verify 5, 1, 3, 5", (5, 1, 3, 5), (2, 1, 3, 5)),
@@ -104,7 +104,7 @@ def compare_logits(what: str, reference: Float32Array, other: Float32Array) -> C
     return Comparison(what, float(difference), float(np.abs(reference).max()), same, len(reference))
 
 
-def _step(runner: ModelRunner, work: Seq[RowWork], kept: Seq[int], want: Want) -> Float32Array:
+def _step(runner: ModelRunner, work: Sequence[RowWork], kept: Sequence[int], want: Want) -> Float32Array:
     output = np.array(runner.step(0, work, want))
     for row, count in enumerate(kept):
         runner.kv.commit(row, runner.kv.kv_len(row) + count)

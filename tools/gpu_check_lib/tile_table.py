@@ -1,8 +1,7 @@
 """From the sweep's rows to the tuning table: ``specexport/kernels/measured.py`` is written anew."""
 
 import json
-from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,7 +74,7 @@ def _tiles(values: Mapping[str, Any]) -> TileConfig:
     return TileConfig(**values)
 
 
-def write_table(entries: Seq[Entry], source: str, place: Path = PLACE) -> None:
+def write_table(entries: Sequence[Entry], source: str, place: Path = PLACE) -> None:
     """Write the module anew: what it has, and the entries instead of the old ones with their keys.
 
     ``source`` names the GPU and the day.

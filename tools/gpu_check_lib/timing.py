@@ -3,8 +3,7 @@
 
 import math
 import statistics
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 
 WORKING_SET = 4  # times the size of the L2 cache
 
@@ -27,7 +26,7 @@ def num_sets(bytes_of_one: int, cache_bytes: int) -> int:
     return max(2, math.ceil(WORKING_SET * cache_bytes / bytes_of_one))
 
 
-def time_rotating(calls: Seq[Callable[[], object]], *, repeats: int = 20, warm_up: int = 3) -> tuple[float, str]:
+def time_rotating(calls: Sequence[Callable[[], object]], *, repeats: int = 20, warm_up: int = 3) -> tuple[float, str]:
     """Median milliseconds of one call, and how it was measured.
 
     All calls, the same work on different buffers, are recorded into one CUDA graph, which is replayed: so the time
@@ -53,7 +52,7 @@ def time_rotating(calls: Seq[Callable[[], object]], *, repeats: int = 20, warm_u
     return statistics.median(times), how
 
 
-def _record(calls: Seq[Callable[[], object]]) -> tuple[Callable[[], object], str]:
+def _record(calls: Sequence[Callable[[], object]]) -> tuple[Callable[[], object], str]:
     import torch
 
     def run_all() -> None:

@@ -8,8 +8,7 @@ Needs the export stack. A test writes the tiny ones anew and compares.
 
 import sys
 import tempfile
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -111,7 +110,7 @@ def export_role(model: str, role: str, work: Path) -> str:
     return to_json(name_weights(graph, weights, load_file(folder / "model.safetensors")))
 
 
-def main(arguments: Seq[str]) -> None:
+def main(arguments: Sequence[str]) -> None:
     """Write the graphs of the named models."""
     FOLDER.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as work:

@@ -2,7 +2,7 @@
 
 import time
 import traceback
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -155,7 +155,7 @@ def _compare(checkpoint: Any, bundle: Path) -> float:
 class _Scripted:
     """Drafts how known texts go on, with every fifth token wrong."""
 
-    def __init__(self, texts: Seq[Seq[int]]) -> None:
+    def __init__(self, texts: Sequence[Sequence[int]]) -> None:
         from specexport_runtime.drafters.base import DrafterTraits
 
         self.traits = DrafterTraits(default_lookahead=LOOKAHEAD, is_free=True)

@@ -19,7 +19,7 @@ are not known yet (see ``drafters.at_once``)::
 After a round up to K+1 features are new: those of the tokens that were accepted.
 """
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from specexport_runtime.abi import Size, StepShape
@@ -68,7 +68,7 @@ class Profile(NamedTuple):
         return shape.num_tokens <= self.num_tokens and shape.num_logit_rows <= self.num_logit_rows
 
 
-def choose_profile(profiles: Seq[Profile], shape: StepShape) -> int:
+def choose_profile(profiles: Sequence[Profile], shape: StepShape) -> int:
     """Index of the cheapest profile that fits a step: fixed before ranged, then fewest padded tokens, then fewest rows.
 
     IncompatibleError where none fits; it names the size that is beyond all of them and the flag that raises it.
@@ -80,7 +80,7 @@ def choose_profile(profiles: Seq[Profile], shape: StepShape) -> int:
     return min(fitting, key=lambda i: (not profiles[i].is_fixed, profiles[i].num_tokens, profiles[i].num_seqs, i))
 
 
-def _too_large(profiles: Seq[Profile], shape: StepShape) -> str:
+def _too_large(profiles: Sequence[Profile], shape: StepShape) -> str:
     rows, tokens = (max(getattr(p, name) for p in profiles) for name in ("num_seqs", "num_tokens"))
     if shape.num_seqs > rows:
         return f"a step has {shape.num_seqs} sequences, the engine was built for {rows} (--max-num-seqs)."

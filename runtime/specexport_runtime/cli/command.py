@@ -28,7 +28,7 @@ from specexport_runtime.engine_options import Use
 from specexport_runtime.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from specexport_runtime.sequences.results import Prompt
+    from specexport_runtime.requests.results import Prompt
 
 
 @click.group(cls=SuggestingGroup, context_settings={"help_option_names": ["-h", "--help"]})

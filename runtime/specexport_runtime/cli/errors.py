@@ -22,8 +22,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from types import FrameType
 from typing import Any
@@ -108,7 +107,7 @@ class SuggestingGroup(click.Group):
 
     def main(
         self,
-        args: Seq[str] | None = None,
+        args: Sequence[str] | None = None,
         prog_name: str | None = None,
         complete_var: str | None = None,
         standalone_mode: bool = True,

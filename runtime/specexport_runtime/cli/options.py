@@ -13,7 +13,7 @@ from specexport_runtime.engine_options import GONE, OPTIONS, EngineOptions, Use
 from specexport_runtime.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from specexport_runtime.requests.drafting import RequestOptions
+    from specexport_runtime.intake.drafting import RequestOptions
     from specexport_runtime.sampling.cut import Cut
     from specexport_runtime.sampling.params import SamplingParams
     from specexport_runtime.sampling.structured import StructuredOutputs
@@ -229,9 +229,9 @@ def take_drafting(options: dict[str, Any]) -> "RequestOptions":
 
     ``InvalidRequestError`` if a value is out of its range, or options contradict each other.
     """
-    from specexport_runtime.requests.checks import check_acceptance
-    from specexport_runtime.sequences.draft_exit import DraftExitParams
-    from specexport_runtime.sequences.layer_choice import LayerRules
+    from specexport_runtime.intake.checks import check_acceptance
+    from specexport_runtime.requests.draft_exit import DraftExitParams
+    from specexport_runtime.requests.layer_choice import LayerRules
 
     drafting: RequestOptions = {
         "drafter": options.pop("drafter"),

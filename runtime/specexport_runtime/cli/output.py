@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from specexport_runtime.sequences.records import RoundTrace
-    from specexport_runtime.sequences.results import GenerationResult, StreamChunk
-    from specexport_runtime.sequences.stats import PaddingStats
+    from specexport_runtime.requests.records import RoundTrace
+    from specexport_runtime.requests.results import GenerationResult, StreamChunk
+    from specexport_runtime.requests.stats import PaddingStats
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def print_result(prompt: str, result: "GenerationResult", output: OutputOptions)
 def describe_drafters(drafters: dict[str, dict[str, int]], plain: int) -> str:
     """Which drafter made how much: accepted of drafted tokens, and rounds; then the ``plain`` rounds without a draft.
 
-    ``drafters`` are as in ``SequenceStats.to_json``.
+    ``drafters`` are as in ``RequestStats.to_json``.
     """
     parts = [
         f"{name} {each['accepted']} of {each['drafted']} in {_rounds(each['rounds'])}"
@@ -128,7 +128,7 @@ def _print_round(trace: "RoundTrace") -> None:
 
 
 def print_stats(stats: dict[str, Any]) -> None:
-    """Counters and speed of one generation, as ``SequenceStats.to_json`` gives them, on standard error."""
+    """Counters and speed of one generation, as ``RequestStats.to_json`` gives them, on standard error."""
 
     def number(key: str, form: str) -> str:
         return "-" if stats[key] is None else format(stats[key], form)

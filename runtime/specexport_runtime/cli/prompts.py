@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from specexport_runtime.cli.any_text import typed
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.requests.checks import check_text
+from specexport_runtime.intake.checks import check_text
 
 _FORM = 'write one object a line: {"prompt": "…"}.'
 

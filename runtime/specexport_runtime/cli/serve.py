@@ -11,9 +11,9 @@ import click
 from specexport_runtime.cli.options import NumberOr, engine_flags, take_engine_options
 from specexport_runtime.engine_options import Use
 from specexport_runtime.errors import MissingDependencyError
-from specexport_runtime.requests.chat_dialect import REASONING_PARSERS
-from specexport_runtime.requests.speculative_config import METHODS
-from specexport_runtime.requests.tool_formats.families import PARSERS
+from specexport_runtime.intake.chat_dialect import REASONING_PARSERS
+from specexport_runtime.intake.speculative_config import METHODS
+from specexport_runtime.intake.tool_formats.families import PARSERS
 from specexport_runtime.server.config import LOG_FORMATS, SCHEDULING_POLICIES, ServerConfig, check_key, read_keys
 
 KEY_VARIABLE = "SPECEXPORT_API_KEY"

@@ -20,12 +20,12 @@ from specexport_runtime.executors.base import StepOutput, Want, argmax_ids
 from specexport_runtime.lookahead.controller import Controller
 from specexport_runtime.lookahead.round import step_load
 from specexport_runtime.packing.batch import IDLE, ModelRunner
+from specexport_runtime.requests.records import Proposal, StepLoad
+from specexport_runtime.requests.request import Request, RoundEvent
+from specexport_runtime.requests.stats import PaddingStats, PhaseTimes
 from specexport_runtime.sampling.accept import Verdict
 from specexport_runtime.sampling.grammar import MaskAhead
 from specexport_runtime.sampling.logprobs import logprobs_of
-from specexport_runtime.sequences.records import Proposal, StepLoad
-from specexport_runtime.sequences.sequence import RoundEvent, Sequence
-from specexport_runtime.sequences.stats import PaddingStats, PhaseTimes
 from specexport_runtime.watch.observe import EngineLoad, Observers, RoundRecord
 from specexport_runtime.watch.trace import RoundTracer
 
@@ -57,7 +57,7 @@ class Decoder:
         self._pace = pace if pace is not None and pace.is_on else None
         self._masks = MaskAhead()
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: Request) -> None:
         """Queue a sequence; it starts when a cache row is free."""
         self.scheduler.waiting.append(sequence)
 
@@ -67,7 +67,7 @@ class Decoder:
         return self.scheduler.has_work
 
     @property
-    def running(self) -> list[Sequence]:
+    def running(self) -> list[Request]:
         """Sequences that hold a cache row."""
         return self.rows.running
 
@@ -80,7 +80,7 @@ class Decoder:
         """Assert the invariants between rounds; SpecexportError if a row number or a cache length is wrong."""
         self.rows.check()
 
-    def cancel(self, sequence: Sequence, error: Exception | None = None) -> None:
+    def cancel(self, sequence: Request, error: Exception | None = None) -> None:
         """Drop one sequence, waiting or running, and free its row; one that has finished stays as it is.
 
         ``error`` is what ended it; None if its owner did.
@@ -89,7 +89,7 @@ class Decoder:
             sequence.end("cancelled" if error is None else "error", error)
             self.scheduler.retire(sequence)
 
-    def fail(self, error: Exception) -> list[Sequence]:
+    def fail(self, error: Exception) -> list[Request]:
         """End all running sequences with ``error``, forget their rows and return them; waiting ones stay queued."""
         failed = self.running
         for seq in failed:
@@ -140,7 +140,7 @@ class Decoder:
             self.times.rounds += 1
         return events
 
-    def _propose(self, sequences: list[Sequence], load: StepLoad | None) -> dict[int, Proposal]:
+    def _propose(self, sequences: list[Request], load: StepLoad | None) -> dict[int, Proposal]:
         """Draft for sequences that get logits in this step; by row."""
         start, read_before = time.perf_counter(), prefill_seconds_of(self.drafter)
         if load is not None and self.lengths is not None:
@@ -152,7 +152,7 @@ class Decoder:
         return {seq.row: proposal for seq, proposal in zip(sequences, proposals, strict=True)}
 
     def _verify(
-        self, ready: list[Sequence], drafting: list[Sequence], proposals: dict[int, Proposal], chunks: dict[int, int]
+        self, ready: list[Request], drafting: list[Request], proposals: dict[int, Proposal], chunks: dict[int, int]
     ) -> list[RoundEvent]:
         """One packed step of the target, and what follows from its logits; prompts that end in it draft too."""
         start = time.perf_counter()
@@ -196,7 +196,7 @@ class Decoder:
 
     def _accept(
         self,
-        sequences: list[Sequence],
+        sequences: list[Request],
         proposals: Mapping[int, Proposal],
         output: StepOutput,
         want: Want,
@@ -230,7 +230,7 @@ class Decoder:
                 events.append(RoundEvent(seq, [], len(proposal.tokens), 0, is_bonus=False, proposal=proposal))
         return events
 
-    def _commit(self, seq: Sequence, proposal: Proposal, verdict: Verdict) -> RoundEvent:
+    def _commit(self, seq: Request, proposal: Proposal, verdict: Verdict) -> RoundEvent:
         tokens = [*proposal.tokens[: verdict.accepted], verdict.next_token]
         taken = seq.commit(tokens)
         accepted = min(verdict.accepted, taken)

@@ -7,8 +7,8 @@ from queue import SimpleQueue
 from typing import Protocol
 
 from specexport_runtime.errors import RequestFailedError, SpecexportError
-from specexport_runtime.sequences.results import GenerationResult, Prompt, StreamChunk, make_chunk, make_result
-from specexport_runtime.sequences.sequence import RoundEvent, Sequence
+from specexport_runtime.requests.request import Request, RoundEvent
+from specexport_runtime.requests.results import GenerationResult, Prompt, StreamChunk, make_chunk, make_result
 
 Callback = Callable[[StreamChunk], object]
 
@@ -40,7 +40,7 @@ class RequestHandle:
     def __init__(
         self,
         prompt: Prompt,
-        sequence: Sequence,  # only the decoding thread touches it before ``done``
+        sequence: Request,  # only the decoding thread touches it before ``done``
         loop: _Loop,
         *,
         stream: bool = False,  # keep chunks for iteration

@@ -7,13 +7,12 @@ what an engine raises ends the requests that were running, and the next ones sta
 import os
 import threading
 import weakref
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 
 from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.decoding.handle import RequestHandle
 from specexport_runtime.errors import EndlessWaitError, EngineClosedError, SpecexportError
-from specexport_runtime.sequences.stats import PaddingStats, PhaseTimes
+from specexport_runtime.requests.stats import PaddingStats, PhaseTimes
 from specexport_runtime.watch.observe import EngineLoad
 
 THREAD_NAME = "specexport-decode"
@@ -53,7 +52,7 @@ class DecodeLoop:
         # The interpreter must not come down around a thread that is inside an engine.
         weakref.finalize(self, _close_at_exit, weakref.ref(self))
 
-    def submit(self, handles: Seq[RequestHandle]) -> None:
+    def submit(self, handles: Sequence[RequestHandle]) -> None:
         """Queue requests, in order; all of them join before the same round.
 
         A closed loop raises EngineClosedError; a process that was forked while requests ran, EndlessWaitError.

@@ -15,15 +15,14 @@ each.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from specexport_runtime.errors import InvalidRequestError, SpecexportError
 from specexport_runtime.executors.base import borrows_cache
 from specexport_runtime.executors.gpu import gib
 from specexport_runtime.packing.batch import ModelRunner
-from specexport_runtime.sequences.sequence import Sequence
+from specexport_runtime.requests.request import Request
 
 SPARE_SHARE = 1 / 8
 """Of the budget: memory of rows that nobody holds, which stays resident for those who come next."""
@@ -55,7 +54,12 @@ class MemoryBudget:
     """
 
     def __init__(
-        self, runners: Seq[ModelRunner], *, limit: int | None = None, slack: int = 0, max_model_len: int | None = None
+        self,
+        runners: Sequence[ModelRunner],
+        *,
+        limit: int | None = None,
+        slack: int = 0,
+        max_model_len: int | None = None,
     ) -> None:
         self._runners = [runner for runner in runners if not borrows_cache(runner.executor)]
         self.limit, self._slack = limit, slack  # bytes, None for no limit; entries beyond a sequence's tokens
@@ -86,11 +90,11 @@ class MemoryBudget:
         entries = min(tokens, self._most) + self._slack
         return Holding((entries,) * len(self._runners), sum([runner.row_bytes(entries) for runner in self._runners]))
 
-    def need(self, seq: Sequence) -> Holding:
+    def need(self, seq: Request) -> Holding:
         """All that a sequence may come to need, whatever drafts for it."""
         return self._holding(seq.num_prompt_tokens + seq.max_tokens)
 
-    def fits(self, seq: Sequence, rows: Iterable[int]) -> bool:
+    def fits(self, seq: Request, rows: Iterable[int]) -> bool:
         """Whether a sequence may begin beside what the rows ``rows`` are held for."""
         return self.limit is None or self.bytes_of(rows) + self.need(seq).num_bytes <= self.limit
 
@@ -98,7 +102,7 @@ class MemoryBudget:
         """Bytes that some rows are held for; may be asked from any thread."""
         return sum([held.num_bytes for row in rows if (held := self._held.get(row)) is not None])
 
-    def room_beside(self, seq: Sequence, rows: Iterable[int]) -> int | None:
+    def room_beside(self, seq: Request, rows: Iterable[int]) -> int | None:
         """Bytes that are left for kept texts when a sequence begins beside some rows; None for no limit."""
         return None if self.limit is None else self.limit - self.need(seq).num_bytes - self.bytes_of(rows)
 
@@ -117,7 +121,7 @@ class MemoryBudget:
                 "load the engine with more kv_cache_memory_bytes, or a smaller max_model_len.",
             )
 
-    def reserve(self, seq: Sequence) -> None:
+    def reserve(self, seq: Request) -> None:
         """A sequence begins in its row: all that it may need is its own, and spare memory makes way."""
         self._held[seq.row] = self.need(seq)
         self.settle()

@@ -13,7 +13,7 @@ chunks, and these change no token that comes out, only the time that a step take
 import time
 from collections.abc import Callable
 
-from specexport_runtime.sequences.sequence import Sequence
+from specexport_runtime.requests.request import Request
 
 _WEIGHT = 0.2  # of the newest step
 
@@ -25,7 +25,7 @@ class Pace:
         self,
         ttft_budget_s: float | None = None,  # seconds from submission to the first token; None for no such budget
         itl_budget_s: float | None = None,  # seconds between two rounds of a sequence that decodes; None for none
-        clock: Callable[[], float] = time.perf_counter,  # seconds, of the clock of ``SequenceStats.submit_time``
+        clock: Callable[[], float] = time.perf_counter,  # seconds, of the clock of ``RequestStats.submit_time``
     ) -> None:
         self.ttft_budget_s, self.itl_budget_s = ttft_budget_s, itl_budget_s
         self._clock = clock
@@ -45,7 +45,7 @@ class Pace:
         rest = seconds - ((self._round or 0.0) if num_decoding else 0.0)
         self._token = _mixed(self._token, max(rest, 0.0) / prompt_tokens)
 
-    def is_late(self, seq: Sequence, unread: int) -> bool:
+    def is_late(self, seq: Request, unread: int) -> bool:
         """Whether a first token will come too late, even if only the ``unread`` tokens of its prompt are read."""
         if self.ttft_budget_s is None or seq.num_generated:
             return False

@@ -8,7 +8,7 @@ The numbers are what reading the prompt would have given: an entry depends on th
 give a token the same bits in a step of any width. Entries are never shifted to other positions.
 """
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -70,7 +70,7 @@ class KeptTexts(dict[int, KeptText]):
         """Rows of texts that are kept for good; may be asked from any thread."""
         return [row for row, kept in tuple(self.items()) if kept.is_pinned]
 
-    def unpin(self, tokens: Seq[int], scope: str, adapter: int | None = None) -> bool:
+    def unpin(self, tokens: Sequence[int], scope: str, adapter: int | None = None) -> bool:
         """Let a text that is kept for good go when its row is wanted; may be called from any thread.
 
         False: there was none.
@@ -94,7 +94,7 @@ class KeptTexts(dict[int, KeptText]):
         )
         return kept.is_pinned, not contained, kept.used
 
-    def cheaper_than(self, homeless: KeptText, but: Seq[int | None]) -> int | None:
+    def cheaper_than(self, homeless: KeptText, but: Sequence[int | None]) -> int | None:
         """The row, none of ``but``, whose text is worth the least, and less than one without a row; None: none is."""
         worst, place = self.worth(homeless, None), None
         for at, kept in self.items():

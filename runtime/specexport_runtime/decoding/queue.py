@@ -8,7 +8,7 @@
 
 Where no row is free, which may last as long as the longest text, a sequence may be paused for another. It loses its row
 and nothing else: it reads what it had again, or finds it in a row that was free to keep it, and goes on with the same
-text (``Sequence.reads_again``). That costs time, so no sequence is paused
+text (``Request.reads_again``). That costs time, so no sequence is paused
 
 - for another sequence of the same owner, unless that one has a higher priority (a lower number);
 - while its owner holds no more rows than the other would then: with two rows or more over the other's, at once; with
@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 
 from specexport_runtime.decoding.rows import Rows
-from specexport_runtime.sequences.sequence import Sequence
+from specexport_runtime.requests.request import Request
 
 LEAST_TURN = 16
 """Tokens that a sequence generates before it is paused again; a quarter of its text, if that is more."""
@@ -43,33 +43,33 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         # Owners in the order of their turns: a dict keeps it.
-        self._levels: dict[int, dict[str, deque[Sequence]]] = {}
+        self._levels: dict[int, dict[str, deque[Request]]] = {}
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
-    def __iter__(self) -> Iterator[Sequence]:
+    def __iter__(self) -> Iterator[Request]:
         """All of them, priority by priority and owner by owner."""
         for priority in sorted(self._levels):
             for queue in self._levels[priority].values():
                 yield from queue
 
-    def append(self, seq: Sequence) -> None:
+    def append(self, seq: Request) -> None:
         """A sequence has arrived."""
         self._queue_of(seq).append(seq)
         self._count += 1
 
-    def put_back(self, seq: Sequence) -> None:
+    def put_back(self, seq: Request) -> None:
         """A sequence was paused: it goes on before those of its owner that have not begun."""
         self._queue_of(seq).appendleft(seq)
         self._count += 1
 
-    def is_alike(self, seq: Sequence) -> bool:
+    def is_alike(self, seq: Request) -> bool:
         """Whether all have the owner and the priority of ``seq``: then there is nobody to be fair to."""
         return self._count == len(self._levels.get(seq.priority, {}).get(seq.owner, ()))
 
-    def next(self, held: Mapping[str, int], skipped: Collection[str] = ()) -> Sequence | None:
+    def next(self, held: Mapping[str, int], skipped: Collection[str] = ()) -> Request | None:
         """The next sequence, which stays in the queue; None if no owner of the first priority is left.
 
         ``held`` counts the rows of each owner; an owner that it does not name holds none. ``skipped`` owners are passed
@@ -82,14 +82,14 @@ class WaitingQueue:
         # Of equals `min` takes the first: the one whose turn is the longest ago.
         return owners[min(able, key=lambda owner: held.get(owner, 0))][0] if able else None
 
-    def take(self, seq: Sequence) -> None:
+    def take(self, seq: Request) -> None:
         """A sequence gets a row; its owner has had a turn."""
         owners = self._levels[seq.priority]
         queue = owners.pop(seq.owner)
         owners[seq.owner] = queue
         self.remove(seq)
 
-    def remove(self, seq: Sequence) -> None:
+    def remove(self, seq: Request) -> None:
         """A sequence leaves the queue."""
         owners = self._levels[seq.priority]
         queue = owners[seq.owner]
@@ -100,18 +100,18 @@ class WaitingQueue:
             if not owners:
                 del self._levels[seq.priority]
 
-    def _queue_of(self, seq: Sequence) -> deque[Sequence]:
+    def _queue_of(self, seq: Request) -> deque[Request]:
         return self._levels.setdefault(seq.priority, {}).setdefault(seq.owner, deque())
 
 
-def whom_to_pause(newcomer: Sequence, rows: Rows) -> Sequence | None:
+def whom_to_pause(newcomer: Request, rows: Rows) -> Request | None:
     """The sequence whose row another had better have; None if none may be paused.
 
     It is one of the lowest priority, of the owner with the most rows, with the least to read again.
     """
     held = rows.held
 
-    def may_be(seq: Sequence) -> bool:
+    def may_be(seq: Request) -> bool:
         num_read = rows.num_read(seq)
         if seq.priority < newcomer.priority or not _is_rested(seq, num_read):
             return False
@@ -127,7 +127,7 @@ def whom_to_pause(newcomer: Sequence, rows: Rows) -> Sequence | None:
     return max(able, key=lambda seq: (seq.priority, held[seq.owner], -rows.num_read(seq)), default=None)
 
 
-def _is_rested(seq: Sequence, num_read: int) -> bool:
+def _is_rested(seq: Request, num_read: int) -> bool:
     """Whether a sequence may be paused at all."""
     is_ending = seq.num_generated > 0 and seq.room_for_drafts < NEARLY_DONE
     if is_ending or seq.is_pinned or seq.is_scored or seq.reads_again:

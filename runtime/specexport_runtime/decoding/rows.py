@@ -31,7 +31,7 @@ from specexport_runtime.drafters.base import Drafter, PrefixDrafter, as_prefix_d
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import Int64Array
 from specexport_runtime.packing.batch import ModelRunner
-from specexport_runtime.sequences.sequence import NO_ROW, Sequence
+from specexport_runtime.requests.request import NO_ROW, Request
 from specexport_runtime.watch.observe import EngineLoad
 
 
@@ -53,19 +53,19 @@ class Rows:
         self.memory = memory or MemoryBudget([target])
         self.reuses_prefixes = reuses_prefixes and as_prefix_drafter(drafter) is not None
         self._keeping = cast("PrefixDrafter", drafter)  # asked as such only where prefixes are reused
-        self.placed: list[Sequence | None] = []  # by row; None is a hole
-        self._arrivals: dict[int, Sequence] = {}  # the same by age
+        self.placed: list[Request | None] = []  # by row; None is a hole
+        self._arrivals: dict[int, Request] = {}  # the same by age
         self.kept, self.counts = KeptTexts(), PrefixCounts()
         self._clock = 0  # admissions
         self.preemptions = 0  # not told to observers yet
 
     @property
-    def running(self) -> list[Sequence]:
+    def running(self) -> list[Request]:
         """Sequences that hold a row, in row order."""
         return [seq for seq in self.placed if seq is not None]
 
     @property
-    def reading(self) -> list[Sequence]:
+    def reading(self) -> list[Request]:
         """Those that read their prompt, or their text again, the oldest first."""
         return [seq for seq in self._arrivals.values() if not seq.is_decoding]
 
@@ -81,22 +81,22 @@ class Rows:
             return self.placed.index(None)
         return len(self.placed) if len(self.placed) < self.max_num_seqs else NO_ROW
 
-    def at(self, row: int) -> Sequence:
+    def at(self, row: int) -> Request:
         """The sequence of a row; SpecexportError if the row is empty."""
         seq = self.placed[row]
         if seq is None:
             raise SpecexportError(f"row {row} is empty.")
         return seq
 
-    def num_read(self, seq: Sequence) -> int:
+    def num_read(self, seq: Request) -> int:
         """Tokens of a sequence that the target has seen."""
         return self.target.kv.kv_len(seq.row) if seq.row != NO_ROW else 0
 
-    def num_unread(self, seq: Sequence) -> int:
+    def num_unread(self, seq: Request) -> int:
         """Tokens of a sequence that the target has not seen."""
         return len(seq.tokens) - (self.target.kv.kv_len(seq.row) if seq.row != NO_ROW else 0)
 
-    def ending(self, chunks: Mapping[int, int]) -> list[Sequence]:
+    def ending(self, chunks: Mapping[int, int]) -> list[Request]:
         """Sequences whose prompt ends in a step, of which ``chunks`` has the prompt tokens by row."""
         return [seq for row, chunk in chunks.items() if self.num_unread(seq := self.at(row)) == chunk]
 
@@ -110,21 +110,21 @@ class Rows:
         self.target.kv.commit(row, self.target.kv.kv_len(row) + count)
         self._note_read(self.at(row))
 
-    def _note_read(self, seq: Sequence) -> None:
+    def _note_read(self, seq: Request) -> None:
         """A paused sequence goes on as soon as all but its newest token is in its row."""
         if seq.reads_again and self.num_unread(seq) == 1:
             seq.reads_again = False
 
-    def fits(self, seq: Sequence) -> bool:
+    def fits(self, seq: Request) -> bool:
         """Whether there is memory for all that a sequence may come to need; alone, there always is (``check_pin``)."""
         running = self.running
         return not running or self.memory.fits(seq, self._reserved_by(running))
 
-    def _reserved_by(self, running: list[Sequence]) -> list[int]:
+    def _reserved_by(self, running: list[Request]) -> list[int]:
         """Rows whose memory no other sequence may have: those of ``running``, and of texts that are kept for good."""
         return [*(row for seq in running if (row := seq.row) != NO_ROW), *self.kept.pinned_rows]
 
-    def is_early(self, seq: Sequence) -> bool:
+    def is_early(self, seq: Request) -> bool:
         """Whether a sequence should wait: another is reading a beginning that both have, and will have it soon."""
         if not self.reuses_prefixes or seq.row_scope is None or seq.is_scored:
             return False
@@ -141,11 +141,11 @@ class Rows:
         found = self._longest(seq)
         return coming - (0 if found is None else found.reused) >= WORTH_WAITING
 
-    def can_resume(self, seq: Sequence) -> bool:
+    def can_resume(self, seq: Request) -> bool:
         """Whether a sequence could go on if it was paused."""
         return can_restart(self.drafter, seq)
 
-    def admit(self, seq: Sequence, row: int) -> None:
+    def admit(self, seq: Request, row: int) -> None:
         """Give a free row to a sequence; it goes on from what rows have of its prompt, or of its text after a pause."""
         if row == len(self.placed):
             self.placed.append(None)
@@ -156,7 +156,7 @@ class Rows:
         self._begin(seq)
         self._note_read(seq)
 
-    def pause(self, seq: Sequence) -> int:
+    def pause(self, seq: Request) -> int:
         """Take its row, which is returned, from a sequence that will go on later."""
         row = seq.row
         seq.pause(self.num_read(seq))
@@ -165,7 +165,7 @@ class Rows:
         self.preemptions += 1
         return row
 
-    def leave(self, seq: Sequence) -> None:
+    def leave(self, seq: Request) -> None:
         """A sequence leaves its row, which keeps its text if another may go on from it, or is cleared."""
         row = seq.row
         if not self._keep(seq):
@@ -176,7 +176,7 @@ class Rows:
         self.placed[row], seq.row = None, NO_ROW
         del self._arrivals[id(seq)]
 
-    def _keep(self, seq: Sequence) -> bool:
+    def _keep(self, seq: Request) -> bool:
         """Keep the text of a row, if another may go on from it; False if not."""
         count = self.num_read(seq)
         if seq.is_pinned:
@@ -206,7 +206,7 @@ class Rows:
         for row in tuple(self.kept):
             self._drop(row)
 
-    def _begin(self, seq: Sequence) -> None:
+    def _begin(self, seq: Request) -> None:
         self._clock += 1
         found, is_new = None, not seq.stats.preemptions
         if self.reuses_prefixes and seq.row_scope is not None and not seq.is_scored:
@@ -240,7 +240,7 @@ class Rows:
             seq.stats.cached_tokens = found.reused
             self.counts.hits += found.reused
 
-    def _make_room(self, seq: Sequence, found: Match | None) -> bool:
+    def _make_room(self, seq: Request, found: Match | None) -> bool:
         """Kept texts go until a sequence fits, cheap ones first; whether it goes on from the row of ``found`` itself.
 
         A text that it continues is kept again when it ends; one that would lose more of its own stays, where there is
@@ -261,7 +261,7 @@ class Rows:
         may_lose = found is not None and found.kept is not None and not found.kept.is_pinned
         return is_continued or (room < 0 and may_lose)
 
-    def _longest(self, seq: Sequence) -> Match | None:
+    def _longest(self, seq: Request) -> Match | None:
         """What a sequence would go on from; None if no row has enough of its text."""
         prompt = np.asarray(seq.tokens, np.int64)
         best: Match | None = None
@@ -271,7 +271,7 @@ class Rows:
             least = max(LEAST_REUSED, self.target.least_len(row))
             if reused < least or (best is not None and reused < best.reused):
                 continue
-            given = self._keeping.snapshot(drafts) if isinstance(drafts, Sequence) else drafts
+            given = self._keeping.snapshot(drafts) if isinstance(drafts, Request) else drafts
             reused = self._keeping.usable(seq, given, reused)
             # Of equal ones, that in its own row: nothing is copied.
             is_better = best is None or (reused, row == seq.row) > (best.reused, best.row == seq.row)
@@ -279,7 +279,7 @@ class Rows:
                 best = Match(common, reused, row, given, kept)
         return best
 
-    def _texts(self, seq: Sequence) -> Iterator[tuple[int, KeptText | None, Int64Array, Any]]:
+    def _texts(self, seq: Request) -> Iterator[tuple[int, KeptText | None, Int64Array, Any]]:
         """Row, what is kept, tokens, and what the drafter has, of every text that a sequence may go on from."""
         for row, kept in self.kept.items():
             if kept.scope == seq.row_scope:

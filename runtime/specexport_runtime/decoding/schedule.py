@@ -9,14 +9,13 @@ A row of logits is as long as the vocabulary, so that a chunk of usual length wo
 Prompts that are scored are read in short chunks, few at a time.
 """
 
-from collections.abc import Collection, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from specexport_runtime.decoding.pace import Pace
 from specexport_runtime.decoding.queue import WaitingQueue, whom_to_pause
 from specexport_runtime.decoding.rows import Rows
-from specexport_runtime.sequences.sequence import NO_ROW, Sequence
+from specexport_runtime.requests.request import NO_ROW, Request
 
 _OLDEST_SHARE = 4
 MOST_SCORED = 64
@@ -30,13 +29,13 @@ REREAD_CHUNK = 32
 class Reading(NamedTuple):
     """A prompt that is being read, or a text that is read again."""
 
-    sequence: Sequence
+    sequence: Request
     most: int  # tokens that its next chunk has at most
     unread: int  # tokens that are left
     is_late: bool = False  # it yields to readings that are not
 
 
-def share_tokens(readings: Seq[Reading], tokens: int) -> dict[int, int]:
+def share_tokens(readings: Sequence[Reading], tokens: int) -> dict[int, int]:
     """Tokens of each row in this step, for rows that get any, in the order of ``readings``: the oldest first.
 
     The oldest gets one token at least.
@@ -74,7 +73,7 @@ def bound_scored(chunks: Mapping[int, int], scored: Collection[int]) -> dict[int
     return bounded
 
 
-def go_alone(ready: Seq[Sequence], ending: Seq[Sequence]) -> list[Sequence]:
+def go_alone(ready: Sequence[Request], ending: Sequence[Request]) -> list[Request]:
     """Sequences of ``ending``, whose prompt ends in the step, whose first token should not wait for a round of others.
 
     They have a step for themselves; who decodes (``ready``) sits it out, which changes no draw. Only for owners of whom
@@ -90,11 +89,11 @@ def _urgency(reading: Reading) -> tuple[int, bool]:
     return reading.sequence.priority, reading.is_late
 
 
-def _given(readings: Seq[Reading], given: Mapping[int, int]) -> int:
+def _given(readings: Sequence[Reading], given: Mapping[int, int]) -> int:
     return sum(given[each.sequence.row] for each in readings)
 
 
-def _fill(readings: Seq[Reading], tokens: int, given: dict[int, int]) -> int:
+def _fill(readings: Sequence[Reading], tokens: int, given: dict[int, int]) -> int:
     """Give tokens to the prompts of one owner, one after the other; how many were given."""
     left = tokens
     for each in readings:
@@ -131,14 +130,14 @@ class Scheduler:
         """Whether any sequence waits or runs."""
         return bool(self.waiting) or any(self.rows.placed)
 
-    def retire(self, seq: Sequence) -> None:
+    def retire(self, seq: Request) -> None:
         """A sequence gives its row back, or its place in the queue."""
         if seq.row == NO_ROW:
             self.waiting.remove(seq)
         else:
             self.rows.leave(seq)
 
-    def plan(self) -> tuple[list[Sequence], dict[int, int]]:
+    def plan(self) -> tuple[list[Request], dict[int, int]]:
         """Admit what fits; then the sequences that decode in this step, and the prompt tokens of the other rows."""
         placed = self.rows.placed
         ready = [seq for seq in placed if seq is not None and seq.is_decoding]
@@ -209,7 +208,7 @@ class Scheduler:
                 left += 1 if waits else -drafts
         return chunks
 
-    def _reading(self, seq: Sequence, wanted: int) -> Reading:
+    def _reading(self, seq: Request, wanted: int) -> Reading:
         """What a sequence has to read: up to ``wanted`` tokens now."""
         unread = self.rows.num_unread(seq) - seq.reads_again
         return Reading(seq, min(unread, wanted), unread, self._pace.is_late(seq, unread))
@@ -218,7 +217,7 @@ class Scheduler:
         """Whether a row is free for a sequence that waits, or may be made free."""
         return self.rows.free_row != NO_ROW or self._victim(None) is not None
 
-    def _has_budget(self, seq: Sequence, busy_tokens: int) -> bool:
+    def _has_budget(self, seq: Request, busy_tokens: int) -> bool:
         """Whether a sequence would get tokens now: others read before it, but for owners with whom it shares."""
         before = [
             self.rows.num_unread(each)
@@ -227,7 +226,7 @@ class Scheduler:
         ]
         return not before or self.max_num_batched_tokens - busy_tokens > sum(before)
 
-    def _victim(self, seq: Sequence | None) -> Sequence | None:
+    def _victim(self, seq: Request | None) -> Request | None:
         """Whom to pause for a sequence, or for the next that waits."""
         if all(each is None or self.waiting.is_alike(each) for each in self.rows.placed):
             return None
@@ -235,6 +234,6 @@ class Scheduler:
         return seq and whom_to_pause(seq, self.rows)
 
 
-def _most_tokens(ready: Seq[Sequence]) -> int:
+def _most_tokens(ready: Sequence[Request]) -> int:
     """Tokens that sequences with one token to read may take in a step."""
     return sum([1 + min(seq.room_for_drafts, seq.max_lookahead) for seq in ready])

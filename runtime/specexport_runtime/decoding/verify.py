@@ -1,20 +1,19 @@
 """A step of the target, and what its logits say: of drafts, and of prompts that are scored."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 
 from specexport_runtime.drafters.base import Drafter, as_feature_drafter, as_similarity
 from specexport_runtime.errors import CheckFailedError
 from specexport_runtime.executors.base import NO_TOKEN, Float32Array, StepOutput, Want, as_featured, as_gated
 from specexport_runtime.packing.batch import ModelRunner, RowWork
+from specexport_runtime.requests.records import Proposal
+from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.accept import Verdict, accept_greedy
 from specexport_runtime.sampling.block import RULES
 from specexport_runtime.sampling.logprobs import logprobs_of
-from specexport_runtime.sequences.records import Proposal
-from specexport_runtime.sequences.sequence import Sequence
 
 
-def row_work(target: ModelRunner, seq: Sequence, count: int, proposal: Proposal | None) -> RowWork:
+def row_work(target: ModelRunner, seq: Request, count: int, proposal: Proposal | None) -> RowWork:
     """``count`` tokens that the target has not seen, and the draft behind them."""
     kv_len = target.kv.kv_len(seq.row)
     known = seq.tokens[kv_len : kv_len + count]
@@ -28,10 +27,10 @@ def row_work(target: ModelRunner, seq: Sequence, count: int, proposal: Proposal 
 def told_step(
     target: ModelRunner,
     drafter: Drafter,
-    sequences: Seq[Sequence],  # all that have tokens in the step
-    prompts: Seq[Sequence],  # of these, all with a chunk of their prompt
+    sequences: Sequence[Request],  # all that have tokens in the step
+    prompts: Sequence[Request],  # of these, all with a chunk of their prompt
     first_row: int,
-    work: Seq[RowWork],
+    work: Sequence[RowWork],
     want: Want,
 ) -> StepOutput:
     """A step of the target, as ``ModelRunner.step`` has it; the drafter is told what it wants to know of it.
@@ -76,8 +75,8 @@ def told_step(
 
 
 def score_prompts(
-    target: ModelRunner, prompts: Seq[Sequence], scored: Mapping[int, int], output: StepOutput, first_row: int
-) -> list[Sequence]:
+    target: ModelRunner, prompts: Sequence[Request], scored: Mapping[int, int], output: StepOutput, first_row: int
+) -> list[Request]:
     """Keep log-probabilities of prompts, ``scored`` tokens of each row; returns the sequences that failed."""
     failed = []
     for seq in prompts:
@@ -91,7 +90,7 @@ def score_prompts(
     return failed
 
 
-def note_scores(seq: Sequence, start: int, logits: Float32Array) -> None:
+def note_scores(seq: Request, start: int, logits: Float32Array) -> None:
     """Keep the log-probabilities of the prompt's tokens behind those of a chunk, from its logits [n, V].
 
     ``start`` is the number of tokens before the chunk. CheckFailedError: the logits hold NaN or +inf.
@@ -102,7 +101,7 @@ def note_scores(seq: Sequence, start: int, logits: Float32Array) -> None:
     seq.prompt_logprobs += logprobs_of(following, logits[: len(following)], seq.params.prompt_logprobs or 0)
 
 
-def accept_argmax(proposal: Proposal, greedy: Seq[int]) -> Verdict:
+def accept_argmax(proposal: Proposal, greedy: Sequence[int]) -> Verdict:
     """Accept K draft tokens by the target's K+1 greedy tokens; CheckFailedError if the logits held a NaN."""
     verdict = accept_greedy(proposal.tokens, greedy)
     if verdict.next_token == NO_TOKEN:
@@ -110,7 +109,7 @@ def accept_argmax(proposal: Proposal, greedy: Seq[int]) -> Verdict:
     return verdict
 
 
-def accept_processed(seq: Sequence, proposal: Proposal, logits: Float32Array) -> Verdict:
+def accept_processed(seq: Request, proposal: Proposal, logits: Float32Array) -> Verdict:
     """Acceptance where logits processing depends on the history: each row sees the draft tokens before it.
 
     ``seq`` is without the round's tokens; ``logits`` are the target's raw ones [K+1, V]. NaN or +inf in them is a

@@ -12,7 +12,7 @@ context, and behind them comes a block that begins with the newest token. What s
 after the step, and so is the whole block.
 """
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ from specexport_runtime.bundle.arrays import MaskInput
 from specexport_runtime.executors.base import Float32Array
 from specexport_runtime.lookahead.draft_cost import EngineCost
 from specexport_runtime.packing.batch import RowWork
-from specexport_runtime.sequences.sequence import Sequence
+from specexport_runtime.requests.request import Request
 
 
 class AtOnce(NamedTuple):
@@ -38,7 +38,7 @@ class ParallelCost(EngineCost):
     The step is paid once a round, and each token of the draft is one token more in it.
     """
 
-    def seconds(self, sequences: Seq[Sequence], num_rows: int, kv_entries: float) -> float:  # noqa: ARG002
+    def seconds(self, sequences: Sequence[Request], num_rows: int, kv_entries: float) -> float:  # noqa: ARG002
         """See ``DraftCost.seconds``: what one token more a row costs."""
         wide, narrow = (self._curve.seconds(count * num_rows, num_rows, kv_entries) for count in (2, 1))
         return wide - narrow
@@ -48,7 +48,7 @@ class ParallelCost(EngineCost):
         return self._curve.seconds(num_rows, num_rows) / num_rows
 
 
-def entry_tokens(tokens: Seq[int], mask: MaskInput | None) -> list[int]:
+def entry_tokens(tokens: Sequence[int], mask: MaskInput | None) -> list[int]:
     """Input ids of the entries of known features, by the token behind each.
 
     ``mask`` is None for a head that drafts token after token.
@@ -61,7 +61,7 @@ def num_behind(count: int, mask: MaskInput) -> int:
     return count - 1 if mask.block_size is None else count + 1
 
 
-def draft_work(tokens: Seq[int], features: Float32Array, newest: int, count: int, mask: MaskInput) -> AtOnce:
+def draft_work(tokens: Sequence[int], features: Float32Array, newest: int, count: int, mask: MaskInput) -> AtOnce:
     """The step that drafts ``count`` tokens, at least one, behind the ``newest`` token of a sequence.
 
     ``tokens`` are the input ids of the entries that the head has not read, at least one, from :func:`entry_tokens`;

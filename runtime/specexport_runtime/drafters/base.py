@@ -4,11 +4,10 @@ A drafter of our own is a file here with a :class:`DrafterKind`, and one line of
 user's is a factory, given to ``SpecEngine.load(..., drafters={"name": factory})``.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from specexport_runtime.sequences.records import Begun, DrafterTraits, Proposal
+from specexport_runtime.requests.records import Begun, DrafterTraits, Proposal
 
 if TYPE_CHECKING:
     from specexport_runtime.bundle.arrays import CutHead, MaskInput
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from specexport_runtime.executors.base import Float32Array
     from specexport_runtime.lookahead.draft_cost import DraftCost
     from specexport_runtime.packing.batch import ModelRunner
-    from specexport_runtime.sequences.sequence import Sequence
+    from specexport_runtime.requests.request import Request
 
 __all__ = [
     "Begun",
@@ -58,11 +57,11 @@ class Drafter(Protocol):
         """Seconds spent inside engine execution since creation; 0 for drafters without an engine."""
         ...
 
-    def propose(self, sequences: "Seq[Sequence]", lookaheads: Seq[int]) -> list[Proposal]:
+    def propose(self, sequences: "Sequence[Request]", lookaheads: Sequence[int]) -> list[Proposal]:
         """Up to ``lookaheads[i]`` draft tokens for each sequence. 0 must return an empty proposal."""
         ...
 
-    def commit(self, sequences: "Seq[Sequence]") -> None:
+    def commit(self, sequences: "Sequence[Request]") -> None:
         """Called after every round: the sequences' tokens now end with what was committed; forget the rest."""
         ...
 
@@ -82,7 +81,7 @@ class ContinuingDrafter(Drafter, Protocol):
     """
 
     def propose(
-        self, sequences: "Seq[Sequence]", lookaheads: Seq[int], begun: "Seq[Begun] | None" = None
+        self, sequences: "Sequence[Request]", lookaheads: Sequence[int], begun: "Sequence[Begun] | None" = None
     ) -> list[Proposal]:
         """As ``Drafter.propose``.
 
@@ -103,11 +102,11 @@ def as_continuing(drafter: Drafter) -> ContinuingDrafter | None:
 class SimilarityDrafter(Drafter, Protocol):
     """A drafter that looks at how little each attention layer of the target changes a prompt; optional."""
 
-    def wants_similarity(self, sequence: "Sequence") -> bool:
+    def wants_similarity(self, sequence: "Request") -> bool:
         """Whether the target should measure attention similarity while it reads this sequence's prompt."""
         ...
 
-    def note_similarity(self, sequence: "Sequence", similarity: "Float32Array") -> None:
+    def note_similarity(self, sequence: "Request", similarity: "Float32Array") -> None:
         """Attention similarity [N, t] of the ``t`` prompt tokens that the target has just read."""
         ...
 
@@ -126,11 +125,11 @@ def prefill_seconds_of(drafter: Drafter) -> float:
 class FeatureDrafter(Drafter, Protocol):
     """A drafter that reads the target's hidden states, of every token of a sequence; optional."""
 
-    def wants_features(self, sequence: "Sequence") -> bool:
+    def wants_features(self, sequence: "Request") -> bool:
         """Whether the target should give features of what it reads of this sequence; the same for its whole life."""
         ...
 
-    def note_features(self, sequence: "Sequence", start: int, features: "Float32Array") -> None:
+    def note_features(self, sequence: "Request", start: int, features: "Float32Array") -> None:
         """Features [t, E] of the tokens from position ``start`` on that the target has just read, drafts included.
 
         A view that the target's next step overwrites. What becomes of the drafts is told by the next ``commit``.
@@ -149,15 +148,15 @@ class PrefixDrafter(Drafter, Protocol):
     One that is not begins anew with each sequence, as if its prompt had just been read.
     """
 
-    def snapshot(self, sequence: "Sequence") -> Any:
+    def snapshot(self, sequence: "Request") -> Any:
         """What it has of a sequence's row, between rounds. What becomes of the sequence later does not change it."""
         ...
 
-    def usable(self, sequence: "Sequence", kept: Any, count: int) -> int:
+    def usable(self, sequence: "Request", kept: Any, count: int) -> int:
         """How many of ``count`` common tokens a sequence may take over, with ``kept`` of the other; 0 for none."""
         ...
 
-    def adopt(self, sequence: "Sequence", kept: Any, count: int) -> None:
+    def adopt(self, sequence: "Request", kept: Any, count: int) -> None:
         """A sequence begins whose first ``count`` tokens are not read again; what the snapshot is of is in its row."""
         ...
 
@@ -186,7 +185,7 @@ def as_prefix_drafter(drafter: Drafter) -> PrefixDrafter | None:
 class RestartingDrafter(Drafter, Protocol):
     """A drafter that can go on with a sequence that was paused; needed only of those that are told what was read."""
 
-    def restart(self, sequence: "Sequence") -> None:
+    def restart(self, sequence: "Request") -> None:
         """A sequence has left its row. It is read again from its beginning, or goes on from a kept text (``adopt``).
 
         What was noted while it was read (features, similarities) comes again, or is in the snapshot.
@@ -194,19 +193,19 @@ class RestartingDrafter(Drafter, Protocol):
         ...
 
 
-def can_restart(drafter: Drafter, sequence: "Sequence") -> bool:
+def can_restart(drafter: Drafter, sequence: "Request") -> bool:
     """Whether a sequence may be paused, as far as a drafter is concerned.
 
     One that is told nothing of what is read may always be: it finds a sequence in a row of which it has nothing, and
     catches up, as with one that it was not asked about before.
     """
-    asked: Callable[[Sequence], bool] | None = getattr(drafter, "can_restart", None)
+    asked: Callable[[Request], bool] | None = getattr(drafter, "can_restart", None)
     if asked is not None:
         return asked(sequence)
     return hasattr(drafter, "restart") or (as_feature_drafter(drafter) is None and as_similarity(drafter) is None)
 
 
-def restart(drafter: Drafter, sequence: "Sequence") -> None:
+def restart(drafter: Drafter, sequence: "Request") -> None:
     """Tell a drafter that follows :class:`RestartingDrafter`."""
     if hasattr(drafter, "restart"):
         drafter.restart(sequence)

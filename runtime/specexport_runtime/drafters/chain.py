@@ -1,8 +1,7 @@
 """Several drafters behind one: each sequence names those it wants, and the first that finds something drafts."""
 
 import time
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from specexport_runtime.drafters.base import (
@@ -23,8 +22,8 @@ from specexport_runtime.drafters.forced import BegunDrafts, begin_drafts, shorte
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import Float32Array
 from specexport_runtime.lookahead.controller import Controller
-from specexport_runtime.sequences.records import Allowed, Asked, Proposal
-from specexport_runtime.sequences.sequence import Sequence
+from specexport_runtime.requests.records import Allowed, Asked, Proposal
+from specexport_runtime.requests.request import Request
 
 
 class ChainDrafter:
@@ -58,7 +57,7 @@ class ChainDrafter:
         """Of these, in steps that only read prompts."""
         return sum(prefill_seconds_of(drafter) for drafter in self.drafters.values())
 
-    def propose(self, sequences: Seq[Sequence], lookaheads: Seq[int]) -> list[Proposal]:
+    def propose(self, sequences: Sequence[Request], lookaheads: Sequence[int]) -> list[Proposal]:
         """Draft tokens for each sequence, in ascending rows; see ``Drafter.propose``.
 
         ``lookaheads`` are the room of each sequence: a stage drafts at most the smaller of this and its own lookahead.
@@ -98,11 +97,11 @@ class ChainDrafter:
     def _ask(
         self,
         name: str,
-        sequences: Seq[Sequence],
-        limits: Seq[int],
+        sequences: Sequence[Request],
+        limits: Sequence[int],
         lengths: Controller | None,
         begun: BegunDrafts | None,
-    ) -> tuple[list[Proposal], Seq[Allowed | None]]:
+    ) -> tuple[list[Proposal], Sequence[Allowed | None]]:
         """Drafts of one drafter, as long as they may be."""
         drafter = self.drafters[name]
         if lengths is None:
@@ -128,7 +127,7 @@ class ChainDrafter:
         return found, allowed
 
     @staticmethod
-    def _allowed(seq: Sequence, name: str, limit: int, allowed: Allowed | None) -> Allowed:
+    def _allowed(seq: Request, name: str, limit: int, allowed: Allowed | None) -> Allowed:
         """For the trace: what a sequence was allowed, and why."""
         if allowed is not None and seq.adaptive:
             return allowed
@@ -141,7 +140,7 @@ class ChainDrafter:
                 return name
         raise SpecexportError(f"no drafter is named {' or '.join(sorted(wanted))}; there is {list(self.drafters)}.")
 
-    def commit(self, sequences: Seq[Sequence]) -> None:
+    def commit(self, sequences: Sequence[Request]) -> None:
         """Tell every drafter; see ``Drafter.commit``."""
         for drafter in self.drafters.values():
             drafter.commit(sequences)
@@ -156,22 +155,22 @@ class ChainDrafter:
         for drafter in self.drafters.values():
             drafter.release_row(row)
 
-    def can_restart(self, sequence: Sequence) -> bool:
+    def can_restart(self, sequence: Request) -> bool:
         """Whether every drafter of the sequence's plan can go on when it was paused."""
         return all(can_restart(self.drafters[name], sequence) for name, _ in sequence.draft_plan)
 
-    def restart(self, sequence: Sequence) -> None:
+    def restart(self, sequence: Request) -> None:
         """Tell every drafter, and what chooses their lengths; see ``RestartingDrafter``."""
         for drafter in self.drafters.values():
             restart(drafter, sequence)
         if self.lengths is not None:
             self.lengths.restarted(sequence)
 
-    def snapshot(self, sequence: Sequence) -> Mapping[str, Any]:
+    def snapshot(self, sequence: Request) -> Mapping[str, Any]:
         """What each drafter has of a sequence's row, by name; see ``PrefixDrafter``."""
         return {name: drafter.snapshot(sequence) for name, drafter in self._keeping()}
 
-    def usable(self, sequence: Sequence, kept: Mapping[str, Any], count: int) -> int:
+    def usable(self, sequence: Request, kept: Mapping[str, Any], count: int) -> int:
         """How many of ``count`` common tokens every drafter can go on from; see ``PrefixDrafter``."""
         planned = {name for name, _ in sequence.draft_plan}
         for name, drafter in self._keeping():
@@ -179,7 +178,7 @@ class ChainDrafter:
                 count = drafter.usable(sequence, kept[name], count)
         return count
 
-    def adopt(self, sequence: Sequence, kept: Mapping[str, Any], count: int) -> None:
+    def adopt(self, sequence: Request, kept: Mapping[str, Any], count: int) -> None:
         """Tell the drafters that keep rows; see ``PrefixDrafter``."""
         for name, drafter in self._keeping():
             drafter.adopt(sequence, kept[name], count)
@@ -211,32 +210,32 @@ class ChainDrafter:
             if keeping is not None:
                 yield name, keeping
 
-    def wants_similarity(self, sequence: Sequence) -> bool:
+    def wants_similarity(self, sequence: Request) -> bool:
         """Whether a drafter of the sequence's plan does."""
         return any(True for _ in self._curious(sequence))
 
-    def note_similarity(self, sequence: Sequence, similarity: Float32Array) -> None:
+    def note_similarity(self, sequence: Request, similarity: Float32Array) -> None:
         """Tell the drafters of the sequence's plan that want to know."""
         for drafter in self._curious(sequence):
             drafter.note_similarity(sequence, similarity)
 
-    def wants_features(self, sequence: Sequence) -> bool:
+    def wants_features(self, sequence: Request) -> bool:
         """Whether a drafter of the sequence's plan does."""
         return any(True for _ in self._reading(sequence))
 
-    def note_features(self, sequence: Sequence, start: int, features: Float32Array) -> None:
+    def note_features(self, sequence: Request, start: int, features: Float32Array) -> None:
         """Tell the drafters of the sequence's plan that want to know."""
         for drafter in self._reading(sequence):
             drafter.note_features(sequence, start, features)
 
-    def _reading(self, sequence: Sequence) -> Iterator[FeatureDrafter]:
+    def _reading(self, sequence: Request) -> Iterator[FeatureDrafter]:
         """The drafters of a sequence's plan that read features of it."""
         for name, _ in sequence.draft_plan:
             drafter = as_feature_drafter(self.drafters[name])
             if drafter is not None and drafter.wants_features(sequence):
                 yield drafter
 
-    def _curious(self, sequence: Sequence) -> Iterator[SimilarityDrafter]:
+    def _curious(self, sequence: Request) -> Iterator[SimilarityDrafter]:
         """The drafters of a sequence's plan that want to know its similarity."""
         for name, _ in sequence.draft_plan:
             drafter = as_similarity(self.drafters[name])
@@ -248,7 +247,7 @@ _NOTHING = Proposal([], end="none")
 
 
 def _drafts_of(
-    drafter: Drafter, sequences: Seq[Sequence], limits: Seq[int], begun: BegunDrafts | None
+    drafter: Drafter, sequences: Sequence[Request], limits: Sequence[int], begun: BegunDrafts | None
 ) -> list[Proposal]:
     """What a drafter proposes, within the grammars of the sequences."""
     if begun is None:

@@ -1,8 +1,7 @@
 """Drafting token after token with a model, whichever: K steps of it, each fed what the one before gave."""
 
 import math
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,9 +9,9 @@ import numpy as np
 from specexport_runtime.errors import CheckFailedError, InvalidRequestError
 from specexport_runtime.executors.base import NO_TOKEN, Float32Array, StepOutput, Want, as_head
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
+from specexport_runtime.requests.records import Begun, DraftEnd, Proposal
+from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.distribution import Distribution, sample_token
-from specexport_runtime.sequences.records import Begun, DraftEnd, Proposal
-from specexport_runtime.sequences.sequence import Sequence
 
 if TYPE_CHECKING:
     from specexport_runtime.bundle.arrays import CutHead
@@ -28,7 +27,7 @@ class Draft:
     token that is forced takes a step too.
     """
 
-    def __init__(self, sequence: Sequence, limit: int, begun: Begun | None = None, *, one_by_one: bool = False) -> None:
+    def __init__(self, sequence: Request, limit: int, begun: Begun | None = None, *, one_by_one: bool = False) -> None:
         self.sequence, self.limit = sequence, limit
         self.tokens: list[int] = []
         self.waiting: list[int] = [] if begun is None else list(begun.tokens)  # forced tokens behind them
@@ -145,9 +144,9 @@ class Draft:
 
 
 def open_drafts(
-    sequences: Seq[Sequence],
-    lookaheads: Seq[int],
-    begun: Seq[Begun] | None = None,
+    sequences: Sequence[Request],
+    lookaheads: Sequence[int],
+    begun: Sequence[Begun] | None = None,
     *,
     most: int | None = None,
     one_by_one: bool = False,
@@ -166,7 +165,7 @@ def open_drafts(
 
 def run_drafts(
     runner: ModelRunner,  # its committed lengths grow by what it is fed
-    drafts: Seq[Draft],  # in ascending rows
+    drafts: Sequence[Draft],  # in ascending rows
     vocab_size: int,  # ids that may be drafted; logits beyond it are cut off
     pending: Callable[[Draft], RowWork],  # what is fed for a draft as it stands: what the model has not seen
     head: "CutHead | None" = None,  # ids below ``vocab_size`` of the LM head's rows; None where it has all
@@ -195,7 +194,11 @@ def run_drafts(
 
 
 def draft_at_once(
-    runner: ModelRunner, drafts: Seq[Draft], work: "Seq[AtOnce]", vocab_size: int, head: "CutHead | None" = None
+    runner: ModelRunner,
+    drafts: Sequence[Draft],
+    work: "Sequence[AtOnce]",
+    vocab_size: int,
+    head: "CutHead | None" = None,
 ) -> None:
     """Fill all drafts, open ones in ascending rows, from one packed step, whose last rows are of the draft's places.
 
@@ -243,7 +246,7 @@ def _take(draft: Draft, token: int, num_rows: int, head: "CutHead | None") -> No
         draft.append(row_id if head is None else int(head.ids[row_id]))
 
 
-def _carry(runner: ModelRunner, active: Seq[Draft]) -> None:
+def _carry(runner: ModelRunner, active: Sequence[Draft]) -> None:
     """Give each draft what a head handed on for it; nothing with other models."""
     head = as_head(runner.executor)
     if head is not None:
@@ -251,7 +254,7 @@ def _carry(runner: ModelRunner, active: Seq[Draft]) -> None:
             draft.carried = handed
 
 
-def _step(runner: ModelRunner, fed: Seq[tuple[int, RowWork]], kept: Seq[bool], want: Want) -> StepOutput:
+def _step(runner: ModelRunner, fed: Sequence[tuple[int, RowWork]], kept: Sequence[bool], want: Want) -> StepOutput:
     """Feed tokens to A rows, and count the kept ones as seen; logits [A, V] or token ids [A]."""
     first = fed[0][0]
     work = [IDLE] * (fed[-1][0] - first + 1)

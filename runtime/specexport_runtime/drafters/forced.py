@@ -6,12 +6,11 @@ behind the committed tokens begin the draft, which other drafters continue; thos
 those behind the last guess come along.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 
+from specexport_runtime.requests.records import FORCED, Begun, DraftEnd, Proposal
+from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.grammar import Grammar
-from specexport_runtime.sequences.records import FORCED, Begun, DraftEnd, Proposal
-from specexport_runtime.sequences.sequence import Sequence
 
 
 class BegunDrafts:
@@ -20,7 +19,7 @@ class BegunDrafts:
     What goes wrong with a grammar concerns its sequence alone, whose proposal has the error.
     """
 
-    def __init__(self, sequences: Seq[Sequence], rooms: Seq[int]) -> None:
+    def __init__(self, sequences: Sequence[Request], rooms: Sequence[int]) -> None:
         self._sequences = sequences
         self._errors: dict[int, Exception] = {}
         self.drafts: list[Begun] = []  # empty where no grammar forces anything, or the sequence does not draft
@@ -46,11 +45,11 @@ class BegunDrafts:
             for i, each in enumerate(self.drafts)
         ]
 
-    def fit(self, proposals: Seq[Proposal]) -> list[Proposal]:
+    def fit(self, proposals: Sequence[Proposal]) -> list[Proposal]:
         """Drafts up to where the grammar of their sequence refuses them, or there is no more room."""
         return [self._guarded(i, proposal, _fit) for i, proposal in enumerate(proposals)]
 
-    def extend(self, proposals: Seq[Proposal]) -> list[Proposal]:
+    def extend(self, proposals: Sequence[Proposal]) -> list[Proposal]:
         """Drafts, and behind each what the grammar of its sequence forces."""
         return [self._guarded(i, proposal, _extend) for i, proposal in enumerate(proposals)]
 
@@ -64,7 +63,7 @@ class BegunDrafts:
             return Proposal([], None, "none", proposal.drafter, error=error)
 
 
-def begin_drafts(sequences: Seq[Sequence], rooms: Seq[int]) -> BegunDrafts | None:
+def begin_drafts(sequences: Sequence[Request], rooms: Sequence[int]) -> BegunDrafts | None:
     """The drafts of a round; None if no sequence has a grammar. See :class:`BegunDrafts`."""
     if all(seq.sampler.grammar is None for seq in sequences):
         return None

@@ -30,7 +30,7 @@ cache, if a decoder layer is in front of the heads. A later step is fed all toke
 hidden state that the first one handed on. Of these nothing stays: the next step begins where they did.
 """
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -45,8 +45,8 @@ from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import Float32Array, as_head
 from specexport_runtime.lookahead.draft_cost import DraftCost, EngineCost
 from specexport_runtime.packing.batch import ModelRunner, RowWork
-from specexport_runtime.sequences.records import Begun, Proposal
-from specexport_runtime.sequences.sequence import NO_ROW, Sequence
+from specexport_runtime.requests.records import Begun, Proposal
+from specexport_runtime.requests.request import NO_ROW, Request
 
 if TYPE_CHECKING:
     from specexport_runtime.bundle.arrays import MaskInput
@@ -116,13 +116,13 @@ class HeadDrafter(OwnCacheDrafter):
         if mask is not None:
             self.traits = self.traits._replace(max_lookahead=mask.most)
         # By sequence, not by row: nothing to do when rows move, and a dropped sequence takes its features along.
-        self._held: WeakKeyDictionary[Sequence, _Held] = WeakKeyDictionary()
+        self._held: WeakKeyDictionary[Request, _Held] = WeakKeyDictionary()
 
-    def wants_features(self, sequence: Sequence) -> bool:
+    def wants_features(self, sequence: Request) -> bool:
         """Whether the head may be asked for this sequence; see ``FeatureDrafter.wants_features``."""
         return any(stage.drafter == HEAD for stage in sequence.draft_plan)
 
-    def note_features(self, sequence: Sequence, start: int, features: Float32Array) -> None:
+    def note_features(self, sequence: Request, start: int, features: Float32Array) -> None:
         """Keep features for the head's next step; see ``FeatureDrafter.note_features``.
 
         The features kept so far are of committed tokens. If there are many, of a long prompt or after many rounds
@@ -134,7 +134,7 @@ class HeadDrafter(OwnCacheDrafter):
         held.add(start, features)
 
     def propose(
-        self, sequences: Seq[Sequence], lookaheads: Seq[int], begun: Seq[Begun] | None = None
+        self, sequences: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[Begun] | None = None
     ) -> list[Proposal]:
         """Draft up to ``lookaheads[i]`` tokens for each sequence; see ``ContinuingDrafter.propose``.
 
@@ -164,7 +164,7 @@ class HeadDrafter(OwnCacheDrafter):
         """Whether the entries of the next step are committed, till the draft was tested."""
         return True
 
-    def _unread(self, seq: Sequence, behind: int = 0) -> tuple[list[int], Float32Array]:
+    def _unread(self, seq: Request, behind: int = 0) -> tuple[list[int], Float32Array]:
         """Input ids and features of the entries that the head has not read; if they are many, of the last of them.
 
         ``behind`` entries follow them in the step.
@@ -184,7 +184,7 @@ class HeadDrafter(OwnCacheDrafter):
         newest = self._known(draft.sequence.tokens[-1:])[0]
         return draft_work(tokens, features, newest, draft.limit, mask)
 
-    def _entries(self, seq: Sequence, held: _Held) -> tuple[list[int], Float32Array]:
+    def _entries(self, seq: Request, held: _Held) -> tuple[list[int], Float32Array]:
         """Tokens and features of the entries that are held; none are left."""
         start, count = held.start, held.count
         if start != self.runner.kv.kv_len(seq.row):
@@ -198,16 +198,16 @@ class HeadDrafter(OwnCacheDrafter):
         """Input ids of entries of known features, by the token behind each."""
         return entry_tokens(tokens, self._mask)
 
-    def restart(self, sequence: Sequence) -> None:
+    def restart(self, sequence: Request) -> None:
         """Forget the features of a paused sequence: those of all its tokens come again; see ``RestartingDrafter``."""
         self._held.pop(sequence, None)
 
-    def snapshot(self, sequence: Sequence) -> Any:
+    def snapshot(self, sequence: Request) -> Any:
         """Entries, and features that the head has not read; see ``PrefixDrafter.snapshot``."""
         entries, held = self.runner.kv.kv_len(sequence.row), self._held.get(sequence)
         return _Snapshot(entries, held.copy() if held is not None and held.start == entries else _Held(entries))
 
-    def usable(self, sequence: Sequence, kept: Any, count: int) -> int:
+    def usable(self, sequence: Request, kept: Any, count: int) -> int:
         """See ``PrefixDrafter.usable``: the head goes on only behind the last token that it has the feature of.
 
         Entry i knows token i+1 too, so that the last one of a common text is another one, and the feature that it
@@ -218,7 +218,7 @@ class HeadDrafter(OwnCacheDrafter):
         entries, held = kept
         return min(count, held.start + held.count) if entries < count else count - 1
 
-    def adopt(self, sequence: Sequence, kept: Any, count: int) -> None:
+    def adopt(self, sequence: Request, kept: Any, count: int) -> None:
         """See ``PrefixDrafter.adopt``."""
         if not self.wants_features(sequence):
             return
@@ -231,7 +231,7 @@ class HeadDrafter(OwnCacheDrafter):
         entries: int = kept.entries
         return entries
 
-    def commit(self, sequences: Seq[Sequence]) -> None:
+    def commit(self, sequences: Sequence[Request]) -> None:
         """Forget features of rejected tokens, and all entries that the head made of features of its own."""
         for seq in sequences:
             held = self._held.get(seq)

@@ -28,7 +28,7 @@ So there is nothing to catch up on, whatever was copied or left undrafted before
 the next draft begins with a true feature and with the entries of the tokens that were accepted.
 """
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -41,8 +41,8 @@ from specexport_runtime.drafters.own_cache import OwnCacheDrafter
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import Float32Array, as_head, borrows_cache
 from specexport_runtime.packing.batch import ModelRunner, RowWork
-from specexport_runtime.sequences.records import Begun, Proposal
-from specexport_runtime.sequences.sequence import Sequence
+from specexport_runtime.requests.records import Begun, Proposal
+from specexport_runtime.requests.request import Request
 
 if TYPE_CHECKING:
     from specexport_runtime.costs.curves import CostCurves
@@ -70,12 +70,12 @@ class LastFeatures:
     """
 
     def __init__(self) -> None:
-        self._last: WeakKeyDictionary[Sequence, _Last] = WeakKeyDictionary()
+        self._last: WeakKeyDictionary[Request, _Last] = WeakKeyDictionary()
 
     def __len__(self) -> int:
         return len(self._last)
 
-    def note(self, sequence: Sequence, start: int, features: Float32Array) -> None:
+    def note(self, sequence: Request, start: int, features: Float32Array) -> None:
         """Keep the feature of the last token that is known now, or of a draft token behind it.
 
         ``features`` [t, E] are of the tokens that the target has just read, from position ``start`` on; they are
@@ -85,7 +85,7 @@ class LastFeatures:
         if first < start + len(features):
             self._last[sequence] = _Last(first, features[first - start :].copy())
 
-    def of(self, sequence: Sequence) -> Float32Array:
+    def of(self, sequence: Request) -> Float32Array:
         """The feature [E] of the token before the newest; SpecexportError if the target gave none."""
         last, at = self._last.get(sequence), len(sequence.tokens) - 2
         if last is None or not last.start <= at < last.start + len(last.features):
@@ -101,15 +101,15 @@ class LastFeatureDrafter(OwnCacheDrafter):
         super().__init__(runner, **named)
         self._last = LastFeatures()
 
-    def wants_features(self, sequence: Sequence) -> bool:
+    def wants_features(self, sequence: Request) -> bool:
         """Whether the head may be asked for this sequence; see ``FeatureDrafter.wants_features``."""
         return any(stage.drafter == HEAD for stage in sequence.draft_plan)
 
-    def note_features(self, sequence: Sequence, start: int, features: Float32Array) -> None:
+    def note_features(self, sequence: Request, start: int, features: Float32Array) -> None:
         """Keep what the next draft may be made of; see ``FeatureDrafter.note_features``."""
         self._last.note(sequence, start, features)
 
-    def commit(self, sequences: Seq[Sequence]) -> None:
+    def commit(self, sequences: Sequence[Request]) -> None:
         """Nothing: which of the features counts is told by how many tokens the sequence has."""
 
     def cost(self, curves: "CostCurves") -> "DraftCost | None":
@@ -141,7 +141,7 @@ class MedusaDrafter(LastFeatureDrafter):
         )
 
     def propose(
-        self, sequences: Seq[Sequence], lookaheads: Seq[int], begun: Seq[Begun] | None = None
+        self, sequences: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[Begun] | None = None
     ) -> list[Proposal]:
         """Draft up to ``lookaheads[i]`` tokens for each sequence, at most one a head; see ``Drafter.propose``.
 
@@ -174,7 +174,7 @@ class AssistantDrafter(LastFeatureDrafter):
         super().__init__(runner, **named)
 
     def propose(
-        self, sequences: Seq[Sequence], lookaheads: Seq[int], begun: Seq[Begun] | None = None
+        self, sequences: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[Begun] | None = None
     ) -> list[Proposal]:
         """Draft up to ``lookaheads[i]`` tokens for each sequence; see ``ContinuingDrafter.propose``.
 

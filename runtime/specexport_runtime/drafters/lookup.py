@@ -6,14 +6,13 @@ reference text; prompt lookup copies from the prompt and the output. This drafte
 Where the end of a growing text occurred before, a suffix automaton says that also remembers recent places.
 """
 
-from collections.abc import Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Sequence
 from weakref import WeakKeyDictionary
 
 from specexport_runtime.drafters.base import DrafterKind, DrafterTraits
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.sequences.records import Begun, DraftEnd, Proposal
-from specexport_runtime.sequences.sequence import Sequence
+from specexport_runtime.requests.records import Begun, DraftEnd, Proposal
+from specexport_runtime.requests.request import Request
 
 _MAX_WALK = 64
 _HIT_WEIGHT = 0.1
@@ -84,7 +83,7 @@ class SuffixIndex:
             last[state] = end
             state = link[state]
 
-    def match_behind(self, tokens: Seq[int]) -> tuple[int, int]:
+    def match_behind(self, tokens: Sequence[int]) -> tuple[int, int]:
         """``match_length`` and ``match_end`` as if the text went on with ``tokens``; it stays as it is.
 
         What ends within these tokens is not found.
@@ -147,10 +146,10 @@ class LookupDrafter:
         self.match_length = match_length
         self.gate = gate
         # By sequence, not by row: nothing to do when rows move, and a dropped sequence takes its index along.
-        self._indexes: WeakKeyDictionary[Sequence, SuffixIndex] = WeakKeyDictionary()
+        self._indexes: WeakKeyDictionary[Request, SuffixIndex] = WeakKeyDictionary()
 
     def propose(
-        self, sequences: Seq[Sequence], lookaheads: Seq[int], begun: Seq[Begun] | None = None
+        self, sequences: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[Begun] | None = None
     ) -> list[Proposal]:
         """Up to ``lookaheads[i]`` copied tokens for each sequence; see ``ContinuingDrafter.propose``."""
         return [
@@ -165,7 +164,7 @@ class LookupDrafter:
             for i, (seq, lookahead) in enumerate(zip(sequences, lookaheads, strict=True))
         ]
 
-    def commit(self, sequences: Seq[Sequence]) -> None:
+    def commit(self, sequences: Sequence[Request]) -> None:
         """Drop what finished sequences no longer need; new tokens are read at the next proposal."""
         for seq in sequences:
             if seq.finish_reason is not None:
@@ -177,7 +176,7 @@ class LookupDrafter:
     def release_row(self, row: int) -> None:
         """Nothing to drop: state belongs to sequences, not to rows."""
 
-    def _updated_index(self, seq: Sequence) -> SuffixIndex:
+    def _updated_index(self, seq: Request) -> SuffixIndex:
         index = self._indexes.get(seq)
         before = len(seq.reference) + 1 if seq.reference else 0
         if index is None:

@@ -1,6 +1,6 @@
 """Drafting with a draft model (Chen et al. 2023): K tokens, one after another, from a smaller model."""
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from specexport_runtime.drafters.base import DrafterKind, DrafterParts, DrafterTraits, DraftOffer, Obstacle
@@ -8,8 +8,8 @@ from specexport_runtime.drafters.draft_loop import Draft, open_drafts, run_draft
 from specexport_runtime.drafters.own_cache import OwnCacheDrafter
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.packing.batch import RowWork
-from specexport_runtime.sequences.records import Begun, Proposal
-from specexport_runtime.sequences.sequence import Sequence
+from specexport_runtime.requests.records import Begun, Proposal
+from specexport_runtime.requests.request import Request
 
 if TYPE_CHECKING:
     from specexport_runtime.costs.curves import CostCurves
@@ -32,7 +32,7 @@ class ModelDrafter(OwnCacheDrafter):
     traits = DrafterTraits(default_lookahead=DEFAULT_LOOKAHEAD, has_own_cache=True, can_exit=True, goes_on=True)
 
     def propose(
-        self, sequences: Seq[Sequence], lookaheads: Seq[int], begun: Seq[Begun] | None = None
+        self, sequences: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[Begun] | None = None
     ) -> list[Proposal]:
         """Draft up to ``lookaheads[i]`` tokens for each sequence; see ``ContinuingDrafter.propose``.
 
@@ -53,7 +53,7 @@ class ModelDrafter(OwnCacheDrafter):
             pending = pending[-1:]
         return RowWork(pending, 1)
 
-    def commit(self, sequences: Seq[Sequence]) -> None:
+    def commit(self, sequences: Sequence[Request]) -> None:
         """Keep the cache entries of accepted tokens; the token the target added has not been fed yet."""
         for seq in sequences:
             kv_len = self.runner.kv.kv_len(seq.row)

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from specexport_runtime.packing.batch import ModelRunner
-from specexport_runtime.sequences.sequence import Sequence
+from specexport_runtime.requests.request import Request
 
 if TYPE_CHECKING:
     from specexport_runtime.bundle.arrays import CutHead
@@ -53,18 +53,18 @@ class OwnCacheDrafter:
         """Forget the sequence of ``row``."""
         self.runner.release_row(row)
 
-    def restart(self, sequence: Sequence) -> None:
+    def restart(self, sequence: Request) -> None:
         """Nothing: what a row misses is read before the next draft; see ``RestartingDrafter``."""
 
-    def snapshot(self, sequence: Sequence) -> Any:
+    def snapshot(self, sequence: Request) -> Any:
         """What the cache has of a sequence's row, between rounds, for :meth:`adopt`: entries."""
         return self.runner.kv.kv_len(sequence.row)
 
-    def usable(self, sequence: Sequence, kept: Any, count: int) -> int:  # noqa: ARG002
+    def usable(self, sequence: Request, kept: Any, count: int) -> int:  # noqa: ARG002
         """How many of ``count`` common tokens a sequence may take over: all, for what is missing is read."""
         return count
 
-    def adopt(self, sequence: Sequence, kept: Any, count: int) -> None:
+    def adopt(self, sequence: Request, kept: Any, count: int) -> None:
         """A sequence goes on behind ``count`` tokens of a text of which a snapshot was taken and that is in its row."""
         entries = min(self._entries_of(kept), count)
         # What the cache cannot go back to is read again, from the beginning.

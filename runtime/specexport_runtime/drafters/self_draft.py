@@ -16,8 +16,7 @@ Layers that keep a state do likewise, with what is pending beside it in the plac
 No draft step lets anything into a state: what was accepted enters in the next verify step, in all layers alike.
 """
 
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -31,9 +30,9 @@ from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import BoolArray, Float32Array, as_gated
 from specexport_runtime.lookahead.draft_cost import DraftCost, EngineCost
 from specexport_runtime.packing.batch import ModelRunner, RowWork
-from specexport_runtime.sequences.layer_choice import LayerChoice, choose_layers
-from specexport_runtime.sequences.records import Begun, Proposal
-from specexport_runtime.sequences.sequence import Sequence
+from specexport_runtime.requests.layer_choice import LayerChoice, choose_layers
+from specexport_runtime.requests.records import Begun, Proposal
+from specexport_runtime.requests.request import Request
 
 if TYPE_CHECKING:
     from specexport_runtime.costs.curves import CostCurves
@@ -49,10 +48,10 @@ _LIKELY_SHARE = 1 / 3  # of the layers is left out, in a draft whose layers were
 class LayersCost(DraftCost):
     """The cost of drafting with those of the target's own layers that ``choice_of`` gives, in its own cache."""
 
-    def __init__(self, curves: "CostCurves", choice_of: Callable[[Sequence], LayerChoice | None]) -> None:
+    def __init__(self, curves: "CostCurves", choice_of: Callable[[Request], LayerChoice | None]) -> None:
         self._curves, self._choice_of = curves, choice_of
 
-    def seconds(self, sequences: Seq[Sequence], num_rows: int, kv_entries: float) -> float:
+    def seconds(self, sequences: Sequence[Request], num_rows: int, kv_entries: float) -> float:
         """See ``DraftCost.seconds``. Sequences with different layers draft one after another."""
         found = (self._choice_of(seq) for seq in sequences)
         choices = {(choice.mixers, choice.mlp): choice for choice in found if choice is not None}.values()
@@ -92,11 +91,11 @@ class SelfDrafter:
         self._executor = executor
         self._fixed = None if executor.fixed_layers is None else _choice_of_mask(executor.fixed_layers)
         # By sequence, not by row: nothing to do when rows move, and a dropped sequence takes its sums along.
-        self._sums: WeakKeyDictionary[Sequence, tuple[npt.NDArray[np.float64], int]] = WeakKeyDictionary()
-        self._choices: WeakKeyDictionary[Sequence, LayerChoice] = WeakKeyDictionary()
+        self._sums: WeakKeyDictionary[Request, tuple[npt.NDArray[np.float64], int]] = WeakKeyDictionary()
+        self._choices: WeakKeyDictionary[Request, LayerChoice] = WeakKeyDictionary()
 
     def propose(
-        self, sequences: Seq[Sequence], lookaheads: Seq[int], begun: Seq[Begun] | None = None
+        self, sequences: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[Begun] | None = None
     ) -> list[Proposal]:
         """Draft up to ``lookaheads[i]`` tokens for each sequence; see ``ContinuingDrafter.propose``.
 
@@ -113,7 +112,7 @@ class SelfDrafter:
                 run_drafts(self.runner, group, self.vocab_size, self._unseen)
         return [draft.proposal(SELF) for draft in drafts]
 
-    def commit(self, sequences: Seq[Sequence]) -> None:
+    def commit(self, sequences: Sequence[Request]) -> None:
         """Nothing: the committed entries are the target's."""
 
     def move_row(self, source: int, destination: int) -> None:
@@ -122,20 +121,20 @@ class SelfDrafter:
     def release_row(self, row: int) -> None:
         """Nothing to drop: the rows are the target's."""
 
-    def restart(self, sequence: Sequence) -> None:
+    def restart(self, sequence: Request) -> None:
         """What was measured of half a prompt is measured again; a choice stays. See ``RestartingDrafter``."""
         if not sequence.num_generated:
             self._sums.pop(sequence, None)
 
-    def snapshot(self, sequence: Sequence) -> None:  # noqa: ARG002
+    def snapshot(self, sequence: Request) -> None:  # noqa: ARG002
         """Nothing; see ``PrefixDrafter.snapshot``."""
         return
 
-    def usable(self, sequence: Sequence, kept: None, count: int) -> int:  # noqa: ARG002
+    def usable(self, sequence: Request, kept: None, count: int) -> int:  # noqa: ARG002
         """Nothing, if layers are chosen by how much they change the whole prompt: the target must read it then."""
         return 0 if self.wants_similarity(sequence) else count
 
-    def adopt(self, sequence: Sequence, kept: None, count: int) -> None:
+    def adopt(self, sequence: Request, kept: None, count: int) -> None:
         """Nothing; see ``PrefixDrafter.adopt``."""
 
     def copy_row(self, source: int, destination: int, kept: None) -> None:
@@ -147,13 +146,13 @@ class SelfDrafter:
     def forget_row(self, row: int) -> None:
         """Nothing to drop: the rows are the target's."""
 
-    def wants_similarity(self, sequence: Sequence) -> bool:
+    def wants_similarity(self, sequence: Request) -> bool:
         """While the prompt is read, if the sequence may draft with its target and its rules look at similarities."""
         planned = any(stage.drafter == SELF for stage in sequence.draft_plan)
         measured = self._fixed is None and sequence.layer_rules.threshold is not None
         return planned and not sequence.num_generated and measured
 
-    def note_similarity(self, sequence: Sequence, similarity: Float32Array) -> None:
+    def note_similarity(self, sequence: Request, similarity: Float32Array) -> None:
         """Add a chunk of the prompt to what the choice is made from; see ``SimilarityDrafter.note_similarity``.
 
         Summed in float64, where sums of float32 cosines are exact for all that matters: how a prompt was cut into
@@ -163,11 +162,11 @@ class SelfDrafter:
         added = similarity.sum(axis=1, dtype=np.float64)
         self._sums[sequence] = (sums + added, count + similarity.shape[1])
 
-    def choice_of(self, sequence: Sequence) -> LayerChoice | None:
+    def choice_of(self, sequence: Request) -> LayerChoice | None:
         """The layers that a sequence's drafts have; None while they are not chosen."""
         return self._choices.get(sequence)
 
-    def choose(self, sequence: Sequence, choice: LayerChoice) -> None:
+    def choose(self, sequence: Request, choice: LayerChoice) -> None:
         """Draft for ``sequence`` with the layers of ``choice``; its statistics say so."""
         self._choices[sequence] = sequence.stats.layer_choice = choice
 
@@ -177,7 +176,7 @@ class SelfDrafter:
             return LayersCost(curves, self.choice_of)
         return EngineCost(curves.drafters[SELF], shares_cache=True) if SELF in curves.drafters else None
 
-    def _choice(self, seq: Sequence) -> LayerChoice:
+    def _choice(self, seq: Request) -> LayerChoice:
         choice = self._choices.get(seq)
         if choice is None and self._fixed is not None:
             choice = self._fixed
@@ -199,7 +198,7 @@ class SelfDrafter:
         return RowWork(draft.since(self.runner.kv.kv_len(seq.row)), 1, adapter=seq.adapter, settles=False)
 
     @contextmanager
-    def _borrowed(self, mask: BoolArray, group: Seq[Draft]) -> Iterator[None]:
+    def _borrowed(self, mask: BoolArray, group: Sequence[Draft]) -> Iterator[None]:
         """The target's engine and cache as a draft uses them; both are given back as they were.
 
         What the engine spends meanwhile counts as this drafter's, not as the target's.

@@ -9,15 +9,15 @@ count of its node over the count of its parent, and the score of a path is the s
 these chances.
 """
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from specexport_runtime.drafters.base import DrafterKind, DrafterTraits
 from specexport_runtime.drafters.lookup import DEFAULT_COPY_LENGTH, LookupDrafter
 from specexport_runtime.drafters.suffix_segment import DEPTH
 from specexport_runtime.drafters.suffix_store import DEFAULT_MEMORY_MB, SuffixStore, tokens_within
-from specexport_runtime.sequences.records import Begun, DraftEnd, Proposal
-from specexport_runtime.sequences.sequence import Sequence
+from specexport_runtime.requests.records import Begun, DraftEnd, Proposal
+from specexport_runtime.requests.request import Request
 
 SUFFIX = "suffix"
 """Name of this drafter in draft plans."""
@@ -51,7 +51,7 @@ class SuffixDrafter:
         self._least = max(match_length, _LEAST_MATCH)
 
     def propose(
-        self, sequences: Seq[Sequence], lookaheads: Seq[int], begun: Seq[Begun] | None = None
+        self, sequences: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[Begun] | None = None
     ) -> list[Proposal]:
         """Up to ``lookaheads[i]`` tokens for each sequence; see ``ContinuingDrafter.propose``."""
         own = self._own.propose(sequences, lookaheads, begun)
@@ -62,7 +62,7 @@ class SuffixDrafter:
             for i, (seq, lookahead, proposal) in enumerate(zip(sequences, lookaheads, own, strict=True))
         ]
 
-    def commit(self, sequences: Seq[Sequence]) -> None:
+    def commit(self, sequences: Sequence[Request]) -> None:
         """Keep what finished sequences were given, each with the end of its prompt, by which it will be found."""
         self._own.commit(sequences)
         for seq in sequences:
@@ -75,7 +75,7 @@ class SuffixDrafter:
     def release_row(self, row: int) -> None:
         """Nothing to drop: state belongs to sequences, not to rows."""
 
-    def _longer(self, seq: Sequence, lookahead: int, own: Proposal, begun: list[int]) -> Proposal:
+    def _longer(self, seq: Request, lookahead: int, own: Proposal, begun: list[int]) -> Proposal:
         """The sequence's own draft, or one from the store if more tokens match there."""
         least = max(self._least, own.match_length + 1)
         if least > DEPTH:
@@ -93,7 +93,7 @@ class SuffixDrafter:
         return own._replace(drafter=SUFFIX) if own.tokens else own
 
 
-def _is_planned(seq: Sequence) -> bool:
+def _is_planned(seq: Request) -> bool:
     return any(stage.drafter == SUFFIX for stage in seq.draft_plan)
 
 
@@ -116,7 +116,7 @@ class Path(NamedTuple):
     chances: list[float]  # of each, that it is accepted and all before it are
 
 
-def best_path(continuations: Seq[Seq[int]]) -> Path:
+def best_path(continuations: Sequence[Sequence[int]]) -> Path:
     """The path through a trie of continuations, each at most as long as a draft may be, with the highest score.
 
     A tie goes to the continuation that comes first. Each continuation is looked at once a depth, and no longer once it
@@ -125,7 +125,7 @@ def best_path(continuations: Seq[Seq[int]]) -> Path:
     return _best([each for each in continuations if len(each)], 0, 1.0, len(continuations))
 
 
-def _best(live: list[Seq[int]], depth: int, chance: float, count: int) -> Path:
+def _best(live: list[Sequence[int]], depth: int, chance: float, count: int) -> Path:
     """The best path from ``depth`` on, reached with ``chance``, among those ``live`` of the ``count`` that got here."""
     if not live:
         return Path(0.0, [], [])
@@ -133,7 +133,7 @@ def _best(live: list[Seq[int]], depth: int, chance: float, count: int) -> Path:
         rest = list(live[0][depth:])
         passed = chance / count
         return Path(passed * len(rest), rest, [passed] * len(rest))
-    groups: dict[int, list[Seq[int]]] = {}
+    groups: dict[int, list[Sequence[int]]] = {}
     for each in live:
         groups.setdefault(each[depth], []).append(each)
     best = Path(-1.0, [], [])

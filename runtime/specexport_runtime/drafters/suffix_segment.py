@@ -6,8 +6,7 @@ width. So 16 bytes a token hold what a trie of linked nodes needs hundreds for, 
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -56,7 +55,7 @@ class SuffixSegment:
         """Tokens, separators included."""
         return len(self.tokens)
 
-    def find(self, recent: Seq[int], least: int) -> Match | None:
+    def find(self, recent: Sequence[int], least: int) -> Match | None:
         """The longest suffix of a context that occurs here, and what follows it; None if none has ``least`` tokens.
 
         ``recent`` are the newest tokens of the context, the newest first; at most ``DEPTH`` count. ``least`` is 2 or
@@ -130,12 +129,12 @@ def split_texts(tokens: TokenArray) -> Iterator[list[int]]:
         start = end + 1
 
 
-def join_segments(segments: Seq[SuffixSegment]) -> SuffixSegment:
+def join_segments(segments: Sequence[SuffixSegment]) -> SuffixSegment:
     """One segment of the texts of several, in their order."""
     return SuffixSegment(np.concatenate([segment.tokens for segment in segments]))
 
 
-def segment_of(texts: Seq[Seq[int]]) -> SuffixSegment:
+def segment_of(texts: Sequence[Sequence[int]]) -> SuffixSegment:
     """A segment of some texts; ValueError if a token id is out of range."""
     ids = [token for text in texts for token in (*text, SEPARATOR)]
     if any(token < 0 for text in texts for token in text):

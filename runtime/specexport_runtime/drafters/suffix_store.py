@@ -2,8 +2,7 @@
 
 import heapq
 import threading
-from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 from typing import NamedTuple
 
@@ -52,7 +51,7 @@ class _Shelf:
 class _Join:
     """Segments that are sorted together in another thread."""
 
-    def __init__(self, segments: Seq[SuffixSegment]) -> None:
+    def __init__(self, segments: Sequence[SuffixSegment]) -> None:
         self.segments = tuple(segments)
         self.result: SuffixSegment | None = None
         self._thread = threading.Thread(target=self._run, name="specexport-suffixes", daemon=True)
@@ -80,7 +79,7 @@ class SuffixStore:
     none.
     """
 
-    def __init__(self, max_tokens: int, corpus: Iterable[Seq[int]] = ()) -> None:
+    def __init__(self, max_tokens: int, corpus: Iterable[Sequence[int]] = ()) -> None:
         self.max_tokens = max_tokens
         self._shelves: dict[str, _Shelf] = {}
         self._numbers = count()
@@ -105,14 +104,14 @@ class SuffixStore:
         """Memory of what is kept; while segments are joined, theirs is needed twice."""
         return self._used * BYTES_PER_TOKEN
 
-    def add(self, scope: str, text: Seq[int]) -> None:
+    def add(self, scope: str, text: Sequence[int]) -> None:
         """Keep a text; of one longer than the largest segment, the end. ValueError: it holds ids that are none."""
         text = text[-(self._largest - 1) :]
         if len(text) < 2:
             return
         self._append(scope, segment_of([text]))
 
-    def restore(self, scope: str, texts: Iterable[Seq[int]]) -> None:
+    def restore(self, scope: str, texts: Iterable[Sequence[int]]) -> None:
         """Keep many texts, the oldest first, in segments that need not be joined one by one.
 
         ValueError: they hold ids that are none.
@@ -131,7 +130,7 @@ class SuffixStore:
         self._join_neighbours(scope, shelf)
         self._forget()
 
-    def find(self, scope: str | None, context: Seq[int], *, least: int, most: int, width: int) -> Found | None:
+    def find(self, scope: str | None, context: Sequence[int], *, least: int, most: int, width: int) -> Found | None:
         """What followed the longest suffix of a context that occurs in what a scope may see; None if nothing matches.
 
         A ``scope`` of None sees the corpus alone. ``least`` tokens must match, 2 or more; up to ``most`` continuations
@@ -243,9 +242,9 @@ def _cost(segment: SuffixSegment) -> int:
     return len(segment) + SEGMENT_TOKENS
 
 
-def _segments_of(texts: Iterable[Seq[int]], most: int) -> Iterator[SuffixSegment]:
+def _segments_of(texts: Iterable[Sequence[int]], most: int) -> Iterator[SuffixSegment]:
     """Segments of texts in their order, each of about ``most`` tokens."""
-    batch: list[Seq[int]] = []
+    batch: list[Sequence[int]] = []
     size = 0
     for text in texts:
         if batch and size + len(text) >= most:

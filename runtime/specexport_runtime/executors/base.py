@@ -1,7 +1,6 @@
 """What the decoding loop needs from an engine. Implementations know nothing of sequences, sampling or drafting."""
 
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
@@ -128,7 +127,7 @@ class GatedExecutor(Executor, Protocol):
 
     num_gates: int
     """G: a mixer (2i: attention, recurrences) and an MLP (2i+1) for each layer i."""
-    gate_kinds: Seq[str]
+    gate_kinds: Sequence[str]
     """What each gate is for (``abi.GateKind``); empty: an attention and an MLP in each layer."""
 
     @property
@@ -311,7 +310,7 @@ def as_head(executor: Executor) -> HeadExecutor | None:
 class CacheLender(Protocol):
     """Whose caches a draft head may read: the target's executor."""
 
-    def lend(self, layers: Seq[int]) -> dict[str, npt.NDArray[Any]]:
+    def lend(self, layers: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
         """Caches of some layers [rows, 1, H, L, D], the memory itself.
 
         Args:

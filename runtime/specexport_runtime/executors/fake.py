@@ -5,7 +5,7 @@ entry or a lost rollback changes the output, and inputs that break the contract 
 """
 
 import time
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -93,7 +93,7 @@ class FakeExecutor:
         self._cache = np.full((num_rows, kv_capacity), _POISON, np.int64)
         self.num_gates, self._gate_noise = num_gates, gate_noise
         self.fixed_layers: BoolArray | None = None
-        self.gate_kinds: Seq[str] = ()
+        self.gate_kinds: Sequence[str] = ()
         self.masks: list[tuple[bool, ...] | None] = []
         """What was on in every executed step; None where everything was."""
         self._mask: tuple[bool, ...] | None = None

@@ -1,7 +1,6 @@
 """Features of an engine, whatever runs it: what a target gives to a draft head, and what a head reads and hands on."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,7 +27,9 @@ class EngineFeatures:
     target that is ``gated`` has the input ``want_features``; without, it computes features in every step.
     """
 
-    def __init__(self, shapes: Mapping[str, Seq[int | str | None]], size: int, where: object, *, gated: bool) -> None:
+    def __init__(
+        self, shapes: Mapping[str, Sequence[int | str | None]], size: int, where: object, *, gated: bool
+    ) -> None:
         self.size = size
         # A target gives features, a draft head reads them.
         self.gives, self.reads = FEATURES.name in shapes, TOKEN_FEATURES.name in shapes

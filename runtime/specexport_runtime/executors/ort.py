@@ -5,7 +5,7 @@ Imports onnxruntime when an executor is made, not before.
 
 import time
 from collections import OrderedDict
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -130,7 +130,7 @@ class OrtExecutor(ArenaRows, GatedByInputs, WithFeatures):
         self._current: _Binding | None = None
         self._similarity: Float32Array = np.zeros((self.num_gates // 2, 0), np.float32)
 
-    def lend(self, layers: Seq[int]) -> dict[str, npt.NDArray[Any]]:
+    def lend(self, layers: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
         """See ``CacheLender.lend``."""
         names = [(spec.name, i, layer) for i, layer in enumerate(layers) for spec in CACHE_INPUTS]
         caches = self._caches

@@ -15,8 +15,7 @@ import math
 import mmap
 import sys
 from collections import Counter
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -78,7 +77,7 @@ class CacheMemory(NamedTuple):
 _FLAGS = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
 
 
-def paged_capacity(layers: Seq[LayerGeometry], kv_capacity: int, item_bytes: int) -> int:
+def paged_capacity(layers: Sequence[LayerGeometry], kv_capacity: int, item_bytes: int) -> int:
     """Entries of a row, at least ``kv_capacity``, with which each head of each row begins a page in every layer."""
     dims = {dim for layer in layers for dim in (layer.k_dim, layer.v_dim)}
     step = math.lcm(*(_PAGE // math.gcd(_PAGE, dim * item_bytes) for dim in dims))
@@ -92,11 +91,11 @@ class ArenaRows:
     kv_capacity: int  # entries that a row may have
     gives_back: bool  # pages of entries that are of no use go back to the system
     recedes: bool = False
-    _windows: Seq[int] = ()
+    _windows: Sequence[int] = ()
     _memory: Mapping[str, CacheMemory]
     _state_memory: Mapping[str, CacheMemory] = MappingProxyType({})
 
-    def make_arena(self, layers: Seq[LayerGeometry], dtype: npt.DTypeLike, windows: Seq[int] = ()) -> None:
+    def make_arena(self, layers: Sequence[LayerGeometry], dtype: npt.DTypeLike, windows: Sequence[int] = ()) -> None:
         """Make the caches; IncompatibleError if there is no memory for them.
 
         ``windows`` has the entries that a token of each layer sees, itself included, -1 for all; empty if all see all.
@@ -133,7 +132,7 @@ class ArenaRows:
             if first := self._first(name, floor):
                 memory.give_back(row, 0, first)
 
-    def make_states(self, states: Seq[StateGeometry], num_pending: int) -> None:
+    def make_states(self, states: Sequence[StateGeometry], num_pending: int) -> None:
         """Make the states of recurrences, and what waits beside them."""
         shapes = state_shapes(states, self.num_rows, num_pending)
         self._state_memory = {name: CacheMemory.make(shape, np.float32) for name, shape in shapes.items()}

@@ -1,6 +1,6 @@
 """Gates of an ONNX Runtime engine: which layers run, and whether attention similarity is measured."""
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ class GatedByInputs:
     """The part of ``GatedExecutor`` that all executors with gate inputs have."""
 
     fixed_layers: BoolArray | None = None  # None: any layers may be switched off
-    gate_kinds: Seq[str] = ()  # see ``GatedExecutor``
+    gate_kinds: Sequence[str] = ()  # see ``GatedExecutor``
     _gates: OrtGates
     _similarity: Float32Array
 

@@ -3,8 +3,7 @@
 Whatever fails on the way, what was allocated before is given back.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -63,7 +62,7 @@ class ContextPool:
         self._contexts: dict[int, EngineContext] = {}
         self._bound: dict[int, StepShape] = {}
 
-    def bind(self, profile: int, shape: StepShape, tensors: Seq[InputTensor], *, is_fixed: bool) -> EngineContext:
+    def bind(self, profile: int, shape: StepShape, tensors: Sequence[InputTensor], *, is_fixed: bool) -> EngineContext:
         """The context of ``profile``, bound for a step of ``shape`` on the rows from its ``first_row`` on."""
         context = self._contexts.get(profile)
         if context is None:
@@ -114,7 +113,7 @@ def feature_outputs(engine: Engine) -> list[str]:
     return [tensor.name for tensor in engine.tensors if tensor.name in names and not tensor.is_input]
 
 
-def check_tensors(engine: Engine, what: str, inputs: Seq[str], caches: Seq[CacheTensor]) -> None:
+def check_tensors(engine: Engine, what: str, inputs: Sequence[str], caches: Sequence[CacheTensor]) -> None:
     """Refuse an engine whose names of tensors or sizes of caches are not the manifest's (IncompatibleError)."""
     names = [*inputs, LOGITS.name, TOKEN_IDS.name, *(tensor.name for tensor in query_tensors(engine))]
     names += feature_outputs(engine)  # whose sizes are compared by EngineFeatures

@@ -7,8 +7,7 @@ Features of a target are computed in every step, and copied to pinned memory whe
 its next step reads them.
 """
 
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -85,7 +84,7 @@ class CacheTensor(NamedTuple):
 
 
 def lay_out_caches(
-    layers: Seq[LayerGeometry], num_rows: int, kv_capacity: int, item_bytes: int
+    layers: Sequence[LayerGeometry], num_rows: int, kv_capacity: int, item_bytes: int
 ) -> tuple[tuple[CacheTensor, ...], int]:
     """The caches of an arena, [num_rows, H, L, D] each, and its bytes.
 
@@ -119,7 +118,7 @@ def lay_out_caches(
 class KvMemory:
     """The KV arena: zeroed, because attention multiplies masked entries by 0, and 0 times NaN is NaN."""
 
-    def __init__(self, driver: GpuDriver, caches: Seq[CacheTensor], num_bytes: int, address: int) -> None:
+    def __init__(self, driver: GpuDriver, caches: Sequence[CacheTensor], num_bytes: int, address: int) -> None:
         self._driver, self._caches, self._address = driver, caches, address
         self.num_bytes = num_bytes
         driver.clear(address, num_bytes)
@@ -172,7 +171,9 @@ class InputTensor(NamedTuple):
     offset: int
 
 
-def lay_out_inputs(names: Seq[str], shape: StepShape, feature_size: int = 0) -> tuple[tuple[InputTensor, ...], int]:
+def lay_out_inputs(
+    names: Sequence[str], shape: StepShape, feature_size: int = 0
+) -> tuple[tuple[InputTensor, ...], int]:
     """Step inputs of one size, one behind the other, and the bytes of all; ``feature_size`` is E of a draft head."""
     tensors, offset = [], 0
     for name in names:
@@ -190,7 +191,7 @@ class HostBlock:
         self.address = int(memory.ctypes.data)
         self.plan: object = None  # of the step whose constant inputs it holds
 
-    def views(self, tensors: Seq[InputTensor]) -> Mapping[str, npt.NDArray[Any]]:
+    def views(self, tensors: Sequence[InputTensor]) -> Mapping[str, npt.NDArray[Any]]:
         """Arrays over the block."""
         return {
             tensor.name: np.ndarray(tensor.shape, tensor.dtype, buffer=self._memory.data, offset=tensor.offset)
@@ -227,7 +228,7 @@ class TrtFeatures(EngineFeatures):
     """The features of one engine; at ``address`` and in ``host`` is room for the largest step."""
 
     def __init__(
-        self, tensors: Seq[EngineTensor], size: int, where: str, driver: GpuDriver, address: int, host: HostOutput
+        self, tensors: Sequence[EngineTensor], size: int, where: str, driver: GpuDriver, address: int, host: HostOutput
     ) -> None:
         super().__init__({tensor.name: tensor.shape for tensor in tensors}, size, where, gated=False)
         self.address = address
@@ -247,7 +248,7 @@ class TrtFeatures(EngineFeatures):
         return BoundFeatures(given=self._host.array[plan.tokens] if self.gives and self.wanted else None)
 
 
-def feature_rows(entry: ModelEntry, profiles: Seq[Profile]) -> int:
+def feature_rows(entry: ModelEntry, profiles: Sequence[Profile]) -> int:
     """Most features that a step of an engine gives: one for each token, or for each row of logits of a head."""
     if not entry.engine.feature_size:
         return 0

@@ -16,8 +16,7 @@ that are not in the step write behind everything that was ever written to them, 
 rows hold and not what they could hold. In a packed window dummies belong to no row, and the attention skips them.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -75,7 +74,7 @@ def place_step(shape: StepShape, profile: Profile, num_rows: int, *, packed: boo
 
 
 def plan_step(
-    window: Window, counts: Seq[int], logit_rows: Int64Array, names: Seq[str], *, sees_ahead: bool = False
+    window: Window, counts: Sequence[int], logit_rows: Int64Array, names: Sequence[str], *, sees_ahead: bool = False
 ) -> Plan:
     """Everything that follows from the new tokens of each row, and from the tokens that need logits, [R] of T.
 

@@ -7,10 +7,10 @@ A draft that was accepted as a block counts as one whose tokens were tested one 
 failed, and nothing is known of those behind. That is without a bias, though the tests of a block depend on each other:
 how often at least j tokens stay does not depend on how many follow (``sampling/block.py``). So of all drafts that reach
 behind j, whatever their lengths, the share of those that stay up to j-1 and stay up to j too is one number, and
-:meth:`SequenceAcceptance.reach`, the product of these shares, is how often j tokens stay.
+:meth:`RequestAcceptance.reach`, the product of these shares, is how often j tokens stay.
 
 Two levels. :class:`SharedAcceptance` knows all sequences of a drafter and is the prior of each;
-:class:`SequenceAcceptance` is one sequence. Both shrink: a slot that was hardly tested is taken to fail as its
+:class:`RequestAcceptance` is one sequence. Both shrink: a slot that was hardly tested is taken to fail as its
 neighbour before it does, in a sequence as much more (or less) often than in others as that neighbour did.
 
 Where a greedy draft ends before its length, every token more must be worth its step. How likely a draft token passes
@@ -20,7 +20,7 @@ the next one is drafted.
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 
 GUESS, MODEL_GUESS = 0.4, 0.3
 """Failure rates before anything was tested: of any draft, and of a draft model that somebody chose for its target."""
@@ -44,14 +44,14 @@ def match_slots(lookahead: int) -> list[int]:
 class SharedAcceptance:
     """Failure rates of a drafter over all sequences; ``tests`` is the faded number by slot, ``version`` counts."""
 
-    def __init__(self, num_slots: int, guess: float = GUESS, before: tuple[Seq[float], float] = ((), 0.0)) -> None:
+    def __init__(self, num_slots: int, guess: float = GUESS, before: tuple[Sequence[float], float] = ((), 0.0)) -> None:
         self._guess, (rates, weight) = guess, before
         self.tests = [weight] * num_slots
         self._fails = [weight * rate for rate in rates] or [0.0] * num_slots
         self.version = 0
         self._rates: list[float] | None = None
 
-    def observe(self, slots: Seq[int], accepted: int, *, rejected: bool) -> None:
+    def observe(self, slots: Sequence[int], accepted: int, *, rejected: bool) -> None:
         """Count tests: of ``slots``, the first ``accepted`` passed, and if ``rejected`` the next one failed."""
         _count(self.tests, self._fails, slots, accepted, rejected, _SHARED_MEMORY)
         self.version += 1
@@ -70,7 +70,7 @@ class SharedAcceptance:
         return self._rates
 
 
-class SequenceAcceptance:
+class RequestAcceptance:
     """Failure rates of a drafter for one sequence."""
 
     def __init__(self, shared: SharedAcceptance) -> None:
@@ -80,7 +80,7 @@ class SequenceAcceptance:
         self._rates: list[float] = []
         self._known = -1
 
-    def observe(self, slots: Seq[int], accepted: int, *, rejected: bool) -> None:
+    def observe(self, slots: Sequence[int], accepted: int, *, rejected: bool) -> None:
         """Count tests, here and in what is shared; see ``SharedAcceptance.observe``."""
         _count(self._tests, self._fails, slots, accepted, rejected, _MEMORY)
         self.shared.observe(slots, accepted, rejected=rejected)
@@ -105,7 +105,7 @@ class SequenceAcceptance:
             self._rates, self._known = rates, self.shared.version
         return self._rates
 
-    def reach(self, slots: Seq[int]) -> list[float]:
+    def reach(self, slots: Sequence[int]) -> list[float]:
         """Probability that a draft is accepted at least up to each of its tokens, which have these slots."""
         rates, left, reached = self.failure_rates, 1.0, []
         for slot in slots:
@@ -115,7 +115,7 @@ class SequenceAcceptance:
 
 
 def _count(
-    tests: list[float], fails: list[float], slots: Seq[int], accepted: int, rejected: bool, memory: float
+    tests: list[float], fails: list[float], slots: Sequence[int], accepted: int, rejected: bool, memory: float
 ) -> None:
     for place, slot in enumerate(slots[: accepted + rejected]):
         tests[slot] = tests[slot] * memory + 1.0
@@ -132,11 +132,11 @@ class Sureness:
     """Ends drafts of one sequence."""
 
     def __init__(self, shared: SharedAcceptance) -> None:
-        self._acceptance = SequenceAcceptance(shared)
+        self._acceptance = RequestAcceptance(shared)
         self._slots: list[int] = []
         self.begin(())
 
-    def begin(self, least: Seq[float]) -> "Sureness":
+    def begin(self, least: Sequence[float]) -> "Sureness":
         """A draft begins; ``least[k]`` is the chance that its k tokens pass from which one more is worth its step."""
         self._slots, self._reached, self._least = [], 1.0, least
         return self

@@ -15,8 +15,7 @@ or on times that were measured since the first of those sequences began (``Rando
 of a seed may depend on who shares the batch or came before; its distribution does not, and greedy text never changes.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -28,10 +27,10 @@ from specexport_runtime.lookahead.draft_cost import WeighedDrafter
 from specexport_runtime.lookahead.memory import DrafterMemory, StageMemory
 from specexport_runtime.lookahead.round import Ask, Round, Stage
 from specexport_runtime.lookahead.rules import COPIED, DRAFTED
-from specexport_runtime.sequences.records import Allowed, Asked, LengthReason, Promise, Proposal, StepLoad
+from specexport_runtime.requests.records import Allowed, Asked, LengthReason, Promise, Proposal, StepLoad
 
 if TYPE_CHECKING:
-    from specexport_runtime.sequences.sequence import Sequence
+    from specexport_runtime.requests.request import Request
 
 _WATCHED, _WATCH_EVERY = 64, 4
 """So many rounds are compared with what was promised, later every fourth: it takes a tenth of a millisecond."""
@@ -62,12 +61,12 @@ class Controller:
         self.curves, self._learns = curves, learned is not None
         self._learned = learned or LearnedCosts({name: {"1": 1.0} for name in drafters})
         self._known = dict(drafters)
-        self._stages: WeakKeyDictionary[Sequence, dict[str, StageMemory]] = WeakKeyDictionary()
+        self._stages: WeakKeyDictionary[Request, dict[str, StageMemory]] = WeakKeyDictionary()
         self._positions, self._matches = list(range(lookahead)), match_slots(lookahead)
         self._drafters: dict[tuple[str, bool, str], DrafterMemory] = {}
         """By name, and apart for sequences with a grammar: what JSON is like tells nothing of free text. Apart by the
         rule of acceptance too: a block keeps more of the same drafts."""
-        self._quiet: dict[str, tuple[tuple[int, ...], int, WeakSet[Sequence]]] = {}
+        self._quiet: dict[str, tuple[tuple[int, ...], int, WeakSet[Request]]] = {}
         """Circumstances in which, until a round, these do without a drafter: a useless one must cost almost nothing."""
         self._round = Round(0, StepLoad(1, 1, 1, 0), curves, self._learned)
 
@@ -84,7 +83,7 @@ class Controller:
         self._round.drafted += num_forced
         self._round.expected += num_forced
 
-    def allow(self, drafter: str, sequences: "Seq[Sequence]", limits: Seq[int]) -> list[Allowed]:
+    def allow(self, drafter: str, sequences: "Sequence[Request]", limits: Sequence[int]) -> list[Allowed]:
         """How far each sequence, in ascending rows, may draft with a drafter that costs time; called before it drafts.
 
         ``limits`` are the most tokens of each: the stage's lookahead or the sequence's room; 0 for those that do not
@@ -118,7 +117,7 @@ class Controller:
         return allowed
 
     def cut(
-        self, drafter: str, sequences: "Seq[Sequence]", proposals: Seq[Proposal], limits: Seq[int]
+        self, drafter: str, sequences: "Sequence[Request]", proposals: Sequence[Proposal], limits: Sequence[int]
     ) -> list[Allowed]:
         """How much of each draft is worth testing, where drafting itself costs nothing; called after it.
 
@@ -146,7 +145,7 @@ class Controller:
         now.grant(asks)
         return allowed
 
-    def promises(self, sequence: "Sequence", asked: Seq[Asked]) -> tuple[Promise, ...]:
+    def promises(self, sequence: "Request", asked: Sequence[Asked]) -> tuple[Promise, ...]:
         """What plain decoding and each stage of a plan that was considered promise now, for those who look on.
 
         Nothing is decided by it, and nothing remembered. A stage of which nothing is known, or that found nothing to
@@ -162,7 +161,9 @@ class Controller:
                 found.append(each[count - 1] if count else max(each, key=lambda promise: promise.tokens_per_second))
         return tuple(found)
 
-    def drafted(self, drafter: str, sequences: "Seq[Sequence]", proposals: Seq[Proposal], seconds: float) -> None:
+    def drafted(
+        self, drafter: str, sequences: "Sequence[Request]", proposals: Sequence[Proposal], seconds: float
+    ) -> None:
         """A drafter that costs time was called for these sequences; its drafts took so long."""
         now, rows = self._round, self._round.load.num_rows
         reading = now.catching_up.get(drafter, 0.0)
@@ -179,7 +180,7 @@ class Controller:
         elif reading >= _MUCH * promised:
             now.readings[drafter] = reading, self._learned.draft_ratio(drafter, rows) * promised, seconds
 
-    def took(self, sequences: "Seq[Sequence]", drafted: int, seconds: float) -> None:
+    def took(self, sequences: "Sequence[Request]", drafted: int, seconds: float) -> None:
         """A round is over, and all its drafts were observed; verification of ``drafted`` draft tokens took so long."""
         now, rows = self._round, self._round.load.num_rows
         watched = self._is_watching or now.draft_seconds or now.readings
@@ -194,7 +195,7 @@ class Controller:
         if all(seq.sampler.is_greedy for seq in sequences if seq.adaptive):
             self._learned.adopt()
 
-    def observe(self, sequence: "Sequence", proposal: Proposal, accepted: int, *, rejected: bool) -> None:
+    def observe(self, sequence: "Request", proposal: Proposal, accepted: int, *, rejected: bool) -> None:
         """How many of its tests an adaptive sequence's draft passed, and whether one failed; called once a round.
 
         Its tokens already end with what the round gave it.
@@ -217,7 +218,7 @@ class Controller:
                 if self._known[name].traits.has_own_cache:
                     memory.read = min(before + proposal.last_own, len(sequence.tokens) - 1)
 
-    def restarted(self, sequence: "Sequence") -> None:
+    def restarted(self, sequence: "Request") -> None:
         """A sequence was paused: what drafters had read of it may be gone."""
         self._quiet.clear()
         for memory in self._stages.get(sequence, _NO_STAGES).values():
@@ -228,7 +229,7 @@ class Controller:
         number = self._round.number
         return self._learns and (number <= _WATCHED or self._round.is_shorter or not number % _WATCH_EVERY)
 
-    def _ask(self, index: int, drafter: str, seq: "Sequence", limit: int, matched: int | None = None) -> Ask:
+    def _ask(self, index: int, drafter: str, seq: "Request", limit: int, matched: int | None = None) -> Ask:
         """What a sequence may draft, and what is expected of it. ``matched``: tokens before a copy."""
         most = min(limit, self._known[drafter].traits.max_lookahead or limit)
         memory = self._memory(drafter, seq)
@@ -237,7 +238,7 @@ class Controller:
             memory.slots = self._matches[min(matched, MAX_MATCH) :][:limit]
         return Ask(index, seq, memory, most, memory.acceptance.reach(memory.slots[:most]))
 
-    def _memory(self, drafter: str, seq: "Sequence") -> StageMemory:
+    def _memory(self, drafter: str, seq: "Request") -> StageMemory:
         stages = self._stages.setdefault(seq, {})
         if drafter not in stages:
             key, traits = (drafter, seq.sampler.grammar is not None, seq.acceptance), self._known[drafter].traits
@@ -247,7 +248,7 @@ class Controller:
             stages[drafter] = StageMemory(self._drafters[key], self._round.number)
         return stages[drafter]
 
-    def _stage_of(self, drafter: str, seq: "Sequence", own: int) -> Stage | None:
+    def _stage_of(self, drafter: str, seq: "Request", own: int) -> Stage | None:
         """A drafter as one sequence may use it, or has; None if nothing is known of that."""
         memory, known = self._stages.get(seq, _NO_STAGES).get(drafter), self._known[drafter]
         if memory is None or not (seq.num_generated or known.cost is None):
@@ -272,7 +273,7 @@ class Controller:
                     return True
         return False
 
-    def _note_quiet(self, drafter: str, asks: Seq[Ask]) -> None:
+    def _note_quiet(self, drafter: str, asks: Sequence[Ask]) -> None:
         """That nobody drafts is remembered."""
         if self._round.is_shorter or any(ask.count or not ask.seq.num_generated for ask in asks):
             self._quiet.pop(drafter, None)
@@ -281,7 +282,7 @@ class Controller:
         until = min([number + _QUIET, *[max(ask.memory.timer.due, number + _REFUSED) for ask in asks]])
         self._quiet[drafter] = self._circumstances(drafter), until, WeakSet(ask.seq for ask in asks)
 
-    def _is_quiet(self, drafter: str, waiting: "Seq[Sequence]") -> bool:
+    def _is_quiet(self, drafter: str, waiting: "Sequence[Request]") -> bool:
         """Whether it was decided in the same circumstances that nobody drafts: most rounds of a useless drafter."""
         circumstances, until, members = self._quiet.get(drafter, ((), 0, ()))
         if self._round.number >= until or circumstances != self._circumstances(drafter):

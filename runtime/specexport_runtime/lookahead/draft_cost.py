@@ -1,13 +1,13 @@
 """What drafting costs, as the controller asks for it: one entry for each drafter that a plan may name."""
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from specexport_runtime.costs.curves import StepCost
-from specexport_runtime.sequences.records import DrafterTraits
+from specexport_runtime.requests.records import DrafterTraits
 
 if TYPE_CHECKING:
-    from specexport_runtime.sequences.sequence import Sequence
+    from specexport_runtime.requests.request import Request
 
 _USUAL_BACKLOG = 2  # tokens that a drafter always has to read
 
@@ -15,7 +15,7 @@ _USUAL_BACKLOG = 2  # tokens that a drafter always has to read
 class DraftCost:
     """Seconds of a drafter's steps. They must be fixed when the engine is loaded (``RandomStream`` says why)."""
 
-    def seconds(self, sequences: "Seq[Sequence]", num_rows: int, kv_entries: float) -> float:
+    def seconds(self, sequences: "Sequence[Request]", num_rows: int, kv_entries: float) -> float:
         """Seconds of one draft step in ``num_rows`` rows of those that may draft, which see so many cache entries."""
         raise NotImplementedError
 
@@ -41,7 +41,7 @@ class EngineCost(DraftCost):
     def __init__(self, curve: StepCost, *, shares_cache: bool = False) -> None:
         self._curve, self._shares_cache = curve, shares_cache
 
-    def seconds(self, sequences: "Seq[Sequence]", num_rows: int, kv_entries: float) -> float:  # noqa: ARG002
+    def seconds(self, sequences: "Sequence[Request]", num_rows: int, kv_entries: float) -> float:  # noqa: ARG002
         """See ``DraftCost.seconds``."""
         return self._curve.seconds(num_rows, num_rows, kv_entries)
 

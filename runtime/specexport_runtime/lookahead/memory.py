@@ -1,10 +1,10 @@
 """What is remembered of drafters and of sequences: how drafts fared, and when one that does not pay is tried again."""
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 
 from specexport_runtime.lookahead.acceptance import (
     GUESS,
-    SequenceAcceptance,
+    RequestAcceptance,
     SharedAcceptance,
     Sureness,
     shared_sureness,
@@ -89,9 +89,9 @@ class StageMemory:
 
     def __init__(self, drafter: DrafterMemory, now: int) -> None:
         self.drafter, self.timer = drafter, ProbeTimer(now)
-        self.acceptance, self.sure = SequenceAcceptance(drafter.shared), Sureness(drafter.sure)
-        self.slots: Seq[int] = ()  # of the tokens that it may draft, or has drafted, in this round
+        self.acceptance, self.sure = RequestAcceptance(drafter.shared), Sureness(drafter.sure)
+        self.slots: Sequence[int] = ()  # of the tokens that it may draft, or has drafted, in this round
         self.read = 0  # tokens of the sequence that a drafter with a cache of its own has read
         # A copy's first token that was not tested, and its place: whether it would have passed is seen without a test.
         self.shadow: tuple[int, int] | None = None
-        self.copied: tuple[int, Seq[float]] = (-1, ())  # the last copy's round and chances, for a trace
+        self.copied: tuple[int, Sequence[float]] = (-1, ())  # the last copy's round and chances, for a trace

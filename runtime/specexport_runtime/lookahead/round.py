@@ -1,7 +1,6 @@
 """What the controller knows of a round: its step, what was allowed so far, what more would cost and give."""
 
-from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -9,15 +8,17 @@ from specexport_runtime.costs.curves import CostCurves
 from specexport_runtime.costs.learned import LearnedCosts, reading_of
 from specexport_runtime.lookahead.draft_cost import WeighedDrafter
 from specexport_runtime.lookahead.memory import StageMemory
-from specexport_runtime.sequences.records import StepLoad
+from specexport_runtime.requests.records import StepLoad
 
 if TYPE_CHECKING:
-    from specexport_runtime.sequences.sequence import Sequence
+    from specexport_runtime.requests.request import Request
 
 _HORIZON = 64  # rounds over which the cost of reading a prompt is spread, at most
 
 
-def step_load(drafting: "Seq[Sequence]", prompts: "Seq[Sequence]", prompt_tokens: int, num_soon: int = 0) -> StepLoad:
+def step_load(
+    drafting: "Sequence[Request]", prompts: "Sequence[Request]", prompt_tokens: int, num_soon: int = 0
+) -> StepLoad:
     """What a step holds before anything is drafted; of ``prompts``, those that end in it are in ``drafting`` too."""
     busy = [*drafting, *(seq for seq in prompts if seq not in drafting)] if prompts else drafting
     entries = sum([len(seq.tokens) for seq in busy])
@@ -65,13 +66,13 @@ class Ask:
     """One sequence that may draft in a stage."""
 
     index: int  # its place among the sequences of the step
-    seq: "Sequence"
+    seq: "Request"
     memory: StageMemory  # what is remembered of the drafter for it
     most: int  # draft tokens that it may have
     gains: list[float]  # chance that its draft is accepted up to the first, second, … token; as many as ``most``
     entry: float = 0.0  # seconds that its draft costs whatever its length
     count: int = 0  # tokens that it is allowed
-    least: Seq[float] = ()  # by its tokens so far, their chance of passing from which one more is worth its step
+    least: Sequence[float] = ()  # by its tokens so far, their chance of passing from which one more is worth its step
     goes_on: bool = False  # it may have more than it is allowed, if it is that sure
     is_probe: bool = False  # these are a cheap test
     is_out: bool = False  # it does without the drafter in this round
@@ -89,9 +90,9 @@ class Stage:
     round: Round
     name: str
     drafter: WeighedDrafter
-    sequences: "Seq[Sequence]"  # all that draft in this round
+    sequences: "Sequence[Request]"  # all that draft in this round
     asks: list[Ask]  # those whose length is chosen
-    fixed: Seq[int] = ()  # rows that draft anyway, by depth (0 is the first token)
+    fixed: Sequence[int] = ()  # rows that draft anyway, by depth (0 is the first token)
 
     @property
     def candidates(self) -> list[Ask]:
@@ -127,7 +128,7 @@ class Stage:
         return (catch_up and catch_up / min(max(rounds, 1.0), _HORIZON)) + self.each_round
 
     def rates(
-        self, ask: Ask, load: StepLoad | None = None, gains: Seq[float] | None = None
+        self, ask: Ask, load: StepLoad | None = None, gains: Sequence[float] | None = None
     ) -> Iterator[tuple[float, float]]:
         """Tokens, and tokens a second, that drafts of one token, of two and so on promise, in this step or another.
 

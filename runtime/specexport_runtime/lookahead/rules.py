@@ -1,7 +1,6 @@
 """The rules by which a round's drafts get their lengths: each looks at a stage, and changes what is allowed in it."""
 
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from specexport_runtime.lookahead.round import Stage
@@ -126,13 +125,13 @@ def is_unknown(stage: Stage, untested: bool) -> bool:
 class StepTimes(NamedTuple):
     """Seconds of a step by what is drafted."""
 
-    target: Seq[float]  # of the target's step, by draft tokens of all sequences together, from 0
-    draft: Seq[float] | None  # of one draft step, by rows that draft in it, from 0; None if drafting costs nothing
-    rows: Seq[int]  # that draft anyway, by depth (0 is the first token); as many as the largest lookahead
+    target: Sequence[float]  # of the target's step, by draft tokens of all sequences together, from 0
+    draft: Sequence[float] | None  # of one draft step, by rows that draft in it, from 0; None if drafting costs nothing
+    rows: Sequence[int]  # that draft anyway, by depth (0 is the first token); as many as the largest lookahead
 
 
 def allocate(
-    gains: Seq[Seq[float]], entries: Seq[float], expected: float, times: StepTimes, margin: float = 0.0
+    gains: Sequence[Sequence[float]], entries: Sequence[float], expected: float, times: StepTimes, margin: float = 0.0
 ) -> tuple[list[int], float]:
     """Maximize (expected + sum of gains) / (target's step + draft steps) over the number of tokens of each sequence.
 
@@ -167,7 +166,7 @@ def allocate(
 
 
 def _best_prefix(
-    items: Seq[tuple[float, int, int]], entries: Seq[float], expected: float, seconds: float, times: StepTimes
+    items: Sequence[tuple[float, int, int]], entries: Sequence[float], expected: float, seconds: float, times: StepTimes
 ) -> tuple[float, int]:
     """Most tokens per second of any number of the first ``items`` (negative gain, depth, sequence), and that number."""
     target, draft, active = times.target, times.draft, list(times.rows)

@@ -10,7 +10,7 @@
 An idle row names one token of another row: attention needs something to compute, the entry it writes is not committed.
 """
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -41,7 +41,7 @@ from specexport_runtime.packing.kv import KvArena, PaddedKvArena, StateArena
 class RowWork(NamedTuple):
     """New tokens of one cache row in a step."""
 
-    tokens: Seq[int]  # in order; empty for a row that sits the step out
+    tokens: Sequence[int]  # in order; empty for a row that sits the step out
     num_logits: int  # how many of the last tokens need logits
     features: Float32Array | None = None  # of a draft head, [n, E]: comes with the tokens; None gives zeros
     # How many of the row's last tokens behind this step are drafts: they may not enter a state. Drafts of earlier steps
@@ -59,7 +59,7 @@ MAX_FILLED = 512
 SPAN_BUCKET = 64  # kv_span grows in steps of this, so that bindings of padded graphs are used again
 
 
-def step_shape(first_row: int, work: Seq[RowWork], kv_span: int = 0) -> StepShape:
+def step_shape(first_row: int, work: Sequence[RowWork], kv_span: int = 0) -> StepShape:
     """Sizes of the packed step for ``work`` on rows ``first_row``, ``first_row + 1``, and so on."""
     if len(work) == 1:  # the common case, kept free of generator overhead
         count = len(work[0].tokens)
@@ -68,7 +68,7 @@ def step_shape(first_row: int, work: Seq[RowWork], kv_span: int = 0) -> StepShap
     return StepShape(first_row, len(work), sum(counts), max(counts), sum(row.num_logits for row in work), kv_span)
 
 
-def pad_work(work: Seq[RowWork]) -> list[RowWork]:
+def pad_work(work: Sequence[RowWork]) -> list[RowWork]:
     """Every row padded to the longest, as the padded method feeds it: padding tokens get logits like any other."""
     width = max(len(row.tokens) for row in work)
     lacking = [width - len(row.tokens) for row in work]
@@ -78,7 +78,7 @@ def pad_work(work: Seq[RowWork]) -> list[RowWork]:
     ]
 
 
-def fill_index_inputs(buffers: StepBuffers, counts: Seq[int], num_logits: Seq[int]) -> None:
+def fill_index_inputs(buffers: StepBuffers, counts: Sequence[int], num_logits: Sequence[int]) -> None:
     """Fill the inputs that depend only on the new tokens of each row and its last ``num_logits`` that need logits."""
     num_rows, _, width = buffers.pad_index.shape
     given, wanted = np.asarray(counts), np.asarray(num_logits)
@@ -95,14 +95,14 @@ def fill_index_inputs(buffers: StepBuffers, counts: Seq[int], num_logits: Seq[in
     np.add(np.arange(firsts[-1] + wanted[-1]), np.repeat(cu[1:] - wanted - firsts, wanted), out=buffers.logit_rows)
 
 
-def _fill_features(buffer: Float32Array, work: Seq[RowWork]) -> None:
+def _fill_features(buffer: Float32Array, work: Sequence[RowWork]) -> None:
     start = 0
     for row in work:
         buffer[start : start + len(row.tokens)] = 0.0 if row.features is None else row.features
         start += len(row.tokens)
 
 
-def _fill_adapters(buffer: Int64Array, work: Seq[RowWork], default: int) -> None:
+def _fill_adapters(buffer: Int64Array, work: Sequence[RowWork], default: int) -> None:
     start = 0
     for row in work:
         buffer[start : start + len(row.tokens)] = default if row.adapter is None else row.adapter
@@ -159,7 +159,7 @@ class ModelRunner:
         """Go on in an empty row behind ``count`` tokens of the text in its memory, :meth:`least_len` or more."""
         self.kv.restore(row, count, self._state_lens[row])
 
-    def step(self, first_row: int, work: Seq[RowWork], want: Want = "logits") -> StepOutput:
+    def step(self, first_row: int, work: Sequence[RowWork], want: Want = "logits") -> StepOutput:
         """Run one packed step of consecutive rows, with at least one token and one logit row in all.
 
         Entries are written after each row's committed ones and are not committed. Gives logits float32 [R, V] or token
@@ -199,7 +199,7 @@ class ModelRunner:
         """Whether layers keep a state: steps have to say which of their tokens are drafts."""
         return self._states is not None
 
-    def _step_states(self, first_row: int, work: Seq[RowWork]) -> Int64Array | None:
+    def _step_states(self, first_row: int, work: Sequence[RowWork]) -> Int64Array | None:
         """What the step does with states; None for a model without."""
         if not isinstance(self.kv, StateArena):
             return None
@@ -209,7 +209,7 @@ class ModelRunner:
             self._state_lens[row] = self.kv.state_len(row)
         return steps
 
-    def _begin_or_recede(self, first_row: int, work: Seq[RowWork]) -> None:
+    def _begin_or_recede(self, first_row: int, work: Sequence[RowWork]) -> None:
         """A row that begins has an empty state; one that is long forgets what no window will see again."""
         for row, given in enumerate(work, start=first_row):
             if not given.tokens:
@@ -222,7 +222,7 @@ class ModelRunner:
                 self._receding.recede(row, known - WAY_BACK)
                 self._floors[row] = known - WAY_BACK
 
-    def _make_room(self, first_row: int, needed: Seq[int]) -> int:
+    def _make_room(self, first_row: int, needed: Sequence[int]) -> int:
         """In the padded method, pad the rows to one length, squeezing old padding out when they are full.
 
         Gives the step's kv_span; 0 in the unpadded method.
@@ -237,7 +237,9 @@ class ModelRunner:
         end = max(self.kv.entries(first_row + i) + count for i, count in enumerate(needed))
         return min(-(-end // SPAN_BUCKET) * SPAN_BUCKET, self.kv.capacity)
 
-    def _fill_tokens(self, buffers: StepBuffers, first_row: int, work: Seq[RowWork], needed: Seq[int]) -> None:
+    def _fill_tokens(
+        self, buffers: StepBuffers, first_row: int, work: Sequence[RowWork], needed: Sequence[int]
+    ) -> None:
         if len(work) == 1:
             kv_len = self.kv.kv_len(first_row)
             buffers.input_ids[:] = work[0].tokens
@@ -260,7 +262,7 @@ class ModelRunner:
             span = buffers.kv_positions.shape[2]
             buffers.kv_positions[:, 0] = self.kv.kv_positions[first_row : first_row + len(work), :span]
 
-    def prefill(self, row: int, tokens: Seq[int], features: Float32Array | None = None) -> None:
+    def prefill(self, row: int, tokens: Sequence[int], features: Float32Array | None = None) -> None:
         """Feed ``tokens`` to ``row`` in chunks and commit them; their logits are not wanted."""
         before = self.executor.engine_seconds
         for start in range(0, len(tokens), self.max_chunk):

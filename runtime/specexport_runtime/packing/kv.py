@@ -23,7 +23,7 @@ A target that drafts with its own layers reads what is pending in each draft ste
 draft step reads is pending behind that, until the verify step drops it and settles what was accepted.
 """
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -62,7 +62,7 @@ class KvArena:
         """Cache entries that the next step of ``row`` writes behind: its committed ones."""
         return self._kv_lens[row]
 
-    def write(self, first_row: int, counts: Seq[int]) -> None:
+    def write(self, first_row: int, counts: Sequence[int]) -> None:
         """A step is about to write ``counts[i]`` entries after the committed ones of row ``first_row + i``.
 
         SpecexportError if a row cannot hold them; no row is changed then.
@@ -148,7 +148,7 @@ class BorrowedKv(KvArena):
         """The same: there is no padding among them."""
         return self._lender.kv_len(row)
 
-    def write(self, first_row: int, counts: Seq[int]) -> None:
+    def write(self, first_row: int, counts: Sequence[int]) -> None:
         """Nothing: a step writes no entries."""
 
     def commit(self, row: int, kv_len: int) -> None:
@@ -185,7 +185,7 @@ class PaddedKvArena(KvArena):
             self.kv_positions[row, self._entries[row] :] = PADDING
             self._entries[row] = longest
 
-    def fits(self, first_row: int, counts: Seq[int]) -> bool:
+    def fits(self, first_row: int, counts: Sequence[int]) -> bool:
         """Whether ``counts[i]`` more entries fit into row ``first_row + i``."""
         return all(self._entries[first_row + i] + count <= self.capacity for i, count in enumerate(counts))
 
@@ -197,7 +197,7 @@ class PaddedKvArena(KvArena):
         self._entries[row] = self._written[row] = len(kept)
         return kept
 
-    def write(self, first_row: int, counts: Seq[int]) -> None:
+    def write(self, first_row: int, counts: Sequence[int]) -> None:
         """As :meth:`KvArena.write`; the new entries get the positions that follow the committed tokens."""
         if not self.fits(first_row, counts):
             raise SpecexportError(
@@ -253,7 +253,7 @@ class StateArena(KvArena):
         """Tokens of ``row`` that its state has; no text that is shorter can go on from it."""
         return self._state_at[row]
 
-    def step(self, first_row: int, given: Seq[tuple[int, int | None]]) -> Int64Array:
+    def step(self, first_row: int, given: Sequence[tuple[int, int | None]]) -> Int64Array:
         """What the next step does with the states of its rows, ``abi.STATE_STEPS`` [B, 4].
 
         ``given`` has the new tokens of each row, and how many of the last tokens that it then has are drafts; None lets

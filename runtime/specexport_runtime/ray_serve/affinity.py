@@ -2,8 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -57,7 +56,7 @@ def _beginning(prompt: Any, chars: int) -> str:
     return ""
 
 
-def by_preference(key: str, replicas: Seq[str]) -> list[str]:
+def by_preference(key: str, replicas: Sequence[str]) -> list[str]:
     """Replicas in the order in which ``key`` prefers them: rendezvous hashing.
 
     Each replica's rank depends on the key and its own name alone, so when one goes, only its own keys move, spread over
@@ -66,7 +65,7 @@ def by_preference(key: str, replicas: Seq[str]) -> list[str]:
     return sorted(replicas, key=lambda name: hashlib.blake2b(f"{key}\0{name}".encode(), digest_size=8).digest())
 
 
-def is_overloaded(preferred: int | None, others: Seq[int | None], margin: int) -> bool:
+def is_overloaded(preferred: int | None, others: Sequence[int | None], margin: int) -> bool:
     """Whether a replica's queue is longer than the shortest of the others by more than ``margin`` requests.
 
     None is an unknown queue: the preferred replica's counts as short, those of others do not count.

@@ -1,1 +1,1 @@
-"""From what a caller asks for to a sequence that can be decoded."""
+"""What is known of one sequence: tokens, text, statistics, results, and the records that pass between parts."""

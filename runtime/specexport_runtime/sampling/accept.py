@@ -4,8 +4,7 @@ Chen et al. 2023, "Accelerating Large Language Model Decoding with Speculative S
 (also Leviathan et al. 2023): whatever the draft, the tokens that come out follow the target's distribution.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +24,7 @@ class Verdict(NamedTuple):
     is_bonus: bool  # every draft token (of which there may be none) was accepted
 
 
-def accept_greedy(drafted: Seq[int], target_tokens: Seq[int]) -> Verdict:
+def accept_greedy(drafted: Sequence[int], target_tokens: Sequence[int]) -> Verdict:
     """Accept draft tokens as long as they equal the target's greedy choice.
 
     ``target_tokens`` are K+1 for K draft tokens, or as many as there are up to the first rejection; entry j follows the
@@ -38,8 +37,8 @@ def accept_greedy(drafted: Seq[int], target_tokens: Seq[int]) -> Verdict:
 
 
 def accept_sampled(
-    drafted: Seq[int],  # K draft tokens
-    draft_distributions: Seq[Distribution | None] | None,  # p of each; None, for all or one: one-hot, p(x) = 1
+    drafted: Sequence[int],  # K draft tokens
+    draft_distributions: Sequence[Distribution | None] | None,  # p of each; None, for all or one: one-hot, p(x) = 1
     # q of new position j, 0 <= j <= K. Called in order, and not for positions after the first rejection.
     target_distribution: Callable[[int], Distribution],
     draws: Callable[[int], Draws],  # the uniforms of new position j

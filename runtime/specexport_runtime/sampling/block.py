@@ -4,8 +4,7 @@ Sun et al. 2024, "Block Verification Accelerates Speculative Decoding", algorith
 behind an unlikely one can save both: a test that fails does not end the tests, the *last* that passes counts.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 
 from specexport_runtime.sampling.accept import (
     Verdict,
@@ -19,8 +18,10 @@ from specexport_runtime.sampling.rng import Draws
 
 
 def accept_block(
-    drafted: Seq[int],  # K tokens; K may depend on the tokens that are kept in it, and on nothing that was left out
-    draft_distributions: Seq[Distribution | None] | None,
+    drafted: Sequence[
+        int
+    ],  # K tokens; K may depend on the tokens that are kept in it, and on nothing that was left out
+    draft_distributions: Sequence[Distribution | None] | None,
     # As for ``accept_sampled``, but called behind tokens that are not kept in the end too; never behind one that the
     # target cannot give.
     target_distribution: Callable[[int], Distribution],
@@ -70,7 +71,7 @@ def accept_block(
     return Verdict(kept, sample_token(normalised(targets[kept], masses), draws(kept).resample), is_bonus=False)
 
 
-def _may_pass(chance: float, probabilities: Seq[float], start: int, draws: Callable[[int], Draws]) -> bool:
+def _may_pass(chance: float, probabilities: Sequence[float], start: int, draws: Callable[[int], Draws]) -> bool:
     """Whether a test from place ``start`` on passes if q(x) is 1 there; else no row of the target matters any more."""
     for place in range(start, len(probabilities)):
         chance /= probabilities[place]

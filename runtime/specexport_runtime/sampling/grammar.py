@@ -4,7 +4,7 @@ Other tokens are left out before anything chooses among them, for draft and targ
 verify step. So a text follows the target's distribution given that each token is allowed, with and without drafts.
 """
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -26,7 +26,9 @@ class Grammar:
     None for all.
     """
 
-    def __init__(self, matcher: Any, vocab_size: int, eos_token_ids: Seq[int], first: BoolArray | None = None) -> None:
+    def __init__(
+        self, matcher: Any, vocab_size: int, eos_token_ids: Sequence[int], first: BoolArray | None = None
+    ) -> None:
         self._matcher, self._vocab_size, self._eos = matcher, vocab_size, tuple(eos_token_ids)
         self._first = first
         self._drafted: list[int] = []
@@ -36,14 +38,14 @@ class Grammar:
         """How many of these tokens the matcher has behind it."""
         self._has_ended = False
 
-    def allowed(self, drafted: Seq[int]) -> BoolArray | None:
+    def allowed(self, drafted: Sequence[int]) -> BoolArray | None:
         """Which tokens may follow ``drafted``: [V]; None behind the end of the text, where nothing is wanted.
 
         CheckFailedError: a draft token is not allowed. InvalidRequestError: the grammar is too complex.
         """
         return None if self._is_over(drafted) else self._mask(drafted)
 
-    def cut(self, drafted: Seq[int]) -> int:
+    def cut(self, drafted: Sequence[int]) -> int:
         """How many draft tokens the grammar allows, to the end of the text at most."""
         if self._has_ended:
             return 0
@@ -57,7 +59,7 @@ class Grammar:
             return known
         return end + bool(self._mask(said)[drafted[end]])
 
-    def forced(self, most: int, drafted: Seq[int] = ()) -> list[int]:
+    def forced(self, most: int, drafted: Sequence[int] = ()) -> list[int]:
         """Tokens that a text of this grammar goes on with behind ``drafted``, whatever it says; at most ``most``.
 
         Where nothing can follow, that is its end. It is the only token that may not be the one that is allowed: a model
@@ -77,7 +79,7 @@ class Grammar:
                 tokens.append(self._eos[0])
         return tokens
 
-    def consume(self, tokens: Seq[int]) -> None:
+    def consume(self, tokens: Sequence[int]) -> None:
         """Tokens were committed; CheckFailedError if one of them is not allowed."""
         if self._has_ended:
             return
@@ -93,15 +95,15 @@ class Grammar:
         self._drafted, self._masks, self._place = [], [None], 0
         self._first = self._first if not tokens else None
 
-    def _is_over(self, drafted: Seq[int]) -> bool:
+    def _is_over(self, drafted: Sequence[int]) -> bool:
         """Whether the text has ended, or ends in a draft."""
         return self._has_ended or self._end_in(drafted) < len(drafted)
 
-    def _end_in(self, tokens: Seq[int]) -> int:
+    def _end_in(self, tokens: Sequence[int]) -> int:
         """How many tokens come before the first that ends the text."""
         return next((count for count, token in enumerate(tokens) if token in self._eos), len(tokens))
 
-    def _mask(self, drafted: Seq[int]) -> BoolArray:
+    def _mask(self, drafted: Sequence[int]) -> BoolArray:
         self._remember(drafted)
         mask = self._masks[len(drafted)]
         if mask is None:
@@ -115,7 +117,7 @@ class Grammar:
                 mask &= self._first
         return mask
 
-    def _remember(self, drafted: Seq[int]) -> None:
+    def _remember(self, drafted: Sequence[int]) -> None:
         """Masks are of these tokens from now on, or of more that begin with them."""
         same = _num_common(self._drafted, drafted)
         if same == len(drafted):
@@ -143,7 +145,7 @@ class Grammar:
             raise InvalidRequestError(f"the grammar cannot be followed: {reason}.", "give a simpler schema or grammar.")
 
 
-def _num_common(some: Seq[int], others: Seq[int]) -> int:
+def _num_common(some: Sequence[int], others: Sequence[int]) -> int:
     """How many tokens two texts begin with alike."""
     count = 0
     for one, other in zip(some, others, strict=False):
@@ -160,7 +162,7 @@ class MaskAhead:
         self._pool: ThreadPoolExecutor | None = None
         self._coming: Future[None] | None = None
 
-    def start(self, wanted: Seq[tuple[Grammar, Seq[int]]]) -> None:
+    def start(self, wanted: Sequence[tuple[Grammar, Sequence[int]]]) -> None:
         """Begin with the masks behind each number of draft tokens, of all rows."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "specexport-masks")
@@ -173,7 +175,7 @@ class MaskAhead:
             self._coming = None
 
 
-def _make_masks(wanted: Seq[tuple[Grammar, Seq[int]]]) -> None:
+def _make_masks(wanted: Sequence[tuple[Grammar, Sequence[int]]]) -> None:
     for grammar, drafted in wanted:
         for count in range(len(drafted) + 1):
             try:

@@ -1,7 +1,7 @@
 """Log-probabilities of generated tokens under the target, as it was before temperature, penalties and truncation."""
 
 import math
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -24,7 +24,7 @@ class TokenLogprobs(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()  # the most likely token ids with theirs, of ranks 1, 2, …
 
 
-def logprobs_of(tokens: Seq[int], logits: "Float32Array", count: int) -> list[TokenLogprobs]:
+def logprobs_of(tokens: Sequence[int], logits: "Float32Array", count: int) -> list[TokenLogprobs]:
     """Log-probabilities and ranks of one round's tokens, or of a prompt's, each with the ``count`` likeliest.
 
     Row j of ``logits`` [n, V], raw ones of the target, is what ``tokens[j]`` was chosen from; they are not changed.

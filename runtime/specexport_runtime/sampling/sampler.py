@@ -1,7 +1,6 @@
 """From logits to the distribution that tokens are drawn from, the same for draft rows and target rows."""
 
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -35,7 +34,7 @@ class Sampler:
     """
 
     def __init__(
-        self, params: SamplingParams, prompt_tokens: Seq[int], vocab_size: int, grammar: Grammar | None = None
+        self, params: SamplingParams, prompt_tokens: Sequence[int], vocab_size: int, grammar: Grammar | None = None
     ) -> None:
         for token in params.logit_bias:
             if token >= vocab_size:
@@ -58,13 +57,13 @@ class Sampler:
         """Greedy without penalties, bias or grammar: the argmax of the raw logits, so callers may batch it."""
         return self.is_greedy and not self._adjuster.active and self.grammar is None
 
-    def append(self, tokens: Seq[int]) -> None:
+    def append(self, tokens: Sequence[int]) -> None:
         """Add committed output tokens to the history."""
         self._adjuster.append(tokens)
         if self.grammar is not None:
             self.grammar.consume(tokens)
 
-    def distribution(self, logits: Float32Array, drafted: Seq[int] = ()) -> Distribution:
+    def distribution(self, logits: Float32Array, drafted: Sequence[int] = ()) -> Distribution:
         """The distribution of the token after the committed ones and ``drafted``, from raw logits [V'].
 
         V' below ``vocab_size`` (a draft's smaller head) leaves the other ids out. CheckFailedError: the logits hold NaN
@@ -80,7 +79,7 @@ class Sampler:
         inside = truncated_softmax(processed[ids], self.params)
         return Distribution(ids if inside.token_ids is None else ids[inside.token_ids], inside.probs)
 
-    def greedy_token(self, logits: Float32Array, drafted: Seq[int] = ()) -> int:
+    def greedy_token(self, logits: Float32Array, drafted: Sequence[int] = ()) -> int:
         """The most likely token after bias and penalties, the lowest id on a tie. Arguments as ``distribution``."""
         processed = self._adjusted(logits, drafted)
         token = _argmax(processed)
@@ -90,7 +89,7 @@ class Sampler:
         ids = _ids_of(allowed, processed)
         return int(ids[_argmax(processed[ids])])
 
-    def _adjusted(self, logits: Float32Array, drafted: Seq[int]) -> Float32Array:
+    def _adjusted(self, logits: Float32Array, drafted: Sequence[int]) -> Float32Array:
         row = logits[: self._vocab_size]
         return self._adjuster.apply(row, drafted) if self._adjuster.active else row
 
@@ -115,7 +114,7 @@ def _argmax(logits: Float32Array) -> int:
 class LogitAdjuster:
     """Applies bias and penalties of one sequence, and keeps the history that they need."""
 
-    def __init__(self, params: SamplingParams, prompt_tokens: Seq[int], vocab_size: int) -> None:
+    def __init__(self, params: SamplingParams, prompt_tokens: Sequence[int], vocab_size: int) -> None:
         self._params = params
         self._penalises = (
             params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
@@ -130,13 +129,13 @@ class LogitAdjuster:
         """Whether ``apply`` can change any logit."""
         return self._penalises or len(self._bias_ids) > 0
 
-    def append(self, tokens: Seq[int]) -> None:
+    def append(self, tokens: Sequence[int]) -> None:
         """Add committed output tokens to the history."""
         if self._penalises:
             for token in tokens:
                 self._history.add(token)
 
-    def apply(self, logits: Float32Array, drafted: Seq[int]) -> Float32Array:
+    def apply(self, logits: Float32Array, drafted: Sequence[int]) -> Float32Array:
         """A processed copy of ``logits`` [V'], where V' may be below V.
 
         ``drafted`` are the draft tokens after the committed output; they count as output.
@@ -167,7 +166,7 @@ class LogitAdjuster:
 class _TokenCounts:
     """The distinct tokens of a sequence, each with how often it is in the output; grows by one token in O(1)."""
 
-    def __init__(self, prompt_tokens: Seq[int], vocab_size: int) -> None:
+    def __init__(self, prompt_tokens: Sequence[int], vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self._ids = np.unique(np.asarray(prompt_tokens, dtype=np.int64))
         self._size = len(self._ids)
@@ -187,7 +186,7 @@ class _TokenCounts:
         self._counts[slot] += 1
 
     @contextmanager
-    def including(self, drafted: Seq[int]) -> Iterator[tuple[Int64Array, Int64Array]]:
+    def including(self, drafted: Sequence[int]) -> Iterator[tuple[Int64Array, Int64Array]]:
         """Views (ids, output counts) as if ``drafted`` had been added; undone on exit."""
         committed = self._size
         for token in drafted:

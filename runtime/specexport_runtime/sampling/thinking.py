@@ -1,6 +1,6 @@
 """Models that think before they answer: a grammar that begins where the thinking ends, also inside a draft."""
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -36,14 +36,14 @@ class GrammarAfterThinking(Grammar):
     place by place, so that a draft may run across the border. Arguments: as for ``Grammar``.
     """
 
-    def __init__(self, matcher: Any, vocab_size: int, eos_token_ids: Seq[int], thinking: Thinking) -> None:
+    def __init__(self, matcher: Any, vocab_size: int, eos_token_ids: Sequence[int], thinking: Thinking) -> None:
         super().__init__(matcher, vocab_size, eos_token_ids)
         self._thinking = thinking
         self._stage: _Place = "thinking" if thinking.begin is None else "before"
         self._free: BoolArray | None = None
         self._border: BoolArray | None = None
 
-    def allowed(self, drafted: Seq[int]) -> BoolArray | None:
+    def allowed(self, drafted: Sequence[int]) -> BoolArray | None:
         """See ``Grammar.allowed``."""
         if self._has_ended:
             return None
@@ -62,7 +62,7 @@ class GrammarAfterThinking(Grammar):
         allowed[[token for token in more if token is not None and token < len(allowed)]] = True
         return allowed
 
-    def cut(self, drafted: Seq[int]) -> int:
+    def cut(self, drafted: Sequence[int]) -> int:
         """See ``Grammar.cut``."""
         if self._has_ended:
             return 0
@@ -72,14 +72,14 @@ class GrammarAfterThinking(Grammar):
                 return count + bool(self._while_thinking()[token])
         return free + (super().cut(drafted[free:]) if free < len(drafted) else 0)
 
-    def forced(self, most: int, drafted: Seq[int] = ()) -> list[int]:
+    def forced(self, most: int, drafted: Sequence[int] = ()) -> list[int]:
         """See ``Grammar.forced``; nothing while the text may still think, or break a line."""
         stage, free = self._follow(drafted)
         if self._has_ended or stage != "answer" or any(token in self._eos for token in drafted[:free]):
             return []
         return super().forced(most, drafted[free:])
 
-    def consume(self, tokens: Seq[int]) -> None:
+    def consume(self, tokens: Sequence[int]) -> None:
         """See ``Grammar.consume``."""
         if self._has_ended:
             return
@@ -89,7 +89,7 @@ class GrammarAfterThinking(Grammar):
         elif free < len(tokens):
             super().consume(tokens[free:])
 
-    def _follow(self, tokens: Seq[int]) -> tuple[_Place, int]:
+    def _follow(self, tokens: Sequence[int]) -> tuple[_Place, int]:
         """Where the text is behind ``tokens``, and how many of them are before the grammar's first."""
         place = self._stage
         for count, token in enumerate(tokens):

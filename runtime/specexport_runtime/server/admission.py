@@ -6,8 +6,7 @@ The body of a request is read as a whole before a route sees it: so a slow clien
 import asyncio
 import hashlib
 import hmac
-from collections.abc import Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from starlette.types import Message, Receive, Scope
@@ -20,7 +19,7 @@ from specexport_runtime.server.state import ServerState
 PUBLIC_PATHS = frozenset({"/health", "/ready"}) | playground.PUBLIC_PATHS
 """Paths that need no key: they tell nothing of the model."""
 
-Headers = Seq[tuple[bytes, bytes]]
+Headers = Sequence[tuple[bytes, bytes]]
 
 
 class Admission:

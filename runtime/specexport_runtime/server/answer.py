@@ -2,8 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
-from collections.abc import Sequence as Seq
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -12,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from specexport_runtime.async_engine import AsyncRequest, AsyncSpecEngine
 from specexport_runtime.errors import InvalidRequestError, SpecexportError
-from specexport_runtime.sequences.results import GenerationResult, StreamChunk, StreamPiece
+from specexport_runtime.requests.results import GenerationResult, StreamChunk, StreamPiece
 from specexport_runtime.server.errors import ApiError, as_api_error, client_gone, timed_out, unavailable
 from specexport_runtime.server.log_format import fields
 from specexport_runtime.server.responses import prompt_logprobs_json, prompt_pieces, usage_of
@@ -40,7 +39,7 @@ class AnswerForm(Protocol):
     def chunk(
         self,
         index: int,
-        pieces: Seq[StreamPiece],
+        pieces: Sequence[StreamPiece],
         finish: str | None,
         drafted: int,
         usage: dict[str, Any] | None = None,
@@ -53,7 +52,7 @@ class AnswerForm(Protocol):
     def failure(self, error: ApiError) -> bytes:
         """The events that end a stream that failed."""
 
-    def choice(self, index: int, text: str, pieces: Seq[StreamPiece], finish: str) -> dict[str, Any]:
+    def choice(self, index: int, text: str, pieces: Sequence[StreamPiece], finish: str) -> dict[str, Any]:
         """One choice of an answer that is not streamed."""
 
     def whole(
@@ -127,7 +126,7 @@ class Answer(Response):
         body = await asyncio.to_thread(self._whole, requests) if scored else self._whole(requests)
         await Response(body, media_type="application/json")(scope, receive, send)
 
-    def _whole(self, requests: Seq[AsyncRequest]) -> bytes:
+    def _whole(self, requests: Sequence[AsyncRequest]) -> bytes:
         """The body of an answer that is not streamed; all choices have ended."""
         choices, results = [], self._finished()
         for i, result in enumerate(results):
@@ -141,12 +140,12 @@ class Answer(Response):
                 pieces = [p._replace(offset=min(len(echo) + p.offset, len(text))) for p in pieces]
             if self._plan.scores and self._texts is not None:
                 first = results[i - i % self._plan.num_choices]  # it was scored for all choices of its prompt
-                ids, params = cast("Seq[int]", self._plan.specs[i].prompt), self._plan.specs[i].params
+                ids, params = cast("Sequence[int]", self._plan.specs[i].prompt), self._plan.specs[i].params
                 pieces = [*prompt_pieces(first.prompt_logprobs or [], ids, self._texts, params), *pieces]
             choices.append(self._form.choice(i, text, pieces, result.finish_reason))
         return self._form.whole(choices, self._usage(), self._prompt_logprobs(results))
 
-    def _prompt_logprobs(self, results: Seq[GenerationResult]) -> list[list[dict[str, Any] | None]] | None:
+    def _prompt_logprobs(self, results: Sequence[GenerationResult]) -> list[list[dict[str, Any] | None]] | None:
         """Of each choice's prompt, in vLLM's shape; None where nobody asked."""
         count, n = self._plan.prompt_logprobs, self._plan.num_choices
         if count is None or self._texts is None:
@@ -173,7 +172,7 @@ class Answer(Response):
         await stream.finish(self._form.closing(self._usage()))
 
     def _rest_of_echo(
-        self, requests: Seq[AsyncRequest], choice: int, pieces: Seq[StreamPiece], finish: str | None
+        self, requests: Sequence[AsyncRequest], choice: int, pieces: Sequence[StreamPiece], finish: str | None
     ) -> bytes:
         """What the answer's first text leaves of the echo's end, in an event before it."""
         echo = self._plan.echoes[choice]

@@ -4,17 +4,16 @@ These have calls of functions, and what the model thought before.
 """
 
 import json
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from specexport_runtime.requests.answer_reader import AnswerReader, join_neighbours, read_parts
-from specexport_runtime.requests.chat_dialect import ChatDialect
-from specexport_runtime.requests.tool_formats.base import Arguments, CallBegin, Content, Event, Reasoning
-from specexport_runtime.sequences.results import StreamPiece
+from specexport_runtime.intake.answer_reader import AnswerReader, join_neighbours, read_parts
+from specexport_runtime.intake.chat_dialect import ChatDialect
+from specexport_runtime.intake.tool_formats.base import Arguments, CallBegin, Content, Event, Reasoning
+from specexport_runtime.requests.results import StreamPiece
 from specexport_runtime.server.answer_schema import ChatAnswer
 from specexport_runtime.server.completions import make_answer, note_request, owner_of, ready_engine
 from specexport_runtime.server.conversation import Conversation
@@ -65,7 +64,7 @@ class PartsFormat(ChatFormat):
     def chunk(
         self,
         index: int,
-        pieces: Seq[StreamPiece],
+        pieces: Sequence[StreamPiece],
         finish: str | None,
         drafted: int,
         usage: dict[str, Any] | None = None,
@@ -89,7 +88,7 @@ class PartsFormat(ChatFormat):
             events.append(self._event(index, text, own, end, tested, usage))
         return b"".join(events)
 
-    def choice(self, index: int, text: str, pieces: Seq[StreamPiece], finish: str) -> dict[str, Any]:
+    def choice(self, index: int, text: str, pieces: Sequence[StreamPiece], finish: str) -> dict[str, Any]:
         """One choice of an answer that is not streamed."""
         parts = read_parts(self._syntax, text, is_cut=finish == "length")
         empty = None if parts.calls or parts.reasoning else ""
@@ -108,7 +107,7 @@ class _Deltas:
     def __init__(self, dialect: ChatDialect) -> None:
         self._dialect, self._calls = dialect, -1
 
-    def of(self, events: Seq[Event]) -> Iterator[dict[str, Any]]:
+    def of(self, events: Sequence[Event]) -> Iterator[dict[str, Any]]:
         for event in join_neighbours(events):
             match event:
                 case Content(text):

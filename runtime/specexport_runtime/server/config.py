@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.requests.chat_dialect import check_parsers
+from specexport_runtime.intake.chat_dialect import check_parsers
 
 LOG_FORMATS = ("text", "json")
 SCHEDULING_POLICIES = ("fcfs", "priority")

@@ -2,8 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,11 +10,11 @@ from typing import Any
 from specexport_runtime.async_engine import AsyncSpecEngine
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import InvalidRequestError, MissingDependencyError
-from specexport_runtime.requests.answer_reader import AnswerSyntax
-from specexport_runtime.requests.chat import check_template_arguments, template_variables
-from specexport_runtime.requests.chat_dialect import ChatDialect
-from specexport_runtime.requests.chat_forms import UnwrittenError
-from specexport_runtime.requests.functions import Function, FunctionError, ToolChoice, read_functions
+from specexport_runtime.intake.answer_reader import AnswerSyntax
+from specexport_runtime.intake.chat import check_template_arguments, template_variables
+from specexport_runtime.intake.chat_dialect import ChatDialect
+from specexport_runtime.intake.chat_forms import UnwrittenError
+from specexport_runtime.intake.functions import Function, FunctionError, ToolChoice, read_functions
 from specexport_runtime.sampling.structured import StructuredOutputs
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.errors import ApiError, invalid, unsupported
@@ -107,8 +106,8 @@ async def read_conversation(body: ChatRequest, service: AsyncSpecEngine, config:
 async def read_prompt(
     service: AsyncSpecEngine,
     dialect: ChatDialect,
-    messages: Seq[Message],
-    functions: Seq[Function],
+    messages: Sequence[Message],
+    functions: Sequence[Function],
     template_arguments: Mapping[str, Any] | None,
 ) -> tuple[str, list[int]]:
     """The prompt of a conversation: its text, and its tokens, of any length; ``ApiError`` 400 names the parameter."""
@@ -131,7 +130,7 @@ async def read_prompt(
         raise invalid("messages", f"messages: {error}") from None
 
 
-def chat_messages(messages: Seq[Message], dialect: ChatDialect) -> list[dict[str, Any]]:
+def chat_messages(messages: Sequence[Message], dialect: ChatDialect) -> list[dict[str, Any]]:
     """Messages as chat templates take them: contents as texts or lists of them, arguments of calls as objects.
 
     ``ApiError`` 400 names the message and its part.
@@ -165,7 +164,7 @@ def chat_messages(messages: Seq[Message], dialect: ChatDialect) -> list[dict[str
     return read
 
 
-def tools_of(tools: Seq[Tool], dialect: ChatDialect) -> tuple[Function, ...]:
+def tools_of(tools: Sequence[Tool], dialect: ChatDialect) -> tuple[Function, ...]:
     """The functions of a body, checked against each other and the chat template; ``ApiError`` 400 if one is refused."""
     try:
         functions = read_functions([tool.model_dump(exclude_none=True) for tool in tools])

@@ -5,8 +5,7 @@ Endpoints read their bodies and write their answers themselves; what OpenAPI say
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar, get_args
 
 from fastapi import Request
@@ -133,7 +132,7 @@ def _explain(error: ValidationError, body: dict[str, Any], model: type[BaseModel
     return ApiError(400, f"{param} is {given}: {told}.", param=param, code=code)
 
 
-def _is_refused(model: type[BaseModel], path: Seq[str | int]) -> bool:
+def _is_refused(model: type[BaseModel], path: Sequence[str | int]) -> bool:
     """Whether a parameter on the way to a location is declared only to be refused."""
     models = [model]
     for key in path:
@@ -153,7 +152,7 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from _models_in(part)
 
 
-def _real_path(loc: Seq[str | int], body: Any, *, missing: bool) -> tuple[str | int, ...]:
+def _real_path(loc: Sequence[str | int], body: Any, *, missing: bool) -> tuple[str | int, ...]:
     """The part of a location that is in the body; pydantic also names the variants of a union, and marks keys."""
     path: list[str | int] = []
     value = body
@@ -170,13 +169,13 @@ def _real_path(loc: Seq[str | int], body: Any, *, missing: bool) -> tuple[str | 
     return tuple(path)
 
 
-def _value_at(body: Any, path: Seq[str | int]) -> Any:
+def _value_at(body: Any, path: Sequence[str | int]) -> Any:
     for key in path:
         body = body[key]
     return body
 
 
-def _path(path: Seq[str | int]) -> str:
+def _path(path: Sequence[str | int]) -> str:
     name = ""
     for key in path:
         name += f"[{key}]" if isinstance(key, int) else f".{key}" if name else key

@@ -6,7 +6,7 @@ from typing import TypeVar
 from specexport_runtime.async_engine import AsyncSpecEngine
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.sequences.results import Prompt
+from specexport_runtime.requests.results import Prompt
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.errors import ApiError, invalid, over_limit, shown
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, create_model
 
-from specexport_runtime.requests.drafting import DRAFTERS
-from specexport_runtime.requests.functions import MAX_FUNCTIONS, NAME_PATTERN
+from specexport_runtime.intake.drafting import DRAFTERS
+from specexport_runtime.intake.functions import MAX_FUNCTIONS, NAME_PATTERN
 from specexport_runtime.sampling.block import RULES
 from specexport_runtime.sampling.params import CUTS
 

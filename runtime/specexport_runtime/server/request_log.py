@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from specexport_runtime.sequences.sequence import Sequence
+    from specexport_runtime.requests.request import Request
 
 
 @dataclass
@@ -18,11 +18,11 @@ class RequestLog:
     streamed: bool = False
     user: str | None = None  # the parameter ``user``
     error_code: str | None = None  # the ``code`` of the error that answered it
-    sequences: "list[Sequence]" = field(default_factory=list)  # one a choice
+    sequences: "list[Request]" = field(default_factory=list)  # one a choice
     status: int | None = None  # of the answer, once it has begun; 499 if the client went away before the end
     trace_id: str | None = None
 
-    def follow(self, sequences: "Iterable[Sequence]") -> None:
+    def follow(self, sequences: "Iterable[Request]") -> None:
         """Note what the engine generates for this request; read only when the request has ended."""
         self.sequences.extend(sequences)
 
@@ -32,7 +32,7 @@ class RequestLog:
         return list(dict.fromkeys(sequence.finish_reason or "cancelled" for sequence in self.sequences))
 
     def total(self, name: str) -> int:
-        """Sum of a counter of ``SequenceStats`` over the choices, a prompt that several share counted for each."""
+        """Sum of a counter of ``RequestStats`` over the choices, a prompt that several share counted for each."""
         return sum(getattr(sequence.stats, name) for sequence in self.sequences)
 
     @property

@@ -5,13 +5,13 @@ Log-probabilities of prompts have vLLM's JSON, and an answer holds so many of th
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from specexport_runtime.requests.results import StreamPiece
+from specexport_runtime.requests.stats import RequestStats, sum_by_drafter, sum_counts
 from specexport_runtime.sampling.logprobs import TokenLogprobs
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sequences.results import StreamPiece
-from specexport_runtime.sequences.stats import SequenceStats, sum_by_drafter, sum_counts
 from specexport_runtime.server.errors import ApiError
 from specexport_runtime.server.sse import DONE, event
 from specexport_runtime.server.token_text import TokenTexts
@@ -51,7 +51,7 @@ class AnswerFormat(ABC):
     def chunk(
         self,
         index: int,  # the choice
-        pieces: Seq[StreamPiece],  # its new tokens
+        pieces: Sequence[StreamPiece],  # its new tokens
         finish: str | None,  # why it ended; None while it goes on
         drafted: int,  # draft tokens that were tested for them
         usage: dict[str, Any] | None = None,  # of the answer so far; None for none
@@ -66,7 +66,7 @@ class AnswerFormat(ABC):
         self,
         index: int,
         delta: str,
-        pieces: Seq[StreamPiece],
+        pieces: Sequence[StreamPiece],
         finish: str | None,
         drafted: int,
         usage: dict[str, Any] | None,
@@ -95,11 +95,13 @@ class AnswerFormat(ABC):
         """The event that ends a stream that failed."""
         return event(error.body())
 
-    def choice(self, index: int, text: str, pieces: Seq[StreamPiece], finish: str) -> dict[str, Any]:
+    def choice(self, index: int, text: str, pieces: Sequence[StreamPiece], finish: str) -> dict[str, Any]:
         """One choice of an answer that is not streamed."""
         return self._choice(index, self._content(text), pieces, finish)
 
-    def _choice(self, index: int, content: dict[str, Any], pieces: Seq[StreamPiece], finish: str) -> dict[str, Any]:
+    def _choice(
+        self, index: int, content: dict[str, Any], pieces: Sequence[StreamPiece], finish: str
+    ) -> dict[str, Any]:
         logprobs = None if self._texts is None else self._logprobs(pieces)
         choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}
         return choice | ({"tokens": origins_of(pieces)} if self._origins else {})
@@ -116,7 +118,7 @@ class AnswerFormat(ABC):
     def _head(self, kind: str) -> dict[str, Any]:
         return {"object": kind, **self._header._asdict()}
 
-    def _logprobs(self, pieces: Seq[StreamPiece]) -> dict[str, Any]:
+    def _logprobs(self, pieces: Sequence[StreamPiece]) -> dict[str, Any]:
         assert self._texts is not None  # noqa: S101  # callers check
         return self._logprobs_of(pieces, self._texts)
 
@@ -133,7 +135,7 @@ class AnswerFormat(ABC):
     def _place(self, prompt_logprobs: list[Any], answer: dict[str, Any]) -> None: ...
 
     @abstractmethod
-    def _logprobs_of(self, pieces: Seq[StreamPiece], texts: TokenTexts) -> dict[str, Any]: ...
+    def _logprobs_of(self, pieces: Sequence[StreamPiece], texts: TokenTexts) -> dict[str, Any]: ...
 
 
 class CompletionFormat(AnswerFormat):
@@ -154,7 +156,7 @@ class CompletionFormat(AnswerFormat):
         for choice, each in zip(answer["choices"], prompt_logprobs, strict=True):
             choice["prompt_logprobs"] = each
 
-    def _logprobs_of(self, pieces: Seq[StreamPiece], texts: TokenTexts) -> dict[str, Any]:
+    def _logprobs_of(self, pieces: Sequence[StreamPiece], texts: TokenTexts) -> dict[str, Any]:
         tokens, offsets = [], [piece.offset for piece in pieces]
         values: list[float | None] = []
         tops: list[dict[str, float] | None] = []
@@ -194,7 +196,7 @@ class ChatFormat(AnswerFormat):
     def _place(self, prompt_logprobs: list[Any], answer: dict[str, Any]) -> None:
         answer["prompt_logprobs"] = prompt_logprobs[0]  # a chat has one prompt
 
-    def _logprobs_of(self, pieces: Seq[StreamPiece], texts: TokenTexts) -> dict[str, Any]:
+    def _logprobs_of(self, pieces: Sequence[StreamPiece], texts: TokenTexts) -> dict[str, Any]:
         return {"content": chat_logprobs(pieces, texts), "refusal": None}
 
 
@@ -205,7 +207,7 @@ def _as_first(name: str, shown: str, *, is_shown: bool) -> str:
     return "" if name.isspace() and not is_shown else name
 
 
-def usage_of(num_prompt_tokens: int, stats: Seq[SequenceStats], cached_tokens: int = 0) -> dict[str, Any]:
+def usage_of(num_prompt_tokens: int, stats: Sequence[RequestStats], cached_tokens: int = 0) -> dict[str, Any]:
     """Tokens and draft tokens of all choices and prompts; of the prompts ``cached_tokens`` were not read again."""
     generated = sum(item.num_generated_tokens for item in stats)
     drafters = sum_by_drafter(item.drafters for item in stats)
@@ -226,7 +228,7 @@ def usage_of(num_prompt_tokens: int, stats: Seq[SequenceStats], cached_tokens: i
     }
 
 
-def origins_of(pieces: Seq[StreamPiece]) -> list[dict[str, str]]:
+def origins_of(pieces: Sequence[StreamPiece]) -> list[dict[str, str]]:
     """Where each token came from."""
     return [
         {"text": piece.text, "kind": piece.kind} | ({"drafter": piece.drafter} if piece.drafter else {})
@@ -234,7 +236,7 @@ def origins_of(pieces: Seq[StreamPiece]) -> list[dict[str, str]]:
     ]
 
 
-def chat_logprobs(pieces: Seq[StreamPiece], texts: TokenTexts) -> list[dict[str, Any]]:
+def chat_logprobs(pieces: Sequence[StreamPiece], texts: TokenTexts) -> list[dict[str, Any]]:
     """Log-probabilities of tokens as chats have them."""
     content = []
     for piece in pieces:
@@ -271,7 +273,7 @@ def check_entries(param: str, num_prompt_tokens: int, alternatives: int) -> None
 
 
 def prompt_pieces(
-    entries: Seq[TokenLogprobs | None], ids: Seq[int], texts: TokenTexts, params: SamplingParams
+    entries: Sequence[TokenLogprobs | None], ids: Sequence[int], texts: TokenTexts, params: SamplingParams
 ) -> list[StreamPiece]:
     """The tokens of a prompt that was scored, an entry each, as pieces of an echo."""
     shown, pieces = texts.stream(params), []
@@ -283,7 +285,7 @@ def prompt_pieces(
 
 
 def prompt_logprobs_json(
-    entries: Seq[TokenLogprobs | None], texts: TokenTexts, alternatives: int
+    entries: Sequence[TokenLogprobs | None], texts: TokenTexts, alternatives: int
 ) -> list[dict[str, Any] | None]:
     """The ``prompt_logprobs`` of vLLM: None for the first token, then a dict by token id for each.
 

@@ -3,14 +3,14 @@
 Items become messages, and flat tools those of chats.
 """
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from specexport_runtime.async_engine import AsyncSpecEngine
-from specexport_runtime.requests.functions import MAX_FUNCTIONS
+from specexport_runtime.intake.functions import MAX_FUNCTIONS
 from specexport_runtime.server.completions import make_answer, note_request, owner_of, ready_engine
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.errors import ApiError, invalid, over_limit, unsupported
@@ -97,7 +97,7 @@ class ResponseAsChat:
             error.status, message, kind=error.kind, param=param or None, code=error.code, headers=error.headers
         )
 
-    def _read(self, items: Seq[InputItem]) -> None:
+    def _read(self, items: Sequence[InputItem]) -> None:
         """Items to messages: what the model thought, said and called between others' messages is one of its own."""
         turn: dict[str, Any] | None = None  # the assistant's, to which more may be added
         for i, item in enumerate(items):

@@ -3,13 +3,12 @@
 import json
 import secrets
 import time
-from collections.abc import Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from specexport_runtime.requests.answer_reader import AnswerReader, read_whole
-from specexport_runtime.requests.tool_formats.base import Content, Event
-from specexport_runtime.sequences.results import StreamPiece
+from specexport_runtime.intake.answer_reader import AnswerReader, read_whole
+from specexport_runtime.intake.tool_formats.base import Content, Event
+from specexport_runtime.requests.results import StreamPiece
 from specexport_runtime.server.conversation import Conversation
 from specexport_runtime.server.errors import ApiError
 from specexport_runtime.server.responses import Header, chat_logprobs, origins_of
@@ -58,7 +57,7 @@ class ResponsesFormat:
     def chunk(
         self,
         index: int,  # noqa: ARG002
-        pieces: Seq[StreamPiece],
+        pieces: Sequence[StreamPiece],
         finish: str | None,
         drafted: int,
         usage: dict[str, Any] | None = None,  # noqa: ARG002
@@ -74,7 +73,7 @@ class ResponsesFormat:
             found += self._reader.finish(is_cut=finish == "length")
         return self._events(self._items.take(found))
 
-    def _delta(self, text: str, pieces: Seq[StreamPiece], drafted: int) -> bytes:
+    def _delta(self, text: str, pieces: Sequence[StreamPiece], drafted: int) -> bytes:
         """The event of more text of the only message, put together by hand: it comes once a round."""
         message = self._items.open
         assert isinstance(message, MessageItem)  # noqa: S101  # it was begun before the first token
@@ -106,7 +105,7 @@ class ResponsesFormat:
         told = {"code": error.code, "message": error.message, "param": error.param}
         return self._events([("error", told), ("response.failed", {"response": failed})])
 
-    def choice(self, index: int, text: str, pieces: Seq[StreamPiece], finish: str) -> dict[str, Any]:  # noqa: ARG002
+    def choice(self, index: int, text: str, pieces: Sequence[StreamPiece], finish: str) -> dict[str, Any]:  # noqa: ARG002
         """The output of an answer that is not streamed."""
         self._finish = finish
         if self._syntax is None:
@@ -131,7 +130,7 @@ class ResponsesFormat:
         """An answer that is not streamed."""
         return json.dumps(self._response(self._status(), usage)).encode()
 
-    def _note(self, message: MessageItem, pieces: Seq[StreamPiece]) -> None:
+    def _note(self, message: MessageItem, pieces: Sequence[StreamPiece]) -> None:
         """Remember what is told of each token."""
         if self._texts is not None:
             message.logprobs += chat_logprobs(pieces, self._texts)
@@ -172,7 +171,7 @@ class _Thought:
     def __init__(self, end: int | None) -> None:
         self._end, self.count = end, 0
 
-    def take(self, pieces: Seq[StreamPiece]) -> None:
+    def take(self, pieces: Sequence[StreamPiece]) -> None:
         """Count new tokens."""
         for piece in pieces:
             if self._end is None:

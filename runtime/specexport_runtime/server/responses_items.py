@@ -1,12 +1,11 @@
 """Items of a response while they grow: what the model thought, what it said, what it calls; and the events of each."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
-from specexport_runtime.requests.answer_reader import join_neighbours
-from specexport_runtime.requests.tool_formats.base import Arguments, CallBegin, CallEnd, Content, Event, Reasoning
+from specexport_runtime.intake.answer_reader import join_neighbours
+from specexport_runtime.intake.tool_formats.base import Arguments, CallBegin, CallEnd, Content, Event, Reasoning
 
 Told = tuple[str, dict[str, Any]]
 """An event: its type, and its values."""
@@ -157,7 +156,7 @@ class OutputItems:
         last = self._items[-1] if self._items else None
         return last if last is not None and last.status == "in_progress" else None
 
-    def take(self, events: Seq[Event]) -> Iterator[Told]:
+    def take(self, events: Sequence[Event]) -> Iterator[Told]:
         """The events of what was read of the answer."""
         for found in join_neighbours(events):
             match found:

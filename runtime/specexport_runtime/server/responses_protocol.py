@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from specexport_runtime.requests.functions import MAX_FUNCTIONS
+from specexport_runtime.intake.functions import MAX_FUNCTIONS
 from specexport_runtime.server.protocol import (
     MAX_ITEMS,
     MAX_LOGPROBS,

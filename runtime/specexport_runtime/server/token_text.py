@@ -3,9 +3,9 @@
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
+from specexport_runtime.requests.text import TextStream
+from specexport_runtime.requests.token_bytes import byte_of_char, decoder_steps
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sequences.text import TextStream
-from specexport_runtime.sequences.token_bytes import byte_of_char, decoder_steps
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 if TYPE_CHECKING:
-    from specexport_runtime.sequences.sequence import Sequence
+    from specexport_runtime.requests.request import Request
     from specexport_runtime.server.request_log import RequestLog
 
 NOT_TRACED = frozenset({"/health", "/ready", "/metrics"})
@@ -168,7 +168,7 @@ def _add_phases(parent: Any, log: "RequestLog") -> None:
             span.end(epoch + int(1e9 * end))
 
 
-def _phases(sequence: "Sequence", now: float) -> list[tuple[str, float, float]]:
+def _phases(sequence: "Request", now: float) -> list[tuple[str, float, float]]:
     """Queue, prefill and decoding of a sequence with their begin and end; those that it came to."""
     stats = sequence.stats
     end = now if stats.end_time is None else stats.end_time

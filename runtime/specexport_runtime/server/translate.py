@@ -1,14 +1,14 @@
 """From a checked body to requests of the engine; what the server or the engine does not take is refused here."""
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from specexport_runtime.async_engine import AsyncSpecEngine
 from specexport_runtime.engine import SpecEngine
-from specexport_runtime.requests.drafting import RequestOptions, RequestSpec
+from specexport_runtime.intake.drafting import RequestOptions, RequestSpec
+from specexport_runtime.requests.results import as_prompts
+from specexport_runtime.requests.text import TextStream
 from specexport_runtime.sampling.params import CUTS, SamplingParams
-from specexport_runtime.sequences.results import as_prompts
-from specexport_runtime.sequences.text import TextStream
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.conversation import Conversation, read_conversation
 from specexport_runtime.server.errors import invalid, over_limit, shown, unsupported
@@ -58,7 +58,7 @@ class Echo(NamedTuple):
 NO_ECHO = Echo("", 0)
 
 
-def echo_of(engine: SpecEngine, prompt: Seq[int], *, skip_special_tokens: bool) -> Echo:
+def echo_of(engine: SpecEngine, prompt: Sequence[int], *, skip_special_tokens: bool) -> Echo:
     """The echo of a prompt; ids that are no tokens are left out."""
     known = [token for token in prompt if token < engine.target.vocab_size]
     text = str(engine.tokenizer.decode(known, skip_special_tokens=skip_special_tokens))

@@ -5,14 +5,14 @@ all numbers of the same moment, so that accepted tokens never outnumber drafted 
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from specexport_runtime.sequences.stats import UNNAMED, DraftCounts, counts_of, sum_counts
+from specexport_runtime.requests.stats import UNNAMED, DraftCounts, counts_of, sum_counts
 
 if TYPE_CHECKING:
-    from specexport_runtime.sequences.sequence import FinishReason, Sequence
+    from specexport_runtime.requests.request import FinishReason, Request
     from specexport_runtime.watch.observe import RoundRecord
 
 # vLLM's bounds, and finer ones below for small models on CPUs: a quantile is no finer than the bounds around it.
@@ -43,7 +43,7 @@ def length_bounds(longest: int) -> tuple[int, ...]:
 class Histogram:
     """Counts of values by bounds, each the largest value that its bucket takes."""
 
-    def __init__(self, bounds: Seq[float]) -> None:
+    def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)
         self.counts = [0] * (len(self.bounds) + 1)
         self.total = 0.0
@@ -178,7 +178,7 @@ class EngineCounts:
             self.accepted += [0] * (accepted + 1 - len(self.accepted))
         self.accepted[accepted] += 1
 
-    def add_end(self, sequence: "Sequence") -> None:
+    def add_end(self, sequence: "Request") -> None:
         """Count the end of a sequence; its times and lengths only if it was not cancelled and did not fail."""
         reason = REASONS.get(sequence.finish_reason, "error")
         self.last_token.pop(id(sequence), None)

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from specexport_runtime.sequences.stats import UNNAMED, DraftCounts, counts_of
+from specexport_runtime.requests.stats import UNNAMED, DraftCounts, counts_of
 
 if TYPE_CHECKING:
-    from specexport_runtime.sequences.sequence import Sequence
+    from specexport_runtime.requests.request import Request
     from specexport_runtime.watch.observe import RoundRecord
 
 
@@ -37,7 +37,7 @@ class NeverAccepted:
                 self._settled.add(drafter)
                 self._say(describe(drafter, counts.drafted))
 
-    def on_finish(self, sequence: "Sequence") -> None:
+    def on_finish(self, sequence: "Request") -> None:
         """Nothing: rounds say it all."""
 
 

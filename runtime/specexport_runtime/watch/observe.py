@@ -2,11 +2,11 @@
 
 import logging
 import threading
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from specexport_runtime.sequences.sequence import RoundEvent, Sequence
+    from specexport_runtime.requests.request import Request, RoundEvent
 
 
 class RoundRecord(NamedTuple):
@@ -22,7 +22,7 @@ class RoundRecord(NamedTuple):
         preemptions: sequences that were paused before it.
     """
 
-    events: "Seq[RoundEvent]"
+    events: "Sequence[RoundEvent]"
     prompt_tokens: int
     seconds: float
     plain_seconds: float | None = None
@@ -52,7 +52,7 @@ class EngineObserver(Protocol):
         """A step was executed."""
         ...
 
-    def on_finish(self, sequence: "Sequence") -> None:
+    def on_finish(self, sequence: "Request") -> None:
         """A sequence ended, in whichever way; see its ``finish_reason``, ``stats`` and ``error``."""
         ...
 
@@ -77,7 +77,7 @@ class Observers:
         for observer in self._each:
             self._tell(observer, "on_round", record)
 
-    def sequence_done(self, sequence: "Sequence") -> None:
+    def sequence_done(self, sequence: "Request") -> None:
         """Tell all of the end of a sequence."""
         for observer in self._each:
             self._tell(observer, "on_finish", sequence)

@@ -1,14 +1,14 @@
 """What each round did for each sequence, and what it saved: collected only for requests that ask."""
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from specexport_runtime.sequences.records import RoundTrace, StepLoad
+from specexport_runtime.requests.records import RoundTrace, StepLoad
 
 if TYPE_CHECKING:
     from specexport_runtime.costs.curves import CostCurves
     from specexport_runtime.costs.learned import LearnedCosts
-    from specexport_runtime.sequences.sequence import RoundEvent
+    from specexport_runtime.requests.request import RoundEvent
 
 
 class RoundTracer:
@@ -23,7 +23,7 @@ class RoundTracer:
         self._plain: dict[int, float] = {}
         self._rounds = 0
 
-    def record(self, events: "Seq[RoundEvent]", load: StepLoad, seconds: float) -> float | None:
+    def record(self, events: "Sequence[RoundEvent]", load: StepLoad, seconds: float) -> float | None:
         """Append a round to the traces of its sequences that keep one; ``load`` is its step without drafts.
 
         ``seconds`` are those of the whole round. The result is the seconds of a round of plain decoding of the same

@@ -15,7 +15,7 @@ from specexport_runtime.cli.errors import suggest
 from specexport_runtime.cli.options import OFF
 from specexport_runtime.cli.prompts import read_text
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.requests.conversation import FINISH_REASON, Message
+from specexport_runtime.intake.conversation import FINISH_REASON, Message
 from specexport_runtime.user_cache import replace_file
 
 _TO_ENTER = (

@@ -14,11 +14,11 @@ from specexport_runtime.errors import InvalidRequestError
 if TYPE_CHECKING:
     from specexport_runtime.decoding.handle import RequestHandle
     from specexport_runtime.engine import SpecEngine
-    from specexport_runtime.requests.conversation import Conversation, Message
-    from specexport_runtime.requests.drafting import RequestOptions, RequestSpec
+    from specexport_runtime.intake.conversation import Conversation, Message
+    from specexport_runtime.intake.drafting import RequestOptions, RequestSpec
+    from specexport_runtime.requests.results import GenerationResult, StreamChunk
+    from specexport_runtime.requests.stats import RequestStats
     from specexport_runtime.sampling.params import SamplingParams
-    from specexport_runtime.sequences.results import GenerationResult, StreamChunk
-    from specexport_runtime.sequences.stats import SequenceStats
 
 _ROOM = 256
 """Tokens that :meth:`Session.trim` leaves for an answer, or a quarter of the context if that is less."""
@@ -44,7 +44,7 @@ class Tally:
     first_token: float = 0.0  # seconds to the first tokens
 
     @classmethod
-    def of(cls, stats: "SequenceStats") -> "Tally":
+    def of(cls, stats: "RequestStats") -> "Tally":
         """The tally of one answer that has ended."""
         return cls(
             answers=1,
@@ -180,7 +180,7 @@ class Session:
         return self._engine.conversation(messages, chat_template=self._options.chat_template)
 
     def _say(self, conversation: "Conversation", text: str) -> None:
-        from specexport_runtime.requests.drafting import RequestSpec
+        from specexport_runtime.intake.drafting import RequestSpec
 
         conversation, options = conversation.copy(), self._options
         ids = conversation.ask(text)

@@ -7,12 +7,11 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from specexport_runtime.errors import InvalidRequestError, MissingDependencyError
-from specexport_runtime.requests.plain_tokens import PlainTokens
+from specexport_runtime.intake.plain_tokens import PlainTokens
 from specexport_runtime.sampling.grammar import Grammar
 from specexport_runtime.sampling.structured import StructuredOutputs
 from specexport_runtime.sampling.thinking import GrammarAfterThinking
@@ -116,7 +115,7 @@ def _parts(lark: str) -> Iterator[tuple[str, str]]:
 class GrammarCompiler:
     """Makes grammars over one vocabulary. Safe from any thread; the tokenizer is read when the first one is wanted."""
 
-    def __init__(self, tokenizer: "Tokenizer", vocab_size: int, eos_token_ids: Seq[int]) -> None:
+    def __init__(self, tokenizer: "Tokenizer", vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._eos = tuple(token for token in eos_token_ids if token < vocab_size)
         self._lock = threading.Lock()

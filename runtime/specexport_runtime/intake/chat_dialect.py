@@ -2,18 +2,17 @@
 
 import secrets
 import string
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.requests.answer_reader import AnswerParts, AnswerSyntax, ThinkingMarks, read_parts
-from specexport_runtime.requests.chat import render_chat, render_whole, template_variables
-from specexport_runtime.requests.chat_forms import joined
-from specexport_runtime.requests.functions import CallGrammar, Function, FunctionError, ToolChoice, read_functions
-from specexport_runtime.requests.tool_formats.base import Style, ToolFormat
-from specexport_runtime.requests.tool_formats.families import PARSERS, GenericJson, find_format, in_words, named_format
+from specexport_runtime.intake.answer_reader import AnswerParts, AnswerSyntax, ThinkingMarks, read_parts
+from specexport_runtime.intake.chat import render_chat, render_whole, template_variables
+from specexport_runtime.intake.chat_forms import joined
+from specexport_runtime.intake.functions import CallGrammar, Function, FunctionError, ToolChoice, read_functions
+from specexport_runtime.intake.tool_formats.base import Style, ToolFormat
+from specexport_runtime.intake.tool_formats.families import PARSERS, GenericJson, find_format, in_words, named_format
 from specexport_runtime.sampling.structured import StructuredOutputs
 from specexport_runtime.sampling.thinking import Thinking
 
@@ -40,7 +39,7 @@ class ChatDialect:
         template: str,  # Jinja source
         special_tokens: Mapping[str, str],
         tokenizer: "Tokenizer",  # the target's
-        eos_token_ids: Seq[int] = (),
+        eos_token_ids: Sequence[int] = (),
         *,
         tool_call_parser: str = "auto",  # name of the format of calls; ``"auto"`` finds it
         reasoning_parser: str = "auto",  # ``"none"`` leaves what a model thinks in the text; ``"auto"`` takes it out
@@ -113,8 +112,8 @@ class ChatDialect:
 
     def render(
         self,
-        messages: Seq[Mapping[str, Any]],
-        tools: Seq[Mapping[str, Any]] = (),
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
         template_arguments: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt of a conversation; ``UnwrittenError`` if the template leaves a message out.
@@ -129,7 +128,7 @@ class ChatDialect:
             self.template, messages, self._special_tokens, tools=tools or None, template_arguments=template_arguments
         )
 
-    def syntax(self, prompt: str, functions: Seq[Function] = (), choice: ToolChoice | None = None) -> AnswerSyntax:
+    def syntax(self, prompt: str, functions: Sequence[Function] = (), choice: ToolChoice | None = None) -> AnswerSyntax:
         """How an answer to a prompt of :meth:`render` is read; ``choice`` None leaves calls to the model."""
         choice = choice or ToolChoice()
         where = self._place(prompt)
@@ -145,7 +144,7 @@ class ChatDialect:
     def form(
         self,
         prompt: str,
-        functions: Seq[Function] = (),
+        functions: Sequence[Function] = (),
         choice: ToolChoice | None = None,  # whether functions are called; None leaves it to the model
         answer: StructuredOutputs | None = None,  # the form of an answer that calls none
     ) -> StructuredOutputs | None:
@@ -162,7 +161,7 @@ class ChatDialect:
         text = grammar.write(called, choice, schema)
         return None if text is None else self._behind_thinking(StructuredOutputs(grammar=text), prompt)
 
-    def check_choice(self, functions: Seq[Function], choice: ToolChoice) -> None:
+    def check_choice(self, functions: Sequence[Function], choice: ToolChoice) -> None:
         """Refuse a choice of functions that are not there, with a ``FunctionError``."""
         if choice.mode == "required" and not functions:
             raise FunctionError("tool_choice", "there are no functions to choose from.", "give tools.")
@@ -179,7 +178,7 @@ class ChatDialect:
         """Id of the token that ends the thinking; None if the model does not think, or has no such token."""
         return None if self.thinking is None else self._tokenizer.token_to_id(self.thinking.end)
 
-    def banned_tokens(self, functions: Seq[Function]) -> tuple[int, ...]:
+    def banned_tokens(self, functions: Sequence[Function]) -> tuple[int, ...]:
         """Ids of tokens with which calls begin; without them there are none, as far as calls have tokens."""
         if not functions or self.tool_format is None:
             return ()
@@ -193,7 +192,9 @@ class ChatDialect:
             return "".join(secrets.choice(_LETTERS) for _ in range(length))
         return f"call_{secrets.token_hex(12)}"
 
-    def read(self, text: str, prompt: str, tools: Seq[Mapping[str, Any]] = (), *, is_cut: bool = False) -> AnswerParts:
+    def read(
+        self, text: str, prompt: str, tools: Sequence[Mapping[str, Any]] = (), *, is_cut: bool = False
+    ) -> AnswerParts:
         """What an answer consists of: text (special tokens of :meth:`shown_tokens` must be in it), thinking, calls.
 
         ``prompt`` is what :meth:`render` gave; ``is_cut``: the answer ended by its length.

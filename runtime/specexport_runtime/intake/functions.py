@@ -5,13 +5,12 @@ From them comes the grammar of an answer that calls them, in the format of the m
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.requests.tool_formats.base import Style, ToolFormat
+from specexport_runtime.intake.tool_formats.base import Style, ToolFormat
 from specexport_runtime.sampling.schema_rules import fault_of
 from specexport_runtime.sampling.structured import MAX_GRAMMAR_CHARS
 
@@ -50,7 +49,7 @@ class Function:
         return self.parameters if "type" in self.parameters else {"type": "object", **self.parameters}
 
 
-def read_functions(tools: Seq[Mapping[str, Any]]) -> tuple[Function, ...]:
+def read_functions(tools: Sequence[Mapping[str, Any]]) -> tuple[Function, ...]:
     """The functions of ``tools``, as OpenAI writes them, checked.
 
     A malformed one, two of one name, and too many or too large ones are a ``FunctionError``.
@@ -102,7 +101,7 @@ class CallGrammar:
     token_of: Callable[[str], int | None]  # id of the token that is exactly a text; None where there is none
     eos_token_ids: tuple[int, ...]
 
-    def write(self, functions: Seq[Function], choice: ToolChoice, answer: Mapping[str, Any] | None) -> str | None:
+    def write(self, functions: Sequence[Function], choice: ToolChoice, answer: Mapping[str, Any] | None) -> str | None:
         """The grammar of an answer, in Lark; None if any text will do.
 
         ``functions`` may be called (of a named choice, that one alone); ``answer`` is the JSON schema of an answer that
@@ -130,7 +129,7 @@ class CallGrammar:
         token = self.token_of(text)
         return json.dumps(text) if token is None else f"<[{token}]>"
 
-    def _free(self, names: Seq[str], *, several: bool) -> str:
+    def _free(self, names: Sequence[str], *, several: bool) -> str:
         """Any text, with calls in it: from an opener on, the call is ruled by the grammar."""
         opener = self.format.openers[0] if self.format.openers else ""
         token = self.token_of(opener) if opener else None
@@ -151,7 +150,7 @@ class CallGrammar:
             calls = ""
         return start + self.format.rules(names, self.style, self.mark, opener=calls, several=one)
 
-    def _free_start(self, names: Seq[str], opener: str, token: int | None, *, several: bool) -> str:
+    def _free_start(self, names: Sequence[str], opener: str, token: int | None, *, several: bool) -> str:
         """As :meth:`_free`, where an answer that is a call begins like one."""
         heads = "|".join(map(_escaped, self.format.heads(self.style)))
         without = f" & ~/(.|\\n)*{_escaped(opener)}(.|\\n)*/" if opener and token is None else ""

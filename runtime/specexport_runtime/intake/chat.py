@@ -1,14 +1,13 @@
 """Chat templates: messages to prompt text, as model authors write it (Jinja), in a sandbox."""
 
 import json
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.requests.chat_forms import write_whole
+from specexport_runtime.intake.chat_forms import write_whole
 
 if TYPE_CHECKING:
     from jinja2 import Environment, Template
@@ -25,10 +24,10 @@ _TEMPLATE_HINT = "check the messages against the model's chat template, or pass 
 def render_chat(
     template: str,  # Jinja source
     # each with ``role`` and ``content`` (or ``tool_calls``, whose arguments are objects)
-    messages: Seq[Mapping[str, Any]],
+    messages: Sequence[Mapping[str, Any]],
     special_tokens: Mapping[str, str],  # names to texts, ``{"bos_token": "<s>"}`` say; variables of the template
     add_generation_prompt: bool = True,  # end with the header of the assistant's turn
-    tools: Seq[Mapping[str, Any]] | None = None,  # functions that may be called, as OpenAI writes them
+    tools: Sequence[Mapping[str, Any]] | None = None,  # functions that may be called, as OpenAI writes them
     template_arguments: Mapping[str, Any] | None = None,  # more variables, ``{"enable_thinking": False}`` say
 ) -> str:
     """Render messages with a chat template, in the form in which they are given.
@@ -60,9 +59,9 @@ def render_chat(
 
 def render_whole(
     template: str,
-    messages: Seq[Mapping[str, Any]],
+    messages: Sequence[Mapping[str, Any]],
     special_tokens: Mapping[str, str],
-    tools: Seq[Mapping[str, Any]] | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
     template_arguments: Mapping[str, Any] | None = None,
 ) -> str:
     """Render messages as :func:`render_chat` does, in a form of them in which the template leaves nothing out.
@@ -70,7 +69,7 @@ def render_whole(
     ``UnwrittenError`` if there is no such form.
     """
 
-    def write(messages: Seq[Mapping[str, Any]], header: bool) -> str:
+    def write(messages: Sequence[Mapping[str, Any]], header: bool) -> str:
         return render_chat(template, messages, special_tokens, header, tools, template_arguments)
 
     return write_whole(_check_messages(messages), write)
@@ -112,7 +111,7 @@ def check_template_arguments(
 
 def _check_messages(messages: object) -> list[dict[str, Any]]:
     example = 'give a list such as [{"role": "user", "content": "Hello"}].'
-    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Seq) or not messages:
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence) or not messages:
         raise InvalidRequestError(f"messages is {messages!r}, not a list of messages.", hint=example)
     checked = []
     for i, message in enumerate(messages):

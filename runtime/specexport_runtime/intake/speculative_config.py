@@ -9,8 +9,8 @@ from specexport_runtime.drafters.lookup import DEFAULT_MATCH_LENGTH
 from specexport_runtime.drafters.model import DEFAULT_LOOKAHEAD
 from specexport_runtime.drafters.registry import KINDS
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.requests.checks import check_match_length
-from specexport_runtime.requests.drafting import (
+from specexport_runtime.intake.checks import check_match_length
+from specexport_runtime.intake.drafting import (
     DraftDefaults,
     Lookahead,
     resolve_lookahead,

@@ -1,7 +1,6 @@
 """Checks of one request against what an engine was built for, and the plan of how to draft for it."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, Literal, NamedTuple, TypedDict
 
@@ -9,11 +8,11 @@ from specexport_runtime.drafters.base import Obstacle
 from specexport_runtime.drafters.lookup import DEFAULT_MATCH_LENGTH
 from specexport_runtime.drafters.registry import KINDS
 from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.requests.draft_exit import DraftExitParams
+from specexport_runtime.requests.layer_choice import LayerRules
+from specexport_runtime.requests.records import DrafterTraits, DraftStage
+from specexport_runtime.requests.results import Prompt
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sequences.draft_exit import DraftExitParams
-from specexport_runtime.sequences.layer_choice import LayerRules
-from specexport_runtime.sequences.records import DrafterTraits, DraftStage
-from specexport_runtime.sequences.results import Prompt
 
 DRAFTERS = (*KINDS, "chained", "auto", "none")
 """Ways to draft that every request can name. ``self`` drafts with some of the target's own layers; ``chained`` asks
@@ -200,7 +199,7 @@ def stage_names(drafter: str, abilities: Abilities) -> tuple[str, ...]:
     return names
 
 
-def _check_weighed(names: Seq[str], abilities: Abilities) -> None:
+def _check_weighed(names: Sequence[str], abilities: Abilities) -> None:
     if not abilities.weighed:
         raise InvalidRequestError(
             "num_speculative_tokens is 'auto', and this engine has no cost curves to choose by.",

@@ -71,7 +71,7 @@ class DrafterTraits(NamedTuple):
     default_lookahead: int  # K where nothing else is asked for
     is_free: bool = False  # a draft costs next to nothing; how much of it is tested is decided when it is there
     has_own_cache: bool = False  # it must read what it has missed of a sequence before it can draft
-    can_exit: bool = False  # it drafts token by token, and ends a draft it is not sure of (``Sequence.draft_exit``)
+    can_exit: bool = False  # it drafts token by token, and ends a draft it is not sure of (``Request.draft_exit``)
     takes_reference: bool = False  # it copies from the text that a request brings along
     takes_layers: bool = False  # it leaves out layers of the target, by a request's layer rules
     remembers: bool = False  # it keeps what sequences with a ``scope`` were given, and drafts from it later

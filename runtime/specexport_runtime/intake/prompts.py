@@ -1,17 +1,16 @@
 """Prompts: token ids of texts, and of conversations by the checkpoint's chat template."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.requests.builder import RequestBuilder
-from specexport_runtime.requests.conversation import Conversation
-from specexport_runtime.sequences.results import Prompt
+from specexport_runtime.intake.builder import RequestBuilder
+from specexport_runtime.intake.conversation import Conversation
+from specexport_runtime.requests.results import Prompt
 
 if TYPE_CHECKING:
-    from specexport_runtime.requests.chat_dialect import ChatDialect
+    from specexport_runtime.intake.chat_dialect import ChatDialect
 
 
 class PromptEncoder:
@@ -44,8 +43,8 @@ class PromptEncoder:
 
     def encode_chat(
         self,
-        messages: Seq[Mapping[str, Any]],
-        tools: Seq[Mapping[str, Any]] = (),
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
         template_arguments: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of a conversation's prompt, checked. The template's text holds all special tokens: none is added.
@@ -63,8 +62,8 @@ class PromptEncoder:
 
     def format_chat(
         self,
-        messages: Seq[Mapping[str, Any]],
-        tools: Seq[Mapping[str, Any]] = (),
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
         template_arguments: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt text of a conversation, by the checkpoint's chat template; to generate, :meth:`encode_chat` it.
@@ -89,7 +88,7 @@ class PromptEncoder:
         Raises:
             InvalidRequestError: the bundle has no chat template, or there is no parser of that name.
         """
-        from specexport_runtime.requests.chat_dialect import ChatDialect
+        from specexport_runtime.intake.chat_dialect import ChatDialect
 
         if self._chat_template is None:
             raise InvalidRequestError("this bundle has no chat template.", "give a plain prompt.")
@@ -106,7 +105,9 @@ class PromptEncoder:
             )
         return found
 
-    def conversation(self, messages: Seq[Mapping[str, Any]] = (), *, chat_template: str | None = None) -> Conversation:
+    def conversation(
+        self, messages: Sequence[Mapping[str, Any]] = (), *, chat_template: str | None = None
+    ) -> Conversation:
         """A conversation whose prompts go on from what was generated, token for token, so that little is read again.
 
         Args:
@@ -116,7 +117,7 @@ class PromptEncoder:
         Raises:
             InvalidRequestError: there is no chat template, or the messages are no turns of a user and an assistant.
         """
-        from specexport_runtime.requests.chat import render_whole
+        from specexport_runtime.intake.chat import render_whole
 
         template = self._chat_template if chat_template is None else chat_template
         if template is None:

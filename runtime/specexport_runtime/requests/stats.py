@@ -12,13 +12,12 @@
 """
 
 import time
-from collections.abc import Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from specexport_runtime.sequences.layer_choice import LayerChoice
+    from specexport_runtime.requests.layer_choice import LayerChoice
 
 UNNAMED = "other"
 """What drafts of a drafter without a name are counted under."""
@@ -79,7 +78,7 @@ def sum_by_drafter(parts: Iterable[dict[str, DraftCounts]]) -> dict[str, DraftCo
 
 
 @dataclass
-class SequenceStats:
+class RequestStats:
     """Counters of one sequence. Times are seconds on a monotonic clock."""
 
     rounds: int = 0
@@ -108,7 +107,13 @@ class SequenceStats:
     end_time: float | None = None
 
     def record_round(
-        self, drafted: int, accepted: int, emitted: int, *, shares: Seq[tuple[str, int, int]] = (), exited: bool = False
+        self,
+        drafted: int,
+        accepted: int,
+        emitted: int,
+        *,
+        shares: Sequence[tuple[str, int, int]] = (),
+        exited: bool = False,
     ) -> None:
         """Count one verify round; ``accepted`` of the drafts were emitted, and ``emitted`` tokens in all.
 
@@ -200,7 +205,7 @@ class PhaseTimes:
     rounds: int = 0  # steps in which sequences were verified
     draft_steps: int = 0  # steps of a draft engine: the longest draft of each round, without a grammar's tokens, summed
 
-    def count_draft(self, seconds: float, prefill: float, tokens: Seq[int]) -> None:
+    def count_draft(self, seconds: float, prefill: float, tokens: Sequence[int]) -> None:
         """Count the seconds of drafting for a round, and the own tokens of each sequence's drafter.
 
         ``prefill`` are those inside the draft model's engine, in steps that only read prompts.
@@ -237,7 +242,7 @@ class PaddingStats:
     input_tokens: int = 0  # fed in these rounds, prompt chunks included
     input_padding: int = 0  # padding tokens fed beside them (0 with unpadded input)
 
-    def record_round(self, lengths: Seq[int]) -> None:
+    def record_round(self, lengths: Sequence[int]) -> None:
         """Count one round by the accepted lengths of its sequences."""
         self.accepted += sum(lengths)
         self.padding += max(lengths) * len(lengths) - sum(lengths)

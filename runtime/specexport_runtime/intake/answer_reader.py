@@ -1,11 +1,10 @@
 """From the text of an answer to what it consists of: thinking, text for the user, calls of functions."""
 
-from collections.abc import Generator, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from specexport_runtime.requests.tool_formats.base import (
+from specexport_runtime.intake.tool_formats.base import (
     Arguments,
     Broken,
     CallBegin,
@@ -16,7 +15,7 @@ from specexport_runtime.requests.tool_formats.base import (
     Reasoning,
     ToolFormat,
 )
-from specexport_runtime.sequences.text import StopStrings
+from specexport_runtime.requests.text import StopStrings
 
 
 class ThinkingMarks(NamedTuple):
@@ -122,7 +121,7 @@ def read_whole(syntax: AnswerSyntax, text: str, *, is_cut: bool) -> list[Event]:
     return events
 
 
-def join_neighbours(events: Seq[Event]) -> list[Event]:
+def join_neighbours(events: Sequence[Event]) -> list[Event]:
     """Pieces of text of one kind that follow each other, as one."""
     joined: list[Event] = []
     for found in events:
@@ -166,7 +165,7 @@ def _read_answer(feed: Feed, syntax: AnswerSyntax) -> Iterator[Event | None]:
 
 
 def _read_until(
-    feed: Feed, ends: Seq[str], kind: type[Content] | type[Reasoning]
+    feed: Feed, ends: Sequence[str], kind: type[Content] | type[Reasoning]
 ) -> Generator[Event | None, None, int | None]:
     """Text up to one of ``ends``, without the white space before it.
 

@@ -1,16 +1,16 @@
 """What a generation gives back: results, and the pieces of a stream."""
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
 
+from specexport_runtime.requests.records import FORCED, RoundTrace
+from specexport_runtime.requests.request import FinishReason, Request, RoundEvent
+from specexport_runtime.requests.stats import RequestStats
 from specexport_runtime.sampling.logprobs import TokenLogprobs
-from specexport_runtime.sequences.records import FORCED, RoundTrace
-from specexport_runtime.sequences.sequence import FinishReason, RoundEvent, Sequence
-from specexport_runtime.sequences.stats import SequenceStats
 
-Prompt = str | Seq[int]
+Prompt = str | Sequence[int]
 """A text, or token ids."""
 PieceKind = Literal["accepted", "corrected", "bonus", "target"]
 
@@ -33,7 +33,7 @@ class GenerationResult(NamedTuple):
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
-    stats: SequenceStats
+    stats: RequestStats
     trace: list[RoundTrace] | None = None
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -70,7 +70,7 @@ class StreamChunk(NamedTuple):
 
     pieces: list[StreamPiece]
     finish_reason: FinishReason | None
-    stats: SequenceStats
+    stats: RequestStats
     trace: RoundTrace | None = None
     drafted: int = 0
 
@@ -80,7 +80,7 @@ class StreamChunk(NamedTuple):
         return "".join(piece.text for piece in self.pieces)
 
 
-def as_prompts(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt, or many, as a list. Token ids of one prompt are one prompt."""
     if isinstance(prompts, str):
         return [prompts]
@@ -89,7 +89,7 @@ def as_prompts(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
-def make_result(prompt: Prompt, seq: Sequence) -> GenerationResult:
+def make_result(prompt: Prompt, seq: Request) -> GenerationResult:
     """The result of a finished sequence."""
     return GenerationResult(
         prompt,
@@ -108,7 +108,7 @@ def make_chunk(event: RoundEvent) -> StreamChunk:
     seq = event.sequence
     count = len(event.tokens)
     texts = seq.take_pieces(count)
-    logprobs: Seq[TokenLogprobs | None] = [None] * count if seq.logprobs is None else seq.logprobs[-count:]
+    logprobs: Sequence[TokenLogprobs | None] = [None] * count if seq.logprobs is None else seq.logprobs[-count:]
     drafters = [event.proposal.drafter] * event.accepted + [""] * (count - event.accepted)
     for place in event.proposal.forced[: event.proposal.num_forced(event.accepted)]:
         drafters[place] = FORCED

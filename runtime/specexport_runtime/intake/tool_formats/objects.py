@@ -4,7 +4,7 @@ import json
 import re
 from typing import Any, NoReturn
 
-from specexport_runtime.requests.tool_formats.base import Arguments, Broken, CallBegin, CallEnd, Feed, Reading, Style
+from specexport_runtime.intake.tool_formats.base import Arguments, Broken, CallBegin, CallEnd, Feed, Reading, Style
 
 _SPECIAL = re.compile(r'["\\{}\[\]]')
 _HEAD = re.compile(

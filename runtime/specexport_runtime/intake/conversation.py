@@ -10,13 +10,12 @@ after an edit, and where a template leaves out what was said (thinking, say) or 
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.requests.checks import check_text
-from specexport_runtime.sequences.text import shared_length, text_behind
+from specexport_runtime.intake.checks import check_text
+from specexport_runtime.requests.text import shared_length, text_behind
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -58,7 +57,10 @@ class Conversation:
     """
 
     def __init__(
-        self, render: Callable[[Seq[Mapping[str, Any]]], str], tokenizer: "Tokenizer", messages: Seq[Message] = ()
+        self,
+        render: Callable[[Sequence[Mapping[str, Any]]], str],
+        tokenizer: "Tokenizer",
+        messages: Sequence[Message] = (),
     ) -> None:
         self._render = render
         self._tokenizer = tokenizer
@@ -116,7 +118,7 @@ class Conversation:
         self._messages, self._asked = said, _Turn(prompt, ids, [])
         return list(ids)
 
-    def answer(self, text: str, token_ids: Seq[int], finish_reason: str = "stop") -> None:
+    def answer(self, text: str, token_ids: Sequence[int], finish_reason: str = "stop") -> None:
         """What the assistant said; of a ``GenerationResult`` its ``text``, ``token_ids`` and ``finish_reason``.
 
         Args:
@@ -165,7 +167,7 @@ class Conversation:
         self._asked = None
         self._turns.clear()
 
-    def _text(self, messages: Seq[Message]) -> str:
+    def _text(self, messages: Sequence[Message]) -> str:
         text = self._render([{key: value for key, value in each.items() if key != FINISH_REASON} for each in messages])
         check_text(text, "the conversation")
         return text
@@ -195,23 +197,23 @@ class Conversation:
             low -= 1
         return low
 
-    def _begins(self, text: str, turn: _Turn, output: Seq[int]) -> bool:
+    def _begins(self, text: str, turn: _Turn, output: Sequence[int]) -> bool:
         said = self._said(turn, output)
         return text.startswith(said) and _NO_CHARACTER not in said  # which many byte sequences decode to
 
-    def _said(self, turn: _Turn, output: Seq[int]) -> str:
+    def _said(self, turn: _Turn, output: Sequence[int]) -> str:
         return text_behind(self._tokenizer, turn.ids, output)
 
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
-    def _decode(self, ids: Seq[int]) -> str:
+    def _decode(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
         return text
 
 
-def _check_turns(messages: Seq[Message]) -> None:
+def _check_turns(messages: Sequence[Message]) -> None:
     expected = "user"
     for i, message in enumerate(messages):
         role, content = message.get("role"), message.get("content")

@@ -2,13 +2,12 @@
 
 import json
 import re
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.requests.tool_formats.base import Feed, Marks, Reading, Style, ToolFormat
-from specexport_runtime.requests.tool_formats.objects import list_rule, read_arguments, read_list, read_object
+from specexport_runtime.intake.tool_formats.base import Feed, Marks, Reading, Style, ToolFormat
+from specexport_runtime.intake.tool_formats.objects import list_rule, read_arguments, read_list, read_object
 
 _CALL, _END_OF_CALL = "<tool_call>", "</tool_call>"
 
@@ -36,7 +35,7 @@ class Hermes(ToolFormat):
         yield from feed.takes(_END_OF_CALL)
         return True
 
-    def rules(self, names: Seq[str], style: Style, marks: Marks, *, opener: str, several: bool) -> str:
+    def rules(self, names: Sequence[str], style: Style, marks: Marks, *, opener: str, several: bool) -> str:
         """See ``ToolFormat.rules``."""
         more = rf' ("\n" {marks(_CALL)} body)*' if several else ""
         return (
@@ -77,7 +76,7 @@ class Llama3Json(ToolFormat):
             if not (yield from feed.takes(";")):
                 return True
 
-    def rules(self, names: Seq[str], style: Style, marks: Marks, *, opener: str, several: bool) -> str:  # noqa: ARG002
+    def rules(self, names: Sequence[str], style: Style, marks: Marks, *, opener: str, several: bool) -> str:  # noqa: ARG002
         """See ``ToolFormat.rules``; the tag is not written, as the template does not write it for functions."""
         return "calls: object\n" + self.object_rule(names, style)
 
@@ -131,7 +130,7 @@ class Mistral(ToolFormat):
         feed.at = found.end()
         return (yield from read_arguments(feed, found[1]))
 
-    def rules(self, names: Seq[str], style: Style, marks: Marks, *, opener: str, several: bool) -> str:
+    def rules(self, names: Sequence[str], style: Style, marks: Marks, *, opener: str, several: bool) -> str:
         """See ``ToolFormat.rules``."""
         if not self._named:
             return f"calls: {opener} list\n{list_rule(style, several=several)}" + self.object_rule(names, style)
@@ -163,13 +162,13 @@ class GenericJson(ToolFormat):
         yield from feed.skip_space()
         return (yield from read_list(feed, names))
 
-    def rules(self, names: Seq[str], style: Style, marks: Marks, *, opener: str, several: bool) -> str:  # noqa: ARG002
+    def rules(self, names: Sequence[str], style: Style, marks: Marks, *, opener: str, several: bool) -> str:  # noqa: ARG002
         """See ``ToolFormat.rules``."""
         calls = f"calls: object | list\n{list_rule(style, several=True)}" if several else "calls: object\n"
         return calls + self.object_rule(names, style)
 
 
-def in_words(messages: Seq[Mapping[str, Any]], tools: Seq[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def in_words(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """A conversation for a template that knows no functions: they, their calls and what they return are plain text."""
     names: dict[Any, str] = {}
     told: list[dict[str, Any]] = []

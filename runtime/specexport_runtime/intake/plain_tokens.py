@@ -1,12 +1,12 @@
 """A vocabulary as a matcher sees it: plain tokens spell bytes, added ones and ends of a text are named by id alone."""
 
 import json
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from specexport_runtime.requests.token_bytes import same_at_first, token_bytes
 from specexport_runtime.sampling.grammar import BoolArray
-from specexport_runtime.sequences.token_bytes import same_at_first, token_bytes
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -25,7 +25,7 @@ class PlainTokens:
 
     bos_token_id = None
 
-    def __init__(self, tokenizer: "Tokenizer", vocab_size: int, eos_token_ids: Seq[int]) -> None:
+    def __init__(self, tokenizer: "Tokenizer", vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self.tokens = token_bytes(tokenizer, vocab_size)  # bytes of each id, V of them
         added = {token for token in tokenizer.get_added_tokens_decoder() if token < vocab_size}
         self.special_token_ids = sorted(added.union(eos_token_ids))  # ids that spell nothing

@@ -5,8 +5,7 @@ An answer is read piece by piece, from the text that is yet to be read to events
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Generator, Sequence
 from typing import ClassVar, NamedTuple
 
 
@@ -122,7 +121,7 @@ class ToolFormat(ABC):
         """The calls behind an opener, or at the start of an answer; what stands between them is left out."""
 
     @abstractmethod
-    def rules(self, names: Seq[str], style: Style, marks: Marks, *, opener: str, several: bool) -> str:
+    def rules(self, names: Sequence[str], style: Style, marks: Marks, *, opener: str, several: bool) -> str:
         """Rules of a Lark grammar: ``calls`` is one call or, if ``several`` may be, more.
 
         ``arguments_0``, ``arguments_1`` and so on are rules of the arguments of ``names``. ``marks`` says what markers
@@ -134,7 +133,7 @@ class ToolFormat(ABC):
         start = f'{{"name"{style.key}"'
         return (start, f"[{start}") if "[" in self.starts else (start,)
 
-    def object_rule(self, names: Seq[str], style: Style) -> str:
+    def object_rule(self, names: Sequence[str], style: Style) -> str:
         """The rule ``object``: a call that is one JSON object."""
         return f"object: {' | '.join(self._object(name, i, style) for i, name in enumerate(names))}\n"
 

@@ -5,7 +5,7 @@ Draft Model Generator. An attention layer that hardly turns the residual stream 
 """
 
 import math
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,7 +128,7 @@ class LayerChoice:
 
 
 def choose_layers(
-    acs: Seq[float], rules: LayerRules, num_layers: int | None = None, kinds: tuple[str, ...] = ()
+    acs: Sequence[float], rules: LayerRules, num_layers: int | None = None, kinds: tuple[str, ...] = ()
 ) -> LayerChoice:
     """ASD's Adaptive Draft Model Generator.
 

@@ -1,31 +1,31 @@
 """State of one sequence while it is decoded."""
 
 import time
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from specexport_runtime.errors import SpecexportError
+from specexport_runtime.requests.layer_choice import LayerRules
+from specexport_runtime.requests.records import DraftStage, Proposal
+from specexport_runtime.requests.stats import RequestStats
+from specexport_runtime.requests.text import TextStream
 from specexport_runtime.sampling.block import DEFAULT_RULE
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.rng import RandomStream, RoundDraws
 from specexport_runtime.sampling.sampler import Sampler
-from specexport_runtime.sequences.layer_choice import LayerRules
-from specexport_runtime.sequences.records import DraftStage, Proposal
-from specexport_runtime.sequences.stats import SequenceStats
-from specexport_runtime.sequences.text import TextStream
 
 if TYPE_CHECKING:
+    from specexport_runtime.requests.draft_exit import DraftExit, EndsDraft
+    from specexport_runtime.requests.records import RoundTrace
     from specexport_runtime.sampling.grammar import Grammar
     from specexport_runtime.sampling.logprobs import TokenLogprobs
-    from specexport_runtime.sequences.draft_exit import DraftExit, EndsDraft
-    from specexport_runtime.sequences.records import RoundTrace
 
 NO_ROW = -1
 DEFAULT_RULES = LayerRules()
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
-class Sequence:
+class Request:
     """A prompt, the tokens generated for it, and when to stop.
 
     What a drafter or the controller remembers of a sequence, it keeps itself, in a ``WeakKeyDictionary`` by sequence:
@@ -35,17 +35,17 @@ class Sequence:
     def __init__(
         self,
         index: int,  # the caller's number for this sequence
-        prompt: Seq[int],  # token ids, at least one
+        prompt: Sequence[int],  # token ids, at least one
         params: SamplingParams,
         *,
         vocab_size: int,  # rows of the target's LM head (V)
         max_model_len: int,  # most tokens, prompt and generated, that a cache row can hold
-        eos_token_ids: Seq[int] = (),  # end the text unless ``params.ignore_eos``
+        eos_token_ids: Sequence[int] = (),  # end the text unless ``params.ignore_eos``
         text: TextStream | None = None,  # None if no text is wanted
         stream: bool = False,  # keep the text of each token for :meth:`take_pieces`
         seed: int = 0,
-        draft_plan: Seq[DraftStage] = (),  # tried in order until one finds something; empty for plain decoding
-        reference: Seq[int] = (),  # token ids that lookup drafting may copy from, besides the sequence's own
+        draft_plan: Sequence[DraftStage] = (),  # tried in order until one finds something; empty for plain decoding
+        reference: Sequence[int] = (),  # token ids that lookup drafting may copy from, besides the sequence's own
         adaptive: bool = False,  # the controller chooses up to each stage's lookahead; False drafts as far as it says
         draft_exit: "DraftExit | None" = None,  # ends drafts of models that are no longer sure; None never does
         # What a draft out of the target itself leaves out; None for the defaults.
@@ -93,7 +93,7 @@ class Sequence:
         self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None if params.prompt_logprobs is None else [None]
         now = time.perf_counter()
-        self.stats = SequenceStats(num_prompt_tokens=len(prompt), submit_time=now, start_time=now)
+        self.stats = RequestStats(num_prompt_tokens=len(prompt), submit_time=now, start_time=now)
         self._stop_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)))
         if not prompt or self.max_tokens < 1:
             raise SpecexportError("a sequence needs a prompt token and room for one generated token.")
@@ -165,7 +165,7 @@ class Sequence:
         pieces, self._pieces = self._pieces[:count], self._pieces[count:]
         return pieces
 
-    def commit(self, new_tokens: Seq[int]) -> int:
+    def commit(self, new_tokens: Sequence[int]) -> int:
         """Append one round's tokens up to the first that ends the text; the number of tokens that were taken."""
         taken = 0
         for token in new_tokens:
@@ -210,7 +210,7 @@ class Sequence:
 class RoundEvent(NamedTuple):
     """What one round did for one sequence."""
 
-    sequence: Sequence  # its ``finish_reason`` says whether it is done
+    sequence: Request  # its ``finish_reason`` says whether it is done
     tokens: list[int]  # committed: ``accepted`` drafts, then the target's own unless the text ended; none if it failed
     drafted: int  # draft tokens tested
     accepted: int  # of these, accepted and committed

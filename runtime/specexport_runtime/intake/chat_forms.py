@@ -7,8 +7,7 @@ every word is in the text, the messages are handed over in that form.
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from specexport_runtime.errors import InvalidRequestError
@@ -17,7 +16,7 @@ _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal"
 """Types of parts that are text, and where they have it."""
 
 Message = dict[str, Any]
-Write = Callable[[Seq[Message], bool], str]
+Write = Callable[[Sequence[Message], bool], str]
 
 
 class UnwrittenError(InvalidRequestError):
@@ -38,7 +37,7 @@ class _Form(NamedTuple):
     split: bool = False  # text and calls of one message are two messages
     written: bool = False  # arguments of calls are text, as OpenAI has them
 
-    def apply(self, messages: Seq[Message]) -> list[Message]:
+    def apply(self, messages: Sequence[Message]) -> list[Message]:
         return [each for message in messages for each in self._of(message)]
 
     def _of(self, message: Message) -> Iterator[Message]:
@@ -62,7 +61,7 @@ class _Form(NamedTuple):
             yield message | {"content": "".join(texts)}
 
 
-def write_whole(messages: Seq[Message], write: Write) -> str:
+def write_whole(messages: Sequence[Message], write: Write) -> str:
     """The text of a conversation, in the first form in which nothing of it is left out; ``UnwrittenError`` if none is.
 
     ``write`` renders checked messages, with or without the header of an answer.
@@ -102,7 +101,7 @@ def joined(message: Mapping[str, Any]) -> Message:
     return dict(message) if texts is None else {**message, "content": "".join(texts)}
 
 
-def _forms(messages: Seq[Message]) -> Iterator[_Form]:
+def _forms(messages: Sequence[Message]) -> Iterator[_Form]:
     """Ways to hand messages over, the usual one first."""
     roles = list(dict.fromkeys(str(message["role"]) for message in messages))
     whole = frozenset(roles)
@@ -172,7 +171,7 @@ def _word(number: int) -> str:
     return "qzxqw" + "".join(chr(ord("a") + int(digit)) for digit in str(number)) + "wqxzq"
 
 
-def _left_out_later(words: _Words, shape: Seq[Message], at: int, form: _Form, write: Write) -> bool:
+def _left_out_later(words: _Words, shape: Sequence[Message], at: int, form: _Form, write: Write) -> bool:
     """Whether a text beside calls is written until more is said: then it is left out as thoughts are."""
     index, part = words.places[at]
     if part != "content" or not shape[index].get("tool_calls"):
@@ -193,7 +192,7 @@ def _texts(content: Any) -> list[str] | None:
     return [str(text) for text in texts] if all(isinstance(text, str) for text in texts) else None
 
 
-def _unwritten(place: tuple[int, str], messages: Seq[Message]) -> UnwrittenError:
+def _unwritten(place: tuple[int, str], messages: Sequence[Message]) -> UnwrittenError:
     index, part = place
     role, param = messages[index]["role"], f"messages[{index}].{part}"
     return UnwrittenError(

@@ -1,11 +1,10 @@
 """Incremental detokenization and stop strings of one sequence."""
 
-from collections.abc import Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from specexport_runtime.requests.token_bytes import decoder_steps, decodes_in_windows, unsettled_names
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sequences.token_bytes import decoder_steps, decodes_in_windows, unsettled_names
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -34,12 +33,12 @@ class TextStream:
         params: SamplingParams,
         # Ids without text, in place of all special tokens, the prompt's too; None goes by ``skip_special_tokens``.
         hidden: frozenset[int] | None = None,
-        prompt: Seq[int] = (),  # token ids that the text follows; not copied
+        prompt: Sequence[int] = (),  # token ids that the text follows; not copied
     ) -> None:
         self._tokenizer, self._hidden = tokenizer, hidden
         self._params = params
         self._stops = StopStrings(params.stop_strings, include=params.include_stop_str_in_output)
-        self._prompt: Seq[int] | None = prompt  # None: its end is in the window
+        self._prompt: Sequence[int] | None = prompt  # None: its end is in the window
         self._before: str | None = None  # text of the prompt in the window, while it is not known what becomes of it
         self._ids: list[int] = []  # the window, then tokens not decoded yet
         self._decoded = 0  # tokens of the window that have been decoded
@@ -204,7 +203,7 @@ def shared_length(one: str, other: str) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def text_behind(tokenizer: "Tokenizer", prompt: Seq[int], tokens: Iterable[int]) -> str:
+def text_behind(tokenizer: "Tokenizer", prompt: Sequence[int], tokens: Iterable[int]) -> str:
     """What tokens add to the text of a prompt, special ones included."""
     stream = TextStream(tokenizer, SamplingParams(skip_special_tokens=False), prompt=prompt)
     for token in tokens:

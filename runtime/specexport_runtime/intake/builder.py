@@ -1,7 +1,7 @@
 """From what a caller asks for to the state of a sequence: encoding, checks, how to draft."""
 
 import secrets
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.requests.checks import (
+from specexport_runtime.intake.checks import (
     check_acceptance,
     check_adapter,
     check_rank,
@@ -17,15 +17,15 @@ from specexport_runtime.requests.checks import (
     check_token_ids,
     check_token_range,
 )
-from specexport_runtime.requests.drafting import Abilities, DraftDefaults, DraftPlan, RequestOptions, resolve_draft_plan
-from specexport_runtime.requests.grammars import GrammarCompiler
+from specexport_runtime.intake.drafting import Abilities, DraftDefaults, DraftPlan, RequestOptions, resolve_draft_plan
+from specexport_runtime.intake.grammars import GrammarCompiler
+from specexport_runtime.requests.draft_exit import DraftExit, DraftExitParams
+from specexport_runtime.requests.layer_choice import LayerRules
+from specexport_runtime.requests.request import Request
+from specexport_runtime.requests.results import Prompt
+from specexport_runtime.requests.text import TextStream
 from specexport_runtime.sampling.block import DEFAULT_RULE
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sequences.draft_exit import DraftExit, DraftExitParams
-from specexport_runtime.sequences.layer_choice import LayerRules
-from specexport_runtime.sequences.results import Prompt
-from specexport_runtime.sequences.sequence import Sequence
-from specexport_runtime.sequences.text import TextStream
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -80,7 +80,7 @@ class RequestBuilder:
         reference: Prompt | None = None,  # what lookup may copy from
         *,
         stream: bool = False,  # keep the text of each token
-    ) -> Sequence:
+    ) -> Request:
         """The sequence of one request; ``InvalidRequestError`` if the request can never be served."""
         is_repeatable = params.seed is not None and not params.is_greedy
         plan = resolve_draft_plan(options, self.abilities, self.defaults, is_repeatable=is_repeatable)
@@ -111,7 +111,7 @@ class RequestBuilder:
             grammar = self.grammars.compile(params.structured_outputs, follows_text=follows_text)
             if not self.grammars.spell_all:  # a draft that nothing can follow would end the matcher
                 plan = DraftPlan()
-        return Sequence(
+        return Request(
             index,
             ids,
             params,
@@ -189,5 +189,5 @@ def _scope(options: RequestOptions) -> str | None:
     return (salt or "") if options.get("remember", True) else None
 
 
-def _plain(ids: Seq[int]) -> list[int]:
+def _plain(ids: Sequence[int]) -> list[int]:
     return [int(token) if isinstance(token, np.integer) else token for token in ids]

@@ -7,10 +7,10 @@ from specexport_runtime.decoding.loop import DecodeLoop
 from specexport_runtime.decoding.prefixes import LEAST_REUSED
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.base import as_stateful
-from specexport_runtime.requests.builder import RequestBuilder
-from specexport_runtime.requests.drafting import RequestOptions
+from specexport_runtime.intake.builder import RequestBuilder
+from specexport_runtime.intake.drafting import RequestOptions
+from specexport_runtime.requests.results import Prompt
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sequences.results import Prompt
 
 PIN_TOKENS = 4
 """Tokens that are generated behind a prefix that is to be kept."""

@@ -1,7 +1,7 @@
 """Checks of what a caller gave: token ids, lists of one item a prompt, match lengths."""
 
 import re
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -26,7 +26,7 @@ def check_text(text: str, what: str) -> None:
         ) from None
 
 
-def check_adapter(name: str | None, adapters: Seq[str]) -> None:
+def check_adapter(name: str | None, adapters: Sequence[str]) -> None:
     """Refuse a LoRA adapter that an engine has not, or that is in its weights; None passes."""
     if name is None or name in adapters:
         return
@@ -37,7 +37,7 @@ def check_adapter(name: str | None, adapters: Seq[str]) -> None:
     raise InvalidRequestError(f"there is no LoRA adapter {name!r} to choose.", fix)
 
 
-def check_token_ids(ids: Seq[int], *, vocab_size: int, max_model_len: int) -> None:
+def check_token_ids(ids: Sequence[int], *, vocab_size: int, max_model_len: int) -> None:
     """Refuse a prompt that is empty, has ids outside the vocabulary (V), or leaves no room for a generated token."""
     if not ids:
         raise InvalidRequestError("the prompt is empty.", "give at least one token of text.")
@@ -49,7 +49,7 @@ def check_token_ids(ids: Seq[int], *, vocab_size: int, max_model_len: int) -> No
         )
 
 
-def check_token_range(ids: Seq[int], *, vocab_size: int, what: str) -> None:
+def check_token_range(ids: Sequence[int], *, vocab_size: int, what: str) -> None:
     """Refuse token ids outside the vocabulary (V); the message names the first bad one, and calls the ids ``what``."""
     bad = next((token for token in ids if not isinstance(token, int) or not 0 <= token < vocab_size), None)
     if bad is not None:

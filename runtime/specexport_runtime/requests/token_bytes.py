@@ -2,8 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +55,7 @@ def token_bytes(tokenizer: "Tokenizer", vocab_size: int) -> list[bytes]:
     return found
 
 
-def same_at_first(tokenizer: "Tokenizer", found: Seq[bytes]) -> npt.NDArray[np.bool_]:
+def same_at_first(tokenizer: "Tokenizer", found: Sequence[bytes]) -> npt.NDArray[np.bool_]:
     """Which tokens add the same bytes to an empty text: [V], of what :func:`token_bytes` found."""
     same = np.ones(len(found), np.bool_)
     decoder = tokenizer.decoder
