@@ -73,7 +73,7 @@ class Crowd:
     @property
     def tokens(self) -> int:
         """Generated so far."""
-        return sum(handle.sequence.stats.num_generated_tokens for handle in self.handles)
+        return sum(handle.request.stats.num_generated_tokens for handle in self.handles)
 
     def end(self) -> list[Any]:
         """Cancel what is left; the results of those that ended by themselves."""
@@ -110,7 +110,7 @@ def beside(
         results.append(ask(engine, prompts[number % len(prompts)], owner, args, drafting))
     seconds, made = time.perf_counter() - start, crowd.tokens - before
     ended = crowd.end()
-    handles = [handle.sequence for handle in crowd.handles]
+    handles = [handle.request for handle in crowd.handles]
     return {
         "first_s": [first_s(result) for result in results],
         "texts": [result.token_ids for result in results],

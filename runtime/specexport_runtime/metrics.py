@@ -45,17 +45,17 @@ _NUMBERS = (
     _Number("vllm:generation_tokens", "Tokens that were generated.", lambda c: c.generation_tokens),
     _Number(
         "vllm:num_preemptions",
-        "How often a sequence was paused, so that another did not wait for a row.",
+        "How often a request was paused, so that another did not wait for a row.",
         lambda c: c.preemptions,
     ),
-    _Number("specexport:reread_tokens", "Tokens of paused sequences that were fed again.", lambda c: c.reread_tokens),
+    _Number("specexport:reread_tokens", "Tokens of paused requests that were fed again.", lambda c: c.reread_tokens),
     _Number(
         "vllm:prefix_cache_queries",
         "Prompt tokens, of requests that ended, for which cache rows were searched.",
         lambda c: c.prefix_queries,
     ),
     _Number("vllm:prefix_cache_hits", "Of these, tokens that a row had.", lambda c: c.prefix_hits),
-    _Number("vllm:spec_decode_num_drafts", "Rounds of a sequence that had a draft.", lambda c: c.all_drafts().rounds),
+    _Number("vllm:spec_decode_num_drafts", "Rounds of a request that had a draft.", lambda c: c.all_drafts().rounds),
     _Number(
         "vllm:spec_decode_num_draft_tokens", "Draft tokens that the target tested.", lambda c: c.all_drafts().drafted
     ),
@@ -92,13 +92,13 @@ _LABELLED = (
     ),
     _Labelled(
         "vllm:request_success",
-        "Sequences that ended, by reason: stop, length, abort (cancelled) or error.",
+        "Requests that ended, by reason: stop, length, abort (cancelled) or error.",
         "finished_reason",
         lambda c: c.finished.items(),
     ),
     _Labelled(
         "specexport:request_failures",
-        "Sequences that were ended by an exception, by its class.",
+        "Requests that were ended by an exception, by its class.",
         "error",
         lambda c: c.failures.items(),
     ),
@@ -110,7 +110,7 @@ _LABELLED = (
     ),
     _Labelled(
         "specexport:drafter_drafts",
-        "Rounds of a sequence that had a draft, by drafter.",
+        "Rounds of a request that had a draft, by drafter.",
         "drafter",
         _of_drafters(lambda counts, name: counts.drafters[name].rounds),
     ),
@@ -143,7 +143,7 @@ _LABELLED = (
 _HISTOGRAMS = {
     "vllm:iteration_tokens_total": ("step_tokens", "Tokens of a step: prompt tokens fed and tokens generated."),
     "vllm:time_to_first_token_seconds": ("first_token", "Seconds from submission to the first token, queue included."),
-    "vllm:inter_token_latency_seconds": ("between_tokens", "Seconds between rounds that gave a sequence tokens."),
+    "vllm:inter_token_latency_seconds": ("between_tokens", "Seconds between rounds that gave a request tokens."),
     "vllm:request_time_per_output_token_seconds": ("per_token", "Mean seconds a token after the first, a request."),
     "vllm:e2e_request_latency_seconds": ("e2e", "Seconds from submission to the last token."),
     "vllm:request_queue_time_seconds": ("queue", "Seconds from submission to a cache row."),
@@ -188,10 +188,10 @@ class EngineMetrics:
         with self._lock:
             self._counts.add_round(record, now)
 
-    def on_finish(self, sequence: "Request") -> None:
-        """Count the end of a sequence (decoding thread)."""
+    def on_finish(self, request: "Request") -> None:
+        """Count the end of a request (decoding thread)."""
         with self._lock:
-            self._counts.add_end(sequence)
+            self._counts.add_end(request)
 
     def count_refused(self, reason: str) -> None:
         """Count a request that was answered with an error before it reached the engine (any thread)."""
@@ -246,18 +246,18 @@ class EngineMetrics:
         ]
         load = None if self._load is None else self._load()
         rows += [
-            ("vllm:num_requests_running", "Sequences that hold a cache row.", load and load.num_running),
-            ("vllm:num_requests_waiting", "Sequences that wait for a cache row.", load and load.num_waiting),
+            ("vllm:num_requests_running", "Requests that hold a cache row.", load and load.num_running),
+            ("vllm:num_requests_waiting", "Requests that wait for a cache row.", load and load.num_waiting),
             ("vllm:kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", load and load.kv_usage),
             ("specexport:kv_cache_resident_bytes", "Memory of cache rows written to.", load and load.kv_bytes_resident),
             (
                 "specexport:kv_cache_reserved_bytes",
-                "Memory that running sequences may come to need, and of pinned prefixes.",
+                "Memory that running requests may come to need, and of pinned prefixes.",
                 load and load.kv_bytes_reserved,
             ),
             ("specexport:kv_cache_budget_bytes", "Bound of the cache's memory.", load and load.kv_bytes_budget),
             ("specexport:prefixes_kept", "Texts kept in rows that nobody runs in.", load and load.num_prefixes),
-            ("specexport:max_num_seqs", "Cache rows: the most sequences at a time.", load and load.max_num_seqs),
+            ("specexport:max_num_seqs", "Cache rows: the most requests at a time.", load and load.max_num_seqs),
         ]
         for name, text, value in rows:
             gauge = GaugeMetricFamily(name, text, labels=LABELS)

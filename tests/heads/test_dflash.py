@@ -101,7 +101,7 @@ class Watch:
 
     def on_round(self, record: Any) -> None:
         for event in record.events:
-            before = event.sequence.tokens[: len(event.sequence.tokens) - len(event.tokens)]
+            before = event.request.tokens[: len(event.request.tokens) - len(event.tokens)]
             self.rounds.append((before, list(event.proposal.tokens)))
 
     def on_finish(self, _: Any) -> None: ...

@@ -72,7 +72,7 @@ MUTATIONS = {
         "ragged_attention.py", "acc / tl.where(weight > 0, weight, 1.0)[:, None]", "acc", "ragged"
     ),
     "splits weighed alike": Mutation(
-        "ragged_attention.py", "tl.where(used, tl.exp2(top - shift), 0.0)", "tl.where(used, 1.0, 0.0)", "ragged", splits=3
+        "ragged_attention.py", "tl.where(used, tl.exp2(top - shift)", "tl.where(used, 1.0", "ragged", splits=3
     ),
     "sums nobody wrote are read": Mutation(
         "ragged_attention.py", "used[:, None] & (columns < DV)[None, :]", "(columns < DV)[None, :]", "ragged", splits=3

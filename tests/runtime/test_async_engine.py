@@ -217,7 +217,7 @@ def test_a_submit_that_is_cancelled_while_it_tokenizes_leaves_nothing_running(en
         assert service.num_active == 0
 
     asyncio.run(main())
-    assert [handle.sequence.finish_reason for handle in handles] == ["cancelled"] * 4
+    assert [handle.request.finish_reason for handle in handles] == ["cancelled"] * 4
 
 
 def test_a_submit_that_is_cancelled_and_then_refused_is_forgotten(engine, monkeypatch):

@@ -53,7 +53,7 @@ def test_every_round_adds_one_token_of_the_targets_own():
         assert seq.stats.num_generated_tokens == seq.num_generated == 30
         assert seq.stats.num_generated_tokens == seq.stats.rounds + seq.stats.accepted
         assert sum(seq.stats.accepted_histogram.values()) == seq.stats.draft_rounds
-        mine = [event for event in events if event.sequence is seq]
+        mine = [event for event in events if event.request is seq]
         assert [t for event in mine for t in event.tokens] == seq.output
         assert sum(event.accepted for event in mine) == seq.stats.accepted
 

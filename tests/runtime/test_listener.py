@@ -70,8 +70,8 @@ def test_they_join_before_the_same_round(engine):
     for listener in listeners:
         assert listener.ended.wait(30)
     lengths = {len(handle.result().stats.accepted_lengths) for handle in handles}
-    starts = [handle.sequence.stats.start_time for handle in handles]
-    first = [handle.sequence.stats.first_token_time for handle in handles]
+    starts = [handle.request.stats.start_time for handle in handles]
+    first = [handle.request.stats.first_token_time for handle in handles]
     assert lengths == {40}
     assert max(starts) < min(first)  # all four had a row before anybody had a token
 
@@ -129,7 +129,7 @@ def test_a_listener_hears_of_every_kind_of_end_once(engine):
     assert all(len(listener.done) == 1 for listener in listeners)
     with pytest.raises(RequestFailedError, match="boom"):
         handles[0].result(0)
-    assert handles[0].sequence.finish_reason == "error"
+    assert handles[0].request.finish_reason == "error"
     assert [handles[i].result(0).finish_reason for i in (1, 2, 3, 4)] == ["cancelled", "length", "length", "cancelled"]
     with pytest.raises(SpecexportError, match="NaN"):
         handles[5].result(0)

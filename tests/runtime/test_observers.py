@@ -61,7 +61,7 @@ def test_every_token_and_every_prompt_token_is_in_one_record(watched):
     for record in watcher.rounds:
         assert record.seconds > 0
         for event in record.events:
-            got[id(event.sequence)] += event.tokens
+            got[id(event.request)] += event.tokens
     assert sorted(got.values()) == sorted(result.token_ids for result in results)
     drafted = sum(event.drafted for record in watcher.rounds for event in record.events)
     assert drafted == sum(result.stats.drafted for result in results) > 0
@@ -74,7 +74,7 @@ def test_they_have_heard_of_it_before_the_caller_has_the_result(watched):
 
     class Late(Watcher):
         def on_finish(self, sequence):
-            handle = next(each for each in handles if each.sequence is sequence)
+            handle = next(each for each in handles if each.request is sequence)
             done_before.append(handle.done)
 
     engine.add_observer(Late())
@@ -84,7 +84,7 @@ def test_they_have_heard_of_it_before_the_caller_has_the_result(watched):
     go.set()
     for handle in handles:
         handle.result(30)
-        assert handle.sequence in watcher.ended
+        assert handle.request in watcher.ended
     assert done_before == [False] * 5
     assert watcher.order[-2:] == ["round", "finish"]
 
@@ -133,7 +133,7 @@ def test_a_step_that_raises_ends_those_that_ran(watched, where):
         try:
             handle.result(30)
         except RequestFailedError:
-            assert str(handle.sequence.error) == "the device went away"
+            assert str(handle.request.error) == "the device went away"
     wait_for_thread(engine)
     reasons = watcher.reasons()
     assert reasons["error"] in range(1, 5)

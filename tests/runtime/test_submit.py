@@ -54,9 +54,9 @@ def test_more_requests_than_rows_run_in_order_of_arrival(engine):
     results = [handle.result(120) for handle in handles]
     for i, result in enumerate(results):
         assert result.token_ids == expected([i], 5 + i)
-    starts = [handle.sequence.stats.start_time for handle in handles]
+    starts = [handle.request.stats.start_time for handle in handles]
     assert starts == sorted(starts)
-    ends = [handle.sequence.stats.end_time for handle in handles]
+    ends = [handle.request.stats.end_time for handle in handles]
     assert starts[4] > min(ends[:4])  # four rows
     assert all(0 < result.stats.queued_s < max(ends) - result.stats.submit_time for result in results)
 

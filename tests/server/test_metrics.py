@@ -329,7 +329,7 @@ class Event:
     def __init__(self, tokens: int, drafted: int = 2, drafter: str = "") -> None:
         self.tokens, self.drafted, self.accepted = [0] * tokens, drafted, 0
         self.proposal = Proposal([0] * drafted, drafter=drafter)
-        self.sequence = type("S", (), {"stats": type("T", (), {"rounds": 2})(), "finish_reason": None})()
+        self.request = type("S", (), {"stats": type("T", (), {"rounds": 2})(), "finish_reason": None})()
 
 
 def test_drafters_of_a_round_share_its_seconds_by_their_tokens():

@@ -36,8 +36,8 @@ def cancelled(slow, monkeypatch):
     cancel = slow.served.engine.engine._loop.cancel
 
     def note(request):
-        if request.sequence.finish_reason is None:
-            seen.append((request, request.sequence.stats.rounds))
+        if request.request.finish_reason is None:
+            seen.append((request, request.request.stats.rounds))
         cancel(request)
 
     monkeypatch.setattr(slow.served.engine.engine._loop, "cancel", note)
@@ -66,8 +66,8 @@ def check_row_is_free(slow, cancelled, count):
         rounds_at.setdefault(id(request), (request, rounds))  # the first time counts
     assert len(rounds_at) == count
     for request, rounds in rounds_at.values():
-        assert request.sequence.finish_reason == "cancelled"
-        assert request.sequence.stats.rounds <= rounds + 1
+        assert request.request.finish_reason == "cancelled"
+        assert request.request.stats.rounds <= rounds + 1
     slow.allow(1000)
     with client_of(slow.served) as client:  # and the row serves others
         text = client.completions.create(model="slow", prompt="w3", temperature=0, max_tokens=5).choices[0].text
@@ -92,7 +92,7 @@ def test_a_client_that_goes_away_while_it_waits(slow, cancelled):
         slow.allow(1)
         wait_until(lambda: slow.served.engine.num_active == 1)
         assert {id(request) for request, _ in cancelled} == {id(cancelled[0][0])}
-        assert cancelled[0][0].sequence.stats.rounds == 0  # it never got a row
+        assert cancelled[0][0].request.stats.rounds == 0  # it never got a row
         slow.allow(1000)
         assert list(chunks)[-1].choices[0].finish_reason == "length"  # nothing happened to the other one
     slow.finish()
@@ -154,7 +154,7 @@ def failing(monkeypatch):
     make = handle.make_chunk
 
     def fail(event):
-        if event.sequence.params.seed == 666 and event.sequence.stats.rounds > 3:
+        if event.request.params.seed == 666 and event.request.stats.rounds > 3:
             raise ValueError("a defect: secret")
         return make(event)
 

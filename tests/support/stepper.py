@@ -39,7 +39,7 @@ class Stepper:
         cancel = engine._loop.cancel
 
         def note(request: Any) -> None:
-            if request.sequence.finish_reason is None:
+            if request.request.finish_reason is None:
                 self._cancelled.add(id(request))
             cancel(request)
 

@@ -1,8 +1,8 @@
 """The decoding round: draft, verify, accept, commit. One loop for every way to draft; plain decoding drafts nothing.
 
-A sequence that is decoding has exactly one token that the target has not seen: the last one committed. A round feeds
+A request that is decoding has exactly one token that the target has not seen: the last one committed. A round feeds
 it, with the draft tokens behind it, and gets the target's distribution after each of them (Chen et al. 2023,
-algorithm 2). Each sequence accepts its own number of tokens (EMS-SD, Ni et al. 2025). Prompts of sequences that have
+algorithm 2). Each request accepts its own number of tokens (EMS-SD, Ni et al. 2025). Prompts of requests that have
 just arrived are fed in chunks, in the same packed step.
 """
 
@@ -34,7 +34,7 @@ _ROW = attrgetter("row")
 
 
 class Decoder:
-    """Decodes many sequences at once over one target and one drafter."""
+    """Decodes many requests at once over one target and one drafter."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Decoder:
         *,
         max_num_seqs: int | None = None,  # None takes all cache rows of the target
         max_num_batched_tokens: int = 512,  # of one step; cut to what the target's engine takes
-        lengths: Controller | None = None,  # chooses how far adaptive sequences draft
+        lengths: Controller | None = None,  # chooses how far adaptive requests draft
         tracer: RoundTracer | None = None,
         reuses_prefixes: bool = False,
         pace: Pace | None = None,
@@ -57,18 +57,18 @@ class Decoder:
         self._pace = pace if pace is not None and pace.is_on else None
         self._masks = MaskAhead()
 
-    def add(self, sequence: Request) -> None:
-        """Queue a sequence; it starts when a cache row is free."""
-        self.scheduler.waiting.append(sequence)
+    def add(self, request: Request) -> None:
+        """Queue a request; it starts when a cache row is free."""
+        self.scheduler.waiting.append(request)
 
     @property
     def has_work(self) -> bool:
-        """Whether any sequence waits or runs."""
+        """Whether any request waits or runs."""
         return self.scheduler.has_work
 
     @property
     def running(self) -> list[Request]:
-        """Sequences that hold a cache row."""
+        """Requests that hold a cache row."""
         return self.rows.running
 
     @property
@@ -80,29 +80,29 @@ class Decoder:
         """Assert the invariants between rounds; SpecexportError if a row number or a cache length is wrong."""
         self.rows.check()
 
-    def cancel(self, sequence: Request, error: Exception | None = None) -> None:
-        """Drop one sequence, waiting or running, and free its row; one that has finished stays as it is.
+    def cancel(self, request: Request, error: Exception | None = None) -> None:
+        """Drop one request, waiting or running, and free its row; one that has finished stays as it is.
 
         ``error`` is what ended it; None if its owner did.
         """
-        if sequence.finish_reason is None:
-            sequence.end("cancelled" if error is None else "error", error)
-            self.scheduler.retire(sequence)
+        if request.finish_reason is None:
+            request.end("cancelled" if error is None else "error", error)
+            self.scheduler.retire(request)
 
     def fail(self, error: Exception) -> list[Request]:
-        """End all running sequences with ``error``, forget their rows and return them; waiting ones stay queued."""
+        """End all running requests with ``error``, forget their rows and return them; waiting ones stay queued."""
         failed = self.running
-        for seq in failed:
-            seq.end("error", error)
-            self.rows.leave(seq)
+        for req in failed:
+            req.end("error", error)
+            self.rows.leave(req)
         self.rows.clear()
         return failed
 
     def step(self) -> list[RoundEvent]:
         """Admit what fits, then run one packed step: a round for all that decode, with prompt chunks of the others.
 
-        Each sequence that got tokens or failed has one event. An exception inside one sequence's acceptance, text or
-        sampling ends that sequence alone, with its ``error`` set. An exception of an engine leaves this method; call
+        Each request that got tokens or failed has one event. An exception inside one request's acceptance, text or
+        sampling ends that request alone, with its ``error`` set. An exception of an engine leaves this method; call
         :meth:`fail` then.
         """
         start = time.perf_counter()
@@ -116,11 +116,11 @@ class Decoder:
         load, prompt_tokens = None, sum(chunks.values())
         reread = self.rows.num_reread(chunks) if chunks else 0
         preemptions, self.rows.preemptions = self.rows.preemptions, 0
-        counts = any(seq.adaptive or seq.trace is not None for seq in drafting)
+        counts = any(req.adaptive or req.trace is not None for req in drafting)
         if counts or self.observers:
             soon = min(len(self.rows.placed) + len(self.scheduler.waiting), self.rows.max_num_seqs)
             load = step_load(drafting, [self.rows.at(row) for row in chunks], prompt_tokens, soon)
-        # Being watched must not change how far a sequence drafts: only rounds that count for lengths are told to them.
+        # Being watched must not change how far a request drafts: only rounds that count for lengths are told to them.
         proposals = self._propose(drafting, load if counts else None)
         drafted = time.perf_counter()
         events = self._verify(ready, drafting, proposals, chunks)
@@ -140,16 +140,16 @@ class Decoder:
             self.times.rounds += 1
         return events
 
-    def _propose(self, sequences: list[Request], load: StepLoad | None) -> dict[int, Proposal]:
-        """Draft for sequences that get logits in this step; by row."""
+    def _propose(self, requests: list[Request], load: StepLoad | None) -> dict[int, Proposal]:
+        """Draft for requests that get logits in this step; by row."""
         start, read_before = time.perf_counter(), prefill_seconds_of(self.drafter)
         if load is not None and self.lengths is not None:
             self.lengths.begin_round(load)
-        rooms = [seq.room_for_drafts for seq in sequences]
-        proposals = self.drafter.propose(sequences, rooms) if sequences else []
+        rooms = [req.room_for_drafts for req in requests]
+        proposals = self.drafter.propose(requests, rooms) if requests else []
         read = prefill_seconds_of(self.drafter) - read_before
         self.times.count_draft(time.perf_counter() - start, read, [proposal.num_own for proposal in proposals])
-        return {seq.row: proposal for seq, proposal in zip(sequences, proposals, strict=True)}
+        return {req.row: proposal for req, proposal in zip(requests, proposals, strict=True)}
 
     def _verify(
         self, ready: list[Request], drafting: list[Request], proposals: dict[int, Proposal], chunks: dict[int, int]
@@ -158,19 +158,19 @@ class Decoder:
         start = time.perf_counter()
         engine_before = self.target.executor.engine_seconds
         prompts = [self.rows.at(row) for row in chunks]
-        sequences = sorted([*ready, *prompts], key=_ROW) if prompts else ready
-        first = sequences[0].row
-        work = [IDLE] * (sequences[-1].row - first + 1)
-        for seq in sequences:
-            work[seq.row - first] = row_work(self.target, seq, chunks.get(seq.row, 1), proposals.get(seq.row))
+        requests = sorted([*ready, *prompts], key=_ROW) if prompts else ready
+        first = requests[0].row
+        work = [IDLE] * (requests[-1].row - first + 1)
+        for req in requests:
+            work[req.row - first] = row_work(self.target, req, chunks.get(req.row, 1), proposals.get(req.row))
         # Where all that is read is greedy, a GPU need not send logits: the argmax is taken beside them.
-        scored = {seq.row: chunks[seq.row] for seq in prompts if seq.is_scored}
-        want: Want = "logits" if scored or any(seq.needs_logits for seq in drafting) else "token_ids"
-        grammars = [(rule, proposals[seq.row].tokens) for seq in drafting if (rule := seq.sampler.grammar) is not None]
+        scored = {req.row: chunks[req.row] for req in prompts if req.is_scored}
+        want: Want = "logits" if scored or any(req.needs_logits for req in drafting) else "token_ids"
+        grammars = [(rule, proposals[req.row].tokens) for req in drafting if (rule := req.sampler.grammar) is not None]
         if grammars:
             self._masks.start(grammars)
         try:
-            output = told_step(self.target, self.drafter, sequences, prompts, first, work, want)
+            output = told_step(self.target, self.drafter, requests, prompts, first, work, want)
         finally:
             if grammars:  # a matcher may not be used while its masks are made
                 self._masks.wait()
@@ -179,24 +179,24 @@ class Decoder:
         for row, count in chunks.items():
             if row not in proposals:  # a prompt with more to come
                 self.rows.advance(row, count)
-        verified = [seq for seq in drafting if seq not in broken] if broken else drafting
+        verified = [req for req in drafting if req not in broken] if broken else drafting
         events = self._accept(verified, proposals, output, want, first, scored)
-        events += [RoundEvent(seq, [], 0, 0, is_bonus=False) for seq in broken]
+        events += [RoundEvent(req, [], 0, 0, is_bonus=False) for req in broken]
         if ready:
-            self.padding.record_round([len(event.tokens) for event in events if event.sequence.row not in chunks])
+            self.padding.record_round([len(event.tokens) for event in events if event.request.row not in chunks])
             self.padding.input_tokens += sum(len(row.tokens) for row in work)
             self.padding.input_padding += self.target.step_padding
         self.drafter.commit(verified)
-        for seq in [*verified, *broken]:
-            if seq.finish_reason is not None:
-                self.rows.leave(seq)
+        for req in [*verified, *broken]:
+            if req.finish_reason is not None:
+                self.rows.leave(req)
         engine = self.target.executor.engine_seconds - engine_before
         self.times.count_step(start, executed, engine, is_round=bool(ready))
         return events
 
     def _accept(
         self,
-        sequences: list[Request],
+        requests: list[Request],
         proposals: Mapping[int, Proposal],
         output: StepOutput,
         want: Want,
@@ -204,45 +204,45 @@ class Decoder:
         scored: Mapping[int, int],
     ) -> list[RoundEvent]:
         greedy: list[int] = []
-        if any(seq.sampler.is_plain_greedy for seq in sequences):
-            # One argmax serves all rows; rows of sampled sequences are so few that skipping them would not pay.
+        if any(req.sampler.is_plain_greedy for req in requests):
+            # One argmax serves all rows; rows of sampled requests are so few that skipping them would not pay.
             greedy = (output if want == "token_ids" else argmax_ids(output)).tolist()
         events = []
-        for seq in sequences:
-            proposal = proposals[seq.row]
+        for req in requests:
+            proposal = proposals[req.row]
             # Rows of a prompt that is scored come first; its last one is that of the newest token.
-            begin = self.target.logit_starts[seq.row - first_row] + scored.get(seq.row, 1) - 1
+            begin = self.target.logit_starts[req.row - first_row] + scored.get(req.row, 1) - 1
             end = begin + len(proposal.tokens) + 1
             try:
                 if proposal.error is not None:
                     raise proposal.error
-                if seq.sampler.is_plain_greedy:
+                if req.sampler.is_plain_greedy:
                     verdict = accept_argmax(proposal, greedy[begin:end])
                 else:
-                    verdict = accept_processed(seq, proposal, output[begin:end])
-                event = self._commit(seq, proposal, verdict)
-                if seq.logprobs is not None:
-                    seq.logprobs += logprobs_of(event.tokens, output[begin:end], seq.params.logprobs or 0)
+                    verdict = accept_processed(req, proposal, output[begin:end])
+                event = self._commit(req, proposal, verdict)
+                if req.logprobs is not None:
+                    req.logprobs += logprobs_of(event.tokens, output[begin:end], req.params.logprobs or 0)
                 events.append(event)
-            except Exception as error:  # whatever it is, it concerns this sequence alone
-                seq.finish_reason = None  # half a commit may have set it
-                seq.end("error", error)
-                events.append(RoundEvent(seq, [], len(proposal.tokens), 0, is_bonus=False, proposal=proposal))
+            except Exception as error:  # whatever it is, it concerns this request alone
+                req.finish_reason = None  # half a commit may have set it
+                req.end("error", error)
+                events.append(RoundEvent(req, [], len(proposal.tokens), 0, is_bonus=False, proposal=proposal))
         return events
 
-    def _commit(self, seq: Request, proposal: Proposal, verdict: Verdict) -> RoundEvent:
+    def _commit(self, req: Request, proposal: Proposal, verdict: Verdict) -> RoundEvent:
         tokens = [*proposal.tokens[: verdict.accepted], verdict.next_token]
-        taken = seq.commit(tokens)
+        taken = req.commit(tokens)
         accepted = min(verdict.accepted, taken)
         drafted, exited = len(proposal.tokens), proposal.end == "exit"
-        seq.stats.record_round(drafted, accepted, taken, shares=proposal.shares(accepted), exited=exited)
+        req.stats.record_round(drafted, accepted, taken, shares=proposal.shares(accepted), exited=exited)
         # Everything but the newest token is in the cache; entries of rejected tokens stay uncounted.
-        self.target.kv.commit(seq.row, len(seq.tokens) - 1)
+        self.target.kv.commit(req.row, len(req.tokens) - 1)
         is_bonus = bool(proposal.tokens) and verdict.is_bonus and taken == len(tokens)
-        gamma = None if seq.draft_exit is None else seq.draft_exit.gamma
+        gamma = None if req.draft_exit is None else req.draft_exit.gamma
         # A draft that could not end early, a copy for example, tells nothing of one that could.
-        if seq.draft_exit is not None and proposal.gamma is not None:
-            seq.draft_exit.observe(*proposal.own_tests(verdict.accepted))
-        if seq.adaptive and self.lengths is not None:
-            self.lengths.observe(seq, proposal, verdict.accepted, rejected=verdict.accepted < drafted)
-        return RoundEvent(seq, tokens[:taken], drafted, accepted, is_bonus, proposal, gamma)
+        if req.draft_exit is not None and proposal.gamma is not None:
+            req.draft_exit.observe(*proposal.own_tests(verdict.accepted))
+        if req.adaptive and self.lengths is not None:
+            self.lengths.observe(req, proposal, verdict.accepted, rejected=verdict.accepted < drafted)
+        return RoundEvent(req, tokens[:taken], drafted, accepted, is_bonus, proposal, gamma)

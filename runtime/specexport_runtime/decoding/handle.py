@@ -40,7 +40,7 @@ class RequestHandle:
     def __init__(
         self,
         prompt: Prompt,
-        sequence: Request,  # only the decoding thread touches it before ``done``
+        request: Request,  # only the decoding thread touches it before ``done``
         loop: _Loop,
         *,
         stream: bool = False,  # keep chunks for iteration
@@ -48,7 +48,7 @@ class RequestHandle:
         listener: RequestListener | None = None,
     ) -> None:
         self.prompt = prompt
-        self.sequence = sequence
+        self.request = request
         self._loop = loop
         self._callback = callback if listener is None else listener.on_chunk
         self._listener = listener
@@ -78,7 +78,7 @@ class RequestHandle:
         if not self._done.wait(timeout):
             raise TimeoutError(f"the request was not done after {timeout} s.")
         self._raise_error()
-        return make_result(self.prompt, self.sequence)
+        return make_result(self.prompt, self.request)
 
     def __iter__(self) -> Iterator[StreamChunk]:
         """Chunks as they come, until the one with a ``finish_reason``; raises what :meth:`result` raises.
@@ -110,11 +110,11 @@ class RequestHandle:
 
     def finish(self, error: BaseException | None = None) -> None:
         """Mark the request done (decoding thread only); ``error`` is what ended it."""
-        self._error = error or self.sequence.error
+        self._error = error or self.request.error
         self._done.set()  # before the stream ends: who has read it to its end finds the result there
         if self._chunks is not None:
-            if self._error is None and self.sequence.finish_reason == "cancelled":
-                self._chunks.put(StreamChunk([], "cancelled", self.sequence.stats))
+            if self._error is None and self.request.finish_reason == "cancelled":
+                self._chunks.put(StreamChunk([], "cancelled", self.request.stats))
             self._chunks.put(None)
         if self._listener is None:
             return

@@ -147,7 +147,7 @@ class DecodeLoop:
             with self._lock:
                 self._closed = True
                 left, self._submitted = [*self._handles.values(), *self._submitted], []
-                self._handles.update({id(handle.sequence): handle for handle in left})
+                self._handles.update({id(handle.request): handle for handle in left})
             for handle in left:
                 self._finish(handle, error)
             with self._lock:
@@ -165,14 +165,14 @@ class DecodeLoop:
             if submitted and not self._handles:  # idle until now: count anew
                 self.decoder.times, self.decoder.padding = PhaseTimes(), PaddingStats()
             for handle in submitted:
-                self._handles[id(handle.sequence)] = handle
-                self.decoder.add(handle.sequence)
+                self._handles[id(handle.request)] = handle
+                self.decoder.add(handle.request)
             if not submitted and not self._handles:
                 self._thread = None
                 return False
         for handle in cancelled:
-            if id(handle.sequence) in self._handles:
-                self.decoder.cancel(handle.sequence)
+            if id(handle.request) in self._handles:
+                self.decoder.cancel(handle.request)
                 self._finish(handle)
         return True
 
@@ -184,27 +184,27 @@ class DecodeLoop:
         except Exception as error:  # the engine's: whatever it is, the requests in flight end with it
             self.decoder.fail(error)
             # Those too that ended in this very step: nobody has seen their last tokens.
-            for ended in [each for each in self._handles.values() if each.sequence.finish_reason is not None]:
+            for ended in [each for each in self._handles.values() if each.request.finish_reason is not None]:
                 self._finish(ended, error)
             return
         for event in events:
-            handle = self._handles.get(id(event.sequence))
+            handle = self._handles.get(id(event.request))
             if handle is None:
                 continue
             try:
                 if event.tokens:
                     handle.deliver(event)
             except Exception as error:  # the callback's: this request alone ends
-                self.decoder.cancel(event.sequence, error)
+                self.decoder.cancel(event.request, error)
                 self._finish(handle, error)
                 continue
-            if event.sequence.finish_reason is not None:
+            if event.request.finish_reason is not None:
                 self._finish(handle)
 
     def _finish(self, handle: RequestHandle, error: BaseException | None = None) -> None:
         """The end of a request, in whichever way: the observers hear of it, then its owner, each of them once."""
-        self._handles.pop(id(handle.sequence))
+        self._handles.pop(id(handle.request))
         if error is not None:
-            handle.sequence.end("error", error if isinstance(error, Exception) else None)
-        self.decoder.observers.sequence_done(handle.sequence)
+            handle.request.end("error", error if isinstance(error, Exception) else None)
+        self.decoder.observers.request_done(handle.request)
         handle.finish(error)

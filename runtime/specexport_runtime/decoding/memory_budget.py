@@ -1,4 +1,4 @@
-"""A budget for the memory of the KV cache: what running sequences may come to need, and what is really there.
+"""A budget for the memory of the KV cache: what running requests may come to need, and what is really there.
 
 ::
 
@@ -7,9 +7,9 @@
            │ come to need│          │ (go first)    │       │
 
 Rows are as long as the longest text may be, in addresses. In memory a row takes what was written to it, and goes back
-page by page, so that more rows can be there than the budget holds at their full length. A sequence begins when all that
+page by page, so that more rows can be there than the budget holds at their full length. A request begins when all that
 it may come to need fits beside what the others may: its prompt, ``max_tokens`` and the slack of a verification. So none
-ever has to stop, to move or to be taken out again, and what does not fit waits in order. What no sequence holds any
+ever has to stop, to move or to be taken out again, and what does not fit waits in order. What no request holds any
 more stays as a spare for the next, up to a share of the budget: pages that went back come again as zeros, one fault
 each.
 """
@@ -50,7 +50,7 @@ class MemoryBudget:
     """Memory of the cache rows of all models of an engine. Without a limit it only counts.
 
     ``runners`` are the target, then the models that draft with a cache beside it. InvalidRequestError: there is a
-    limit, and an engine cannot give memory back, or a sequence of full length does not fit.
+    limit, and an engine cannot give memory back, or a request of full length does not fit.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class MemoryBudget:
         max_model_len: int | None = None,
     ) -> None:
         self._runners = [runner for runner in runners if not borrows_cache(runner.executor)]
-        self.limit, self._slack = limit, slack  # bytes, None for no limit; entries beyond a sequence's tokens
-        self._most = min(runner.kv.capacity for runner in self._runners) - slack  # tokens of a sequence at most
+        self.limit, self._slack = limit, slack  # bytes, None for no limit; entries beyond a request's tokens
+        self._most = min(runner.kv.capacity for runner in self._runners) - slack  # tokens of a request at most
         if max_model_len is not None:
             self._most = min(self._most, max_model_len)
         self._held: dict[int, Holding] = {}
@@ -80,34 +80,34 @@ class MemoryBudget:
             fitting = bisect_right(range(self._most), limit, key=lambda tokens: self._holding(tokens).num_bytes) - 1
             shorter = f"max_model_len of up to {fitting}" if fitting > 1 else "smaller max_model_len"
             raise InvalidRequestError(
-                f"kv_cache_memory_bytes is {limit}, and one sequence of {self._most} tokens may take {whole} "
+                f"kv_cache_memory_bytes is {limit}, and one request of {self._most} tokens may take {whole} "
                 f"({gib(whole)}).",
                 f"give {whole} or more, or a {shorter}.",
             )
 
     def _holding(self, tokens: int) -> Holding:
-        """A sequence of so many tokens, with a draft behind it, in the caches of each model."""
+        """A request of so many tokens, with a draft behind it, in the caches of each model."""
         entries = min(tokens, self._most) + self._slack
         return Holding((entries,) * len(self._runners), sum([runner.row_bytes(entries) for runner in self._runners]))
 
-    def need(self, seq: Request) -> Holding:
-        """All that a sequence may come to need, whatever drafts for it."""
-        return self._holding(seq.num_prompt_tokens + seq.max_tokens)
+    def need(self, req: Request) -> Holding:
+        """All that a request may come to need, whatever drafts for it."""
+        return self._holding(req.num_prompt_tokens + req.max_tokens)
 
-    def fits(self, seq: Request, rows: Iterable[int]) -> bool:
-        """Whether a sequence may begin beside what the rows ``rows`` are held for."""
-        return self.limit is None or self.bytes_of(rows) + self.need(seq).num_bytes <= self.limit
+    def fits(self, req: Request, rows: Iterable[int]) -> bool:
+        """Whether a request may begin beside what the rows ``rows`` are held for."""
+        return self.limit is None or self.bytes_of(rows) + self.need(req).num_bytes <= self.limit
 
     def bytes_of(self, rows: Iterable[int]) -> int:
         """Bytes that some rows are held for; may be asked from any thread."""
         return sum([held.num_bytes for row in rows if (held := self._held.get(row)) is not None])
 
-    def room_beside(self, seq: Request, rows: Iterable[int]) -> int | None:
-        """Bytes that are left for kept texts when a sequence begins beside some rows; None for no limit."""
-        return None if self.limit is None else self.limit - self.need(seq).num_bytes - self.bytes_of(rows)
+    def room_beside(self, req: Request, rows: Iterable[int]) -> int | None:
+        """Bytes that are left for kept texts when a request begins beside some rows; None for no limit."""
+        return None if self.limit is None else self.limit - self.need(req).num_bytes - self.bytes_of(rows)
 
     def check_pin(self, num_tokens: int, pinned: Iterable[int]) -> None:
-        """Refuse to keep a text for good if a sequence of full length would not fit beside it and ``pinned``.
+        """Refuse to keep a text for good if a request of full length would not fit beside it and ``pinned``.
 
         ``pinned`` are the rows of the texts that are kept for good already. The refusal is an InvalidRequestError.
         """
@@ -117,13 +117,13 @@ class MemoryBudget:
         if (wanted := self._holding(num_tokens).num_bytes) > left:
             raise InvalidRequestError(
                 f"{num_tokens} tokens that are kept for good take {gib(wanted)}, and kv_cache_memory_bytes leaves "
-                f"{gib(max(left, 0))} beside one sequence of full length.",
+                f"{gib(max(left, 0))} beside one request of full length.",
                 "load the engine with more kv_cache_memory_bytes, or a smaller max_model_len.",
             )
 
-    def reserve(self, seq: Request) -> None:
-        """A sequence begins in its row: all that it may need is its own, and spare memory makes way."""
-        self._held[seq.row] = self.need(seq)
+    def reserve(self, req: Request) -> None:
+        """A request begins in its row: all that it may need is its own, and spare memory makes way."""
+        self._held[req.row] = self.need(req)
         self.settle()
 
     def keep(self, row: int, num_tokens: int) -> None:
@@ -145,9 +145,9 @@ class MemoryBudget:
             self._held[other] = of_one
 
     def settle(self) -> None:
-        """Give memory back that no sequence holds: what is over the limit, and over the share that may stay as a spare.
+        """Give memory back that no request holds: what is over the limit, and over the share that may stay as a spare.
 
-        Rows without a holder give first, the last ones before others: sequences fill rows from the front.
+        Rows without a holder give first, the last ones before others: requests fill rows from the front.
         """
         if self.limit is None:
             return

@@ -24,7 +24,7 @@ class Pace:
     def __init__(
         self,
         ttft_budget_s: float | None = None,  # seconds from submission to the first token; None for no such budget
-        itl_budget_s: float | None = None,  # seconds between two rounds of a sequence that decodes; None for none
+        itl_budget_s: float | None = None,  # seconds between two rounds of a request that decodes; None for none
         clock: Callable[[], float] = time.perf_counter,  # seconds, of the clock of ``RequestStats.submit_time``
     ) -> None:
         self.ttft_budget_s, self.itl_budget_s = ttft_budget_s, itl_budget_s
@@ -45,12 +45,12 @@ class Pace:
         rest = seconds - ((self._round or 0.0) if num_decoding else 0.0)
         self._token = _mixed(self._token, max(rest, 0.0) / prompt_tokens)
 
-    def is_late(self, seq: Request, unread: int) -> bool:
+    def is_late(self, req: Request, unread: int) -> bool:
         """Whether a first token will come too late, even if only the ``unread`` tokens of its prompt are read."""
-        if self.ttft_budget_s is None or seq.num_generated:
+        if self.ttft_budget_s is None or req.num_generated:
             return False
         there = self._clock() + unread * (self._token or 0.0)
-        return there > seq.stats.submit_time + self.ttft_budget_s
+        return there > req.stats.submit_time + self.ttft_budget_s
 
     def most(self, tokens: int, num_decoding: int) -> int:
         """Of the prompt ``tokens`` that a step has room for, the number that it has time for; at least one."""

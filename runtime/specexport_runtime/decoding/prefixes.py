@@ -1,6 +1,6 @@
 """Kept texts: what prefix reuse goes on from, and which goes first when a row or memory is wanted.
 
-Rows keep the text of sequences that ended. A sequence that is admitted takes the longest common beginning of its prompt
+Rows keep the text of requests that ended. A request that is admitted takes the longest common beginning of its prompt
 and of any text that a row has: a kept one, or one that runs (its committed entries never change). ``rows`` does the
 moving and copying.
 
@@ -17,14 +17,14 @@ from specexport_runtime.executors.base import Int64Array
 LEAST_REUSED = 16
 """Fewer tokens than this are read again: short texts would fill the rows."""
 WORTH_WAITING = 64
-"""Tokens that another sequence is about to read, for which one that begins with them too waits a few steps."""
+"""Tokens that another request is about to read, for which one that begins with them too waits a few steps."""
 SHORT_TAIL = 32
 """A kept text that is continued loses at most this many of its last tokens; one that would lose more is copied."""
 
 
 @dataclass
 class KeptText:
-    """The text of a row that no sequence runs in."""
+    """The text of a row that no request runs in."""
 
     tokens: Int64Array  # [n]; the row has the entries of all of them
     scope: tuple[str, int | None]  # who may go on from it, and with which adapter

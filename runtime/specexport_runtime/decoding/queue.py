@@ -6,17 +6,17 @@
     priority  0:   owner b:  3  4  9        b has a row, c has none: c is next; then b and c by turns
                    owner c:  8
 
-Where no row is free, which may last as long as the longest text, a sequence may be paused for another. It loses its row
+Where no row is free, which may last as long as the longest text, a request may be paused for another. It loses its row
 and nothing else: it reads what it had again, or finds it in a row that was free to keep it, and goes on with the same
-text (``Request.reads_again``). That costs time, so no sequence is paused
+text (``Request.reads_again``). That costs time, so no request is paused
 
-- for another sequence of the same owner, unless that one has a higher priority (a lower number);
+- for another request of the same owner, unless that one has a higher priority (a lower number);
 - while its owner holds no more rows than the other would then: with two rows or more over the other's, at once; with
   one over an owner that has none, when it has had a turn as long as its text;
 - again before it has generated a quarter of what it would have to read again;
 - within a few tokens of its end, or while its prompt is scored.
 
-So with one owner, and one priority, no sequence is ever paused.
+So with one owner, and one priority, no request is ever paused.
 """
 
 from collections import deque
@@ -26,15 +26,15 @@ from specexport_runtime.decoding.rows import Rows
 from specexport_runtime.requests.request import Request
 
 LEAST_TURN = 16
-"""Tokens that a sequence generates before it is paused again; a quarter of its text, if that is more."""
+"""Tokens that a request generates before it is paused again; a quarter of its text, if that is more."""
 WHOLE_TURN = 256
 """The same where owners share a row in turns; the whole of its text, if that is more."""
 NEARLY_DONE = 8
-"""Tokens before its end, within which a sequence is left alone."""
+"""Tokens before its end, within which a request is left alone."""
 
 
 class WaitingQueue:
-    """Sequences without a cache row.
+    """Requests without a cache row.
 
     The lowest priority number goes first. Of equal ones the owner that holds the fewest rows does: max-min fairness of
     rows, so that how much an owner has waiting delays no other. Owners that hold equally many take turns. Within an
@@ -55,22 +55,22 @@ class WaitingQueue:
             for queue in self._levels[priority].values():
                 yield from queue
 
-    def append(self, seq: Request) -> None:
-        """A sequence has arrived."""
-        self._queue_of(seq).append(seq)
+    def append(self, req: Request) -> None:
+        """A request has arrived."""
+        self._queue_of(req).append(req)
         self._count += 1
 
-    def put_back(self, seq: Request) -> None:
-        """A sequence was paused: it goes on before those of its owner that have not begun."""
-        self._queue_of(seq).appendleft(seq)
+    def put_back(self, req: Request) -> None:
+        """A request was paused: it goes on before those of its owner that have not begun."""
+        self._queue_of(req).appendleft(req)
         self._count += 1
 
-    def is_alike(self, seq: Request) -> bool:
-        """Whether all have the owner and the priority of ``seq``: then there is nobody to be fair to."""
-        return self._count == len(self._levels.get(seq.priority, {}).get(seq.owner, ()))
+    def is_alike(self, req: Request) -> bool:
+        """Whether all have the owner and the priority of ``req``: then there is nobody to be fair to."""
+        return self._count == len(self._levels.get(req.priority, {}).get(req.owner, ()))
 
     def next(self, held: Mapping[str, int], skipped: Collection[str] = ()) -> Request | None:
-        """The next sequence, which stays in the queue; None if no owner of the first priority is left.
+        """The next request, which stays in the queue; None if no owner of the first priority is left.
 
         ``held`` counts the rows of each owner; an owner that it does not name holds none. ``skipped`` owners are passed
         over.
@@ -82,54 +82,54 @@ class WaitingQueue:
         # Of equals `min` takes the first: the one whose turn is the longest ago.
         return owners[min(able, key=lambda owner: held.get(owner, 0))][0] if able else None
 
-    def take(self, seq: Request) -> None:
-        """A sequence gets a row; its owner has had a turn."""
-        owners = self._levels[seq.priority]
-        queue = owners.pop(seq.owner)
-        owners[seq.owner] = queue
-        self.remove(seq)
+    def take(self, req: Request) -> None:
+        """A request gets a row; its owner has had a turn."""
+        owners = self._levels[req.priority]
+        queue = owners.pop(req.owner)
+        owners[req.owner] = queue
+        self.remove(req)
 
-    def remove(self, seq: Request) -> None:
-        """A sequence leaves the queue."""
-        owners = self._levels[seq.priority]
-        queue = owners[seq.owner]
-        queue.remove(seq)
+    def remove(self, req: Request) -> None:
+        """A request leaves the queue."""
+        owners = self._levels[req.priority]
+        queue = owners[req.owner]
+        queue.remove(req)
         self._count -= 1
         if not queue:
-            del owners[seq.owner]
+            del owners[req.owner]
             if not owners:
-                del self._levels[seq.priority]
+                del self._levels[req.priority]
 
-    def _queue_of(self, seq: Request) -> deque[Request]:
-        return self._levels.setdefault(seq.priority, {}).setdefault(seq.owner, deque())
+    def _queue_of(self, req: Request) -> deque[Request]:
+        return self._levels.setdefault(req.priority, {}).setdefault(req.owner, deque())
 
 
 def whom_to_pause(newcomer: Request, rows: Rows) -> Request | None:
-    """The sequence whose row another had better have; None if none may be paused.
+    """The request whose row another had better have; None if none may be paused.
 
     It is one of the lowest priority, of the owner with the most rows, with the least to read again.
     """
     held = rows.held
 
-    def may_be(seq: Request) -> bool:
-        num_read = rows.num_read(seq)
-        if seq.priority < newcomer.priority or not _is_rested(seq, num_read):
+    def may_be(req: Request) -> bool:
+        num_read = rows.num_read(req)
+        if req.priority < newcomer.priority or not _is_rested(req, num_read):
             return False
-        if seq.priority == newcomer.priority:
-            if seq.owner == newcomer.owner:
+        if req.priority == newcomer.priority:
+            if req.owner == newcomer.owner:
                 return False
-            more, has_none = held[seq.owner] - held[newcomer.owner], not held[newcomer.owner]
-            if more < 2 and not (more == 1 and has_none and seq.num_since_pause >= max(WHOLE_TURN, num_read)):
+            more, has_none = held[req.owner] - held[newcomer.owner], not held[newcomer.owner]
+            if more < 2 and not (more == 1 and has_none and req.num_since_pause >= max(WHOLE_TURN, num_read)):
                 return False
-        return rows.can_resume(seq)
+        return rows.can_resume(req)
 
-    able = [seq for seq in rows.running if may_be(seq)]
-    return max(able, key=lambda seq: (seq.priority, held[seq.owner], -rows.num_read(seq)), default=None)
+    able = [req for req in rows.running if may_be(req)]
+    return max(able, key=lambda req: (req.priority, held[req.owner], -rows.num_read(req)), default=None)
 
 
-def _is_rested(seq: Request, num_read: int) -> bool:
-    """Whether a sequence may be paused at all."""
-    is_ending = seq.num_generated > 0 and seq.room_for_drafts < NEARLY_DONE
-    if is_ending or seq.is_pinned or seq.is_scored or seq.reads_again:
+def _is_rested(req: Request, num_read: int) -> bool:
+    """Whether a request may be paused at all."""
+    is_ending = req.num_generated > 0 and req.room_for_drafts < NEARLY_DONE
+    if is_ending or req.is_pinned or req.is_scored or req.reads_again:
         return False
-    return not seq.stats.preemptions or seq.num_since_pause >= max(LEAST_TURN, num_read // 4)
+    return not req.stats.preemptions or req.num_since_pause >= max(LEAST_TURN, num_read // 4)

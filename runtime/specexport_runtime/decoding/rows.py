@@ -1,12 +1,12 @@
-"""What sequences have on the machine: cache rows with their lengths, memory, kept texts, the drafters' rows.
+"""What requests have on the machine: cache rows with their lengths, memory, kept texts, the drafters' rows.
 
 ::
 
     rows:   0 … n-1           n … R-1
-            sequences run     kept texts, or nothing
+            requests run     kept texts, or nothing
 
-The row of a sequence that ended is a hole, which the next sequence takes over at once; other holes are closed by moving
-the last row. With prefix reuse the row keeps the text (``prefixes``). What a sequence finds in its own row it goes on
+The row of a request that ended is a hole, which the next request takes over at once; other holes are closed by moving
+the last row. With prefix reuse the row keeps the text (``prefixes``). What a request finds in its own row it goes on
 from, and what is elsewhere is copied. What its row held for others moves to another row, or is forgotten.
 """
 
@@ -61,44 +61,44 @@ class Rows:
 
     @property
     def running(self) -> list[Request]:
-        """Sequences that hold a row, in row order."""
-        return [seq for seq in self.placed if seq is not None]
+        """Requests that hold a row, in row order."""
+        return [req for req in self.placed if req is not None]
 
     @property
     def reading(self) -> list[Request]:
         """Those that read their prompt, or their text again, the oldest first."""
-        return [seq for seq in self._arrivals.values() if not seq.is_decoding]
+        return [req for req in self._arrivals.values() if not req.is_decoding]
 
     @property
     def held(self) -> Counter[str]:
         """Rows that each owner holds."""
-        return Counter(seq.owner for seq in self._arrivals.values())
+        return Counter(req.owner for req in self._arrivals.values())
 
     @property
     def free_row(self) -> int:
-        """A row for the next sequence; ``NO_ROW`` if none is free."""
+        """A row for the next request; ``NO_ROW`` if none is free."""
         if None in self.placed:
             return self.placed.index(None)
         return len(self.placed) if len(self.placed) < self.max_num_seqs else NO_ROW
 
     def at(self, row: int) -> Request:
-        """The sequence of a row; SpecexportError if the row is empty."""
-        seq = self.placed[row]
-        if seq is None:
+        """The request of a row; SpecexportError if the row is empty."""
+        req = self.placed[row]
+        if req is None:
             raise SpecexportError(f"row {row} is empty.")
-        return seq
+        return req
 
-    def num_read(self, seq: Request) -> int:
-        """Tokens of a sequence that the target has seen."""
-        return self.target.kv.kv_len(seq.row) if seq.row != NO_ROW else 0
+    def num_read(self, req: Request) -> int:
+        """Tokens of a request that the target has seen."""
+        return self.target.kv.kv_len(req.row) if req.row != NO_ROW else 0
 
-    def num_unread(self, seq: Request) -> int:
-        """Tokens of a sequence that the target has not seen."""
-        return len(seq.tokens) - (self.target.kv.kv_len(seq.row) if seq.row != NO_ROW else 0)
+    def num_unread(self, req: Request) -> int:
+        """Tokens of a request that the target has not seen."""
+        return len(req.tokens) - (self.target.kv.kv_len(req.row) if req.row != NO_ROW else 0)
 
     def ending(self, chunks: Mapping[int, int]) -> list[Request]:
-        """Sequences whose prompt ends in a step, of which ``chunks`` has the prompt tokens by row."""
-        return [seq for row, chunk in chunks.items() if self.num_unread(seq := self.at(row)) == chunk]
+        """Requests whose prompt ends in a step, of which ``chunks`` has the prompt tokens by row."""
+        return [req for row, chunk in chunks.items() if self.num_unread(req := self.at(row)) == chunk]
 
     def num_reread(self, chunks: Mapping[int, int]) -> int:
         """Tokens of a step's chunks that were read before a pause."""
@@ -106,89 +106,89 @@ class Rows:
         return sum(min(count, max(more, 0)) for more, count in zip(known, chunks.values(), strict=True))
 
     def advance(self, row: int, count: int) -> None:
-        """Commit ``count`` tokens that a sequence has read, with more to come."""
+        """Commit ``count`` tokens that a request has read, with more to come."""
         self.target.kv.commit(row, self.target.kv.kv_len(row) + count)
         self._note_read(self.at(row))
 
-    def _note_read(self, seq: Request) -> None:
-        """A paused sequence goes on as soon as all but its newest token is in its row."""
-        if seq.reads_again and self.num_unread(seq) == 1:
-            seq.reads_again = False
+    def _note_read(self, req: Request) -> None:
+        """A paused request goes on as soon as all but its newest token is in its row."""
+        if req.reads_again and self.num_unread(req) == 1:
+            req.reads_again = False
 
-    def fits(self, seq: Request) -> bool:
-        """Whether there is memory for all that a sequence may come to need; alone, there always is (``check_pin``)."""
+    def fits(self, req: Request) -> bool:
+        """Whether there is memory for all that a request may come to need; alone, there always is (``check_pin``)."""
         running = self.running
-        return not running or self.memory.fits(seq, self._reserved_by(running))
+        return not running or self.memory.fits(req, self._reserved_by(running))
 
     def _reserved_by(self, running: list[Request]) -> list[int]:
-        """Rows whose memory no other sequence may have: those of ``running``, and of texts that are kept for good."""
-        return [*(row for seq in running if (row := seq.row) != NO_ROW), *self.kept.pinned_rows]
+        """Rows whose memory no other request may have: those of ``running``, and of texts that are kept for good."""
+        return [*(row for req in running if (row := req.row) != NO_ROW), *self.kept.pinned_rows]
 
-    def is_early(self, seq: Request) -> bool:
-        """Whether a sequence should wait: another is reading a beginning that both have, and will have it soon."""
-        if not self.reuses_prefixes or seq.row_scope is None or seq.is_scored:
+    def is_early(self, req: Request) -> bool:
+        """Whether a request should wait: another is reading a beginning that both have, and will have it soon."""
+        if not self.reuses_prefixes or req.row_scope is None or req.is_scored:
             return False
-        prompt = np.asarray(seq.tokens, np.int64)
+        prompt = np.asarray(req.tokens, np.int64)
         coming, there = 0, 0
         for other in self.running:
-            if other.is_decoding or other.row_scope != seq.row_scope:
+            if other.is_decoding or other.row_scope != req.row_scope:
                 continue
             common = num_common(prompt, np.asarray(other.tokens, np.int64))
             if common > coming:
                 coming, there = common, self.num_read(other)
         if coming - there < WORTH_WAITING:
             return False
-        found = self._longest(seq)
+        found = self._longest(req)
         return coming - (0 if found is None else found.reused) >= WORTH_WAITING
 
-    def can_resume(self, seq: Request) -> bool:
-        """Whether a sequence could go on if it was paused."""
-        return can_restart(self.drafter, seq)
+    def can_resume(self, req: Request) -> bool:
+        """Whether a request could go on if it was paused."""
+        return can_restart(self.drafter, req)
 
-    def admit(self, seq: Request, row: int) -> None:
-        """Give a free row to a sequence; it goes on from what rows have of its prompt, or of its text after a pause."""
+    def admit(self, req: Request, row: int) -> None:
+        """Give a free row to a request; it goes on from what rows have of its prompt, or of its text after a pause."""
         if row == len(self.placed):
             self.placed.append(None)
-        self.placed[row], seq.row = seq, row
-        self._arrivals[id(seq)] = seq
-        if not seq.stats.preemptions:
-            seq.stats.start_time = time.perf_counter()
-        self._begin(seq)
-        self._note_read(seq)
+        self.placed[row], req.row = req, row
+        self._arrivals[id(req)] = req
+        if not req.stats.preemptions:
+            req.stats.start_time = time.perf_counter()
+        self._begin(req)
+        self._note_read(req)
 
-    def pause(self, seq: Request) -> int:
-        """Take its row, which is returned, from a sequence that will go on later."""
-        row = seq.row
-        seq.pause(self.num_read(seq))
-        self.leave(seq)
-        restart(self.drafter, seq)
+    def pause(self, req: Request) -> int:
+        """Take its row, which is returned, from a request that will go on later."""
+        row = req.row
+        req.pause(self.num_read(req))
+        self.leave(req)
+        restart(self.drafter, req)
         self.preemptions += 1
         return row
 
-    def leave(self, seq: Request) -> None:
-        """A sequence leaves its row, which keeps its text if another may go on from it, or is cleared."""
-        row = seq.row
-        if not self._keep(seq):
+    def leave(self, req: Request) -> None:
+        """A request leaves its row, which keeps its text if another may go on from it, or is cleared."""
+        row = req.row
+        if not self._keep(req):
             self.target.release_row(row)
             self.drafter.release_row(row)
             self.memory.free(row)
         self.memory.settle()
-        self.placed[row], seq.row = None, NO_ROW
-        del self._arrivals[id(seq)]
+        self.placed[row], req.row = None, NO_ROW
+        del self._arrivals[id(req)]
 
-    def _keep(self, seq: Request) -> bool:
+    def _keep(self, req: Request) -> bool:
         """Keep the text of a row, if another may go on from it; False if not."""
-        count = self.num_read(seq)
-        if seq.is_pinned:
-            count = min(count, seq.num_prompt_tokens)
-        scope = seq.row_scope
-        if not self.reuses_prefixes or scope is None or seq.finish_reason == "error" or count < LEAST_REUSED:
+        count = self.num_read(req)
+        if req.is_pinned:
+            count = min(count, req.num_prompt_tokens)
+        scope = req.row_scope
+        if not self.reuses_prefixes or scope is None or req.finish_reason == "error" or count < LEAST_REUSED:
             return False
-        self.memory.keep(seq.row, count)
-        tokens = np.asarray(seq.tokens[:count], np.int64)
-        self.kept[seq.row] = KeptText(tokens, scope, self._keeping.snapshot(seq), self._clock, seq.is_pinned)
-        self.target.forget_row(seq.row)
-        self._keeping.forget_row(seq.row)
+        self.memory.keep(req.row, count)
+        tokens = np.asarray(req.tokens[:count], np.int64)
+        self.kept[req.row] = KeptText(tokens, scope, self._keeping.snapshot(req), self._clock, req.is_pinned)
+        self.target.forget_row(req.row)
+        self._keeping.forget_row(req.row)
         return True
 
     def close_holes(self) -> None:
@@ -206,48 +206,48 @@ class Rows:
         for row in tuple(self.kept):
             self._drop(row)
 
-    def _begin(self, seq: Request) -> None:
+    def _begin(self, req: Request) -> None:
         self._clock += 1
-        found, is_new = None, not seq.stats.preemptions
-        if self.reuses_prefixes and seq.row_scope is not None and not seq.is_scored:
-            found = self._longest(seq)
+        found, is_new = None, not req.stats.preemptions
+        if self.reuses_prefixes and req.row_scope is not None and not req.is_scored:
+            found = self._longest(req)
             if is_new:
-                seq.stats.cached_tokens = 0
-                self.counts.queries += seq.num_prompt_tokens
-        is_continued = self._make_room(seq, found)
+                req.stats.cached_tokens = 0
+                self.counts.queries += req.num_prompt_tokens
+        is_continued = self._make_room(req, found)
         if found is None:
-            self._vacate(seq.row)
-            self.memory.reserve(seq)
+            self._vacate(req.row)
+            self.memory.reserve(req)
             return
         if found.kept is not None:
             found.kept.used = self._clock
         source = found.row
-        if is_continued and source == seq.row:
+        if is_continued and source == req.row:
             del self.kept[source]
         elif is_continued:
-            self._take(source, seq.row, found.reused)
-            source = seq.row
-        elif (place := self._vacate(seq.row, but=source)) is not None and source == seq.row:
+            self._take(source, req.row, found.reused)
+            source = req.row
+        elif (place := self._vacate(req.row, but=source)) is not None and source == req.row:
             source = place
-        self.memory.reserve(seq)
-        if source != seq.row:
-            self.target.copy_row(source, seq.row, found.reused)
-            self._keeping.copy_row(source, seq.row, found.drafts)
+        self.memory.reserve(req)
+        if source != req.row:
+            self.target.copy_row(source, req.row, found.reused)
+            self._keeping.copy_row(source, req.row, found.drafts)
             self.counts.copied += found.reused
-        self.target.go_on(seq.row, found.reused)
-        self._keeping.adopt(seq, found.drafts, found.reused)
+        self.target.go_on(req.row, found.reused)
+        self._keeping.adopt(req, found.drafts, found.reused)
         if is_new:
-            seq.stats.cached_tokens = found.reused
+            req.stats.cached_tokens = found.reused
             self.counts.hits += found.reused
 
-    def _make_room(self, seq: Request, found: Match | None) -> bool:
-        """Kept texts go until a sequence fits, cheap ones first; whether it goes on from the row of ``found`` itself.
+    def _make_room(self, req: Request, found: Match | None) -> bool:
+        """Kept texts go until a request fits, cheap ones first; whether it goes on from the row of ``found`` itself.
 
         A text that it continues is kept again when it ends; one that would lose more of its own stays, where there is
         memory for both.
         """
         is_continued = found is not None and found.loses_little
-        room = self.memory.room_beside(seq, [other.row for other in self.running if other is not seq])
+        room = self.memory.room_beside(req, [other.row for other in self.running if other is not req])
         if room is None:
             return is_continued
         others = [row for row in self.kept if found is None or row != found.row]
@@ -261,36 +261,36 @@ class Rows:
         may_lose = found is not None and found.kept is not None and not found.kept.is_pinned
         return is_continued or (room < 0 and may_lose)
 
-    def _longest(self, seq: Request) -> Match | None:
-        """What a sequence would go on from; None if no row has enough of its text."""
-        prompt = np.asarray(seq.tokens, np.int64)
+    def _longest(self, req: Request) -> Match | None:
+        """What a request would go on from; None if no row has enough of its text."""
+        prompt = np.asarray(req.tokens, np.int64)
         best: Match | None = None
-        for row, kept, tokens, drafts in self._texts(seq):
+        for row, kept, tokens, drafts in self._texts(req):
             common = num_common(prompt, tokens)
             reused = min(common, len(prompt) - 1)  # the last token is read again: its logits are wanted
             least = max(LEAST_REUSED, self.target.least_len(row))
             if reused < least or (best is not None and reused < best.reused):
                 continue
             given = self._keeping.snapshot(drafts) if isinstance(drafts, Request) else drafts
-            reused = self._keeping.usable(seq, given, reused)
+            reused = self._keeping.usable(req, given, reused)
             # Of equal ones, that in its own row: nothing is copied.
-            is_better = best is None or (reused, row == seq.row) > (best.reused, best.row == seq.row)
+            is_better = best is None or (reused, row == req.row) > (best.reused, best.row == req.row)
             if reused >= least and is_better:
                 best = Match(common, reused, row, given, kept)
         return best
 
-    def _texts(self, seq: Request) -> Iterator[tuple[int, KeptText | None, Int64Array, Any]]:
-        """Row, what is kept, tokens, and what the drafter has, of every text that a sequence may go on from."""
+    def _texts(self, req: Request) -> Iterator[tuple[int, KeptText | None, Int64Array, Any]]:
+        """Row, what is kept, tokens, and what the drafter has, of every text that a request may go on from."""
         for row, kept in self.kept.items():
-            if kept.scope == seq.row_scope:
+            if kept.scope == req.row_scope:
                 yield row, kept, kept.tokens, kept.drafts
         for other in self.running:
             count = self.num_read(other)
-            if other is not seq and count and other.row_scope == seq.row_scope:
+            if other is not req and count and other.row_scope == req.row_scope:
                 yield other.row, None, np.asarray(other.tokens[:count], np.int64), other
 
     def _move(self, source: int, destination: int) -> None:
-        """A sequence's caches go to another row; a text that is kept there takes the place of them."""
+        """A request's caches go to another row; a text that is kept there takes the place of them."""
         kept = self.kept.pop(destination, None)
         if kept is not None:
             self._swap(source, destination, (self.target.kv.kv_len(source), len(kept.tokens)), None, kept)
@@ -314,8 +314,8 @@ class Rows:
         kept = self.kept.get(row)
         if kept is None:
             return None
-        taken = {seq.row for seq in self.running} | {row} | self.kept.keys()
-        # From the end: sequences fill the rows from the front.
+        taken = {req.row for req in self.running} | {row} | self.kept.keys()
+        # From the end: requests fill the rows from the front.
         place = next((at for at in reversed(range(self.target.kv.num_rows)) if at not in taken), None)
         if place is None and (place := self.kept.cheaper_than(kept, (row, but))) is not None:
             self._drop(place)
@@ -332,7 +332,7 @@ class Rows:
     ) -> None:
         """Exchange two rows, ``counts`` tokens of each; what was kept in the second is kept in the first then.
 
-        If nothing is of the first, a sequence runs there, and goes on in the second.
+        If nothing is of the first, a request runs there, and goes on in the second.
         """
         self.target.swap_rows(one, other, counts)
         if of_one is None:
@@ -368,18 +368,18 @@ class Rows:
         """Assert the invariants between rounds; SpecexportError if a row number or a cache length is wrong."""
         kv, running = self.target.kv, self.running
         kv.check()
-        if len(self.placed) > self.max_num_seqs or set(self._arrivals) != {id(seq) for seq in running}:
-            raise SpecexportError(f"{len(running)} sequences run in {len(self.placed)} of {self.max_num_seqs} rows.")
+        if len(self.placed) > self.max_num_seqs or set(self._arrivals) != {id(req) for req in running}:
+            raise SpecexportError(f"{len(running)} requests run in {len(self.placed)} of {self.max_num_seqs} rows.")
         for row in range(self.max_num_seqs):
-            seq, kv_len = self.placed[row] if row < len(self.placed) else None, kv.kv_len(row)
-            if seq is None and kv_len:
-                raise SpecexportError(f"row {row} has no sequence but {kv_len} committed entries.")
-            if seq is not None and (seq.row != row or kv_len >= len(seq.tokens)):
+            req, kv_len = self.placed[row] if row < len(self.placed) else None, kv.kv_len(row)
+            if req is None and kv_len:
+                raise SpecexportError(f"row {row} has no request but {kv_len} committed entries.")
+            if req is not None and (req.row != row or kv_len >= len(req.tokens)):
                 raise SpecexportError(
-                    f"row {row} holds sequence {seq.index} (row {seq.row}) with kv_len {kv_len} "
-                    f"for {len(seq.tokens)} tokens."
+                    f"row {row} holds request {req.index} (row {req.row}) with kv_len {kv_len} "
+                    f"for {len(req.tokens)} tokens."
                 )
         self.memory.check()
         for row in self.kept:
-            if any(seq.row == row for seq in running) or kv.kv_len(row):
+            if any(req.row == row for req in running) or kv.kv_len(row):
                 raise SpecexportError(f"row {row} is kept for later and in use.")

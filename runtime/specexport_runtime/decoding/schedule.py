@@ -1,6 +1,6 @@
 """Continuous batching: who runs, and how the tokens of a step are shared.
 
-Sequences hold rows 0 … n-1 (``rows``). Who is next and who gives way says ``queue``. Prompts share a step by urgency,
+Requests hold rows 0 … n-1 (``rows``). Who is next and who gives way says ``queue``. Prompts share a step by urgency,
 equally among owners, and within an owner the oldest comes first. The oldest prompt of all always gets a quarter of
 them, so that whatever is more urgent cannot starve it. The first token of an owner who has nothing else does not wait
 for a round of others, if these had the step before.
@@ -22,14 +22,14 @@ MOST_SCORED = 64
 """Tokens of a step that are scored."""
 
 REREAD_CHUNK = 32
-"""Tokens that a paused sequence reads again in a step, at most, since all others wait for the step; no more than
+"""Tokens that a paused request reads again in a step, at most, since all others wait for the step; no more than
 ``min_prefill_tokens`` where one of them waits for its first token."""
 
 
 class Reading(NamedTuple):
     """A prompt that is being read, or a text that is read again."""
 
-    sequence: Request
+    request: Request
     most: int  # tokens that its next chunk has at most
     unread: int  # tokens that are left
     is_late: bool = False  # it yields to readings that are not
@@ -42,14 +42,14 @@ def share_tokens(readings: Sequence[Reading], tokens: int) -> dict[int, int]:
     """
     if not readings:
         return {}
-    oldest, given = readings[0], dict.fromkeys([each.sequence.row for each in readings], 0)
-    given[oldest.sequence.row] = max(1, min(oldest.most, tokens // _OLDEST_SHARE))
-    left = tokens - given[oldest.sequence.row]
+    oldest, given = readings[0], dict.fromkeys([each.request.row for each in readings], 0)
+    given[oldest.request.row] = max(1, min(oldest.most, tokens // _OLDEST_SHARE))
+    left = tokens - given[oldest.request.row]
     for urgency in sorted({_urgency(each) for each in readings}):
         owners: dict[str, list[Reading]] = {}
         for each in readings:
             if _urgency(each) == urgency:
-                owners.setdefault(each.sequence.owner, []).append(each)
+                owners.setdefault(each.request.owner, []).append(each)
         # Who needs less than an equal part leaves the rest to the others.
         groups = sorted(owners.values(), key=lambda group: sum(each.unread for each in group))
         for number, group in enumerate(groups):
@@ -74,30 +74,30 @@ def bound_scored(chunks: Mapping[int, int], scored: Collection[int]) -> dict[int
 
 
 def go_alone(ready: Sequence[Request], ending: Sequence[Request]) -> list[Request]:
-    """Sequences of ``ending``, whose prompt ends in the step, whose first token should not wait for a round of others.
+    """Requests of ``ending``, whose prompt ends in the step, whose first token should not wait for a round of others.
 
     They have a step for themselves; who decodes (``ready``) sits it out, which changes no draw. Only for owners of whom
-    nothing decodes, and for sequences that are more urgent than all that do.
+    nothing decodes, and for requests that are more urgent than all that do.
     """
     if not ready:
         return []
-    owners, most_urgent = {seq.owner for seq in ready}, min(seq.priority for seq in ready)
-    return [seq for seq in ending if (seq.priority, seq.owner in owners) < (most_urgent, True)]
+    owners, most_urgent = {req.owner for req in ready}, min(req.priority for req in ready)
+    return [req for req in ending if (req.priority, req.owner in owners) < (most_urgent, True)]
 
 
 def _urgency(reading: Reading) -> tuple[int, bool]:
-    return reading.sequence.priority, reading.is_late
+    return reading.request.priority, reading.is_late
 
 
 def _given(readings: Sequence[Reading], given: Mapping[int, int]) -> int:
-    return sum(given[each.sequence.row] for each in readings)
+    return sum(given[each.request.row] for each in readings)
 
 
 def _fill(readings: Sequence[Reading], tokens: int, given: dict[int, int]) -> int:
     """Give tokens to the prompts of one owner, one after the other; how many were given."""
     left = tokens
     for each in readings:
-        row = each.sequence.row
+        row = each.request.row
         more = min(each.most - given[row], left)
         given[row] += more
         left -= more
@@ -105,13 +105,13 @@ def _fill(readings: Sequence[Reading], tokens: int, given: dict[int, int]) -> in
 
 
 class Scheduler:
-    """Gives rows to sequences that are next, and the tokens of a step to sequences that hold a row."""
+    """Gives rows to requests that are next, and the tokens of a step to requests that hold a row."""
 
     def __init__(
         self,
         rows: Rows,
         *,
-        max_num_batched_tokens: int,  # of one step; sequences that decode always get theirs, prompts share what is left
+        max_num_batched_tokens: int,  # of one step; requests that decode always get theirs, prompts share what is left
         min_prefill_tokens: int = 16,  # prompts get these even if nothing is left, so that they cannot starve
         pace: Pace | None = None,
     ) -> None:
@@ -121,119 +121,119 @@ class Scheduler:
         self.max_num_batched_tokens = min(max_num_batched_tokens, self._limit or max_num_batched_tokens)
         self.min_prefill_tokens = min_prefill_tokens
         self._pace = pace or Pace()
-        # Padding a whole batch to the width of a prompt chunk helps no sequence: the padded method prefills apart.
+        # Padding a whole batch to the width of a prompt chunk helps no request: the padded method prefills apart.
         self._mixes_prefill = target.unpad_kv and target.unpad_input
         self._sat_out = False
 
     @property
     def has_work(self) -> bool:
-        """Whether any sequence waits or runs."""
+        """Whether any request waits or runs."""
         return bool(self.waiting) or any(self.rows.placed)
 
-    def retire(self, seq: Request) -> None:
-        """A sequence gives its row back, or its place in the queue."""
-        if seq.row == NO_ROW:
-            self.waiting.remove(seq)
+    def retire(self, req: Request) -> None:
+        """A request gives its row back, or its place in the queue."""
+        if req.row == NO_ROW:
+            self.waiting.remove(req)
         else:
-            self.rows.leave(seq)
+            self.rows.leave(req)
 
     def plan(self) -> tuple[list[Request], dict[int, int]]:
-        """Admit what fits; then the sequences that decode in this step, and the prompt tokens of the other rows."""
+        """Admit what fits; then the requests that decode in this step, and the prompt tokens of the other rows."""
         placed = self.rows.placed
-        ready = [seq for seq in placed if seq is not None and seq.is_decoding]
+        ready = [req for req in placed if req is not None and req.is_decoding]
         if len(ready) == len(placed) and not (self.waiting and self._can_admit()):
-            return ready, {}  # most rounds: all sequences decode, and none can come
+            return ready, {}  # most rounds: all requests decode, and none can come
         self.place(_most_tokens(ready))
         running = self.rows.running
-        ready = [seq for seq in running if seq.is_decoding]
+        ready = [req for req in running if req.is_decoding]
         busy = _most_tokens(ready)
-        if self._limit is not None:  # a sequence with one token to read drafts behind it
-            busy += _most_tokens([seq for seq in running if not seq.is_decoding and self.rows.num_unread(seq) == 1])
+        if self._limit is not None:  # a request with one token to read drafts behind it
+            busy += _most_tokens([req for req in running if not req.is_decoding and self.rows.num_unread(req) == 1])
         # An engine of fixed sizes takes a whole verify step, but maybe not the smallest prompt chunk beside it.
         if self._mixes_prefill and (self._limit is None or busy + self.min_prefill_tokens <= self._limit):
             chunks = self.share(busy)
             alone = [] if self._sat_out else go_alone(ready, self.rows.ending(chunks))
             self._sat_out = bool(alone)
-            return ([], {seq.row: chunks[seq.row] for seq in alone}) if alone else (ready, chunks)
+            return ([], {req.row: chunks[req.row] for req in alone}) if alone else (ready, chunks)
         chunks = self.share(0)
         return ([], dict([next(iter(chunks.items()))])) if chunks else (ready, chunks)
 
     def place(self, busy_tokens: int) -> None:
-        """Admit what fits, then close the holes that are left; sequences that decode may take ``busy_tokens``.
+        """Admit what fits, then close the holes that are left; requests that decode may take ``busy_tokens``.
 
-        A sequence is admitted when a row is free, or can be made free, and the step still has budget for its prompt. If
+        A request is admitted when a row is free, or can be made free, and the step still has budget for its prompt. If
         there is no memory for it, it waits, and all behind it.
         """
         rows, passed = self.rows, set[str]()
-        while (seq := self.waiting.next(rows.held, passed)) is not None:
-            if not self._has_budget(seq, busy_tokens):
-                passed.add(seq.owner)
+        while (req := self.waiting.next(rows.held, passed)) is not None:
+            if not self._has_budget(req, busy_tokens):
+                passed.add(req.owner)
                 continue
             row, victim = rows.free_row, None
-            if row == NO_ROW and (victim := self._victim(seq)) is None:
+            if row == NO_ROW and (victim := self._victim(req)) is None:
                 break
-            if rows.is_early(seq):
-                passed.add(seq.owner)
+            if rows.is_early(req):
+                passed.add(req.owner)
                 continue
-            if not rows.fits(seq):
+            if not rows.fits(req):
                 break
             if victim is not None:
                 row = rows.pause(victim)
                 self.waiting.put_back(victim)
-            self.waiting.take(seq)
-            rows.admit(seq, row)
+            self.waiting.take(req)
+            rows.admit(req, row)
         rows.close_holes()
 
     def share(self, busy_tokens: int) -> dict[int, int]:
         """Prompt tokens of each row in this step, for rows that get any, the oldest first.
 
-        ``busy_tokens`` are taken by sequences that decode.
+        ``busy_tokens`` are taken by requests that decode.
         """
         reads, most = self.rows.reading, self.rows.target.max_chunk
         if not reads:
             return {}
-        is_awaited = any(not seq.reads_again for seq in reads)
+        is_awaited = any(not req.reads_again for req in reads)
         again = min(self.min_prefill_tokens if is_awaited else REREAD_CHUNK, most)
-        readings = [self._reading(seq, again if seq.reads_again else most) for seq in reads]
+        readings = [self._reading(req, again if req.reads_again else most) for req in reads]
         num_decoding = len(self.rows.running) - len(reads)
         left = self._pace.most(self.max_num_batched_tokens - busy_tokens, num_decoding)
         chunks = share_tokens(readings, max(left, self.min_prefill_tokens))
-        chunks = bound_scored(chunks, [seq.row for seq in reads if seq.is_scored])
+        chunks = bound_scored(chunks, [req.row for req in reads if req.is_scored])
         if self._limit is not None:  # a prompt's end has a draft behind it: the last token waits where it does not fit
             left = self._limit - busy_tokens - sum(chunks.values())
-            for seq in [each for each in self.rows.ending(chunks) if chunks[each.row] > 1]:
-                drafts = _most_tokens([seq]) - 1
+            for req in [each for each in self.rows.ending(chunks) if chunks[each.row] > 1]:
+                drafts = _most_tokens([req]) - 1
                 waits = drafts > left
-                chunks[seq.row] -= waits
+                chunks[req.row] -= waits
                 left += 1 if waits else -drafts
         return chunks
 
-    def _reading(self, seq: Request, wanted: int) -> Reading:
-        """What a sequence has to read: up to ``wanted`` tokens now."""
-        unread = self.rows.num_unread(seq) - seq.reads_again
-        return Reading(seq, min(unread, wanted), unread, self._pace.is_late(seq, unread))
+    def _reading(self, req: Request, wanted: int) -> Reading:
+        """What a request has to read: up to ``wanted`` tokens now."""
+        unread = self.rows.num_unread(req) - req.reads_again
+        return Reading(req, min(unread, wanted), unread, self._pace.is_late(req, unread))
 
     def _can_admit(self) -> bool:
-        """Whether a row is free for a sequence that waits, or may be made free."""
+        """Whether a row is free for a request that waits, or may be made free."""
         return self.rows.free_row != NO_ROW or self._victim(None) is not None
 
-    def _has_budget(self, seq: Request, busy_tokens: int) -> bool:
-        """Whether a sequence would get tokens now: others read before it, but for owners with whom it shares."""
+    def _has_budget(self, req: Request, busy_tokens: int) -> bool:
+        """Whether a request would get tokens now: others read before it, but for owners with whom it shares."""
         before = [
             self.rows.num_unread(each)
             for each in self.rows.reading
-            if each.priority < seq.priority or (each.priority == seq.priority and each.owner == seq.owner)
+            if each.priority < req.priority or (each.priority == req.priority and each.owner == req.owner)
         ]
         return not before or self.max_num_batched_tokens - busy_tokens > sum(before)
 
-    def _victim(self, seq: Request | None) -> Request | None:
-        """Whom to pause for a sequence, or for the next that waits."""
+    def _victim(self, req: Request | None) -> Request | None:
+        """Whom to pause for a request, or for the next that waits."""
         if all(each is None or self.waiting.is_alike(each) for each in self.rows.placed):
             return None
-        seq = seq or self.waiting.next(self.rows.held)
-        return seq and whom_to_pause(seq, self.rows)
+        req = req or self.waiting.next(self.rows.held)
+        return req and whom_to_pause(req, self.rows)
 
 
 def _most_tokens(ready: Sequence[Request]) -> int:
-    """Tokens that sequences with one token to read may take in a step."""
-    return sum([1 + min(seq.room_for_drafts, seq.max_lookahead) for seq in ready])
+    """Tokens that requests with one token to read may take in a step."""
+    return sum([1 + min(req.room_for_drafts, req.max_lookahead) for req in ready])

@@ -1,4 +1,4 @@
-"""What a parallel head is fed to draft all tokens of a sequence in one step.
+"""What a parallel head is fed to draft all tokens of a request in one step.
 
 ::
 
@@ -33,12 +33,12 @@ class AtOnce(NamedTuple):
 
 
 class ParallelCost(EngineCost):
-    """The cost of a drafter that drafts all tokens of a sequence in one step of its engine.
+    """The cost of a drafter that drafts all tokens of a request in one step of its engine.
 
     The step is paid once a round, and each token of the draft is one token more in it.
     """
 
-    def seconds(self, sequences: Sequence[Request], num_rows: int, kv_entries: float) -> float:  # noqa: ARG002
+    def seconds(self, requests: Sequence[Request], num_rows: int, kv_entries: float) -> float:  # noqa: ARG002
         """See ``DraftCost.seconds``: what one token more a row costs."""
         wide, narrow = (self._curve.seconds(count * num_rows, num_rows, kv_entries) for count in (2, 1))
         return wide - narrow
@@ -62,7 +62,7 @@ def num_behind(count: int, mask: MaskInput) -> int:
 
 
 def draft_work(tokens: Sequence[int], features: Float32Array, newest: int, count: int, mask: MaskInput) -> AtOnce:
-    """The step that drafts ``count`` tokens, at least one, behind the ``newest`` token of a sequence.
+    """The step that drafts ``count`` tokens, at least one, behind the ``newest`` token of a request.
 
     ``tokens`` are the input ids of the entries that the head has not read, at least one, from :func:`entry_tokens`;
     ``features`` [n, E] are theirs. ``mask`` stands for the unknown ones.

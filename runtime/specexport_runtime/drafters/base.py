@@ -40,9 +40,9 @@ __all__ = [
 
 
 class Drafter(Protocol):
-    """A way to guess the next tokens of many sequences. Guesses change speed, never the output's distribution.
+    """A way to guess the next tokens of many requests. Guesses change speed, never the output's distribution.
 
-    A guess may depend on the committed tokens of its sequence and on what was tested. It must not depend on draft
+    A guess may depend on the committed tokens of its request and on what was tested. It must not depend on draft
     tokens that were never tested, on random draws that are still to be used, or on measured time: each of them would
     bias sampled text.
     """
@@ -57,36 +57,36 @@ class Drafter(Protocol):
         """Seconds spent inside engine execution since creation; 0 for drafters without an engine."""
         ...
 
-    def propose(self, sequences: "Sequence[Request]", lookaheads: Sequence[int]) -> list[Proposal]:
-        """Up to ``lookaheads[i]`` draft tokens for each sequence. 0 must return an empty proposal."""
+    def propose(self, requests: "Sequence[Request]", lookaheads: Sequence[int]) -> list[Proposal]:
+        """Up to ``lookaheads[i]`` draft tokens for each request. 0 must return an empty proposal."""
         ...
 
-    def commit(self, sequences: "Sequence[Request]") -> None:
-        """Called after every round: the sequences' tokens now end with what was committed; forget the rest."""
+    def commit(self, requests: "Sequence[Request]") -> None:
+        """Called after every round: the requests' tokens now end with what was committed; forget the rest."""
         ...
 
     def move_row(self, source: int, destination: int) -> None:
-        """A sequence moved between cache rows; move any state kept for that row."""
+        """A request moved between cache rows; move any state kept for that row."""
         ...
 
     def release_row(self, row: int) -> None:
-        """The sequence of ``row`` is done; drop any state kept for it."""
+        """The request of ``row`` is done; drop any state kept for it."""
         ...
 
 
 class ContinuingDrafter(Drafter, Protocol):
     """A drafter that can go on behind draft tokens that are there already; optional, with ``traits.goes_on``.
 
-    One that cannot is not asked in a round in which a grammar forces tokens of the sequence.
+    One that cannot is not asked in a round in which a grammar forces tokens of the request.
     """
 
     def propose(
-        self, sequences: "Sequence[Request]", lookaheads: Sequence[int], begun: "Sequence[Begun] | None" = None
+        self, requests: "Sequence[Request]", lookaheads: Sequence[int], begun: "Sequence[Begun] | None" = None
     ) -> list[Proposal]:
         """As ``Drafter.propose``.
 
         Args:
-            sequences: whom drafts are for.
+            requests: whom drafts are for.
             lookaheads: most tokens of its own, for each.
             begun: the beginning of each draft, which is part of what is returned; None if none has begun. A drafter
                 that has nothing to add returns an empty proposal.
@@ -102,11 +102,11 @@ def as_continuing(drafter: Drafter) -> ContinuingDrafter | None:
 class SimilarityDrafter(Drafter, Protocol):
     """A drafter that looks at how little each attention layer of the target changes a prompt; optional."""
 
-    def wants_similarity(self, sequence: "Request") -> bool:
-        """Whether the target should measure attention similarity while it reads this sequence's prompt."""
+    def wants_similarity(self, request: "Request") -> bool:
+        """Whether the target should measure attention similarity while it reads this request's prompt."""
         ...
 
-    def note_similarity(self, sequence: "Request", similarity: "Float32Array") -> None:
+    def note_similarity(self, request: "Request", similarity: "Float32Array") -> None:
         """Attention similarity [N, t] of the ``t`` prompt tokens that the target has just read."""
         ...
 
@@ -123,13 +123,13 @@ def prefill_seconds_of(drafter: Drafter) -> float:
 
 
 class FeatureDrafter(Drafter, Protocol):
-    """A drafter that reads the target's hidden states, of every token of a sequence; optional."""
+    """A drafter that reads the target's hidden states, of every token of a request; optional."""
 
-    def wants_features(self, sequence: "Request") -> bool:
-        """Whether the target should give features of what it reads of this sequence; the same for its whole life."""
+    def wants_features(self, request: "Request") -> bool:
+        """Whether the target should give features of what it reads of this request; the same for its whole life."""
         ...
 
-    def note_features(self, sequence: "Request", start: int, features: "Float32Array") -> None:
+    def note_features(self, request: "Request", start: int, features: "Float32Array") -> None:
         """Features [t, E] of the tokens from position ``start`` on that the target has just read, drafts included.
 
         A view that the target's next step overwrites. What becomes of the drafts is told by the next ``commit``.
@@ -143,21 +143,21 @@ def as_feature_drafter(drafter: Drafter) -> FeatureDrafter | None:
 
 
 class PrefixDrafter(Drafter, Protocol):
-    """A drafter that can go on from what a row has of another sequence's text (prefix reuse); optional.
+    """A drafter that can go on from what a row has of another request's text (prefix reuse); optional.
 
-    One that is not begins anew with each sequence, as if its prompt had just been read.
+    One that is not begins anew with each request, as if its prompt had just been read.
     """
 
-    def snapshot(self, sequence: "Request") -> Any:
-        """What it has of a sequence's row, between rounds. What becomes of the sequence later does not change it."""
+    def snapshot(self, request: "Request") -> Any:
+        """What it has of a request's row, between rounds. What becomes of the request later does not change it."""
         ...
 
-    def usable(self, sequence: "Request", kept: Any, count: int) -> int:
-        """How many of ``count`` common tokens a sequence may take over, with ``kept`` of the other; 0 for none."""
+    def usable(self, request: "Request", kept: Any, count: int) -> int:
+        """How many of ``count`` common tokens a request may take over, with ``kept`` of the other; 0 for none."""
         ...
 
-    def adopt(self, sequence: "Request", kept: Any, count: int) -> None:
-        """A sequence begins whose first ``count`` tokens are not read again; what the snapshot is of is in its row."""
+    def adopt(self, request: "Request", kept: Any, count: int) -> None:
+        """A request begins whose first ``count`` tokens are not read again; what the snapshot is of is in its row."""
         ...
 
     def copy_row(self, source: int, destination: int, kept: Any) -> None:
@@ -167,7 +167,7 @@ class PrefixDrafter(Drafter, Protocol):
     def swap_rows(self, one: int, other: int, kept: tuple[Any, Any]) -> None:
         """Exchange what two snapshots are of, that of row ``one`` and that of row ``other``.
 
-        If the first is None, a sequence runs in row ``one``, and goes on in ``other``; if the second is, nothing is
+        If the first is None, a request runs in row ``one``, and goes on in ``other``; if the second is, nothing is
         kept in ``other``.
         """
         ...
@@ -183,32 +183,32 @@ def as_prefix_drafter(drafter: Drafter) -> PrefixDrafter | None:
 
 
 class RestartingDrafter(Drafter, Protocol):
-    """A drafter that can go on with a sequence that was paused; needed only of those that are told what was read."""
+    """A drafter that can go on with a request that was paused; needed only of those that are told what was read."""
 
-    def restart(self, sequence: "Request") -> None:
-        """A sequence has left its row. It is read again from its beginning, or goes on from a kept text (``adopt``).
+    def restart(self, request: "Request") -> None:
+        """A request has left its row. It is read again from its beginning, or goes on from a kept text (``adopt``).
 
         What was noted while it was read (features, similarities) comes again, or is in the snapshot.
         """
         ...
 
 
-def can_restart(drafter: Drafter, sequence: "Request") -> bool:
-    """Whether a sequence may be paused, as far as a drafter is concerned.
+def can_restart(drafter: Drafter, request: "Request") -> bool:
+    """Whether a request may be paused, as far as a drafter is concerned.
 
-    One that is told nothing of what is read may always be: it finds a sequence in a row of which it has nothing, and
+    One that is told nothing of what is read may always be: it finds a request in a row of which it has nothing, and
     catches up, as with one that it was not asked about before.
     """
     asked: Callable[[Request], bool] | None = getattr(drafter, "can_restart", None)
     if asked is not None:
-        return asked(sequence)
+        return asked(request)
     return hasattr(drafter, "restart") or (as_feature_drafter(drafter) is None and as_similarity(drafter) is None)
 
 
-def restart(drafter: Drafter, sequence: "Request") -> None:
+def restart(drafter: Drafter, request: "Request") -> None:
     """Tell a drafter that follows :class:`RestartingDrafter`."""
     if hasattr(drafter, "restart"):
-        drafter.restart(sequence)
+        drafter.restart(request)
 
 
 class CostedDrafter(Drafter, Protocol):

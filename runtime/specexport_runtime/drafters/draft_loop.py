@@ -27,20 +27,20 @@ class Draft:
     token that is forced takes a step too.
     """
 
-    def __init__(self, sequence: Request, limit: int, begun: Begun | None = None, *, one_by_one: bool = False) -> None:
-        self.sequence, self.limit = sequence, limit
+    def __init__(self, request: Request, limit: int, begun: Begun | None = None, *, one_by_one: bool = False) -> None:
+        self.request, self.limit = request, limit
         self.tokens: list[int] = []
         self.waiting: list[int] = [] if begun is None else list(begun.tokens)  # forced tokens behind them
         self.forced: list[int] = []  # places of forced tokens in the draft
-        # What each token was drawn from; None for a greedy sequence.
-        self.distributions: list[Distribution | None] | None = None if sequence.sampler.is_greedy else []
+        # What each token was drawn from; None for a greedy request.
+        self.distributions: list[Distribution | None] | None = None if request.sampler.is_greedy else []
         self.has_exited = False  # the model was no longer sure
         self.carried: Float32Array | None = None  # [E], what a draft head handed on behind its last token
         self.error: Exception | None = None  # of drawing a token from the model's logits: they held a NaN, say
-        self._exit = sequence.draft_exit or sequence.sure
+        self._exit = request.draft_exit or request.sure
         self._num_begun = len(self.waiting)
         # Its last token ends the text, or the model has no more to say.
-        self.has_ended = bool(self.waiting) and sequence.is_end(self.waiting[-1])
+        self.has_ended = bool(self.waiting) and request.is_end(self.waiting[-1])
         self._room = 0 if begun is None else begun.room
         self._steps = 0
         self._one_by_one = one_by_one
@@ -59,11 +59,11 @@ class Draft:
     def needs_logits(self) -> bool:
         """Whether the next token takes more than its id. The last token of a draft has nothing to end."""
         may_exit = self._exit is not None and self._steps + 1 < self.limit
-        return may_exit or not self.sequence.sampler.is_plain_greedy
+        return may_exit or not self.request.sampler.is_plain_greedy
 
     def since(self, position: int) -> list[int]:
-        """The tokens of the sequence and of its draft from a position on."""
-        known = self.sequence.tokens
+        """The tokens of the request and of its draft from a position on."""
+        known = self.request.tokens
         if position >= len(known):
             return self.tokens[position - len(known) :]
         return known[position:] + self.tokens
@@ -101,20 +101,20 @@ class Draft:
 
         CheckFailedError: the logits hold NaN or +inf. InvalidRequestError: every token is banned.
         """
-        seq, top = self.sequence, 1.0
+        req, top = self.request, 1.0
         draft_exit = self._exit if self._steps + 1 < self.limit else None
-        plain = seq.sampler.is_plain_greedy
+        plain = req.sampler.is_plain_greedy
         if head is not None and not plain:  # penalties and bias go by token id
             logits = head.widen(logits)
         if self.distributions is None:
-            token = _plain_greedy(logits) if plain else seq.sampler.greedy_token(logits, self.tokens)
+            token = _plain_greedy(logits) if plain else req.sampler.greedy_token(logits, self.tokens)
             if draft_exit is not None:  # with penalties: of the token they chose, but before them
                 top = _probability(logits, token)
             if head is not None and plain:
                 token = int(head.ids[token])
         else:
-            distribution = seq.sampler.distribution(logits, self.tokens)
-            token = sample_token(distribution, seq.draws(len(self.tokens)).draft)
+            distribution = req.sampler.distribution(logits, self.tokens)
+            token = sample_token(distribution, req.draws(len(self.tokens)).draft)
             self.distributions.append(distribution)
             if draft_exit is not None:
                 top = float(distribution.probs.max())
@@ -125,10 +125,10 @@ class Draft:
         """Append the token of a step, and look at what a grammar forces behind it."""
         self.tokens.append(token)
         self._steps += 1
-        grammar = self.sequence.sampler.grammar
+        grammar = self.request.sampler.grammar
         if grammar is not None and self._room:
             self.waiting = grammar.forced(self._room - len(self.tokens), self.tokens)
-            self.has_ended = self.sequence.is_end((self.waiting or self.tokens)[-1])
+            self.has_ended = self.request.is_end((self.waiting or self.tokens)[-1])
 
     def proposal(self, drafter: str) -> Proposal:
         """What is to be tested, under the name of ``drafter`` in draft plans."""
@@ -138,28 +138,28 @@ class Draft:
             return Proposal([], None, "none")
         self.place_waiting()
         end: DraftEnd = "exit" if self.has_exited else "lookahead"
-        draft_exit = self.sequence.draft_exit
+        draft_exit = self.request.draft_exit
         gamma = None if draft_exit is None else draft_exit.gamma
         return Proposal(self.tokens, self.distributions, end, drafter, gamma=gamma, forced=tuple(self.forced))
 
 
 def open_drafts(
-    sequences: Sequence[Request],
+    requests: Sequence[Request],
     lookaheads: Sequence[int],
     begun: Sequence[Begun] | None = None,
     *,
     most: int | None = None,
     one_by_one: bool = False,
 ) -> list[Draft]:
-    """A draft for each sequence; one whose prompt was not read to its end drafts nothing.
+    """A draft for each request; one whose prompt was not read to its end drafts nothing.
 
     ``lookaheads`` are the steps of each at most (K), and ``most`` those of the model. ``one_by_one``: see
     :class:`Draft`.
     """
     limits = lookaheads if most is None else [min(limit, most) for limit in lookaheads]
     return [
-        Draft(seq, limits[i] if seq.num_generated else 0, None if begun is None else begun[i], one_by_one=one_by_one)
-        for i, seq in enumerate(sequences)
+        Draft(req, limits[i] if req.num_generated else 0, None if begun is None else begun[i], one_by_one=one_by_one)
+        for i, req in enumerate(requests)
     ]
 
 
@@ -176,7 +176,7 @@ def run_drafts(
     while active := [draft for draft in drafts if draft.is_open]:
         for draft in active:
             draft.begin_step()
-        work = [(draft.sequence.row, pending(draft)) for draft in active]
+        work = [(draft.request.row, pending(draft)) for draft in active]
         if runner.has_states:
             drafted = [len(draft.tokens) for draft in active]
             work = [(row, given._replace(drafts=count)) for (row, given), count in zip(work, drafted, strict=True)]
@@ -205,15 +205,15 @@ def draft_at_once(
     ``work`` wants as many logits for each draft as it has places; ``head`` has the ids below ``vocab_size`` of the LM
     head's rows, None where it has all.
     """
-    first = drafts[0].sequence.row
-    rows = [IDLE] * (drafts[-1].sequence.row - first + 1)
+    first = drafts[0].request.row
+    rows = [IDLE] * (drafts[-1].request.row - first + 1)
     for draft, given in zip(drafts, work, strict=True):
-        rows[draft.sequence.row - first] = given.work
+        rows[draft.request.row - first] = given.work
     num_rows = vocab_size if head is None else len(head.ids)
-    with_logits = any(draft.sequence.draft_exit is not None or draft.needs_logits for draft in drafts)
+    with_logits = any(draft.request.draft_exit is not None or draft.needs_logits for draft in drafts)
     output = runner.step(first, rows, "logits" if with_logits else "token_ids")
     for draft, given in zip(drafts, work, strict=True):
-        row = draft.sequence.row
+        row = draft.request.row
         runner.kv.commit(row, runner.kv.kv_len(row) + given.kept)
         begin = runner.logit_starts[row - first]
         for at in range(begin, begin + given.work.num_logits):
@@ -226,11 +226,11 @@ def draft_at_once(
 
 
 def _draw(draft: Draft, logits: Float32Array, head: "CutHead | None") -> None:
-    """Let a draft draw its next token; what goes wrong concerns its sequence alone."""
+    """Let a draft draw its next token; what goes wrong concerns its request alone."""
     try:
         if not draft.step_waiting():
             draft.draw(logits, head)
-    except Exception as error:  # whatever it is, it concerns this sequence alone
+    except Exception as error:  # whatever it is, it concerns this request alone
         if head is not None and isinstance(error, InvalidRequestError):
             draft.has_ended = True  # the request bans all that this head has; the target has more
         else:

@@ -14,17 +14,17 @@ from specexport_runtime.sampling.grammar import Grammar
 
 
 class BegunDrafts:
-    """The drafts of a round in which sequences have grammars; ``rooms``: most draft tokens of each.
+    """The drafts of a round in which requests have grammars; ``rooms``: most draft tokens of each.
 
-    What goes wrong with a grammar concerns its sequence alone, whose proposal has the error.
+    What goes wrong with a grammar concerns its request alone, whose proposal has the error.
     """
 
-    def __init__(self, sequences: Sequence[Request], rooms: Sequence[int]) -> None:
-        self._sequences = sequences
+    def __init__(self, requests: Sequence[Request], rooms: Sequence[int]) -> None:
+        self._sequences = requests
         self._errors: dict[int, Exception] = {}
-        self.drafts: list[Begun] = []  # empty where no grammar forces anything, or the sequence does not draft
-        for i, (seq, most) in enumerate(zip(sequences, rooms, strict=True)):
-            room, grammar = min(most, seq.max_lookahead), seq.sampler.grammar
+        self.drafts: list[Begun] = []  # empty where no grammar forces anything, or the request does not draft
+        for i, (req, most) in enumerate(zip(requests, rooms, strict=True)):
+            room, grammar = min(most, req.max_lookahead), req.sampler.grammar
             tokens: list[int] = []
             if grammar is not None:
                 try:
@@ -46,11 +46,11 @@ class BegunDrafts:
         ]
 
     def fit(self, proposals: Sequence[Proposal]) -> list[Proposal]:
-        """Drafts up to where the grammar of their sequence refuses them, or there is no more room."""
+        """Drafts up to where the grammar of their request refuses them, or there is no more room."""
         return [self._guarded(i, proposal, _fit) for i, proposal in enumerate(proposals)]
 
     def extend(self, proposals: Sequence[Proposal]) -> list[Proposal]:
-        """Drafts, and behind each what the grammar of its sequence forces."""
+        """Drafts, and behind each what the grammar of its request forces."""
         return [self._guarded(i, proposal, _extend) for i, proposal in enumerate(proposals)]
 
     def _guarded(self, i: int, proposal: Proposal, change: Callable[[Grammar, Proposal, int], Proposal]) -> Proposal:
@@ -63,11 +63,11 @@ class BegunDrafts:
             return Proposal([], None, "none", proposal.drafter, error=error)
 
 
-def begin_drafts(sequences: Sequence[Request], rooms: Sequence[int]) -> BegunDrafts | None:
-    """The drafts of a round; None if no sequence has a grammar. See :class:`BegunDrafts`."""
-    if all(seq.sampler.grammar is None for seq in sequences):
+def begin_drafts(requests: Sequence[Request], rooms: Sequence[int]) -> BegunDrafts | None:
+    """The drafts of a round; None if no request has a grammar. See :class:`BegunDrafts`."""
+    if all(req.sampler.grammar is None for req in requests):
         return None
-    return BegunDrafts(sequences, rooms)
+    return BegunDrafts(requests, rooms)
 
 
 def shorten(proposal: Proposal, count: int, end: DraftEnd) -> Proposal:

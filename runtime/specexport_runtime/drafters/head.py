@@ -54,11 +54,11 @@ if TYPE_CHECKING:
 
 DEFAULT_HEAD_LOOKAHEAD = 4
 """K where nothing else is asked for: a head's step is cheap, and its acceptance falls with each of its own features."""
-MAX_HELD = 512  # features of a sequence that wait for the head to read them
+MAX_HELD = 512  # features of a request that wait for the head to read them
 
 
 class _Held:
-    """Features of a sequence that the head has not read: those of consecutive positions."""
+    """Features of a request that the head has not read: those of consecutive positions."""
 
     def __init__(self, start: int = 0) -> None:
         self.start = start
@@ -115,35 +115,35 @@ class HeadDrafter(OwnCacheDrafter):
         self._mask = mask
         if mask is not None:
             self.traits = self.traits._replace(max_lookahead=mask.most)
-        # By sequence, not by row: nothing to do when rows move, and a dropped sequence takes its features along.
+        # By request, not by row: nothing to do when rows move, and a dropped request takes its features along.
         self._held: WeakKeyDictionary[Request, _Held] = WeakKeyDictionary()
 
-    def wants_features(self, sequence: Request) -> bool:
-        """Whether the head may be asked for this sequence; see ``FeatureDrafter.wants_features``."""
-        return any(stage.drafter == HEAD for stage in sequence.draft_plan)
+    def wants_features(self, request: Request) -> bool:
+        """Whether the head may be asked for this request; see ``FeatureDrafter.wants_features``."""
+        return any(stage.drafter == HEAD for stage in request.draft_plan)
 
-    def note_features(self, sequence: Request, start: int, features: Float32Array) -> None:
+    def note_features(self, request: Request, start: int, features: Float32Array) -> None:
         """Keep features for the head's next step; see ``FeatureDrafter.note_features``.
 
         The features kept so far are of committed tokens. If there are many, of a long prompt or after many rounds
         without a draft, the head reads them now.
         """
-        held = self._held.setdefault(sequence, _Held())
+        held = self._held.setdefault(request, _Held())
         if held.count + len(features) > MAX_HELD and held.count:
-            self.runner.prefill(sequence.row, *self._entries(sequence, held))
+            self.runner.prefill(request.row, *self._entries(request, held))
         held.add(start, features)
 
     def propose(
-        self, sequences: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[Begun] | None = None
+        self, requests: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[Begun] | None = None
     ) -> list[Proposal]:
-        """Draft up to ``lookaheads[i]`` tokens for each sequence; see ``ContinuingDrafter.propose``.
+        """Draft up to ``lookaheads[i]`` tokens for each request; see ``ContinuingDrafter.propose``.
 
-        A sequence whose prompt the target has not read to its end drafts nothing. Tokens that are there already, or
+        A request whose prompt the target has not read to its end drafts nothing. Tokens that are there already, or
         that a grammar forces, take a step or a place of the head's as its own guesses do: there are no features of
         them.
         """
         mask = self._mask
-        drafts = open_drafts(sequences, lookaheads, begun, most=self.traits.max_lookahead, one_by_one=True)
+        drafts = open_drafts(requests, lookaheads, begun, most=self.traits.max_lookahead, one_by_one=True)
         if mask is None:
             run_drafts(self.runner, drafts, self.vocab_size, self._pending, self._head, self._is_kept)
         elif opened := [draft for draft in drafts if draft.is_open]:
@@ -157,88 +157,88 @@ class HeadDrafter(OwnCacheDrafter):
             if draft.carried is None:
                 raise SpecexportError("the head handed nothing on.")
             return RowWork(self._known(draft.tokens[-1:]), 1, draft.carried[None])
-        tokens, features = self._unread(draft.sequence)
+        tokens, features = self._unread(draft.request)
         return RowWork(tokens, 1, features)
 
     def _is_kept(self, draft: Draft) -> bool:  # noqa: ARG002
         """Whether the entries of the next step are committed, till the draft was tested."""
         return True
 
-    def _unread(self, seq: Request, behind: int = 0) -> tuple[list[int], Float32Array]:
+    def _unread(self, req: Request, behind: int = 0) -> tuple[list[int], Float32Array]:
         """Input ids and features of the entries that the head has not read; if they are many, of the last of them.
 
         ``behind`` entries follow them in the step.
         """
-        held = self._held.get(seq)
+        held = self._held.get(req)
         if held is None or not held.count:
-            raise SpecexportError("the target gave no features of this sequence.")
-        tokens, features = self._entries(seq, held)
+            raise SpecexportError("the target gave no features of this request.")
+        tokens, features = self._entries(req, held)
         if len(tokens) > self._most_new_tokens(self.max_backlog, behind):
-            self.runner.prefill(seq.row, tokens[:-1], features[:-1])
+            self.runner.prefill(req.row, tokens[:-1], features[:-1])
             tokens, features = tokens[-1:], features[-1:]
         return tokens, features
 
     def _masked(self, draft: Draft, mask: "MaskInput") -> AtOnce:
         """The entries that a parallel head has not read, and what stands for tokens that nobody knows."""
-        tokens, features = self._unread(draft.sequence, num_behind(draft.limit, mask))
-        newest = self._known(draft.sequence.tokens[-1:])[0]
+        tokens, features = self._unread(draft.request, num_behind(draft.limit, mask))
+        newest = self._known(draft.request.tokens[-1:])[0]
         return draft_work(tokens, features, newest, draft.limit, mask)
 
-    def _entries(self, seq: Request, held: _Held) -> tuple[list[int], Float32Array]:
+    def _entries(self, req: Request, held: _Held) -> tuple[list[int], Float32Array]:
         """Tokens and features of the entries that are held; none are left."""
         start, count = held.start, held.count
-        if start != self.runner.kv.kv_len(seq.row):
+        if start != self.runner.kv.kv_len(req.row):
             raise SpecexportError(
-                f"features begin at {start}, and the head goes on at {self.runner.kv.kv_len(seq.row)}."
+                f"features begin at {start}, and the head goes on at {self.runner.kv.kv_len(req.row)}."
             )
-        tokens = self._known(seq.tokens[start + 1 : start + 1 + count])
+        tokens = self._known(req.tokens[start + 1 : start + 1 + count])
         return self._input_ids(tokens), held.take()
 
     def _input_ids(self, tokens: list[int]) -> list[int]:
         """Input ids of entries of known features, by the token behind each."""
         return entry_tokens(tokens, self._mask)
 
-    def restart(self, sequence: Request) -> None:
-        """Forget the features of a paused sequence: those of all its tokens come again; see ``RestartingDrafter``."""
-        self._held.pop(sequence, None)
+    def restart(self, request: Request) -> None:
+        """Forget the features of a paused request: those of all its tokens come again; see ``RestartingDrafter``."""
+        self._held.pop(request, None)
 
-    def snapshot(self, sequence: Request) -> Any:
+    def snapshot(self, request: Request) -> Any:
         """Entries, and features that the head has not read; see ``PrefixDrafter.snapshot``."""
-        entries, held = self.runner.kv.kv_len(sequence.row), self._held.get(sequence)
+        entries, held = self.runner.kv.kv_len(request.row), self._held.get(request)
         return _Snapshot(entries, held.copy() if held is not None and held.start == entries else _Held(entries))
 
-    def usable(self, sequence: Request, kept: Any, count: int) -> int:
+    def usable(self, request: Request, kept: Any, count: int) -> int:
         """See ``PrefixDrafter.usable``: the head goes on only behind the last token that it has the feature of.
 
         Entry i knows token i+1 too, so that the last one of a common text is another one, and the feature that it
         would be made of again is gone.
         """
-        if not self.wants_features(sequence):
+        if not self.wants_features(request):
             return count
         entries, held = kept
         return min(count, held.start + held.count) if entries < count else count - 1
 
-    def adopt(self, sequence: Request, kept: Any, count: int) -> None:
+    def adopt(self, request: Request, kept: Any, count: int) -> None:
         """See ``PrefixDrafter.adopt``."""
-        if not self.wants_features(sequence):
+        if not self.wants_features(request):
             return
         entries, held = kept
-        self.runner.kv.restore(sequence.row, min(entries, count))
-        self._held[sequence] = own = held.copy() if entries < count else _Held(count)
+        self.runner.kv.restore(request.row, min(entries, count))
+        self._held[request] = own = held.copy() if entries < count else _Held(count)
         own.keep(count - own.start)
 
     def _entries_of(self, kept: Any) -> int:
         entries: int = kept.entries
         return entries
 
-    def commit(self, sequences: Sequence[Request]) -> None:
+    def commit(self, requests: Sequence[Request]) -> None:
         """Forget features of rejected tokens, and all entries that the head made of features of its own."""
-        for seq in sequences:
-            held = self._held.get(seq)
+        for req in requests:
+            held = self._held.get(req)
             if held is not None and held.count:
-                held.keep(len(seq.tokens) - 1 - held.start)
-                if seq.row != NO_ROW and self.runner.kv.kv_len(seq.row) > held.start:
-                    self.runner.kv.commit(seq.row, held.start)
+                held.keep(len(req.tokens) - 1 - held.start)
+                if req.row != NO_ROW and self.runner.kv.kv_len(req.row) > held.start:
+                    self.runner.kv.commit(req.row, held.start)
 
     def cost(self, curves: "CostCurves") -> DraftCost | None:
         """See ``CostedDrafter.cost``."""
@@ -270,7 +270,7 @@ class HydraDrafter(HeadDrafter):
             return super()._pending(draft)
         if draft.carried is None:
             raise SpecexportError("the heads handed nothing on.")
-        tokens = self._known([draft.sequence.tokens[-1], *draft.tokens])
+        tokens = self._known([draft.request.tokens[-1], *draft.tokens])
         return RowWork(tokens, 1, np.tile(draft.carried, (len(tokens), 1)))
 
     def _is_kept(self, draft: Draft) -> bool:

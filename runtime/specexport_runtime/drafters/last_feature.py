@@ -56,17 +56,17 @@ DEFAULT_ASSISTANT_LOOKAHEAD = 4
 
 
 class _Last(NamedTuple):
-    """Features of a sequence's last tokens: the one that a draft is made of is among them."""
+    """Features of a request's last tokens: the one that a draft is made of is among them."""
 
     start: int
     features: Float32Array
 
 
 class LastFeatures:
-    """Keeps, of each sequence, the features that its next draft may be made of.
+    """Keeps, of each request, the features that its next draft may be made of.
 
-    By sequence, not by row: nothing to do when rows move, and a dropped sequence takes its features along. Nor is there
-    anything to do when drafts are rejected: which feature counts follows from how many tokens the sequence has.
+    By request, not by row: nothing to do when rows move, and a dropped request takes its features along. Nor is there
+    anything to do when drafts are rejected: which feature counts follows from how many tokens the request has.
     """
 
     def __init__(self) -> None:
@@ -75,21 +75,21 @@ class LastFeatures:
     def __len__(self) -> int:
         return len(self._last)
 
-    def note(self, sequence: Request, start: int, features: Float32Array) -> None:
+    def note(self, request: Request, start: int, features: Float32Array) -> None:
         """Keep the feature of the last token that is known now, or of a draft token behind it.
 
         ``features`` [t, E] are of the tokens that the target has just read, from position ``start`` on; they are
         copied.
         """
-        first = max(start, len(sequence.tokens) - 1)
+        first = max(start, len(request.tokens) - 1)
         if first < start + len(features):
-            self._last[sequence] = _Last(first, features[first - start :].copy())
+            self._last[request] = _Last(first, features[first - start :].copy())
 
-    def of(self, sequence: Request) -> Float32Array:
+    def of(self, request: Request) -> Float32Array:
         """The feature [E] of the token before the newest; SpecexportError if the target gave none."""
-        last, at = self._last.get(sequence), len(sequence.tokens) - 2
+        last, at = self._last.get(request), len(request.tokens) - 2
         if last is None or not last.start <= at < last.start + len(last.features):
-            raise SpecexportError("the target gave no features of this sequence.")
+            raise SpecexportError("the target gave no features of this request.")
         feature: Float32Array = last.features[at - last.start]
         return feature
 
@@ -101,16 +101,16 @@ class LastFeatureDrafter(OwnCacheDrafter):
         super().__init__(runner, **named)
         self._last = LastFeatures()
 
-    def wants_features(self, sequence: Request) -> bool:
-        """Whether the head may be asked for this sequence; see ``FeatureDrafter.wants_features``."""
-        return any(stage.drafter == HEAD for stage in sequence.draft_plan)
+    def wants_features(self, request: Request) -> bool:
+        """Whether the head may be asked for this request; see ``FeatureDrafter.wants_features``."""
+        return any(stage.drafter == HEAD for stage in request.draft_plan)
 
-    def note_features(self, sequence: Request, start: int, features: Float32Array) -> None:
+    def note_features(self, request: Request, start: int, features: Float32Array) -> None:
         """Keep what the next draft may be made of; see ``FeatureDrafter.note_features``."""
-        self._last.note(sequence, start, features)
+        self._last.note(request, start, features)
 
-    def commit(self, sequences: Sequence[Request]) -> None:
-        """Nothing: which of the features counts is told by how many tokens the sequence has."""
+    def commit(self, requests: Sequence[Request]) -> None:
+        """Nothing: which of the features counts is told by how many tokens the request has."""
 
     def cost(self, curves: "CostCurves") -> "DraftCost | None":
         """See ``CostedDrafter.cost``."""
@@ -141,13 +141,13 @@ class MedusaDrafter(LastFeatureDrafter):
         )
 
     def propose(
-        self, sequences: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[Begun] | None = None
+        self, requests: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[Begun] | None = None
     ) -> list[Proposal]:
-        """Draft up to ``lookaheads[i]`` tokens for each sequence, at most one a head; see ``Drafter.propose``.
+        """Draft up to ``lookaheads[i]`` tokens for each request, at most one a head; see ``Drafter.propose``.
 
         Behind tokens that are there already come the guesses of the heads for the places behind them.
         """
-        drafts = open_drafts(sequences, lookaheads, begun, most=self.num_heads, one_by_one=True)
+        drafts = open_drafts(requests, lookaheads, begun, most=self.num_heads, one_by_one=True)
         if opened := [draft for draft in drafts if draft.is_open]:
             work = [self._asked(draft) for draft in opened]
             draft_at_once(self.runner, opened, work, self.vocab_size, self._head)
@@ -155,7 +155,7 @@ class MedusaDrafter(LastFeatureDrafter):
 
     def _asked(self, draft: Draft) -> AtOnce:
         """A row for each head that is asked, with the feature of the token before the newest."""
-        features = np.tile(self._last.of(draft.sequence), (draft.limit, 1))
+        features = np.tile(self._last.of(draft.request), (draft.limit, 1))
         return AtOnce(RowWork(range(draft.limit), draft.limit, features), 0)
 
 
@@ -174,13 +174,13 @@ class AssistantDrafter(LastFeatureDrafter):
         super().__init__(runner, **named)
 
     def propose(
-        self, sequences: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[Begun] | None = None
+        self, requests: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[Begun] | None = None
     ) -> list[Proposal]:
-        """Draft up to ``lookaheads[i]`` tokens for each sequence; see ``ContinuingDrafter.propose``.
+        """Draft up to ``lookaheads[i]`` tokens for each request; see ``ContinuingDrafter.propose``.
 
-        A sequence whose prompt the target has not read to its end drafts nothing.
+        A request whose prompt the target has not read to its end drafts nothing.
         """
-        drafts = open_drafts(sequences, lookaheads, begun, one_by_one=True)
+        drafts = open_drafts(requests, lookaheads, begun, one_by_one=True)
         run_drafts(self.runner, drafts, self.vocab_size, self._pending, self._head)
         return [draft.proposal(HEAD) for draft in drafts]
 
@@ -190,9 +190,9 @@ class AssistantDrafter(LastFeatureDrafter):
             if draft.carried is None:
                 raise SpecexportError("the assistant handed nothing on.")
             return RowWork(self._known(draft.tokens[-1:]), 1, draft.carried[None])
-        seq = draft.sequence
-        if self.runner.kv.kv_len(seq.row) != len(seq.tokens) - 1:
+        req = draft.request
+        if self.runner.kv.kv_len(req.row) != len(req.tokens) - 1:
             raise SpecexportError(
-                f"the target has {self.runner.kv.kv_len(seq.row)} entries of a sequence of {len(seq.tokens)} tokens."
+                f"the target has {self.runner.kv.kv_len(req.row)} entries of a request of {len(req.tokens)} tokens."
             )
-        return RowWork(self._known(seq.tokens[-1:]), 1, self._last.of(seq)[None])
+        return RowWork(self._known(req.tokens[-1:]), 1, self._last.of(req)[None])

@@ -121,18 +121,18 @@ class SuffixIndex:
 
 
 class LookupDrafter:
-    """Drafts the tokens that followed the longest earlier occurrence of a sequence's last tokens.
+    """Drafts the tokens that followed the longest earlier occurrence of a request's last tokens.
 
-    - The text is the sequence's reference, if it has one, then its prompt and output. A match has at least
+    - The text is the request's reference, if it has one, then its prompt and output. A match has at least
       ``match_length`` tokens. The longest wins; among equals the most recent, so output before prompt before reference.
     - A copy that reaches the end of the text goes on into what it has just copied (as in LZ77), so periodic text
       drafts its full length. A copy from the reference ends where the reference ends; no match runs across that border.
-    - Copied tokens have no distribution: the proposal is one-hot, for sampled sequences too.
+    - Copied tokens have no distribution: the proposal is one-hot, for sampled requests too.
 
     The gate keeps bad copies short, because in a large batch each rejected token costs compute. While fewer than half
     of the recent matches foretold their next token, a copy is no longer than its match. The gate looks at the text
-    alone: never at other sequences, nor at drafts that were discarded, nor at where rounds began (``RandomStream`` says
-    why). With a reference, where copying is expected, it starts open. Adaptive sequences do without the gate: how much
+    alone: never at other requests, nor at drafts that were discarded, nor at where rounds began (``RandomStream`` says
+    why). With a reference, where copying is expected, it starts open. Adaptive requests do without the gate: how much
     of a copy they test is chosen by what became of earlier copies. ``gate=False`` copies the full length after every
     match, as in the paper. A ``match_length`` of less than 1 is an InvalidRequestError.
     """
@@ -145,48 +145,48 @@ class LookupDrafter:
             raise InvalidRequestError(f"match_length is {match_length}.", "give at least 1.")
         self.match_length = match_length
         self.gate = gate
-        # By sequence, not by row: nothing to do when rows move, and a dropped sequence takes its index along.
+        # By request, not by row: nothing to do when rows move, and a dropped request takes its index along.
         self._indexes: WeakKeyDictionary[Request, SuffixIndex] = WeakKeyDictionary()
 
     def propose(
-        self, sequences: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[Begun] | None = None
+        self, requests: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[Begun] | None = None
     ) -> list[Proposal]:
-        """Up to ``lookaheads[i]`` copied tokens for each sequence; see ``ContinuingDrafter.propose``."""
+        """Up to ``lookaheads[i]`` copied tokens for each request; see ``ContinuingDrafter.propose``."""
         return [
             self._copy(
-                self._updated_index(seq),
+                self._updated_index(req),
                 lookahead,
                 [] if begun is None else begun[i].tokens,
-                gated=self.gate and not seq.adaptive,
+                gated=self.gate and not req.adaptive,
             )
             if lookahead > 0
             else _NOTHING
-            for i, (seq, lookahead) in enumerate(zip(sequences, lookaheads, strict=True))
+            for i, (req, lookahead) in enumerate(zip(requests, lookaheads, strict=True))
         ]
 
-    def commit(self, sequences: Sequence[Request]) -> None:
-        """Drop what finished sequences no longer need; new tokens are read at the next proposal."""
-        for seq in sequences:
-            if seq.finish_reason is not None:
-                self._indexes.pop(seq, None)
+    def commit(self, requests: Sequence[Request]) -> None:
+        """Drop what finished requests no longer need; new tokens are read at the next proposal."""
+        for req in requests:
+            if req.finish_reason is not None:
+                self._indexes.pop(req, None)
 
     def move_row(self, source: int, destination: int) -> None:
-        """Nothing to move: state belongs to sequences, not to rows."""
+        """Nothing to move: state belongs to requests, not to rows."""
 
     def release_row(self, row: int) -> None:
-        """Nothing to drop: state belongs to sequences, not to rows."""
+        """Nothing to drop: state belongs to requests, not to rows."""
 
-    def _updated_index(self, seq: Request) -> SuffixIndex:
-        index = self._indexes.get(seq)
-        before = len(seq.reference) + 1 if seq.reference else 0
+    def _updated_index(self, req: Request) -> SuffixIndex:
+        index = self._indexes.get(req)
+        before = len(req.reference) + 1 if req.reference else 0
         if index is None:
-            index = self._indexes[seq] = SuffixIndex(self.match_length)
-            index.extend(seq.reference)
-            if seq.reference:
+            index = self._indexes[req] = SuffixIndex(self.match_length)
+            index.extend(req.reference)
+            if req.reference:
                 index.append(_SEPARATOR)
-                index.extend(seq.tokens)
+                index.extend(req.tokens)
                 index.hit_rate = 1.0
-        index.extend(seq.tokens[len(index.tokens) - before :])
+        index.extend(req.tokens[len(index.tokens) - before :])
         return index
 
     def _copy(self, index: SuffixIndex, count: int, begun: list[int], *, gated: bool) -> Proposal:

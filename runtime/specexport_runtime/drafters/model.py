@@ -25,39 +25,39 @@ class ModelDrafter(OwnCacheDrafter):
     """Draft tokens from a second model with a KV cache of its own, row for row beside the target's.
 
     Before drafting, the model is fed every committed token beyond its own ``kv_len``: one after a rejection, two after
-    a round that accepted everything, more after rounds in which it was not asked, the whole prompt for a new sequence.
+    a round that accepted everything, more after rounds in which it was not asked, the whole prompt for a new request.
     Catching up needs no other case. Arguments: see :class:`OwnCacheDrafter`.
     """
 
     traits = DrafterTraits(default_lookahead=DEFAULT_LOOKAHEAD, has_own_cache=True, can_exit=True, goes_on=True)
 
     def propose(
-        self, sequences: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[Begun] | None = None
+        self, requests: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[Begun] | None = None
     ) -> list[Proposal]:
-        """Draft up to ``lookaheads[i]`` tokens for each sequence; see ``ContinuingDrafter.propose``.
+        """Draft up to ``lookaheads[i]`` tokens for each request; see ``ContinuingDrafter.propose``.
 
-        The sequences may be in any ascending rows. Rows between them, and sequences that draft nothing (any more),
+        The requests may be in any ascending rows. Rows between them, and requests that draft nothing (any more),
         sit the step out.
         """
         # A new prompt's first token should not wait for the draft model to read the prompt.
-        drafts = open_drafts(sequences, lookaheads, begun)
+        drafts = open_drafts(requests, lookaheads, begun)
         run_drafts(self.runner, drafts, self.vocab_size, self._pending, self._head)
         return [draft.proposal(DRAFT_MODEL) for draft in drafts]
 
     def _pending(self, draft: Draft) -> RowWork:
         """Tokens the draft model has not seen: of the draft, and what it must catch up on."""
-        seq = draft.sequence
-        pending = self._known(draft.since(self.runner.kv.kv_len(seq.row)))
+        req = draft.request
+        pending = self._known(draft.since(self.runner.kv.kv_len(req.row)))
         if len(pending) > self.max_backlog:
-            self.runner.prefill(seq.row, pending[:-1])
+            self.runner.prefill(req.row, pending[:-1])
             pending = pending[-1:]
         return RowWork(pending, 1)
 
-    def commit(self, sequences: Sequence[Request]) -> None:
+    def commit(self, requests: Sequence[Request]) -> None:
         """Keep the cache entries of accepted tokens; the token the target added has not been fed yet."""
-        for seq in sequences:
-            kv_len = self.runner.kv.kv_len(seq.row)
-            self.runner.kv.commit(seq.row, min(kv_len, len(seq.tokens) - 1))
+        for req in requests:
+            kv_len = self.runner.kv.kv_len(req.row)
+            self.runner.kv.commit(req.row, min(kv_len, len(req.tokens) - 1))
 
     def cost(self, curves: "CostCurves") -> "DraftCost | None":
         """See ``CostedDrafter.cost``."""

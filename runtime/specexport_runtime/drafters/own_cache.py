@@ -19,7 +19,7 @@ class OwnCacheDrafter:
         runner: ModelRunner,
         *,
         vocab_size: int,  # ids that may be drafted; logits of padding rows beyond it are cut off
-        # A sequence with more tokens to catch up on is prefilled alone first, so that the packed step stays narrow; cut
+        # A request with more tokens to catch up on is prefilled alone first, so that the packed step stays narrow; cut
         # to what lets every row catch up in one step of the engine.
         max_backlog: int = MAX_BACKLOG,
         head: "CutHead | None" = None,  # the token ids of the model's LM head; None where it has all
@@ -46,29 +46,29 @@ class OwnCacheDrafter:
         return self.runner.prefill_seconds
 
     def move_row(self, source: int, destination: int) -> None:
-        """Move a sequence's cache to another row."""
+        """Move a request's cache to another row."""
         self.runner.move_row(source, destination)
 
     def release_row(self, row: int) -> None:
-        """Forget the sequence of ``row``."""
+        """Forget the request of ``row``."""
         self.runner.release_row(row)
 
-    def restart(self, sequence: Request) -> None:
+    def restart(self, request: Request) -> None:
         """Nothing: what a row misses is read before the next draft; see ``RestartingDrafter``."""
 
-    def snapshot(self, sequence: Request) -> Any:
-        """What the cache has of a sequence's row, between rounds, for :meth:`adopt`: entries."""
-        return self.runner.kv.kv_len(sequence.row)
+    def snapshot(self, request: Request) -> Any:
+        """What the cache has of a request's row, between rounds, for :meth:`adopt`: entries."""
+        return self.runner.kv.kv_len(request.row)
 
-    def usable(self, sequence: Request, kept: Any, count: int) -> int:  # noqa: ARG002
-        """How many of ``count`` common tokens a sequence may take over: all, for what is missing is read."""
+    def usable(self, request: Request, kept: Any, count: int) -> int:  # noqa: ARG002
+        """How many of ``count`` common tokens a request may take over: all, for what is missing is read."""
         return count
 
-    def adopt(self, sequence: Request, kept: Any, count: int) -> None:
-        """A sequence goes on behind ``count`` tokens of a text of which a snapshot was taken and that is in its row."""
+    def adopt(self, request: Request, kept: Any, count: int) -> None:
+        """A request goes on behind ``count`` tokens of a text of which a snapshot was taken and that is in its row."""
         entries = min(self._entries_of(kept), count)
         # What the cache cannot go back to is read again, from the beginning.
-        self.runner.go_on(sequence.row, entries if entries >= self.runner.least_len(sequence.row) else 0)
+        self.runner.go_on(request.row, entries if entries >= self.runner.least_len(request.row) else 0)
 
     def copy_row(self, source: int, destination: int, kept: Any) -> None:
         """Copy what a snapshot was taken of to another row."""
@@ -82,7 +82,7 @@ class OwnCacheDrafter:
             self.runner.kv.move(one, other)
 
     def forget_row(self, row: int) -> None:
-        """The sequence of ``row`` is done; what is in its memory stays as it is."""
+        """The request of ``row`` is done; what is in its memory stays as it is."""
         self.runner.forget_row(row)
 
     def _entries_of(self, kept: Any) -> int:

@@ -51,9 +51,9 @@ class LayersCost(DraftCost):
     def __init__(self, curves: "CostCurves", choice_of: Callable[[Request], LayerChoice | None]) -> None:
         self._curves, self._choice_of = curves, choice_of
 
-    def seconds(self, sequences: Sequence[Request], num_rows: int, kv_entries: float) -> float:
-        """See ``DraftCost.seconds``. Sequences with different layers draft one after another."""
-        found = (self._choice_of(seq) for seq in sequences)
+    def seconds(self, requests: Sequence[Request], num_rows: int, kv_entries: float) -> float:
+        """See ``DraftCost.seconds``. Requests with different layers draft one after another."""
+        found = (self._choice_of(req) for req in requests)
         choices = {(choice.mixers, choice.mlp): choice for choice in found if choice is not None}.values()
         if choices:
             mixers = sum(each.mixers.count(False) for each in choices) / len(choices)
@@ -70,7 +70,7 @@ class SelfDrafter:
     """Draft tokens from the target with the layers off that its rules choose for a prompt (ASD, Metel et al. 2024).
 
     The choice is made once a prompt, before the first draft behind it, see :meth:`choice_of`. One that removes nothing
-    drafts nothing. Where the engine fixes the layers, every prompt gets those. Sequences with different choices are
+    drafts nothing. Where the engine fixes the layers, every prompt gets those. Requests with different choices are
     drafted one group after another, so that what is drafted for one never depends on its neighbours.
 
     ``runner`` is the target's own, over an executor with gates. Its cache and its committed lengths are used while a
@@ -90,21 +90,21 @@ class SelfDrafter:
         self.engine_seconds = 0.0
         self._executor = executor
         self._fixed = None if executor.fixed_layers is None else _choice_of_mask(executor.fixed_layers)
-        # By sequence, not by row: nothing to do when rows move, and a dropped sequence takes its sums along.
+        # By request, not by row: nothing to do when rows move, and a dropped request takes its sums along.
         self._sums: WeakKeyDictionary[Request, tuple[npt.NDArray[np.float64], int]] = WeakKeyDictionary()
         self._choices: WeakKeyDictionary[Request, LayerChoice] = WeakKeyDictionary()
 
     def propose(
-        self, sequences: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[Begun] | None = None
+        self, requests: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[Begun] | None = None
     ) -> list[Proposal]:
-        """Draft up to ``lookaheads[i]`` tokens for each sequence; see ``ContinuingDrafter.propose``.
+        """Draft up to ``lookaheads[i]`` tokens for each request; see ``ContinuingDrafter.propose``.
 
-        A sequence whose prompt the target has not read yet drafts nothing, nor does one whose choice removes nothing.
+        A request whose prompt the target has not read yet drafts nothing, nor does one whose choice removes nothing.
         """
-        drafts = open_drafts(sequences, lookaheads, begun)
+        drafts = open_drafts(requests, lookaheads, begun)
         groups: dict[bytes, tuple[BoolArray, list[Draft]]] = {}
         for draft in drafts:
-            if draft.is_open and (choice := self._choice(draft.sequence)).can_draft:
+            if draft.is_open and (choice := self._choice(draft.request)).can_draft:
                 mask = choice.mask
                 groups.setdefault(mask.tobytes(), (mask, []))[1].append(draft)
         for mask, group in groups.values():
@@ -112,7 +112,7 @@ class SelfDrafter:
                 run_drafts(self.runner, group, self.vocab_size, self._unseen)
         return [draft.proposal(SELF) for draft in drafts]
 
-    def commit(self, sequences: Sequence[Request]) -> None:
+    def commit(self, requests: Sequence[Request]) -> None:
         """Nothing: the committed entries are the target's."""
 
     def move_row(self, source: int, destination: int) -> None:
@@ -121,20 +121,20 @@ class SelfDrafter:
     def release_row(self, row: int) -> None:
         """Nothing to drop: the rows are the target's."""
 
-    def restart(self, sequence: Request) -> None:
+    def restart(self, request: Request) -> None:
         """What was measured of half a prompt is measured again; a choice stays. See ``RestartingDrafter``."""
-        if not sequence.num_generated:
-            self._sums.pop(sequence, None)
+        if not request.num_generated:
+            self._sums.pop(request, None)
 
-    def snapshot(self, sequence: Request) -> None:  # noqa: ARG002
+    def snapshot(self, request: Request) -> None:  # noqa: ARG002
         """Nothing; see ``PrefixDrafter.snapshot``."""
         return
 
-    def usable(self, sequence: Request, kept: None, count: int) -> int:  # noqa: ARG002
+    def usable(self, request: Request, kept: None, count: int) -> int:  # noqa: ARG002
         """Nothing, if layers are chosen by how much they change the whole prompt: the target must read it then."""
-        return 0 if self.wants_similarity(sequence) else count
+        return 0 if self.wants_similarity(request) else count
 
-    def adopt(self, sequence: Request, kept: None, count: int) -> None:
+    def adopt(self, request: Request, kept: None, count: int) -> None:
         """Nothing; see ``PrefixDrafter.adopt``."""
 
     def copy_row(self, source: int, destination: int, kept: None) -> None:
@@ -146,29 +146,29 @@ class SelfDrafter:
     def forget_row(self, row: int) -> None:
         """Nothing to drop: the rows are the target's."""
 
-    def wants_similarity(self, sequence: Request) -> bool:
-        """While the prompt is read, if the sequence may draft with its target and its rules look at similarities."""
-        planned = any(stage.drafter == SELF for stage in sequence.draft_plan)
-        measured = self._fixed is None and sequence.layer_rules.threshold is not None
-        return planned and not sequence.num_generated and measured
+    def wants_similarity(self, request: Request) -> bool:
+        """While the prompt is read, if the request may draft with its target and its rules look at similarities."""
+        planned = any(stage.drafter == SELF for stage in request.draft_plan)
+        measured = self._fixed is None and request.layer_rules.threshold is not None
+        return planned and not request.num_generated and measured
 
-    def note_similarity(self, sequence: Request, similarity: Float32Array) -> None:
+    def note_similarity(self, request: Request, similarity: Float32Array) -> None:
         """Add a chunk of the prompt to what the choice is made from; see ``SimilarityDrafter.note_similarity``.
 
         Summed in float64, where sums of float32 cosines are exact for all that matters: how a prompt was cut into
         chunks does not change the average.
         """
-        sums, count = self._sums.get(sequence, (np.zeros(len(similarity)), 0))
+        sums, count = self._sums.get(request, (np.zeros(len(similarity)), 0))
         added = similarity.sum(axis=1, dtype=np.float64)
-        self._sums[sequence] = (sums + added, count + similarity.shape[1])
+        self._sums[request] = (sums + added, count + similarity.shape[1])
 
-    def choice_of(self, sequence: Request) -> LayerChoice | None:
-        """The layers that a sequence's drafts have; None while they are not chosen."""
-        return self._choices.get(sequence)
+    def choice_of(self, request: Request) -> LayerChoice | None:
+        """The layers that a request's drafts have; None while they are not chosen."""
+        return self._choices.get(request)
 
-    def choose(self, sequence: Request, choice: LayerChoice) -> None:
-        """Draft for ``sequence`` with the layers of ``choice``; its statistics say so."""
-        self._choices[sequence] = sequence.stats.layer_choice = choice
+    def choose(self, request: Request, choice: LayerChoice) -> None:
+        """Draft for ``request`` with the layers of ``choice``; its statistics say so."""
+        self._choices[request] = request.stats.layer_choice = choice
 
     def cost(self, curves: "CostCurves") -> DraftCost | None:
         """See ``CostedDrafter.cost``."""
@@ -176,26 +176,26 @@ class SelfDrafter:
             return LayersCost(curves, self.choice_of)
         return EngineCost(curves.drafters[SELF], shares_cache=True) if SELF in curves.drafters else None
 
-    def _choice(self, seq: Request) -> LayerChoice:
-        choice = self._choices.get(seq)
+    def _choice(self, req: Request) -> LayerChoice:
+        choice = self._choices.get(req)
         if choice is None and self._fixed is not None:
             choice = self._fixed
-            self.choose(seq, choice)
+            self.choose(req, choice)
         if choice is None:
             acs: list[float] = []
-            if seq.layer_rules.threshold is not None:
-                if seq not in self._sums:
+            if req.layer_rules.threshold is not None:
+                if req not in self._sums:
                     raise SpecexportError("no similarity was measured while the target read this prompt.")
-                sums, count = self._sums.pop(seq)
+                sums, count = self._sums.pop(req)
                 acs = (sums / count).tolist()
-            choice = choose_layers(acs, seq.layer_rules, self.num_layers, self._kinds)
-            self.choose(seq, choice)
+            choice = choose_layers(acs, req.layer_rules, self.num_layers, self._kinds)
+            self.choose(req, choice)
         return choice
 
     def _unseen(self, draft: Draft) -> RowWork:
         """What the next draft step is fed: what was added to the draft, behind the newest token that was committed."""
-        seq = draft.sequence
-        return RowWork(draft.since(self.runner.kv.kv_len(seq.row)), 1, adapter=seq.adapter, settles=False)
+        req = draft.request
+        return RowWork(draft.since(self.runner.kv.kv_len(req.row)), 1, adapter=req.adapter, settles=False)
 
     @contextmanager
     def _borrowed(self, mask: BoolArray, group: Sequence[Draft]) -> Iterator[None]:
@@ -205,7 +205,7 @@ class SelfDrafter:
         """
         executor, kv = self._executor, self.runner.kv
         before = executor.engine_seconds
-        kv_lens = [(draft.sequence.row, kv.kv_len(draft.sequence.row)) for draft in group]
+        kv_lens = [(draft.request.row, kv.kv_len(draft.request.row)) for draft in group]
         executor.set_layers(mask)
         try:
             yield

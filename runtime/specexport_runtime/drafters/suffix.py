@@ -29,15 +29,15 @@ _LEAST_MATCH = 2  # of the store: a single token is followed by anything
 
 
 class SuffixDrafter:
-    """Drafts what followed the longest earlier occurrence of a sequence's last tokens, wherever that was.
+    """Drafts what followed the longest earlier occurrence of a request's last tokens, wherever that was.
 
-    - The sequence's own text and reference are searched as by :class:`LookupDrafter`. Where the store knows a longer
+    - The request's own text and reference are searched as by :class:`LookupDrafter`. Where the store knows a longer
       suffix, the draft is the path through what followed there that promises the most accepted tokens.
-    - A sequence with a ``scope`` finds what earlier sequences of the same scope were given, and the corpus. What it is
+    - A request with a ``scope`` finds what earlier requests of the same scope were given, and the corpus. What it is
       given is kept in its turn, when it has finished. One without finds the corpus alone and leaves nothing behind.
-    - Drafts have no distribution: the proposal is one-hot, for sampled sequences too, so acceptance stays exact.
+    - Drafts have no distribution: the proposal is one-hot, for sampled requests too, so acceptance stays exact.
     - How long a draft may be follows from the length of the match, of ``match_length`` tokens at least. Of an adaptive
-      sequence as much is tested as what became of earlier drafts promises.
+      request as much is tested as what became of earlier drafts promises.
     """
 
     traits = DrafterTraits(
@@ -51,40 +51,40 @@ class SuffixDrafter:
         self._least = max(match_length, _LEAST_MATCH)
 
     def propose(
-        self, sequences: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[Begun] | None = None
+        self, requests: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[Begun] | None = None
     ) -> list[Proposal]:
-        """Up to ``lookaheads[i]`` tokens for each sequence; see ``ContinuingDrafter.propose``."""
-        own = self._own.propose(sequences, lookaheads, begun)
+        """Up to ``lookaheads[i]`` tokens for each request; see ``ContinuingDrafter.propose``."""
+        own = self._own.propose(requests, lookaheads, begun)
         return [
-            self._longer(seq, lookahead, proposal, [] if begun is None else begun[i].tokens)
+            self._longer(req, lookahead, proposal, [] if begun is None else begun[i].tokens)
             if lookahead > 0
             else proposal
-            for i, (seq, lookahead, proposal) in enumerate(zip(sequences, lookaheads, own, strict=True))
+            for i, (req, lookahead, proposal) in enumerate(zip(requests, lookaheads, own, strict=True))
         ]
 
-    def commit(self, sequences: Sequence[Request]) -> None:
-        """Keep what finished sequences were given, each with the end of its prompt, by which it will be found."""
-        self._own.commit(sequences)
-        for seq in sequences:
-            if seq.finish_reason is not None and seq.scope is not None and _is_planned(seq):
-                self.store.add(seq.scope, seq.tokens[-(seq.num_generated + DEPTH) :])
+    def commit(self, requests: Sequence[Request]) -> None:
+        """Keep what finished requests were given, each with the end of its prompt, by which it will be found."""
+        self._own.commit(requests)
+        for req in requests:
+            if req.finish_reason is not None and req.scope is not None and _is_planned(req):
+                self.store.add(req.scope, req.tokens[-(req.num_generated + DEPTH) :])
 
     def move_row(self, source: int, destination: int) -> None:
-        """Nothing to move: state belongs to sequences, not to rows."""
+        """Nothing to move: state belongs to requests, not to rows."""
 
     def release_row(self, row: int) -> None:
-        """Nothing to drop: state belongs to sequences, not to rows."""
+        """Nothing to drop: state belongs to requests, not to rows."""
 
-    def _longer(self, seq: Request, lookahead: int, own: Proposal, begun: list[int]) -> Proposal:
-        """The sequence's own draft, or one from the store if more tokens match there."""
+    def _longer(self, req: Request, lookahead: int, own: Proposal, begun: list[int]) -> Proposal:
+        """The request's own draft, or one from the store if more tokens match there."""
         least = max(self._least, own.match_length + 1)
         if least > DEPTH:
             return own._replace(drafter=SUFFIX) if own.tokens else own
-        known = [*seq.tokens[-DEPTH:], *begun] if begun else seq.tokens
-        found = self.store.find(seq.scope, known, least=least, most=_MOST_PLACES, width=lookahead)
+        known = [*req.tokens[-DEPTH:], *begun] if begun else req.tokens
+        found = self.store.find(req.scope, known, least=least, most=_MOST_PLACES, width=lookahead)
         if found is not None:
             path = best_path(found.continuations)
-            most = lookahead if seq.adaptive else min(lookahead, int(_FACTOR * found.length + _OFFSET))
+            most = lookahead if req.adaptive else min(lookahead, int(_FACTOR * found.length + _OFFSET))
             tokens = path.tokens[: min(most, sum(chance >= _LEAST_CHANCE for chance in path.chances))]
             if tokens:
                 end: DraftEnd = "lookahead" if len(tokens) == most else "text"
@@ -93,8 +93,8 @@ class SuffixDrafter:
         return own._replace(drafter=SUFFIX) if own.tokens else own
 
 
-def _is_planned(seq: Request) -> bool:
-    return any(stage.drafter == SUFFIX for stage in seq.draft_plan)
+def _is_planned(req: Request) -> bool:
+    return any(stage.drafter == SUFFIX for stage in req.draft_plan)
 
 
 KIND = DrafterKind(

@@ -9,9 +9,9 @@ how often at least j tokens stay does not depend on how many follow (``sampling/
 behind j, whatever their lengths, the share of those that stay up to j-1 and stay up to j too is one number, and
 :meth:`RequestAcceptance.reach`, the product of these shares, is how often j tokens stay.
 
-Two levels. :class:`SharedAcceptance` knows all sequences of a drafter and is the prior of each;
-:class:`RequestAcceptance` is one sequence. Both shrink: a slot that was hardly tested is taken to fail as its
-neighbour before it does, in a sequence as much more (or less) often than in others as that neighbour did.
+Two levels. :class:`SharedAcceptance` knows all requests of a drafter and is the prior of each;
+:class:`RequestAcceptance` is one request. Both shrink: a slot that was hardly tested is taken to fail as its
+neighbour before it does, in a request as much more (or less) often than in others as that neighbour did.
 
 Where a greedy draft ends before its length, every token more must be worth its step. How likely a draft token passes
 goes by the probability that the draft gave it, as in Draft & Verify (Zhang et al. 2024, section 3.4, whose threshold
@@ -42,7 +42,7 @@ def match_slots(lookahead: int) -> list[int]:
 
 
 class SharedAcceptance:
-    """Failure rates of a drafter over all sequences; ``tests`` is the faded number by slot, ``version`` counts."""
+    """Failure rates of a drafter over all requests; ``tests`` is the faded number by slot, ``version`` counts."""
 
     def __init__(self, num_slots: int, guess: float = GUESS, before: tuple[Sequence[float], float] = ((), 0.0)) -> None:
         self._guess, (rates, weight) = guess, before
@@ -71,7 +71,7 @@ class SharedAcceptance:
 
 
 class RequestAcceptance:
-    """Failure rates of a drafter for one sequence."""
+    """Failure rates of a drafter for one request."""
 
     def __init__(self, shared: SharedAcceptance) -> None:
         self.shared = shared
@@ -123,13 +123,13 @@ def _count(
 
 
 def shared_sureness() -> SharedAcceptance:
-    """What is known of all sequences of a drafter."""
+    """What is known of all requests of a drafter."""
     failures = (0.8, 0.65, 0.5, 0.4, 0.3, 0.12, 0.08, 0.04, 0.02, 0.01)  # by slot, before anything was tested
     return SharedAcceptance(len(failures), before=(failures, 2.0))
 
 
 class Sureness:
-    """Ends drafts of one sequence."""
+    """Ends drafts of one request."""
 
     def __init__(self, shared: SharedAcceptance) -> None:
         self._acceptance = RequestAcceptance(shared)

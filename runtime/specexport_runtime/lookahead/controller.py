@@ -1,6 +1,6 @@
 """The controller: how far to draft for the most expected tokens per second of the whole step.
 
-For every round it weighs, for sequence i with K_i draft tokens::
+For every round it weighs, for request i with K_i draft tokens::
 
     goodput = sum_i E_i(K_i) / (target step of B + sum_i K_i tokens + draft steps)
     E_i(K)  = 1 + a_i1 + a_i1 a_i2 + … + a_i1 … a_iK
@@ -10,8 +10,8 @@ bundle's sizes, mended by what rounds took (``costs``). K_i = 0 for all is plain
 called. What is allowed is decided by the ``rules``, one after the other.
 
 Choices may depend on tests that were performed (how many draft tokens passed, and whether one failed), on lengths, and
-on numbers that are fixed while sampled sequences have their length chosen. Never on draft tokens that were discarded,
-or on times that were measured since the first of those sequences began (``RandomStream`` says why). So the sampled text
+on numbers that are fixed while sampled requests have their length chosen. Never on draft tokens that were discarded,
+or on times that were measured since the first of those requests began (``RandomStream`` says why). So the sampled text
 of a seed may depend on who shares the batch or came before; its distribution does not, and greedy text never changes.
 """
 
@@ -44,10 +44,10 @@ _NO_STAGES: dict[str, StageMemory] = {}
 
 
 class Controller:
-    """Chooses how far adaptive sequences draft, between 0 (that drafter is not called) and ``lookahead``.
+    """Chooses how far adaptive requests draft, between 0 (that drafter is not called) and ``lookahead``.
 
     ``curves`` are fixed when the engine is loaded; ``learned`` mends them by what rounds took, None takes them as they
-    are. ``drafters`` are those that plans of adaptive sequences may name.
+    are. ``drafters`` are those that plans of adaptive requests may name.
     """
 
     def __init__(
@@ -64,14 +64,14 @@ class Controller:
         self._stages: WeakKeyDictionary[Request, dict[str, StageMemory]] = WeakKeyDictionary()
         self._positions, self._matches = list(range(lookahead)), match_slots(lookahead)
         self._drafters: dict[tuple[str, bool, str], DrafterMemory] = {}
-        """By name, and apart for sequences with a grammar: what JSON is like tells nothing of free text. Apart by the
+        """By name, and apart for requests with a grammar: what JSON is like tells nothing of free text. Apart by the
         rule of acceptance too: a block keeps more of the same drafts."""
         self._quiet: dict[str, tuple[tuple[int, ...], int, WeakSet[Request]]] = {}
         """Circumstances in which, until a round, these do without a drafter: a useless one must cost almost nothing."""
         self._round = Round(0, StepLoad(1, 1, 1, 0), curves, self._learned)
 
     def begin_round(self, load: StepLoad) -> None:
-        """A round with adaptive sequences begins."""
+        """A round with adaptive requests begins."""
         number = self._round.number + 1
         self._round = Round(number, load, self.curves, self._learned, expected=float(load.num_ready))
         plain = self._round.promised(0)
@@ -83,32 +83,32 @@ class Controller:
         self._round.drafted += num_forced
         self._round.expected += num_forced
 
-    def allow(self, drafter: str, sequences: "Sequence[Request]", limits: Sequence[int]) -> list[Allowed]:
-        """How far each sequence, in ascending rows, may draft with a drafter that costs time; called before it drafts.
+    def allow(self, drafter: str, requests: "Sequence[Request]", limits: Sequence[int]) -> list[Allowed]:
+        """How far each request, in ascending rows, may draft with a drafter that costs time; called before it drafts.
 
-        ``limits`` are the most tokens of each: the stage's lookahead or the sequence's room; 0 for those that do not
-        wait for this drafter. Sequences that are not adaptive draft up to it.
+        ``limits`` are the most tokens of each: the stage's lookahead or the request's room; 0 for those that do not
+        wait for this drafter. Requests that are not adaptive draft up to it.
         """
         now, known = self._round, self._known[drafter]
-        waiting = [i for i, seq in enumerate(sequences) if limits[i] and seq.adaptive]
-        allowed = [_BYPASS if seq.adaptive else Allowed(limit) for seq, limit in zip(sequences, limits, strict=True)]
+        waiting = [i for i, req in enumerate(requests) if limits[i] and req.adaptive]
+        allowed = [_BYPASS if req.adaptive else Allowed(limit) for req, limit in zip(requests, limits, strict=True)]
         fixed = [each.lookahead for each in allowed if each.lookahead]
         now.drafted += sum(fixed)
-        if not waiting or (not fixed and self._is_quiet(drafter, [sequences[i] for i in waiting])):
+        if not waiting or (not fixed and self._is_quiet(drafter, [requests[i] for i in waiting])):
             return allowed
         if known.cost is None:
             raise SpecexportError(f"nobody knows what a step of drafter {drafter!r} costs.")
         rows = [sum([length > depth for length in fixed]) for depth in self._positions]
-        asks = [self._ask(i, drafter, sequences[i], limits[i]) for i in waiting]
-        stage = Stage(now, drafter, known, sequences, asks, rows)
+        asks = [self._ask(i, drafter, requests[i], limits[i]) for i in waiting]
+        stage = Stage(now, drafter, known, requests, asks, rows)
         for rule in DRAFTED:
             rule(stage)
         for ask in asks:
-            can_end = known.traits.can_exit and ask.seq.draft_exit is None and ask.seq.sampler.is_greedy
-            ask.seq.sure = ask.memory.sure.begin(ask.least) if can_end and self.curves.has_logits else None
+            can_end = known.traits.can_exit and ask.req.draft_exit is None and ask.req.sampler.is_greedy
+            ask.req.sure = ask.memory.sure.begin(ask.least) if can_end and self.curves.has_logits else None
             if ask.count:
                 reason = "probe" if ask.is_probe else self._reason(drafter, ask, limits[ask.index])
-                goes_on = ask.seq.sure is not None and ask.goes_on and not now.is_shorter
+                goes_on = ask.req.sure is not None and ask.goes_on and not now.is_shorter
                 allowed[ask.index] = Allowed(ask.most if goes_on else ask.count, reason, 1.0 + ask.expected)
                 if reading := stage.catch_up(ask, mended=False):
                     now.catching_up[drafter] = now.catching_up.get(drafter, 0.0) + reading
@@ -117,7 +117,7 @@ class Controller:
         return allowed
 
     def cut(
-        self, drafter: str, sequences: "Sequence[Request]", proposals: Sequence[Proposal], limits: Sequence[int]
+        self, drafter: str, requests: "Sequence[Request]", proposals: Sequence[Proposal], limits: Sequence[int]
     ) -> list[Allowed]:
         """How much of each draft is worth testing, where drafting itself costs nothing; called after it.
 
@@ -125,14 +125,14 @@ class Controller:
         """
         now, asks = self._round, []
         allowed = [
-            Allowed(limit, "goodput" if seq.adaptive else "fixed") for seq, limit in zip(sequences, limits, strict=True)
+            Allowed(limit, "goodput" if req.adaptive else "fixed") for req, limit in zip(requests, limits, strict=True)
         ]
-        for i, (seq, proposal) in enumerate(zip(sequences, proposals, strict=True)):
-            if not seq.adaptive:
+        for i, (req, proposal) in enumerate(zip(requests, proposals, strict=True)):
+            if not req.adaptive:
                 now.drafted += proposal.num_own
             elif proposal.num_own:
-                asks.append(self._ask(i, drafter, seq, proposal.num_own, proposal.match_length))
-        stage = Stage(now, drafter, self._known[drafter], sequences, asks)
+                asks.append(self._ask(i, drafter, req, proposal.num_own, proposal.match_length))
+        stage = Stage(now, drafter, self._known[drafter], requests, asks)
         for rule in COPIED:
             rule(stage)
         for ask in asks:
@@ -145,7 +145,7 @@ class Controller:
         now.grant(asks)
         return allowed
 
-    def promises(self, sequence: "Request", asked: Sequence[Asked]) -> tuple[Promise, ...]:
+    def promises(self, request: "Request", asked: Sequence[Asked]) -> tuple[Promise, ...]:
         """What plain decoding and each stage of a plan that was considered promise now, for those who look on.
 
         Nothing is decided by it, and nothing remembered. A stage of which nothing is known, or that found nothing to
@@ -153,21 +153,21 @@ class Controller:
         """
         allowed = {each.drafter: each.lookahead for each in asked}
         found = [Promise("", 0, 1.0, self._round.plain_rate())]
-        for name, own in sequence.draft_plan:
-            stage = self._stage_of(name, sequence, own)
+        for name, own in request.draft_plan:
+            stage = self._stage_of(name, request, own)
             rates = [] if stage is None else stage.rates(stage.asks[0])
             if each := [Promise(name, k, *both) for k, both in enumerate(rates, 1)]:
-                count = 0 if sequence.sure is not None else allowed.get(name, 0)  # ends by itself
+                count = 0 if request.sure is not None else allowed.get(name, 0)  # ends by itself
                 found.append(each[count - 1] if count else max(each, key=lambda promise: promise.tokens_per_second))
         return tuple(found)
 
     def drafted(
-        self, drafter: str, sequences: "Sequence[Request]", proposals: Sequence[Proposal], seconds: float
+        self, drafter: str, requests: "Sequence[Request]", proposals: Sequence[Proposal], seconds: float
     ) -> None:
-        """A drafter that costs time was called for these sequences; its drafts took so long."""
+        """A drafter that costs time was called for these requests; its drafts took so long."""
         now, rows = self._round, self._round.load.num_rows
         reading = now.catching_up.get(drafter, 0.0)
-        drafting = [seq for seq, proposal in zip(sequences, proposals, strict=True) if proposal.num_own]
+        drafting = [req for req, proposal in zip(requests, proposals, strict=True) if proposal.num_own]
         if not drafting or not (self._is_watching or (self._learns and reading)):
             return
         if any(proposal.error is not None for proposal in proposals):
@@ -180,7 +180,7 @@ class Controller:
         elif reading >= _MUCH * promised:
             now.readings[drafter] = reading, self._learned.draft_ratio(drafter, rows) * promised, seconds
 
-    def took(self, sequences: "Sequence[Request]", drafted: int, seconds: float) -> None:
+    def took(self, requests: "Sequence[Request]", drafted: int, seconds: float) -> None:
         """A round is over, and all its drafts were observed; verification of ``drafted`` draft tokens took so long."""
         now, rows = self._round, self._round.load.num_rows
         watched = self._is_watching or now.draft_seconds or now.readings
@@ -190,23 +190,23 @@ class Controller:
             for name, (reading, steps, all_of_it) in now.readings.items():
                 now.draft_seconds[reading_of(name)] = reading, max(all_of_it - level * steps, 0.0)
             self._learned.observe(taken)
-        # Random numbers that are still to be used must not meet times: nothing changes while a sampled sequence has
+        # Random numbers that are still to be used must not meet times: nothing changes while a sampled request has
         # its lengths chosen.
-        if all(seq.sampler.is_greedy for seq in sequences if seq.adaptive):
+        if all(req.sampler.is_greedy for req in requests if req.adaptive):
             self._learned.adopt()
 
-    def observe(self, sequence: "Request", proposal: Proposal, accepted: int, *, rejected: bool) -> None:
-        """How many of its tests an adaptive sequence's draft passed, and whether one failed; called once a round.
+    def observe(self, request: "Request", proposal: Proposal, accepted: int, *, rejected: bool) -> None:
+        """How many of its tests an adaptive request's draft passed, and whether one failed; called once a round.
 
         Its tokens already end with what the round gave it.
         """
-        before = len(sequence.tokens) - accepted - 1  # wrong for a sequence that ended within its draft
+        before = len(request.tokens) - accepted - 1  # wrong for a request that ended within its draft
         own, failed = proposal.own_tests(accepted)
-        for name, memory in self._stages.get(sequence, _NO_STAGES).items():
+        for name, memory in self._stages.get(request, _NO_STAGES).items():
             if memory.shadow is not None:
                 token, place = memory.shadow
-                if sequence.finish_reason is None and place <= accepted:
-                    passed = sequence.tokens[before + place] == token
+                if request.finish_reason is None and place <= accepted:
+                    passed = request.tokens[before + place] == token
                     memory.acceptance.observe(memory.slots, int(passed), rejected=not passed)
                 memory.shadow = None
             if name == proposal.drafter:
@@ -216,12 +216,12 @@ class Controller:
                 memory.sure.observe(own, rejected=rejected and failed)
                 memory.timer.note(self._round.number, passed=own > 0)
                 if self._known[name].traits.has_own_cache:
-                    memory.read = min(before + proposal.last_own, len(sequence.tokens) - 1)
+                    memory.read = min(before + proposal.last_own, len(request.tokens) - 1)
 
-    def restarted(self, sequence: "Request") -> None:
-        """A sequence was paused: what drafters had read of it may be gone."""
+    def restarted(self, request: "Request") -> None:
+        """A request was paused: what drafters had read of it may be gone."""
         self._quiet.clear()
-        for memory in self._stages.get(sequence, _NO_STAGES).values():
+        for memory in self._stages.get(request, _NO_STAGES).values():
             memory.read = 0
 
     @property
@@ -229,73 +229,73 @@ class Controller:
         number = self._round.number
         return self._learns and (number <= _WATCHED or self._round.is_shorter or not number % _WATCH_EVERY)
 
-    def _ask(self, index: int, drafter: str, seq: "Request", limit: int, matched: int | None = None) -> Ask:
-        """What a sequence may draft, and what is expected of it. ``matched``: tokens before a copy."""
+    def _ask(self, index: int, drafter: str, req: "Request", limit: int, matched: int | None = None) -> Ask:
+        """What a request may draft, and what is expected of it. ``matched``: tokens before a copy."""
         most = min(limit, self._known[drafter].traits.max_lookahead or limit)
-        memory = self._memory(drafter, seq)
+        memory = self._memory(drafter, req)
         memory.slots = self._positions
         if matched is not None:
             memory.slots = self._matches[min(matched, MAX_MATCH) :][:limit]
-        return Ask(index, seq, memory, most, memory.acceptance.reach(memory.slots[:most]))
+        return Ask(index, req, memory, most, memory.acceptance.reach(memory.slots[:most]))
 
-    def _memory(self, drafter: str, seq: "Request") -> StageMemory:
-        stages = self._stages.setdefault(seq, {})
+    def _memory(self, drafter: str, req: "Request") -> StageMemory:
+        stages = self._stages.setdefault(req, {})
         if drafter not in stages:
-            key, traits = (drafter, seq.sampler.grammar is not None, seq.acceptance), self._known[drafter].traits
+            key, traits = (drafter, req.sampler.grammar is not None, req.acceptance), self._known[drafter].traits
             if key not in self._drafters:
                 slots = NUM_MATCH_SLOTS if traits.is_free else len(self._positions)
                 self._drafters[key] = DrafterMemory(slots, MODEL_GUESS if traits.has_own_cache else GUESS)
             stages[drafter] = StageMemory(self._drafters[key], self._round.number)
         return stages[drafter]
 
-    def _stage_of(self, drafter: str, seq: "Request", own: int) -> Stage | None:
-        """A drafter as one sequence may use it, or has; None if nothing is known of that."""
-        memory, known = self._stages.get(seq, _NO_STAGES).get(drafter), self._known[drafter]
-        if memory is None or not (seq.num_generated or known.cost is None):
+    def _stage_of(self, drafter: str, req: "Request", own: int) -> Stage | None:
+        """A drafter as one request may use it, or has; None if nothing is known of that."""
+        memory, known = self._stages.get(req, _NO_STAGES).get(drafter), self._known[drafter]
+        if memory is None or not (req.num_generated or known.cost is None):
             return None
-        most = min(own, seq.room_for_drafts, known.traits.max_lookahead or own)
+        most = min(own, req.room_for_drafts, known.traits.max_lookahead or own)
         number, gains = memory.copied
         if known.cost is not None:
             gains = memory.acceptance.reach(self._positions[:most])
         elif number != self._round.number:
             return None
-        return Stage(self._round, drafter, known, [seq], [Ask(0, seq, memory, most, list(gains[:most]))])
+        return Stage(self._round, drafter, known, [req], [Ask(0, req, memory, most, list(gains[:most]))])
 
     def _yields(self, copy: Stage, ask: Ask) -> bool:
         """Whether a drafter that comes later in the plan promises more tokens a second than a copy that is there."""
         *_, (_, copied) = copy.rates(ask, gains=ask.gains[: ask.count])
-        names = [name for name, _ in ask.seq.draft_plan]
-        for name, own in ask.seq.draft_plan[names.index(copy.name) + 1 :]:
-            if self._known[name].cost is not None and ask.seq.num_generated:
-                self._memory(name, ask.seq)
-                later = self._stage_of(name, ask.seq, own)
+        names = [name for name, _ in ask.req.draft_plan]
+        for name, own in ask.req.draft_plan[names.index(copy.name) + 1 :]:
+            if self._known[name].cost is not None and ask.req.num_generated:
+                self._memory(name, ask.req)
+                later = self._stage_of(name, ask.req, own)
                 if later is not None and any(rate > copied for _, rate in later.rates(later.asks[0])):
                     return True
         return False
 
     def _note_quiet(self, drafter: str, asks: Sequence[Ask]) -> None:
         """That nobody drafts is remembered."""
-        if self._round.is_shorter or any(ask.count or not ask.seq.num_generated for ask in asks):
+        if self._round.is_shorter or any(ask.count or not ask.req.num_generated for ask in asks):
             self._quiet.pop(drafter, None)
             return
         number = self._round.number
         until = min([number + _QUIET, *[max(ask.memory.timer.due, number + _REFUSED) for ask in asks]])
-        self._quiet[drafter] = self._circumstances(drafter), until, WeakSet(ask.seq for ask in asks)
+        self._quiet[drafter] = self._circumstances(drafter), until, WeakSet(ask.req for ask in asks)
 
     def _is_quiet(self, drafter: str, waiting: "Sequence[Request]") -> bool:
         """Whether it was decided in the same circumstances that nobody drafts: most rounds of a useless drafter."""
         circumstances, until, members = self._quiet.get(drafter, ((), 0, ()))
         if self._round.number >= until or circumstances != self._circumstances(drafter):
             return False
-        return all(seq in members for seq in waiting)
+        return all(req in members for req in waiting)
 
     def _circumstances(self, drafter: str) -> tuple[int, ...]:
-        """What a decision depends on besides the sequence's own tests."""
+        """What a decision depends on besides the request's own tests."""
         load, version = self._round.load, self._learned.version
         seen = sum([known.shared.version for (name, *_), known in self._drafters.items() if name == drafter])
         context = load.kv_entries // (load.num_rows * _BUCKET)
         return seen, load.num_rows, load.num_tokens, load.num_soon, context, self._round.drafted, version
 
     def _reason(self, drafter: str, ask: Ask, limit: int) -> LengthReason:
-        own = next(lookahead for name, lookahead in ask.seq.draft_plan if name == drafter)
+        own = next(lookahead for name, lookahead in ask.req.draft_plan if name == drafter)
         return "room" if ask.count == ask.most and limit < own else "goodput"

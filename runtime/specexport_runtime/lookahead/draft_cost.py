@@ -15,16 +15,16 @@ _USUAL_BACKLOG = 2  # tokens that a drafter always has to read
 class DraftCost:
     """Seconds of a drafter's steps. They must be fixed when the engine is loaded (``RandomStream`` says why)."""
 
-    def seconds(self, sequences: "Sequence[Request]", num_rows: int, kv_entries: float) -> float:
+    def seconds(self, requests: "Sequence[Request]", num_rows: int, kv_entries: float) -> float:
         """Seconds of one draft step in ``num_rows`` rows of those that may draft, which see so many cache entries."""
         raise NotImplementedError
 
     def catch_up_seconds(self, backlog: int) -> float:  # noqa: ARG002
-        """Seconds for reading ``backlog`` tokens of a sequence, besides what a usual step reads."""
+        """Seconds for reading ``backlog`` tokens of a request, besides what a usual step reads."""
         return 0.0
 
     def round_seconds(self, num_rows: int) -> float:  # noqa: ARG002
-        """Seconds that a draft of any length costs a sequence, of ``num_rows``, in every round, besides its steps."""
+        """Seconds that a draft of any length costs a request, of ``num_rows``, in every round, besides its steps."""
         return 0.0
 
 
@@ -41,7 +41,7 @@ class EngineCost(DraftCost):
     def __init__(self, curve: StepCost, *, shares_cache: bool = False) -> None:
         self._curve, self._shares_cache = curve, shares_cache
 
-    def seconds(self, sequences: "Sequence[Request]", num_rows: int, kv_entries: float) -> float:  # noqa: ARG002
+    def seconds(self, requests: "Sequence[Request]", num_rows: int, kv_entries: float) -> float:  # noqa: ARG002
         """See ``DraftCost.seconds``."""
         return self._curve.seconds(num_rows, num_rows, kv_entries)
 

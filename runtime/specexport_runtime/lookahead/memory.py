@@ -1,4 +1,4 @@
-"""What is remembered of drafters and of sequences: how drafts fared, and when one that does not pay is tried again."""
+"""What is remembered of drafters and of requests: how drafts fared, and when one that does not pay is tried again."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ _FIRST, _AGAIN, _LONGEST = 16, 1, 1024  # rounds
 
 
 class DrafterMemory:
-    """What is remembered of one drafter over all sequences of a kind: with a grammar, or without."""
+    """What is remembered of one drafter over all requests of a kind: with a grammar, or without."""
 
     def __init__(self, num_slots: int, guess: float = GUESS) -> None:
         self.shared, self.sure = SharedAcceptance(num_slots, guess), shared_sureness()
@@ -34,7 +34,7 @@ class DrafterMemory:
 class ProbeBudget:
     """Seconds that may be spent on drafts that are not expected to pay: 1 % of the time that plain decoding takes.
 
-    One budget a drafter, whoever shares the batch: sixteen sequences that each try now and then must not add up to a
+    One budget a drafter, whoever shares the batch: sixteen requests that each try now and then must not add up to a
     draft step in every round. It starts with little, and cannot be saved up for ever.
     """
 
@@ -56,7 +56,7 @@ class ProbeBudget:
 
 
 class ProbeTimer:
-    """When a sequence tries a drafter again that it does without: after 16 rounds, then 32, 64 … while it fails.
+    """When a request tries a drafter again that it does without: after 16 rounds, then 32, 64 … while it fails.
 
     A probe that passes is soon followed by the next, so that a drafter that became good is not missed for long.
     ``is_probing``: one was drafted and not tested yet.
@@ -71,7 +71,7 @@ class ProbeTimer:
         return self._last + self._wait
 
     def is_due(self, now: int, *, early: bool = False) -> bool:
-        """Whether it is time. ``early`` halves the wait: another sequence pays most of what a draft step costs."""
+        """Whether it is time. ``early`` halves the wait: another request pays most of what a draft step costs."""
         return now - self._last >= (self._wait // 2 if early else self._wait)
 
     def note(self, now: int, *, passed: bool) -> None:
@@ -85,13 +85,13 @@ class ProbeTimer:
 
 
 class StageMemory:
-    """What is remembered of one drafter for one sequence."""
+    """What is remembered of one drafter for one request."""
 
     def __init__(self, drafter: DrafterMemory, now: int) -> None:
         self.drafter, self.timer = drafter, ProbeTimer(now)
         self.acceptance, self.sure = RequestAcceptance(drafter.shared), Sureness(drafter.sure)
         self.slots: Sequence[int] = ()  # of the tokens that it may draft, or has drafted, in this round
-        self.read = 0  # tokens of the sequence that a drafter with a cache of its own has read
+        self.read = 0  # tokens of the request that a drafter with a cache of its own has read
         # A copy's first token that was not tested, and its place: whether it would have passed is seen without a test.
         self.shadow: tuple[int, int] | None = None
         self.copied: tuple[int, Sequence[float]] = (-1, ())  # the last copy's round and chances, for a trace

@@ -20,8 +20,8 @@ def step_load(
     drafting: "Sequence[Request]", prompts: "Sequence[Request]", prompt_tokens: int, num_soon: int = 0
 ) -> StepLoad:
     """What a step holds before anything is drafted; of ``prompts``, those that end in it are in ``drafting`` too."""
-    busy = [*drafting, *(seq for seq in prompts if seq not in drafting)] if prompts else drafting
-    entries = sum([len(seq.tokens) for seq in busy])
+    busy = [*drafting, *(req for req in prompts if req not in drafting)] if prompts else drafting
+    entries = sum([len(req.tokens) for req in busy])
     return StepLoad(len(busy), len(busy) - len(prompts) + prompt_tokens, len(drafting), entries, num_soon)
 
 
@@ -63,10 +63,10 @@ class Round:
 
 @dataclass
 class Ask:
-    """One sequence that may draft in a stage."""
+    """One request that may draft in a stage."""
 
-    index: int  # its place among the sequences of the step
-    seq: "Request"
+    index: int  # its place among the requests of the step
+    req: "Request"
     memory: StageMemory  # what is remembered of the drafter for it
     most: int  # draft tokens that it may have
     gains: list[float]  # chance that its draft is accepted up to the first, second, … token; as many as ``most``
@@ -85,12 +85,12 @@ class Ask:
 
 @dataclass
 class Stage:
-    """One drafter that sequences of a round wait for."""
+    """One drafter that requests of a round wait for."""
 
     round: Round
     name: str
     drafter: WeighedDrafter
-    sequences: "Sequence[Request]"  # all that draft in this round
+    requests: "Sequence[Request]"  # all that draft in this round
     asks: list[Ask]  # those whose length is chosen
     fixed: Sequence[int] = ()  # rows that draft anyway, by depth (0 is the first token)
 
@@ -106,25 +106,25 @@ class Stage:
             return [0.0] * (most + 1)
         ratio = self.round.learned.draft_ratio(self.name, load.num_rows) if mended else 1.0
         past = load.kv_entries / load.num_rows
-        return [0.0, *[ratio * cost.seconds(self.sequences, rows, past * rows) for rows in range(1, most + 1)]]
+        return [0.0, *[ratio * cost.seconds(self.requests, rows, past * rows) for rows in range(1, most + 1)]]
 
     def catch_up(self, ask: Ask, *, mended: bool = True) -> float:
-        """Seconds for reading what the drafter has missed of a sequence; 0 if it has nothing to read with."""
+        """Seconds for reading what the drafter has missed of a request; 0 if it has nothing to read with."""
         if self.drafter.cost is None or not self.drafter.traits.has_own_cache:
             return 0.0
         rows, learned = self.round.load.num_rows, self.round.learned
         ratio = learned.draft_ratio(reading_of(self.name), rows) if mended else 1.0
-        return ratio * self.drafter.cost.catch_up_seconds(len(ask.seq.tokens) - ask.memory.read)
+        return ratio * self.drafter.cost.catch_up_seconds(len(ask.req.tokens) - ask.memory.read)
 
     @property
     def each_round(self) -> float:
-        """Seconds that a draft of any length costs a sequence."""
+        """Seconds that a draft of any length costs a request."""
         return 0.0 if self.drafter.cost is None else self.drafter.cost.round_seconds(self.round.load.num_rows)
 
     def price(self, ask: Ask) -> float:
         """Seconds that a draft costs whatever its length: those of catching up are spread over rounds that profit."""
         catch_up = self.catch_up(ask)
-        rounds = ask.seq.room_for_drafts / (1.0 + sum(ask.gains))
+        rounds = ask.req.room_for_drafts / (1.0 + sum(ask.gains))
         return (catch_up and catch_up / min(max(rounds, 1.0), _HORIZON)) + self.each_round
 
     def rates(

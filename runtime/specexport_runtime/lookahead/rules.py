@@ -10,7 +10,7 @@ _MARGIN = 0.02
 _WORTH_READING = 0.1
 """The same before a drafter reads what it may read in vain: while a batch fills, or while nobody knows it."""
 _SCOUTS, _SCOUT_LOOKAHEAD, _HOPED = 2, 2, 0.9
-"""While nobody knows whether a drafter pays, so many sequences find out, with drafts of at least so many tokens: if it
+"""While nobody knows whether a drafter pays, so many requests find out, with drafts of at least so many tokens: if it
 would pay with so good an acceptance. Those that have least to read for it."""
 
 Rule = Callable[[Stage], None]
@@ -19,11 +19,11 @@ Rule = Callable[[Stage], None]
 def prompts_are_read_first(stage: Stage) -> None:
     """Nobody drafts whose prompt has just ended: its first token is not there yet."""
     for ask in stage.asks:
-        ask.is_out |= not ask.seq.num_generated or not ask.most
+        ask.is_out |= not ask.req.num_generated or not ask.most
 
 
 def nothing_is_read_in_vain(stage: Stage) -> None:
-    """What pays for a few rows may not pay for many: who has yet to read a sequence looks ahead to the full step."""
+    """What pays for a few rows may not pay for many: who has yet to read a request looks ahead to the full step."""
     full = stage.round.load.when_full()
     if full is None or not stage.drafter.traits.has_own_cache:
         return
@@ -33,10 +33,10 @@ def nothing_is_read_in_vain(stage: Stage) -> None:
 
 
 def few_find_out(stage: Stage) -> None:
-    """A drafter that nobody knows is tried by a few sequences first: those that have least to read for it."""
+    """A drafter that nobody knows is tried by a few requests first: those that have least to read for it."""
     asks = stage.candidates
     if len(asks) > _SCOUTS and all(is_unknown(stage, ask.memory.drafter.is_unknown) for ask in asks):
-        for ask in sorted(asks, key=lambda ask: len(ask.seq.tokens) - ask.memory.read)[_SCOUTS:]:
+        for ask in sorted(asks, key=lambda ask: len(ask.req.tokens) - ask.memory.read)[_SCOUTS:]:
             ask.is_out = True
 
 
@@ -45,7 +45,7 @@ def most_tokens_a_second(stage: Stage) -> None:
     asks, now = stage.candidates, stage.round
     for ask in asks:
         ask.entry = stage.price(ask)
-    draft = None if stage.drafter.cost is None else stage.draft_step(len(stage.sequences))
+    draft = None if stage.drafter.cost is None else stage.draft_step(len(stage.requests))
     target = now.verify(sum([ask.most for ask in asks]))
     counts, rate = allocate(
         [ask.gains for ask in asks],
@@ -86,11 +86,11 @@ def shorter_tells_more(stage: Stage) -> None:
 
 
 def probes_are_cheap(stage: Stage) -> None:
-    """Sequences that draft nothing try one token, if it is time and the budget allows."""
+    """Requests that draft nothing try one token, if it is time and the budget allows."""
     asks, now = stage.candidates, stage.round
     if all(ask.count or not ask.memory.timer.is_due(now.number, early=True) for ask in asks):
         return
-    target, draft = now.verify(sum([ask.count for ask in asks]) + len(asks)), stage.draft_step(len(stage.sequences))
+    target, draft = now.verify(sum([ask.count for ask in asks]) + len(asks)), stage.draft_step(len(stage.requests))
     has_probe = False
     for ask in asks:
         if ask.count or not ask.memory.timer.is_due(now.number, early=has_probe):
@@ -125,7 +125,7 @@ def is_unknown(stage: Stage, untested: bool) -> bool:
 class StepTimes(NamedTuple):
     """Seconds of a step by what is drafted."""
 
-    target: Sequence[float]  # of the target's step, by draft tokens of all sequences together, from 0
+    target: Sequence[float]  # of the target's step, by draft tokens of all requests together, from 0
     draft: Sequence[float] | None  # of one draft step, by rows that draft in it, from 0; None if drafting costs nothing
     rows: Sequence[int]  # that draft anyway, by depth (0 is the first token); as many as the largest lookahead
 
@@ -133,7 +133,7 @@ class StepTimes(NamedTuple):
 def allocate(
     gains: Sequence[Sequence[float]], entries: Sequence[float], expected: float, times: StepTimes, margin: float = 0.0
 ) -> tuple[list[int], float]:
-    """Maximize (expected + sum of gains) / (target's step + draft steps) over the number of tokens of each sequence.
+    """Maximize (expected + sum of gains) / (target's step + draft steps) over the number of tokens of each request.
 
     Tokens are taken in the order of their gain, and every number of them is tried. That order alone would leave out
     what it costs to go one depth deeper, one more draft step whoever takes part: so every largest depth is tried, the
@@ -149,7 +149,7 @@ def allocate(
     best, counts = (1.0 + margin) * expected / (times.target[0] + base), [0] * len(gains)
     items = sorted([(-gain, depth, i) for i, each in enumerate(gains) for depth, gain in enumerate(each)])
     deepest = max((len(each) for each in gains), default=0)
-    least = deepest if times.draft is None or len(gains) == 1 else 1  # tokens of one sequence come in their order
+    least = deepest if times.draft is None or len(gains) == 1 else 1  # tokens of one request come in their order
     for entry in sorted(set(entries)):
         worse, affordable = 0, [item for item in items if entries[item[2]] <= entry]
         for most in range(least, deepest + 1):
@@ -168,7 +168,7 @@ def allocate(
 def _best_prefix(
     items: Sequence[tuple[float, int, int]], entries: Sequence[float], expected: float, seconds: float, times: StepTimes
 ) -> tuple[float, int]:
-    """Most tokens per second of any number of the first ``items`` (negative gain, depth, sequence), and that number."""
+    """Most tokens per second of any number of the first ``items`` (negative gain, depth, request), and that number."""
     target, draft, active = times.target, times.draft, list(times.rows)
     best, count = 0.0, 0
     for taken, (gain, depth, i) in enumerate(items, 1):

@@ -13,7 +13,7 @@ FORCED = "forced"
 
 
 class Proposal(NamedTuple):
-    """Draft tokens for one sequence."""
+    """Draft tokens for one request."""
 
     tokens: list[int]  # in order; empty for plain decoding
     # What each token was drawn from. None, for all or for one: one-hot (greedy, copied text, forced by a grammar).
@@ -22,9 +22,9 @@ class Proposal(NamedTuple):
     drafter: str = ""  # its name in the draft plan; empty: none was asked, or none found anything
     match_length: int = 0  # of a copied draft, tokens before it that matched; 0 for drafts of models
     gamma: float | None = None  # threshold that could end the draft early; None if nothing could
-    asked: "tuple[Asked, ...]" = ()  # stages considered, in order; only for a sequence that keeps a trace
-    promised: "tuple[Promise, ...]" = ()  # by each way to go on; only for an adaptive sequence that keeps a trace
-    error: Exception | None = None  # drafting failed, by logits with a NaN for example: the sequence ends with this
+    asked: "tuple[Asked, ...]" = ()  # stages considered, in order; only for a request that keeps a trace
+    promised: "tuple[Promise, ...]" = ()  # by each way to go on; only for an adaptive request that keeps a trace
+    error: Exception | None = None  # drafting failed, by logits with a NaN for example: the request ends with this
     forced: tuple[int, ...] = ()  # places of tokens that a grammar forces, ascending; the others are the drafter's own
 
     @property
@@ -70,18 +70,18 @@ class DrafterTraits(NamedTuple):
 
     default_lookahead: int  # K where nothing else is asked for
     is_free: bool = False  # a draft costs next to nothing; how much of it is tested is decided when it is there
-    has_own_cache: bool = False  # it must read what it has missed of a sequence before it can draft
+    has_own_cache: bool = False  # it must read what it has missed of a request before it can draft
     can_exit: bool = False  # it drafts token by token, and ends a draft it is not sure of (``Request.draft_exit``)
     takes_reference: bool = False  # it copies from the text that a request brings along
     takes_layers: bool = False  # it leaves out layers of the target, by a request's layer rules
-    remembers: bool = False  # it keeps what sequences with a ``scope`` were given, and drafts from it later
+    remembers: bool = False  # it keeps what requests with a ``scope`` were given, and drafts from it later
     max_lookahead: int | None = None  # most tokens of a draft; None: no bound
     goes_on: bool = False  # it can draft behind tokens that are drafted already (``ContinuingDrafter``)
 
 
 LengthReason = Literal["fixed", "goodput", "probe", "bypass", "room"]
 """Why a stage was allowed so many tokens: the plan says so; best expected tokens per second; a cheap test of a drafter
-that is bypassed; drafting does not pay; the sequence has no room for more."""
+that is bypassed; drafting does not pay; the request has no room for more."""
 
 
 class StepLoad(NamedTuple):
@@ -124,12 +124,12 @@ class Asked(NamedTuple):
 
 
 class Promise(NamedTuple):
-    """What one way to go on promised a sequence in one round, before anything was tested."""
+    """What one way to go on promised a request in one round, before anything was tested."""
 
     drafter: str  # empty for plain decoding
     lookahead: int  # as many tokens as it was allowed, else those that promise the most; 0 for plain decoding
     expected: float  # tokens of the round, the target's own included
-    tokens_per_second: float  # of the sequence, if all rows of the step did the same
+    tokens_per_second: float  # of the request, if all rows of the step did the same
 
     def describe(self) -> str:
         """A few words for people."""
@@ -138,18 +138,18 @@ class Promise(NamedTuple):
 
 
 class RoundTrace(NamedTuple):
-    """What one round did for one sequence."""
+    """What one round did for one request."""
 
     round: int  # number of the round in the engine's life
-    num_rows: int  # sequences in the step
-    num_tokens: int  # that the target was fed, of all sequences
-    prompt_tokens: int  # of these, of prompts that other sequences brought along
+    num_rows: int  # requests in the step
+    num_tokens: int  # that the target was fed, of all requests
+    prompt_tokens: int  # of these, of prompts that other requests brought along
     asked: tuple[Asked, ...]  # stages of the draft plan that were considered, in order
     drafter: str  # empty if none drafted
     drafted: tuple[int, ...]  # token ids
     accepted: int
     end: DraftEnd
-    emitted: tuple[int, ...]  # token ids that the round gave the sequence
+    emitted: tuple[int, ...]  # token ids that the round gave the request
     gamma: float | None  # threshold of the draft exit; None without one
     milliseconds: float  # of the whole round
     # Of plain decoding for as many tokens: by the engine's cost curves (time inside the engine alone, so it errs on the
@@ -221,7 +221,7 @@ class RoundTrace(NamedTuple):
 
 
 class DraftStage(NamedTuple):
-    """One way to draft for a sequence, and how far."""
+    """One way to draft for a request, and how far."""
 
     drafter: str  # ``"lookup"``, ``"draft-model"``, ``"head"`` or ``"self"``
     lookahead: int  # most draft tokens a round (K)

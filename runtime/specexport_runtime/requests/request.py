@@ -1,4 +1,4 @@
-"""State of one sequence while it is decoded."""
+"""State of one request while it is decoded."""
 
 import time
 from collections.abc import Sequence
@@ -28,13 +28,13 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 class Request:
     """A prompt, the tokens generated for it, and when to stop.
 
-    What a drafter or the controller remembers of a sequence, it keeps itself, in a ``WeakKeyDictionary`` by sequence:
-    nothing is to be done when rows move, and a dropped sequence takes what was remembered along.
+    What a drafter or the controller remembers of a request, it keeps itself, in a ``WeakKeyDictionary`` by request:
+    nothing is to be done when rows move, and a dropped request takes what was remembered along.
     """
 
     def __init__(
         self,
-        index: int,  # the caller's number for this sequence
+        index: int,  # the caller's number for this request
         prompt: Sequence[int],  # token ids, at least one
         params: SamplingParams,
         *,
@@ -45,7 +45,7 @@ class Request:
         stream: bool = False,  # keep the text of each token for :meth:`take_pieces`
         seed: int = 0,
         draft_plan: Sequence[DraftStage] = (),  # tried in order until one finds something; empty for plain decoding
-        reference: Sequence[int] = (),  # token ids that lookup drafting may copy from, besides the sequence's own
+        reference: Sequence[int] = (),  # token ids that lookup drafting may copy from, besides the request's own
         adaptive: bool = False,  # the controller chooses up to each stage's lookahead; False drafts as far as it says
         draft_exit: "DraftExit | None" = None,  # ends drafts of models that are no longer sure; None never does
         # What a draft out of the target itself leaves out; None for the defaults.
@@ -96,7 +96,7 @@ class Request:
         self.stats = RequestStats(num_prompt_tokens=len(prompt), submit_time=now, start_time=now)
         self._stop_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)))
         if not prompt or self.max_tokens < 1:
-            raise SpecexportError("a sequence needs a prompt token and room for one generated token.")
+            raise SpecexportError("a request needs a prompt token and room for one generated token.")
 
     @property
     def num_generated(self) -> int:
@@ -161,7 +161,7 @@ class Request:
         Needs ``stream``.
         """
         if self._pieces is None:
-            raise SpecexportError("this sequence was made without stream=True.")
+            raise SpecexportError("this request was made without stream=True.")
         pieces, self._pieces = self._pieces[:count], self._pieces[count:]
         return pieces
 
@@ -194,7 +194,7 @@ class Request:
         self.stats.preemptions += 1
 
     def end(self, reason: FinishReason, error: Exception | None = None) -> None:
-        """End a sequence that has not finished; one that has stays as it is."""
+        """End a request that has not finished; one that has stays as it is."""
         if self.finish_reason is None:
             self.finish_reason, self.error = reason, error
             self._note_time()
@@ -208,9 +208,9 @@ class Request:
 
 
 class RoundEvent(NamedTuple):
-    """What one round did for one sequence."""
+    """What one round did for one request."""
 
-    sequence: Request  # its ``finish_reason`` says whether it is done
+    request: Request  # its ``finish_reason`` says whether it is done
     tokens: list[int]  # committed: ``accepted`` drafts, then the target's own unless the text ended; none if it failed
     drafted: int  # draft tokens tested
     accepted: int  # of these, accepted and committed

@@ -89,26 +89,26 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
-def make_result(prompt: Prompt, seq: Request) -> GenerationResult:
-    """The result of a finished sequence."""
+def make_result(prompt: Prompt, req: Request) -> GenerationResult:
+    """The result of a finished request."""
     return GenerationResult(
         prompt,
-        seq.finish_text(),
-        seq.output,
-        seq.finish_reason or "cancelled",
-        seq.stats,
-        seq.trace,
-        seq.logprobs,
-        seq.prompt_logprobs,
+        req.finish_text(),
+        req.output,
+        req.finish_reason or "cancelled",
+        req.stats,
+        req.trace,
+        req.logprobs,
+        req.prompt_logprobs,
     )
 
 
 def make_chunk(event: RoundEvent) -> StreamChunk:
-    """The chunk of one round of a sequence that was made with ``stream=True``."""
-    seq = event.sequence
+    """The chunk of one round of a request that was made with ``stream=True``."""
+    req = event.request
     count = len(event.tokens)
-    texts = seq.take_pieces(count)
-    logprobs: Sequence[TokenLogprobs | None] = [None] * count if seq.logprobs is None else seq.logprobs[-count:]
+    texts = req.take_pieces(count)
+    logprobs: Sequence[TokenLogprobs | None] = [None] * count if req.logprobs is None else req.logprobs[-count:]
     drafters = [event.proposal.drafter] * event.accepted + [""] * (count - event.accepted)
     for place in event.proposal.forced[: event.proposal.num_forced(event.accepted)]:
         drafters[place] = FORCED
@@ -116,7 +116,7 @@ def make_chunk(event: RoundEvent) -> StreamChunk:
         StreamPiece(text, event.tokens[j], piece_kind(event, j), logprobs[j], drafters[j], offset)
         for j, (text, offset) in enumerate(texts)
     ]
-    return StreamChunk(pieces, seq.finish_reason, seq.stats, seq.trace[-1] if seq.trace else None, event.drafted)
+    return StreamChunk(pieces, req.finish_reason, req.stats, req.trace[-1] if req.trace else None, event.drafted)
 
 
 def piece_kind(event: RoundEvent, position: int) -> PieceKind:

@@ -1,13 +1,13 @@
 """What a generation did, in vLLM's metric definitions.
 
 =======================  =====================================================================
-``rounds``               target forward passes that gave this sequence tokens (prefill's last one too)
+``rounds``               target forward passes that gave this request tokens (prefill's last one too)
 ``drafted``              draft tokens that the target tested
 ``accepted``             draft tokens that were accepted and emitted
 ``acceptance_rate``      accepted / drafted
 ``mean_accepted_length`` 1 + accepted / rounds that had a draft: the mean tokens of a speculative round
 ``drafters``             rounds with a draft, drafted and accepted of each drafter; drafted and accepted add up to those
-                         of the sequence, rounds to more where a grammar's forced tokens stand beside a drafter's own
+                         of the request, rounds to more where a grammar's forced tokens stand beside a drafter's own
 =======================  =====================================================================
 """
 
@@ -30,7 +30,7 @@ nothing: where one draft in five has an accepted token, 16 drafts without any ar
 class DraftCounts:
     """What one drafter did."""
 
-    rounds: int = 0  # of a sequence, with a draft of it
+    rounds: int = 0  # of a request, with a draft of it
     drafted: int = 0  # draft tokens that the target tested
     accepted: int = 0  # of these, accepted and emitted
 
@@ -69,7 +69,7 @@ def sum_counts(parts: Iterable[DraftCounts]) -> DraftCounts:
 
 
 def sum_by_drafter(parts: Iterable[dict[str, DraftCounts]]) -> dict[str, DraftCounts]:
-    """The counts of several sequences together, by drafter."""
+    """The counts of several requests together, by drafter."""
     found: dict[str, list[DraftCounts]] = {}
     for part in parts:
         for name, counts in part.items():
@@ -79,7 +79,7 @@ def sum_by_drafter(parts: Iterable[dict[str, DraftCounts]]) -> dict[str, DraftCo
 
 @dataclass
 class RequestStats:
-    """Counters of one sequence. Times are seconds on a monotonic clock."""
+    """Counters of one request. Times are seconds on a monotonic clock."""
 
     rounds: int = 0
     draft_rounds: int = 0
@@ -155,7 +155,7 @@ class RequestStats:
 
     @property
     def time_to_first_token_s(self) -> float | None:
-        """Seconds from the sequence's start (prefill) to its first token."""
+        """Seconds from the request's start (prefill) to its first token."""
         return None if self.first_token_time is None else self.first_token_time - self.start_time
 
     @property
@@ -198,15 +198,15 @@ class PhaseTimes:
     draft: float = 0.0  # draft engine and draft sampling
     draft_prefill: float = 0.0  # of it, inside the draft model's engine, in steps that only read prompts
     pack: float = 0.0  # the target's other steps outside the engine: filling their inputs
-    verify: float = 0.0  # these steps inside the engine, prompt chunks of other sequences included
+    verify: float = 0.0  # these steps inside the engine, prompt chunks of other requests included
     accept: float = 0.0  # logits processing, acceptance, commit
     engine: float = 0.0  # inside the engines of target and draft, in the rounds counted by ``rounds``
     total: float = 0.0  # those rounds as a whole; total - engine is the runtime's own time
-    rounds: int = 0  # steps in which sequences were verified
+    rounds: int = 0  # steps in which requests were verified
     draft_steps: int = 0  # steps of a draft engine: the longest draft of each round, without a grammar's tokens, summed
 
     def count_draft(self, seconds: float, prefill: float, tokens: Sequence[int]) -> None:
-        """Count the seconds of drafting for a round, and the own tokens of each sequence's drafter.
+        """Count the seconds of drafting for a round, and the own tokens of each request's drafter.
 
         ``prefill`` are those inside the draft model's engine, in steps that only read prompts.
         """
@@ -233,7 +233,7 @@ class PhaseTimes:
 class PaddingStats:
     """What the padded method pays for, counted in every mode (EMS-SD, Ni et al. 2025).
 
-    In a verify round of several sequences each advances by its own accepted length (draft tokens accepted, and the
+    In a verify round of several requests each advances by its own accepted length (draft tokens accepted, and the
     target's own token). The padded method advances all by the longest of them.
     """
 
@@ -243,7 +243,7 @@ class PaddingStats:
     input_padding: int = 0  # padding tokens fed beside them (0 with unpadded input)
 
     def record_round(self, lengths: Sequence[int]) -> None:
-        """Count one round by the accepted lengths of its sequences."""
+        """Count one round by the accepted lengths of its requests."""
         self.accepted += sum(lengths)
         self.padding += max(lengths) * len(lengths) - sum(lengths)
 

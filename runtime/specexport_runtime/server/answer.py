@@ -87,7 +87,7 @@ class Answer(Response):
             async with request_life(receive, self._timeout_s):
                 requests = await self._submit()
                 if log is not None:
-                    log.follow([request.handle.sequence for request in requests if request.handle is not None])
+                    log.follow([request.handle.request for request in requests if request.handle is not None])
                 if self._plan.stream:
                     await stream.start()
                     async with stream.kept_alive():
@@ -198,7 +198,7 @@ class Answer(Response):
     def _usage_so_far(self, requests: list[AsyncRequest]) -> dict[str, Any]:
         """Of a stream that goes on."""
         handles = [request.handle for request in requests]
-        generated = sum(handle.sequence.num_generated for handle in handles if handle is not None)
+        generated = sum(handle.request.num_generated for handle in handles if handle is not None)
         prompt = self._plan.num_prompt_tokens
         return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
 
@@ -246,7 +246,7 @@ async def merge(requests: list[AsyncRequest]) -> AsyncGenerator[list[News]]:
 def _replaced(request: AsyncRequest) -> int:
     """Characters that the echo loses at its end, when the answer has text, or has ended."""
     assert request.handle is not None  # noqa: S101  # it was submitted
-    text = request.handle.sequence.text
+    text = request.handle.request.text
     return 0 if text is None else text.replaced
 
 

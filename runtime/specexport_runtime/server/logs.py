@@ -95,7 +95,7 @@ class _Exchange:
             log.status = 500 if self.failed else state.get("status", CLIENT_GONE)
         is_probe = scope["path"] in PROBES and log.status in (200, 401, 503)
         defect = log.status >= 500 and log.status not in (503, 504)
-        failed = defect or self.failed or any(sequence.error is not None for sequence in log.sequences)
+        failed = defect or self.failed or any(sequence.error is not None for sequence in log.requests)
         level = logging.ERROR if failed else logging.DEBUG if is_probe else logging.INFO
         if _access.isEnabledFor(level):
             _access.log(level, "request", extra=fields(**_line(scope, log)))

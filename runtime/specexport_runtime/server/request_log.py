@@ -18,43 +18,43 @@ class RequestLog:
     streamed: bool = False
     user: str | None = None  # the parameter ``user``
     error_code: str | None = None  # the ``code`` of the error that answered it
-    sequences: "list[Request]" = field(default_factory=list)  # one a choice
+    requests: "list[Request]" = field(default_factory=list)  # one a choice
     status: int | None = None  # of the answer, once it has begun; 499 if the client went away before the end
     trace_id: str | None = None
 
-    def follow(self, sequences: "Iterable[Request]") -> None:
+    def follow(self, requests: "Iterable[Request]") -> None:
         """Note what the engine generates for this request; read only when the request has ended."""
-        self.sequences.extend(sequences)
+        self.requests.extend(requests)
 
     @property
     def finish_reasons(self) -> list[str]:
         """How the choices ended, each way once; one that was still going on is about to be cancelled."""
-        return list(dict.fromkeys(sequence.finish_reason or "cancelled" for sequence in self.sequences))
+        return list(dict.fromkeys(request.finish_reason or "cancelled" for request in self.requests))
 
     def total(self, name: str) -> int:
         """Sum of a counter of ``RequestStats`` over the choices, a prompt that several share counted for each."""
-        return sum(getattr(sequence.stats, name) for sequence in self.sequences)
+        return sum(getattr(request.stats, name) for request in self.requests)
 
     @property
     def queued_s(self) -> float | None:
         """Longest that a choice waited for a cache row; None if none got one."""
-        waits = [stats.queued_s for stats in (s.stats for s in self.sequences) if stats.start_time > stats.submit_time]
+        waits = [stats.queued_s for stats in (s.stats for s in self.requests) if stats.start_time > stats.submit_time]
         return max(waits, default=None)
 
     @property
     def first_token_s(self) -> float | None:
         """Seconds from the request's arrival to the first token of any choice."""
-        times = [sequence.stats.first_token_time for sequence in self.sequences]
+        times = [request.stats.first_token_time for request in self.requests]
         return min((at - self.began for at in times if at is not None), default=None)
 
     def generation(self) -> dict[str, Any]:
         """The fields of a request that reached the engine."""
-        if not self.sequences:
+        if not self.requests:
             return {}
-        errors = [sequence.error for sequence in self.sequences if sequence.error is not None]
+        errors = [request.error for request in self.requests if request.error is not None]
         return {
             "streamed": self.streamed,
-            "choices": len(self.sequences),
+            "choices": len(self.requests),
             "prompt_tokens": self.total("num_prompt_tokens"),
             "generated_tokens": self.total("num_generated_tokens"),
             "finish_reasons": self.finish_reasons,

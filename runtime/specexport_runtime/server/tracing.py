@@ -104,7 +104,7 @@ def _finish(span: Any, scope: Scope, log: "RequestLog") -> None:
     route = getattr(scope.get("route"), "path", None)  # of low cardinality, unlike the path
     if route is not None:
         span.update_name(f"{scope['method']} {route}")
-    error = log.error_code or next((type(s.error).__name__ for s in log.sequences if s.error is not None), None)
+    error = log.error_code or next((type(s.error).__name__ for s in log.requests if s.error is not None), None)
     if log.status is not None and log.status >= 400:
         error = error or str(log.status)
     attributes = {
@@ -122,20 +122,20 @@ def _finish(span: Any, scope: Scope, log: "RequestLog") -> None:
 
 def _generation(path: str, log: "RequestLog") -> dict[str, Any]:
     """Attributes of a request that reached the engine: of the GenAI conventions, and ours."""
-    if not log.sequences:
+    if not log.requests:
         return {}
-    params = log.sequences[0].params
+    params = log.requests[0].params
     return {
         "gen_ai.operation.name": _OPERATIONS.get(path, "text_completion"),
         "gen_ai.provider.name": "specexport",
         "gen_ai.request.model": log.model,
         "gen_ai.response.model": log.model,
-        "gen_ai.request.choice.count": len(log.sequences) if len(log.sequences) > 1 else None,
+        "gen_ai.request.choice.count": len(log.requests) if len(log.requests) > 1 else None,
         "gen_ai.request.stream": log.streamed,
         **{attribute: _as_attribute(getattr(params, name)) for name, attribute in _PARAMS.items()},
         "gen_ai.usage.input_tokens": log.total("num_prompt_tokens"),
         "gen_ai.usage.output_tokens": log.total("num_generated_tokens"),
-        "gen_ai.response.finish_reasons": [sequence.finish_reason or "cancelled" for sequence in log.sequences],
+        "gen_ai.response.finish_reasons": [sequence.finish_reason or "cancelled" for sequence in log.requests],
         **{f"specexport.{name}": log.total(name) for name in _COUNTERS},
         "specexport.queued_seconds": log.queued_s,
         "specexport.time_to_first_token_seconds": log.first_token_s,
@@ -150,12 +150,12 @@ def _as_attribute(value: Any) -> Any:
 def _add_phases(parent: Any, log: "RequestLog") -> None:
     from opentelemetry import trace
 
-    if not log.sequences:
+    if not log.requests:
         return
     context, tracer = trace.set_span_in_context(parent), _tracer()
     now = time.perf_counter()
     epoch = time.time_ns() - int(1e9 * now)
-    for choice, sequence in enumerate(log.sequences[:MAX_TRACED_SEQUENCES]):
+    for choice, sequence in enumerate(log.requests[:MAX_TRACED_SEQUENCES]):
         for name, begin, end in _phases(sequence, now):
             span = tracer.start_span(
                 f"specexport.{name}",

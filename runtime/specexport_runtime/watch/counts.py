@@ -31,7 +31,7 @@ REQUEST_SECONDS = (
 )  # fmt: skip
 
 REASONS: "dict[FinishReason | None, str]" = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
-"""How a sequence ended, in vLLM's words."""
+"""How a request ended, in vLLM's words."""
 
 
 def length_bounds(longest: int) -> tuple[int, ...]:
@@ -79,9 +79,9 @@ class EngineCounts:
     steps: int = 0
     step_seconds: float = 0.0  # of all steps, drafting included
     prompt_tokens: int = 0  # that were fed, each counted once
-    reread_tokens: int = 0  # of paused sequences, that were fed again
-    preemptions: int = 0  # how often a sequence was paused
-    prefix_queries: int = 0  # prompt tokens of ended sequences for which cache rows were searched
+    reread_tokens: int = 0  # of paused requests, that were fed again
+    preemptions: int = 0  # how often a request was paused
+    prefix_queries: int = 0  # prompt tokens of ended requests for which cache rows were searched
     prefix_hits: int = 0  # of these, tokens that a row had
     generation_tokens: int = 0
     # Seconds of rounds with drafts that were faster than plain decoding, by drafter, and of rounds that were slower. A
@@ -94,7 +94,7 @@ class EngineCounts:
     failures: dict[str, int] = field(default_factory=dict)  # of those with reason ``error``, by class of the exception
     refused: dict[str, int] = field(default_factory=dict)  # requests that never reached the engine, by reason
     histograms: dict[str, Histogram] = field(default_factory=_histograms)
-    last_token: dict[int, float] = field(default_factory=dict)  # when each running sequence got its newest, by ``id``
+    last_token: dict[int, float] = field(default_factory=dict)  # when each running request got its newest, by ``id``
 
     def copy(self) -> "EngineCounts":
         """A copy that does not change, for a scrape."""
@@ -130,7 +130,7 @@ class EngineCounts:
         return [sum(self.accepted[position + 1 :]) for position in range(len(self.accepted) - 1)]
 
     def set_limits(self, longest: int, lookahead: int) -> None:
-        """Fit to an engine: the longest sequence that it takes, and the longest draft."""
+        """Fit to an engine: the longest request that it takes, and the longest draft."""
         for name in ("prompt_tokens", "generation_tokens", "max_tokens"):
             self.histograms[name] = Histogram(length_bounds(longest))
         self.accepted += [0] * (lookahead + 1 - len(self.accepted))
@@ -139,11 +139,11 @@ class EngineCounts:
         """Count a step that ended at ``now``."""
         generated = 0
         tested: dict[str, int] = {}  # draft tokens, by drafter
-        waits: dict[float, int] = {}  # sequences by when they last got tokens: most rounds, all at the same time
+        waits: dict[float, int] = {}  # requests by when they last got tokens: most rounds, all at the same time
         for event in record.events:
             if not event.tokens:
                 continue
-            sequence, key = event.sequence, id(event.sequence)
+            request, key = event.request, id(event.request)
             generated += len(event.tokens)
             if event.drafted:
                 self._add_accepted(event.accepted)
@@ -151,7 +151,7 @@ class EngineCounts:
                     name = drafter or UNNAMED
                     tested[name] = tested.get(name, 0) + drafted
                     counts_of(self.drafters, name).add(drafted, accepted)
-            stats = sequence.stats
+            stats = request.stats
             if stats.rounds == 1:
                 self.histograms["first_token"].observe((stats.first_token_time or now) - stats.submit_time)
             elif (last := self.last_token.get(key)) is not None:
@@ -178,15 +178,15 @@ class EngineCounts:
             self.accepted += [0] * (accepted + 1 - len(self.accepted))
         self.accepted[accepted] += 1
 
-    def add_end(self, sequence: "Request") -> None:
-        """Count the end of a sequence; its times and lengths only if it was not cancelled and did not fail."""
-        reason = REASONS.get(sequence.finish_reason, "error")
-        self.last_token.pop(id(sequence), None)
+    def add_end(self, request: "Request") -> None:
+        """Count the end of a request; its times and lengths only if it was not cancelled and did not fail."""
+        reason = REASONS.get(request.finish_reason, "error")
+        self.last_token.pop(id(request), None)
         self.finished[reason] += 1
         if reason == "error":
-            name = type(sequence.error).__name__
+            name = type(request.error).__name__
             self.failures[name] = self.failures.get(name, 0) + 1
-        stats, seen = sequence.stats, self.histograms
+        stats, seen = request.stats, self.histograms
         if stats.cached_tokens is not None:
             self.prefix_queries += stats.num_prompt_tokens
             self.prefix_hits += stats.cached_tokens
@@ -202,4 +202,4 @@ class EngineCounts:
         seen["per_token"].observe(decode / max(stats.num_generated_tokens - 1, 1))
         seen["prompt_tokens"].observe(stats.num_prompt_tokens)
         seen["generation_tokens"].observe(stats.num_generated_tokens)
-        seen["max_tokens"].observe(sequence.params.max_tokens)
+        seen["max_tokens"].observe(request.params.max_tokens)

@@ -37,7 +37,7 @@ class NeverAccepted:
                 self._settled.add(drafter)
                 self._say(describe(drafter, counts.drafted))
 
-    def on_finish(self, sequence: "Request") -> None:
+    def on_finish(self, request: "Request") -> None:
         """Nothing: rounds say it all."""
 
 

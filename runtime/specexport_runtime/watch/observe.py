@@ -13,13 +13,13 @@ class RoundRecord(NamedTuple):
     """One step of the engine.
 
     Attributes:
-        events: what it did for each sequence that got tokens or failed.
+        events: what it did for each request that got tokens or failed.
         prompt_tokens: tokens of prompts that it fed.
         seconds: it took, drafting included.
         plain_seconds: a round of plain decoding of the same rows would have taken, one token each; None if that is not
             known.
-        reread_tokens: of ``prompt_tokens``, those of paused sequences that were read before.
-        preemptions: sequences that were paused before it.
+        reread_tokens: of ``prompt_tokens``, those of paused requests that were read before.
+        preemptions: requests that were paused before it.
     """
 
     events: "Sequence[RoundEvent]"
@@ -52,8 +52,8 @@ class EngineObserver(Protocol):
         """A step was executed."""
         ...
 
-    def on_finish(self, sequence: "Request") -> None:
-        """A sequence ended, in whichever way; see its ``finish_reason``, ``stats`` and ``error``."""
+    def on_finish(self, request: "Request") -> None:
+        """A request ended, in whichever way; see its ``finish_reason``, ``stats`` and ``error``."""
         ...
 
 
@@ -77,10 +77,10 @@ class Observers:
         for observer in self._each:
             self._tell(observer, "on_round", record)
 
-    def sequence_done(self, sequence: "Request") -> None:
-        """Tell all of the end of a sequence."""
+    def request_done(self, request: "Request") -> None:
+        """Tell all of the end of a request."""
         for observer in self._each:
-            self._tell(observer, "on_finish", sequence)
+            self._tell(observer, "on_finish", request)
 
     def _tell(self, observer: EngineObserver, what: str, news: object) -> None:
         try:
@@ -96,18 +96,18 @@ class Observers:
 
 
 class EngineLoad(NamedTuple):
-    """How busy an engine is, at the moment of asking; while it decodes, a sequence on its way may not be counted.
+    """How busy an engine is, at the moment of asking; while it decodes, a request on its way may not be counted.
 
     Attributes:
-        num_running: sequences that hold a cache row.
-        num_waiting: sequences that wait for one.
+        num_running: requests that hold a cache row.
+        num_waiting: requests that wait for one.
         max_num_seqs: cache rows.
         kv_entries: committed cache entries of the target.
         kv_capacity: cache entries that the rows can hold together.
         num_prefixes: texts that are kept in rows that nobody runs in.
         prefix_entries: cache entries of these.
         kv_bytes_resident: memory of the cache rows of all models that was written to; 0 where that is not known.
-        kv_bytes_reserved: memory that running sequences may come to need, and that of texts that are kept for good.
+        kv_bytes_reserved: memory that running requests may come to need, and that of texts that are kept for good.
         kv_bytes_budget: bound of both; None where none was set.
     """
 

@@ -1,4 +1,4 @@
-"""What each round did for each sequence, and what it saved: collected only for requests that ask."""
+"""What each round did for each request, and what it saved: collected only for requests that ask."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ class RoundTracer:
         self._rounds = 0
 
     def record(self, events: "Sequence[RoundEvent]", load: StepLoad, seconds: float) -> float | None:
-        """Append a round to the traces of its sequences that keep one; ``load`` is its step without drafts.
+        """Append a round to the traces of its requests that keep one; ``load`` is its step without drafts.
 
         ``seconds`` are those of the whole round. The result is the seconds of a round of plain decoding of the same
         rows; None if that is not known.
@@ -36,10 +36,10 @@ class RoundTracer:
             self._plain[load.num_rows] = known + 0.2 * (seconds - known)
         plain = self._plain_seconds(load)
         for event in events:
-            seq = event.sequence
-            if seq.trace is None:
+            req = event.request
+            if req.trace is None:
                 continue
-            seq.trace.append(
+            req.trace.append(
                 RoundTrace(
                     round=self._rounds,
                     num_rows=load.num_rows,
