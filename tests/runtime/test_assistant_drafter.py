@@ -75,7 +75,7 @@ def test_one_entry_too_many_is_refused():
 
     decoder, _, drafter = assistant_decoder(3)
     drafter.runner.kv = Longer(decoder.target.kv)
-    with pytest.raises(SpecexportError, match="the target has 2 entries of a sequence of 2 tokens"):
+    with pytest.raises(SpecexportError, match="the target has 2 entries of a request of 2 tokens"):
         run(decoder, make_sequences(lambda _: 20, PROMPTS[:1]))
 
 

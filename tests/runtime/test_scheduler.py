@@ -116,11 +116,11 @@ def test_check_finds_a_broken_state():
     world.round()
     world.rows.check()
     world.rows.target.kv.assume(1, 1)
-    with pytest.raises(SpecexportError, match="row 1 has no sequence but 1 committed entries"):
+    with pytest.raises(SpecexportError, match="row 1 has no request but 1 committed entries"):
         world.rows.check()
     world.rows.target.kv.release(1)
     seq.row = 1
-    with pytest.raises(SpecexportError, match="row 0 holds sequence 0"):
+    with pytest.raises(SpecexportError, match="row 0 holds request 0"):
         world.rows.check()
 
 

@@ -196,7 +196,7 @@ def test_the_lowered_graph_drafts_as_the_cpu_does(tmp_path: Any, monkeypatch: An
     cpu = OrtExecutor(tmp_path / "model.onnx", entry, num_rows=2, kv_capacity=capacity, num_threads=1)
     cpu.fixed_layers = executor.fixed_layers
 
-    monkeypatch.setattr("loop.VOCAB", vocab)
+    monkeypatch.setattr("tests.support.loop.VOCAB", vocab)
     monkeypatch.setattr(f"{__name__}.PROMPTS", [[9, 40, 11, 23, 8, 61, 14], [50, 7, 33]])
 
     def params(i: int) -> SamplingParams:
