@@ -160,7 +160,7 @@ class SpecEngine(PromptEncoder):
             callback: called with each chunk in the decoding thread: keep it short. It may submit, but not wait.
             **options: how to draft: ``drafter``, ``num_speculative_tokens``, ``speculation``, ``layer_rules``,
                 ``draft_exit``, ``trace``; whose it is: ``owner``, ``priority``; and the adapter, ``lora``;
-                see ``requests.drafting.RequestOptions``.
+                see ``specexport_runtime.intake.drafting.RequestOptions``.
 
         Raises:
             InvalidRequestError: the request can never be served; others are not affected.

@@ -78,7 +78,7 @@ def alone():
     """What each request gives on an engine that serves nobody else."""
     engine = make_engine()
     return [
-        engine.generate(spec.prompt, spec.params, **spec.drafting)[0] for spec in map(request, range(THREADS * EACH))
+        engine.generate(spec.prompt, spec.params, **spec.options)[0] for spec in map(request, range(THREADS * EACH))
     ]
 
 
@@ -89,20 +89,20 @@ def same(tokens, logprobs, wanted):
 
 def by_submit(engine, number, wanted):
     spec = request(number)
-    result = engine.submit(spec.prompt, spec.params, **spec.drafting).result(60)
+    result = engine.submit(spec.prompt, spec.params, **spec.options).result(60)
     same(result.token_ids, result.logprobs, wanted)
 
 
 def by_iteration(engine, number, wanted):
     spec = request(number)
-    pieces = [p for chunk in engine.stream(spec.prompt, spec.params, **spec.drafting) for p in chunk.pieces]
+    pieces = [p for chunk in engine.stream(spec.prompt, spec.params, **spec.options) for p in chunk.pieces]
     logprobs = None if wanted.logprobs is None else [piece.logprobs for piece in pieces]
     same([piece.token_id for piece in pieces], logprobs, wanted)
 
 
 def by_generate(engine, number, wanted):
     spec = request(number)
-    for result in engine.generate([spec.prompt, spec.prompt], spec.params, **spec.drafting):
+    for result in engine.generate([spec.prompt, spec.prompt], spec.params, **spec.options):
         same(result.token_ids, result.logprobs, wanted)
 
 
@@ -117,7 +117,7 @@ def by_submit_all(engine, number, wanted):
 
 def by_cancelling(engine, number, wanted):
     spec = request(number)
-    handle = engine.submit(spec.prompt, spec.params, **spec.drafting)
+    handle = engine.submit(spec.prompt, spec.params, **spec.options)
     if number % 2:
         next(iter(handle), None)
     handle.cancel()
