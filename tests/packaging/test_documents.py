@@ -143,8 +143,8 @@ def load_tool(name: str) -> ModuleType:
     [
         ("README.md", "docs/cli.md#exit-codes", "cli.md#exit-codes"),
         ("README.md", "LICENSE", "LICENSE"),
-        ("docs/embedding.md", "../README.md", "index.md"),
-        ("docs/embedding.md", "serving.md", "serving.md"),
+        ("docs/generate.md", "../README.md", "index.md"),
+        ("docs/generate.md", "serving.md", "serving.md"),
         ("docs/scaling.md", "../benchmarks/memory.py", "benchmarks/memory.py"),
         ("docs/reference/runtime.md", "../generate.md", "../generate.md"),
         ("docs/benchmarks.md", "../examples/deep_target", "examples/deep_target/README.md"),
