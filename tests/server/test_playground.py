@@ -9,6 +9,7 @@ import pytest
 from specexport_runtime.server import playground
 from specexport_runtime.server.config import ServerConfig
 from tests.support import patience
+from tests.support.engine_of import engine_of
 from tests.support.serving import Served, fake_engine
 
 PATHS = sorted(playground.PUBLIC_PATHS)
@@ -119,7 +120,7 @@ def test_what_the_page_is_told_of_a_bundle(fake_served):
 def test_a_bundle_without_draft_and_template():
     def plain():
         engine = fake_engine(chat_template=None)
-        return type(engine)(engine.target, engine.tokenizer, max_model_len=50, lookahead=3)
+        return engine_of(engine.target, engine.tokenizer, max_model_len=50, lookahead=3)
 
     with Served(plain, ServerConfig(model_name="plain", max_tokens=20)) as served:
         facts = get(served, "/playground.json").json()
