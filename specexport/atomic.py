@@ -7,11 +7,13 @@ and the error tree only.
 
 import contextlib
 import errno
+import json
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from specexport_runtime.errors import OutputExistsError, UserInputError
 
@@ -249,3 +251,8 @@ def write_text(path: Path, text: str, *, errors: str = "strict") -> None:
         temporary.write_text(text, encoding="utf-8", errors=errors)
 
     write_file(path, write)
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write a JSON file in one step; UserInputError if it cannot be written, ValueError at NaN and infinity."""
+    write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
+from specexport.report import print_json
 from specexport_runtime.cli.options import engine_flag
 from specexport_runtime.errors import CheckFailedError, UserInputError
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 PAIR = Path("examples") / "demo_pair"
 STREAM_PROMPT = 'def read_lines(path, *, encoding="utf-8"):\n    """Return the lines of a file."""\n    with open(path'
 NUM_PROMPTS = 8
-_COLOURS = {"accepted": "green", "corrected": "red", "bonus": "cyan", "target": None}
 
 
 class Difference(NamedTuple):
@@ -166,19 +166,17 @@ def _build(pair: Path, output: Path) -> None:
 
 def _stream(engine: "SpecEngine", prompt: str, *, lookahead: int, max_tokens: int) -> None:
     from specexport_runtime import SamplingParams
+    from specexport_runtime.cli.output import coloured_kinds, print_chunk
 
     colour = sys.stdout.isatty()
     click.echo()
     click.secho(prompt, nl=False, dim=colour)
     params = SamplingParams(temperature=0.5, top_p=0.9, seed=1, max_tokens=max_tokens)
     for chunk in engine.stream(prompt, params, num_speculative_tokens=lookahead):
-        for piece in chunk.pieces:
-            click.secho(piece.text, nl=False, fg=_COLOURS[piece.kind] if colour else None)
-        sys.stdout.flush()
+        print_chunk(chunk, colour=colour)
     click.echo("\n")
     if colour:
-        legend = [click.style(kind, fg=fg) for kind, fg in _COLOURS.items() if fg]
-        click.echo(f"tokens: {', '.join(legend)}\n")
+        click.echo(f"tokens: {', '.join(coloured_kinds())}\n")
 
 
 def _short(path: Path) -> Path:
@@ -220,7 +218,10 @@ def demo(
         )
     finally:
         engine.close()
-    click.echo(json.dumps(asdict(measured)) if as_json else format_measurement(measured))
+    if as_json:
+        print_json(asdict(measured))
+    else:
+        click.echo(format_measurement(measured))
     if measured.difference is not None:
         raise CheckFailedError(
             f"prompt {measured.difference.prompt} differs from plain decoding at token {measured.difference.position}.",

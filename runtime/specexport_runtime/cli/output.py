@@ -60,8 +60,12 @@ def print_chunk(chunk: "StreamChunk", *, colour: bool, is_dim: Callable[[str], b
 
 def print_legend() -> None:
     """What the colours of tokens say, on standard error."""
-    legend = " ".join(click.style(kind, **style) for kind, style in _STYLES.items() if style)
-    click.echo(f"[{legend}]", err=True, color=True)
+    click.echo(f"[{' '.join(coloured_kinds())}]", err=True, color=True)
+
+
+def coloured_kinds() -> list[str]:
+    """Where a token may come from, each in its colour."""
+    return [click.style(kind, **style) for kind, style in _STYLES.items() if style]
 
 
 def print_notes(notes: Iterable[str]) -> None:
@@ -113,13 +117,14 @@ def describe_drafters(drafters: dict[str, dict[str, int]], plain: int) -> str:
     ``drafters`` are as in ``RequestStats.to_json``.
     """
     parts = [
-        f"{name} {each['accepted']} of {each['drafted']} in {_rounds(each['rounds'])}"
+        f"{name} {each['accepted']} of {each['drafted']} in {format_rounds(each['rounds'])}"
         for name, each in drafters.items()
     ]
-    return "; ".join([*parts, *([f"{_rounds(plain)} without a draft"] if plain else [])])
+    return "; ".join([*parts, *([f"{format_rounds(plain)} without a draft"] if plain else [])])
 
 
-def _rounds(count: int) -> str:
+def format_rounds(count: int) -> str:
+    """``1 round``, or more of them."""
     return f"{count} round" if count == 1 else f"{count} rounds"
 
 
