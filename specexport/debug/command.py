@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from specexport.debug.run import GRAPHS, STEPS
 from specexport.report import Column, print_json, print_report, terminal_table
 from specexport_runtime.cli.options import engine_flag
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from specexport.debug.compare import Comparison, LayerRow
     from specexport.debug.run import DebugReport
 
-_ROLES, _GRAPHS, _STEPS = ("target", "draft"), ("engine", "padded"), ("prefill", "decode", "verify")
+_ROLES = ("target", "draft")
 
 
 @click.command()
@@ -26,10 +27,10 @@ _ROLES, _GRAPHS, _STEPS = ("target", "draft"), ("engine", "padded"), ("prefill",
 @click.option("--prompt-file", type=click.Path(path_type=Path), help="Read the prompt from a UTF-8 text file.")
 @click.option("--against", type=click.Path(path_type=Path), help="Bundle of the same checkpoint: the reference.")
 @click.option(
-    "--graph", type=click.Choice(_GRAPHS), default="engine", show_default=True, help="Which graph of the model."
+    "--graph", type=click.Choice(GRAPHS), default="engine", show_default=True, help="Which graph of the model."
 )
 @click.option("--role", type=click.Choice(_ROLES), default="target", show_default=True, help="Which model.")
-@click.option("--step", type=click.Choice(_STEPS), default="verify", show_default=True, help="Which kind of step.")
+@click.option("--step", type=click.Choice(STEPS), default="verify", show_default=True, help="Which kind of step.")
 @click.option("--after", type=int, default=0, show_default=True, help="Tokens to decode before the step.")
 @click.option("--tolerance", type=float, help="Largest relative error.  [default: 1e-4; int8: 0.1; int4: 0.5]")
 @click.option("--layer", "layers", multiple=True, help="Rank these layers only; * stands for anything. Repeatable.")

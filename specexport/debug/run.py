@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from specexport.progress import Progress, StageClock
 from specexport_runtime.bundle.entry import ModelEntry
@@ -20,6 +20,8 @@ BACKEND = "ort-cpu"
 CACHE_BACKENDS = ("tensorrt", "tensorrt-rtx")
 """Their engines show what they leave in the caches."""
 GraphKind = Literal["engine", "padded"]
+GRAPHS: tuple[GraphKind, ...] = get_args(GraphKind)
+STEPS = ("prefill", "decode", "verify")
 TOLERANCES = {
     "float32": 1e-4, "float16": 0.02, "bfloat16": 0.1, "int8": 0.1, "int4": 0.5, "keep": 0.1, "int8 KV cache": 0.1,
 }  # fmt: skip
@@ -51,6 +53,9 @@ class DebugOptions:
                 "there is nothing to compare the engine with.",
                 "give --against a bundle of the same checkpoint, or --graph padded.",
             )
+        for name, value, known in (("graph", self.graph, GRAPHS), ("step", self.step, STEPS)):
+            if value not in known:
+                raise InvalidRequestError(f"--{name} is {value!r}.", f"give one of {', '.join(known)}.")
         if self.tolerance is not None and not 0 < self.tolerance < float("inf"):
             raise InvalidRequestError(f"--tolerance is {self.tolerance}.", "give a number above 0, for example 0.01.")
         if self.after < 0:
@@ -99,7 +104,7 @@ def debug_bundle(folder: Path, prompt: str, options: DebugOptions, *, progress: 
             _entry(other_manifest, None if options.against else folder, options),
         ]
         _check_same_checkpoint(folder, entries[0], options, entries[1])
-        tolerance = options.tolerance or max(TOLERANCES[entry.approximation or entry.dtype] for entry in entries)
+        tolerance = options.tolerance or max(map(_tolerance, entries))
     if entries[0].backend != BACKEND:
         return _debug_engine(bundle, entries, prompt, options, tolerance, clock)
     with clock.stage("read", options.role):
@@ -170,6 +175,7 @@ def _debug_engine(
     reference = load_bundle(options.against, max_num_seqs=1)
     needed = min(reference.max_model_len, len(tokens) + options.after + reference.manifest.lookahead + 1)
     reference = reference._replace(max_model_len=needed)
+    clock.skip(1)  # no graph is read
     with clock.stage("decode", options.role, f"to a {options.step} step"):
         step = capture_step(
             reference, options.role, tokens, options.step, after=options.after, num_threads=options.num_threads
@@ -194,6 +200,13 @@ def _entry(manifest: Manifest, folder: Path | None, options: DebugOptions) -> Mo
             f"build it with --backend {BACKEND}; a TensorRT engine can be held --against such a bundle.",
         )
     return entry
+
+
+def _tolerance(entry: ModelEntry) -> float:
+    kind = entry.approximation or entry.dtype
+    if kind not in TOLERANCES:
+        raise IncompatibleError(f"no tolerance is known for {kind}.", "give --tolerance, or upgrade specexport.")
+    return TOLERANCES[kind]
 
 
 def _check_same_checkpoint(folder: Path, entry: ModelEntry, options: DebugOptions, other: ModelEntry) -> None:

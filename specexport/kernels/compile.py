@@ -152,7 +152,9 @@ def check_memory(spec: KernelSpec, sm: int, metadata: Any) -> None:
     """
     scratch = (metadata.global_scratch_size, metadata.profile_scratch_size)
     if any(scratch):
-        raise CheckFailedError(f"{spec.kernel} for sm {sm} needs scratch memory ({scratch} bytes); nobody provides it.")
+        raise CheckFailedError(
+            f"{spec.kernel} for sm {sm} needs scratch memory ({scratch} bytes), which engines do not provide."
+        )
     if metadata.shared > SHARED_BYTES[sm]:
         raise CheckFailedError(
             f"{spec.kernel} for sm {sm} needs {metadata.shared} bytes of shared memory, there are {SHARED_BYTES[sm]}.",

@@ -55,6 +55,17 @@ def refuse_slopes(node: "ir.Node", backend: str) -> None:
         )
 
 
+def take_place(ir_model: "ir.Model", old: "ir.Value", new: "ir.Value") -> None:
+    """Readers of ``old``, and the graph output that it is, now get ``new``, under its name if it is an output."""
+    import onnx_ir as ir
+
+    outputs = ir_model.graph.outputs
+    if old in outputs:
+        outputs[outputs.index(old)] = new
+        new.name, old.name = old.name, None
+    ir.convenience.replace_all_uses_with(old, new)
+
+
 def unify_norm_types(ir_model: "ir.Model") -> int:
     """Cast the input of every RMSNormalization to the dtype of its scale, in place; returns how many there were.
 

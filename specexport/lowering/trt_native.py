@@ -37,7 +37,7 @@ that share a key/value head are folded into the query axis, so that neither keys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from specexport.lowering.common import add_token_ids, drop_unused_step_inputs, is_causal, refuse_slopes
+from specexport.lowering.common import add_token_ids, drop_unused_step_inputs, is_causal, refuse_slopes, take_place
 from specexport.lowering.layer_extent import add_extent, shorten_blocks
 from specexport.lowering.trt_step import AlignedStep, Attention, MaskKind, emit_step
 from specexport.onnx_emit import Emitter
@@ -178,7 +178,7 @@ def _lower_layer(
         update = emit.reshape(layer.tensors[name], [-1, layer.kv_heads, size])
         options: dict[str, Any] = {"update_form": "packed_nhd", "mode": "linear"}
         updated = emit.op("TRT_KVCacheUpdate", cache, update, step.past, step.cu, **options)
-        _take_place(ir_model, output, updated)
+        _replace(ir_model, output, updated)
         _fix_shape(updated, layer.kv_heads, kv_capacity, size)
         caches.append(updated)
     queries = emit_query_tile(emit, layer, step)
@@ -190,7 +190,7 @@ def _lower_layer(
     else:
         slots = emit_fused(emit, layer, form, step, queries, *caches)
     output = emit.op("Gather", emit.reshape(slots, [-1, layer.num_heads * layer.v_dim]), step.untile, axis=0)
-    _take_place(ir_model, layer.node.outputs[0], output)
+    _replace(ir_model, layer.node.outputs[0], output)
     emit.place(before=layer.node)
     ir_model.graph.remove(layer.node, safe=True)
     return queries
@@ -259,17 +259,10 @@ def _fix_shape(cache: "ir.Value", heads: int, capacity: int, size: int) -> None:
     cache.shape = ir.Shape([DIM_NAMES["B"], heads, capacity, size])
 
 
-def _take_place(ir_model: "ir.Model", old: "ir.Value", new: "ir.Value") -> None:
-    """Readers of ``old``, and the graph output that it is, now get ``new``, under its name if it is an output."""
-    import onnx_ir as ir
-
-    outputs = ir_model.graph.outputs
-    if old in outputs:
-        outputs[outputs.index(old)] = new
-        new.name, old.name = old.name, None
+def _replace(ir_model: "ir.Model", old: "ir.Value", new: "ir.Value") -> None:
     new.type = old.type if old.type is not None else new.type
     new.shape = old.shape
-    ir.convenience.replace_all_uses_with(old, new)
+    take_place(ir_model, old, new)
 
 
 def emit_explicit(

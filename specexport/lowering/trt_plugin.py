@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from specexport.kernels.signatures import MODEL_DTYPES
 from specexport.kernels.spec import KernelSpec
-from specexport.lowering.common import add_token_ids, drop_unused_step_inputs, require_causal
+from specexport.lowering.common import add_token_ids, drop_unused_step_inputs, require_causal, take_place
 from specexport.lowering.trt_native import read_attention
 from specexport.lowering.trt_step import Attention
 from specexport.onnx_emit import Emitter
@@ -115,7 +115,7 @@ def _lower_layer(ir_model: "ir.Model", layer: Attention, spec: KernelSpec, index
         known |= {name: known[f"{name}_out"] for name in ("k_cache", "v_cache")}  # what follows reads the new entries
     emit.place(before=layer.node)
     for old, name in zip(layer.node.outputs, ("output", "k_cache_out", "v_cache_out"), strict=True):
-        _take_place(ir_model, old, known[name])
+        take_place(ir_model, old, known[name])
     ir_model.graph.remove(layer.node, safe=True)
 
 
@@ -150,14 +150,3 @@ def _emit_plugin(
         words = (sizes.get(word, word) if isinstance(word, str) else word for word in graph_shape(item))
         value.shape = ir.Shape([DIM_NAMES[word] if isinstance(word, str) else word for word in words])
     return made
-
-
-def _take_place(ir_model: "ir.Model", old: "ir.Value", new: "ir.Value") -> None:
-    """Readers of ``old``, and the graph output that it is, now get ``new``, under its name if it is an output."""
-    import onnx_ir as ir
-
-    outputs = ir_model.graph.outputs
-    if old in outputs:
-        outputs[outputs.index(old)] = new
-        new.name, old.name = old.name, None
-    ir.convenience.replace_all_uses_with(old, new)

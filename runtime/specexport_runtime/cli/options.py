@@ -221,7 +221,7 @@ def check_of_use(engine: EngineOptions, drafting: "RequestOptions", params: "Sam
     wanted = [name for name, option in OPTIONS.items() if option.drafter == "suffix"]
     unused = [flag_of(name) for name in wanted if getattr(engine, name) is not None]
     if unused and not copies:
-        raise InvalidRequestError(f"{unused[0]} was given, and nobody drafts by it.", "add --drafter suffix or auto.")
+        raise InvalidRequestError(f"{unused[0]} was given, and no drafter uses it.", "add --drafter suffix or auto.")
 
 
 def take_drafting(options: dict[str, Any]) -> "RequestOptions":

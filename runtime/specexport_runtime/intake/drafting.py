@@ -208,7 +208,7 @@ def _check_weighed(names: Sequence[str], abilities: Abilities) -> None:
     for name in names:
         if name not in abilities.weighed:
             raise InvalidRequestError(
-                f"num_speculative_tokens is 'auto', and nobody knows what a step of drafter {name!r} costs.",
+                f"num_speculative_tokens is 'auto', and what a step of drafter {name!r} costs is not known.",
                 "give a number, or give the drafter a method `cost`.",
             )
 

@@ -97,7 +97,7 @@ class Controller:
         if not waiting or (not fixed and self._is_quiet(drafter, [requests[i] for i in waiting])):
             return allowed
         if known.cost is None:
-            raise SpecexportError(f"nobody knows what a step of drafter {drafter!r} costs.")
+            raise SpecexportError(f"what a step of drafter {drafter!r} costs is not known.")
         rows = [sum([length > depth for length in fixed]) for depth in self._positions]
         asks = [self._ask(i, drafter, requests[i], limits[i]) for i in waiting]
         stage = Stage(now, drafter, known, requests, asks, rows)

@@ -42,7 +42,7 @@ async def create_chat_completion(request: Request) -> Response:
     note_request(request, state, plan, body)
     talk = plan.conversation
     form = ChatFormat if talk is None else partial(PartsFormat, talk)
-    return make_answer(request, state, engine, plan, "chatcmpl-", form)
+    return make_answer(request, state, engine, plan, "chatcmpl-", partial(form, include_usage=plan.include_usage))
 
 
 class PartsFormat(ChatFormat):

@@ -35,7 +35,6 @@ class ResponsesFormat:
         *,
         texts: TokenTexts | None,
         origins: bool,  # say where each token came from
-        include_usage: bool,  # noqa: ARG002
     ) -> None:
         self._header, self._texts, self._origins = header, texts, origins
         self._asked = _echo(body)
