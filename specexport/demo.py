@@ -1,8 +1,4 @@
-"""``specexport demo``: build the demo pair's bundle, stream from it, measure it. Uses the public API only.
-
-Imports no torch itself; building does. It needs the example checkpoints, which are in the repository and not in the
-wheel.
-"""
+"""``specexport demo``: build the demo pair's bundle, stream from it, measure it. Uses the public API only."""
 
 import json
 import statistics
@@ -71,10 +67,7 @@ def load_prompts(pair: Path) -> list[str]:
 def measure(
     engine: "SpecEngine", prompts: Sequence[str], *, lookahead: int, max_tokens: int, repeats: int
 ) -> Measurement:
-    """Decode every prompt plainly and speculatively, turn by turn, so that both meet the same machine.
-
-    The engine has a draft. One sequence runs at a time, and the order of the two ways changes from repeat to repeat.
-    """
+    """Decode every prompt plainly and speculatively, in turns of changing order: both meet the same machine."""
     from specexport_runtime import SamplingParams
 
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)

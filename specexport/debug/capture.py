@@ -1,8 +1,4 @@
-"""A step of a running decode, with everything that its graph was given.
-
-The decode is the runtime's own: prompts are prefilled in chunks, tokens are committed, and the step that is looked at
-goes through the executor. Its inputs are copied just before ONNX Runtime gets them.
-"""
+"""A step of a running decode, with all inputs of its graph, copied just before ONNX Runtime gets them."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -62,12 +58,8 @@ def capture_step(
 ) -> CapturedStep:
     """Decode until the wanted step, and run it.
 
-    A verify step holds the next token and, as its draft, the K tokens that greedy decoding goes on with. A prefill step
-    takes the first chunk of the prompt, with the logits of every token; otherwise ``after`` tokens are decoded before
-    the step. The cache rows of ``bundle`` must be long enough.
-
-    Raises InvalidRequestError if the prompt is empty or too long, IncompatibleError or BundleError if the engine cannot
-    be opened.
+    A verify step holds the next token and the K that greedy decoding goes on with; a prefill step, the prompt's first
+    chunk with all its logits. InvalidRequestError if the prompt is empty or too long.
     """
     lookahead = bundle.manifest.lookahead
     if not prompt:

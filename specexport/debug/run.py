@@ -31,10 +31,7 @@ _TRACING = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript")
 
 @dataclass(frozen=True)
 class DebugOptions:
-    """What to compare, and in which step.
-
-    A value out of its range, or nothing to compare, raises InvalidRequestError; an existing ``save`` OutputExistsError.
-    """
+    """What to compare, in which step; InvalidRequestError for a bad value, OutputExistsError for ``save``."""
 
     # bundle whose graph is the reference; None takes the engine's own graph of the same bundle
     against: Path | None = None
@@ -79,10 +76,8 @@ class DebugReport:
 def debug_bundle(folder: Path, prompt: str, options: DebugOptions, *, progress: Progress | None = None) -> DebugReport:
     """Decode behind ``prompt`` up to the wanted step, and compare two graphs in it.
 
-    Raises MissingDependencyError without polygraphy; InvalidRequestError if the bundles are of different checkpoints, a
-    model or a graph is not there, a pattern fits no layer, or the prompt is too long; IncompatibleError if an engine
-    shows no layers (one of TensorRT is only held against one of ONNX Runtime on a CPU) or cannot run here;
-    CheckFailedError if polygraphy cannot run a graph; BundleError if a bundle cannot be loaded.
+    InvalidRequestError if bundles, a graph, a pattern or the prompt do not fit; IncompatibleError if an engine shows no
+    layers or cannot run here; CheckFailedError if polygraphy cannot run a graph.
     """
     from specexport.debug.runs import require_polygraphy
 

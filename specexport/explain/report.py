@@ -33,10 +33,7 @@ _VISIBLE = str.maketrans({"\n": "⏎", "\r": "␍", "\t": "⇥"})
 
 
 class Pieces:
-    """Text of single tokens of a sequence, spaces before them included.
-
-    ``before`` is the token before the first round's.
-    """
+    """Text of single tokens of a sequence, spaces included; ``before`` is the token before the first round's."""
 
     def __init__(self, decode: Decode, before: int) -> None:
         self._decode = decode

@@ -1,7 +1,4 @@
-"""Rotary embeddings into attention nodes, and residual additions into the norms behind them.
-
-ONNX Runtime finds neither of these fusions.
-"""
+"""Rotary embeddings into attention nodes, and residual additions into the norms behind them."""
 
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -34,10 +31,7 @@ NORMS = {"RMSNormalization": "SkipSimplifiedLayerNormalization", "LayerNormaliza
 
 
 def rotary_rows(max_model_len: int, max_positions: int | None) -> int:
-    """Rows of the rotary tables: as many as a cache row can ever hold, and the same for all ordinary lengths.
-
-    ``max_positions`` is how many the model supports; None for no limit.
-    """
+    """Rows of the rotary tables: as many as a cache row can ever hold, and the same for all ordinary lengths."""
     length = max(_COMMON_LEN, max_model_len)
     return (length if max_positions is None else min(length, max_positions)) + kv_slack(_MAX_LOOKAHEAD)
 
@@ -52,12 +46,9 @@ class _Side(NamedTuple):
 def fuse_rotary(ir_model: "ir.Model", rows: int | None = None, limit: int | None = None) -> int:
     """Move rotary embeddings into the attention nodes of a traced model, in place; returns how many nodes were changed.
 
-    A node is changed only if its q and k are rotated alike, whole heads or their first part, and the tables agree with
-    the graph on random vectors. Positions are then the operator's own count of cache entries, which is what they are in
-    an unpadded KV cache. All tables together may take 2 MiB or a 25th of the weights, whichever is more; otherwise
-    nothing is changed, as the gain does not grow with the model. ``rows`` are those of the tables, from
-    ``rotary_rows``; None changes nothing. ``limit`` is the number of positions that the model supports, None for no
-    limit; rows beyond are never read.
+    Only where q and k are rotated alike, and the tables agree with the graph on random vectors. All tables together may
+    take 2 MiB or a 25th of the weights: the gain does not grow with the model. ``limit`` is the number of positions
+    that the model supports, None for no limit.
     """
     if rows is None:
         return 0
@@ -218,11 +209,7 @@ def _before_reshapes(value: "ir.Value | None") -> "ir.Value | None":
 
 
 def fuse_norms(ir_model: "ir.Model") -> int:
-    """Join each residual addition of a lowered model with the norm behind it, in place; returns how many were joined.
-
-    ``Add`` and ``RMSNormalization`` (or ``LayerNormalization``) over the last axis become one
-    ``com.microsoft.Skip(Simplified)LayerNormalization``, which gives the sum as well.
-    """
+    """Join each residual addition of a lowered model with the norm behind it, in place; returns how many."""
     joined = 0
     for node in [n for n in ir_model.graph if n.op_type in NORMS and n.domain == ""]:
         value = node.inputs[0]

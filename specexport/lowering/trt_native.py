@@ -66,10 +66,7 @@ _HIDDEN = -1.0e30  # weight exactly zero beside any real score, and finite: no i
 
 
 def choose_form(attention: Attention, *, fold: int = 1, sees_ahead: bool = False) -> str:
-    """The form of one layer; ``fold`` is F, where 1 folds nothing.
-
-    With ``sees_ahead`` tokens of some layer of the graph see later ones.
-    """
+    """The form of one layer; ``fold`` is F, ``sees_ahead`` says that tokens of some layer see later ones."""
     size = attention.k_dim
     fused_size = size % _FUSED_MULTIPLE == 0 and _FUSED_SMALLEST <= size <= _FUSED_LARGEST
     plain = attention.softcap == 0 and "sinks" not in attention.tensors and attention.dtype.name in _FUSED_DTYPES
@@ -90,9 +87,7 @@ def lower_trt_native(
 ) -> tuple[str, ...]:
     """Replace every ``UnpaddedAttention``, fix the cache shapes, add ``token_ids``, drop unread step inputs, in place.
 
-    Returns the form of each layer; UnsupportedModelError if a layer has a dtype, or heads, that no form computes
-    exactly. ``kv_capacity`` is L, the entries of a cache row, and ``fold`` is F, 1 for lowering ``native``. ``skipped``
-    are the blocks that draft steps leave out, attention and MLP of their layers; see ``layer_extent``.
+    Returns each layer's form; UnsupportedModelError if none is exact. ``fold`` is F, 1 for ``native``.
     """
     forms = replace_attention(ir_model, kv_capacity=kv_capacity, fold=fold, skipped=skipped)
     add_token_ids(ir_model)
@@ -128,10 +123,7 @@ def replace_attention(
 
 
 def mask_bytes(ir_model: "ir.Model", *, num_rows: int, num_tokens: int, kv_capacity: int, fold: int) -> int:
-    """Bytes of the masks of a prefill, were the layers folded: one byte a query head, slot and cache entry.
-
-    The model is not lowered yet. The largest prefill has ``num_rows`` rows, and its ``num_tokens`` all in one row.
-    """
+    """Bytes of the masks of a prefill, were the layers folded: one byte a query head, slot and cache entry."""
     layers = [read_attention(node, i) for i, node in enumerate(_attention_nodes(ir_model))]
     kinds = {mask_kind(layer, FOLDED) for layer in layers if choose_form(layer, fold=fold) == FOLDED}
     width = -(-num_tokens // fold) * fold
@@ -143,10 +135,7 @@ def _attention_nodes(ir_model: "ir.Model") -> "list[ir.Node]":
 
 
 def read_attention(node: "ir.Node", index: int) -> Attention:
-    """Read one ``UnpaddedAttention``; ``index`` is its layer, for messages.
-
-    CheckFailedError if cache head sizes are not static; UnsupportedModelError if TensorRT has no exact form for it.
-    """
+    """Read one ``UnpaddedAttention`` of layer ``index``; UnsupportedModelError if TensorRT has no exact form for it."""
     refuse_slopes(node, "TensorRT")
     named = zip([item.name for item in UNPADDED_ATTENTION.inputs], node.inputs, strict=False)
     tensors = {name: value for name, value in named if value is not None}
@@ -197,11 +186,7 @@ def _lower_layer(
 
 
 def emit_query_tile(emit: Emitter, layer: Attention, step: AlignedStep) -> "ir.Value":
-    """Scaled queries as the tile [B, W, Hq*D], in the model's dtype.
-
-    TensorRT's attention does not scale. The product is taken in float32 and rounded once: a scale such as 96**-0.5
-    would itself be rounded in half precision, and twice rounded is worse.
-    """
+    """Scaled queries as the tile [B, W, Hq*D], in the model's dtype; scaled in float32, to round them once."""
     import onnx_ir as ir
 
     exact = emit.op("Mul", emit.cast(layer.tensors["q"], ir.DataType.FLOAT), emit.const(layer.scale, "float32"))

@@ -40,10 +40,7 @@ PLUGIN_VERSION = "1"  # tensorrt.plugin registers every plugin under this versio
 
 
 def choose_num_splits(kv_capacity: int, window: int) -> int:
-    """Splits of a layer. One number for all profiles of an engine: it is the size of an output.
-
-    ``kv_capacity`` is L, and ``window`` the entries a token sees, -1 for all.
-    """
+    """Splits of a layer. One number for all profiles of an engine: it is the size of an output."""
     seen = min(kv_capacity, window) if window > 0 else kv_capacity
     return max(1, min(MOST_SPLITS, seen // SPLIT_ENTRIES))
 
@@ -51,9 +48,7 @@ def choose_num_splits(kv_capacity: int, window: int) -> int:
 def lower_trt_plugin(ir_model: "ir.Model", *, kv_capacity: int, num_splits: int | None = None) -> tuple[str, ...]:
     """Replace every ``UnpaddedAttention``, fix the cache shapes, add ``token_ids``, drop unread step inputs, in place.
 
-    Returns the name of each layer's attention plugin; UnsupportedModelError if a layer has a dtype, heads or sizes that
-    the kernels do not compute exactly. A cache row has L = ``kv_capacity`` entries, in ``num_splits`` parts; None for
-    ``choose_num_splits``.
+    Returns each layer's plugin name; UnsupportedModelError if the kernels do not compute one exactly.
     """
     names = replace_attention(ir_model, kv_capacity=kv_capacity, num_splits=num_splits)
     add_token_ids(ir_model)

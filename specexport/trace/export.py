@@ -1,7 +1,6 @@
 """From a transformers model to a packed ONNX graph with one ``UnpaddedAttention`` a layer.
 
-torch.export with explicit dimensions, then the dynamo exporter at opset 23 (where RMSNormalization and RotaryEmbedding
-can be fused again by a pass; the fusions do not know 24). Inputs and outputs carry the contract's names.
+torch.export with explicit dimensions, then the dynamo exporter at opset 23, whose fusions do not know 24.
 """
 
 import logging
@@ -75,10 +74,7 @@ class PackedModel(torch.nn.Module):  # type: ignore[misc]  # torch is not follow
         self.projection = None if features is None else features.projection
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """One step: from the step inputs and what is kept to logits [R, V], features if asked for, and what is kept.
-
-        What is kept is k and v cache of each layer, then state and pending entries of each recurrence.
-        """
+        """One step: from the step inputs and what is kept to logits [R, V], features if asked for, and what is kept."""
         input_ids, positions, wanted, *step = inputs[: len(STEP_INPUTS)]
         kept = list(inputs[len(STEP_INPUTS) + self.has_states :])
         caches, states = kept[: self.num_caches], kept[self.num_caches :]
@@ -129,11 +125,7 @@ def state_names(num_states: int) -> tuple[list[str], list[str]]:
 def trace_model(
     model: Any, calls: ModelCalls, stored: Stored | None = None, features: FeatureRequest | None = None
 ) -> TracedModel:
-    """Trace a model in eval mode to ONNX IR; weights stay its own memory until they are written, or are read then.
-
-    Raises ``UnsupportedModelError`` if torch cannot export it, or the trace has a stored weight in a form that no
-    weight of the model has.
-    """
+    """Trace a model in eval mode to ONNX IR, over its own memory; UnsupportedModelError if torch cannot export it."""
     packed = PackedModel(model, calls, features).eval()
     outputs = [LOGITS] if features is None else [LOGITS, FEATURES]
     with torch.no_grad(), blanks(model, stored or {}) as names:

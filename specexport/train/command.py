@@ -68,10 +68,7 @@ def train_draft(*, plot: Path | None, as_json: bool, quiet: bool, **asked: Any) 
 
 
 def plot_curve(curve: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw tokens a round on held-out texts against batches; ``curve`` is ``Trained.curve``.
-
-    The ending of ``path`` decides the picture's format. UserInputError: the file cannot be written.
-    """
+    """Draw tokens a round on held-out texts against batches; ``curve`` is ``Trained.curve``."""
     from specexport.plots import new_figure, save_figure
 
     figure, (axes,) = new_figure(1, width=6)

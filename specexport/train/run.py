@@ -50,8 +50,7 @@ def train_draft(options: TrainOptions, progress: Progress | None = None) -> Trai
     """Train a draft; a run that was ended goes on.
 
     InvalidRequestError: prompts, limits, the bundle or the work folder do not allow it. OutputExistsError: something
-    else stands in the output folder. CheckpointError, UnsupportedModelError: the target cannot be used. UserInputError:
-    the disk is full.
+    else is in the output folder.
     """
     import torch
 

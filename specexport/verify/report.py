@@ -119,9 +119,8 @@ def _plain(value: Any) -> Any:
 def record_report(bundle: Path, report: VerifyReport) -> Manifest:
     """Put the report into the bundle: the file with its hash, and the summary in the manifest, which is returned.
 
-    Whenever this is interrupted, the bundle stays valid: the manifest never names a file of another content. The
-    ``build_key`` is unchanged, so the bundle is still up to date. Raises BundleError if the bundle was rebuilt
-    meanwhile, UserInputError if it cannot be written.
+    Whenever this is interrupted, the bundle stays valid and up to date. BundleError if it was rebuilt meanwhile,
+    UserInputError if it cannot be written.
     """
     manifest = load_manifest(bundle)
     if manifest.build_key != report.build_key:

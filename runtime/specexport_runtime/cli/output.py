@@ -112,10 +112,7 @@ def print_result(prompt: str, result: "GenerationResult", output: OutputOptions)
 
 
 def describe_drafters(drafters: dict[str, dict[str, int]], plain: int) -> str:
-    """Which drafter made how much: accepted of drafted tokens, and rounds; then the ``plain`` rounds without a draft.
-
-    ``drafters`` are as in ``RequestStats.to_json``.
-    """
+    """Accepted of drafted tokens and rounds of each of ``drafters``; then the ``plain`` rounds without a draft."""
     parts = [
         f"{name} {each['accepted']} of {each['drafted']} in {format_rounds(each['rounds'])}"
         for name, each in drafters.items()

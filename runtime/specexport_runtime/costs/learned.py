@@ -78,10 +78,7 @@ class _Steps:
 
 
 class LearnedCosts:
-    """Ratios by which promised seconds are mended, by the number of rows; ``version`` counts the changes.
-
-    ``keep`` gets :meth:`to_json` after a change, for the next life, where it is what is ``known``.
-    """
+    """Ratios by which promised seconds are mended, by rows; ``version`` counts changes, and ``keep`` gets each."""
 
     def __init__(self, known: Any = None, *, keep: Callable[[dict[str, Any]], object] = lambda _: None) -> None:
         self.version = 0
@@ -110,10 +107,7 @@ class LearnedCosts:
         return drafter not in self._ratios and self._seen.get(drafter, 0) < _SEEN
 
     def wants_shorter(self, num_rows: int) -> bool:
-        """Whether a shorter draft would tell something: all steps lately had as many draft tokens.
-
-        From them nobody can tell what one adds. The answer depends on how many there were, not on times.
-        """
+        """Whether a shorter draft would tell something: all steps lately had as many draft tokens."""
         steps = self._steps.get(_size(num_rows))
         if steps is None or not steps.lately[-1].drafted:
             return False
@@ -143,10 +137,7 @@ class LearnedCosts:
                     self._judge(name, size)
 
     def adopt(self) -> bool:
-        """Use what was learned, if something in use is wrong; whether anything changed.
-
-        To be called only where no draft depends on it whose random numbers are still to be used.
-        """
+        """Use what was learned, where no undrawn draft depends on it; whether anything changed."""
         if not self._due:
             return False
         for (name, size), ratio in self._due.items():
@@ -208,11 +199,7 @@ def _extra_sample(before: RoundSeconds, now: RoundSeconds) -> _Sample:
 
 
 def _beyond(samples: Collection[tuple[float, float]], used: float, deviations: float, share: float) -> float:
-    """``used``, unless chance hardly put samples and their weights where they are while it is the truth.
-
-    Half of the samples, of which ``share`` are independent, lie below the truth, give or take some. The median is
-    believed one standard deviation of that less far.
-    """
+    """``used``, unless chance hardly put samples there: the median is believed one standard deviation less far."""
     weight = sum([each for _, each in samples])
     below = sum([each for ratio, each in samples if ratio < used])
     above = sum([each for ratio, each in samples if ratio > used])

@@ -47,10 +47,9 @@ class _Use(NamedTuple):
 
 
 class MemoryBudget:
-    """Memory of the cache rows of all models of an engine. Without a limit it only counts.
+    """Memory of the cache rows of all ``runners``: the target, then models with a cache beside it.
 
-    ``runners`` are the target, then the models that draft with a cache beside it. InvalidRequestError: there is a
-    limit, and an engine cannot give memory back, or a request of full length does not fit.
+    InvalidRequestError: there is a limit, and an engine gives no memory back, or no full request fits.
     """
 
     def __init__(
@@ -107,10 +106,7 @@ class MemoryBudget:
         return None if self.limit is None else self.limit - self.need(req).num_bytes - self.bytes_of(rows)
 
     def check_pin(self, num_tokens: int, pinned: Iterable[int]) -> None:
-        """Refuse to keep a text for good if a request of full length would not fit beside it and ``pinned``.
-
-        ``pinned`` are the rows of the texts that are kept for good already. The refusal is an InvalidRequestError.
-        """
+        """Refuse (InvalidRequestError) a text for good if no full request fits beside it and ``pinned`` rows."""
         if self.limit is None:
             return
         left = self.limit - self._holding(self._most).num_bytes - self.bytes_of(pinned)
@@ -145,10 +141,7 @@ class MemoryBudget:
             self._held[other] = of_one
 
     def settle(self) -> None:
-        """Give memory back that no request holds: what is over the limit, and over the share that may stay as a spare.
-
-        Rows without a holder give first, the last ones before others: requests fill rows from the front.
-        """
+        """Give memory back that no request holds, over the limit and the spare's share, last rows first."""
         if self.limit is None:
             return
         uses = self._uses()

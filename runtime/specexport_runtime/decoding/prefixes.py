@@ -71,10 +71,7 @@ class KeptTexts(dict[int, KeptText]):
         return [row for row, kept in tuple(self.items()) if kept.is_pinned]
 
     def unpin(self, tokens: Sequence[int], scope: str, adapter: int | None = None) -> bool:
-        """Let a text that is kept for good go when its row is wanted; may be called from any thread.
-
-        False: there was none.
-        """
+        """Let a text that is kept for good go when its row is wanted, from any thread; False if there was none."""
         wanted, found = list(tokens), False
         for kept in tuple(self.values()):
             if kept.is_pinned and kept.scope == (scope, adapter) and kept.tokens.tolist() == wanted:

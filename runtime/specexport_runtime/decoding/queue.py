@@ -36,9 +36,8 @@ NEARLY_DONE = 8
 class WaitingQueue:
     """Requests without a cache row.
 
-    The lowest priority number goes first. Of equal ones the owner that holds the fewest rows does: max-min fairness of
-    rows, so that how much an owner has waiting delays no other. Owners that hold equally many take turns. Within an
-    owner the order is that of arrival; who was paused is in front.
+    The lowest priority number goes first, then the owner with the fewest rows: max-min fairness of rows. Equal owners
+    take turns. Within an owner the order is that of arrival, with a paused request in front.
     """
 
     def __init__(self) -> None:
@@ -70,11 +69,7 @@ class WaitingQueue:
         return self._count == len(self._levels.get(req.priority, {}).get(req.owner, ()))
 
     def next(self, held: Mapping[str, int], skipped: Collection[str] = ()) -> Request | None:
-        """The next request, which stays in the queue; None if no owner of the first priority is left.
-
-        ``held`` counts the rows of each owner; an owner that it does not name holds none. ``skipped`` owners are passed
-        over.
-        """
+        """The next request, which stays queued, by rows ``held``; None if all first owners are ``skipped``."""
         if not self._count:
             return None
         owners = self._levels[min(self._levels)]
@@ -105,10 +100,7 @@ class WaitingQueue:
 
 
 def whom_to_pause(newcomer: Request, rows: Rows) -> Request | None:
-    """The request whose row another had better have; None if none may be paused.
-
-    It is one of the lowest priority, of the owner with the most rows, with the least to read again.
-    """
+    """The request whose row another had better have: lowest priority, most rows, least to read again; None if none."""
     held = rows.held
 
     def may_be(req: Request) -> bool:

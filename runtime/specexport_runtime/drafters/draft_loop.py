@@ -21,11 +21,7 @@ _NAN = "the draft's logits contain NaN."
 
 
 class Draft:
-    """A draft that grows, by at most ``limit`` steps of the model (K).
-
-    ``one_by_one``: the model reads what it handed on itself with each draft token, or has a place for each, so that a
-    token that is forced takes a step too.
-    """
+    """A draft that grows by at most ``limit`` steps (K); ``one_by_one``: a forced token takes a step too."""
 
     def __init__(self, request: Request, limit: int, begun: Begun | None = None, *, one_by_one: bool = False) -> None:
         self.request, self.limit = request, limit
@@ -93,12 +89,9 @@ class Draft:
             self.distributions.append(None)
 
     def draw(self, logits: Float32Array, head: "CutHead | None" = None) -> None:
-        """Append the token that ``logits`` [V] give, and end the draft behind it if the model is not sure of that step.
+        """Append the token that ``logits`` [V] (of ids ``head`` [N]) give; end the draft behind it if it is not sure.
 
-        The token is kept then: its step was paid for, and to leave it out because of *what it is* would make the text
-        follow another distribution. ``head`` has the token ids of the rows of ``logits`` [N]; None where they are the
-        rows. The distribution is over all ids either way, so that what is drawn from is what is tested.
-
+        The token is kept then: to leave it out because of *what it is* would make the text follow another distribution.
         CheckFailedError: the logits hold NaN or +inf. InvalidRequestError: every token is banned.
         """
         req, top = self.request, 1.0
@@ -151,11 +144,7 @@ def open_drafts(
     most: int | None = None,
     one_by_one: bool = False,
 ) -> list[Draft]:
-    """A draft for each request; one whose prompt was not read to its end drafts nothing.
-
-    ``lookaheads`` are the steps of each at most (K), and ``most`` those of the model. ``one_by_one``: see
-    :class:`Draft`.
-    """
+    """A draft of at most ``lookaheads`` and ``most`` steps for each request; none before its prompt was read."""
     limits = lookaheads if most is None else [min(limit, most) for limit in lookaheads]
     return [
         Draft(req, limits[i] if req.num_generated else 0, None if begun is None else begun[i], one_by_one=one_by_one)
@@ -200,11 +189,7 @@ def draft_at_once(
     vocab_size: int,
     head: "CutHead | None" = None,
 ) -> None:
-    """Fill all drafts, open ones in ascending rows, from one packed step, whose last rows are of the draft's places.
-
-    ``work`` wants as many logits for each draft as it has places; ``head`` has the ids below ``vocab_size`` of the LM
-    head's rows, None where it has all.
-    """
+    """Fill all drafts from one packed step, whose last rows are of their places; ``head`` None has all ids."""
     first = drafts[0].request.row
     rows = [IDLE] * (drafts[-1].request.row - first + 1)
     for draft, given in zip(drafts, work, strict=True):

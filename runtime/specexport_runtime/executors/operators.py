@@ -1,7 +1,4 @@
-"""The library of our own operators for ONNX Runtime on the CPU: found, checked, and registered with a session.
-
-It lies in this package. An editable installation has its sources beside, and they may have changed since.
-"""
+"""The library of our own operators for ONNX Runtime on the CPU: found, checked, and registered with a session."""
 
 import ctypes
 import functools
@@ -26,10 +23,7 @@ _REGISTERED = "specexport.operators"
 
 
 def register(options: Any) -> None:
-    """Make our operators known to the ``SessionOptions`` of a session that is to be opened; again is nothing.
-
-    Raises as :func:`kernels`, and IncompatibleError if ONNX Runtime is too old.
-    """
+    """Make our operators known to the ``SessionOptions`` of a session that is to be opened; again is nothing."""
     _loaded()
     _check_onnxruntime()
     try:
@@ -42,8 +36,7 @@ def register(options: Any) -> None:
 def kernels() -> str:
     """The instruction set whose kernels run in this process, as ``"avx512vnni"``.
 
-    MissingDependencyError without the library, IncompatibleError if it cannot be loaded or is older than its sources,
-    UserInputError if ``SPECEXPORT_CPU_KERNELS`` names what this processor lacks.
+    IncompatibleError if the library is older than its sources; UserInputError if ``SPECEXPORT_CPU_KERNELS`` cannot be.
     """
     return _text(_loaded().specexport_kernels)
 

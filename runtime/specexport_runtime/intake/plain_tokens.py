@@ -17,11 +17,7 @@ _BYTES_OF_TEXTS = [*range(0xC0), *range(0xC2, 0xF5)]
 
 
 class PlainTokens:
-    """What ``llguidance.TokenizerWrapper`` wraps.
-
-    ``eos_token_ids`` has at least one. ``InvalidRequestError`` if what a token adds to a text depends on its
-    neighbours.
-    """
+    """What ``llguidance.TokenizerWrapper`` wraps; InvalidRequestError if a token's text depends on its neighbours."""
 
     bos_token_id = None
 

@@ -27,10 +27,9 @@ _KEYS = ("method", "num_speculative_tokens", *sorted(key for kind in KINDS.value
 def parse_speculative_config(config: Mapping[str, Any], *, sources: Mapping[str, str], built: int) -> DraftDefaults:
     """How an engine drafts, from vLLM's speculative-config keys, all optional.
 
-    ``method`` may also be ``"self"``, ``"chained"`` or ``"none"`` (see ``drafting.DRAFTERS``); any of vLLM's names for
-    draft heads means the bundle's own. ``model`` must be the bundle's draft or head, as ``sources`` names them by
-    drafter; ``num_speculative_tokens`` may be ``"auto"``, and is at most ``built``. Unknown keys and values that the
-    bundle cannot honour are an ``InvalidRequestError``; whether the target can draft with its own layers is seen later.
+    ``method`` may also be ``"self"``, ``"chained"`` or ``"none"``; any of vLLM's names for draft heads means the
+    bundle's own. ``model`` must be the bundle's, ``num_speculative_tokens`` at most ``built`` or ``"auto"``.
+    InvalidRequestError for what the bundle cannot honour.
     """
     _check_keys(config)
     given = config.get("num_speculative_tokens")

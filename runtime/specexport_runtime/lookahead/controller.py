@@ -86,8 +86,7 @@ class Controller:
     def allow(self, drafter: str, requests: "Sequence[Request]", limits: Sequence[int]) -> list[Allowed]:
         """How far each request, in ascending rows, may draft with a drafter that costs time; called before it drafts.
 
-        ``limits`` are the most tokens of each: the stage's lookahead or the request's room; 0 for those that do not
-        wait for this drafter. Requests that are not adaptive draft up to it.
+        ``limits`` are the most tokens of each, 0 for those that do not wait for this drafter.
         """
         now, known = self._round, self._known[drafter]
         waiting = [i for i, req in enumerate(requests) if limits[i] and req.adaptive]
@@ -119,10 +118,7 @@ class Controller:
     def cut(
         self, drafter: str, requests: "Sequence[Request]", proposals: Sequence[Proposal], limits: Sequence[int]
     ) -> list[Allowed]:
-        """How much of each draft is worth testing, where drafting itself costs nothing; called after it.
-
-        Arguments as those of :meth:`allow`, and the drafts, of up to ``limits[i]`` tokens.
-        """
+        """How much of each draft, of up to ``limits[i]`` tokens, is worth testing, where drafting costs nothing."""
         now, asks = self._round, []
         allowed = [
             Allowed(limit, "goodput" if req.adaptive else "fixed") for req, limit in zip(requests, limits, strict=True)
@@ -146,11 +142,7 @@ class Controller:
         return allowed
 
     def promises(self, request: "Request", asked: Sequence[Asked]) -> tuple[Promise, ...]:
-        """What plain decoding and each stage of a plan that was considered promise now, for those who look on.
-
-        Nothing is decided by it, and nothing remembered. A stage of which nothing is known, or that found nothing to
-        copy, is left out.
-        """
+        """What plain decoding and each stage of a plan that was considered promise now; nothing is decided by it."""
         allowed = {each.drafter: each.lookahead for each in asked}
         found = [Promise("", 0, 1.0, self._round.plain_rate())]
         for name, own in request.draft_plan:
@@ -196,10 +188,7 @@ class Controller:
             self._learned.adopt()
 
     def observe(self, request: "Request", proposal: Proposal, accepted: int, *, rejected: bool) -> None:
-        """How many of its tests an adaptive request's draft passed, and whether one failed; called once a round.
-
-        Its tokens already end with what the round gave it.
-        """
+        """How many of its tests an adaptive request's draft passed, and whether one failed; called once a round."""
         before = len(request.tokens) - accepted - 1  # wrong for a request that ended within its draft
         own, failed = proposal.own_tests(accepted)
         for name, memory in self._stages.get(request, _NO_STAGES).items():

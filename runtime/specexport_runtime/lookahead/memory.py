@@ -34,8 +34,7 @@ class DrafterMemory:
 class ProbeBudget:
     """Seconds that may be spent on drafts that are not expected to pay: 1 % of the time that plain decoding takes.
 
-    One budget a drafter, whoever shares the batch: sixteen requests that each try now and then must not add up to a
-    draft step in every round. It starts with little, and cannot be saved up for ever.
+    One budget a drafter, or many requests that each try now and then would add up to a draft step a round.
     """
 
     def __init__(self) -> None:
@@ -56,11 +55,7 @@ class ProbeBudget:
 
 
 class ProbeTimer:
-    """When a request tries a drafter again that it does without: after 16 rounds, then 32, 64 … while it fails.
-
-    A probe that passes is soon followed by the next, so that a drafter that became good is not missed for long.
-    ``is_probing``: one was drafted and not tested yet.
-    """
+    """When a request tries a drafter again that it does without: after 16 rounds, then 32, 64 … while it fails."""
 
     def __init__(self, now: int) -> None:
         self._last, self._wait, self.is_probing = now, _FIRST, False

@@ -130,10 +130,7 @@ class Stage:
     def rates(
         self, ask: Ask, load: StepLoad | None = None, gains: Sequence[float] | None = None
     ) -> Iterator[tuple[float, float]]:
-        """Tokens, and tokens a second, that drafts of one token, of two and so on promise, in this step or another.
-
-        As if all rows of the step did the same: the share of each is then what it costs.
-        """
+        """Tokens, and tokens a second, that drafts of one token, of two and so on promise, if all rows do the same."""
         step, gains = load or self.round.load, ask.gains if gains is None else gains
         rows = step.num_rows
         each = self.draft_step(rows, load)[rows]

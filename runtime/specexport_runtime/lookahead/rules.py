@@ -135,15 +135,12 @@ def allocate(
 ) -> tuple[list[int], float]:
     """Maximize (expected + sum of gains) / (target's step + draft steps) over the number of tokens of each request.
 
-    Tokens are taken in the order of their gain, and every number of them is tried. That order alone would leave out
-    what it costs to go one depth deeper, one more draft step whoever takes part: so every largest depth is tried, the
-    next as long as one of the last two was better. What is dear to begin with must not stand in the way of the others:
-    they are tried with it and without.
+    Tokens are taken in the order of their gain, for every largest depth while one of the last two was better: a depth
+    more is a draft step more. What is dear to begin with is tried with and without.
 
-    ``gains`` are the chances that a draft is accepted up to its first, second, … token, falling, and as many as it may
-    have; ``entries`` what the first token of each costs besides. Without drafts the step gives ``expected``; drafting
-    must promise more by the share ``margin``, since times are known no better. Draft tokens of each come back, and the
-    tokens per second.
+    ``gains`` are falling chances that a draft is accepted up to each token; ``entries`` what a first token costs
+    besides. Drafting must promise more than ``expected`` by the share ``margin``. Draft tokens and tokens per second
+    come back.
     """
     base = 0.0 if times.draft is None else sum([times.draft[rows] for rows in times.rows])
     best, counts = (1.0 + margin) * expected / (times.target[0] + base), [0] * len(gains)

@@ -15,10 +15,7 @@ _PICKLED = (
 
 
 class PrefixIngress:
-    """Reads a request's body, and passes the request on to a replica by the beginning of its prompt.
-
-    ``needs_key`` refuses to start without an API key in this process's environment.
-    """
+    """Passes a request on to a replica by the beginning of its prompt; ``needs_key``: not without an API key."""
 
     def __init__(self, settings: RaySettings, replicas: Any, *, needs_key: bool) -> None:
         self._settings = settings

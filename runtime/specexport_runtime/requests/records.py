@@ -42,10 +42,7 @@ class Proposal(NamedTuple):
         return sum([place < count for place in self.forced])
 
     def own_tests(self, accepted: int) -> tuple[int, bool]:
-        """How many of the drafter's own tokens passed their test, and whether one of them failed.
-
-        ``accepted`` of all tokens passed; if that is not all of them, the next one failed.
-        """
+        """How many of the drafter's own tokens passed their test, of ``accepted`` in all, and whether one failed."""
         failed = accepted < len(self.tokens) and accepted not in self.forced
         return accepted - self.num_forced(accepted), failed
 

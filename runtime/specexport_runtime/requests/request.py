@@ -28,8 +28,7 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 class Request:
     """A prompt, the tokens generated for it, and when to stop.
 
-    What a drafter or the controller remembers of a request, it keeps itself, in a ``WeakKeyDictionary`` by request:
-    nothing is to be done when rows move, and a dropped request takes what was remembered along.
+    Drafters and the controller remember a request in a ``WeakKeyDictionary``: nothing to do when rows move.
     """
 
     def __init__(
@@ -156,10 +155,7 @@ class Request:
         return self.text.text
 
     def take_pieces(self, count: int) -> list[tuple[str, int]]:
-        """Text that became safe to show with each of the next ``count`` tokens, and where each begins in the text.
-
-        Needs ``stream``.
-        """
+        """Text that became safe to show with each of the next ``count`` tokens, and where each begins in the text."""
         if self._pieces is None:
             raise SpecexportError("this request was made without stream=True.")
         pieces, self._pieces = self._pieces[:count], self._pieces[count:]

@@ -215,11 +215,7 @@ class PhaseTimes:
         self.draft_steps += max(tokens, default=0)
 
     def count_step(self, start: float, executed: float, engine: float, *, is_round: bool) -> None:
-        """Count a step of the target that ends now, with ``engine`` seconds inside the engine.
-
-        Its packing began at ``start``, and its outputs were there at ``executed``. A step that is no round only fed
-        prompts.
-        """
+        """Count a step of the target, packed from ``start``, done at ``executed``, with ``engine`` seconds inside."""
         now = time.perf_counter()
         if not is_round:
             self.prefill += now - start

@@ -25,11 +25,7 @@ class Verdict(NamedTuple):
 
 
 def accept_greedy(drafted: Sequence[int], target_tokens: Sequence[int]) -> Verdict:
-    """Accept draft tokens as long as they equal the target's greedy choice.
-
-    ``target_tokens`` are K+1 for K draft tokens, or as many as there are up to the first rejection; entry j follows the
-    first j draft tokens.
-    """
+    """Accept draft tokens as long as they equal the target's greedy choice; entry j follows j draft tokens."""
     for j, token in enumerate(drafted):
         if token != target_tokens[j]:
             return Verdict(j, int(target_tokens[j]), is_bonus=False)
@@ -102,11 +98,7 @@ def surplus(target: Distribution, draft: Distribution | None, token: int, weight
 
 
 def normalised(target: Distribution, masses: Float64Array) -> Distribution:
-    """The distribution proportional to ``masses``, in the target's form (dense or sparse).
-
-    Without any mass it is the target's own: that needs q = p, where nothing can be rejected, so it only happens when q
-    and p differ by rounding, and then q is right to rounding.
-    """
+    """The distribution proportional to ``masses``, in the target's form; without mass the target's (rounding)."""
     total = float(masses.sum())
     if total <= 0.0:
         return target

@@ -19,11 +19,8 @@ BoolArray = npt.NDArray[np.bool_]
 class Grammar:
     """Where a text is in its grammar, by a ``llguidance.LLMatcher`` at its beginning that nothing else uses.
 
-    The matcher may stand behind draft tokens; :meth:`consume` takes it back to the committed ones. Masks behind draft
-    tokens are kept until other tokens are drafted or some are committed: what drafting needed, testing has.
-
-    ``eos_token_ids`` end a text, where the grammar lets it end. ``first`` [V] are tokens that the text may begin with;
-    None for all.
+    The matcher may stand behind draft tokens, whose masks are kept for testing. ``eos_token_ids`` end a text, where the
+    grammar lets it end. ``first`` [V] are tokens that the text may begin with; None for all.
     """
 
     def __init__(
@@ -60,10 +57,9 @@ class Grammar:
         return end + bool(self._mask(said)[drafted[end]])
 
     def forced(self, most: int, drafted: Sequence[int] = ()) -> list[int]:
-        """Tokens that a text of this grammar goes on with behind ``drafted``, whatever it says; at most ``most``.
+        """Tokens, at most ``most``, that a text goes on with behind ``drafted``, whatever it says.
 
-        Where nothing can follow, that is its end. It is the only token that may not be the one that is allowed: a model
-        may have others that end a text. Errors are as for :meth:`allowed`.
+        Its end may not be the one that is allowed: a model may have several. Errors as for :meth:`allowed`.
         """
         if most <= 0 or self._is_over(drafted):
             return []

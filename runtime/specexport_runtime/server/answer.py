@@ -251,10 +251,7 @@ def _replaced(request: AsyncRequest) -> int:
 
 
 def _result(request: AsyncRequest) -> GenerationResult:
-    """The result of a request that has ended; raises what it failed with, or an ``ApiError`` if it was cancelled.
-
-    Its client did not cancel it: the server shuts down.
-    """
+    """The result of a request that has ended; raises its failure, or an ``ApiError`` if it was cancelled."""
     assert request.handle is not None  # noqa: S101  # it was submitted
     result = request.handle.result(0)
     if result.finish_reason == "cancelled":
@@ -275,10 +272,7 @@ async def _end_with_error(stream: EventStream, error: Exception, scope: Scope, f
 
 @asynccontextmanager
 async def request_life(receive: Receive, timeout_s: float) -> AsyncIterator[None]:
-    """Interrupts its block, wherever it waits, when the client goes away (``ApiError`` 499) or the time is up (504).
-
-    ``receive`` is that of a request whose body was read. The error replaces what the block would have raised.
-    """
+    """Interrupts its block, wherever it waits, when the client goes away (``ApiError`` 499) or the time is up (504)."""
     gone = False
 
     async def watch() -> None:

@@ -1,7 +1,4 @@
-"""``/v1/chat/completions``, and answers of chats that have more than content.
-
-These have calls of functions, and what the model thought before.
-"""
+"""``/v1/chat/completions``, and answers of chats that have calls of functions, or thinking."""
 
 import json
 from collections.abc import Iterator, Sequence

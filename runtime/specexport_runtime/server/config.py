@@ -108,10 +108,7 @@ def is_loopback_name(host: str) -> bool:
 
 
 def check_key(key: str, where: str) -> None:
-    """Refuse an API key that is empty or that no client could send, with spaces or other than visible ASCII.
-
-    The message never holds the key; it names ``where``: the flag, variable or file and line that it came from.
-    """
+    """Refuse an API key that is empty, or has spaces or other than visible ASCII; the message names ``where`` alone."""
     if not key:
         raise InvalidRequestError(f"{where} is empty.", "give a key of visible ASCII characters, or leave it out.")
     if not all("!" <= character <= "~" for character in key):
@@ -121,10 +118,7 @@ def check_key(key: str, where: str) -> None:
 
 
 def read_keys(path: Path) -> tuple[str, ...]:
-    """Keys of a file, one a line; empty lines and lines that begin with ``#`` are skipped.
-
-    A file that cannot be read, has no key, or a key that no client could send, is an ``InvalidRequestError``.
-    """
+    """Keys of a file, one a line, without empty and ``#`` lines; InvalidRequestError if there is none."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

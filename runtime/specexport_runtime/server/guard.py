@@ -41,11 +41,7 @@ def add_guards(app: FastAPI, config: ServerConfig) -> None:
 
 
 class Guard:
-    """ASGI middleware: request id, admission, bounded body, deadline, headers, and an answer to whatever is raised.
-
-    Sets ``scope["state"]["request_id"]``, ``["owner"]`` (a digest of the API key) and, once the answer has begun,
-    ``["status"]``.
-    """
+    """ASGI middleware: request id, admission, bounded body, deadline, headers, and an answer to all that is raised."""
 
     def __init__(self, app: ASGIApp, config: ServerConfig, state: ServerState) -> None:
         self.app, self._config, self._state = app, config, state

@@ -23,8 +23,7 @@ _text = json.encoder.encode_basestring_ascii
 class ResponsesFormat:
     """JSON of one response; remembers what was streamed, because the last events tell it again, with the usage.
 
-    ``conversation`` is None where answers are one message, not read for calls and thinking; ``texts`` are None for no
-    log-probabilities.
+    ``conversation`` is None for answers of one message, ``texts`` for no log-probabilities.
     """
 
     def __init__(

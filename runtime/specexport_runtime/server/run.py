@@ -28,11 +28,7 @@ _STUCK_S = 30.0
 
 
 def run_server(bundle: Path, config: ServerConfig, options: EngineOptions) -> int:
-    """Serve a bundle until SIGTERM or Ctrl-C; returns 0 after a drain.
-
-    A second signal ends the process at once. ``SpecexportError`` if the address cannot be listened on, or the bundle
-    cannot be loaded.
-    """
+    """Serve a bundle until SIGTERM or Ctrl-C; returns 0 after a drain, which a second signal ends."""
     listener = bind(config)
     with listener, asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(_Life(listener, config, lambda: SpecEngine.load(bundle, options)).run())

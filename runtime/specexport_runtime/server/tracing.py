@@ -1,8 +1,4 @@
-"""OpenTelemetry spans of requests, where a tracer provider is set up.
-
-Only the library's API is used: the operator of the server chooses the SDK and the exporter. FastAPI would add spans,
-and log the texts of exceptions; that is off (see ``app``): a request is to have one span, with no text in it.
-"""
+"""OpenTelemetry spans of requests, one each with no text in it, where a tracer provider is set up."""
 
 import sys
 import time
