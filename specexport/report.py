@@ -40,6 +40,11 @@ def format_number(value: float | None, form: str, unit: str = "") -> str:
     return "-" if value is None else f"{value:{form}}{unit}"
 
 
+def markdown_row(cells: Iterable[str]) -> str:
+    """One line of a Markdown table."""
+    return f"| {' | '.join(cells)} |"
+
+
 def markdown_table(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> str:
     """A row for each of ``rows``, padded so that it can be read as it is."""
     written = []
@@ -51,7 +56,7 @@ def markdown_table(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> str:
         pad, rule = (str.ljust, "-" * width) if column.left else (str.rjust, "-" * (width - 1) + ":")
         head, *rest = [pad(text, width) for text in texts]
         written.append([head, rule, *rest])
-    return "\n".join(f"| {' | '.join(line)} |" for line in zip(*written, strict=True))
+    return "\n".join(map(markdown_row, zip(*written, strict=True)))
 
 
 def terminal_table(columns: Sequence[Column[Row]], rows: Iterable[Row]) -> "Table":

@@ -1,4 +1,4 @@
-"""Hashes of files, and a record of those that were already checked here, so that a large file is hashed once.
+"""Hashes of files, and a record of files that were already checked here, so that a large file is hashed once.
 
 The record lies in the user's cache, one JSON file for each folder. A file with the same device, inode, size,
 modification and change time and the same wanted hash is not hashed again: no user can set the change time.

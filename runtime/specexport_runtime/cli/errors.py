@@ -219,7 +219,7 @@ class Interrupts:
 
 @contextlib.contextmanager
 def handle_interrupts() -> Iterator[Interrupts]:
-    """Handle SIGINT as :class:`Interrupts` says, unless somebody else does, or ignores it."""
+    """Handle SIGINT as :class:`Interrupts` says, unless another handler does, or ignores it."""
     handler = Interrupts()
     in_charge = (
         threading.current_thread() is threading.main_thread()

@@ -1,4 +1,4 @@
-"""Names of earlier releases: a user that still gives one is told why it does nothing, or what took its place."""
+"""Names of earlier releases: the message says why one does nothing any more, or what took its place."""
 
 import sys
 from collections.abc import Callable

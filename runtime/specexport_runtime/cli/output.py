@@ -51,7 +51,7 @@ def print_stream(prompt: str, chunks: "Iterator[StreamChunk]", output: OutputOpt
 
 
 def print_chunk(chunk: "StreamChunk", *, colour: bool, is_dim: Callable[[str], bool] = lambda _: False) -> None:
-    """Print the pieces of one round, coloured by where they came from; ``is_dim`` is told each piece's text in turn."""
+    """Print the pieces of one round, coloured by where they came from; ``is_dim`` gets each piece's text in turn."""
     for piece in chunk.pieces:
         style = {**_STYLES[piece.kind], "dim": is_dim(piece.text) or None} if colour else {}
         click.echo(click.style(piece.text, **style), nl=False, color=colour)

@@ -175,7 +175,7 @@ def collect_keys(given: tuple[str, ...], file: Path | None) -> tuple[str, ...]:
 
 
 def speculative_config(drafter: str | None, num_tokens: int | str | None) -> dict[str, Any] | None:
-    """What ``SpecEngine.load`` is told of how to draft by default; None if nothing was said."""
+    """The default drafting options of ``SpecEngine.load``; None for its own."""
     config: dict[str, Any] = {}
     if drafter is not None:
         config["method"] = METHODS[drafter]

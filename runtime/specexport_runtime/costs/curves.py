@@ -60,7 +60,7 @@ class LayerShares(NamedTuple):
 
 @dataclass(frozen=True)
 class CostCurves:
-    """What the steps of a bundle cost; ``drafters`` has those with an engine, or steps, of their own."""
+    """What the steps of a bundle cost; ``drafters`` has the drafters with separate engines, or steps."""
 
     target: StepCost
     drafters: Mapping[str, StepCost] = field(default_factory=dict)

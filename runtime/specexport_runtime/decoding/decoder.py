@@ -116,7 +116,7 @@ class Decoder:
         if counts or self.observers:
             soon = min(len(self.rows.placed) + len(self.scheduler.waiting), self.rows.max_num_seqs)
             load = step_load(drafting, [self.rows.at(row) for row in chunks], prompt_tokens, soon)
-        # Being watched must not change how far a request drafts: only rounds that count for lengths are told to them.
+        # Being watched must not change how far a request drafts: they see only rounds that count for lengths.
         proposals = self._propose(drafting, load if counts else None)
         drafted = time.perf_counter()
         events = self._verify(ready, drafting, proposals, chunks)

@@ -87,7 +87,7 @@ class DecodeLoop:
     def load(self) -> EngineLoad:
         """How busy the decoder is; may be asked from any thread, but in a fork (EndlessWaitError)."""
         self._check_process()
-        with self._lock:  # nobody is between the two queues
+        with self._lock:  # no request is between the two queues
             load = self.decoder.load
             return load._replace(num_waiting=load.num_waiting + len(self._submitted))
 
@@ -135,7 +135,7 @@ class DecodeLoop:
         try:
             while self._take_orders():
                 self._round()
-        except BaseException as error:  # a defect of ours: nobody may wait for ever, or go on with a broken state
+        except BaseException as error:  # a defect of ours: no caller may wait for ever, or go on with a broken state
             with self._lock:
                 self._closed = True
                 left, self._submitted = [*self._handles.values(), *self._submitted], []
@@ -175,7 +175,7 @@ class DecodeLoop:
             events = self.decoder.step()
         except Exception as error:  # the engine's: whatever it is, the requests in flight end with it
             self.decoder.fail(error)
-            # Those too that ended in this very step: nobody has seen their last tokens.
+            # Requests that ended in this very step too: their last tokens were not handed out.
             for ended in [each for each in self._handles.values() if each.request.finish_reason is not None]:
                 self._finish(ended, error)
             return

@@ -25,7 +25,7 @@ from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.request import Request
 
 SPARE_SHARE = 1 / 8
-"""Of the budget: memory of rows that nobody holds, which stays resident for those who come next."""
+"""Of the budget: memory of rows that no request holds, which stays resident for the next requests."""
 
 
 class Holding(NamedTuple):
@@ -123,7 +123,7 @@ class MemoryBudget:
         self.settle()
 
     def keep(self, row: int, num_tokens: int) -> None:
-        """A text of so many tokens stays in a row; nobody has forgotten its entries yet."""
+        """A text of so many tokens stays in a row, with its entries."""
         entries = (num_tokens, *(runner.kv.kv_len(row) for runner in self._runners[1:]))
         each = zip(self._runners, entries, strict=True)
         self._held[row] = Holding(entries, sum([runner.row_bytes(count) for runner, count in each]))

@@ -79,7 +79,7 @@ class KeptTexts(dict[int, KeptText]):
         return found
 
     def worth(self, kept: KeptText, at: int | None) -> tuple[bool, bool, int]:
-        """Pinned ones are worth the most, those that another has the beginning of the least; then the older ones."""
+        """Pinned texts are worth the most, beginnings of other texts the least; then older texts."""
         size = len(kept.tokens)
         contained = any(
             other is not kept

@@ -65,7 +65,7 @@ class WaitingQueue:
         self._count += 1
 
     def is_alike(self, req: Request) -> bool:
-        """Whether all have the owner and the priority of ``req``: then there is nobody to be fair to."""
+        """Whether all have the owner and the priority of ``req``: then fairness has no say."""
         return self._count == len(self._levels.get(req.priority, {}).get(req.owner, ()))
 
     def next(self, held: Mapping[str, int], skipped: Collection[str] = ()) -> Request | None:

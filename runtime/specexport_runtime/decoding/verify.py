@@ -33,7 +33,7 @@ def told_step(
     work: Sequence[RowWork],
     want: Want,
 ) -> StepOutput:
-    """A step of the target; the drafter is told of similarities and features, which cost a little, if it wants any."""
+    """A step of the target, which gives the drafter the similarities and features that it wants."""
     asks, reads = as_similarity(drafter) if prompts else None, as_feature_drafter(drafter)
     measured = [] if asks is None else [req for req in prompts if asks.wants_similarity(req)]
     gated = as_gated(target.executor) if measured else None

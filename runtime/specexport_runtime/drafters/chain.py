@@ -180,7 +180,7 @@ class ChainDrafter:
             drafter.copy_row(source, destination, kept[name])
 
     def swap_rows(self, one: int, other: int, kept: tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]) -> None:
-        """Tell the drafters; see ``PrefixDrafter``. To those that do not keep rows a request may have moved."""
+        """Tell the drafters; see ``PrefixDrafter``. For one that keeps no rows a request may have moved."""
         of_one, of_other = kept
         for name, drafter in self.drafters.items():
             keeping = as_prefix_drafter(drafter)
@@ -190,7 +190,7 @@ class ChainDrafter:
                 drafter.move_row(one, other)
 
     def forget_row(self, row: int) -> None:
-        """Tell every drafter; those that do not keep rows are told that the request is done."""
+        """Tell every drafter; one that keeps no rows hears that the request is done."""
         for drafter in self.drafters.values():
             keeping = as_prefix_drafter(drafter)
             (drafter.release_row if keeping is None else keeping.forget_row)(row)

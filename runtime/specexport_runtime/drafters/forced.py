@@ -34,7 +34,7 @@ class BegunDrafts:
         return [0 if i in self._errors else each.room - len(each.tokens) for i, each in enumerate(self.drafts)]
 
     def alone(self) -> list[Proposal]:
-        """The drafts if nobody has anything to add."""
+        """The drafts if no drafter adds anything."""
         return [
             Proposal([], None, "none", FORCED, error=self._errors[i]) if i in self._errors else _alone(each)
             for i, each in enumerate(self.drafts)

@@ -100,7 +100,7 @@ class _Snapshot(NamedTuple):
 
 
 class HeadDrafter(OwnCacheDrafter):
-    """Draft tokens from a head over the target's features, with a KV cache of its own, row for row beside the target's.
+    """Draft tokens from a head over the target's features, with a separate KV cache, row for row beside the target's.
 
     ``mask`` is fed for tokens that are not known, None for one token after another. SpecexportError: no head's engine.
     """
@@ -169,7 +169,7 @@ class HeadDrafter(OwnCacheDrafter):
         return tokens, features
 
     def _masked(self, draft: Draft, mask: "MaskInput") -> AtOnce:
-        """The entries that a parallel head has not read, and what stands for tokens that nobody knows."""
+        """The entries that a parallel head has not read, and what stands for unknown tokens."""
         tokens, features = self._unread(draft.request, num_behind(draft.limit, mask))
         newest = self._known(draft.request.tokens[-1:])[0]
         return draft_work(tokens, features, newest, draft.limit, mask)
@@ -222,7 +222,7 @@ class HeadDrafter(OwnCacheDrafter):
         return entries
 
     def commit(self, requests: Sequence[Request]) -> None:
-        """Forget features of rejected tokens, and all entries that the head made of features of its own."""
+        """Forget features of rejected tokens, and all entries that the head made of its own features."""
         for req in requests:
             held = self._held.get(req)
             if held is not None and held.count:

@@ -105,7 +105,7 @@ class LastFeatureDrafter(OwnCacheDrafter):
         self._last.note(request, start, features)
 
     def commit(self, requests: Sequence[Request]) -> None:
-        """Nothing: which of the features counts is told by how many tokens the request has."""
+        """Nothing: the number of tokens of the request says which of the features counts."""
 
     def cost(self, curves: "CostCurves") -> "DraftCost | None":
         """See ``CostedDrafter.cost``."""

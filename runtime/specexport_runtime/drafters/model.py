@@ -22,7 +22,7 @@ DEFAULT_LOOKAHEAD = 4
 
 
 class ModelDrafter(OwnCacheDrafter):
-    """Draft tokens from a second model with a KV cache of its own, row for row beside the target's.
+    """Draft tokens from a second model with a separate KV cache, row for row beside the target's.
 
     Before drafting, the model is fed every committed token beyond its own ``kv_len``, however many there are.
     """

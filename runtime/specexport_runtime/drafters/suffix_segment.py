@@ -15,7 +15,7 @@ import numpy.typing as npt
 SEPARATOR = -1
 """Between texts; it is no token id, and no match and no continuation goes across it."""
 DEPTH = 32
-"""Tokens of a context that are told apart; of longer matches nobody needs to know how long they are."""
+"""Tokens of a context that are told apart; the length of a longer match is of no use."""
 BYTES_PER_TOKEN = 16
 _BITS = 21  # of a token id in a key of three
 _TOKEN_LIMIT = (1 << _BITS) - 2

@@ -146,7 +146,7 @@ def resolve_draft_plan(
     if drafter is None:
         pinned = is_repeatable or isinstance(requested, int)
         drafter = defaults.drafter or (abilities.fixed if pinned else abilities.default)
-        if drafter is None and requested is not None:  # who asks for draft tokens is told why there are none
+        if drafter is None and requested is not None:  # a request for draft tokens learns why there are none
             drafter = next(iter(abilities.drafters))
         requested = defaults.lookahead if requested is None else requested
     if drafter == "none" and options.get("num_speculative_tokens") is not None:
@@ -212,4 +212,4 @@ class RequestSpec(NamedTuple):
     prompt: Prompt
     params: SamplingParams = SamplingParams()
     reference: Prompt | None = None  # what lookup may copy from
-    options: RequestOptions = {}  # noqa: RUF012 nobody changes it
+    options: RequestOptions = {}  # noqa: RUF012 never changed

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 _BYTES_OF_TEXTS = [*range(0xC0), *range(0xC2, 0xF5)]
-"""Those that UTF-8 has."""
+"""Bytes that UTF-8 has."""
 
 
 class PlainTokens:

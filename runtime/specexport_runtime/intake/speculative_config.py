@@ -17,7 +17,7 @@ from specexport_runtime.intake.drafting import (
 )
 
 METHODS = {**{name: kind.method for name, kind in KINDS.items()}, "chained": "chained", "auto": "auto", "none": "none"}
-"""vLLM's name of each way to draft, and ours for those that vLLM has not."""
+"""vLLM's name of each way to draft, and ours where vLLM has none."""
 _DRAFTERS = {method: name for name, method in METHODS.items()} | {
     method: name for name, kind in KINDS.items() for method in kind.other_methods
 }

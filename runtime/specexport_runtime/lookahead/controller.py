@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 _WATCHED, _WATCH_EVERY = 64, 4
 """So many rounds are compared with what was promised, later every fourth: it takes a tenth of a millisecond."""
 _HARDLY, _MUCH = 0.1, 0.5
-"""What a draft reads first belongs to its steps up to this share of them, and is told apart from that one on."""
+"""What a draft reads first belongs to its steps up to this share of them; a larger share is counted apart."""
 _QUIET, _REFUSED = 64, 4
-"""Rounds for which nobody is asked again where nobody drafts, at most; and where the budget refused a probe."""
+"""Most rounds without asking drafters again, where none drafted or the budget refused a probe."""
 _BUCKET = 64  # cache entries a row that count as the same circumstances
 _BYPASS = Allowed(0, "bypass", 1.0)
 _NO_STAGES: dict[str, StageMemory] = {}
@@ -263,7 +263,7 @@ class Controller:
         return False
 
     def _note_quiet(self, drafter: str, asks: Sequence[Ask]) -> None:
-        """That nobody drafts is remembered."""
+        """Remember that no drafter drafts."""
         if self._round.is_shorter or any(ask.count or not ask.req.num_generated for ask in asks):
             self._quiet.pop(drafter, None)
             return
@@ -272,7 +272,7 @@ class Controller:
         self._quiet[drafter] = self._circumstances(drafter), until, WeakSet(ask.req for ask in asks)
 
     def _is_quiet(self, drafter: str, waiting: "Sequence[Request]") -> bool:
-        """Whether it was decided in the same circumstances that nobody drafts: most rounds of a useless drafter."""
+        """Whether it was decided in the same circumstances that no drafter drafts: most rounds of a useless one."""
         circumstances, until, members = self._quiet.get(drafter, ((), 0, ()))
         if self._round.number >= until or circumstances != self._circumstances(drafter):
             return False

@@ -8,10 +8,10 @@ from specexport_runtime.lookahead.round import Stage
 _MARGIN = 0.02
 """Drafting must promise so much more than plain decoding: costs are known no better than that."""
 _WORTH_READING = 0.1
-"""The same before a drafter reads what it may read in vain: while a batch fills, or while nobody knows it."""
+"""The same before a drafter reads what it may read in vain: while a batch fills, or while it has no record."""
 _SCOUTS, _SCOUT_LOOKAHEAD, _HOPED = 2, 2, 0.9
-"""While nobody knows whether a drafter pays, so many requests find out, with drafts of at least so many tokens: if it
-would pay with so good an acceptance. Those that have least to read for it."""
+"""So many requests find out whether a new drafter pays, with drafts of at least so many tokens, if it
+would pay with so good an acceptance. The requests that have least to read for it come first."""
 
 Rule = Callable[[Stage], None]
 
@@ -33,7 +33,7 @@ def nothing_is_read_in_vain(stage: Stage) -> None:
 
 
 def few_find_out(stage: Stage) -> None:
-    """A drafter that nobody knows is tried by a few requests first: those that have least to read for it."""
+    """A drafter without a record is tried first by the few requests that have least to read for it."""
     asks = stage.candidates
     if len(asks) > _SCOUTS and all(is_unknown(stage, ask.memory.drafter.is_unknown) for ask in asks):
         for ask in sorted(asks, key=lambda ask: len(ask.req.tokens) - ask.memory.read)[_SCOUTS:]:
@@ -77,7 +77,7 @@ def the_unknown_is_tried(stage: Stage) -> None:
 
 
 def shorter_tells_more(stage: Stage) -> None:
-    """Where all steps have as many draft tokens, nobody can tell what one adds: now and then there are fewer."""
+    """Where all steps have as many draft tokens, what one adds cannot be told: now and then there are fewer."""
     now = stage.round
     if now.learned.wants_shorter(now.load.num_rows):
         now.is_shorter = True

@@ -23,7 +23,7 @@ class PrefixIngress:
         self.config = config_here(settings, needs_key=needs_key)
 
     def make_app(self) -> AsgiApp:
-        """An application with the guards of a replica's, and no routes of its own."""
+        """An application with the guards of a replica's, and no routes."""
         from specexport_runtime.server.guard import Guard
         from specexport_runtime.server.state import ServerState
 

@@ -119,7 +119,7 @@ class Request:
 
     @property
     def row_scope(self) -> tuple[str, int | None] | None:
-        """Who may go on from what its cache row has: those of its scope with the same adapter; None for nobody."""
+        """The scope and adapter of requests that may go on from its cache row; None for no request."""
         return None if self.scope is None else (self.scope, self.adapter)
 
     @property
@@ -139,7 +139,7 @@ class Request:
 
     @property
     def max_lookahead(self) -> int:
-        """Most draft tokens of a round: those that the plan may ask for, or those that a grammar forces besides."""
+        """Most draft tokens of a round: what the plan may ask for, or what a grammar forces besides."""
         planned = max((stage.lookahead for stage in self.draft_plan), default=0)
         return max(planned, self._forced_lookahead) if planned else 0
 

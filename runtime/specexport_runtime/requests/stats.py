@@ -88,7 +88,7 @@ class RequestStats:
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
     cached_tokens: int | None = None
-    """Prompt tokens that were not read again, for a cache row had them; None if nobody looked."""
+    """Prompt tokens that were not read again, for a cache row had them; None if none was looked at."""
     accepted_histogram: dict[int, int] = field(default_factory=dict)
     """Speculative rounds by number of accepted draft tokens."""
     accepted_lengths: list[int] = field(default_factory=list)

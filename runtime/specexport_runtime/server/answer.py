@@ -146,7 +146,7 @@ class Answer(Response):
         return self._form.whole(choices, self._usage(), self._prompt_logprobs(results))
 
     def _prompt_logprobs(self, results: Sequence[GenerationResult]) -> list[list[dict[str, Any] | None]] | None:
-        """Of each choice's prompt, in vLLM's shape; None where nobody asked."""
+        """Of each choice's prompt, in vLLM's shape; None where they were not asked for."""
         count, n = self._plan.prompt_logprobs, self._plan.num_choices
         if count is None or self._texts is None:
             return None
@@ -263,7 +263,7 @@ async def _end_with_error(stream: EventStream, error: Exception, scope: Scope, f
     """Tell of an error in a stream that has begun; the status was sent long ago."""
     told = as_api_error(error)
     if told.status == 499:
-        return  # nobody listens
+        return  # the client is gone
     if told.status == 500:
         request_id = scope.get("state", {}).get("request_id")
         _log.error("a request failed while it was streamed", exc_info=error, extra=fields(request_id=request_id))

@@ -47,7 +47,7 @@ class ServerConfig:
     drain_timeout_s: float = 30.0  # longest that requests may go on after SIGTERM
     # For one more connection, the one that has rested the longest is closed; where none rests, it is refused with 503.
     max_connections: int = 1024
-    # how long a connection may rest before and between requests, as clients are told
+    # how long a connection may rest before and between requests, as answers tell clients
     keep_alive_timeout_s: float = 75.0
     log_format: str = "text"  # ``"json"`` or ``"text"``
     playground: bool = True  # serve the page at ``/``

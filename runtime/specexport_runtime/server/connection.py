@@ -24,7 +24,7 @@ KEEP_ALIVE_GRACE_S = 1.0
 """How much longer a connection may rest than its client was told: what is sent at the last moment is on its way."""
 LAST_LOOK_S = 0.01
 SPARE_CONNECTIONS = 64
-"""Connections above the limit that are told so; those above these too are cut off."""
+"""Connections above the limit that get an answer; any more are cut off."""
 
 _UPGRADE = re.compile(rb"\r\nupgrade[ \t]*:", re.IGNORECASE)
 

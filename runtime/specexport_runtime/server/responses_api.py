@@ -82,7 +82,7 @@ class ResponseAsChat:
         if param == "structured_outputs":
             message = message.replace("response_format", _NAMES["response_format"])
         names = self._names | _NAMES
-        for name in sorted(names, key=len, reverse=True):  # what is within another has a name of its own
+        for name in sorted(names, key=len, reverse=True):  # a name may be a part of another
             if param.startswith(name) and param[len(name) : len(name) + 1] in ("", ".", "["):
                 own = names[name]
                 param, message = param.replace(name, own, 1), message.replace(name, own, 1)

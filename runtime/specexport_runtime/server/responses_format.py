@@ -97,7 +97,7 @@ class ResponsesFormat:
     def failure(self, error: ApiError) -> bytes:
         """The events that end a stream that failed."""
         for _ in self._items.end("incomplete"):
-            pass  # clients are told of the failure alone
+            pass  # clients hear of the failure alone
         failed = self._response("failed", None)
         failed["error"] = {"code": "server_error", "message": error.message}
         told = {"code": error.code, "message": error.message, "param": error.param}

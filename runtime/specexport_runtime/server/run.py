@@ -63,7 +63,7 @@ class _Life:
         return 0
 
     def _say_where(self) -> None:
-        with contextlib.suppress(OSError):  # nobody may read it
+        with contextlib.suppress(OSError):  # its reader may be gone
             click.echo(f"serving {self._config.model_name} at {url_of(self._listener, self._config)}")
             sys.stdout.flush()
 

@@ -165,7 +165,7 @@ def _add_phases(parent: Any, log: "RequestLog") -> None:
 
 
 def _phases(sequence: "Request", now: float) -> list[tuple[str, float, float]]:
-    """Queue, prefill and decoding of a sequence with their begin and end; those that it came to."""
+    """Queue, prefill and decoding of a sequence with their begin and end, as far as it came."""
     stats = sequence.stats
     end = now if stats.end_time is None else stats.end_time
     if stats.start_time <= stats.submit_time:  # it never got a cache row

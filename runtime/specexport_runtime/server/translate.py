@@ -254,6 +254,6 @@ def _drafting(body: Sampling, engine: SpecEngine, reference: list[int] | None, o
         drafting["acceptance"] = asked.acceptance
     if asked is not None and asked.remember is not None:
         drafting["remember"] = asked.remember
-    if owner or body.cache_salt is not None:  # a key's digest has no slash: nobody can name another's scope
+    if owner or body.cache_salt is not None:  # a key's digest has no slash: no client can name another's scope
         drafting["cache_salt"] = f"{owner}/{body.cache_salt or ''}"
     return drafting

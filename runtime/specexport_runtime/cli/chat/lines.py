@@ -17,7 +17,7 @@ _BLOCK = '"""'
 _HISTORY_LINES = 1000
 
 ReadLine = Callable[[str], str]
-"""Gives the next line, without its end; it is told what to show before it. ``EOFError`` at the end."""
+"""Gives the next line, without its end, for what to show before it. ``EOFError`` at the end."""
 
 
 class Entry(NamedTuple):
