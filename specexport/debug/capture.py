@@ -58,8 +58,12 @@ def capture_step(
 ) -> CapturedStep:
     """Decode until the wanted step, and run it.
 
-    A verify step holds the next token and the K that greedy decoding goes on with; a prefill step, the prompt's first
-    chunk with all its logits. InvalidRequestError if the prompt is empty or too long.
+    A verify step holds the next token and, as its draft, the K tokens that greedy decoding goes on with. A prefill step
+    takes the first chunk of the prompt, with the logits of every token; otherwise ``after`` tokens are decoded before
+    the step. The cache rows of ``bundle`` must be long enough.
+
+    Raises InvalidRequestError if the prompt is empty or too long, IncompatibleError or BundleError if the engine cannot
+    be opened.
     """
     lookahead = bundle.manifest.lookahead
     if not prompt:

@@ -46,9 +46,12 @@ class _Side(NamedTuple):
 def fuse_rotary(ir_model: "ir.Model", rows: int | None = None, limit: int | None = None) -> int:
     """Move rotary embeddings into the attention nodes of a traced model, in place; returns how many nodes were changed.
 
-    Only where q and k are rotated alike, and the tables agree with the graph on random vectors. All tables together may
-    take 2 MiB or a 25th of the weights: the gain does not grow with the model. ``limit`` is the number of positions
-    that the model supports, None for no limit.
+    A node is changed only if its q and k are rotated alike, whole heads or their first part, and the tables agree with
+    the graph on random vectors. Positions are then the operator's own count of cache entries, which is what they are in
+    an unpadded KV cache. All tables together may take 2 MiB or a 25th of the weights, whichever is more; otherwise
+    nothing is changed, as the gain does not grow with the model. ``rows`` are those of the tables, from
+    ``rotary_rows``; None changes nothing. ``limit`` is the number of positions that the model supports, None for no
+    limit; rows beyond are never read.
     """
     if rows is None:
         return 0

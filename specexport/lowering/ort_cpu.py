@@ -46,7 +46,11 @@ _LARGEST = 127
 
 
 def lower_ort_cpu(ir_model: "ir.Model", *, padded_kv: bool = False) -> None:
-    """Put our operator in the place of each attention, in place; CheckFailedError for one that is not causal."""
+    """Put our operator in the place of each attention, and drop the step inputs that are not read, in place.
+
+    ``padded_kv`` makes the padded-KV graph, with the step input ``kv_positions``; CheckFailedError for attention that
+    is not causal.
+    """
     import onnx_ir as ir
 
     lower_recurrences(ir_model)

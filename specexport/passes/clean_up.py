@@ -79,7 +79,10 @@ class ConstantFoldPass(CountingPass):
 
 
 def _should_fold(node: ir.Node) -> bool | None:
-    """False for a node that reads a large constant or casts a matrix, None to leave the decision to the folder."""
+    """False for a node that reads a large constant or casts a matrix, None to leave the decision to the folder.
+
+    A matrix that a model multiplies in float32 on purpose (a router's) stays stored in the model's dtype, of any size.
+    """
     tensors = [tensor for tensor in map(constant_of, node.inputs) if tensor is not None]
     matrix_cast = node.op_type == "Cast" and any(len(tensor.shape) > 1 for tensor in tensors)
     return False if matrix_cast or any(tensor.size > _LARGE for tensor in tensors) else None

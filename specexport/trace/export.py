@@ -74,7 +74,10 @@ class PackedModel(torch.nn.Module):  # type: ignore[misc]  # torch is not follow
         self.projection = None if features is None else features.projection
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """One step: from the step inputs and what is kept to logits [R, V], features if asked for, and what is kept."""
+        """One step: from the step inputs and what is kept to logits [R, V], features if asked for, and what is kept.
+
+        What is kept is k and v cache of each layer, then state and pending entries of each recurrence.
+        """
         input_ids, positions, wanted, *step = inputs[: len(STEP_INPUTS)]
         kept = list(inputs[len(STEP_INPUTS) + self.has_states :])
         caches, states = kept[: self.num_caches], kept[self.num_caches :]

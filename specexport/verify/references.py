@@ -1,4 +1,8 @@
-"""What each engine is compared with: eager logits for a float engine, the float model's loss for an approximation."""
+"""What each engine is compared with: eager logits for a float engine, the float model's loss for an approximation.
+
+With quantized weights or caches, logits are not those of the checkpoint, so no tensor tolerance fits; what such an
+engine promises is that text is hardly less likely under it.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

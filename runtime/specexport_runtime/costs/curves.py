@@ -60,7 +60,11 @@ class LayerShares(NamedTuple):
 
 @dataclass(frozen=True)
 class CostCurves:
-    """What the steps of a bundle cost; ``drafters`` has the drafters with separate engines, or steps."""
+    """What the steps of a bundle cost.
+
+    Of ``drafters`` those that have an engine of their own (``"draft-model"``), or a step made for them (``"self"``,
+    where the target's engine fixes its layers). Lookup has none: it costs microseconds.
+    """
 
     target: StepCost
     drafters: Mapping[str, StepCost] = field(default_factory=dict)

@@ -78,7 +78,10 @@ class _Steps:
 
 
 class LearnedCosts:
-    """Ratios by which promised seconds are mended, by rows; ``version`` counts changes, and ``keep`` gets each."""
+    """Ratios by which promised seconds are mended, by the number of rows; ``version`` counts the changes.
+
+    ``keep`` gets :meth:`to_json` after a change, for the next life, where it is what is ``known``.
+    """
 
     def __init__(self, known: Any = None, *, keep: Callable[[dict[str, Any]], object] = lambda _: None) -> None:
         self.version = 0
@@ -137,7 +140,10 @@ class LearnedCosts:
                     self._judge(name, size)
 
     def adopt(self) -> bool:
-        """Use what was learned, where no undrawn draft depends on it; whether anything changed."""
+        """Use what was learned, if something in use is wrong; whether anything changed.
+
+        To be called only where no draft depends on it whose random numbers are still to be used.
+        """
         if not self._due:
             return False
         for (name, size), ratio in self._due.items():
@@ -199,7 +205,11 @@ def _extra_sample(before: RoundSeconds, now: RoundSeconds) -> _Sample:
 
 
 def _beyond(samples: Collection[tuple[float, float]], used: float, deviations: float, share: float) -> float:
-    """``used``, unless chance hardly put samples there: the median is believed one standard deviation less far."""
+    """``used``, unless chance hardly put samples and their weights where they are while it is the truth.
+
+    Half of the samples, of which ``share`` are independent, lie below the truth, give or take some. The median is
+    believed one standard deviation of that less far.
+    """
     weight = sum([each for _, each in samples])
     below = sum([each for ratio, each in samples if ratio < used])
     above = sum([each for ratio, each in samples if ratio > used])

@@ -69,7 +69,11 @@ class WaitingQueue:
         return self._count == len(self._levels.get(req.priority, {}).get(req.owner, ()))
 
     def next(self, held: Mapping[str, int], skipped: Collection[str] = ()) -> Request | None:
-        """The next request, which stays queued, by rows ``held``; None if all first owners are ``skipped``."""
+        """The next request, which stays in the queue; None if no owner of the first priority is left.
+
+        ``held`` counts the rows of each owner; an owner that it does not name holds none. ``skipped`` owners are passed
+        over.
+        """
         if not self._count:
             return None
         owners = self._levels[min(self._levels)]

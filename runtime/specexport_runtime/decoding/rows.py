@@ -241,7 +241,11 @@ class Rows:
             self.counts.hits += found.reused
 
     def _make_room(self, req: Request, found: Match | None) -> bool:
-        """Kept texts go until a request fits, cheap ones first; whether it goes on in the row of ``found`` itself."""
+        """Kept texts go until a request fits, cheap ones first; whether it goes on from the row of ``found`` itself.
+
+        A text that it continues is kept again when it ends; one that would lose more of its own stays, where there is
+        memory for both.
+        """
         is_continued = found is not None and found.loses_little
         room = self.memory.room_beside(req, [other.row for other in self.running if other is not req])
         if room is None:
@@ -302,7 +306,11 @@ class Rows:
         self._swap(source, row, (count, 0 if homeless is None else len(homeless.tokens)), taken, homeless)
 
     def _vacate(self, row: int, but: int | None = None) -> int | None:
-        """What is kept in a row goes elsewhere, not to ``but``; returns the place, None if there is none."""
+        """What is kept in a row goes elsewhere, at the cost of what is worth less; ``but`` is not to be touched.
+
+        Returns where it is now; None if nothing was kept, or if it was forgotten: the row's memory has its entries
+        still.
+        """
         kept = self.kept.get(row)
         if kept is None:
             return None
@@ -322,7 +330,10 @@ class Rows:
     def _swap(
         self, one: int, other: int, counts: tuple[int, int], of_one: KeptText | None, of_other: KeptText | None
     ) -> None:
-        """Exchange two rows, ``counts`` tokens of each; what was kept in the second is kept in the first then."""
+        """Exchange two rows, ``counts`` tokens of each; what was kept in the second is kept in the first then.
+
+        If nothing is of the first, a request runs there, and goes on in the second.
+        """
         self.target.swap_rows(one, other, counts)
         if of_one is None:
             self.target.kv.move(one, other)

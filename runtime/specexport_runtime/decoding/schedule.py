@@ -155,7 +155,11 @@ class Scheduler:
         return ([], dict([next(iter(chunks.items()))])) if chunks else (ready, chunks)
 
     def place(self, busy_tokens: int) -> None:
-        """Admit what fits, then close the holes that are left; requests that decode may take ``busy_tokens``."""
+        """Admit what fits, then close the holes that are left; requests that decode may take ``busy_tokens``.
+
+        A request is admitted when a row is free, or can be made free, and the step still has budget for its prompt. If
+        there is no memory for it, it waits, and all behind it.
+        """
         rows, passed = self.rows, set[str]()
         while (req := self.waiting.next(rows.held, passed)) is not None:
             if not self._has_budget(req, busy_tokens):

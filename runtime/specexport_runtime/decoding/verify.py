@@ -33,7 +33,11 @@ def told_step(
     work: Sequence[RowWork],
     want: Want,
 ) -> StepOutput:
-    """A step of the target, which gives the drafter the similarities and features that it wants."""
+    """A step of the target, as ``ModelRunner.step`` has it; it gives the drafter what that wants to know of it.
+
+    Similarities of prompts and features of all that is read cost a little, so both are off in all steps that bring
+    nothing that is wanted, and off again however the step ends.
+    """
     asks, reads = as_similarity(drafter) if prompts else None, as_feature_drafter(drafter)
     measured = [] if asks is None else [req for req in prompts if asks.wants_similarity(req)]
     gated = as_gated(target.executor) if measured else None

@@ -21,7 +21,11 @@ _NAN = "the draft's logits contain NaN."
 
 
 class Draft:
-    """A draft that grows by at most ``limit`` steps (K); ``one_by_one``: a forced token takes a step too."""
+    """A draft that grows, by at most ``limit`` steps of the model (K).
+
+    ``one_by_one``: the model reads what it handed on itself with each draft token, or has a place for each, so that a
+    token that is forced takes a step too.
+    """
 
     def __init__(self, request: Request, limit: int, begun: Begun | None = None, *, one_by_one: bool = False) -> None:
         self.request, self.limit = request, limit
@@ -144,7 +148,11 @@ def open_drafts(
     most: int | None = None,
     one_by_one: bool = False,
 ) -> list[Draft]:
-    """A draft of at most ``lookaheads`` and ``most`` steps for each request; none before its prompt was read."""
+    """A draft for each request; one whose prompt was not read to its end drafts nothing.
+
+    ``lookaheads`` are the steps of each at most (K), and ``most`` those of the model. ``one_by_one``: see
+    :class:`Draft`.
+    """
     limits = lookaheads if most is None else [min(limit, most) for limit in lookaheads]
     return [
         Draft(req, limits[i] if req.num_generated else 0, None if begun is None else begun[i], one_by_one=one_by_one)
@@ -189,7 +197,11 @@ def draft_at_once(
     vocab_size: int,
     head: "CutHead | None" = None,
 ) -> None:
-    """Fill all drafts from one packed step, whose last rows are of their places; ``head`` None has all ids."""
+    """Fill all drafts, open ones in ascending rows, from one packed step, whose last rows are of the draft's places.
+
+    ``work`` wants as many logits for each draft as it has places; ``head`` has the ids below ``vocab_size`` of the LM
+    head's rows, None where it has all.
+    """
     first = drafts[0].request.row
     rows = [IDLE] * (drafts[-1].request.row - first + 1)
     for draft, given in zip(drafts, work, strict=True):

@@ -36,7 +36,8 @@ def register(options: Any) -> None:
 def kernels() -> str:
     """The instruction set whose kernels run in this process, as ``"avx512vnni"``.
 
-    IncompatibleError if the library is older than its sources; UserInputError if ``SPECEXPORT_CPU_KERNELS`` cannot be.
+    MissingDependencyError without the library, IncompatibleError if it cannot be loaded or is older than its sources,
+    UserInputError if ``SPECEXPORT_CPU_KERNELS`` names what this processor lacks.
     """
     return _text(_loaded().specexport_kernels)
 

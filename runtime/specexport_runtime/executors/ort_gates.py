@@ -16,7 +16,11 @@ LAYER_ON = TensorSpec(
 
 
 class OrtGates:
-    """The gate inputs of one engine, in host memory, bound by pointer: no binding changes when they are set."""
+    """The gate inputs of one engine, bound by pointer: setting them costs nothing, and no binding has to change.
+
+    They are in host memory on a GPU too: ONNX Runtime decides there which branch of an ``If`` runs. With ``separate``
+    the graph has an input for each gate. IncompatibleError if its gates are not the ``num_gates`` of the manifest.
+    """
 
     def __init__(self, session: Any, num_gates: int, where: Path, *, separate: bool = False) -> None:
         self.count = num_gates  # G

@@ -82,9 +82,10 @@ class RtxKernels:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Make or release objects of TensorRT while no other is released.
+    """Make or release objects of TensorRT with no other being released meanwhile.
 
-    TensorRT logs under an inner lock: a garbage collection in our logger that released a runtime would wait for it.
+    TensorRT holds an inner lock while it does either, and logs under it. Our logger is Python: a garbage collection
+    in it, or another thread, that released a runtime left over from before would wait for that lock for ever.
     """
     with _LOCK:
         was_enabled = gc.isenabled()

@@ -86,7 +86,8 @@ class Controller:
     def allow(self, drafter: str, requests: "Sequence[Request]", limits: Sequence[int]) -> list[Allowed]:
         """How far each request, in ascending rows, may draft with a drafter that costs time; called before it drafts.
 
-        ``limits`` are the most tokens of each, 0 for those that do not wait for this drafter.
+        ``limits`` are the most tokens of each: the stage's lookahead or the request's room; 0 for those that do not
+        wait for this drafter. Requests that are not adaptive draft up to it.
         """
         now, known = self._round, self._known[drafter]
         waiting = [i for i, req in enumerate(requests) if limits[i] and req.adaptive]
@@ -188,7 +189,10 @@ class Controller:
             self._learned.adopt()
 
     def observe(self, request: "Request", proposal: Proposal, accepted: int, *, rejected: bool) -> None:
-        """How many of its tests an adaptive request's draft passed, and whether one failed; called once a round."""
+        """How many of its tests an adaptive request's draft passed, and whether one failed; called once a round.
+
+        Its tokens already end with what the round gave it.
+        """
         before = len(request.tokens) - accepted - 1  # wrong for a request that ended within its draft
         own, failed = proposal.own_tests(accepted)
         for name, memory in self._stages.get(request, _NO_STAGES).items():

@@ -55,7 +55,11 @@ class ProbeBudget:
 
 
 class ProbeTimer:
-    """When a request tries a drafter again that it does without: after 16 rounds, then 32, 64 … while it fails."""
+    """When a request tries a drafter again that it does without: after 16 rounds, then 32, 64 … while it fails.
+
+    A probe that passes is soon followed by the next, so that a drafter that became good is not missed for long.
+    ``is_probing``: one was drafted and not tested yet.
+    """
 
     def __init__(self, now: int) -> None:
         self._last, self._wait, self.is_probing = now, _FIRST, False

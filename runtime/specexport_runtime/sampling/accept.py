@@ -98,7 +98,11 @@ def surplus(target: Distribution, draft: Distribution | None, token: int, weight
 
 
 def normalised(target: Distribution, masses: Float64Array) -> Distribution:
-    """The distribution proportional to ``masses``, in the target's form; without mass the target's (rounding)."""
+    """The distribution proportional to ``masses``, in the target's form (dense or sparse).
+
+    Without any mass it is the target's own: that needs q = p, where nothing can be rejected, so it only happens when q
+    and p differ by rounding, and then q is right to rounding.
+    """
     total = float(masses.sum())
     if total <= 0.0:
         return target

@@ -57,9 +57,10 @@ class Grammar:
         return end + bool(self._mask(said)[drafted[end]])
 
     def forced(self, most: int, drafted: Sequence[int] = ()) -> list[int]:
-        """Tokens, at most ``most``, that a text goes on with behind ``drafted``, whatever it says.
+        """Tokens that a text of this grammar goes on with behind ``drafted``, whatever it says; at most ``most``.
 
-        Its end may not be the one that is allowed: a model may have several. Errors as for :meth:`allowed`.
+        Where nothing can follow, that is its end. It is the only token that may not be the one that is allowed: a model
+        may have others that end a text. Errors are as for :meth:`allowed`.
         """
         if most <= 0 or self._is_over(drafted):
             return []

@@ -125,7 +125,10 @@ def _check_template(bundle: Path, options: ChatOptions) -> None:
 
 
 def talk(session: Session, commands: Commands, read_line: ReadLine, slips: Slips, *, is_interactive: bool) -> None:
-    """Read and answer until the end of input, ``/exit``, or Ctrl-C twice; not ``is_interactive`` raises mistakes."""
+    """Read and answer until the end of input, ``/exit``, or Ctrl-C twice at the prompt.
+
+    ``is_interactive`` tells of mistakes and goes on; otherwise the first one, or the first Ctrl-C, is raised.
+    """
     slipped = False
     while True:
         try:

@@ -131,7 +131,11 @@ class Session:
         return waiting is not None or self.conversation.undo() is not None
 
     def trim(self, count: int | None) -> int:
-        """Forget the oldest turns; returns how many. None forgets one, or as many as make room for an answer."""
+        """Forget the oldest turns, ``count`` of them; returns how many were forgotten.
+
+        None forgets one, or as many as make room for the message that has no answer, and for its answer. If that
+        message alone is too long, it is an ``InvalidRequestError``, and nothing is forgotten.
+        """
         conversation, text = self.conversation.copy(), self.unsent
         if count is not None or text is None:
             dropped = conversation.drop_oldest(count or 1)

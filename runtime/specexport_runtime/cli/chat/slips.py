@@ -10,8 +10,8 @@ from types import FrameType
 class Slips:
     """The handler of SIGINT while a user talks to a model.
 
-    While a line is read the signal raises ``KeyboardInterrupt``. Else :meth:`telling` gets the first, and the second
-    ends.
+    While a line is read the signal raises ``KeyboardInterrupt``. At other times the first one is kept for
+    :meth:`telling`, and the second one is the earlier handler's: the command ends.
     """
 
     def __init__(self) -> None:
