@@ -73,6 +73,13 @@ class DebugReport:
     comparison: "Comparison"
 
 
+def _tolerance(entry: ModelEntry) -> float:
+    kind = entry.approximation or entry.dtype
+    if kind not in TOLERANCES:
+        raise IncompatibleError(f"no tolerance is known for {kind}.", "give --tolerance, or upgrade specexport.")
+    return TOLERANCES[kind]
+
+
 def debug_bundle(folder: Path, prompt: str, options: DebugOptions, *, progress: Progress | None = None) -> DebugReport:
     """Decode behind ``prompt`` up to the wanted step, and compare two graphs in it.
 
@@ -195,13 +202,6 @@ def _entry(manifest: Manifest, folder: Path | None, options: DebugOptions) -> Mo
             f"build it with --backend {BACKEND}; a TensorRT engine can be held --against such a bundle.",
         )
     return entry
-
-
-def _tolerance(entry: ModelEntry) -> float:
-    kind = entry.approximation or entry.dtype
-    if kind not in TOLERANCES:
-        raise IncompatibleError(f"no tolerance is known for {kind}.", "give --tolerance, or upgrade specexport.")
-    return TOLERANCES[kind]
 
 
 def _check_same_checkpoint(folder: Path, entry: ModelEntry, options: DebugOptions, other: ModelEntry) -> None:

@@ -84,7 +84,10 @@ class HeadStudent:
 
 
 class HeadPlan:
-    """How a head is made of a target, by token ids that it wrote. See :class:`specexport.train.student.Plan`."""
+    """How a head is made of a target. See :class:`specexport.train.student.Plan`.
+
+    ``texts`` are token ids that the target wrote: the tokens of the LM head are counted there.
+    """
 
     def __init__(self, options: TrainOptions, checkpoint: Any, texts: Sequence[Sequence[int]]) -> None:
         self._options, self._model = options, checkpoint.model
@@ -135,7 +138,10 @@ class HeadPlan:
 
 
 def new_config(kind: HeadKind, target: Any, vocab_size: int, draft_vocab_size: int) -> HeadConfig:
-    """A head of one layer for a target. An EAGLE-3 head has a norm for each hidden state that it reads."""
+    """A head of one layer for a target. An EAGLE-3 head has a norm for each hidden state that it reads.
+
+    ``target`` is the target's configuration as transformers has it.
+    """
     width, layers = int(target.hidden_size), int(target.num_hidden_layers)
     head_dim = 64 if width < 512 else 128
     heads = 2 ** max(1, math.ceil(math.log2(width / head_dim)))
@@ -174,7 +180,10 @@ def draft_size(asked: int | None, vocab_size: int) -> int:
 
 
 def count_ids(texts: Iterable[Sequence[int]], size: int, vocab_size: int, keep: Iterable[int]) -> Int32Array:
-    """The tokens that a head's LM head has, int32 [size], ascending: the texts' most frequent ones, and ``keep``."""
+    """The tokens that a head's LM head has, int32 [size], ascending: the most frequent ones of the target's texts.
+
+    Ids of ``keep`` stay, however often they were seen: they end a text.
+    """
     counts: Counter[int] = Counter()
     for text in texts:
         counts.update(text)
@@ -184,7 +193,10 @@ def count_ids(texts: Iterable[Sequence[int]], size: int, vocab_size: int, keep: 
 
 
 def divergence(logits: Tensor, target: Tensor, valid: Tensor) -> Tensor:
-    """Mean cross entropy of the head's logits [B, T, N] under the target's, over ``valid`` places, bool [B, T]."""
+    """Mean cross entropy of the head's distribution under the target's, over valid places.
+
+    Both logits are of the same tokens, [B, T, N]; ``valid`` is bool [B, T].
+    """
     places = valid.flatten()
     log_q = functional.log_softmax(logits.flatten(0, 1)[places].float(), dim=-1)
     p = functional.softmax(target.flatten(0, 1)[places].float(), dim=-1)

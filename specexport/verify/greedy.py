@@ -1,8 +1,9 @@
 """Part (b): speculative greedy output equals plain greedy output, token for token.
 
-On a CPU any difference is a mistake. On GPUs a step of K+1 tokens sums in another order than a step of one, and either
-of two likeliest tokens may come out that are closer than that rounding: the sequence is run once more, one token at a
-time, and the gap between the two logits is looked at.
+On a CPU a token's logits have the same bits in any step, and any difference is a mistake. On GPUs a step of K+1 tokens
+sums in another order than a step of one. Where the two likeliest tokens are closer than that rounding, either may come
+out. Such a difference is told from a mistake by running the sequence once more, one token at a time, and looking at the
+gap between the two logits.
 """
 
 from collections.abc import Sequence
@@ -167,9 +168,11 @@ def check_greedy(
     max_tokens: int = 64,  # of each prompt; end tokens are ignored
     tolerance: float = 0.0,  # see ``tolerance.step_tolerance``
 ) -> GreedyResult:
-    """Decode all prompts plainly and with every drafter that the engine has, and compare the tokens.
+    """Decode all prompts plainly and speculatively and compare the tokens.
 
-    An empty prompt, one that is too long or out of range, or such a lookahead raises InvalidRequestError.
+    The draft model drafts if the engine has one, the target's own layers if they can be switched off, lookup and the
+    scripted drafter always. An empty prompt, one that is too long or out of range, or such a lookahead raises
+    InvalidRequestError.
     """
     given = [list(prompt) for prompt in prompts]
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
@@ -206,7 +209,10 @@ def check_greedy(
 
 
 def _drafters(engine: SpecEngine, lookaheads: Sequence[int]) -> list[tuple[str, int]]:
-    """What drafts in each run, and K; all K for one with its own cache, which must take back any number of tokens."""
+    """What drafts in each run, by the engine's name for it, and K.
+
+    A drafter with its own cache is tried at every K: what it keeps must be taken back by any number of tokens.
+    """
     runs = []
     for name, kind in KINDS.items():
         try:
@@ -257,10 +263,12 @@ def _decode_scripted(
 
 
 class ScriptedDrafter:
-    """Proposes the next tokens of known ``outputs``, some of them changed to the next id, modulo V.
+    """Proposes the next tokens of a known output, some of them changed.
 
-    Right drafts before a mistake number 0, 1, 2, … K in turn, unequal between sequences, so that every accepted length
-    occurs beside every other in one step, whatever the draft model is worth.
+    The right drafts before a mistake number 0, 1, 2, … K in turn, unequal between sequences, so that every accepted
+    length occurs beside every other in one step, whatever the draft model is worth.
+
+    ``outputs`` are the expected ones, by ``Request.index``; a changed token is the next id, modulo V.
     """
 
     traits = DrafterTraits(default_lookahead=1)

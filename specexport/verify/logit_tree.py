@@ -25,9 +25,11 @@ MIN_EXPECTED = 10.0
 
 
 class LogitTree:
-    """Logits after ``context`` (token ids, at least one) and a path, from the engine, whose row 0 it uses.
+    """Logits after ``context`` (token ids, at least one) and a path, from the engine.
 
-    Ids below ``vocab_size`` have a logit; those that are not in ``head``, of an LM head that was cut, have -inf.
+    Cache row 0 belongs to the tree until its last new path: nothing else may run meanwhile. Ids below ``vocab_size``
+    have a logit; None takes the engine's. ``head`` holds the token ids of an LM head that was cut: the others have the
+    logit -inf.
     """
 
     def __init__(
@@ -102,8 +104,9 @@ IMPOSSIBLE = -1
 class Partition:
     """Continuations of ``depth`` tokens, grouped into cells of exact probability large enough for a chi-square test.
 
-    The cells depend on the distribution alone. A token with enough mass for ``num_samples`` draws is followed into the
-    next position; the others of its position share a cell; small cells are joined.
+    The cells depend on the distribution alone, never on what was drawn. A token with enough mass for ``num_samples``
+    draws is followed into the next position; the others of its position share a cell; small cells are joined at the
+    end.
     """
 
     def __init__(self, target: Conditional, depth: int, num_samples: int) -> None:

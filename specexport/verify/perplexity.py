@@ -60,8 +60,8 @@ class TextScore(NamedTuple):
 class TextScorer:
     """Adds up a score, a step's logits at a time.
 
-    With ``head``, distributions are over its tokens, and places of other tokens are left out. A ``reference`` of None
-    keeps this model's distributions.
+    With ``head``, an LM head that was cut, distributions are over its tokens, and places where another token comes are
+    left out. ``reference`` holds the other model's distributions at the same places; None keeps this one's.
     """
 
     def __init__(self, head: CutHead | None = None, reference: Likeliest | None = None) -> None:
@@ -146,10 +146,10 @@ def read_text(path: Path) -> list[str]:
 def make_windows(
     texts: Sequence[str], tokenizer: "Tokenizer", *, vocab_size: int, max_model_len: int, max_tokens: int = MAX_TOKENS
 ) -> list[list[int]]:
-    """Windows of at least two tokens, each led by what the tokenizer puts before a text; none spans two texts.
+    """Windows of at least two tokens, each led by what the tokenizer puts before a text (BOS where it does).
 
-    InvalidRequestError if no text has two tokens, or one has an unknown token. The rest after ``max_tokens`` is left
-    out.
+    No window spans two texts. Raises InvalidRequestError if no text has two tokens, or one has a token that the model
+    does not know. After ``max_tokens`` in all, the rest is left out.
     """
     lead = list(tokenizer.encode("").ids)
     size = min(WINDOW, max_model_len) - len(lead)
@@ -203,7 +203,10 @@ def score_logits(
 
 
 def count_predicted(windows: Sequence[Sequence[int]], head: CutHead | None = None) -> int:
-    """Tokens of all windows but the first of each; with a cut LM head, only the tokens that it has."""
+    """Tokens of all windows but the first of each; with a cut LM head, only the tokens that it has.
+
+    Raises InvalidRequestError if the head has none of them.
+    """
     if head is None:
         return sum(len(window) - 1 for window in windows)
     known = sum(int(np.isin(window[1:], head.ids).sum()) for window in windows)

@@ -41,16 +41,21 @@ def logit_scale(logits: Float32Array) -> float:
 
 
 def step_tolerance(backend: str, dtype: str, num_layers: int) -> float:
-    """How far a token's logits may be from its own in another step, relative to the logit scale; 0: the same bits.
+    """How far a token's logits may be from those of the same token in another step, relative to the logit scale.
 
-    In 16 bits another width sums in another order and rounds anew. IncompatibleError for an unknown ``dtype``.
+    0 asks for the same bits. In 16 bits a step of another width sums in another order and rounds anew, so that both
+    sides may be off, and two logits that are closer may change places. Raises IncompatibleError if none is known for
+    ``dtype`` (its numpy name).
     """
     found = backend_of(backend)
     return 0.0 if found is not None and found.same_bits else logit_tolerance(dtype, num_layers).largest
 
 
 def text_limits(approximation: str | None, dtype: str, num_layers: int) -> TextLimits:
-    """What an approximation may cost on a text, and what 16 bits may; IncompatibleError if no limit is known."""
+    """What an approximation may cost on a text, and what 16 bits may.
+
+    Raises IncompatibleError if no limit is known for ``approximation`` or ``dtype``.
+    """
     if approximation not in PERPLEXITY_LIMIT:
         raise IncompatibleError(f"no limit is known for {approximation}.", "upgrade specexport.")
     rounding = 0.0 if dtype == "float32" else logit_tolerance(dtype, num_layers).rms

@@ -69,7 +69,10 @@ class Profile(NamedTuple):
 
 
 def choose_profile(profiles: Sequence[Profile], shape: StepShape) -> int:
-    """Index of the cheapest profile that fits a step, fixed before ranged; IncompatibleError if none does."""
+    """Index of the cheapest profile that fits a step: fixed before ranged, then fewest padded tokens, then fewest rows.
+
+    IncompatibleError where none fits; it names the size that is beyond all of them and the flag that raises it.
+    """
     fitting = [i for i, profile in enumerate(profiles) if profile.fits(shape)]
     if not fitting:
         raise IncompatibleError(_too_large(profiles, shape), "build it again with larger limits.")
@@ -108,7 +111,11 @@ class HeadSteps(NamedTuple):
 def head_steps(
     lookahead: int, *, num_draft_heads: int = 0, block_size: int | None = None, has_mask: bool = False
 ) -> HeadSteps:
-    """The steps of a head that drafts up to ``lookahead`` tokens (K), all in one step if it ``has_mask``."""
+    """The steps of a head that drafts up to ``lookahead`` tokens (K); K is less where the head has no more to give.
+
+    ``num_draft_heads`` counts Medusa heads, ``block_size`` is the most tokens of a block (DFlash), and ``has_mask``
+    says that the head drafts all tokens in one step.
+    """
     if num_draft_heads:
         drafted = min(lookahead, num_draft_heads)
         return HeadSteps(0, drafted, drafted, steps_alone=False)

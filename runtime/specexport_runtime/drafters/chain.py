@@ -27,13 +27,18 @@ from specexport_runtime.requests.request import Request
 
 
 class ChainDrafter:
-    """Walks each request's ``draft_plan`` until a stage proposes something; an empty plan is plain decoding.
+    """Walks each request's ``draft_plan`` until a stage proposes something.
 
-    A plan of ``(lookup, draft-model)`` copies text where it can and asks the model where it cannot. What a grammar
-    forces begins the draft, for any stage to continue.
+    A plan of ``(lookup, draft-model)`` copies text where it can and asks the model where it cannot. An empty plan is
+    plain decoding, so a chain of no drafters serves engines that never draft.
 
-    Requests that wait for the same drafter share one call, free ones first, so that requests they have nothing for can
-    join another's. All drafters hear of commits and rows.
+    What a grammar forces comes before all stages: it begins the draft, for any stage to continue, and is a draft by
+    itself if none does.
+
+    Requests that wait for the same drafter share one call, at whatever place it has in their plans; a drafter that
+    none waits for is not called. Free ones are called before others, so that requests they have nothing for can still
+    join another's call. All drafters hear of commits and rows: one that was not asked in some rounds catches up from
+    what it has seen of a request.
     """
 
     traits = DrafterTraits(default_lookahead=1)  # of itself; plans ask the drafters behind it
@@ -53,7 +58,11 @@ class ChainDrafter:
         return sum(prefill_seconds_of(drafter) for drafter in self.drafters.values())
 
     def propose(self, requests: Sequence[Request], lookaheads: Sequence[int]) -> list[Proposal]:
-        """Draft tokens for each request, in ascending rows, up to the smaller of its room and the stage's lookahead."""
+        """Draft tokens for each request, in ascending rows; see ``Drafter.propose``.
+
+        ``lookaheads`` are the room of each request: a stage drafts at most the smaller of this and its own lookahead.
+        SpecexportError: a plan names a drafter that is not here.
+        """
         begun = begin_drafts(requests, lookaheads)
         proposals = [Proposal([], end="none") for _ in requests] if begun is None else begun.alone()
         plans = [
@@ -180,7 +189,7 @@ class ChainDrafter:
             drafter.copy_row(source, destination, kept[name])
 
     def swap_rows(self, one: int, other: int, kept: tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]) -> None:
-        """Tell the drafters; see ``PrefixDrafter``. For one that keeps no rows a request may have moved."""
+        """Tell the drafters; see ``PrefixDrafter``. To those that do not keep rows a request may have moved."""
         of_one, of_other = kept
         for name, drafter in self.drafters.items():
             keeping = as_prefix_drafter(drafter)
@@ -190,7 +199,7 @@ class ChainDrafter:
                 drafter.move_row(one, other)
 
     def forget_row(self, row: int) -> None:
-        """Tell every drafter; one that keeps no rows hears that the request is done."""
+        """Tell every drafter; those that do not keep rows are told that the request is done."""
         for drafter in self.drafters.values():
             keeping = as_prefix_drafter(drafter)
             (drafter.release_row if keeping is None else keeping.forget_row)(row)

@@ -100,9 +100,10 @@ class _Snapshot(NamedTuple):
 
 
 class HeadDrafter(OwnCacheDrafter):
-    """Draft tokens from a head over the target's features, with a separate KV cache, row for row beside the target's.
+    """Draft tokens from a head over the target's features, with a KV cache of its own, row for row beside the target's.
 
-    ``mask`` is fed for tokens that are not known, None for one token after another. SpecexportError: no head's engine.
+    ``mask`` is what a parallel head is fed for tokens that are not known; None for one that drafts token after token.
+    ``named``: see :class:`OwnCacheDrafter`. SpecexportError: the runner's engine is no head's.
     """
 
     traits = DrafterTraits(default_lookahead=DEFAULT_HEAD_LOOKAHEAD, has_own_cache=True, can_exit=True, goes_on=True)
@@ -122,7 +123,11 @@ class HeadDrafter(OwnCacheDrafter):
         return any(stage.drafter == HEAD for stage in request.draft_plan)
 
     def note_features(self, request: Request, start: int, features: Float32Array) -> None:
-        """Keep features for the head's next step, which reads them now if they are many."""
+        """Keep features for the head's next step; see ``FeatureDrafter.note_features``.
+
+        The features kept so far are of committed tokens. If there are many, of a long prompt or after many rounds
+        without a draft, the head reads them now.
+        """
         held = self._held.setdefault(request, _Held())
         if held.count + len(features) > MAX_HELD and held.count:
             self.runner.prefill(request.row, *self._entries(request, held))
@@ -133,7 +138,9 @@ class HeadDrafter(OwnCacheDrafter):
     ) -> list[Proposal]:
         """Draft up to ``lookaheads[i]`` tokens for each request; see ``ContinuingDrafter.propose``.
 
-        Forced tokens take a step or a place as the head's own guesses do: there are no features of them.
+        A request whose prompt the target has not read to its end drafts nothing. Tokens that are there already, or
+        that a grammar forces, take a step or a place of the head's as its own guesses do: there are no features of
+        them.
         """
         mask = self._mask
         drafts = open_drafts(requests, lookaheads, begun, most=self.traits.max_lookahead, one_by_one=True)
@@ -158,7 +165,10 @@ class HeadDrafter(OwnCacheDrafter):
         return True
 
     def _unread(self, req: Request, behind: int = 0) -> tuple[list[int], Float32Array]:
-        """Input ids and features of entries that the head has not read, before ``behind`` others; the last if many."""
+        """Input ids and features of the entries that the head has not read; if they are many, of the last of them.
+
+        ``behind`` entries follow them in the step.
+        """
         held = self._held.get(req)
         if held is None or not held.count:
             raise SpecexportError("the target gave no features of this request.")
@@ -169,7 +179,7 @@ class HeadDrafter(OwnCacheDrafter):
         return tokens, features
 
     def _masked(self, draft: Draft, mask: "MaskInput") -> AtOnce:
-        """The entries that a parallel head has not read, and what stands for unknown tokens."""
+        """The entries that a parallel head has not read, and what stands for tokens that nobody knows."""
         tokens, features = self._unread(draft.request, num_behind(draft.limit, mask))
         newest = self._known(draft.request.tokens[-1:])[0]
         return draft_work(tokens, features, newest, draft.limit, mask)
@@ -222,7 +232,7 @@ class HeadDrafter(OwnCacheDrafter):
         return entries
 
     def commit(self, requests: Sequence[Request]) -> None:
-        """Forget features of rejected tokens, and all entries that the head made of its own features."""
+        """Forget features of rejected tokens, and all entries that the head made of features of its own."""
         for req in requests:
             held = self._held.get(req)
             if held is not None and held.count:

@@ -65,7 +65,8 @@ class _Last(NamedTuple):
 class LastFeatures:
     """Keeps, of each request, the features that its next draft may be made of.
 
-    By request, not by row: nothing to do when rows move. Which feature counts follows from the number of tokens.
+    By request, not by row: nothing to do when rows move, and a dropped request takes its features along. Nor is there
+    anything to do when drafts are rejected: which feature counts follows from how many tokens the request has.
     """
 
     def __init__(self) -> None:
@@ -75,7 +76,11 @@ class LastFeatures:
         return len(self._last)
 
     def note(self, request: Request, start: int, features: Float32Array) -> None:
-        """Keep the feature of the last known or drafted token, of ``features`` [t, E] from position ``start`` on."""
+        """Keep the feature of the last token that is known now, or of a draft token behind it.
+
+        ``features`` [t, E] are of the tokens that the target has just read, from position ``start`` on; they are
+        copied.
+        """
         first = max(start, len(request.tokens) - 1)
         if first < start + len(features):
             self._last[request] = _Last(first, features[first - start :].copy())
@@ -105,7 +110,7 @@ class LastFeatureDrafter(OwnCacheDrafter):
         self._last.note(request, start, features)
 
     def commit(self, requests: Sequence[Request]) -> None:
-        """Nothing: the number of tokens of the request says which of the features counts."""
+        """Nothing: which of the features counts is told by how many tokens the request has."""
 
     def cost(self, curves: "CostCurves") -> "DraftCost | None":
         """See ``CostedDrafter.cost``."""
@@ -116,7 +121,11 @@ class LastFeatureDrafter(OwnCacheDrafter):
 
 
 class MedusaDrafter(LastFeatureDrafter):
-    """Draft tokens from Medusa heads, without a cache, over the target's last feature; SpecexportError for others."""
+    """Draft tokens from Medusa heads over the target's last feature.
+
+    Their engine has no cache; the base class has all the same what else such drafters need. ``named``: see
+    ``OwnCacheDrafter``. SpecexportError: the runner's engine is not of Medusa heads.
+    """
 
     def __init__(self, runner: ModelRunner, **named: Any) -> None:
         super().__init__(runner, **named)
@@ -134,7 +143,10 @@ class MedusaDrafter(LastFeatureDrafter):
     def propose(
         self, requests: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[Begun] | None = None
     ) -> list[Proposal]:
-        """Draft up to ``lookaheads[i]`` tokens for each request, at most one a head, behind those that are there."""
+        """Draft up to ``lookaheads[i]`` tokens for each request, at most one a head; see ``Drafter.propose``.
+
+        Behind tokens that are there already come the guesses of the heads for the places behind them.
+        """
         drafts = open_drafts(requests, lookaheads, begun, most=self.num_heads, one_by_one=True)
         if opened := [draft for draft in drafts if draft.is_open]:
             work = [self._asked(draft) for draft in opened]
@@ -148,7 +160,11 @@ class MedusaDrafter(LastFeatureDrafter):
 
 
 class AssistantDrafter(LastFeatureDrafter):
-    """Draft tokens from an assistant over the target's last feature and cache, whose rows are those of ``runner``."""
+    """Draft tokens from an assistant over the target's last feature and the target's cache; it has no cache itself.
+
+    The rows of ``runner`` are the target's (``BorrowedKv``); SpecexportError if its engine is no assistant's.
+    ``named``: see ``OwnCacheDrafter``.
+    """
 
     traits = DrafterTraits(default_lookahead=DEFAULT_ASSISTANT_LOOKAHEAD, can_exit=True, goes_on=True)
 
@@ -160,7 +176,10 @@ class AssistantDrafter(LastFeatureDrafter):
     def propose(
         self, requests: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[Begun] | None = None
     ) -> list[Proposal]:
-        """Draft up to ``lookaheads[i]`` tokens for each request; see ``ContinuingDrafter.propose``."""
+        """Draft up to ``lookaheads[i]`` tokens for each request; see ``ContinuingDrafter.propose``.
+
+        A request whose prompt the target has not read to its end drafts nothing.
+        """
         drafts = open_drafts(requests, lookaheads, begun, one_by_one=True)
         run_drafts(self.runner, drafts, self.vocab_size, self._pending, self._head)
         return [draft.proposal(HEAD) for draft in drafts]

@@ -22,9 +22,11 @@ DEFAULT_LOOKAHEAD = 4
 
 
 class ModelDrafter(OwnCacheDrafter):
-    """Draft tokens from a second model with a separate KV cache, row for row beside the target's.
+    """Draft tokens from a second model with a KV cache of its own, row for row beside the target's.
 
-    Before drafting, the model is fed every committed token beyond its own ``kv_len``, however many there are.
+    Before drafting, the model is fed every committed token beyond its own ``kv_len``: one after a rejection, two after
+    a round that accepted everything, more after rounds in which it was not asked, the whole prompt for a new request.
+    Catching up needs no other case. Arguments: see :class:`OwnCacheDrafter`.
     """
 
     traits = DrafterTraits(default_lookahead=DEFAULT_LOOKAHEAD, has_own_cache=True, can_exit=True, goes_on=True)
@@ -32,7 +34,11 @@ class ModelDrafter(OwnCacheDrafter):
     def propose(
         self, requests: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[Begun] | None = None
     ) -> list[Proposal]:
-        """Draft up to ``lookaheads[i]`` tokens for each request; see ``ContinuingDrafter.propose``."""
+        """Draft up to ``lookaheads[i]`` tokens for each request; see ``ContinuingDrafter.propose``.
+
+        The requests may be in any ascending rows. Rows between them, and requests that draft nothing (any more),
+        sit the step out.
+        """
         # A new prompt's first token should not wait for the draft model to read the prompt.
         drafts = open_drafts(requests, lookaheads, begun)
         run_drafts(self.runner, drafts, self.vocab_size, self._pending, self._head)

@@ -69,9 +69,12 @@ class LayersCost(DraftCost):
 class SelfDrafter:
     """Draft tokens from the target with the layers off that its rules choose for a prompt (ASD, Metel et al. 2024).
 
-    The choice is made once a prompt (:meth:`choice_of`), or fixed by the engine; one that removes nothing drafts
-    nothing. Requests with different choices are drafted one group after another, so that no draft depends on its
-    neighbours. The target's cache and committed lengths are as before when ``propose`` returns or raises.
+    The choice is made once a prompt, before the first draft behind it, see :meth:`choice_of`. One that removes nothing
+    drafts nothing. Where the engine fixes the layers, every prompt gets those. Requests with different choices are
+    drafted one group after another, so that what is drafted for one never depends on its neighbours.
+
+    ``runner`` is the target's own, over an executor with gates. Its cache and its committed lengths are used while a
+    draft goes on, and are as before when ``propose`` returns or raises. ``vocab_size``: ids that may be drafted.
     SpecexportError: the target's layers cannot be switched off, or its cache holds padding.
     """
 
@@ -94,7 +97,10 @@ class SelfDrafter:
     def propose(
         self, requests: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[Begun] | None = None
     ) -> list[Proposal]:
-        """Draft up to ``lookaheads[i]`` tokens for each request; see ``ContinuingDrafter.propose``."""
+        """Draft up to ``lookaheads[i]`` tokens for each request; see ``ContinuingDrafter.propose``.
+
+        A request whose prompt the target has not read yet drafts nothing, nor does one whose choice removes nothing.
+        """
         drafts = open_drafts(requests, lookaheads, begun)
         groups: dict[bytes, tuple[BoolArray, list[Draft]]] = {}
         for draft in drafts:
@@ -147,7 +153,11 @@ class SelfDrafter:
         return planned and not request.num_generated and measured
 
     def note_similarity(self, request: Request, similarity: Float32Array) -> None:
-        """Add a chunk of the prompt to the choice's sums: in float64, so that chunks do not change the average."""
+        """Add a chunk of the prompt to what the choice is made from; see ``SimilarityDrafter.note_similarity``.
+
+        Summed in float64, where sums of float32 cosines are exact for all that matters: how a prompt was cut into
+        chunks does not change the average.
+        """
         sums, count = self._sums.get(request, (np.zeros(len(similarity)), 0))
         added = similarity.sum(axis=1, dtype=np.float64)
         self._sums[request] = (sums + added, count + similarity.shape[1])
@@ -189,7 +199,10 @@ class SelfDrafter:
 
     @contextmanager
     def _borrowed(self, mask: BoolArray, group: Sequence[Draft]) -> Iterator[None]:
-        """The target's engine and cache as a draft uses them, given back as they were; its time is this drafter's."""
+        """The target's engine and cache as a draft uses them; both are given back as they were.
+
+        What the engine spends meanwhile counts as this drafter's, not as the target's.
+        """
         executor, kv = self._executor, self.runner.kv
         before = executor.engine_seconds
         kv_lens = [(draft.request.row, kv.kv_len(draft.request.row)) for draft in group]

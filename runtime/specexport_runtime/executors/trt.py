@@ -1,7 +1,8 @@
 """TensorRT executor: fixed profiles and CUDA graphs for decoding and verification, one synchronization a step.
 
-A step costs the host one copy to the device, one launch, one copy back and one wait. ``profiles`` decides what runs,
-``trt_pack`` where a step lies in it. CUDA and TensorRT are imported when an executor is made.
+A step costs the host: its inputs gathered in pinned memory, one copy to the device, one graph launch (or one enqueue),
+one copy back, one wait. What runs is decided by ``profiles``, where a step lies in a profile by ``trt_pack``. Imports
+neither CUDA nor TensorRT: ``cuda_driver`` and ``trt_engine`` do, when an executor is made.
 """
 
 import time
@@ -68,8 +69,8 @@ class PlacedStep:
 class TrtExecutor(WithFeatures):
     """Runs one TensorRT engine on one GPU; see ``Executor``.
 
-    IncompatibleError if the engine does not fit the GPU, its memory, ``num_rows`` or its manifest, BundleError if its
-    file cannot be read.
+    IncompatibleError if the engine does not fit the GPU, its memory, ``num_rows`` or its manifest,
+    MissingDependencyError without TensorRT or cuda-python, BundleError if the engine file cannot be read.
     """
 
     def __init__(
@@ -163,7 +164,10 @@ class TrtExecutor(WithFeatures):
         return output.array[:rows]
 
     def set_layers(self, mask: BoolArray | None) -> None:
-        """See ``GatedExecutor.set_layers``, for steps of one token a row; SpecexportError for other layers."""
+        """See ``GatedExecutor.set_layers``; holds for steps that are prepared from here on, of one token a row.
+
+        SpecexportError if the engine was built to leave out other layers.
+        """
         if mask is not None and not np.array_equal(mask, self.fixed_layers):  # type: ignore[arg-type]
             raise SpecexportError("this engine leaves out the layers that it was built for, and no others.")
         self._skips = mask is not None
@@ -179,7 +183,10 @@ class TrtExecutor(WithFeatures):
         return np.zeros((self.num_gates // 2, 0), np.float32)
 
     def capture(self, shapes: list[StepShape]) -> None:
-        """Record the steps of ``shapes`` in fixed profiles, the largest first; each runs once beforehand."""
+        """Record the steps of ``shapes`` that run in fixed profiles, the largest first.
+
+        Each runs once beforehand, behind what the rows hold. Steps that were not captured are when they first run.
+        """
         steps: dict[GraphKey, PlacedStep] = {}
         for shape in shapes:
             step = self._place(shape)

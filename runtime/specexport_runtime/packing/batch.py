@@ -162,8 +162,9 @@ class ModelRunner:
     def step(self, first_row: int, work: Sequence[RowWork], want: Want = "logits") -> StepOutput:
         """Run one packed step of consecutive rows, with at least one token and one logit row in all.
 
-        Entries are written and not committed. Gives logits float32 [R, V] or token ids int64 [R], those of ``work[i]``
-        from ``logit_starts[i]`` on; the next step overwrites them. SpecexportError if a row is full.
+        Entries are written after each row's committed ones and are not committed. Gives logits float32 [R, V] or token
+        ids int64 [R], those of ``work[i]`` from ``logit_starts[i]`` on; the next step overwrites them.
+        SpecexportError if a row cannot hold the new tokens.
         """
         self.step_padding = 0
         if not self.unpad_input and len(work) > 1:
@@ -222,7 +223,10 @@ class ModelRunner:
                 self._floors[row] = known - WAY_BACK
 
     def _make_room(self, first_row: int, needed: Sequence[int]) -> int:
-        """In the padded method, pad the rows to one length, squeezing padding out; gives kv_span, 0 if unpadded."""
+        """In the padded method, pad the rows to one length, squeezing old padding out when they are full.
+
+        Gives the step's kv_span; 0 in the unpadded method.
+        """
         if not isinstance(self.kv, PaddedKvArena):
             return 0
         self.kv.align(first_row, len(needed))
@@ -283,7 +287,10 @@ class ModelRunner:
         self.kv.move(source, destination)
 
     def copy_row(self, source: int, destination: int, count: int) -> None:
-        """Copy the first ``count`` entries of a row's memory to another row; SpecexportError without ``as_copying``."""
+        """Copy the first ``count`` entries of a row's memory to another row; no length changes.
+
+        SpecexportError if the executor cannot copy rows, see ``as_copying``.
+        """
         if count and source != destination:
             if self._receding is None:
                 self._copying().copy_row(source, destination, count)
@@ -297,7 +304,10 @@ class ModelRunner:
             each[destination] = each[source]
 
     def swap_rows(self, one: int, other: int, counts: tuple[int, int]) -> None:
-        """Exchange the memory of two rows, the first ``counts`` entries of each; no length changes."""
+        """Exchange the memory of two rows, the first ``counts`` entries of each; errors as :meth:`copy_row`.
+
+        No length changes.
+        """
         if any(counts):
             if self._receding is None:
                 self._copying().swap_rows(one, other, counts)
