@@ -1,17 +1,18 @@
-"""Folders that appear complete or not at all.
+"""Folders and files that appear complete or not at all.
 
-A folder is written under a temporary name beside its final place, ``.NAME.tmp-PID``, and renamed at the end. What a
-killed process leaves behind is recognised by that name and removed by the next build. Imports the standard library
-and the error tree only.
+They are written under a temporary name beside their place, ``.NAME.tmp-PID``, and renamed at the end. What a killed
+process leaves behind is removed by the next build. Imports the standard library and the error tree only.
 """
 
 import contextlib
 import errno
+import json
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from specexport_runtime.errors import OutputExistsError, UserInputError
 
@@ -25,10 +26,7 @@ def temporary_name(path: Path) -> Path:
 
 
 def place_behind_links(path: Path) -> Path:
-    """Where a folder will be: behind a link, the folder that it leads to.
-
-    OutputExistsError: the link, or one on the way, leads back to itself.
-    """
+    """Where a folder will be, behind links; OutputExistsError for a link that leads back to itself."""
     place = Path(os.path.realpath(path))
     for each in (place, *place.parents):
         if each.is_symlink():
@@ -42,11 +40,7 @@ def _old_name(path: Path) -> Path:
 
 
 def remove_leftovers(path: Path) -> list[Path]:
-    """Remove the temporary folders of ``path`` whose process is gone, and return them.
-
-    A process killed between the two renames of a replacement leaves ``path`` missing and the old folder beside it: that
-    one is put back.
-    """
+    """Remove the temporary folders of ``path`` whose process is gone; a missing ``path`` gets its old folder back."""
     pattern = re.compile(re.escape(f".{path.name}.") + r"(tmp|old)-(\d+)")
     removed = []
     for folder in sorted(path.parent.glob(f".{glob_escape(path.name)}.*-*")):
@@ -151,10 +145,7 @@ def _disk_full(path: Path, wrote: int) -> UserInputError:
 
 
 def require_space(path: Path, needed: int) -> None:
-    """Check that the disk of ``path`` has room for ``needed`` bytes before the long work starts.
-
-    UserInputError: it has not; names the needed and the free bytes.
-    """
+    """Check that the disk of ``path`` has room for ``needed`` bytes, before long work; UserInputError names both."""
     free = free_space(path)
     if free < needed:
         raise UserInputError(
@@ -203,10 +194,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def clone_file(source: Path, destination: Path) -> None:
-    """Copy a file, sharing its blocks where the file system can.
-
-    Never a hard link: what is later written to one of the two must not reach the other.
-    """
+    """Copy a file, sharing its blocks where the file system can; never a hard link, which would share later writes."""
     import fcntl
 
     with source.open("rb") as reader, destination.open("xb") as writer, contextlib.suppress(OSError):
@@ -216,10 +204,7 @@ def clone_file(source: Path, destination: Path) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a place that no file can be written to, before the work starts.
-
-    UserInputError: it is a folder, or its folder is missing or cannot be written to.
-    """
+    """Refuse a place that no file can be written to (UserInputError), before the work starts."""
     if path.is_dir():
         raise UserInputError(f"{path} is a folder.", "name a file.")
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
@@ -227,10 +212,7 @@ def check_writable(path: Path) -> None:
 
 
 def write_file(path: Path, write: Callable[[Path], None]) -> None:
-    """Write a file in one step: a temporary file beside it, then rename, which replaces a file that exists.
-
-    ``write`` gets a path that ends like ``path``. UserInputError: the file cannot be written.
-    """
+    """Write a file by ``write``, which gets a temporary path that ends like ``path``; UserInputError if that fails."""
     temporary = path.with_name(f".{path.stem}.tmp-{os.getpid()}{path.suffix}")
     try:
         write(temporary)
@@ -249,3 +231,8 @@ def write_text(path: Path, text: str, *, errors: str = "strict") -> None:
         temporary.write_text(text, encoding="utf-8", errors=errors)
 
     write_file(path, write)
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write a JSON file in one step; UserInputError if it cannot be written, ValueError at NaN and infinity."""
+    write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n")

@@ -1,8 +1,4 @@
-"""``specexport demo``: build the demo pair's bundle, stream from it, measure it. Uses the public API only.
-
-Imports no torch itself; building does. It needs the example checkpoints, which are in the repository and not in the
-wheel.
-"""
+"""``specexport demo``: build the demo pair's bundle, stream from it, measure it. Uses the public API only."""
 
 import json
 import statistics
@@ -14,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
+from specexport.report import print_json
 from specexport_runtime.cli.options import engine_flag
 from specexport_runtime.errors import CheckFailedError, UserInputError
 
@@ -23,7 +20,6 @@ if TYPE_CHECKING:
 PAIR = Path("examples") / "demo_pair"
 STREAM_PROMPT = 'def read_lines(path, *, encoding="utf-8"):\n    """Return the lines of a file."""\n    with open(path'
 NUM_PROMPTS = 8
-_COLOURS = {"accepted": "green", "corrected": "red", "bonus": "cyan", "target": None}
 
 
 class Difference(NamedTuple):
@@ -71,10 +67,7 @@ def load_prompts(pair: Path) -> list[str]:
 def measure(
     engine: "SpecEngine", prompts: Sequence[str], *, lookahead: int, max_tokens: int, repeats: int
 ) -> Measurement:
-    """Decode every prompt plainly and speculatively, turn by turn, so that both meet the same machine.
-
-    The engine has a draft. One sequence runs at a time, and the order of the two ways changes from repeat to repeat.
-    """
+    """Decode every prompt plainly and speculatively, in turns of changing order: both meet the same machine."""
     from specexport_runtime import SamplingParams
 
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
@@ -166,19 +159,17 @@ def _build(pair: Path, output: Path) -> None:
 
 def _stream(engine: "SpecEngine", prompt: str, *, lookahead: int, max_tokens: int) -> None:
     from specexport_runtime import SamplingParams
+    from specexport_runtime.cli.output import coloured_kinds, print_chunk
 
     colour = sys.stdout.isatty()
     click.echo()
     click.secho(prompt, nl=False, dim=colour)
     params = SamplingParams(temperature=0.5, top_p=0.9, seed=1, max_tokens=max_tokens)
     for chunk in engine.stream(prompt, params, num_speculative_tokens=lookahead):
-        for piece in chunk.pieces:
-            click.secho(piece.text, nl=False, fg=_COLOURS[piece.kind] if colour else None)
-        sys.stdout.flush()
+        print_chunk(chunk, colour=colour)
     click.echo("\n")
     if colour:
-        legend = [click.style(kind, fg=fg) for kind, fg in _COLOURS.items() if fg]
-        click.echo(f"tokens: {', '.join(legend)}\n")
+        click.echo(f"tokens: {', '.join(coloured_kinds())}\n")
 
 
 def _short(path: Path) -> Path:
@@ -220,7 +211,10 @@ def demo(
         )
     finally:
         engine.close()
-    click.echo(json.dumps(asdict(measured)) if as_json else format_measurement(measured))
+    if as_json:
+        print_json(asdict(measured))
+    else:
+        click.echo(format_measurement(measured))
     if measured.difference is not None:
         raise CheckFailedError(
             f"prompt {measured.difference.prompt} differs from plain decoding at token {measured.difference.position}.",

@@ -1,7 +1,6 @@
 """``specexport doctor``: what this machine can run, and why not. Imports nothing heavy to find out."""
 
 import importlib.util
-import json
 import os
 import platform
 import subprocess
@@ -15,6 +14,7 @@ import click
 from specexport.backends.registry import BACKENDS
 from specexport.compile.cache import cache_folder
 from specexport.host import memory_bytes, query_gpus
+from specexport.report import print_json
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors import operators
 from specexport_runtime.executors.open import backend_of
@@ -42,7 +42,7 @@ def doctor(*, as_json: bool) -> None:
     findings = list(examine())
     can = capabilities(findings)
     if as_json:
-        click.echo(json.dumps({"can": can, "findings": [finding._asdict() for finding in findings]}))
+        print_json({"can": can, "findings": [finding._asdict() for finding in findings]})
     else:
         for finding in findings:
             fix = f"  -> {finding.fix}" if finding.fix else ""

@@ -31,11 +31,7 @@ def memory_bytes() -> tuple[int, int, int | None]:
 
 
 def peak_memory_bytes() -> int:
-    """Most resident memory this process has had, in bytes.
-
-    From the kernel's own count where there is one: that of ``getrusage`` survives exec, so a process would begin with
-    the peak of the one that started it.
-    """
+    """Most resident memory of this process, in bytes: the kernel's count, as ``getrusage``'s survives exec."""
     try:
         lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
@@ -46,11 +42,9 @@ def peak_memory_bytes() -> int:
 
 
 def map_large_blocks() -> None:
-    """Let each block of memory of a megabyte and more go back to the system when it is freed, in all of this process.
+    """Let blocks of memory of a megabyte and more go back to the system when they are freed, in all of this process.
 
-    A build makes and drops large blocks between small ones that stay. By default glibc keeps blocks of up to 32 MB in a
-    heap, which then cannot shrink: so most of what a calibration lets go of would stay. Other C libraries than
-    glibc are left alone.
+    By default glibc keeps blocks of up to 32 MB in a heap, which cannot shrink below small ones that stay.
     """
     if sys.platform.startswith("linux"):
         set_option = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -60,11 +54,7 @@ def map_large_blocks() -> None:
 
 @contextlib.contextmanager
 def seldom_collected() -> Iterator[None]:
-    """Within the block, Python looks for unreachable objects seldom, and not among objects that were there before.
-
-    What torch brings is half a million objects that stay. Every full collection walks through all of them, and
-    a build that frees each stage's memory asks for several: a quarter of the time of a small model's build.
-    """
+    """Within the block, Python seldom collects: that would walk torch's half a million objects each time."""
     thresholds, frozen = gc.get_threshold(), gc.get_freeze_count()
     gc.set_threshold(_SELDOM, *thresholds[1:])
     gc.freeze()
@@ -77,10 +67,7 @@ def seldom_collected() -> Iterator[None]:
 
 
 def resident_memory() -> dict[str, int]:
-    """Bytes of this process that are in memory now: ``"own"``, and ``"mapped"`` from files, which the kernel can drop.
-
-    Zeros where the kernel does not tell them apart.
-    """
+    """Bytes of this process in memory: ``"own"``, and ``"mapped"`` from files; zeros where the kernel does not say."""
     sizes = dict.fromkeys(("RssAnon", "RssFile"), 0)
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
@@ -91,10 +78,7 @@ def resident_memory() -> dict[str, int]:
 
 
 def query_gpus(fields: str) -> list[str] | None:
-    """What ``nvidia-smi`` says of each GPU, one line each; None without that command.
-
-    ``fields`` are for example ``"name,compute_cap"``. OSError or subprocess.SubprocessError: the driver is broken.
-    """
+    """What ``nvidia-smi`` says of each GPU; None without that command. OSError or SubprocessError: a broken driver."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None

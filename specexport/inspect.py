@@ -1,6 +1,5 @@
 """``specexport inspect``: what a bundle says about itself. Reads the manifest; needs no onnx and no onnxruntime."""
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ import click
 from specexport.compile.draft_cuts import describe_layers
 from specexport.compile.draft_trial import describe_trial
 from specexport.compile.head import describe_probe
+from specexport.report import print_json
 from specexport_runtime.abi import (
     ADAPTER_IDS,
     AFTER_NORM,
@@ -58,7 +58,7 @@ def inspect(bundle: Path, *, as_json: bool, whole: bool) -> None:
     if whole:
         check_files(bundle, manifest.files)
     if as_json:
-        click.echo(json.dumps(describe_json(manifest)))
+        print_json(describe_json(manifest))
     else:
         click.echo("\n".join(describe(manifest, files_checked=whole)))
 

@@ -52,7 +52,7 @@ class Emitter:
             op_type: the operator.
             inputs: what it reads; None for an optional input that is absent.
             dtype: of the output; None for that of the first input, or what the operator always gives.
-            shape: of the output, numbers and names; None if nobody needs it.
+            shape: of the output, numbers and names; None if it is not needed.
             domain: of the operator.
             name: of the node, instead of one with the prefix; the output's is then left to the graph.
             attributes: of the node.

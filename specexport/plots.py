@@ -24,11 +24,7 @@ def check_matplotlib() -> None:
 
 
 def check_plot(path: Path | None) -> None:
-    """Refuse a picture that cannot be drawn, before the work starts; None passes.
-
-    Raises MissingDependencyError without matplotlib, UserInputError if the file's ending is not one of :data:`FORMATS`
-    or it cannot be written.
-    """
+    """Refuse a picture that cannot be drawn (UserInputError), before the work starts; None passes."""
     if path is None:
         return
     if path.suffix.lower() not in FORMATS:
@@ -38,10 +34,7 @@ def check_plot(path: Path | None) -> None:
 
 
 def check_plots(folder: Path) -> None:
-    """Refuse a folder that no pictures can be drawn into, before the work starts.
-
-    Raises MissingDependencyError without matplotlib, UserInputError if the folder cannot be made or written to.
-    """
+    """Refuse a folder that no pictures can be drawn into (UserInputError), before the work starts."""
     check_matplotlib()
     place = folder.absolute()
     while not place.exists():

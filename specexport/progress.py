@@ -31,10 +31,7 @@ class StageClock:
 
     @contextlib.contextmanager
     def stage(self, name: str, role: str = "", message: str = "", *, steps: int = 1) -> Iterator[None]:
-        """Time a stage; its seconds go to ``seconds["role.name"]``, also when it raises; the bar moves by ``steps``.
-
-        ``role`` and ``message`` are as in :class:`ProgressEvent`.
-        """
+        """Time a stage; its seconds go to ``seconds["role.name"]``, also when it raises; the bar moves by ``steps``."""
         self._step += steps
         self._current = (name, role)
         self._report(message)
@@ -60,10 +57,7 @@ class StageClock:
 
 @contextlib.contextmanager
 def show_progress(stream: TextIO, *, quiet: bool = False) -> Iterator[Progress]:
-    """A progress callback that shows a bar on a terminal and plain lines elsewhere, or with ``quiet`` nothing.
-
-    ``stream`` is standard error, so that results can be piped.
-    """
+    """A progress callback that shows a bar on a terminal and plain lines elsewhere, or with ``quiet`` nothing."""
     if quiet:
         yield lambda _event: None
     elif stream.isatty():

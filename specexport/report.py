@@ -1,25 +1,38 @@
-"""How tables are written: in Markdown, and on the terminal."""
+"""How commands report: columns declared once, as Markdown or on the terminal; JSON on standard output."""
 
+import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import click
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
 WIDTH = 160  # where the output is no terminal
 
 Row = TypeVar("Row")
 
 
-def make_console(colour: bool | None = None) -> "Console":
-    """A console on standard output; a ``colour`` of None colours on a terminal."""
-    from rich.console import Console
+@dataclass(frozen=True)
+class Column(Generic[Row]):
+    """What a table shows of each row."""
 
-    return Console(
-        file=sys.stdout, width=None if sys.stdout.isatty() else WIDTH, highlight=False,
-        force_terminal=True if colour else None, no_color=None if colour is None else not colour,
-    )  # fmt: skip
+    name: str
+    value: Callable[[Row], "str | Text | float | None"]  # None is shown as ``-``
+    form: str = ""  # of a number, as in a format string
+    unit: str = ""  # behind a number
+    left: bool = False  # text stands at the left, numbers at the right
+    fold: bool = False  # takes the rest of a terminal's width, and breaks lines there
+    shown: bool = True  # False leaves the column out
+
+    def show(self, row: Row) -> "str | Text":
+        """The cell of a row."""
+        value = self.value(row)
+        return format_number(value, self.form, self.unit) if value is None or isinstance(value, int | float) else value
 
 
 def format_number(value: float | None, form: str, unit: str = "") -> str:
@@ -27,13 +40,58 @@ def format_number(value: float | None, form: str, unit: str = "") -> str:
     return "-" if value is None else f"{value:{form}}{unit}"
 
 
-def markdown_table(columns: Mapping[str, Callable[[Row], str]], rows: Sequence[Row], *, left: int = 0) -> str:
-    """A row for each of ``rows``, with what each column shows of it; all but the ``left`` first are of numbers."""
+def markdown_row(cells: Iterable[str]) -> str:
+    """One line of a Markdown table."""
+    return f"| {' | '.join(cells)} |"
+
+
+def markdown_table(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> str:
+    """A row for each of ``rows``, padded so that it can be read as it is."""
     written = []
-    for i, (name, show) in enumerate(columns.items()):
-        texts = [name, *map(show, rows)]
+    for column in columns:
+        if not column.shown:
+            continue
+        texts = [column.name, *(str(column.show(row)) for row in rows)]
         width = max(2, *map(len, texts))
-        pad, rule = (str.ljust, "-" * width) if i < left else (str.rjust, "-" * (width - 1) + ":")
+        pad, rule = (str.ljust, "-" * width) if column.left else (str.rjust, "-" * (width - 1) + ":")
         head, *rest = [pad(text, width) for text in texts]
         written.append([head, rule, *rest])
-    return "\n".join(f"| {' | '.join(line)} |" for line in zip(*written, strict=True))
+    return "\n".join(map(markdown_row, zip(*written, strict=True)))
+
+
+def terminal_table(columns: Sequence[Column[Row]], rows: Iterable[Row]) -> "Table":
+    """A row for each of ``rows``; cells are computed row by row."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    columns = [column for column in columns if column.shown]
+    table = Table(box=SIMPLE_HEAD)
+    for column in columns:
+        table.add_column(
+            column.name, justify="left" if column.left else "right", no_wrap=not column.fold,
+            overflow="fold" if column.fold else "ellipsis", ratio=1 if column.fold else None,
+        )  # fmt: skip
+    for row in rows:
+        table.add_row(*(column.show(row) for column in columns))
+    return table
+
+
+def print_report(table: "Table | None", lines: Iterable[str], *, before: str = "", colour: bool | None = None) -> None:
+    """A table between lines of text; a ``colour`` of None colours on a terminal."""
+    from rich.console import Console
+
+    console = Console(
+        file=sys.stdout, width=None if sys.stdout.isatty() else WIDTH, highlight=False,
+        force_terminal=True if colour else None, no_color=None if colour is None else not colour,
+    )  # fmt: skip
+    if before:
+        console.print(before, markup=False, soft_wrap=True)
+    if table is not None:
+        console.print(table)
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def print_json(record: Any) -> None:
+    """One JSON object on one line of standard output."""
+    click.echo(json.dumps(record))

@@ -9,7 +9,7 @@ print(engine.generate("def main():", SamplingParams(max_tokens=64))[0].text)
 import os
 
 # ONNX Runtime's Linux and macOS packages report models and usage to Microsoft unless this is set before the first
-# `import onnxruntime`. Whoever wants that sets it to 0.
+# `import onnxruntime`. A program that wants them sets it to 0.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 from typing import TYPE_CHECKING, Any

@@ -23,7 +23,7 @@ E     ``feature_size``      width of a feature: what a draft head reads of its t
 S     ``num_pending``       drafts of which a recurrence keeps its inputs until they are accepted, see ``num_pending``
 Z     ``state_shape``       sizes of one recurrence's state; a convolution's are [taps - 1, channels], those of linear
                             attention [heads, key size, value size]
-F     ``pending_width``     what one token gives to one recurrence
+Y     ``pending_width``     what one token gives to one recurrence
 ====  ====================  ==========================================================
 """
 
@@ -154,7 +154,7 @@ STATE = TensorSpec(
 PENDING = TensorSpec(
     "pending.{i}",
     "float32",
-    ("B", 1, "S", "F"),
+    ("B", 1, "S", "Y"),
     "cache",
     "what the drafts behind that token gave to recurrence i, updated in place: those that are accepted enter the state "
     "in the next step",
@@ -226,7 +226,7 @@ QUERY = TensorSpec(
 K_CACHE_OUT = TensorSpec("k_cache_out.{i}", "cache", ("B", 1, "H", "L", "D"), "output", "same memory as k_cache.{i}")
 V_CACHE_OUT = TensorSpec("v_cache_out.{i}", "cache", ("B", 1, "H", "L", "D"), "output", "same memory as v_cache.{i}")
 STATE_OUT = TensorSpec("state_out.{i}", "float32", ("B", 1, "Z"), "output", "same memory as state.{i}")
-PENDING_OUT = TensorSpec("pending_out.{i}", "float32", ("B", 1, "S", "F"), "output", "same memory as pending.{i}")
+PENDING_OUT = TensorSpec("pending_out.{i}", "float32", ("B", 1, "S", "Y"), "output", "same memory as pending.{i}")
 
 STEP_INPUTS = (
     INPUT_IDS,
@@ -351,7 +351,7 @@ class StateGeometry(NamedTuple):
 
     Attributes:
         shape: Z, of its state.
-        width: F, of what one token gives to it.
+        width: Y, of what one token gives to it.
     """
 
     shape: tuple[Size, ...]
@@ -359,7 +359,7 @@ class StateGeometry(NamedTuple):
 
 
 def state_shapes(states: Sequence[StateGeometry], num_rows: int, num_pending: int) -> dict[str, tuple[int, ...]]:
-    """Shape of the state [rows, 1, *Z] and of the pending entries [rows, 1, S, F] of each recurrence, by input name."""
+    """Shape of the state [rows, 1, *Z] and of the pending entries [rows, 1, S, Y] of each recurrence, by input name."""
     shapes = {}
     for i, state in enumerate(states):
         shapes[STATE.name.format(i=i)] = (num_rows, 1, *state.shape)

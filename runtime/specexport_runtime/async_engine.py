@@ -74,7 +74,7 @@ class AsyncRequest:
     async def result(self) -> GenerationResult:
         """Wait for the end; returns and raises what :meth:`RequestHandle.result` does.
 
-        Chunks that nobody has begun to iterate over are not kept from now on. Several tasks may wait; if one of them
+        Chunks over which no iteration has begun are not kept from now on. Several tasks may wait; if one of them
         is cancelled, the request is.
         """
         if not self._iterated:
@@ -169,7 +169,7 @@ class ChunkIterator(AsyncIterator[T], Generic[T]):
 class Courier:
     """The listener of a request: all that the decoding thread knows of it.
 
-    It forgets the request at the end, so that a request and its handle are freed as soon as nobody holds them.
+    It forgets the request at the end, so that a request and its handle are freed as soon as no reference is left.
     """
 
     def __init__(self, request: AsyncRequest, mailbox: "Mailbox") -> None:

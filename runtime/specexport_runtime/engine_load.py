@@ -29,9 +29,8 @@ from specexport_runtime.packing.batch import ModelRunner
 def load_engine_parts(path: Path, options: EngineOptions) -> EngineParts:
     """Open a bundle, load its engines, and what an adaptive engine chooses K by.
 
-    ``BundleError``: no bundle, or a file is missing, altered or damaged. ``IncompatibleError``: another schema, ABI or
-    backend, or a GPU or memory that the engines do not fit. ``InvalidRequestError``: an option that cannot be honoured.
-    ``MissingDependencyError``: the backend's runtime is not installed.
+    ``BundleError``: a file is missing or altered. ``IncompatibleError``: another schema, ABI or machine.
+    ``InvalidRequestError``: an option that does not fit. ``MissingDependencyError``: no runtime of the backend.
     """
     bundle = load_bundle(
         path,

@@ -134,10 +134,7 @@ def offer_of(target: ModelRunner, parts: EngineParts) -> DraftOffer:
 def make_drafters(
     parts: DrafterParts, offer: DraftOffer, factories: Mapping[str, DrafterFactory] | None = None
 ) -> dict[str, Drafter]:
-    """Every drafter that an engine has, by the names that draft plans use; ``factories`` are the user's own, by name.
-
-    ``InvalidRequestError`` if a name is taken or has a slash, or a factory made something that is no drafter.
-    """
+    """Every drafter of an engine by the names that plans use; InvalidRequestError if one of ``factories`` misfits."""
     drafters: dict[str, Drafter] = {}
     drafters |= {name: kind.make(parts) for name, kind in KINDS.items() if kind.obstacle(offer) is None}
     for name, factory in (factories or {}).items():

@@ -39,10 +39,7 @@ def machine_key() -> str:
 
 
 def gpu_names(folder: Path = Path("/proc/driver/nvidia/gpus")) -> tuple[str, ...]:
-    """Models of the NVIDIA GPUs that this process sees, sorted, as the driver tells; on Linux only.
-
-    ``folder`` is the driver's, with a folder for each GPU.
-    """
+    """Models of the NVIDIA GPUs that this process sees, sorted, by the driver's ``folder``; on Linux only."""
     found = []
     for path in folder.glob("*/information"):
         with contextlib.suppress(OSError):

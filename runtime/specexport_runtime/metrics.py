@@ -256,7 +256,7 @@ class EngineMetrics:
                 load and load.kv_bytes_reserved,
             ),
             ("specexport:kv_cache_budget_bytes", "Bound of the cache's memory.", load and load.kv_bytes_budget),
-            ("specexport:prefixes_kept", "Texts kept in rows that nobody runs in.", load and load.num_prefixes),
+            ("specexport:prefixes_kept", "Texts kept in rows where no request runs.", load and load.num_prefixes),
             ("specexport:max_num_seqs", "Cache rows: the most requests at a time.", load and load.max_num_seqs),
         ]
         for name, text, value in rows:

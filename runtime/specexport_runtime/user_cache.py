@@ -34,11 +34,7 @@ def warn_once(topic: str, message: str, *args: object) -> None:
 
 
 def cache_root() -> Path:
-    """``SPECEXPORT_CACHE_DIR``, else ``specexport`` in the platform's cache folder. Nothing is made or checked.
-
-    Only ``SPECEXPORT_CACHE_DIR`` may lie in the working directory. ``RuntimeError`` if no variable names the folder,
-    and there is no home folder to find it in.
-    """
+    """``SPECEXPORT_CACHE_DIR``, else ``specexport`` in the platform's cache folder; ``RuntimeError`` without one."""
     if folder := os.environ.get(ROOT_VARIABLE):
         return _in_home(Path(folder)).expanduser()
     stated = _in_home(Path(os.environ.get("XDG_CACHE_HOME", "")))
@@ -63,11 +59,9 @@ def _home() -> Path:
 
 
 def cache_folder(kind: str, *, writable: bool = True) -> Path | None:
-    """The cache folder for one kind of data, made if need be; None where it does not serve.
+    """The cache folder for one kind of data, made if need be; None, after one warning, where it does not serve.
 
-    That is where it cannot be made, cannot be written, or is open to the writing of others, after one warning a
-    process; a disk that is full shows only in :func:`write_json`. Without ``writable`` a read-only folder does, and
-    nothing is made or warned about.
+    That is where it cannot be written (but ``writable`` False asks for reading only), or others may write to it.
     """
     try:
         folder = cache_root() / kind
@@ -111,10 +105,7 @@ def is_private(status: os.stat_result) -> bool:
 
 
 def write_json(path: Path, data: Any) -> bool:
-    """Write JSON in one step (temporary file, then rename) to a file of :func:`cache_folder`, for this user only.
-
-    Returns whether it was written. A full or read-only disk is no error here: one warning a process says so.
-    """
+    """Write JSON to a file of :func:`cache_folder`, in one step and for this user; False, with a warning, if not."""
     text = json.dumps(data, indent=1, sort_keys=True) + "\n"
     try:
         replace_file(path, lambda file: file.write(text.encode("utf-8")))
@@ -125,10 +116,7 @@ def write_json(path: Path, data: Any) -> bool:
 
 
 def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write a file in one step (temporary file, then rename), readable by this user only; ``OSError`` if it cannot be.
-
-    ``write`` is given the open temporary file; what was there stays if it raises.
-    """
+    """Write a file in one step, readable by this user only; the old one stays if ``write`` raises, or OSError."""
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:

@@ -1,9 +1,7 @@
 """Storing an engine as its difference from another of the same model: the weights are in both.
 
-TensorRT could strip an engine of its weights and be given them back when it is loaded (``STRIP_PLAN``), but a builder
-without a GPU fails at that (docs/gpu.md). So the bytes are compared: files are cut where their content says so,
-and equal pieces are found by their hash, wherever they lie. Nothing is known of the engine's format, and the result is
-the engine to the last byte.
+TensorRT's own way (``STRIP_PLAN``) fails in a builder without a GPU (docs/gpu.md). So files are cut where their content
+says so, and equal pieces are found by their hash: nothing is known of the engine's format.
 """
 
 import hashlib
@@ -30,10 +28,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def store_as_delta(whole: Path, base: Path, delta: Path) -> bool:
-    """Replace the file ``whole`` by its difference from ``base``, if that is worth it; returns whether it was.
-
-    Then ``delta`` stands for ``whole``, which is gone. CheckFailedError if what was written does not give it again.
-    """
+    """Replace the file ``whole`` by its difference from ``base``, where that is worth it; returns whether it was."""
     base_bytes, bytes_ = _map(base), _map(whole)
     copies = find_copies(base_bytes, bytes_)
     literal_bytes = bytes_.size - int(copies[:, 2].sum())

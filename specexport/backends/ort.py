@@ -46,11 +46,7 @@ def write_onnx(ir_model: "ir.Model", folder: Path) -> str:
 
 
 def write_padded_onnx(ir_model: "ir.Model", folder: Path) -> str:
-    """Write ``model.padded.onnx``, a graph over the weights that :func:`write_onnx` wrote; returns the file's name.
-
-    The padded-KV graph was lowered from a copy of the same traced model, and its weights are let go. CheckFailedError
-    if it has a weight that ``model.onnx`` has not.
-    """
+    """Write ``model.padded.onnx``, a graph over the weights that :func:`write_onnx` wrote; returns the file's name."""
     import onnx_ir as ir
 
     written = ir.load(folder / ENGINE_NAME).graph.initializers

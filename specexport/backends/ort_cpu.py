@@ -35,11 +35,7 @@ class OrtCpu(Backend):
         return {**super().engine_key(recipe), "rotary_len": max(AUTO_MODEL_LEN, asked)}
 
     def build(self, ir_model: "ir.Model", job: BuildJob) -> EngineEntry:
-        """All graphs of a model, over one weights file. See ``Backend.build``.
-
-        Where it is asked for, a target gets layers that can be switched off, for drafting with itself. All others get
-        their norms joined with the additions before them instead: the two exclude each other.
-        """
+        """See ``Backend.build``. Layers that can be switched off exclude norms that are joined with additions."""
         from specexport.backends.ort import write_onnx, write_padded_onnx
         from specexport.lowering.common import step_inputs
         from specexport.lowering.feature_gate import gate_features
@@ -95,10 +91,7 @@ class OrtCpu(Backend):
 
 
 def _padded_model(ir_model: "ir.Model", job: BuildJob) -> "ir.Model | None":
-    """What becomes the padded-KV graph, which drafts never use.
-
-    Heads have none, nor have models with states, which what pads a row would enter.
-    """
+    """What becomes the padded-KV graph; heads have none, nor have models with states, which padding would enter."""
     from specexport.lowering.feature_gate import drop_features
 
     if job.role == "head" or job.states:

@@ -26,11 +26,7 @@ class OrtCuda(Backend):
     key_fields = ("quantize_lm_head", "self_draft")
 
     def build(self, ir_model: "ir.Model", job: BuildJob) -> EngineEntry:
-        """See ``Backend.build``.
-
-        A target gets layers that can be switched off only where that is asked for: a graph with branches can never be
-        recorded as a CUDA graph. For the same reason a target computes features in every step (``ort_features``).
-        """
+        """See ``Backend.build``. A graph with branches cannot be recorded: gates where asked for, features always."""
         from specexport.backends.ort import write_onnx
         from specexport.lowering.common import step_inputs
         from specexport.lowering.feature_gate import feature_size

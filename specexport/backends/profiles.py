@@ -46,8 +46,7 @@ def plan_profiles(
 ) -> tuple[Profile, ...]:
     """The profiles of one model: decode and verify (or catch-up) for every batch bucket, and prefill buckets.
 
-    A prefill profile takes any number of rows, so it has no batch buckets: with them an engine has twice the profiles,
-    twice the generated kernels and twice the build time. ``role`` is ``"target"``, ``"draft"`` or ``"head"``.
+    A prefill profile takes any number of rows: with batch buckets an engine would take twice the build time.
     """
     batches = buckets(max_num_seqs)
     kinds = _fixed_kinds(role, most_new_tokens(role, lookahead, head), self_draft, head)
@@ -73,21 +72,16 @@ def _fixed_kinds(
 
 
 def most_new_tokens(role: str, lookahead: int, head: HeadSteps | None = None) -> int:
-    """Tokens a row in the widest step that is not a prefill.
-
-    A draft model is fed two tokens after a round that accepted everything, and one otherwise.
-    """
+    """Tokens a row in the widest step that is no prefill: a draft model is fed two after a fully accepted round."""
     if head is not None:
         return head.width
     return lookahead + 1 if role == "target" else 2
 
 
 def engine_kv_capacity(max_model_len: int, lookahead: int, width: int | None = None) -> int:
-    """L of an engine with fixed profiles: what a row needs, and more for rows that are only there as padding.
+    """L of an engine with fixed profiles: what a row needs, and entries that rows outside the step write to.
 
-    A fixed profile writes its width into every row it covers, also into rows of sequences that are not in the step;
-    those land in the last entries, which hold nothing. Rounded up, so that every row begins at an address that TensorRT
-    takes (a multiple of 256 bytes). ``width`` is tokens a row of the widest fixed profile; None for K+1.
+    Rounded up, so that every row begins at an address that TensorRT takes (a multiple of 256 bytes).
     """
     needed = max_model_len + kv_slack(lookahead) + (lookahead + 1 if width is None else width)
     return -(-needed // _ROW_ENTRIES) * _ROW_ENTRIES
@@ -96,11 +90,7 @@ def engine_kv_capacity(max_model_len: int, lookahead: int, width: int | None = N
 def input_shapes(
     profile: Profile, names: Sequence[str], layers: Sequence[LayerGeometry], kv_capacity: int, feature_size: int = 0
 ) -> dict[str, Shapes]:
-    """Smallest, optimal and largest shape of every input of an engine in ``profile``.
-
-    A ranged profile is tuned for one prompt that fills it. ``names`` are the step inputs that the graph takes,
-    ``kv_capacity`` is L, ``feature_size`` E of a draft head.
-    """
+    """Smallest, optimal and largest shape of every input of an engine in ``profile``."""
     smallest = optimum = largest = profile.largest
     if not profile.is_fixed:
         smallest = StepShape(0, 1, 1, 1, 1, fold=profile.fold)

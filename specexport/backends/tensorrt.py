@@ -1,7 +1,4 @@
-"""TensorRT and TensorRT-RTX: an engine for each GPU architecture, with profiles for the steps of a round.
-
-How much memory a build and its engines need is told before the build, which is refused when it cannot fit.
-"""
+"""TensorRT and TensorRT-RTX: an engine for each GPU architecture, with profiles for the steps of a round."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -82,11 +79,7 @@ class TensorRt(Backend):
             require_gpu_memory([plan], 0, job.recipe.gpu_memory_gb)
 
     def build(self, ir_model: "ir.Model", job: BuildJob) -> EngineEntry:
-        """See ``Backend.build``.
-
-        A target with a draft head gives features in every step: TensorRT records no step with a branch, and profiles of
-        their own would double the engine's kernels. What they cost is one matrix beside those of all layers.
-        """
+        """See ``Backend.build``. Features are given in every step: TensorRT records no step with a branch."""
         from specexport.backends.trt import TrtPlan, write_trt_engines
         from specexport.lowering.common import step_inputs
         from specexport.lowering.feature_gate import feature_size
@@ -176,10 +169,7 @@ def _fold(ir_model: "ir.Model", job: BuildJob) -> int:
 
 
 def choose_skipped(recipe: RecipeFields, num_layers: int) -> tuple[int, ...]:
-    """Layers (from 0) that drafts of a target of ``num_layers`` layers leave out.
-
-    RecipeError if it has no such layer, or none would be left, or left out.
-    """
+    """Layers (from 0) that drafts of a target of ``num_layers`` layers leave out; RecipeError if that cannot be."""
     asked = recipe.self_draft_skip
     if asked and (asked[-1] >= num_layers or len(asked) == num_layers):
         raise RecipeError(
@@ -259,10 +249,7 @@ def require_host_memory(plan: MemoryPlan, available: int) -> None:
 
 
 def require_gpu_memory(plans: Sequence[MemoryPlan], activations: int, gpu_memory_gb: float) -> None:
-    """Refuse engines that their GPU cannot hold: IncompatibleError names what is needed, and what to lower.
-
-    ``plans`` has one for each model of the bundle; ``activations`` are bytes of all engines, 0 before they are built.
-    """
+    """Refuse engines that their GPU cannot hold: IncompatibleError names what is needed, and what to lower."""
     weights, caches = sum(plan.gpu_weights for plan in plans), sum(plan.gpu_kv for plan in plans)
     needed = weights + caches + activations
     if needed > gpu_memory_gb * 1e9:

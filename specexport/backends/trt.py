@@ -62,12 +62,9 @@ def engine_name(sm: str) -> str:
 def write_trt_engines(
     ir_model: "ir.Model", plan: TrtPlan, folder: Path, *, note: Callable[[str], None], names: Sequence[str]
 ) -> tuple[EngineFile, ...]:
-    """Build an engine and its build log for every architecture into ``folder`` (which is made).
+    """Build an engine and its build log for every architecture into ``folder``; paths are relative to it.
 
-    Paths of the returned engines are relative to ``folder``. The first is a whole file, others may be stored as its
-    difference. The graph's weights are written out once and let go. ``note`` is called with what the builder is doing,
-    and ``names`` are the step inputs that the graph takes. CheckFailedError if TensorRT cannot build the graph, or not
-    exactly; IncompatibleError if the builder runs out of memory.
+    CheckFailedError if TensorRT cannot build the graph exactly; IncompatibleError if the builder runs out of memory.
     """
     import onnx_ir as ir
 

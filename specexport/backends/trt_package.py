@@ -45,10 +45,7 @@ def import_package(package: TrtPackage) -> Any:
 
 
 def known_architectures(package: TrtPackage) -> tuple[str, ...]:
-    """Architectures the package builds for on this machine, for example ``("75", "80", "89")``.
-
-    MissingDependencyError if the package is not installed.
-    """
+    """Architectures that the package builds for here, such as ``("75", "80", "89")``."""
     module = import_package(package)
     if not package.cross_builds:
         present = present_gpu.present_architecture()
@@ -58,11 +55,9 @@ def known_architectures(package: TrtPackage) -> tuple[str, ...]:
 
 
 def resolve_architectures(package: TrtPackage, asked: Sequence[str]) -> tuple[str, ...]:
-    """The architectures to build for: those asked for with ``--sm``, or the GPU in this machine if there are none.
+    """The architectures to build for: those of ``--sm``, or the GPU in this machine if there are none.
 
-    RecipeError lists the known ones if one is unknown to the package, or none was given and there is no GPU to ask.
-    IncompatibleError if the package builds only for a GPU that is present, and there is none; MissingDependencyError if
-    it is not installed.
+    RecipeError if one is unknown, or there is none; IncompatibleError if the package needs a GPU that is not there.
     """
     known = known_architectures(package)
     if not package.cross_builds and not known:
@@ -93,11 +88,7 @@ def resolve_architectures(package: TrtPackage, asked: Sequence[str]) -> tuple[st
 def configure(
     trt: Any, package: TrtPackage, config: Any, sm: str, timing_cache: bytes | None, *, has_plugins: bool = False
 ) -> None:
-    """Set what the packages spell differently on an ``IBuilderConfig``: the architecture, and the timing cache.
-
-    ``sm`` is ``"any"`` for a portable engine. ``timing_cache`` is the content of the cache, empty for a new one, None
-    for none. With ``has_plugins`` the network has plugins that carry their kernels with them.
-    """
+    """Set the architecture (``"any"``: portable) and the timing cache (None: none) on an ``IBuilderConfig``."""
     if package.cross_builds and sm != ANY_ARCHITECTURE:
         config.num_compute_capabilities = 1
         config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{sm}"), 0)

@@ -1,8 +1,6 @@
 """What TensorRT made of a graph: read from the network before the build, and from the list of layers after it.
 
-TensorRT's own engine inspector tells the layers (:func:`inspect_engine`). That needs the engine to be deserialized, so
-a GPU that it runs on. The builder prints the same list when it is done; :func:`parse_layers` reads that. Imports
-nothing heavy.
+The engine inspector needs a GPU that the engine runs on; elsewhere the builder's messages are read.
 """
 
 import json
@@ -65,11 +63,7 @@ class Layer(NamedTuple):
 
 
 def parse_layers(texts: Iterable[str]) -> list[Layer]:
-    """The layers in the builder's messages.
-
-    The builder numbers its subgraphs; which profile one belongs to shows in the names of its tensors (``[profile 2]``;
-    those of the first profile have no mark).
-    """
+    """The layers in the builder's messages; tensors' names (``[profile 2]``) tell the profile of a subgraph."""
     found: list[tuple[str, Layer]] = []
     profiles: dict[str, int] = {}
     for text in texts:
@@ -85,12 +79,7 @@ def parse_layers(texts: Iterable[str]) -> list[Layer]:
 
 
 def read_layers(text: str, profile: int) -> list[Layer] | None:
-    """The layers of one profile, from what the engine inspector tells in JSON.
-
-    ``text`` is ``get_engine_information(LayerInformationFormat.JSON)``, asked with a context of that profile. The
-    inspector may list all profiles: then tensors of the others are marked, and left out. None if it tells names only,
-    or tells layers in another form.
-    """
+    """The layers of one profile, from the engine inspector's JSON; None if it has names only, or another form."""
     try:
         found = [_layer_of(layer) for layer in json.loads(text)["Layers"]]
     except (ValueError, KeyError, TypeError):
@@ -138,10 +127,7 @@ def _tensors(text: str) -> tuple[Tensor, ...]:
 def summarize(layers: Sequence[Layer], profiles: Sequence[str]) -> list[dict[str, Any]]:
     """For each profile: kernels, fused attention kernels, float32 matrix products, and bytes of copied KV cache.
 
-    Of quantized weights: products that read them as they are stored, and kernels that make them float for another.
-
-    A copy is a kernel that reads an updated cache, writes a tensor with its entries, and is no append. Where the number
-    of rows is not fixed, one is counted.
+    A copy is a kernel that reads an updated cache, writes a tensor with its entries, and is no append.
     """
     rows = []
     for index, name in enumerate(profiles):
@@ -204,11 +190,7 @@ def describe_layers(layers: Sequence[Layer]) -> str:
 def make_report(
     trt: Any, network: Any, texts: Sequence[str], profiles: Sequence[str], inspected: Sequence[Layer] | None = None
 ) -> dict[str, Any]:
-    """Everything the manifest keeps of a build, as plain values.
-
-    ``texts`` is what the builder said, and ``profiles`` are names in order. ``inspected`` are layers as the engine
-    inspector tells them; None takes those in ``texts``.
-    """
+    """Everything the manifest keeps of a build; layers are ``inspected``, else those in the builder's ``texts``."""
     layers = parse_layers(texts) if inspected is None else inspected
     activations = [int(size) for text in texts for size in _ACTIVATIONS.findall(text)]
     weights = [int(size) for text in texts for size in _WEIGHTS.findall(text)]
@@ -240,11 +222,7 @@ def _count(trt: Any, network: Any, kind: str) -> int:
 
 
 def network_problems(trt: Any, network: Any, num_layers: int, float32_products: Sequence[str] = ()) -> list[str]:
-    """What is wrong with a parsed network; empty if nothing is: caches not in place, matrix products in float32.
-
-    ``num_layers`` counts attention layers; ``float32_products`` names the products that the model itself has in float32
-    (a router's, for example).
-    """
+    """What is wrong with a parsed network; empty if nothing is: caches not in place, matrix products in float32."""
     problems = []
     inputs = {network.get_input(i).name: network.get_input(i) for i in range(network.num_inputs)}
     outputs = {network.get_output(i).name for i in range(network.num_outputs)}
@@ -272,11 +250,7 @@ def can_inspect(sm: str) -> bool:
 
 
 def inspect_engine(trt: Any, logger: Any, path: Path, num_profiles: int) -> list[Layer] | None:
-    """The layers of every profile, with the sizes of the step that each profile is tuned for.
-
-    The engine was built with ``ProfilingVerbosity.DETAILED``. None where TensorRT does not load it, take its sizes, or
-    tell its layers in this form; ``logger`` gets the reason.
-    """
+    """The layers of every profile at its tuned sizes; None where TensorRT does not tell them (``logger`` has why)."""
     runtime = trt.Runtime(logger)
     engine = runtime.deserialize_cuda_engine(path.read_bytes())
     if engine is None:

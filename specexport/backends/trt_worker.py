@@ -1,8 +1,6 @@
 """One TensorRT engine, built in a separate process: ``python -m specexport.backends.trt_worker JOB.json``.
 
-That keeps the builder's memory apart from the compiler's, and an abort inside TensorRT becomes an error
-message instead of the end of the compiler. Progress and the result are JSON lines on standard output; what TensorRT
-says goes to the log file. Imports the TensorRT package and nothing else that is heavy.
+An abort inside TensorRT then is an error message. Progress and result are JSON lines on standard output.
 """
 
 import contextlib
@@ -94,10 +92,7 @@ def _tell(**event: Any) -> None:
 
 
 def build(job: Job, log: TextIO) -> dict[str, Any]:
-    """Parse, check and build; writes the engine file and returns the report.
-
-    CheckFailedError if TensorRT cannot parse or build the graph, or warns about something that would make it inexact.
-    """
+    """Parse, check and build; writes the engine file and returns the report. CheckFailedError if it is inexact."""
     package = PACKAGES[job.backend]
     trt = import_package(package)
     logger = _make_logger(trt, log)
@@ -213,10 +208,9 @@ def _refuse_warnings(logger: Any) -> None:
 
 
 def _make_logger(trt: Any, log: TextIO) -> Any:
-    """A logger that keeps the finished engine's layer list, writes the rest to the log, and collects what is refused.
+    """A logger that keeps the engine's layer list, writes the rest to the log, and collects what is refused.
 
-    While parsing, every warning that is not known to be harmless is refused: the parser drops what it does not know
-    with a warning only. While building, only warnings about unused inputs or precision are.
+    While parsing that is every warning not known to be harmless: the parser drops what it does not know.
     """
 
     class Collector(trt.ILogger):  # type: ignore[misc]  # the package has no types

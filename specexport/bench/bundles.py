@@ -15,10 +15,7 @@ _SHOWN = 12  # characters of a hash; words are shorter
 
 
 def name_bundles(folders: Sequence[Path], subjects: Sequence[Subject]) -> dict[str, Subject]:
-    """The bundles by unique names: their own, or the folders as given where two have the same.
-
-    Raises InvalidRequestError if two of them are one bundle.
-    """
+    """The bundles by unique names: their own, or their folders; InvalidRequestError if two are one bundle."""
     for (one, first), (other, second) in combinations(zip(folders, subjects, strict=True), 2):
         if one.resolve() == other.resolve() or first.details["build_key"] == second.details["build_key"]:
             raise InvalidRequestError(f"{one} and {other} are the same bundle.", "give each bundle once.")
@@ -85,10 +82,7 @@ def join_subjects(named: Mapping[str, Subject]) -> Subject:
 
 
 def compared_methods(named: Mapping[str, Subject], names: Sequence[str] | None, **rest: Any) -> list[Method]:
-    """What is measured, of several bundles their own drafts and what else is named; ``rest`` as ``resolve_methods``.
-
-    Raises InvalidRequestError if one of several bundles has no draft of its own, or ``names`` leave it out.
-    """
+    """What is measured, of several bundles their own drafts and what else is named; ``rest`` as ``resolve_methods``."""
     if len(named) == 1:
         (subject,) = named.values()
         return resolve_methods(names, **rest, **subject.can_draft)

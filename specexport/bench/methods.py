@@ -95,10 +95,7 @@ def resolve_methods(
     unpad_kv: bool = True,  # of the methods that a drafter names
     unpad_input: bool = True,  # likewise
 ) -> list[Method]:
-    """The methods to measure; plain decoding comes first, asked for or not: all others are compared with it.
-
-    Raises InvalidRequestError for an unknown method or drafter, or one that the bundle cannot draft with.
-    """
+    """The methods to measure, plain decoding first; InvalidRequestError for what the bundle cannot draft with."""
     _check_name("drafter", drafter, DRAFTERS)
     offer = DraftOffer(has_draft, None if has_gates else _NO_LAYERS, None if has_head else NO_HEAD)
     lacking = {name: kind.obstacle(offer) for name, kind in KINDS.items()}
@@ -154,11 +151,7 @@ def _check_name(what: str, name: str, known: Sequence[str]) -> None:
 
 
 def lookaheads(method: Method, requested: Sequence[int] | None, *, built: int) -> list[int]:
-    """The values of K to measure a method with; [0] for plain decoding.
-
-    ``requested`` may hold :data:`AUTO`; None takes the drafter's default. A K above ``built``, the bundle's largest,
-    raises InvalidRequestError.
-    """
+    """The values of K to measure a method with, [0] for plain decoding; InvalidRequestError above ``built``."""
     if method.drafter == "none":
         return [0]
     kind = KINDS.get(method.drafter)

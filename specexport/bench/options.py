@@ -13,10 +13,7 @@ BATCHINGS = ("continuous", "static")
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """All combinations of methods, K, batch sizes, temperatures and batchings are measured.
-
-    A value out of its range raises InvalidRequestError.
-    """
+    """All combinations are measured; a value out of its range raises InvalidRequestError."""
 
     methods: tuple[Method, ...]  # see :func:`specexport.bench.methods.resolve_methods`
     num_speculative_tokens: tuple[int, ...] | None = None  # values of K; None takes each drafter's default

@@ -38,10 +38,7 @@ class PlotOutcome(NamedTuple):
 
 
 def write_plots(folder: Path, result: BenchResult) -> PlotOutcome:
-    """Draw every picture that has data into ``folder``, made if it is missing; equal records give equal bytes.
-
-    Raises MissingDependencyError without matplotlib, UserInputError if a file cannot be written.
-    """
+    """Draw every picture that has data into ``folder``; equal records give equal bytes. Errors as ``check_plots``."""
     check_plots(folder)
     written, skipped = [], []
     for suffix, rows in _groups(summarize(result)).items():
@@ -169,10 +166,7 @@ def _plot(axes: "Axes", rows: Sequence[Summary], label: str, value: _Value, *, o
 
 
 def write_plot(path: Path, result: BenchResult) -> bool:
-    """Draw the speedup of each K over plain decoding, a panel a method and a line a place; a ring is the chosen K.
-
-    False if no method was measured at two values of K. UserInputError if the file cannot be written.
-    """
+    """Draw each K's speedup, a panel a method and a line a place, the chosen K ringed; False if no K was swept."""
     panels: dict[str, list[Fastest]] = {}
     for each in find_fastest(summarize(result)):
         panels.setdefault(each.cell.label, []).append(each)

@@ -28,11 +28,8 @@ def read_prompts(
 ) -> list[BenchPrompt]:
     """Prompts of JSONL files, in order; without files, the built-in set.
 
-    Each line is an object with ``prompt``, and optionally ``id`` (else file name and line number), ``domain`` (else the
-    file name) and ``reference``. Other fields are ignored. ``num_prompts`` is the most of each domain.
-
-    Raises InvalidRequestError if a file cannot be read or has no prompts, a line has another form (it is named), two
-    prompts share an id, or there is no such domain.
+    A line has ``prompt`` and perhaps ``id`` (else file name and line number), ``domain`` (else the file name) and
+    ``reference``. ``num_prompts`` is the most of each domain. InvalidRequestError names what is wrong.
     """
     if num_prompts is not None and num_prompts < 1:
         raise InvalidRequestError(f"the number of prompts is {num_prompts}.", "give 1 or more.")
@@ -69,10 +66,7 @@ def mix_domains(prompts: Sequence[BenchPrompt]) -> list[BenchPrompt]:
 
 
 def fit_prompt(ids: Sequence[int], length: int) -> list[int]:
-    """A prompt of exactly ``length`` tokens that ends as ``ids``, at least one token, does.
-
-    The first token, often one that begins a sequence, stays in front; behind it the rest is repeated, or cut in front.
-    """
+    """A prompt of exactly ``length`` tokens that ends as ``ids``, at least one token, does."""
     first, rest = ids[0], list(ids[1:]) or [ids[0]]
     times = -(-length // len(rest))
     return [first, *(rest * times)[len(rest) * times - length + 1 :]] if length > 1 else [ids[-1]]

@@ -118,10 +118,7 @@ def _dump_lines(value: object) -> str:
 
 
 def read_json(path: Path) -> BenchResult:
-    """Read what :func:`write_json` wrote.
-
-    Raises InvalidRequestError if the file cannot be read or holds something else.
-    """
+    """Read what :func:`write_json` wrote; InvalidRequestError for anything else."""
     fix = "give a file that `specexport bench --json` wrote."
     try:
         data = json.loads(path.read_text(encoding="utf-8"))

@@ -1,8 +1,7 @@
 """A benchmark as Markdown: what was asked, on what machine, the table, and whether the texts are equal."""
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,9 @@ from specexport.atomic import write_text
 from specexport.bench.records import BenchResult, PromptRecord
 from specexport.bench.runner import describe_cell
 from specexport.bench.summary import Fastest, Summary, find_fastest, pick_draft, summarize
-from specexport.report import format_number, markdown_table
+from specexport.report import Column, markdown_table
 
 SHOWN_DIFFERENCES = 5
-
-_Show = Callable[[Any], str]  # a column of a table, from one of its rows
 
 
 def format_report(result: BenchResult) -> str:
@@ -61,60 +58,60 @@ def _describe_draft(name: str, models: Mapping[str, Any]) -> str:
 
 def format_table(rows: Sequence[Summary]) -> str:
     """The rows as a Markdown table; columns that say nothing are left out."""
-    columns = _place_columns(rows) | {"K": lambda row: str(row.cell.requested or "-")}
-    columns["tokens/s"] = lambda row: f"{row.tokens_per_second:.1f}"
-    if any(row.spread is not None for row in rows):
-        columns["spread"] = lambda row: format_number(row.spread, ".0%")
-    columns["decode tokens/s"] = lambda row: format_number(row.decode_tokens_per_second, ".1f")
-    columns["speedup"] = lambda row: format_number(row.speedup, ".2f", "×")
-    if any(row.over_vanilla is not None for row in rows):
-        columns["over vanilla"] = lambda row: format_number(row.over_vanilla, ".2f", "×")
-    if any(row.over_static is not None for row in rows):
-        columns["over static"] = lambda row: format_number(row.over_static, ".2f", "×")
-    columns["acceptance"] = lambda row: format_number(row.acceptance_rate, ".3f")
-    columns["accepted length"] = lambda row: format_number(row.mean_accepted_length, ".2f")
-    columns["padding ratio"] = lambda row: f"{row.padding_ratio:.1%}"
-    if any(row.input_padding for row in rows):
-        columns["input padding"] = lambda row: f"{row.input_padding:.1%}"
-    if any(row.latency for row in rows):
-        columns["ms a token, P50"] = lambda row: f"{row.latency_p50:.1f}"
-        columns["P99"] = lambda row: f"{row.latency_p99:.1f}"
-    columns["schedule + pack"] = lambda row: f"{row.overhead:.1%}"
-    return markdown_table(columns, rows, left=1)
+    columns: list[Column[Any]] = [
+        *_place_columns(rows),
+        Column("K", lambda row: str(row.cell.requested or "-")),
+        Column("tokens/s", lambda row: row.tokens_per_second, ".1f"),
+        Column("spread", lambda row: row.spread, ".0%", shown=_any(rows, "spread")),
+        Column("decode tokens/s", lambda row: row.decode_tokens_per_second, ".1f"),
+        Column("speedup", lambda row: row.speedup, ".2f", "×"),
+        Column("over vanilla", lambda row: row.over_vanilla, ".2f", "×", shown=_any(rows, "over_vanilla")),
+        Column("over static", lambda row: row.over_static, ".2f", "×", shown=_any(rows, "over_static")),
+        Column("acceptance", lambda row: row.acceptance_rate, ".3f"),
+        Column("accepted length", lambda row: row.mean_accepted_length, ".2f"),
+        Column("padding ratio", lambda row: row.padding_ratio, ".1%"),
+        Column("input padding", lambda row: row.input_padding, ".1%", shown=any(row.input_padding for row in rows)),
+        Column("ms a token, P50", lambda row: row.latency_p50, ".1f", shown=any(row.latency for row in rows)),
+        Column("P99", lambda row: row.latency_p99, ".1f", shown=any(row.latency for row in rows)),
+        Column("schedule + pack", lambda row: row.overhead, ".1%"),
+    ]
+    return markdown_table(columns, rows)
 
 
-def _place_columns(rows: Sequence[Summary] | Sequence[Fastest]) -> dict[str, _Show]:
+def _any(rows: Sequence[Summary], name: str) -> bool:
+    return any(getattr(row, name) is not None for row in rows)
+
+
+def _place_columns(rows: Sequence[Summary] | Sequence[Fastest]) -> list[Column[Any]]:
     """The method, and what its rows are compared within."""
-    columns: dict[str, _Show] = {"method": lambda row: row.cell.label}
-    if len({row.cell.domain for row in rows}) > 1:
-        columns["domain"] = lambda row: row.cell.domain
-    columns["batch"] = lambda row: str(row.cell.batch_size)
-    if any(row.cell.context for row in rows):
-        columns["context"] = lambda row: str(row.cell.context)
-    if any(row.cell.temperature for row in rows):
-        columns["temperature"] = lambda row: f"{row.cell.temperature:g}"
-    if any(row.cell.batching == "static" for row in rows):
-        columns["batching"] = lambda row: row.cell.batching
-    return columns
-
-
-def _show_rate(lookahead: int, found: Fastest) -> str:
-    return format_number(found.rates.get(lookahead), ".1f")
+    cells = [row.cell for row in rows]
+    return [
+        Column("method", lambda row: row.cell.label, left=True),
+        Column("domain", lambda row: row.cell.domain, shown=len({cell.domain for cell in cells}) > 1),
+        Column("batch", lambda row: row.cell.batch_size),
+        Column("context", lambda row: str(row.cell.context), shown=any(cell.context for cell in cells)),
+        Column("temperature", lambda row: row.cell.temperature, "g", shown=any(cell.temperature for cell in cells)),
+        Column("batching", lambda row: row.cell.batching, shown=any(cell.batching == "static" for cell in cells)),
+    ]
 
 
 def format_fastest(found: Sequence[Fastest]) -> list[str]:
     """Every K side by side, and which draft is the best; nothing if no method has several values of K."""
     if not found:
         return []
-    columns = _place_columns(found)
-    for k in sorted({k for each in found for k in each.rows}):
-        columns[f"K={k}" if k else "plain"] = partial(_show_rate, k)
-    columns["fastest K"] = lambda each: str(each.lookahead or "0 (plain)")
-    columns["speedup"] = lambda each: f"{each.speedup:.2f}×"
-    columns["draft ms"] = lambda each: format_number(each.drafting.draft_milliseconds, ".2f")
-    columns["verify ms"] = lambda each: format_number(each.drafting.verify_milliseconds, ".2f")
+    columns: list[Column[Any]] = [
+        *_place_columns(found),
+        *(
+            Column(f"K={k}" if k else "plain", lambda each, k=k: each.rates.get(k), ".1f")  # type: ignore[misc]
+            for k in sorted({k for each in found for k in each.rows})
+        ),
+        Column("fastest K", lambda each: str(each.lookahead or "0 (plain)")),
+        Column("speedup", lambda each: each.speedup, ".2f", "×"),
+        Column("draft ms", lambda each: each.drafting.draft_milliseconds, ".2f"),
+        Column("verify ms", lambda each: each.drafting.verify_milliseconds, ".2f"),
+    ]
     pick = pick_draft(found)
-    table = markdown_table(columns, found, left=1)
+    table = markdown_table(columns, found)
     return [f"Decode tokens/s by draft tokens a round (K):\n\n{table}", *([pick.describe()] if pick else [])]
 
 

@@ -49,11 +49,7 @@ class BenchRunner:
         self._total = options.repeats * sum(map(len, self._cells.values()))
 
     def run(self) -> None:
-        """Run everything; ``progress`` is called before each run.
-
-        Raises InvalidRequestError if a prompt does not fit the engine, another SpecexportError if loading or decoding
-        fails.
-        """
+        """Run everything; ``progress`` is called before each run."""
         try:
             for cells in self._cells.values():
                 groups: dict[EngineKey, list[Cell]] = {}
@@ -214,11 +210,7 @@ def run_bench(
     *,
     command: Sequence[str] = (),
 ) -> BenchResult:
-    """Measure everything that ``options`` asks for; ``progress`` is called before each run.
-
-    ``command`` is the command line, for the record. Raises InvalidRequestError if the bundle was not built for a K or a
-    prompt does not fit, another SpecexportError if loading or decoding fails.
-    """
+    """Measure everything that ``options`` asks for; InvalidRequestError if the bundle or a prompt does not fit."""
     machine = describe_machine()  # its load before ours
     runner = BenchRunner(subject, prompts, options, progress)
     runner.run()
@@ -235,11 +227,7 @@ class Meter:
         self._padding: dict[str, float] = {}
 
     def generate(self, request: Mapping[str, Any]) -> "list[GenerationResult]":
-        """``SpecEngine.generate`` with the clock running.
-
-        The engine starts new counters when it was idle; if its thread has not yet ended, a call goes on with the old
-        ones, so what they held before is subtracted.
-        """
+        """``SpecEngine.generate`` with the clock running, less what counters of a call before it held."""
         times, padding = self._engine.times, self._engine.padding
         before = asdict(times), asdict(padding)
         start = time.perf_counter()

@@ -48,11 +48,7 @@ class Subject:
 
 
 def open_subject(folder: Path, options: EngineOptions) -> Subject:
-    """A bundle to measure; its files are checked when an engine is loaded. Padding and rows are those of each engine.
-
-    Raises BundleError if the folder is no bundle, IncompatibleError for another schema or ABI, InvalidRequestError if
-    the bundle has no such adapter.
-    """
+    """A bundle to measure; its files are checked when an engine is loaded."""
     manifest = load_manifest(folder)
     check_adapter(options.lora, manifest.models["target"].chosen_adapters)
 

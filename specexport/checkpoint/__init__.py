@@ -1,7 +1,6 @@
 """Reading what people have: folders of safetensors, GGUF files, packed integers, LoRA adapters.
 
-``load_checkpoint`` reads one, ``hold_length`` fixes what of it depends on the length of texts. Importing this package
-imports neither torch nor transformers; its functions do.
+Importing this package imports neither torch nor transformers; its functions do.
 """
 
 from importlib import import_module

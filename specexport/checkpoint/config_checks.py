@@ -1,7 +1,6 @@
 """Whether a checkpoint's configuration fits its weights, and states its layers and its token ids properly.
 
-A model would do without biases and layers that its configuration leaves out, in silence. transformers passes over a
-``generation_config.json`` that it cannot read, and takes what ends a text from elsewhere.
+A model would silently do without biases and layers that its configuration leaves out.
 """
 
 import json
@@ -28,10 +27,7 @@ _ENDS, _BEGINS = "eos_token_id", "bos_token_id"
 
 
 def check_layer_lists(source: Source) -> None:
-    """Refuse a ``config.json`` whose list of layers is longer or shorter than the number of layers that it names.
-
-    transformers takes the list for some architectures, and then leaves out layers that the weights have.
-    """
+    """Refuse a ``config.json`` whose list of layers has another length: transformers would leave out layers."""
     try:
         config = json.loads((source.folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):  # the loader says what is wrong with it
@@ -79,10 +75,7 @@ def unknown_kind(config: Any, error: Exception) -> UnsupportedModelError | None:
 
 
 def check_no_bias_left(source: Source, model: Any, left: Iterable[str]) -> None:
-    """Refuse a model without the biases that its weights in safetensors have; old quantizers write some that are zero.
-
-    ``left`` names weights that the model has no place for.
-    """
+    """Refuse a model without the biases that its weights in safetensors have; ``left`` names those left over."""
     modules = dict(model.named_modules())
     names = {name for name in left if name.endswith(_BIAS) and modules.get(name.removesuffix(_BIAS)) is not None}
     if not names:

@@ -28,11 +28,7 @@ _WIDTHS = {
 
 
 def correct_config(source: Source, reader: Any, config: Any) -> Any:
-    """Set in ``config`` what the file states and transformers did not take over; without a reader nothing changes.
-
-    The result is ``config``, or that of another kind of model. Raises ``CheckpointError`` if the file scales its
-    positions in a way that cannot be said in a configuration.
-    """
+    """Set in ``config`` what the file states and transformers did not take over; CheckpointError for odd scalings."""
     if reader is None:
         return config
     arch = architecture(reader)
@@ -142,10 +138,7 @@ def _scaling(source: Source, reader: Any, arch: str, text: Any) -> dict[str, Any
 
 
 def _llama3_scaling(source: Source, factors: npt.NDArray[np.float64], reader: Any, arch: str) -> dict[str, Any]:
-    """Llama 3.1's parameters from ``factors`` [head_dim / 2], which divide the frequencies: the file has nothing else.
-
-    All of these models have the parameters in common, but for the largest factor. What they give is held to the file.
-    """
+    """Llama 3.1's parameters from ``factors`` [head_dim / 2], which divide the frequencies."""
     if np.abs(factors - 1).max() <= _CLOSE:
         return {}
     base = float(read(reader, f"{arch}.rope.freq_base") or 10000.0)

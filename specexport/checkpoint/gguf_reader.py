@@ -1,8 +1,4 @@
-"""One reading of a GGUF file's header.
-
-The header holds the vocabulary and takes seconds to parse, and transformers parses it four times: for the configuration
-(twice), the tokenizer and the weights.
-"""
+"""One reading of a GGUF file's header, which takes seconds, and which transformers parses four times."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,8 +15,7 @@ from specexport_runtime.errors import CheckpointError
 def open_reader(source: Source) -> Any:
     """A ``gguf.GGUFReader`` of a GGUF file, which is mapped and not read; None for other checkpoints.
 
-    The parts of a split file are one: the first one's settings, and the tensors of all. ``paths[name]`` says which file
-    a tensor lies in. Raises ``CheckpointError`` if a file is damaged, or the parts are not what they say of themselves.
+    Parts of a split file are one; ``paths[name]`` is a tensor's file. CheckpointError if one is damaged or foreign.
     """
     if source.gguf_file is None:
         return None

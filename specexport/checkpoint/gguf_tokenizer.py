@@ -48,11 +48,7 @@ _ENDS = {
 
 
 def honour_file(source: Source, reader: Any, parts: TokenizerParts) -> TokenizerParts:
-    """Put right what transformers' conversion of a GGUF file's tokenizer leaves out, with ``more_eos_ids``.
-
-    Without a reader the parts stay as they are. Raises ``CheckpointError`` if the file asks for a way to split text
-    that is not known.
-    """
+    """Put right what transformers' conversion of a GGUF tokenizer leaves out; CheckpointError for an unknown split."""
     if reader is None:
         return parts
     data = json.loads(parts.json)

@@ -1,7 +1,4 @@
-"""Which weights of a quantized checkpoint can stay as they are stored, by the names that a traced graph has for them.
-
-Some rows of each weight are compared with the rows that the model has.
-"""
+"""Which weights of a quantized checkpoint can stay as they are stored, by their names in a traced graph."""
 
 import math
 from collections import Counter
@@ -41,11 +38,7 @@ def check_formats(source: Source, reader: Any) -> None:
 def kept_weights(
     source: Source, reader: Any, model: Any, stored: Stored, conversion: Conversion | None = None
 ) -> dict[str, BlockWeight]:
-    """The quantized weights of a checkpoint, by their names in a traced graph; empty if it has none.
-
-    Raises ``UnsupportedModelError`` if they are not the loaded model's one for one, or if experts have two formats
-    where an engine has one.
-    """
+    """Quantized weights by their names in a traced graph; UnsupportedModelError if they are not the model's."""
     quantized = {tensor.name: tensor for tensor in reader.tensors if tensor.tensor_type.name in FORMATS}
     if not quantized:
         return {}

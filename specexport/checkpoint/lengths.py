@@ -1,13 +1,11 @@
 """How long a model's texts may be, and what of it depends on that: held at the longest text that a bundle can have.
 
 transformers chooses the frequencies of ``longrope`` (Ding et al. 2024) and ``dynamic`` anew in each call, by its
-largest position. Keys in a cache would then belong to other angles than those behind them. A bundle has one table: the
-one that transformers takes for a sequence of ``max_model_len`` tokens. It is asked for it, and the module keeps what it
-chose.
+largest position: keys in a cache would belong to other angles. A bundle has the table of a text of ``max_model_len``
+tokens.
 
-Layers that attend in chunks (Llama 4) see all of a text that has one chunk. Layers that choose entries by an index
-(DeepSeek-V3.2 and its kin) choose all of them while there are no more than they may choose. Where the longest text is
-short enough, such layers are plain, exactly, and the model is made to say so.
+Layers that attend in chunks (Llama 4) or choose entries by an index (DeepSeek-V3.2) see all of a text that is short
+enough. Then they are plain, exactly, and the model is made to say so.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,10 +21,7 @@ _BY_IDS = "create_position_ids_from_input_ids"
 
 
 def first_position(module: Any) -> int | None:
-    """Number that a module's embedding gives a text's first token; None if it is no embedding that takes positions.
-
-    Tables that add an offset themselves (BART, OPT) begin with 0: what they are given has none.
-    """
+    """Number that a module's embedding gives a text's first token; None if it is no embedding that takes positions."""
     if hasattr(module, _BY_IDS) and isinstance(getattr(module, "padding_idx", None), int):
         return int(module.padding_idx) + 1
     return 0 if isinstance(module, torch.nn.Embedding) and type(module) is not torch.nn.Embedding else None
@@ -123,10 +118,7 @@ def max_positions(model: Any) -> int | None:
 
 @torch.no_grad()  # type: ignore[untyped-decorator]  # torch is not followed
 def hold_rope(model: Any, max_len: int) -> FixedRope | None:
-    """Hold a model's rotary embeddings at the angles of a sequence of ``max_len`` tokens, in place.
-
-    None where no angle depends on the length; ``UnsupportedModelError`` where one still does afterwards.
-    """
+    """Hold rotary embeddings at the angles of ``max_len`` tokens, in place; UnsupportedModelError if that fails."""
     turns = _turns(model)
     for turn in turns:
         wanted = _angles(turn, (*_FIRST, max_len - 1))
@@ -222,10 +214,7 @@ def is_held(model: Any) -> bool:
 
 
 def hold_length(checkpoint: Checkpoint, max_len: int) -> None:
-    """Hold what depends on a text's length at the longest text, in place: rotary tables, and attention that leaves out.
-
-    Raises ``UnsupportedModelError`` if tables depend on the length in a way that cannot be held.
-    """
+    """Hold what depends on a text's length at the longest text, in place: rotary tables, partial attention."""
     checkpoint.rope = hold_rope(checkpoint.model, max_len)
     if hold_short(checkpoint.model, max_len):
         checkpoint.max_positions = max_len

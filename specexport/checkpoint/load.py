@@ -1,8 +1,4 @@
-"""Loading a checkpoint through transformers: safetensors or GGUF, no remote code unless asked for.
-
-Weights are read straight into the wanted dtype, one tensor at a time, so the model is held once. Or matrices stay where
-they are, and the model has no data of them; see ``stored``.
-"""
+"""Loading a checkpoint through transformers: safetensors or GGUF, no remote code unless asked for."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -303,10 +299,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def round_weights(checkpoint: Checkpoint, dtype: str) -> None:
-    """Give each weight the value that it has in ``dtype``, a numpy name; the model's own type stays.
-
-    Raises ``CheckpointError`` if one is larger than float16 can hold, where that is ``dtype``.
-    """
+    """Give each weight the value that it has in ``dtype``; CheckpointError if float16 cannot hold one."""
     kind = getattr(torch, dtype)
     for parameter in checkpoint.model.parameters():
         if not parameter.is_meta:  # those are in ``stored``

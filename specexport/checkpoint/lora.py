@@ -51,10 +51,7 @@ class LoraSource:
 
 
 def find_adapter(name: str, folder: str) -> LoraSource:
-    """An adapter's folder, with its configuration checked; no tensor is read.
-
-    Raises ``CheckpointError`` if there is none, it is pickled, or it asks for something that is not honoured.
-    """
+    """An adapter's folder, its configuration checked, no tensor read; CheckpointError for what is not honoured."""
     path = Path(folder).expanduser()
     where = f"LoRA adapter {name} ({path.resolve().name})"
     if not path.is_dir():

@@ -1,7 +1,4 @@
-"""Fitting a LoRA adapter to a model: which layer each tensor belongs to, and that none is left over.
-
-In a build it becomes a part of the weights, or separate products that requests choose.
-"""
+"""Fitting a LoRA adapter to a model: which layer each tensor belongs to, and that none is left over."""
 
 import math
 import re
@@ -85,11 +82,7 @@ class LoraAdapter:
 
 
 def read_adapter(source: LoraSource, model: Any) -> LoraAdapter:
-    """Fit an adapter to a model: every tensor of it belongs to a layer, and every layer that it names has its tensors.
-
-    Only names and shapes of the model are looked at. Raises ``CheckpointError``, which names the tensor, if the adapter
-    is damaged or of another model.
-    """
+    """Fit an adapter to a model by names and shapes; CheckpointError names a tensor too many or too few."""
     where = source.where
     shapes, file = _tensor_shapes(source.folder / WEIGHTS, where), WatchedFile(source.folder / WEIGHTS, source.source)
     names: dict[str, dict[str, str]] = {}
@@ -226,11 +219,7 @@ def _stranger(where: str, name: str) -> CheckpointError:
 
 
 def merge_adapter(checkpoint: Checkpoint, adapter: LoraAdapter) -> None:
-    """Add an adapter to the weights of a loaded checkpoint: W + s B A in float32, rounded to the model's dtype.
-
-    Weights that are in their files stay there: what is read of them is changed. Raises ``CheckpointError`` if a weight
-    is kept in the integers of a quantized checkpoint.
-    """
+    """Add an adapter to the weights, W + s B A in float32, rounded; CheckpointError for those kept as integers."""
     kept = next((each for each in adapter.factors if WEIGHT_PREFIX + each.parameter in checkpoint.kept), None)
     if kept is not None:
         raise CheckpointError(
@@ -267,10 +256,7 @@ def with_adapter(checkpoint: Checkpoint, adapter: LoraAdapter) -> Iterator[Check
 
 
 def low_ranks(adapter: LoraAdapter) -> dict[str, LowRank]:
-    """The products of an adapter, by the name of the weight beside which each is in a traced graph.
-
-    Raises ``CheckpointError`` if it changes an embedding, which is no product.
-    """
+    """An adapter's products by the name of the weight beside each; CheckpointError for an embedding."""
     table = next((each for each in adapter.factors if each.kind == "embedding"), None)
     if table is not None:
         raise CheckpointError(

@@ -76,10 +76,7 @@ def _block_rows(weight: BlockWeight, dtype: torch.dtype, start: int, stop: int) 
 
 
 def read_packed(source: Source, settings: Mapping[str, Any]) -> Packed:
-    """The tensors of a checkpoint, the packed ones as they are stored; ``settings`` is its ``quantization_config``.
-
-    Raises ``CheckpointError`` if a layer has a form that is not known.
-    """
+    """A checkpoint's tensors, packed ones as they are stored; CheckpointError for a form that is not known."""
     from safetensors import SafetensorError, safe_open
 
     method = str(settings["quant_method"])
@@ -163,10 +160,7 @@ def _index(source: Source) -> Mapping[str, str]:
 
 
 def name_packed(weights: Mapping[str, BlockWeight], model: Any, name: str) -> dict[str, BlockWeight]:
-    """Packed weights of layers, by their names in a traced graph; stacked experts lie one below the other.
-
-    Raises ``UnsupportedModelError`` if the model has others: transformers joins or renames them.
-    """
+    """Packed weights by their names in a traced graph, stacked experts one below the other."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     found, left = {}, dict(weights)
     for stacked, layers in _stacked_experts(weights).items():

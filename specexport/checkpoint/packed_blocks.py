@@ -41,10 +41,7 @@ def unpack(words: Words, bits: int, axis: int) -> Codes:
 
 
 def gptq_weight(tensors: Tensors, settings: Mapping[str, Any], name: str) -> BlockWeight:
-    """A weight of GPTQ: ``qweight``, ``qzeros``, ``scales`` and, if there is one, ``g_idx``.
-
-    Raises ``CheckpointError`` if it orders its inputs (``desc_act``), or has bits or groups of no kernel.
-    """
+    """A weight of GPTQ; CheckpointError if its inputs are ordered (``desc_act``), or no kernel has its form."""
     bits, order = int(settings["bits"]), tensors.get("g_idx")
     _check_bits(bits, name)
     codes = unpack(tensors["qweight"], bits, 0).T  # [N, K]

@@ -1,7 +1,4 @@
-"""Where a checkpoint's files are: a local folder, a GGUF file, or a hub repository; and the hash over them.
-
-Only named kinds of files are ever read or fetched: configuration, tokenizer, safetensors. Pickled weights are refused.
-"""
+"""Where a checkpoint's files are, and the hash over them; only named kinds of files are read, never pickles."""
 
 import functools
 import hashlib
@@ -38,10 +35,7 @@ class Source(NamedTuple):
 
 
 def resolve_source(source: str, revision: str | None = None, *, remote_code: bool = False) -> Source:
-    """Find a checkpoint's files, fetching them from the hub if ``source`` is a hub id.
-
-    Raises ``CheckpointError`` if nothing usable is there, or the hub cannot be reached.
-    """
+    """Find a checkpoint's files, fetching them for a hub id; CheckpointError if nothing usable is there."""
     path = Path(source).expanduser()
     if path.is_file():
         return _gguf_source(path)
@@ -124,11 +118,7 @@ def _gguf_source(path: Path) -> Source:
 
 
 def gguf_parts(path: Path) -> tuple[Path, ...]:
-    """The files of a GGUF file that is split as ``NAME-00001-of-00003.gguf``, whichever is given; any other by itself.
-
-    Names decide before links are followed: what a link leads to may be named by its hash. Raises ``CheckpointError`` if
-    a part is not there.
-    """
+    """The files of a split GGUF file, whichever is given; names decide before links are followed."""
     match = _PART.fullmatch(path.name)
     if match is None or int(match["count"]) < SMALLEST_SPLIT:
         return (path,)

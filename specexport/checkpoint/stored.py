@@ -73,10 +73,7 @@ class WatchedFile:
             )
 
     def read(self, offset: int, num_bytes: int) -> np.ndarray:
-        """uint8 [num_bytes] from ``offset``: a copy, where a mapping would keep what was read resident.
-
-        Raises ``CheckpointError`` if the file changed, or ends before.
-        """
+        """A copy, uint8 [num_bytes], from ``offset``: a mapping would stay resident. CheckpointError if it changed."""
         self.check()
         found: np.ndarray = np.fromfile(self.path, np.uint8, num_bytes, offset=offset)
         if found.size != num_bytes:

@@ -1,8 +1,7 @@
 """Running a model whose weights are in no memory: each is read for the operation that wants it, and let go after it.
 
 The parameters are on the ``meta`` device. A torch function mode sees every call with one of them among its arguments,
-and makes the call with what it stands for. Nothing needs to be known of the model's modules. A model that asks
-for a parameter's shape or dtype gets the true one; as its device it gets the CPU.
+and makes the call with what it stands for.
 """
 
 from collections.abc import Callable, Iterator
@@ -95,8 +94,7 @@ def streamed(model: Any, stored: Stored) -> Iterator[None]:
 def stand_ins(model: Any, stored: Stored) -> Iterator[None]:
     """Within the block, ``model`` runs with random numbers for weights: nothing is read, and results mean nothing.
 
-    For what depends on the form of a model alone: what its layers ask of attention, and whether packed tokens give what
-    one sequence gives. All weights share one block of numbers, of a size that keeps activations as large as they are.
+    All weights share one block of numbers, of a size that keeps activations as large as they are.
     """
     if not stored:
         yield
@@ -134,10 +132,7 @@ class _Noise:
 
 @contextmanager
 def blanks(model: Any, stored: Stored) -> Iterator[dict[int, str]]:
-    """Within the block, stored parameters are unwritten CPU tensors, which take no memory; gives names by address.
-
-    For tracing, which looks at shapes and dtypes.
-    """
+    """Within the block, stored parameters are unwritten CPU tensors, which take no memory; gives names by address."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     made: dict[int, torch.nn.Parameter] = {}
     for name in stored:

@@ -1,9 +1,7 @@
 """Finding out which stored tensor each parameter of a model is, without reading one.
 
-Transformers renames and ties what it loads, and for some models it joins, splits or turns it. No other code knows how.
-So it is asked: it loads tensors of the right shapes that have memory for one column, repeated. A parameter that still
-lies there, in the same way and with the same numbers, is that tensor, as it is stored. If one was made of several,
-turned, or given other values (some models clear the row of their padding token), the model is loaded whole.
+Only transformers knows what it renames, ties, joins or turns. So it loads tensors of the right shapes with memory for
+one column, repeated: a parameter that still lies there is that tensor. If one does not, the model is loaded whole.
 """
 
 from collections.abc import Callable, Iterator
@@ -67,10 +65,7 @@ class Tags:
             modeling_utils._tied_params_are_equal = equal
 
     def settle(self, model: Any) -> dict[str, StoredWeight] | None:
-        """Replace what stands for stored tensors by parameters without data; gives where each comes from, by name.
-
-        None if a parameter was made of tensors in another way than by taking one.
-        """
+        """Replace stand-ins by parameters without data; gives each one's origin, or None if one was made otherwise."""
         parameters = dict(model.named_parameters(remove_duplicate=False))
         stored, meta = {}, {}
         for name, parameter in parameters.items():
@@ -146,10 +141,7 @@ class _SafetensorsRows:
 
 
 def tagged_gguf(source: Source, reader: Any, conversion: Conversion, tags: Tags) -> dict[str, Tensor] | None:
-    """Tags for the matrices of a GGUF file and its vectors, by the model's names.
-
-    None if transformers does more to a matrix than to order its rows.
-    """
+    """Tags for a GGUF file's matrices and vectors; None if transformers does more to one than order its rows."""
     watched = {path: WatchedFile(path, source.name) for path in source.files}
     files = {name: watched[path] for name, path in reader.paths.items()}
     tensors = {tensor.name: tensor for tensor in reader.tensors}

@@ -1,9 +1,4 @@
-"""What the runtime needs of a tokenizer: its JSON, chat template, special tokens and the ids that end a text.
-
-Where transformers finds no package or no file for a vocabulary without a ``tokenizer.json``, it says something else, or
-makes a tokenizer of three tokens. So errors say here what reading the vocabulary takes, and what was made of it is
-checked.
-"""
+"""What the runtime needs of a tokenizer: its JSON, chat template, special tokens and the ids that end a text."""
 
 import json
 import re
@@ -42,11 +37,7 @@ _IDS = ("generation_config.json", "config.json")
 
 
 def load_tokenizer(source: Source, *, trust_remote_code: bool = False) -> TokenizerParts:
-    """Load a checkpoint's fast tokenizer; ``CheckpointError`` if there is none, or it cannot be read.
-
-    A ``tokenizer.json`` is read as it is, and needs no other file: special tokens and the chat template are taken from
-    where they are. Without one, the class that the checkpoint names makes the tokenizer.
-    """
+    """Load a checkpoint's fast tokenizer; ``CheckpointError`` if there is none, or it cannot be read."""
     if source.gguf_file is None and (source.folder / _JSON).is_file():
         stated = {name: _read_object(source, name) for name in (_JSON, *_SETTINGS)}
         if not (trust_remote_code and "auto_map" in stated[_SETTINGS[0]]):

@@ -1,6 +1,5 @@
 """``specexport build``: flags in, a bundle out. Imports the pipeline when it runs."""
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -113,6 +112,7 @@ def build(
     from specexport.host import map_large_blocks
     from specexport.progress import show_progress
     from specexport.recipe import make_recipe
+    from specexport.report import print_json
 
     flags |= {name: flags[name] or None for name in ("sm", "self_draft_skip", "lora")}
     recipe = make_recipe(flags | {"check": False if no_check else None}, recipe_file)
@@ -126,7 +126,7 @@ def build(
             use_cache=not no_cache,
         )
     if as_json:
-        click.echo(json.dumps(result_to_json(result)))
+        print_json(result_to_json(result))
     else:
         click.echo(summary(result))
         hint = untaken_module(recipe)

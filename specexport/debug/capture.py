@@ -1,8 +1,4 @@
-"""A step of a running decode, with everything that its graph was given.
-
-The decode is the runtime's own: prompts are prefilled in chunks, tokens are committed, and the step that is looked at
-goes through the executor. Its inputs are copied just before ONNX Runtime gets them.
-"""
+"""A step of a running decode, with all inputs of its graph, copied just before ONNX Runtime gets them."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple

@@ -1,6 +1,5 @@
 """``specexport debug``: which layer of a graph goes wrong, and what it costs."""
 
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -9,15 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from specexport.debug.run import GRAPHS, STEPS
+from specexport.report import Column, print_json, print_report, terminal_table
 from specexport_runtime.cli.options import engine_flag
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from specexport.debug.compare import Comparison
+    from specexport.debug.compare import Comparison, LayerRow
     from specexport.debug.run import DebugReport
 
-_ROLES, _GRAPHS, _STEPS = ("target", "draft"), ("engine", "padded"), ("prefill", "decode", "verify")
+_ROLES = ("target", "draft")
 
 
 @click.command()
@@ -26,10 +27,10 @@ _ROLES, _GRAPHS, _STEPS = ("target", "draft"), ("engine", "padded"), ("prefill",
 @click.option("--prompt-file", type=click.Path(path_type=Path), help="Read the prompt from a UTF-8 text file.")
 @click.option("--against", type=click.Path(path_type=Path), help="Bundle of the same checkpoint: the reference.")
 @click.option(
-    "--graph", type=click.Choice(_GRAPHS), default="engine", show_default=True, help="Which graph of the model."
+    "--graph", type=click.Choice(GRAPHS), default="engine", show_default=True, help="Which graph of the model."
 )
 @click.option("--role", type=click.Choice(_ROLES), default="target", show_default=True, help="Which model.")
-@click.option("--step", type=click.Choice(_STEPS), default="verify", show_default=True, help="Which kind of step.")
+@click.option("--step", type=click.Choice(STEPS), default="verify", show_default=True, help="Which kind of step.")
 @click.option("--after", type=int, default=0, show_default=True, help="Tokens to decode before the step.")
 @click.option("--tolerance", type=float, help="Largest relative error.  [default: 1e-4; int8: 0.1; int4: 0.5]")
 @click.option("--layer", "layers", multiple=True, help="Rank these layers only; * stands for anything. Repeatable.")
@@ -60,7 +61,7 @@ def debug(
     with show_progress(sys.stderr, quiet=quiet) as progress:
         found = debug_bundle(bundle, item.text, asked, progress=progress)
     if as_json:
-        click.echo(json.dumps(_record(found)))
+        print_json(_record(found))
     else:
         _print(found, top, asked.save)
 
@@ -78,21 +79,16 @@ def _record(found: "DebugReport") -> dict[str, Any]:
 
 
 def _print(found: "DebugReport", top: int, saved: Path | None) -> None:
-    from specexport.report import make_console
-
-    console, step = make_console(), found.step
+    step = found.step
     graph = "" if found.graph == "engine" else f", {found.graph} graph"
-    lines = [
+    title = (
         f"{found.bundle}: {found.role}{graph}, against {found.reference}, in a {step.kind} step of {len(step.tokens)} "
         f"tokens behind {step.past}"
-    ]
-    console.print(lines[0], markup=False, soft_wrap=True)
-    if found.comparison.ranking:
-        console.print(make_table(found.comparison, top))
-    for line in summary_lines(found.comparison, top):
-        console.print(line, markup=False, soft_wrap=True)
+    )
+    lines = list(summary_lines(found.comparison, top))
     if saved is not None:
-        console.print(f"saved in {saved}: reference and debugged, each with model.onnx and inputs.json", soft_wrap=True)
+        lines.append(f"saved in {saved}: reference and debugged, each with model.onnx and inputs.json")
+    print_report(make_table(found.comparison, top) if found.comparison.ranking else None, lines, before=title)
 
 
 def to_json(found: "Comparison") -> dict[str, Any]:
@@ -107,21 +103,16 @@ def to_json(found: "Comparison") -> dict[str, Any]:
 
 def make_table(found: "Comparison", top: int) -> "Table":
     """The layers that do most to the logits, at most ``top`` of them."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD)
-    table.add_column("layer", no_wrap=True)
-    for name in ("KL alone", "share", "own error", "error"):
-        table.add_column(name, justify="right", no_wrap=True)
     rows = [found.row(label) for label in found.ranking]
     total = sum(row.divergence or 0.0 for row in rows)
-    for row in rows[:top]:
-        effect = row.divergence or 0.0
-        share = f"{effect / total:.1%}" if total > 0 else "-"
-        own = "-" if row.own_error is None else f"{row.own_error:.2e}"
-        table.add_row(row.label, f"{effect:.2e}", share, own, f"{row.error:.2e}")
-    return table
+    columns: list[Column[LayerRow]] = [
+        Column("layer", lambda row: row.label, left=True),
+        Column("KL alone", lambda row: row.divergence or 0.0, ".2e"),
+        Column("share", lambda row: (row.divergence or 0.0) / total if total > 0 else None, ".1%"),
+        Column("own error", lambda row: row.own_error, ".2e"),
+        Column("error", lambda row: row.error, ".2e"),
+    ]
+    return terminal_table(columns, rows[:top])
 
 
 def summary_lines(found: "Comparison", top: int) -> Iterator[str]:

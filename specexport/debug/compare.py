@@ -66,11 +66,7 @@ def compare_graphs(
     # called with a label, its number from 1 and how many there are, before its effect is measured
     on_layer: Callable[[str, int, int], None] | None = None,
 ) -> Comparison:
-    """Compare two graphs of a model in one step.
-
-    Raises InvalidRequestError if a pattern fits no layer, CheckFailedError if polygraphy cannot run a graph or the
-    graphs have nothing in common.
-    """
+    """Compare two graphs of a model in one step; CheckFailedError if polygraphy cannot run one of them."""
     pairs = pair_points(reference, other, same_names=same_names)
     if not any(pair.reference.key[0] != "name" for pair in pairs):
         raise CheckFailedError("the two graphs have no layer in common.")

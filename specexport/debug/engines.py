@@ -1,8 +1,7 @@
 """Engines that do not show their layers, compared by what they leave behind: cache entries of every layer, and logits.
 
-A TensorRT engine is one piece: no tensor inside it can be made an output any more. But each layer writes its keys and
-values, so the first layer that goes wrong can still be told. polygraphy's own ``TrtRunner`` gives every output its
-own memory, and these engines write caches in place; so the engine runs as it always does, in its own executor.
+polygraphy's ``TrtRunner`` gives every output its own memory, and these engines write caches in place: so each runs in
+its own executor.
 """
 
 from collections import OrderedDict
@@ -25,10 +24,7 @@ _PARTS = {"k": "keys", "v": "values"}
 
 
 def make_engine_runner(bundle: Bundle, role: str, step: CapturedStep, num_threads: int | None) -> "BaseRunner":
-    """A polygraphy runner that repeats a step in a bundle's engine; it takes no feed.
-
-    The cache rows of ``bundle`` must be long enough.
-    """
+    """A polygraphy runner that repeats a step in a bundle's engine, with cache rows that are long enough."""
     from polygraphy.backend.base import BaseRunner
     from polygraphy.common import TensorMetadata
 
@@ -52,10 +48,7 @@ def make_engine_runner(bundle: Bundle, role: str, step: CapturedStep, num_thread
 
 
 def replay_step(executor: Any, step: CapturedStep, lookahead: int) -> Tensors:
-    """Cache entries ``layers.{i}.keys`` and ``.values`` of a step's tokens, and the logits of its last ones.
-
-    Engines with profiles give the logits of K+1 tokens and no more.
-    """
+    """Cache entries ``layers.{i}.keys`` and ``.values`` of a step's tokens, and the logits of its last ones."""
     runner = ModelRunner(executor)
     runner.prefill(0, step.context)
     rows = min(len(step.tokens), lookahead + 1)
@@ -70,10 +63,7 @@ def replay_step(executor: Any, step: CapturedStep, lookahead: int) -> Tensors:
 def compare_engines(
     reference: Bundle, other: Bundle, role: str, step: CapturedStep, *, tolerance: float, num_threads: int | None
 ) -> Comparison:
-    """Repeat a step in two engines, and compare what it leaves.
-
-    Raises IncompatibleError or MissingDependencyError if an engine cannot run on this machine.
-    """
+    """Repeat a step in two engines, and compare what it leaves; IncompatibleError if one cannot run here."""
     from polygraphy.comparator import Comparator
 
     with quiet():

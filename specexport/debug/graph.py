@@ -1,7 +1,6 @@
 """A graph of a bundle's engine, made so that each of its tensors can be looked at and replaced.
 
-Layers that can be switched off lie in branches of ``If`` nodes, where nothing can be an output of the graph. The
-branches that run are put in the place of those nodes. Weights stay in the engine's own file.
+Branches that run take the place of their ``If`` nodes: nothing inside one can be an output of the graph.
 """
 
 from pathlib import Path

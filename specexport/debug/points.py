@@ -58,10 +58,7 @@ class Pair(NamedTuple):
 
 
 def pair_points(reference: EngineGraph, other: EngineGraph, *, same_names: bool) -> list[Pair]:
-    """The tensors that two graphs of a model have in common, in the order of the reference graph; logits come last.
-
-    ``same_names`` says that names that tracing gave mean the same in both.
-    """
+    """The tensors that two graphs of a model have in common, in the order of the reference graph; logits come last."""
     if same_names:  # only one of the graphs may have gates to tell its stream by
         streams = reference.streams | other.streams
         reference, other = reference._replace(streams=streams), other._replace(streams=streams)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from specexport.progress import Progress, StageClock
 from specexport_runtime.bundle.entry import ModelEntry
@@ -20,6 +20,8 @@ BACKEND = "ort-cpu"
 CACHE_BACKENDS = ("tensorrt", "tensorrt-rtx")
 """Their engines show what they leave in the caches."""
 GraphKind = Literal["engine", "padded"]
+GRAPHS: tuple[GraphKind, ...] = get_args(GraphKind)
+STEPS = ("prefill", "decode", "verify")
 TOLERANCES = {
     "float32": 1e-4, "float16": 0.02, "bfloat16": 0.1, "int8": 0.1, "int4": 0.5, "keep": 0.1, "int8 KV cache": 0.1,
 }  # fmt: skip
@@ -29,10 +31,7 @@ _TRACING = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript")
 
 @dataclass(frozen=True)
 class DebugOptions:
-    """What to compare, and in which step.
-
-    A value out of its range, or nothing to compare, raises InvalidRequestError; an existing ``save`` OutputExistsError.
-    """
+    """What to compare, in which step; InvalidRequestError for a bad value, OutputExistsError for ``save``."""
 
     # bundle whose graph is the reference; None takes the engine's own graph of the same bundle
     against: Path | None = None
@@ -51,6 +50,9 @@ class DebugOptions:
                 "there is nothing to compare the engine with.",
                 "give --against a bundle of the same checkpoint, or --graph padded.",
             )
+        for name, value, known in (("graph", self.graph, GRAPHS), ("step", self.step, STEPS)):
+            if value not in known:
+                raise InvalidRequestError(f"--{name} is {value!r}.", f"give one of {', '.join(known)}.")
         if self.tolerance is not None and not 0 < self.tolerance < float("inf"):
             raise InvalidRequestError(f"--tolerance is {self.tolerance}.", "give a number above 0, for example 0.01.")
         if self.after < 0:
@@ -71,13 +73,18 @@ class DebugReport:
     comparison: "Comparison"
 
 
+def _tolerance(entry: ModelEntry) -> float:
+    kind = entry.approximation or entry.dtype
+    if kind not in TOLERANCES:
+        raise IncompatibleError(f"no tolerance is known for {kind}.", "give --tolerance, or upgrade specexport.")
+    return TOLERANCES[kind]
+
+
 def debug_bundle(folder: Path, prompt: str, options: DebugOptions, *, progress: Progress | None = None) -> DebugReport:
     """Decode behind ``prompt`` up to the wanted step, and compare two graphs in it.
 
-    Raises MissingDependencyError without polygraphy; InvalidRequestError if the bundles are of different checkpoints, a
-    model or a graph is not there, a pattern fits no layer, or the prompt is too long; IncompatibleError if an engine
-    shows no layers (one of TensorRT is only held against one of ONNX Runtime on a CPU) or cannot run here;
-    CheckFailedError if polygraphy cannot run a graph; BundleError if a bundle cannot be loaded.
+    InvalidRequestError if bundles, a graph, a pattern or the prompt do not fit; IncompatibleError if an engine shows no
+    layers or cannot run here; CheckFailedError if polygraphy cannot run a graph.
     """
     from specexport.debug.runs import require_polygraphy
 
@@ -99,7 +106,7 @@ def debug_bundle(folder: Path, prompt: str, options: DebugOptions, *, progress: 
             _entry(other_manifest, None if options.against else folder, options),
         ]
         _check_same_checkpoint(folder, entries[0], options, entries[1])
-        tolerance = options.tolerance or max(TOLERANCES[entry.approximation or entry.dtype] for entry in entries)
+        tolerance = options.tolerance or max(map(_tolerance, entries))
     if entries[0].backend != BACKEND:
         return _debug_engine(bundle, entries, prompt, options, tolerance, clock)
     with clock.stage("read", options.role):
@@ -170,6 +177,7 @@ def _debug_engine(
     reference = load_bundle(options.against, max_num_seqs=1)
     needed = min(reference.max_model_len, len(tokens) + options.after + reference.manifest.lookahead + 1)
     reference = reference._replace(max_model_len=needed)
+    clock.skip(1)  # no graph is read
     with clock.stage("decode", options.role, f"to a {options.step} step"):
         step = capture_step(
             reference, options.role, tokens, options.step, after=options.after, num_threads=options.num_threads

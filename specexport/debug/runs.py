@@ -87,11 +87,10 @@ def _open(proto: Any, folder: Path, num_threads: int) -> Any:
 def compare_outputs(
     reference: Tensors, other: Tensors, names: dict[str, str], tolerance: float
 ) -> dict[str, tuple[float, bool]]:
-    """Relative error of each tensor, and whether it is within the tolerance, by polygraphy's ``Comparator``.
+    """Relative error (root mean square) of each tensor, and whether it is within the tolerance.
 
-    The error is the root mean square of the difference over that of the reference, which is polygraphy's
-    signal-to-noise ratio as a number: ``10 ** (-dB / 20)``. ``names`` maps names in the reference graph to names in the
-    other, whose tensors may have another shape.
+    polygraphy's ``Comparator`` gives a signal-to-noise ratio: ``10 ** (-dB / 20)``. ``names`` maps the reference's to
+    the other's.
     """
     from polygraphy.comparator import Comparator, IterationResult, RunResults, SnrCompareFunc
 

@@ -30,11 +30,7 @@ _HIDDEN = -1e30
 
 
 def save_graphs(folder: Path, graphs: Mapping[str, tuple[EngineGraph, Sequence[str]]], step: CapturedStep) -> None:
-    """Write a subfolder for each graph: the model and its weights in standard operators, and the inputs of the step.
-
-    ``graphs`` holds graphs and the tensors that they give, by the name of their subfolder. Raises OutputExistsError if
-    ``folder`` exists, UserInputError if it cannot be written.
-    """
+    """Write a subfolder for each graph: the model in standard operators, its weights, and the inputs of the step."""
     import onnx_ir.passes.common as common_passes
     from polygraphy.json import save_json
 
@@ -63,10 +59,7 @@ class _Row(NamedTuple):
 
 
 def with_plain_operators(model: ir.Model, feeds: Feeds) -> ir.Model:
-    """A copy of an ONNX Runtime CPU graph in standard operators, for one step's feeds, that gives no caches.
-
-    Weights are float32, what they stand for; products read activations as they are, where ours round them.
-    """
+    """A copy of an ONNX Runtime CPU graph in standard operators, for one step's feeds, that gives no caches."""
     copy = model.clone()
     for node in [node for node in copy.graph if node.domain == OP_DOMAIN and node.op_type in _OF_BLOCKS]:
         emit = Emitter(copy.graph)

@@ -1,6 +1,5 @@
 """``specexport explain``: decode one prompt twice, plainly and with a draft, and show what the draft did and saved."""
 
-import json
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -103,7 +102,7 @@ def _print(
 ) -> None:
     from specexport.explain.report import Pieces, make_table, summary_lines
     from specexport.explain.summary import summarize
-    from specexport.report import make_console
+    from specexport.report import print_json, print_report
 
     context = result.stats.num_prompt_tokens + result.stats.num_generated_tokens // 2
     summary = summarize(
@@ -123,13 +122,11 @@ def _print(
             "rounds": [r.to_json() for r in trace],
             "summary": summary.to_json(),
         }
-        click.echo(json.dumps(record))
+        print_json(record)
         return
-    console = make_console(colour)
     pieces = Pieces(lambda ids: engine.tokenizer.decode(list(ids), skip_special_tokens=False), _before(result))
-    console.print(make_table(trace, pieces))
-    for line in summary_lines(summary, result.stats.layer_choice):
-        console.print(line, markup=False, soft_wrap=True)
+    lines = summary_lines(summary, result.stats.layer_choice)
+    print_report(make_table(trace, pieces), lines, colour=colour)
 
 
 def _before(result: "GenerationResult") -> int:

@@ -1,10 +1,11 @@
 """A trace as a table on the terminal: what was drafted, what became of it, and what it cost."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from specexport.explain.summary import Summary, Way
-from specexport.report import format_number
+from specexport.report import Column, format_number, terminal_table
+from specexport_runtime.cli.output import format_rounds
 from specexport_runtime.requests.records import RoundTrace
 
 if TYPE_CHECKING:
@@ -32,10 +33,7 @@ _VISIBLE = str.maketrans({"\n": "⏎", "\r": "␍", "\t": "⇥"})
 
 
 class Pieces:
-    """Text of single tokens of a sequence, spaces before them included.
-
-    ``before`` is the token before the first round's.
-    """
+    """Text of single tokens of a sequence, spaces included; ``before`` is the token before the first round's."""
 
     def __init__(self, decode: Decode, before: int) -> None:
         self._decode = decode
@@ -57,41 +55,30 @@ class Pieces:
 
 def make_table(trace: Sequence[RoundTrace], pieces: Pieces) -> "Table":
     """One row a round. Draft tokens: accepted ones in green, a bar, rejected ones in red, ``→`` the target's own."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    names = len({r.drafter for r in trace if r.drafter}) > 1
-    gammas = any(r.gamma is not None for r in trace)
     promises = any(r.promised for r in trace)
-    table = Table(box=SIMPLE_HEAD)
-    table.add_column("round", justify="right")
-    if names:
-        table.add_column("drafter", no_wrap=True)
-    table.add_column("K", justify="right")
-    table.add_column("why", no_wrap=True)
-    table.add_column("drafted │ rejected → target's own", overflow="fold", ratio=1)
-    table.add_column("accepted", justify="right", no_wrap=True)
-    table.add_column("draft ended", no_wrap=True)
-    if gammas:
-        table.add_column("gamma", justify="right")
-    if promises:
-        table.add_column("promised", justify="right", no_wrap=True)
-        table.add_column("turned down", no_wrap=True)
-    table.add_column("ms", justify="right", no_wrap=True)
-    table.add_column("saved", justify="right", no_wrap=True)
-    for number, r in enumerate(trace, start=1):
-        allowed = r.allowed
-        row: list[str | Text] = [str(number), *([r.drafter or "-"] if names else [])]
-        row += [str(allowed.lookahead) if allowed else "-", allowed.reason if allowed else "plain"]
-        row += [show_draft(r, pieces), f"{r.accepted}/{len(r.drafted)}" if r.drafted else "-"]
-        row += [r.end, *([format_number(r.gamma, ".3f")] if gammas else [])]
-        if promises:
-            row += [format_number(r.taken and r.taken.tokens_per_second, ".1f")]
-            row += [", ".join(each.describe() for each in r.turned_down) or "-"]
-        row += [f"{r.milliseconds:.2f}", format_number(r.saved_milliseconds, "+.2f")]
-        table.add_row(*row)
-        pieces.advance(r.emitted)
-    return table
+    columns: list[Column[tuple[int, RoundTrace]]] = [
+        Column("round", lambda row: row[0]),
+        Column("drafter", lambda row: row[1].drafter or "-", left=True,
+               shown=len({r.drafter for r in trace if r.drafter}) > 1),
+        Column("K", lambda row: row[1].allowed.lookahead if row[1].allowed else None),
+        Column("why", lambda row: row[1].allowed.reason if row[1].allowed else "plain", left=True),
+        Column("drafted │ rejected → target's own", lambda row: show_draft(row[1], pieces), left=True, fold=True),
+        Column("accepted", lambda row: f"{row[1].accepted}/{len(row[1].drafted)}" if row[1].drafted else "-"),
+        Column("draft ended", lambda row: row[1].end, left=True),
+        Column("gamma", lambda row: row[1].gamma, ".3f", shown=any(r.gamma is not None for r in trace)),
+        Column("promised", lambda row: row[1].taken and row[1].taken.tokens_per_second, ".1f", shown=promises),
+        Column("turned down", lambda row: ", ".join(each.describe() for each in row[1].turned_down) or "-", left=True,
+               shown=promises),
+        Column("ms", lambda row: row[1].milliseconds, ".2f"),
+        Column("saved", lambda row: row[1].saved_milliseconds, "+.2f"),
+    ]  # fmt: skip
+
+    def rounds() -> Iterator[tuple[int, RoundTrace]]:
+        for number, r in enumerate(trace, start=1):
+            yield number, r
+            pieces.advance(r.emitted)  # its row is made
+
+    return terminal_table(columns, rounds())
 
 
 def show_draft(r: RoundTrace, pieces: Pieces) -> "Text":
@@ -141,19 +128,15 @@ def summary_lines(summary: Summary, layers: "LayerChoice | None" = None) -> list
 
 def _way_line(way: Way) -> str:
     """How often a way was taken and turned down, in tokens a second."""
-    line = f"{way.drafter or 'Plain decoding'}: taken in {_rounds(way.taken)}"
+    line = f"{way.drafter or 'Plain decoding'}: taken in {format_rounds(way.taken)}"
     if way.real is not None:
         real = f"{way.real:.1f} tokens/s"
         line += f" ({real})" if way.promised is None else f" ({way.promised:.1f} tokens/s promised, {real} real)"
     if way.turned_down:
         instead = "" if way.instead is None else f", {way.instead:.1f} by what was taken"
         declined = f"{format_number(way.declined, '.1f')} tokens/s promised{instead}"
-        line += f"; turned down in {_rounds(way.turned_down)} ({declined})"
+        line += f"; turned down in {format_rounds(way.turned_down)} ({declined})"
     return line + "."
-
-
-def _rounds(count: int) -> str:
-    return f"{count} round" if count == 1 else f"{count} rounds"
 
 
 def _time_line(summary: Summary) -> str:

@@ -93,10 +93,7 @@ def count_positions(trace: Sequence[RoundTrace], drafter: str) -> list[Position]
 
 
 def compare_ways(trace: Sequence[RoundTrace]) -> list[Way]:
-    """What each drafter and plain decoding promised in a trace, and what the ways that were taken gave.
-
-    The way of a round that made no draft is plain decoding, whichever drafter was asked for one.
-    """
+    """What each drafter and plain decoding (rounds without a draft) promised in a trace, and what was given."""
     taken = [r.drafter if r.drafted else "" for r in trace]
     weighed = [each.drafter for r in trace for each in r.promised]
     ways = []
@@ -122,10 +119,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def expected_tokens(positions: Sequence[Position], lookahead: int) -> float:
-    """Expected tokens of a round with K draft tokens, the target's own included: 1 + a₁ + a₁a₂ and so on.
-
-    Positions that were never tested are taken to be as good as the last one that was.
-    """
+    """Expected tokens of a round: 1 + a₁ + a₁a₂ and so on; untested positions are as good as the last tested one."""
     total = reach = 1.0
     for index in range(lookahead):
         reach *= positions[min(index, len(positions) - 1)].rate
@@ -134,10 +128,7 @@ def expected_tokens(positions: Sequence[Position], lookahead: int) -> float:
 
 
 def judge(drafter: str, positions: Sequence[Position], longest: int, verify: Seconds, draft: Seconds) -> Verdict:
-    """Compare every K up to ``longest`` by expected tokens per second; at least one of ``positions`` is needed.
-
-    ``verify`` gives the seconds of the target's step with K draft tokens, ``draft`` the seconds of K draft steps.
-    """
+    """Compare every K up to ``longest`` by expected tokens per second; at least one of ``positions`` is needed."""
     plain = 1 / verify(0)
     goodput = [expected_tokens(positions, k) / (verify(k) + draft(k)) / plain for k in range(longest + 1)]
     return Verdict(drafter, max(range(longest + 1), key=lambda k: (goodput[k], -k)), tuple(goodput))

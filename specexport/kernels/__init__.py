@@ -1,5 +1,4 @@
 """Triton kernels of the ``plugin`` lowering: KV append, ragged attention over an unpadded KV cache, split combination.
 
-Import the modules inside functions: ``ragged_attention``, ``tiles`` and ``launch`` need Triton. ``signatures``,
-``spec``, ``tuning`` and, until it compiles, ``compile`` need nothing but the standard library.
+Import the modules inside functions: ``ragged_attention``, ``tiles`` and ``launch`` need Triton.
 """

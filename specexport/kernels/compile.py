@@ -1,7 +1,4 @@
-"""Ahead-of-time compilation of the kernels for an architecture. Needs Triton and no GPU.
-
-Triton adds parameters to the entry of a kernel's PTX, which are taken off.
-"""
+"""Ahead-of-time compilation of the kernels for an architecture. Needs Triton and no GPU."""
 
 import re
 import subprocess
@@ -58,11 +55,7 @@ def entry_parameters(ptx: str) -> tuple[PtxParameter, ...]:
 
 
 def drop_trailing_parameters(ptx: str, count: int) -> str:
-    """The PTX without the last ``count`` parameters of its entry, which its code must not use.
-
-    A launcher that does not know of them would leave the driver reading beyond its argument list. CheckFailedError if
-    the code uses one of them, or there are fewer.
-    """
+    """The PTX without its entry's last ``count`` parameters, which no launcher passes; CheckFailedError if used."""
     parameters = entry_parameters(ptx)
     if len(parameters) < count:
         raise CheckFailedError(f"The PTX has {len(parameters)} parameters, {count} cannot be dropped.")
@@ -135,10 +128,7 @@ def _optional(spec: KernelSpec) -> list[Any]:
 
 
 def check_parameters(spec: KernelSpec, ptx: str) -> None:
-    """Refuse PTX of Triton whose parameters are not the signature's followed by the scratch pointers.
-
-    The message of the CheckFailedError shows both lists.
-    """
+    """Refuse PTX whose parameters are not the signature's and the scratch pointers; the message shows both lists."""
     found = tuple(parameter.type for parameter in entry_parameters(ptx))
     wanted = spec.signature.ptx_types() + SCRATCH_PARAMETERS
     if found != wanted:
@@ -146,13 +136,12 @@ def check_parameters(spec: KernelSpec, ptx: str) -> None:
 
 
 def check_memory(spec: KernelSpec, sm: int, metadata: Any) -> None:
-    """Refuse a kernel that needs scratch memory, which no launcher provides, or more shared memory than there is.
-
-    The message of the CheckFailedError says how much. ``metadata`` is Triton's, of the compiled kernel.
-    """
+    """Refuse a kernel that needs scratch memory, which no launcher provides, or more shared memory than there is."""
     scratch = (metadata.global_scratch_size, metadata.profile_scratch_size)
     if any(scratch):
-        raise CheckFailedError(f"{spec.kernel} for sm {sm} needs scratch memory ({scratch} bytes); nobody provides it.")
+        raise CheckFailedError(
+            f"{spec.kernel} for sm {sm} needs scratch memory ({scratch} bytes), which engines do not provide."
+        )
     if metadata.shared > SHARED_BYTES[sm]:
         raise CheckFailedError(
             f"{spec.kernel} for sm {sm} needs {metadata.shared} bytes of shared memory, there are {SHARED_BYTES[sm]}.",
@@ -163,9 +152,7 @@ def check_memory(spec: KernelSpec, sm: int, metadata: Any) -> None:
 def compile_kernel(spec: KernelSpec, sm: int, *, tiles: TileConfig | None = None) -> CompiledKernel:
     """Compile a kernel for an architecture (80, 89, 90, 100 or 120), on any machine.
 
-    ``tiles`` None takes those of the tuning table. UserInputError for an unknown ``sm``, or if Triton was told to
-    interpret; MissingDependencyError without Triton; CheckFailedError if the kernel needs scratch memory or too much
-    shared memory, or its parameters are not those of its signature.
+    UserInputError for an unknown ``sm``; CheckFailedError if it needs scratch memory or too much shared memory.
     """
     check_sm(sm)
     triton = _import_triton()
@@ -199,10 +186,7 @@ def compile_kernel(spec: KernelSpec, sm: int, *, tiles: TileConfig | None = None
 
 
 def assemble(ptx: str, sm: int) -> tuple[bytes, int, int]:
-    """Assemble one entry's PTX with Triton's assembler: cubin, registers of a thread, bytes spilled (stores and loads).
-
-    CheckFailedError, with the assembler's words, if it refuses the PTX.
-    """
+    """Assemble one entry's PTX: cubin, registers of a thread, bytes spilled; CheckFailedError if it is refused."""
     from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 
     with tempfile.TemporaryDirectory() as folder:

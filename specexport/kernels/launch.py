@@ -1,8 +1,4 @@
-"""Launchers on torch tensors: what tests and GPU checks call. An engine launches the compiled kernels itself.
-
-They check their arguments, which takes the host longer than a small step takes the GPU: capture them in a CUDA graph to
-measure time.
-"""
+"""Launchers on torch tensors, for tests and GPU checks; they check arguments: measure them in a CUDA graph."""
 # mypy: disable-error-code="no-any-unimported"
 
 from dataclasses import replace
@@ -36,10 +32,7 @@ def dtype_name(tensor: "Tensor") -> str:
 
 
 def check_tensors(spec: KernelSpec, tensors: "dict[str, Tensor]") -> dict[str, int]:
-    """Sizes by dimension word, from tensors that are checked against each other.
-
-    UserInputError if a tensor is not contiguous, of another dtype, or of a shape that does not fit.
-    """
+    """Sizes by dimension word, from tensors that are checked against each other; UserInputError if one does not fit."""
     signature = spec.signature
     heads, kv_heads, d, dv = spec.num_heads, spec.kv_num_heads, spec.head_size, spec.v_head_size
     sizes = {"Hq": heads, "H": kv_heads, "D": d, "Dv": dv, "S": spec.num_splits}
@@ -63,10 +56,7 @@ def check_tensors(spec: KernelSpec, tensors: "dict[str, Tensor]") -> dict[str, i
 
 
 def launch(spec: KernelSpec, tensors: "dict[str, Tensor]", tiles: TileConfig | None = None) -> None:
-    """Run a kernel on every input and output of ``spec.signature``, by name; ``tiles`` None takes the tuning table's.
-
-    UserInputError as in ``check_tensors``, and for an unknown architecture.
-    """
+    """Run a kernel on all of ``spec.signature``, by name; ``tiles`` None takes the tuning table's."""
     check_tensors(spec, tensors)
     signature: Signature = spec.signature
     tiles = tiles or spec.tiles(architecture(tensors[signature.inputs[0].name]))
@@ -94,10 +84,8 @@ def kv_append(
 ) -> None:
     """Write packed keys [T, H*D] and values [T, H*Dv] into the caches [B, 1, H, L, D] and [B, 1, H, L, Dv], in place.
 
-    Token ``j`` of row ``b`` goes to entry ``kv_lens[b] + j``; tokens from ``cu_new_tokens[B]`` on go nowhere.
-    ``kv_lens`` int32 [B, 1] are the entries before the step, ``cu_new_tokens`` int32 [B+1] is the running sum of the
-    rows' new tokens. KeyError for an element type other than float16 and bfloat16; UserInputError for shapes that do
-    not fit.
+    Token ``j`` of row ``b`` goes to entry ``kv_lens[b] + j`` (int32 [B, 1]); tokens from ``cu_new_tokens[B]`` (int32
+    [B+1]) on go nowhere.
     """
     heads = k_cache.shape[2]
     spec = KernelSpec(
@@ -124,11 +112,7 @@ def ragged_attention(
     new_tokens: int = 1,
     tiles: TileConfig | None = None,  # None for the tuning table's
 ) -> "Tensor":
-    """Attend with packed queries [T, Hq*D] to caches that hold the step's own entries already; returns [T, Hq*Dv].
-
-    The result is zero for tokens from ``cu_new_tokens[B]`` on. Arguments without a comment are those of ``KernelSpec``.
-    KeyError for an element type other than float16 and bfloat16; UserInputError for shapes that do not fit.
-    """
+    """Attend with packed queries [T, Hq*D] to caches that hold the step's entries; [T, Hq*Dv], 0 for padding."""
     import torch
 
     head_size, tokens = k_cache.shape[-1], q.shape[0]

@@ -182,10 +182,7 @@ def kv_append(  # the outputs are the cache inputs' own memory
     KV_HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Write token ``j`` of row ``b`` to entry ``kv_lens[b] + j``. Grid (token blocks, KV heads).
-
-    Padding tokens, and tokens for which a row has no room left, are written nowhere.
-    """
+    """Write token ``j`` of row ``b`` to entry ``kv_lens[b] + j``. Grid (token blocks, KV heads)."""
     tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     rows = find_token_rows(cu_new_tokens, num_seqs, tokens)
     valid = (tokens < num_tokens) & (rows < num_seqs)
@@ -202,10 +199,7 @@ def combine_splits(
     partial_acc, partial_stats, num_tokens, output,
     HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, NUM_SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Weigh each split's sum by exp2(its maximum - the overall one). Grid (tokens, query heads).
-
-    A split that saw nothing has weight 0 and its sum is not read; where all saw nothing the output is 0.
-    """
+    """Weigh each split's sum by exp2(its maximum - the overall one). Grid (tokens, query heads)."""
     at = tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)
     splits = tl.arange(0, BLOCK_S)
     parts = splits.to(tl.int64) * num_tokens * HEADS + at

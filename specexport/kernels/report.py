@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from specexport.kernels.spec import KernelSpec
 from specexport.kernels.tuning import MULTIPROCESSORS
+from specexport.report import markdown_row
 
 if TYPE_CHECKING:
     from specexport.kernels.compile import CompiledKernel
@@ -43,20 +44,15 @@ def format_cell(kernel: "CompiledKernel") -> str:
     return f"{cut}, {kernel.registers} reg, {kernel.shared_bytes / 1024:.0f} KiB, {kernel.spill_bytes}"
 
 
-def format_row(cells: tuple[str, ...]) -> str:
-    """One line of a Markdown table."""
-    return f"| {' | '.join(cells)} |"
-
-
 def main() -> None:
     """Compile everything and print the table. Needs Triton, no GPU; takes about two minutes."""
     from specexport.kernels.compile import compile_kernel
 
-    print(format_row(HEADER))  # noqa: T201 - this is what the command is for
-    print(format_row(("---",) * len(HEADER)))  # noqa: T201
+    print(markdown_row(HEADER))  # noqa: T201 - this is what the command is for
+    print(markdown_row(("---",) * len(HEADER)))  # noqa: T201
     for step, spec in shipped_specs():
         cells = (format_cell(compile_kernel(spec, sm)) for sm in ARCHITECTURES)
-        print(format_row((spec.kernel, step, str(spec.head_size), *cells)), flush=True)  # noqa: T201
+        print(markdown_row((spec.kernel, step, str(spec.head_size), *cells)), flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

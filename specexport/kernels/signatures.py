@@ -1,8 +1,6 @@
 """What each kernel takes, in order. Launchers, plugin definitions and the PTX check all derive from this table.
 
-The order is the one in which TensorRT passes arguments to an embedded kernel: inputs, then int32 scalars computed from
-input shapes, then outputs. Everything else a kernel depends on is a compile-time constant. Imports the standard library
-only.
+The order is TensorRT's for an embedded kernel: inputs, then int32 scalars of input shapes, then outputs.
 """
 
 from typing import NamedTuple

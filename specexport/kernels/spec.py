@@ -20,10 +20,7 @@ MAX_HEAD_SIZE = 256
 
 @dataclass(frozen=True, kw_only=True)
 class KernelSpec:
-    """What a kernel is compiled for.
-
-    KeyError for an unknown kernel or dtype; UserInputError for head counts, sizes or splits that kernels do not take.
-    """
+    """What a kernel is compiled for; UserInputError for head counts, sizes or splits that kernels do not take."""
 
     kernel: str  # ``"kv_append"``, ``"ragged_attention"`` or ``"combine_splits"``
     dtype: str  # element type of the model, ``"float16"`` or ``"bfloat16"``
@@ -73,21 +70,14 @@ class KernelSpec:
         return SIGNATURES[self.kernel].select(frozenset(facts))
 
     def tiles(self, sm: int, *, small: bool = False) -> TileConfig:
-        """Tile sizes for an architecture such as 90; UserInputError for an unknown one.
-
-        With ``small`` they use at most 48 KiB of shared memory, for launchers that cannot opt in to more.
-        """
+        """Tile sizes for an architecture such as 90; ``small`` ones use at most 48 KiB of shared memory."""
         size = max(self.head_size, self.v_head_size)
         if self.kernel == "ragged_attention":
             return attention_tiles(sm, size, self.new_tokens * self.group, small=small)
         return append_tiles(size) if self.kernel == "kv_append" else combine_tiles()
 
     def with_splits(self, sm: int, *, num_seqs: int, kv_len: int, multiprocessors: int = 0) -> "KernelSpec":
-        """This kernel with as many splits as fill the GPU in a step of ``num_seqs`` rows of ``new_tokens`` each.
-
-        ``kv_len`` is the entries of such a row; ``multiprocessors`` 0 takes the usual GPU of the architecture.
-        UserInputError for an unknown ``sm``.
-        """
+        """This kernel with as many splits as fill the GPU in a step of ``num_seqs`` rows of ``new_tokens`` each."""
         tiles = replace(self, kernel="ragged_attention").tiles(sm)
         programs = num_seqs * self.kv_num_heads * -(-self.new_tokens * self.group // tiles.block_m)
         seen = min(kv_len, self.window + self.new_tokens) if self.window > 0 else kv_len
@@ -116,11 +106,7 @@ class KernelSpec:
         return {name: values[name] for name in self.signature.constants}
 
     def grid(self, tiles: TileConfig, num_tokens: int, num_seqs: int) -> tuple[int, int, int]:
-        """Programs in x, y and z. Uses only ``+ - * //``, so that symbolic sizes work too.
-
-        Row ``b`` of ``ragged_attention`` has at most ``floor(n_b * group / block_m) + 1`` tiles, and the padding tokens
-        count as one more row.
-        """
+        """Programs in x, y and z, by ``+ - * //`` alone, for symbolic sizes; padding tokens count as one more row."""
         if self.kernel == "kv_append":
             return (num_tokens + tiles.block_m - 1) // tiles.block_m, self.kv_num_heads, 1
         if self.kernel == "combine_splits":

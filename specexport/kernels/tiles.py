@@ -1,7 +1,4 @@
-"""Device helpers: which row a token or tile belongs to, masked loads of cache entries, who sees what.
-
-Rows are found on the device from ``cu_new_tokens``: a grid depends on shapes only, and the host waits for nothing.
-"""
+"""Device helpers: which row a token or tile belongs to, masked loads of cache entries, who sees what."""
 # mypy: ignore-errors
 # ruff: noqa: N803  (compile-time parameters are upper case, as Triton's users expect)
 
@@ -45,10 +42,7 @@ def find_token_rows(cu_new_tokens, num_seqs, tokens):
 
 @triton.jit
 def load_entries(base, entries, total, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
-    """Cache entries [N, BLOCK_D] of one row and head; 0 beyond ``D`` and, if ``MASKED``, at and beyond ``total``.
-
-    Entries beyond a row's own are never read: whatever lies there (NaN too) cannot reach a sum.
-    """
+    """Cache entries [N, BLOCK_D] of one row and head; 0 beyond ``D`` and, if ``MASKED``, at and beyond ``total``."""
     columns = tl.arange(0, BLOCK_D)
     pointers = base + entries[:, None] * D + columns[None, :]
     if MASKED:
@@ -84,11 +78,7 @@ def sees_causal(entries, past, offsets, WINDOW: tl.constexpr):
 
 @triton.jit
 def sees_tree(entries, past, offsets, bits, WINDOW: tl.constexpr):
-    """[M, N] bool: committed entries, and of the step's own those whose bit is set in the query's ``bits``.
-
-    A query with no bit set is causal. Distance in a tree counts along the path to the root: a query's is the number of
-    bits set at and above the ancestor's.
-    """
+    """[M, N] bool: committed entries, and the step's own whose bit is set in the query's ``bits``; none is causal."""
     nodes = (entries - past)[None, :]
     shift = tl.minimum(tl.maximum(nodes, 0), 63)
     path = bits.to(tl.uint64)[:, None] >> shift.to(tl.uint64)

@@ -1,8 +1,4 @@
-"""Tile sizes, warps, pipeline stages and split counts, by architecture and head size.
-
-Chosen from what fits: two programs a multiprocessor, so that one loads while the other computes. What ran faster on a
-GPU is in ``measured`` and comes first. Imports the standard library only.
-"""
+"""Tile sizes, warps, pipeline stages and split counts, chosen so that two programs fit a multiprocessor."""
 
 from typing import NamedTuple
 
@@ -54,9 +50,7 @@ def check_sm(sm: int) -> None:
 def attention_tiles(sm: int, head_size: int, queries: int, *, small: bool = False) -> TileConfig:
     """Tiles of ``ragged_attention``; UserInputError for an unknown architecture ``sm``.
 
-    ``head_size`` is the larger of a key's and a value's size, and ``queries`` are the most new tokens of a row times
-    the query heads that share a KV head. With ``small`` they use at most 48 KiB of shared memory, for launchers that
-    cannot opt in to more.
+    ``queries`` are the most new tokens of a row times the query heads of a KV head. ``small`` tiles use at most 48 KiB.
     """
     check_sm(sm)
     block_d = max(next_power_of_two(head_size), 16)
@@ -82,11 +76,9 @@ def combine_tiles() -> TileConfig:
 
 
 def choose_splits(programs: int, kv_len: int, block_n: int, multiprocessors: int) -> int:
-    """Parts to split the entries into so that the GPU is filled evenly.
+    """The fewest parts of the entries that reach 90 % of the best occupancy of the last wave.
 
-    Takes the fewest splits that reach 90 % of the best occupancy of the last wave, two programs a multiprocessor; a
-    split has at least four blocks. ``programs`` are tiles times KV heads without splitting, ``kv_len`` the entries of
-    the longest row that is to be fast, ``block_n`` the entries in a block.
+    Each has at least four blocks of ``block_n`` entries. ``programs`` are tiles times KV heads without splitting.
     """
     slots = 2 * multiprocessors
     most = max(1, min(MAX_SPLITS, kv_len // (4 * block_n)))

@@ -55,13 +55,22 @@ def refuse_slopes(node: "ir.Node", backend: str) -> None:
         )
 
 
+def take_place(ir_model: "ir.Model", old: "ir.Value", new: "ir.Value") -> None:
+    """Readers of ``old``, and the graph output that it is, now get ``new``, under its name if it is an output."""
+    import onnx_ir as ir
+
+    outputs = ir_model.graph.outputs
+    if old in outputs:
+        outputs[outputs.index(old)] = new
+        new.name, old.name = old.name, None
+    ir.convenience.replace_all_uses_with(old, new)
+
+
 def unify_norm_types(ir_model: "ir.Model") -> int:
     """Cast the input of every RMSNormalization to the dtype of its scale, in place; returns how many there were.
 
-    Some models (Gemma, OLMo 2) multiply by a float32 weight before they go back to half precision. The operator allows
-    that, with the output in the scale's dtype, but onnx infers the input's dtype for it, and ONNX Runtime 1.31 has no
-    kernel for a bfloat16 input with a float32 scale: it expands the node into one that is no valid graph. The cast is
-    exact, and what the model itself does.
+    Gemma and OLMo 2 multiply by a float32 weight before they go back to half precision, for which ONNX Runtime 1.31 has
+    no kernel: it makes an invalid graph of it. The cast is exact.
     """
     mixed = [
         node
@@ -81,11 +90,7 @@ def unify_norm_types(ir_model: "ir.Model") -> int:
 
 
 def add_token_ids(ir_model: "ir.Model") -> None:
-    """Add the output ``token_ids`` int64 [R]: argmax of each row of ``logits``, -1 for one that holds NaN or inf.
-
-    The argmax of a row with NaN is anything, and reductions by maximum may skip NaN. A sum cannot hide one: it becomes
-    NaN or infinite, and neither compares as small. Logits are float32 [R, V]; the model is changed in place.
-    """
+    """Add the output ``token_ids`` int64 [R]: argmax of each row of ``logits``, -1 where its sum is NaN or inf."""
     import onnx_ir as ir
 
     logits = next(value for value in ir_model.graph.outputs if value.name == LOGITS.name)

@@ -1,8 +1,4 @@
-"""The gate around what a target computes for its draft head alone.
-
-Features are wanted in the steps of sequences that a head may draft for, and in no others. What computes them from the
-residual stream goes into one ``If``: a step that does not want them pays for a branch, and its output has no rows.
-"""
+"""The gate around what a target computes for its draft head: an ``If``, taken in steps that want features."""
 
 from typing import TYPE_CHECKING
 
@@ -29,10 +25,7 @@ def feature_size(ir_model: "ir.Model") -> int:
 
 
 def gate_features(ir_model: "ir.Model") -> int:
-    """Compute features only in steps that want them, in place; returns E, or 0 for a graph without features.
-
-    The graph gets the input ``want_features``. CheckFailedError if the model computes its features anyway.
-    """
+    """Compute features only in steps that want them, in place; returns E, or 0 for a graph without features."""
     import onnx_ir as ir
 
     size = feature_size(ir_model)

@@ -1,7 +1,4 @@
-"""Rotary embeddings into attention nodes, and residual additions into the norms behind them.
-
-ONNX Runtime finds neither of these fusions.
-"""
+"""Rotary embeddings into attention nodes, and residual additions into the norms behind them."""
 
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -34,10 +31,7 @@ NORMS = {"RMSNormalization": "SkipSimplifiedLayerNormalization", "LayerNormaliza
 
 
 def rotary_rows(max_model_len: int, max_positions: int | None) -> int:
-    """Rows of the rotary tables: as many as a cache row can ever hold, and the same for all ordinary lengths.
-
-    ``max_positions`` is how many the model supports; None for no limit.
-    """
+    """Rows of the rotary tables: as many as a cache row can ever hold, and the same for all ordinary lengths."""
     length = max(_COMMON_LEN, max_model_len)
     return (length if max_positions is None else min(length, max_positions)) + kv_slack(_MAX_LOOKAHEAD)
 
@@ -218,11 +212,7 @@ def _before_reshapes(value: "ir.Value | None") -> "ir.Value | None":
 
 
 def fuse_norms(ir_model: "ir.Model") -> int:
-    """Join each residual addition of a lowered model with the norm behind it, in place; returns how many were joined.
-
-    ``Add`` and ``RMSNormalization`` (or ``LayerNormalization``) over the last axis become one
-    ``com.microsoft.Skip(Simplified)LayerNormalization``, which gives the sum as well.
-    """
+    """Join each residual addition of a lowered model with the norm behind it, in place; returns how many."""
     joined = 0
     for node in [n for n in ir_model.graph if n.op_type in NORMS and n.domain == ""]:
         value = node.inputs[0]

@@ -55,10 +55,7 @@ class Rotation(NamedTuple):
 
 
 def position_nodes(graph: "ir.Graph") -> tuple[set["ir.Value"], set["ir.Value"]]:
-    """Values that depend on positions, and those of them that depend on nothing else (constants aside).
-
-    What attention gives is taken to know no position, or everything behind the first layer would depend on them.
-    """
+    """Values that depend on positions, and those of them that depend on nothing else (constants aside)."""
     start = next(value for value in graph.inputs if value.name == POSITIONS.name)
     dependent, alone = {start}, {start}
     for node in graph:
@@ -73,11 +70,7 @@ def position_nodes(graph: "ir.Graph") -> tuple[set["ir.Value"], set["ir.Value"]]
 def find_region(
     value: "ir.Value", order: "dict[ir.Node, int]", dependent: "set[ir.Value]", alone: "set[ir.Value]"
 ) -> Region | None:
-    """The region that ends in ``value``, from the nearest value without positions that everything passes through.
-
-    None if ``value`` does not depend on positions, or not in a way that is understood. ``order`` holds the position of
-    each node in the graph; ``dependent`` and ``alone`` are from :func:`position_nodes`.
-    """
+    """The region that ends in ``value``, from the nearest value without positions; None if it is not understood."""
     frontier: set[ir.Value] = {value}
     tables: set[ir.Value] = set()
     for passed in range(_MAX_NODES):
@@ -142,10 +135,7 @@ def _model_of(region: Region, opset: int) -> bytes:
 
 
 def measure_rotation(probe: Probe, rows: int, limit: int | None = None) -> Rotation | None:
-    """The tables of positions 0 … rows-1; None if the region is no rotary embedding.
-
-    A region that reads tables itself may be asked for ``limit`` positions; rows beyond repeat the last.
-    """
+    """The tables of positions 0 … rows-1 (the last repeated behind ``limit``); None for no rotary embedding."""
     limit = rows if limit is None else min(rows, limit)
     dim = probe.dim
     one = np.zeros((2, probe.heads, dim), np.float32)

@@ -1,13 +1,10 @@
 """Layers of a TensorRT graph that can compute no token at all: drafts leave them out, over the same weights and caches.
 
-TensorRT builds no ``If`` beside fused attention. But the sizes of a step are inputs, and an engine may be built for
-sizes of zero: then no kernel of such a layer is left. So these layers compute the first tokens of the residual stream,
-as many as the input ``skip_tokens`` has values, and the others pass on as they are. That is all of the step, or none. A
-profile fixes it: a decode or verify step has the kernels that it has without this, and a draft step has those of the
-layers that are left. In a prefill profile, whose sizes are open, the cuts are copies of the stream.
+TensorRT builds no ``If`` beside fused attention. But an engine may be built for sizes of zero, and then no kernel of a
+layer is left. So these layers compute the first tokens of the residual stream, as many as the input ``skip_tokens`` has
+values: all or none, as a profile fixes. In a prefill profile, whose sizes are open, the cuts are copies.
 
-Fused attention has no kernel for a number of queries that may be zero and may be not. So which layers are left out is
-decided when the engine is built.
+Fused attention has no kernel for sizes that may be zero: which layers are left out is decided in the build.
 """
 
 from collections.abc import Sequence
@@ -36,10 +33,7 @@ class Extent(NamedTuple):
 
 
 def add_extent(ir_model: "ir.Model", step: AlignedStep, kv_capacity: int, before: "ir.Node") -> Extent:
-    """Add the inputs ``skip_tokens`` and ``skip_slots``, and in front of a node what follows from their sizes.
-
-    ``step`` is that of the layers that always run, and ``before`` the first node behind its nodes.
-    """
+    """Add the inputs ``skip_tokens`` and ``skip_slots``, and in front of a node what follows from their sizes."""
     import onnx_ir as ir
 
     emit = Emitter(ir_model.graph, "extent")
@@ -58,11 +52,7 @@ def add_extent(ir_model: "ir.Model", step: AlignedStep, kv_capacity: int, before
 
 
 def shorten_blocks(ir_model: "ir.Model", blocks: "Sequence[ResidualBlock]", extent: Extent) -> None:
-    """Let blocks compute the first tokens only, in place; their attention is already over ``extent.step``.
-
-    ``blocks`` were found on the same model before it was lowered. UnsupportedModelError if a block has subgraphs;
-    CheckFailedError if the lowering has joined a block with something outside it, or a size is not known.
-    """
+    """Let blocks compute the first tokens only, in place; CheckFailedError if one was joined with its outside."""
     from specexport.passes.residual_blocks import Dataflow, Obstacle
 
     for block in reversed(blocks):  # a block's residual is the value before it until that block is shortened too

@@ -32,11 +32,8 @@ if TYPE_CHECKING:
 def gate_layers(ir_model: "ir.Model", blocks: ResidualBlocks, *, separate: bool = False) -> int:
     """Put every block behind a gate, in place; returns the number of gates G = 2N.
 
-    The gate of an MLP that a layer does not have switches nothing. The graph gets the inputs ``layer_mask`` and
-    ``want_similarity`` and the output ``attention_similarity``. With ``separate`` it gets an input ``layer_on.{i}`` for
-    each gate in the place of ``layer_mask``: a GPU would split the mask in its own memory, and the host would wait for
-    each part of it to come back. ``blocks`` were found on the same model before it was lowered, without an obstacle;
-    CheckFailedError if the lowering has joined a block with something outside it.
+    The graph gets the input ``layer_mask``, or with ``separate`` an input ``layer_on.{i}`` a gate: a GPU would split
+    the mask in its own memory, and the host would wait. CheckFailedError if a block was joined with its outside.
     """
     import onnx_ir as ir
 
@@ -123,10 +120,7 @@ def _like(value: "ir.Value", name: str) -> "ir.Value":
 
 
 class _Cosines:
-    """Adds the cosine similarity of the stream before and after each mixer, for steps that want it.
-
-    Each is computed behind its mixer, not all of them at the end: streams of other layers need not be kept.
-    """
+    """Adds the cosine of the stream before and after each mixer, right behind it: no stream need be kept."""
 
     def __init__(self, graph: "ir.Graph", wanted: "ir.Value") -> None:
         self._graph = graph
@@ -137,10 +131,7 @@ class _Cosines:
         self._none = constant(graph, "similarity.none", np.zeros((1, 0), np.float32))
 
     def insert_after(self, gate: "ir.Node", before: "ir.Value", after: "ir.Value") -> None:
-        """Compare ``before`` and ``after`` (…, T, hidden) behind ``gate``: one more row of the output, ahead of others.
-
-        Layers come last to first.
-        """
+        """Compare ``before`` and ``after`` (…, T, hidden) behind ``gate``: one more row of the output."""
         import onnx_ir as ir
 
         name = f"{gate.name}.similarity"
@@ -182,11 +173,7 @@ class _Cosines:
 
 
 def gate_prefix(ir_model: "ir.Model", blocks: ResidualBlocks) -> int:
-    """Run attention and MLP only in steps that ask first heads, in place; returns the gates that the runtime sets: 0.
-
-    ``blocks`` were found on the same graph before it was lowered, without an obstacle. CheckFailedError if the lowering
-    has joined a block with something outside it.
-    """
+    """Run attention and MLP only in steps that ask first heads, in place; returns the runtime's gates: 0."""
     graph = ir_model.graph
     try:
         flow = Dataflow(graph)

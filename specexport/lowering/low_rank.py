@@ -55,11 +55,7 @@ class _Block(NamedTuple):
 
 
 def expand_adapters(ir_model: "ir.Model", adapters: Sequence[Adapter]) -> int:
-    """Put the products in the place of all marks of a lowered model, in place; returns the number of layers.
-
-    The model gets the input ``adapter_ids``; without marks nothing changes. Marks may be in branches, of layers that
-    can be left out. ``adapters`` are in the order of their numbers, from 1.
-    """
+    """Put the products in the place of all marks, in place; returns the number of layers. ``adapters`` count from 1."""
     import onnx_ir as ir
 
     graph = ir_model.graph
@@ -161,10 +157,7 @@ def _typed(value: "ir.Value", rank: int, width: int) -> "ir.Value":
 
 
 def _product(emit: Emitter, site: _Site, number: int, adapter: Adapter, tokens: "ir.Value", rank: int) -> "ir.Value":
-    """What one adapter adds to the rows of its tokens, [t, N] or [1, t, N].
-
-    Layers that were joined have one product with all their ``down``, and one with each ``up``.
-    """
+    """What one adapter adds to the rows of its tokens, [t, N] or [1, t, N]."""
     stem, blocks = f"{site.stem}.{number + 1}", list(_blocks(site, adapter))
     ranks = [block.own.rank for block in blocks]
     rows = emit.op("Gather", site.node.inputs[1], tokens, axis=rank - 2)

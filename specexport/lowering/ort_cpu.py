@@ -1,16 +1,13 @@
 """Lowering for ONNX Runtime on the CPU: attention is one node a layer, our own operator (``runtime/operators``).
 
-It takes what the contract's operator takes, less the step inputs that say the same thing twice, and what fusions have
-put into the node: rotary tables, scales of int8 caches, and q, k and v as one tensor.
+It takes what the contract's operator takes, less what step inputs say twice, and what fusions put into the node: rotary
+tables, scales of int8 caches, and q, k and v as one tensor.
 
-ONNX Runtime's kernels of some operators compute several values at a time, and the last ones of a tensor otherwise. A
-token's bits would depend on how many tokens a step has, wherever its values are no multiple of what a kernel takes at
-once: rotary angles of 10 or of 2 frequencies, and softplus of any number of heads. So these are made to go value by
-value. Measured with ONNX Runtime 1.31.
+ONNX Runtime 1.31 computes some operators several values at a time, and the last ones of a tensor otherwise: a token's
+bits would depend on the step. These are made to go value by value.
 
-Caches may be int8: a quarter of float32's memory, with a fixed scale for each channel of each layer. The operator
-rounds new keys and values when it appends them, and reads all entries as they are stored, those of the step's own
-tokens too. So a token's result does not depend on the step it is in.
+Caches may be int8, with a fixed scale for each channel of each layer. All entries are read as they are stored, those of
+the step's own tokens too: a token's result does not depend on its step.
 """
 
 from collections.abc import Sequence
@@ -142,10 +139,7 @@ def _widen(ir_model: "ir.Model", node: "ir.Node") -> bool:
 
 
 def use_int8_caches(ir_model: "ir.Model", ranges: Sequence[CacheRange]) -> None:
-    """Let a model's attention keep its caches in int8, in place; ``ranges`` has one for each layer.
-
-    Comes after the passes and, if rotary embeddings are fused, after ``fuse_rotary``.
-    """
+    """Let attention keep its caches in int8, in place, behind all passes and fusions; ``ranges`` has one a layer."""
     import onnx_ir as ir
 
     nodes = [node for node in ir_model.graph if node.op_type == OP_NAME and node.domain == OP_DOMAIN]

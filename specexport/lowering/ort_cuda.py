@@ -43,8 +43,7 @@ _SINK_INPUT, _METADATA_INPUT = 11, 16
 def lower_ort_cuda(ir_model: "ir.Model") -> None:
     """Replace every ``UnpaddedAttention`` by ``PagedAttention`` and add the output ``token_ids``, in place.
 
-    UnsupportedModelError if the kernel does not take the dtype (it takes float16 and bfloat16) or a head size;
-    CheckFailedError if the caches have no static head sizes.
+    UnsupportedModelError if the kernel does not take the dtype (it takes float16 and bfloat16) or a head size.
     """
     for node in _attention_nodes(ir_model):
         _refuse_dtype(node)
@@ -53,10 +52,7 @@ def lower_ort_cuda(ir_model: "ir.Model") -> None:
 
 
 def attach_paged_attention(ir_model: "ir.Model") -> None:
-    """What :func:`lower_ort_cuda` does, for any float dtype: float32 has no kernel, but the same mathematics.
-
-    UnsupportedModelError if a head is larger than the kernel takes; CheckFailedError if head sizes are not static.
-    """
+    """What :func:`lower_ort_cuda` does, for any float dtype: float32 has no kernel, but the same mathematics."""
     nodes = _attention_nodes(ir_model)
     geometries = [_geometry(node) for node in nodes]
     shared = _step_inputs(ir_model) if nodes else {}
@@ -211,10 +207,7 @@ def _write_out(ir_model: "ir.Model", node: "ir.Node", geometry: LayerGeometry, r
 
 
 def _widen(emit: Emitter, tokens: "ir.Value | None", heads: int, given: int, size: int) -> "ir.Value | None":
-    """[T, heads*given] to [T, heads*size], each head with zeros behind it.
-
-    A product with a cut identity is exact, and unlike Pad it has a bfloat16 kernel.
-    """
+    """[T, heads*given] to [T, heads*size], zeros behind each head: a product, as Pad has no bfloat16 kernel."""
     if given == size or tokens is None or tokens.dtype is None:
         return tokens
     eye = np.eye(given, size).astype(tokens.dtype.numpy())
@@ -236,10 +229,7 @@ def _narrow(emit: Emitter, tokens: "ir.Value", heads: int, wanted: int, size: in
 
 
 def _add_token_ids(ir_model: "ir.Model") -> None:
-    """Output ``token_ids`` [R]: the greedy token of each row of logits, -1 for a row with a NaN.
-
-    A row's sum is NaN exactly if the row holds one (or infinities of both signs).
-    """
+    """Output ``token_ids`` [R]: the greedy token of each row of logits, -1 for a row with a NaN."""
     import onnx_ir as ir
 
     logits = next(value for value in ir_model.graph.outputs if value.name == LOGITS.name)

@@ -87,9 +87,7 @@ def emit_ahead(
 ) -> "ir.Value":
     """Attention of each new token over all entries of its row; returns [T, Hq*D].
 
-    Queries are [T, Hq*D], heads as wide as the pools'; the pools hold this step's keys and values already. Of
-    ``geometry`` only ``kv_heads`` counts. ``window`` is entries before a token that it sees, itself included, -1 for
-    all; it bounds nothing behind the token.
+    Queries are [T, Hq*D]; the pools hold this step's entries. ``window`` is entries that a token sees, itself included.
     """
     import onnx_ir as ir
 

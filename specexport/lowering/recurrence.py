@@ -87,10 +87,7 @@ _CONVOLVE = """    seen = Concat<axis = 1>(row_state, all)
 
 
 def lower_recurrences(ir_model: "ir.Model") -> int:
-    """Put functions over ONNX Runtime's kernels in the place of the recurrences, in place; returns how many.
-
-    CheckFailedError if a width is not static.
-    """
+    """Put functions over ONNX Runtime's kernels in the place of the recurrences, in place; returns how many."""
     specs = {spec.name: spec for spec in RECURRENCES}
     nodes = [node for node in ir_model.graph if node.domain == OP_DOMAIN and node.op_type in specs]
     for node in nodes:

@@ -21,11 +21,7 @@ def lower_tensorrt(
     fold: int = 1,  # tokens of a verify step's row, taken for heads by ``native-folded``; as in the profiles
     skipped: "Sequence[ResidualBlock]" = (),  # blocks that draft steps leave out; not for lowering ``plugin``
 ) -> tuple[str, ...]:
-    """Give every ``UnpaddedAttention`` node its body, in place; returns the form that each layer took, in order.
-
-    Unused step inputs leave the graph. RecipeError if there is no such lowering, it cannot leave out layers, or the
-    capacity is missing; UnsupportedModelError if TensorRT cannot compute a layer exactly.
-    """
+    """Give every ``UnpaddedAttention`` node its body, in place; returns the form that each layer took, in order."""
     if lowering not in TENSORRT_LOWERINGS:
         known = ", ".join(TENSORRT_LOWERINGS)
         raise RecipeError(f"TensorRT has no lowering {lowering!r}.", f"use one of: {known}.")

@@ -37,7 +37,7 @@ that share a key/value head are folded into the query axis, so that neither keys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from specexport.lowering.common import add_token_ids, drop_unused_step_inputs, is_causal, refuse_slopes
+from specexport.lowering.common import add_token_ids, drop_unused_step_inputs, is_causal, refuse_slopes, take_place
 from specexport.lowering.layer_extent import add_extent, shorten_blocks
 from specexport.lowering.trt_step import AlignedStep, Attention, MaskKind, emit_step
 from specexport.onnx_emit import Emitter
@@ -66,10 +66,7 @@ _HIDDEN = -1.0e30  # weight exactly zero beside any real score, and finite: no i
 
 
 def choose_form(attention: Attention, *, fold: int = 1, sees_ahead: bool = False) -> str:
-    """The form of one layer; ``fold`` is F, where 1 folds nothing.
-
-    With ``sees_ahead`` tokens of some layer of the graph see later ones.
-    """
+    """The form of one layer; ``fold`` is F, ``sees_ahead`` says that tokens of some layer see later ones."""
     size = attention.k_dim
     fused_size = size % _FUSED_MULTIPLE == 0 and _FUSED_SMALLEST <= size <= _FUSED_LARGEST
     plain = attention.softcap == 0 and "sinks" not in attention.tensors and attention.dtype.name in _FUSED_DTYPES
@@ -90,9 +87,7 @@ def lower_trt_native(
 ) -> tuple[str, ...]:
     """Replace every ``UnpaddedAttention``, fix the cache shapes, add ``token_ids``, drop unread step inputs, in place.
 
-    Returns the form of each layer; UnsupportedModelError if a layer has a dtype, or heads, that no form computes
-    exactly. ``kv_capacity`` is L, the entries of a cache row, and ``fold`` is F, 1 for lowering ``native``. ``skipped``
-    are the blocks that draft steps leave out, attention and MLP of their layers; see ``layer_extent``.
+    Returns each layer's form; UnsupportedModelError if none is exact. ``fold`` is F, 1 for ``native``.
     """
     forms = replace_attention(ir_model, kv_capacity=kv_capacity, fold=fold, skipped=skipped)
     add_token_ids(ir_model)
@@ -128,10 +123,7 @@ def replace_attention(
 
 
 def mask_bytes(ir_model: "ir.Model", *, num_rows: int, num_tokens: int, kv_capacity: int, fold: int) -> int:
-    """Bytes of the masks of a prefill, were the layers folded: one byte a query head, slot and cache entry.
-
-    The model is not lowered yet. The largest prefill has ``num_rows`` rows, and its ``num_tokens`` all in one row.
-    """
+    """Bytes of the masks of a prefill, were the layers folded: one byte a query head, slot and cache entry."""
     layers = [read_attention(node, i) for i, node in enumerate(_attention_nodes(ir_model))]
     kinds = {mask_kind(layer, FOLDED) for layer in layers if choose_form(layer, fold=fold) == FOLDED}
     width = -(-num_tokens // fold) * fold
@@ -143,10 +135,7 @@ def _attention_nodes(ir_model: "ir.Model") -> "list[ir.Node]":
 
 
 def read_attention(node: "ir.Node", index: int) -> Attention:
-    """Read one ``UnpaddedAttention``; ``index`` is its layer, for messages.
-
-    CheckFailedError if cache head sizes are not static; UnsupportedModelError if TensorRT has no exact form for it.
-    """
+    """Read one ``UnpaddedAttention`` of layer ``index``; UnsupportedModelError if TensorRT has no exact form for it."""
     refuse_slopes(node, "TensorRT")
     named = zip([item.name for item in UNPADDED_ATTENTION.inputs], node.inputs, strict=False)
     tensors = {name: value for name, value in named if value is not None}
@@ -178,7 +167,7 @@ def _lower_layer(
         update = emit.reshape(layer.tensors[name], [-1, layer.kv_heads, size])
         options: dict[str, Any] = {"update_form": "packed_nhd", "mode": "linear"}
         updated = emit.op("TRT_KVCacheUpdate", cache, update, step.past, step.cu, **options)
-        _take_place(ir_model, output, updated)
+        _replace(ir_model, output, updated)
         _fix_shape(updated, layer.kv_heads, kv_capacity, size)
         caches.append(updated)
     queries = emit_query_tile(emit, layer, step)
@@ -190,18 +179,14 @@ def _lower_layer(
     else:
         slots = emit_fused(emit, layer, form, step, queries, *caches)
     output = emit.op("Gather", emit.reshape(slots, [-1, layer.num_heads * layer.v_dim]), step.untile, axis=0)
-    _take_place(ir_model, layer.node.outputs[0], output)
+    _replace(ir_model, layer.node.outputs[0], output)
     emit.place(before=layer.node)
     ir_model.graph.remove(layer.node, safe=True)
     return queries
 
 
 def emit_query_tile(emit: Emitter, layer: Attention, step: AlignedStep) -> "ir.Value":
-    """Scaled queries as the tile [B, W, Hq*D], in the model's dtype.
-
-    TensorRT's attention does not scale. The product is taken in float32 and rounded once: a scale such as 96**-0.5
-    would itself be rounded in half precision, and twice rounded is worse.
-    """
+    """Scaled queries as the tile [B, W, Hq*D], in the model's dtype; scaled in float32, to round them once."""
     import onnx_ir as ir
 
     exact = emit.op("Mul", emit.cast(layer.tensors["q"], ir.DataType.FLOAT), emit.const(layer.scale, "float32"))
@@ -259,17 +244,10 @@ def _fix_shape(cache: "ir.Value", heads: int, capacity: int, size: int) -> None:
     cache.shape = ir.Shape([DIM_NAMES["B"], heads, capacity, size])
 
 
-def _take_place(ir_model: "ir.Model", old: "ir.Value", new: "ir.Value") -> None:
-    """Readers of ``old``, and the graph output that it is, now get ``new``, under its name if it is an output."""
-    import onnx_ir as ir
-
-    outputs = ir_model.graph.outputs
-    if old in outputs:
-        outputs[outputs.index(old)] = new
-        new.name, old.name = old.name, None
+def _replace(ir_model: "ir.Model", old: "ir.Value", new: "ir.Value") -> None:
     new.type = old.type if old.type is not None else new.type
     new.shape = old.shape
-    ir.convenience.replace_all_uses_with(old, new)
+    take_place(ir_model, old, new)
 
 
 def emit_explicit(

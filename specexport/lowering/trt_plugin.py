@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from specexport.kernels.signatures import MODEL_DTYPES
 from specexport.kernels.spec import KernelSpec
-from specexport.lowering.common import add_token_ids, drop_unused_step_inputs, require_causal
+from specexport.lowering.common import add_token_ids, drop_unused_step_inputs, require_causal, take_place
 from specexport.lowering.trt_native import read_attention
 from specexport.lowering.trt_step import Attention
 from specexport.onnx_emit import Emitter
@@ -40,10 +40,7 @@ PLUGIN_VERSION = "1"  # tensorrt.plugin registers every plugin under this versio
 
 
 def choose_num_splits(kv_capacity: int, window: int) -> int:
-    """Splits of a layer. One number for all profiles of an engine: it is the size of an output.
-
-    ``kv_capacity`` is L, and ``window`` the entries a token sees, -1 for all.
-    """
+    """Splits of a layer. One number for all profiles of an engine: it is the size of an output."""
     seen = min(kv_capacity, window) if window > 0 else kv_capacity
     return max(1, min(MOST_SPLITS, seen // SPLIT_ENTRIES))
 
@@ -51,9 +48,7 @@ def choose_num_splits(kv_capacity: int, window: int) -> int:
 def lower_trt_plugin(ir_model: "ir.Model", *, kv_capacity: int, num_splits: int | None = None) -> tuple[str, ...]:
     """Replace every ``UnpaddedAttention``, fix the cache shapes, add ``token_ids``, drop unread step inputs, in place.
 
-    Returns the name of each layer's attention plugin; UnsupportedModelError if a layer has a dtype, heads or sizes that
-    the kernels do not compute exactly. A cache row has L = ``kv_capacity`` entries, in ``num_splits`` parts; None for
-    ``choose_num_splits``.
+    Returns each layer's plugin name; UnsupportedModelError if the kernels do not compute one exactly.
     """
     names = replace_attention(ir_model, kv_capacity=kv_capacity, num_splits=num_splits)
     add_token_ids(ir_model)
@@ -115,7 +110,7 @@ def _lower_layer(ir_model: "ir.Model", layer: Attention, spec: KernelSpec, index
         known |= {name: known[f"{name}_out"] for name in ("k_cache", "v_cache")}  # what follows reads the new entries
     emit.place(before=layer.node)
     for old, name in zip(layer.node.outputs, ("output", "k_cache_out", "v_cache_out"), strict=True):
-        _take_place(ir_model, old, known[name])
+        take_place(ir_model, old, known[name])
     ir_model.graph.remove(layer.node, safe=True)
 
 
@@ -150,14 +145,3 @@ def _emit_plugin(
         words = (sizes.get(word, word) if isinstance(word, str) else word for word in graph_shape(item))
         value.shape = ir.Shape([DIM_NAMES[word] if isinstance(word, str) else word for word in words])
     return made
-
-
-def _take_place(ir_model: "ir.Model", old: "ir.Value", new: "ir.Value") -> None:
-    """Readers of ``old``, and the graph output that it is, now get ``new``, under its name if it is an output."""
-    import onnx_ir as ir
-
-    outputs = ir_model.graph.outputs
-    if old in outputs:
-        outputs[outputs.index(old)] = new
-        new.name, old.name = old.name, None
-    ir.convenience.replace_all_uses_with(old, new)

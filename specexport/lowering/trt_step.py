@@ -1,7 +1,4 @@
-"""What a TensorRT graph needs of the step, computed once for all layers, and of each attention layer.
-
-Of the step these are index inputs, and masks from lengths.
-"""
+"""What a TensorRT graph needs of the step, computed once for all layers, and of each attention layer."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple

@@ -138,7 +138,7 @@ def linear_attention(
         decay: in log space, [T, kv_num_heads] or [T, kv_num_heads*Dk]; None for none.
         beta: of the delta rule [T, kv_num_heads]; None for none.
         state: [B, 1, kv_num_heads, Dk, Dv].
-        pending: inputs of drafts, ``[q | k | v | decay | beta]``, [B, 1, S, F].
+        pending: inputs of drafts, ``[q | k | v | decay | beta]``, [B, 1, S, Y].
         state_steps: see ``ops.spec`` [B, 4].
         cu_new_tokens: running sum of the rows' new tokens [B+1].
         num_heads: query heads; head h reads query head ``h // (kv_num_heads / num_heads)``.

@@ -159,7 +159,7 @@ LINEAR_ATTENTION = OpSpec(
         OpInput("decay", "float32", ("T", "H or H*Dk"), optional=True),
         OpInput("beta", "float32", ("T", "H"), optional=True),
         OpInput("state", "float32", ("B", 1, "H", "Dk", "Dv")),
-        OpInput("pending", "float32", ("B", 1, "S", "F")),
+        OpInput("pending", "float32", ("B", 1, "S", "Y")),
         *_STEP,
     ),
     attributes=(
@@ -170,7 +170,7 @@ LINEAR_ATTENTION = OpSpec(
     outputs=(
         OpInput("output", "float32", ("T", "H*Dv")),
         OpInput("state_out", "float32", ("B", 1, "H", "Dk", "Dv")),
-        OpInput("pending_out", "float32", ("B", 1, "S", "F")),
+        OpInput("pending_out", "float32", ("B", 1, "S", "Y")),
     ),
 )
 """Linear attention with a decay, with a delta rule, or both. A head with state ``S`` [Dk, Dv] does for each token::

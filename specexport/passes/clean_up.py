@@ -39,10 +39,9 @@ _RULES = (
 
 
 class ConstantFoldPass(CountingPass):
-    """Replace small constant subgraphs by their values, inline the exporter's helper functions, drop no-ops.
+    """Replace small constant subgraphs by values, inline helper functions, drop no-ops; counts the nodes that went.
 
-    Shapes, index vectors, scalars and tables; never a weight matrix: a folded copy would be held in memory beside the
-    original until the engine is written (``TransposeFoldPass`` does that lazily). Counts the nodes that went away.
+    Never a weight matrix: a folded copy would be held beside the original (``TransposeFoldPass`` is lazy).
     """
 
     name = "constant-fold"
@@ -90,10 +89,7 @@ def _should_fold(node: ir.Node) -> bool | None:
 
 
 class OperatorFusePass(CountingPass):
-    """Replace the pieces of a norm or a rotary embedding by opset 23's RMSNormalization and RotaryEmbedding.
-
-    Counts the fused operators.
-    """
+    """Replace the pieces of a norm or a rotary embedding by opset 23's RMSNormalization and RotaryEmbedding."""
 
     name = "operator-fuse"
     reason = "one kernel where the trace has ten: fewer launches and no intermediate tensors"
@@ -113,11 +109,9 @@ _Key = Callable[[ir.TensorProtocol], object]
 
 
 class WeightDeduplicatePass(CountingPass):
-    """Make readers of equal weights share one, found by content.
+    """Make readers of equal weights share one, found by content; counts the weights that went away.
 
-    Tied embeddings are one parameter in the checkpoint and may be two initializers in a trace; so may buffers that
-    every layer repeats. Weights are compared in two steps, so that the bytes of a large model are hashed only where a
-    sparse sample agrees. Counts the weights that went away.
+    The bytes of a large model are hashed only where a sparse sample agrees.
     """
 
     name = "weight-deduplicate"
@@ -174,11 +168,7 @@ def _bytes(array: np.ndarray) -> bytes:
 
 
 class SelectFoldPass(CountingPass):
-    """Fold Gather nodes that take one fixed entry of a stack of weights: experts that a module loops over.
-
-    What is behind them is then a linear layer like others. A stack that is also read in another way is left alone.
-    Entries are lazy, and a stack is never copied whole. Counts the Gathers folded.
-    """
+    """Fold Gather nodes that take one fixed entry of a stack of weights, as experts in a loop do; counts them."""
 
     name = "select-fold"
     reason = "a layer taken out of a stack of weights is packed and multiplied like any other"

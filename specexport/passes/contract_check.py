@@ -39,10 +39,7 @@ class ContractCheckPass(CountingPass):
 
     @staticmethod
     def problems(model: ir.Model, *, cast_to_come: bool = False) -> list[str]:
-        """Everything that is wrong, one phrase each; empty if nothing is.
-
-        With ``cast_to_come`` precision has not been decided yet: the logits may still have the model's dtype.
-        """
+        """Everything that is wrong, one phrase each; empty if nothing is."""
         layers, own = _count_layers(model)
         expected_inputs = list(STEP_INPUTS) + [_numbered(spec, i) for i in range(layers) for spec in CACHE_INPUTS]
         logits = LOGITS._replace(dtype=_logits_dtype(model)) if cast_to_come else LOGITS

@@ -40,11 +40,7 @@ def experts_sites(model: ir.Model) -> list[ExpertsSite]:
 
 
 def expert_sizes(model: ir.Model) -> ExpertSizes | None:
-    """How much of a model its experts are, after the passes; None without experts.
-
-    Where layers differ, the layer whose tokens read the largest share counts. CheckFailedError as in
-    :func:`experts_sites`.
-    """
+    """How much of a model its experts are, by the layer that reads the largest share; None without experts."""
     sizes = [*(site.sizes for site in experts_sites(model)), *_in_kernels(model)]
     if not sizes:
         return None

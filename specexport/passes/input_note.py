@@ -13,11 +13,7 @@ _KEY = "specexport.inputs"
 
 
 class InputNotePass(CountingPass):
-    """Note what was measured of each layer's inputs beside its weight.
-
-    Nothing of the graph changes. Later passes find the notes with :func:`inputs_of`; a pass that puts a new weight in
-    the place of an old one hands the note on with :func:`carry_inputs`. Counts the layers.
-    """
+    """Note what was measured of each layer's inputs beside its weight, for :func:`inputs_of`; counts the layers."""
 
     name = "input-note"
     reason = "measured by the checkpoint's names, and needed after passes have renamed and joined the weights"

@@ -13,15 +13,9 @@ from specexport.passes.base import CountingPass, constant_of, sizes_of
 class LinearFlattenPass(CountingPass):
     """Rewrite ``MatMul(x [1, T, K], W [K, N])`` as ``Gemm(x [T, K], W [N, K], transB=1)``. For TensorRT.
 
-    The trace carries a batch axis of 1, and TensorRT keeps a second copy of every weight that such a tensor is
-    multiplied by. It also keeps a second copy of weights [K, N] for steps of one token, whose kernels read [N, K]; the
-    kernels of longer steps take that form too. (Weights that TensorRT joins by itself, of query, key and value and of
-    gate and up, it still keeps twice: joining them here changes nothing, it takes them apart first.)
-
-    1. x is flattened, and the result gets its batch axis back, for its readers;
-    2. the weight is turned lazily, when the engine is written; one with other readers is multiplied as it is.
-
-    Counts the products rewritten.
+    TensorRT keeps a second copy of every weight that a tensor with a batch axis is multiplied by, and of weights [K, N]
+    for steps of one token, whose kernels read [N, K]. A weight is turned lazily; one with other readers is multiplied
+    as it is. Counts the products rewritten.
     """
 
     name = "linear-flatten"

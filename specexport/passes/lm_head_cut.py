@@ -20,11 +20,7 @@ _CUTS_BATCH = {"Squeeze", "Gather"}
 
 
 class LmHeadCutPass(CountingPass):
-    """Keep the LM head's rows of ``ids``: its weight, its bias, and what elementwise nodes behind it have for each id.
-
-    A tied embedding stays whole, and the head gets a separate weight. The logits are then [R, N], in the order of
-    ``ids``. Counts the weights that were cut.
-    """
+    """Keep the LM head's rows of ``ids``, in their order; a tied embedding stays whole. Counts the weights cut."""
 
     name = "lm-head-cut"
     reason = "a draft need not be able to say everything, and its LM head is the largest product of a step"

@@ -28,16 +28,9 @@ class _Head(NamedTuple):
 class LogitRowSelectPass(CountingPass):
     """Select rows of a matrix [T, H] by one Gather, and multiply them by the LM head in one Gemm.
 
-    The trace selects rows through a GatherND between two Transposes (which copy all T rows), multiplies by a transposed
-    weight, and cuts off the batch axis (which copies all R*V logits). Here:
-
-    1. hidden [1, T, H] is squeezed to [T, H] and gathered to [R, H];
-    2. MatMul with Transpose(W) becomes Gemm(transB=1) with W [V, H] as stored, so that a tied embedding is one weight;
-       with a weight that is not transposed it becomes a plain Gemm;
-    3. elementwise nodes behind it (bias, scale, softcap) carry on with [R, V], and the last cut goes.
-
-    A tail of another form is left as it is: it is correct as traced, and the contract check has seen that the logits
-    have R rows. Counts 1 if it matched.
+    The trace copies all T rows to select some, and all R*V logits to cut the batch axis. Here hidden [1, T, H] is
+    gathered to [R, H] and multiplied by W [V, H] as stored, so that a tied embedding is one weight; elementwise nodes
+    behind it carry on with [R, V]. A tail of another form is correct as traced, and stays. Counts 1 if it matched.
     """
 
     name = "logit-row-select"

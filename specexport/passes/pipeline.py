@@ -103,10 +103,7 @@ def run_passes(
     dump_dir: Path | None = None,
     on_pass: Callable[[str], Any] | None = None,  # called with each pass's name when it is done
 ) -> tuple[tuple[str, int], ...]:
-    """Run ``passes`` in order on ``ir_model``, in place; returns the name and the number of changes of each.
-
-    The contract is checked before the first and after each; CheckFailedError names the pass after which it broke.
-    """
+    """Run ``passes`` in place; gives each one's changes. CheckFailedError names the one that broke the contract."""
     report = []
     cast_at = next((n for n, item in enumerate(passes, start=1) if isinstance(item, PrecisionCastPass)), 0)
     _check(ir_model, "tracing", cast_to_come=cast_at > 0)

@@ -16,14 +16,10 @@ _FLOATS = {ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.Data
 
 
 class PrecisionCastPass(CountingPass):
-    """Decide dtypes once, at build time.
+    """Decide dtypes once, at build time; counts the casts removed and added. RecipeError for an unknown ``dtype``.
 
-    1. A weight that is stored in one float dtype and cast to the model's on every step is stored in the model's; the
-       conversion is lazy, done when the engine is written.
-    2. Logits that are not float32 get a Cast, because sampling is defined on float32.
-
-    Vectors that a model keeps in float32 on purpose (norms, rotary frequencies) are not touched. Counts the casts
-    removed and added. ``dtype`` is float32, float16 or bfloat16; RecipeError for others.
+    A weight that is cast to the model's dtype on every step is stored in it, lazily; logits get a Cast to float32, for
+    sampling. Vectors that a model keeps in float32 on purpose (norms, rotary frequencies) are not touched.
     """
 
     name = "precision-cast"

@@ -13,12 +13,10 @@ FOLDED = ".transposed"
 
 
 class TransposeFoldPass(CountingPass):
-    """Fold Transpose nodes on weights into the weights.
+    """Fold Transpose nodes on weights into the weights, lazily; counts the Transposes folded.
 
-    torch stores a linear layer as [out, in] and the trace transposes it on every step. The folded weight is lazy: it is
-    computed when the engine is written, one weight at a time. A weight that is also read untransposed (a tied
-    embedding) is left alone, or it would be stored twice. With ``shared`` it is folded too where products alone read
-    the Transpose: our own operators for CPUs store what they and a lookup read once. Counts the Transposes folded.
+    A weight that is also read untransposed (a tied embedding) would be stored twice, and stays; not so with ``shared``
+    where products alone read the Transpose.
     """
 
     name = "transpose-fold"

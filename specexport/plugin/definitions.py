@@ -1,12 +1,9 @@
 """Plugin definitions for ``tensorrt.plugin``: what TensorRT asks of a plugin while it builds an engine.
 
-A definition has three functions. The description gives types and shapes of the outputs, and says which output is an
-input's memory. The tuning function gives the one combination of types and layouts, and the tile sizes for the profile
-at hand. The last one hands over the kernel, its grid and its int32 arguments as expressions of input shapes; TensorRT
-passes inputs, then these, then outputs. All three derive from ``specexport.kernels.signatures``.
+A definition describes the outputs, gives the one combination of types with tiles for the profile at hand, and hands
+over the kernel with its grid and int32 arguments. All derive from ``specexport.kernels.signatures``.
 
-TensorRT reads the functions' signatures and wants classes as annotations. How many tensors there are depends on the
-kernel, so signatures are made here, and never by way of annotations that a module could turn into text.
+TensorRT reads the functions' signatures and wants classes as annotations, so signatures are made here.
 """
 
 import inspect
@@ -73,11 +70,7 @@ def kernel_architecture(sm: int) -> int:
 
 @cache
 def compile_plugin(spec: KernelSpec, sm: int) -> PluginKernels:
-    """Compile every kernel of a plugin for an architecture: 80, 89, 90, 100 or 120.
-
-    UserInputError for an unknown ``sm``, or if Triton was told to interpret; MissingDependencyError without Triton;
-    CheckFailedError if a kernel cannot be embedded.
-    """
+    """Compile every kernel of a plugin for an architecture; CheckFailedError if one cannot be embedded."""
     options = tile_options(spec, sm)
     return PluginKernels(spec, {tactic: compile_kernel(spec, sm, tiles=tiles) for tactic, tiles in options.items()})
 
@@ -85,10 +78,8 @@ def compile_plugin(spec: KernelSpec, sm: int) -> PluginKernels:
 def register_plugins(names: Iterable[str], sm: str | int) -> None:
     """Compile the kernels of plugins and register the plugins with TensorRT. Call it before the graph is parsed.
 
-    Registering again is allowed, for another architecture too: the kernels of the last call count. Names are from
-    ``plugin_names``, and ``sm`` is an architecture such as ``"90"``. CheckFailedError if a name is none of ours, or its
-    kernel cannot be embedded; UserInputError if the kernels do not know the architecture; MissingDependencyError
-    without Triton; IncompatibleError if this TensorRT cannot embed kernels.
+    The kernels of the last call count. CheckFailedError if a name is none of ours, or its kernel cannot be embedded;
+    IncompatibleError if this TensorRT cannot embed kernels.
     """
     target = kernel_architecture(int(sm))
     compiled = {name: compile_plugin(plugin_spec(name), target) for name in dict.fromkeys(names)}
@@ -175,10 +166,7 @@ def _describe(trt: Any, trtp: Any, kernels: PluginKernels, *inputs: Any) -> tupl
 
 
 def _tune(trt: Any, trtp: Any, kernels: PluginKernels, *arguments: Any) -> list[Any]:
-    """The one combination of types, all linear, and the one tactic for this profile's optimum.
-
-    One, because TensorRT would choose between several by running them on memory that holds no step.
-    """
+    """One combination of types and one tactic: TensorRT would try several on memory that holds no step."""
     inputs, _ = arguments[:-1], arguments[-1]
     signature = kernels.spec.signature
     _check_types(trt, kernels, inputs)

@@ -1,9 +1,7 @@
 """Plugin names: a kernel's name, its element type, and all that is compiled in, so that a graph says what it needs.
 
-TensorRT's parser finds a plugin by the node's operator name. With everything in the name a plugin has no attributes,
-which TensorRT would convert between ONNX, C++ and numpy (an int attribute fails with numpy 2.4), and a graph alone is
-enough to register what it uses. Example: ``ragged_attention_bfloat16_q32_h8_d128_x3db504f3_n4``.
-Imports the standard library only.
+A plugin then has no attributes, which TensorRT converts between ONNX, C++ and numpy (an int fails with numpy 2.4).
+Example: ``ragged_attention_bfloat16_q32_h8_d128_x3db504f3_n4``. Imports the standard library only.
 """
 
 import re
@@ -55,11 +53,7 @@ _NAME = re.compile(rf"({'|'.join(SIGNATURES)})_({'|'.join(MODEL_DTYPES)})((?:_[a
 
 
 def plugin_name(spec: KernelSpec) -> str:
-    """Name of the plugin for a kernel; what has its default value is left out.
-
-    ``new_tokens`` is not in it: each profile of an engine has its own tiles of the same plugin. ``scale`` and
-    ``softcap`` are taken as float32, which is what a graph holds.
-    """
+    """Name of the plugin for a kernel, without defaults and ``new_tokens``: each profile has its own tiles of it."""
     defaults = _DEFAULTS | {"v_head_size": spec.head_size}
     parts = [
         f"{part.letter}{part.encode(getattr(spec, part.attribute))}"
@@ -70,10 +64,7 @@ def plugin_name(spec: KernelSpec) -> str:
 
 
 def plugin_spec(name: str) -> KernelSpec:
-    """The kernel that a plugin's name stands for; the inverse of ``plugin_name``.
-
-    CheckFailedError if it is no such name; UserInputError if the kernels do not take what it asks for.
-    """
+    """The kernel that a plugin's name stands for, the inverse of ``plugin_name``; CheckFailedError for other names."""
     match = _NAME.fullmatch(name)
     if match is None:
         raise CheckFailedError(f"{name!r} is not the name of a plugin of this package.")

@@ -1,6 +1,6 @@
 """``specexport simulate``: what padding costs a batch and what speculation gains, without any model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +37,7 @@ def simulate(*, json_file: Path | None, plot: Path | None, **study: Any) -> None
 
     Every draft token is right with probability A, independently. Each row is one accuracy at one batch size.
     """
-    import json
-
-    from specexport.atomic import check_writable, write_text
+    from specexport.atomic import check_writable, write_json
     from specexport.plots import check_plot
     from specexport.simulate.model import check
 
@@ -54,8 +52,7 @@ def simulate(*, json_file: Path | None, plot: Path | None, **study: Any) -> None
     click.echo(f"\nSimulated and exact ratio differ by at most {most:.1f} standard errors.")
     if json_file is not None:
         study["cost"] = {name: study.pop(name) for name in ("cost_ratio", "token_cost")}
-        record = {"schema": "specexport.simulate/1", "parameters": study, "rows": rows}
-        write_text(json_file, json.dumps(record, indent=1, allow_nan=False) + "\n")
+        write_json(json_file, {"schema": "specexport.simulate/1", "parameters": study, "rows": rows})
     if plot is not None:
         _draw(plot, rows)
 
@@ -88,26 +85,27 @@ def compute_row(accuracy: float, batch_size: int, study: _Row, index: int = 0) -
 
 def format_table(rows: Sequence[_Row], max_draft_length: int) -> str:
     """The rows as a Markdown table; a best K of ``max_draft_length`` is shown as a lower limit."""
-    from specexport.report import markdown_table
+    from specexport.report import Column, markdown_table
 
-    columns: dict[str, Callable[[_Row], str]] = {
-        "accuracy": lambda row: f"{row['accuracy']:g}",
-        "batch": lambda row: f"{row['batch_size']}",
-        "accepted": lambda row: f"{row['exact']['accepted']:.3f}",
-        "longest": lambda row: f"{row['exact']['longest']:.3f}",
-        "padding": lambda row: f"{row['exact']['padding']:.3f}",
-        "ratio": lambda row: f"{row['exact']['ratio']:.1%}",
-        "ratio, simulated": lambda row: _percent(row["simulated"]["ratio"]),
-        "speedup": lambda row: f"{row['speedup']['unpadded']:.2f}",
-    }
-    if any(row["speedup"]["padded"] != row["speedup"]["unpadded"] for row in rows):
-        columns["padded"] = lambda row: f"{row['speedup']['padded']:.2f}"
-    columns["best K"] = lambda row: f"{'≥ ' * (row['best_draft_length'] == max_draft_length)}{row['best_draft_length']}"
-    if rows[0]["generation"]:
-        columns["rounds"] = lambda row: f"{row['generation']['rounds']['mean']:.1f}"
-        columns["ratio, whole"] = lambda row: _percent(row["generation"]["ratio"])
-        columns["idle"] = lambda row: f"{row['generation']['idle']['mean']:.1%}"
-        columns["cache"] = lambda row: f"{row['generation']['cache_slots']['mean']:.2f}"
+    whole, speedups = bool(rows[0]["generation"]), [row["speedup"] for row in rows]
+    columns: list[Column[_Row]] = [
+        Column("accuracy", lambda row: row["accuracy"], "g"),
+        Column("batch", lambda row: row["batch_size"]),
+        Column("accepted", lambda row: row["exact"]["accepted"], ".3f"),
+        Column("longest", lambda row: row["exact"]["longest"], ".3f"),
+        Column("padding", lambda row: row["exact"]["padding"], ".3f"),
+        Column("ratio", lambda row: row["exact"]["ratio"], ".1%"),
+        Column("ratio, simulated", lambda row: _percent(row["simulated"]["ratio"])),
+        Column("speedup", lambda row: row["speedup"]["unpadded"], ".2f"),
+        Column("padded", lambda row: row["speedup"]["padded"], ".2f",
+               shown=any(each["padded"] != each["unpadded"] for each in speedups)),
+        Column("best K", lambda row: row["best_draft_length"] if row["best_draft_length"] != max_draft_length
+               else f"≥ {max_draft_length}"),
+        Column("rounds", lambda row: row["generation"]["rounds"]["mean"], ".1f", shown=whole),
+        Column("ratio, whole", lambda row: _percent(row["generation"]["ratio"]), shown=whole),
+        Column("idle", lambda row: row["generation"]["idle"]["mean"], ".1%", shown=whole),
+        Column("cache", lambda row: row["generation"]["cache_slots"]["mean"], ".2f", shown=whole),
+    ]  # fmt: skip
     return markdown_table(columns, rows)
 
 

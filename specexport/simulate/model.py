@@ -63,8 +63,7 @@ def survival(
 ) -> Floats:
     """P(A > k) for k = 1..n: float64 [n] for one accuracy, [b, n] for accuracies of shape [b].
 
-    With a concentration C each sequence draws its accuracy from Beta(a C, (1 - a) C); a is the mean, and
-    E[a^k] = prod_{i<k} (a C + i) / (C + i). An argument out of its range raises UserInputError, here and below.
+    With a concentration C, E[a^k] = prod_{i<k} (a C + i) / (C + i). UserInputError out of range, here and below.
     """
     mean = np.asarray(accuracy, dtype=np.float64)
     for name, value in [*(("An accuracy", each) for each in np.unique(mean)), ("The hit rate", hit_rate)]:
@@ -190,8 +189,7 @@ def simulate_generations(
 ) -> dict[str, Estimate]:
     """Generations of a static batch, which ends with its last sequence; each sequence keeps its accuracy.
 
-    The result has the rounds, the padding ratio of unfinished sequences, the share of row-rounds of finished ones, and
-    the slots that attention reads in a padded cache over those in an unpadded one.
+    Gives rounds, padding ratio, the share of idle row-rounds, and cache slots read over those of an unpadded cache.
     """
     check(max_new_tokens >= 1, f"The number of new tokens is {max_new_tokens}.")
     rng = np.random.default_rng(seed)

@@ -1,7 +1,6 @@
 """From a loaded model to an ONNX graph of a packed step, or a reason why there is none.
 
-``drop_layers`` makes a model shallower, ``trace_checkpoint`` traces it, ``reference_logits`` is what all are measured
-against. Importing this package imports neither torch nor transformers; its functions do.
+Importing this package imports neither torch nor transformers; its functions do.
 """
 
 from importlib import import_module

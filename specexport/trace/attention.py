@@ -1,8 +1,7 @@
 """The hook: transformers' attention interface, answered by ``UnpaddedAttention``.
 
-transformers calls a registered function instead of its own attention, and builds no mask for a name that is missing
-from its mask functions: causality, windows and raggedness are then the custom op's business. The KV caches and the step
-inputs travel in a context beside the model, because not every model passes unknown keyword arguments on.
+transformers builds no mask for a name that is missing from its mask functions. Caches and step inputs travel in a
+context beside the model, because not every model passes unknown keyword arguments on.
 """
 
 from collections.abc import Callable, Iterator

@@ -19,10 +19,7 @@ from specexport.trace.geometry import ModelCalls, probe_layers
 
 
 def activation_ranges(checkpoint: Checkpoint, pieces: Sequence[npt.NDArray[np.int64]]) -> dict[str, ChannelRanges]:
-    """How large each input channel of each linear layer gets, by the name of its weight in a traced graph.
-
-    The first token of each piece is measured apart. A weight of several names is under each.
-    """
+    """How large each input channel of each linear layer gets, by the name of its weight in a traced graph."""
     from transformers.pytorch_utils import Conv1D
 
     model: Any = checkpoint.model
@@ -90,10 +87,7 @@ def _batches(pieces: Sequence[npt.NDArray[np.int64]]) -> list[npt.NDArray[np.int
 
 
 def cache_ranges(checkpoint: Checkpoint, pieces: Sequence[npt.NDArray[np.int64]], *, max_len: int) -> list[CacheRange]:
-    """How large the keys and values of each layer get on token ids, int64, spread over ``max_len`` positions.
-
-    Raises ``UnsupportedModelError`` if the model cannot be exported.
-    """
+    """How large the keys and values of each layer get on token ids, int64, spread over ``max_len`` positions."""
     with traceable_experts(checkpoint.model, grouped=False):
         with stand_ins(checkpoint.model, checkpoint.stored):
             calls = probe_layers(checkpoint.model)

@@ -33,9 +33,7 @@ def trace_checkpoint(
 ) -> TracedModel:
     """Trace a checkpoint to ONNX IR with one ``specexport::UnpaddedAttention`` a layer.
 
-    Before tracing, the packed model is run on a few tokens against the model's own attention, so that a model that
-    behaves unlike its configuration says is refused too. ``UnsupportedModelError`` names the model's type and the
-    reason. ``features`` is what the target gives to a draft head; for ``group_experts`` see ``Backend.groups_experts``.
+    The packed model is first run on a few tokens against its own attention: UnsupportedModelError names what differs.
     """
     model: Any = checkpoint.model
     check_config(model)
@@ -51,8 +49,7 @@ def eager_logits(
 ) -> list[npt.NDArray[np.float32]]:
     """Logits float32 [len, V] of each sequence from the model's eager attention, without a cache.
 
-    ``together`` runs the model once, because weights in files are read in each run: shorter sequences are filled up
-    behind, where no token sees it.
+    ``together`` runs the model once, as weights in files are read in each run: shorter sequences are filled up behind.
     """
     with torch.no_grad(), implementation(model, "eager"):
         if together:
@@ -66,10 +63,7 @@ def eager_logits(
 
 
 def reference_logits(checkpoint: Checkpoint, sequences: list[list[int]]) -> list[npt.NDArray[np.float32]]:
-    """Logits float32 [len, V] of each sequence by eager transformers: the model's own attention and masks, no cache.
-
-    Nothing of the export is used. Raises ``UnsupportedModelError`` if the model's own forward pass fails.
-    """
+    """Logits float32 [len, V] of each sequence by eager transformers alone; UnsupportedModelError if that fails."""
     with streamed(checkpoint.model, checkpoint.stored):
         try:
             return eager_logits(checkpoint.model, sequences, together=bool(checkpoint.stored))
@@ -81,11 +75,7 @@ def reference_logits(checkpoint: Checkpoint, sequences: list[list[int]]) -> list
 
 
 def check_packed(model: Any, calls: ModelCalls) -> None:
-    """Run two ragged packed steps through the custom op and compare every logit with the eager model.
-
-    Raises ``UnsupportedModelError`` if they differ: something of the model goes neither through the attention interface
-    nor through a recurrence that is known.
-    """
+    """Run two ragged packed steps and compare every logit with the eager model's; UnsupportedModelError if not."""
     vocab = model.config.get_text_config().vocab_size
     sequences = [[(37 * row + 11 * i + 5) % vocab for i in range(length)] for row, length in enumerate(_SEQUENCES)]
     expected = eager_logits(model, sequences)

@@ -45,10 +45,7 @@ _gatings: list[dict[int, Gating | None]] = []
 
 @contextmanager
 def traceable_experts(model: Any, *, grouped: bool) -> Iterator[None]:
-    """Within the block, expert layers run without loops that depend on data; afterwards they are as before.
-
-    With ``grouped`` each is one ``specexport::Experts``, where that is what it computes.
-    """
+    """Within the block, expert layers run without loops over data; ``grouped`` ones are ``specexport::Experts``."""
     with answered_experts(model, grouped=grouped):
         can = getattr(model, "_can_set_experts_implementation", None)
         with _implemented(model, grouped=grouped) if can is not None and can() else nullcontext():
@@ -193,10 +190,7 @@ _MODULES: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
 
 @contextmanager
 def answered_experts(model: Any, *, grouped: bool) -> Iterator[None]:
-    """Within the block, such modules can be traced; afterwards they are as before.
-
-    With ``grouped`` they are ``specexport::Experts``, where their weights are stored as that operator wants them.
-    """
+    """Within the block, such modules can be traced; ``grouped`` ones are ``specexport::Experts``."""
     answered = []
     for module in model.modules():
         if type(module).__name__ in _MODULES and type(module).__module__.startswith("transformers.models."):

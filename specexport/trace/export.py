@@ -1,7 +1,6 @@
 """From a transformers model to a packed ONNX graph with one ``UnpaddedAttention`` a layer.
 
-torch.export with explicit dimensions, then the dynamo exporter at opset 23 (where RMSNormalization and RotaryEmbedding
-can be fused again by a pass; the fusions do not know 24). Inputs and outputs carry the contract's names.
+torch.export with explicit dimensions, then the dynamo exporter at opset 23, whose fusions do not know 24.
 """
 
 import logging
@@ -129,11 +128,7 @@ def state_names(num_states: int) -> tuple[list[str], list[str]]:
 def trace_model(
     model: Any, calls: ModelCalls, stored: Stored | None = None, features: FeatureRequest | None = None
 ) -> TracedModel:
-    """Trace a model in eval mode to ONNX IR; weights stay its own memory until they are written, or are read then.
-
-    Raises ``UnsupportedModelError`` if torch cannot export it, or the trace has a stored weight in a form that no
-    weight of the model has.
-    """
+    """Trace a model in eval mode to ONNX IR, over its own memory; UnsupportedModelError if torch cannot export it."""
     packed = PackedModel(model, calls, features).eval()
     outputs = [LOGITS] if features is None else [LOGITS, FEATURES]
     with torch.no_grad(), blanks(model, stored or {}) as names:

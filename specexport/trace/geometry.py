@@ -1,8 +1,4 @@
-"""One probe forward: which layers call attention, how, with which cache sizes, and which keep a state.
-
-No configuration is parsed for this, so an unknown architecture is measured as well as a known one. The probe also
-compares the mask that transformers would build for each layer with the one the custom op implies.
-"""
+"""One probe forward: which layers call attention, how, with which cache sizes, and which keep a state."""
 
 from bisect import bisect_left
 from dataclasses import replace
@@ -31,11 +27,7 @@ class ModelCalls(NamedTuple):
 
 
 def probe_layers(model: Any) -> ModelCalls:
-    """What each layer of a transformers model in eval mode asks for, in layer order.
-
-    Raises ``UnsupportedModelError`` if the forward pass fails, a layer's attention cannot be seen, or its mask is
-    neither causal nor a sliding window.
-    """
+    """What each layer of a model in eval mode asks for, in order; UnsupportedModelError if that cannot be seen."""
     recorder = _MaskRecorder()
 
     def answer(call: LayerCall, q: Tensor, k: Tensor, v: Tensor, terms: ScoreTerms) -> Tensor:  # noqa: ARG001

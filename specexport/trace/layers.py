@@ -1,7 +1,4 @@
-"""A model's decoder layers, found by their numbers and not by names, and hidden states read while it runs.
-
-These have the numbers that transformers gives them.
-"""
+"""A model's decoder layers, found by their numbers and not by names, and hidden states read while it runs."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,10 +13,7 @@ from specexport_runtime.errors import CheckpointError
 
 
 def find_layers(model: Any, hint: str) -> Any:
-    """The list of the decoder layers: the one of which each member has its own number in its attention.
-
-    Raises ``UnsupportedModelError`` with ``hint`` if there is none, or more than one.
-    """
+    """The decoder layers: the list whose members have their own numbers in their attention."""
     size = model.config.get_text_config().num_hidden_layers
     found = [
         module
@@ -55,11 +49,7 @@ class FeatureRequest(NamedTuple):
 
 @contextmanager
 def tapped(model: Any, taps: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-    """Within the block, what the model's last run had at ``taps``, [B, T, H] each, by tap.
-
-    Raises ``CheckpointError`` if the model has fewer layers, ``UnsupportedModelError`` if its layers or its last norm
-    cannot be found.
-    """
+    """Within the block, what the model's last run had at ``taps``, [B, T, H] each, by tap."""
     if not taps:  # a model without a head may have its layers anywhere
         yield {}
         return

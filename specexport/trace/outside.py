@@ -1,8 +1,4 @@
-"""Models of transformers whose attention modules do not ask its attention interface: their core is answered by class.
-
-Each family is one function here: the module's own projections and rotary embedding around the hook's attention. Nothing
-else of the model is touched, and ``check_packed`` compares the result with the model's own attention.
-"""
+"""Models whose attention modules do not ask transformers' attention interface: each core is answered by class."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -22,10 +18,7 @@ that a token sees, itself included; -1 for all.
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
-    """Slopes of ALiBi: a geometric sequence, with every other one of a longer sequence where heads are no power of two.
-
-    Source: Press et al. 2022, section 3; their code for other head counts.
-    """
+    """Slopes of ALiBi (Press et al. 2022, section 3): a geometric sequence, thinned for other than powers of two."""
     count = 1 << (num_heads - 1).bit_length()
     slopes: list[float] = [2 ** (-8 * i / count) for i in range(1, count + 1)]
     return slopes if count == num_heads else (slopes[1::2] + slopes[::2])[:num_heads]

@@ -35,10 +35,8 @@ def choose_layers(
 ) -> list[tuple[int, float]]:
     """The decoder layers that change the hidden state least, with their similarities, in the order of choice.
 
-    The similarity of a layer (-1 to 1) is the cosine of its input and its output, mean over tokens (Men et al. 2024).
-    It is measured anew after each choice, with the layers chosen before left out: ``pieces`` (token ids, int64) are
-    read ``count`` times, fewer than there are layers. Nothing is changed. Raises ``UnsupportedModelError`` if the model
-    cannot be exported, or its layers cannot be found or watched.
+    A layer's similarity (-1 to 1) is the mean cosine of its input and output (Men et al. 2024), measured anew after
+    each choice on ``pieces`` (token ids, int64), which are read ``count`` times.
     """
     model: Any = checkpoint.model
     check_config(model)
@@ -55,9 +53,7 @@ def choose_layers(
 def drop_layers(checkpoint: Checkpoint, dropped: Collection[int], hint: str = _HINT) -> None:
     """Take decoder layers out of a loaded model, in place. The others keep weights, order and kind; numbers are new.
 
-    The model is run before and after: with the layers handing their input on, and without them. If the two runs differ,
-    something of it counts on all layers (inputs for each layer, a scale by their number): ``UnsupportedModelError``.
-    ``dropped`` must not be all layers.
+    The model is run with these layers handing their input on, and without them: UnsupportedModelError if that differs.
     """
     model: Any = checkpoint.model
     check_config(model)

@@ -10,7 +10,7 @@ To add one: a function of the model and the step, and a line in :data:`QUIRKS`.
   torch's exporter knows few of its operators, so they are pairs of real ones.
 - Logits of some tokens are asked of the forward pass, or taken in front of the LM head where it cannot be asked.
 
-Attention of a kind of its own is in ``attention.py`` and ``outside.py``, states in ``recurrence.py``, experts in
+Unusual attention is in ``attention.py`` and ``outside.py``, states in ``recurrence.py``, experts in
 ``experts.py``, lengths in ``specexport.checkpoint.lengths``.
 """
 

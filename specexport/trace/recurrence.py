@@ -231,10 +231,7 @@ def _lightning(
 def _gated_unit(
     _: Any, hidden_states: Tensor, recurrent_gate: Tensor, *__: Any, **named: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """The scan of an RG-LRU (De et al. 2024, section 2.4): a head has one channel and one decay.
-
-    The reset at a text's first token needs nothing: a row's state is zero there.
-    """
+    """The scan of an RG-LRU (De et al. 2024, section 2.4): a head has one channel and one decay."""
     x, ones = hidden_states[0].float()[..., None], hidden_states.new_ones(hidden_states.shape[1], 1, 1)
     decay = recurrent_gate[0].float().clamp(min=torch.finfo(torch.float32).tiny).log()
     output = _contexts[-1].linear_attention(ones, ones.expand_as(x), x, decay, None, 1.0)

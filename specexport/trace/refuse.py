@@ -35,11 +35,7 @@ def refuse(model: Any, reason: str, hint: str = HINT) -> UnsupportedModelError:
 
 
 def check_config(model: Any) -> None:
-    """Refuse, with ``UnsupportedModelError``, what the configuration alone gives away.
-
-    That is an encoder-decoder, positions whose angles still depend on the length, layer kinds with neither a plain KV
-    cache nor a state, ALiBi in a form that is not known, or a forward without positions or row selection.
-    """
+    """Refuse, with ``UnsupportedModelError``, what the configuration alone gives away."""
     config = model.config
     text = config.get_text_config()
     if config.is_encoder_decoder:
@@ -83,11 +79,7 @@ def _check_forward(model: Any) -> None:
 
 
 def check_layers(model: Any, called: list[int], *, recurs: bool = False) -> None:
-    """Refuse a model with layers whose attention was not seen. One that is called again has another cache.
-
-    ``called`` are the layers of the attention calls; with ``recurs`` some layers keep a state, and not all need
-    attention.
-    """
+    """Refuse a model with layers whose attention was not seen; with ``recurs`` some keep a state instead."""
     text = model.config.get_text_config()
     expected = getattr(text, "decoder_layers", text.num_hidden_layers)  # BART's other number is its encoder's
     kept = sorted(_KEEP_STATES.intersection(getattr(text, "layer_types", None) or ()))

@@ -1,6 +1,5 @@
 """``specexport train-draft``: flags in, a draft out. Everything heavy is imported when it runs."""
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,6 +44,7 @@ def train_draft(*, plot: Path | None, as_json: bool, quiet: bool, **asked: Any) 
     from specexport.compile.model import require_export_stack
     from specexport.plots import check_plot
     from specexport.progress import show_progress
+    from specexport.report import print_json
     from specexport.train.options import TrainOptions
     from specexport.train.run import train_draft as run
 
@@ -56,7 +56,7 @@ def train_draft(*, plot: Path | None, as_json: bool, quiet: bool, **asked: Any) 
     if plot is not None:
         plot_curve(result.curve, plot)
     if as_json:
-        click.echo(json.dumps(result.to_json()))
+        print_json(result.to_json())
         return
     last = result.curve[-1]
     click.echo(
@@ -68,10 +68,7 @@ def train_draft(*, plot: Path | None, as_json: bool, quiet: bool, **asked: Any) 
 
 
 def plot_curve(curve: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw tokens a round on held-out texts against batches; ``curve`` is ``Trained.curve``.
-
-    The ending of ``path`` decides the picture's format. UserInputError: the file cannot be written.
-    """
+    """Draw tokens a round on held-out texts against batches; ``curve`` is ``Trained.curve``."""
     from specexport.plots import new_figure, save_figure
 
     figure, (axes,) = new_figure(1, width=6)

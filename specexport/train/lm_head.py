@@ -1,8 +1,4 @@
-"""From the last hidden state to logits as a model itself does it, and losses over its whole vocabulary.
-
-The way is its LM head, and what it does behind that. Losses are taken a few places at a time: logits of a batch may be
-gigabytes.
-"""
+"""From the last hidden state to logits as a model does it, and losses over its vocabulary, some places at a time."""
 
 import copy
 from collections.abc import Callable
@@ -26,9 +22,8 @@ Read = Callable[[Tensor], Tensor]
 class LmHead:
     """A model's way from what its LM head reads to its logits; factors and bounds on logits are in it.
 
-    It is the model's own forward pass, with its layers replaced by a module that hands on what it is given. The weights
-    are a bfloat16 copy; ``model`` is a transformers causal language model in float32. UnsupportedModelError: its
-    forward pass cannot be split there.
+    It is the model's forward pass, with layers that hand on what they are given, over a bfloat16 copy of the weights.
+    UnsupportedModelError: it cannot be split there.
     """
 
     def __init__(self, model: Any) -> None:
@@ -81,11 +76,7 @@ class _Output(tuple[Tensor]):
 
 
 def wide_divergence(hidden: Tensor, wanted: Tensor, read: Read, vocab_size: int) -> Tensor:
-    """Mean cross entropy of the draft's distribution under the target's, nats; the LM head itself learns nothing.
-
-    ``hidden`` is what the draft's LM head reads [n, H], ``wanted`` what the target's reads [n, H], ``read`` the LM head
-    of both.
-    """
+    """Mean cross entropy of the draft's distribution under the target's, nats; what LM heads read is [n, H]."""
     loss: Tensor = _WideDivergence.apply(hidden, wanted, read, _rows(vocab_size))
     return loss
 

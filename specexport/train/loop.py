@@ -117,10 +117,7 @@ class Trainer:
         return self._epochs[epoch]
 
     def save(self, folder: Path) -> None:
-        """Write all that :meth:`resume` needs; what was there is replaced when that is whole.
-
-        UserInputError: the file cannot be written.
-        """
+        """Write all that :meth:`resume` needs; what was there is replaced when that is whole."""
         tensors: dict[str, Tensor] = dict(self._trained())
         for number, optimizer in enumerate(self.optimizers):
             for index, state in optimizer.state_dict()["state"].items():
@@ -133,10 +130,7 @@ class Trainer:
         write_tensors(folder / STATE_NAME, whole, meta)
 
     def resume(self, folder: Path) -> bool:
-        """Go on from what :meth:`save` wrote; False if there is nothing.
-
-        InvalidRequestError: it was written with other settings.
-        """
+        """Go on from what :meth:`save` wrote; False if there is nothing, InvalidRequestError for other settings."""
         path = folder / STATE_NAME
         if not path.is_file():
             return False

@@ -93,10 +93,7 @@ class TrainOptions:
         return kept
 
     def check_target(self, num_layers: int, *, keeps_state: bool) -> None:
-        """Refuse a target of too few layers, and one whose layers keep a state and so cannot be taken out.
-
-        Raises InvalidRequestError or UnsupportedModelError.
-        """
+        """Refuse a target of too few layers, and one whose layers keep a state and so cannot be taken out."""
         if self.kind == "pruned":
             self.layers_kept(num_layers)
             if keeps_state:

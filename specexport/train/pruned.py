@@ -1,13 +1,9 @@
 """Training a pruned draft: some layers of the target under its own embedding and LM head, healed on its texts.
 
-What stays of the layers learns the target's distribution at every place of the texts (Hinton et al. 2015; of pruned
-language models Muralidharan et al. 2024).
-
-Which layers stay is found first: of a few likely choices the one that is nearest to the target. Consecutive layers that
-go together hurt least (Gromov et al. 2024), and which ones is asked of the model itself: every choice is run, and its
-distributions are compared with the whole model's, before anything is trained. On the demo target, choices that were
-clearly nearer before training were nearer after it, and of two layers that ShortGPT's Block Influence would keep, the
-first two, that was the worst.
+What stays learns the target's distribution at every place of the texts (Hinton et al. 2015; Muralidharan et al. 2024).
+Consecutive layers that go together hurt least (Gromov et al. 2024): every such choice is run before training, and the
+one nearest to the target is taken. On the demo target, what was nearer before training was nearer after it, and the
+layers that ShortGPT's Block Influence would keep were the worst.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,11 +27,7 @@ NUM_PIECES, PIECE_LEN = 8, 256
 
 
 class PrunedStudent:
-    """A pruned draft in training. See :class:`specexport.train.student.Student`.
-
-    ``model`` is a transformers causal language model in float32, with the target's embedding, its LM head and its
-    layers ``kept``. UnsupportedModelError: its LM head cannot be run alone.
-    """
+    """A pruned draft in training, over a float32 model with the layers ``kept``. See ``train.student.Student``."""
 
     def __init__(self, model: Any, kept: Sequence[int], vocab_size: int) -> None:
         self.model, self.kept, self._vocab_size = model, list(kept), vocab_size
@@ -75,10 +67,7 @@ class PrunedStudent:
 
 
 class PrunedPlan:
-    """How a pruned draft is made of a target. See :class:`specexport.train.student.Plan`.
-
-    ``texts`` are token ids that the target wrote: what layers do is measured there.
-    """
+    """How a pruned draft is made of a target, by token ids that it wrote. See ``train.student.Plan``."""
 
     taps = ()
 
@@ -133,10 +122,7 @@ class Choice(NamedTuple):
 
 
 def likely_choices(num_layers: int, count: int) -> Iterator[tuple[int, ...]]:
-    """All choices that leave one run of consecutive layers out, and the one that spreads what stays evenly.
-
-    ``count`` layers stay, fewer than ``num_layers``.
-    """
+    """All choices that leave one run of consecutive layers out, and the one that spreads ``count`` layers evenly."""
     found = [(*range(first), *range(num_layers - count + first, num_layers)) for first in range(count, -1, -1)]
     if count > 1:
         found.append(tuple(round(i * (num_layers - 1) / (count - 1)) for i in range(count)))
@@ -144,11 +130,7 @@ def likely_choices(num_layers: int, count: int) -> Iterator[tuple[int, ...]]:
 
 
 def measure_choices(model: Any, count: int, texts: Sequence[Sequence[int]]) -> list[Choice]:
-    """Each likely choice with its loss on some of the texts, the best one first; the model stays as it is.
-
-    ``model`` is a transformers causal language model, of which ``count`` layers stay; ``texts`` are token ids.
-    UnsupportedModelError: its layers cannot be found or watched, or its LM head cannot be run alone.
-    """
+    """Each likely choice with its loss on some of the texts, the best one first; the model stays as it is."""
     text = model.config.get_text_config()
     read, vocab_size = LmHead(model), int(model.get_output_embeddings().weight.shape[0])
     pieces = [torch.tensor(list(text[:PIECE_LEN])) for text in texts[:: max(1, len(texts) // NUM_PIECES)]]

@@ -29,11 +29,7 @@ def round_weights(model: Any) -> None:
 
 
 def write_draft(folder: Path, model: Any, target: Checkpoint) -> None:
-    """Write a model with the target's tokenizer: weights in bfloat16, ``config.json`` last.
-
-    ``model`` is a transformers causal language model. The folder is created if it is missing; its files of other names
-    stay. UserInputError: a file cannot be written.
-    """
+    """Write a model with the target's tokenizer: weights in bfloat16, ``config.json`` last; other files stay."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with new_folder(folder / ".new", sync=False) as made:
@@ -46,11 +42,7 @@ def write_draft(folder: Path, model: Any, target: Checkpoint) -> None:
 
 
 def check_files(folder: Path, model: Any) -> Any:
-    """Load what :func:`write_draft` wrote, in float32, and compare it with what was meant.
-
-    ``model`` has the values that its weights have in the file. UnsupportedModelError: the configuration does not
-    describe it.
-    """
+    """Load what :func:`write_draft` wrote, in float32, and compare; UnsupportedModelError if it differs."""
     tokens = torch.tensor([[(11 * i + 5) % model.config.get_text_config().vocab_size for i in range(_PROOF_TOKENS)]])
     reason = "without some layers it is no model that its configuration can describe"
     try:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from specexport.atomic import place_behind_links, require_space, write_text
+from specexport.atomic import place_behind_links, require_space, write_json, write_text
 from specexport.bench.prompts import read_prompts
 from specexport.host import peak_memory_bytes
 from specexport.progress import Progress, StageClock
@@ -50,8 +50,7 @@ def train_draft(options: TrainOptions, progress: Progress | None = None) -> Trai
     """Train a draft; a run that was ended goes on.
 
     InvalidRequestError: prompts, limits, the bundle or the work folder do not allow it. OutputExistsError: something
-    else stands in the output folder. CheckpointError, UnsupportedModelError: the target cannot be used. UserInputError:
-    the disk is full.
+    else is in the output folder.
     """
     import torch
 
@@ -222,7 +221,7 @@ def _save(options: TrainOptions, trainer: Any, plan: Any) -> Trained:
     )
     plan.write(options.output, trainer.student)
     write_text(options.output / "README.md", _card(options, result, described))
-    write_text(options.output / "curve.json", json.dumps(result.to_json()["curve"], indent=1) + "\n")
+    write_json(options.output / "curve.json", result.to_json()["curve"])
     return result
 
 

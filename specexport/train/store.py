@@ -27,10 +27,7 @@ class Example(NamedTuple):
 
 
 class FeatureStore:
-    """Texts with hidden states, in a folder.
-
-    A file is written whole under another name, then renamed: what is there can be read, however the writer ended.
-    """
+    """Texts with hidden states, in a folder. A file is written under another name, then renamed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -75,17 +75,11 @@ class Plan(Protocol):
         ...
 
     def make(self, note: Callable[[str], None]) -> Student:
-        """The draft, not yet trained; the target's model is let go of, and ``note`` hears of what takes long.
-
-        UnsupportedModelError: there is no draft of this kind for such a target.
-        """
+        """The draft, not yet trained; the target's model is let go of. UnsupportedModelError: it can have none."""
         ...
 
     def write(self, folder: Path, student: Any) -> None:
-        """Write what :meth:`make` made, trained: all files but the record of the training.
-
-        UserInputError: a file cannot be written.
-        """
+        """Write what :meth:`make` made, trained: all files but the record of the training."""
         ...
 
     def describe(self) -> Described:

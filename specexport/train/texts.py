@@ -21,10 +21,9 @@ def write_texts(
     threads: int | None = None,
     on_group: Callable[[int], None] = lambda _: None,  # hears how many texts are there
 ) -> None:
-    """Let a bundle continue prompts; every second group greedily, as most users decode, the others drawn.
+    """Let a bundle continue prompts, every second group greedily; ``path`` keeps the lines that it has.
 
-    What is in ``path`` already is kept: a line a prompt, in the order of the prompts. InvalidRequestError: the file
-    holds texts of other prompts or settings, or the bundle has no room for such texts.
+    InvalidRequestError: the file is of other prompts or settings, or the bundle has no room for such texts.
     """
     key = hashlib.sha256(json.dumps([list(prompts), settings]).encode()).hexdigest()[:16]
     done = _whole_lines(path, key)

@@ -1,7 +1,6 @@
 """Finding the checkpoint that an engine was built from, by its hash, and its eager logits.
 
-A manifest records a checkpoint's name and hash and no machine path, so the name is tried where it may lie; what is
-found counts only if its hash is the recorded one. Torch and transformers are imported when logits are asked for.
+A manifest has a name and a hash and no path: the name is tried where it may lie, and the hash decides.
 """
 
 import gc
@@ -38,11 +37,7 @@ class VerifiedAdapter(NamedTuple):
 
 
 def find_adapter(manifest: Manifest, asked: str | None) -> VerifiedAdapter | None:
-    """The adapter asked for as ``"NAME"`` or ``"NAME=FOLDER"``; None asks for the merged one, if there is one.
-
-    Raises InvalidRequestError if the bundle has no such adapter, CheckpointError if the folder holds another one or
-    none.
-    """
+    """The adapter asked for as ``"NAME"`` or ``"NAME=FOLDER"``; None asks for the merged one, if there is one."""
     adapters = {adapter.name: adapter for adapter in manifest.models["target"].adapters}
     if asked is None:
         merged = next((adapter for adapter in adapters.values() if adapter.use == "merged"), None)
@@ -70,11 +65,7 @@ class CheckpointNotFoundError(CheckpointError):
 
 
 def find_checkpoint(manifest: Manifest, role: str, given: str | None, bundle: Path) -> str:
-    """A source for :func:`specexport.checkpoint.load_checkpoint` with the hash that the manifest records for ``role``.
-
-    Raises CheckpointError if ``given`` (a folder, a file or a hub id) cannot be read or is another checkpoint, and
-    CheckpointNotFoundError if it is None and no checkpoint is found.
-    """
+    """The checkpoint with the hash that the manifest records for ``role``; CheckpointNotFoundError if there is none."""
     from specexport.checkpoint import hash_checkpoint
 
     entry = manifest.models[role]
@@ -125,10 +116,7 @@ class EagerModel(NamedTuple):
 
 
 def eager_references(model: EagerModel, sequences: Sequence[Sequence[int]]) -> list[Float32Array]:
-    """Logits [len, V] of each sequence from eager transformers; the model is freed before this returns.
-
-    Raises CheckpointError if the checkpoint cannot be loaded.
-    """
+    """Logits [len, V] of each sequence from eager transformers; the model is freed before this returns."""
     from specexport.trace import reference_logits
 
     checkpoint = _load(model)
@@ -139,10 +127,7 @@ def eager_references(model: EagerModel, sequences: Sequence[Sequence[int]]) -> l
 
 
 def eager_score(model: EagerModel, windows: Sequence[Sequence[int]], head: CutHead | None = None) -> TextScore:
-    """What eager transformers makes of ``windows``; the model is freed before this returns.
-
-    ``head`` is that of ``text_score.TextScorer``. Raises CheckpointError if the checkpoint cannot be loaded.
-    """
+    """What eager transformers makes of ``windows``; the model is freed before this returns."""
     from specexport.trace import reference_logits
 
     checkpoint = _load(model)

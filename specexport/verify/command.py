@@ -1,12 +1,12 @@
 """``specexport verify``: run the proof, print it, keep it in the bundle. Everything heavy is imported when it runs."""
 
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import click
 
+from specexport.report import format_number, print_json
 from specexport.verify.goodness_of_fit import SamplingResult
 from specexport.verify.greedy import GreedyResult
 from specexport.verify.neighbours import NeighbourResult
@@ -62,11 +62,12 @@ def verify(
     A part that cannot run (no checkpoint) is reported as skipped and the result as incomplete. A part that fails makes
     the command exit with 1, after the report is written.
     """
+    from specexport.atomic import write_json
     from specexport.progress import show_progress
     from specexport.verify.options import VerifyOptions
     from specexport.verify.perplexity import read_text
     from specexport.verify.prompts import read_prompts
-    from specexport.verify.report import record_report, write_json
+    from specexport.verify.report import record_report
     from specexport.verify.run import verify_bundle
     from specexport_runtime.executors.open import check_threads
 
@@ -88,9 +89,12 @@ def verify(
     )
     with show_progress(sys.stderr, quiet=quiet) as progress:
         found = verify_bundle(bundle, options, progress=progress)
-    click.echo(json.dumps(found.to_json()) if as_json else "\n".join(describe(found)))
+    if as_json:
+        print_json(found.to_json())
+    else:
+        click.echo("\n".join(describe(found)))
     if report is not None:
-        write_json(report, found)
+        write_json(report, found.to_json())
     if not no_record:
         record_report(bundle, found)
     if found.status == "failed":
@@ -166,10 +170,10 @@ def _describe_neighbours(result: NeighbourResult) -> Iterator[str]:
 def _describe_greedy(result: GreedyResult) -> Iterator[str]:
     yield f"  {result.compared}"
     for run in result.runs:
-        mean = "-" if run.mean_accepted_length is None else f"{run.mean_accepted_length:.2f}"
         yield (
             f"  {run.drafter}, K={run.lookahead}: {run.identical} of {result.num_prompts} outputs identical "
-            f"({run.tokens_compared} tokens compared), mean accepted length {mean}"
+            f"({run.tokens_compared} tokens compared), mean accepted length "
+            f"{format_number(run.mean_accepted_length, '.2f')}"
         )
     for item in result.differences:
         kind = "near-tie" if item.explained else "FAILED"

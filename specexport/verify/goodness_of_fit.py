@@ -1,8 +1,4 @@
-"""What the sampling part finds, and the one test that judges drawn outcomes against exact probabilities.
-
-The statistics are in plain Python: chi-square tail, Pearson's test, total variation. scipy is a development dependency
-only; the tests compare this module with it.
-"""
+"""What the sampling part finds, and the test of drawn outcomes against exact probabilities, in plain Python."""
 
 import math
 from collections.abc import Sequence
@@ -105,10 +101,8 @@ def judge(
 def chi_square_tail(statistic: float, dof: int) -> float:
     """Probability that a chi-square variable with ``dof`` degrees of freedom is at least ``statistic``.
 
-    This is the regularised upper incomplete gamma function Q(dof/2, statistic/2), by the series of its complement below
-    the bulk and by its continued fraction above (NIST DLMF 8.7.1 and 8.9.2).
-
-    ``dof`` below 1 and ``statistic`` below 0 raise ValueError; an infinite ``statistic`` gives 0.
+    This is Q(dof/2, statistic/2), by the series of its complement below the bulk and by its continued fraction above
+    (NIST DLMF 8.7.1 and 8.9.2). ValueError for ``dof`` below 1 and ``statistic`` below 0.
     """
     if dof < 1 or not statistic >= 0.0:
         raise ValueError(f"chi_square_tail({statistic}, {dof}) is not defined")

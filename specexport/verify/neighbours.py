@@ -73,10 +73,7 @@ def check_neighbours(
     lookahead: int,  # K
     tolerance: float = 0.0,  # see ``tolerance.step_tolerance``
 ) -> NeighbourResult:
-    """Step the end of ``sequences[0]`` alone and in company, and compare the logits; the engine must be idle.
-
-    Raises InvalidRequestError if there is no sequence, or one is shorter than ``LEAST_TOKENS``.
-    """
+    """Step the end of ``sequences[0]`` alone and in company, and compare the logits; the engine must be idle."""
     if not sequences or min(map(len, sequences)) < LEAST_TOKENS:
         raise InvalidRequestError(
             f"the neighbours part needs sequences of {LEAST_TOKENS} tokens or more.", "give longer prompts."
@@ -106,10 +103,7 @@ class _Subject:
         self.tokens = sequence[self.past : self.past + _MAX_TOKENS]
 
     def step_through(self, width: int, company: Sequence[list[int]], *, piece: int = MAX_CHUNK) -> Float32Array:
-        """Logits [n, V] of the subject's tokens, ``width`` a step, each of ``company`` taking as many in its row.
-
-        What is before them is read ``piece`` tokens at a time.
-        """
+        """Logits [n, V] of the subject's tokens, ``width`` a step, each of ``company`` taking as many in its row."""
         runner = ModelRunner(self._executor, max_chunk=piece)
         runner.prefill(0, self._before)
         # The first companion stays at its first token, where activations are largest in most models.

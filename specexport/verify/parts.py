@@ -91,10 +91,7 @@ def run_perplexity(
 
 
 def run_neighbours(engine: SpecEngine, manifest: Manifest, prompts: Sequence[Sequence[int]], clock: StageClock) -> Part:
-    """Compare the target with itself, a token alone in a step against the same token beside others.
-
-    A draft's logits may depend on their step: what it proposes is tested whatever it was drawn from.
-    """
+    """Compare the target's logits with its own: a token alone in a step against the same token beside others."""
     entry = manifest.models["target"]
     with clock.stage("neighbours", "target"):
         sequences = make_sequences(

@@ -25,10 +25,7 @@ _FORM = 'write one object a line: {"prompt": "…"}.'
 
 
 def read_prompts(path: Path) -> list[str]:
-    """The field ``prompt`` of each line of a JSONL file.
-
-    Raises InvalidRequestError if the file cannot be read, is not UTF-8 or has no prompts, or a line has another form.
-    """
+    """The field ``prompt`` of each line of a JSONL file; InvalidRequestError names a line without one."""
     prompts = []
     for number, record in json_lines(path):
         prompt = record.get("prompt")
@@ -41,11 +38,7 @@ def read_prompts(path: Path) -> list[str]:
 def encode_prompts(
     texts: Sequence[str], tokenizer: "Tokenizer", *, vocab_size: int, max_model_len: int, shorten: bool
 ) -> list[list[int]]:
-    """Token ids of each prompt, with room for at least one generated token.
-
-    ``shorten`` cuts a prompt to half of ``max_model_len`` at most. Raises InvalidRequestError if a prompt has no
-    tokens, too many, or one that is not below ``vocab_size``.
-    """
+    """Token ids of each prompt, with room for one more; ``shorten`` cuts to half of ``max_model_len`` at most."""
     encoded = []
     for number, text in enumerate(texts, start=1):
         ids = tokenizer.encode(text).ids

@@ -66,10 +66,7 @@ class References:
 
 
 def roles_of(manifest: Manifest) -> list[str]:
-    """The bundle's models that are compared with their checkpoints, the target first.
-
-    A draft head is none of them: its build held it against torch, and what it drafts is tested here like any draft.
-    """
+    """The bundle's models that are compared with their checkpoints, the target first; a draft head is none."""
     return sorted((name for name in manifest.models if name != "head"), key=lambda name: name != "target")
 
 
@@ -89,9 +86,8 @@ def collect_references(
 ) -> References:
     """Compute what the engines will be compared with; no model stays in memory.
 
-    Raises CheckpointError if a given checkpoint cannot be read or is another one, or a required one was not found;
-    InvalidRequestError if a checkpoint is given for a model that the bundle lacks, or the reference bundle does not
-    hold this bundle's float models; BundleError or IncompatibleError if the reference bundle cannot be loaded.
+    CheckpointError if a given checkpoint is another one, or a required one was not found; InvalidRequestError if one is
+    given for a model that the bundle lacks, or the reference bundle has other float models.
     """
     found = References()
     if options.reference is not None:

@@ -1,13 +1,12 @@
 """The report of a verification: its JSON file, and the record in the bundle's manifest."""
 
-import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from specexport.atomic import write_json
 from specexport.verify.goodness_of_fit import SamplingResult
 from specexport.verify.greedy import GreedyResult
 from specexport.verify.neighbours import NeighbourResult
@@ -117,23 +116,11 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def write_json(path: Path, report: VerifyReport) -> None:
-    """Write the report in one step (temporary file, then rename); UserInputError if that fails."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise UserInputError(f"{path} cannot be written ({error.strerror}).", "choose another place.") from error
-
-
 def record_report(bundle: Path, report: VerifyReport) -> Manifest:
     """Put the report into the bundle: the file with its hash, and the summary in the manifest, which is returned.
 
-    Whenever this is interrupted, the bundle stays valid: the manifest never names a file of another content. The
-    ``build_key`` is unchanged, so the bundle is still up to date. Raises BundleError if the bundle was rebuilt
-    meanwhile, UserInputError if it cannot be written.
+    Whenever this is interrupted, the bundle stays valid and up to date. BundleError if it was rebuilt meanwhile,
+    UserInputError if it cannot be written.
     """
     manifest = load_manifest(bundle)
     if manifest.build_key != report.build_key:
@@ -142,7 +129,7 @@ def record_report(bundle: Path, report: VerifyReport) -> Manifest:
     try:
         if len(files) < len(manifest.files):
             replace(manifest, files=files, verify=None).write(bundle)  # the old report is about to go
-        write_json(bundle / REPORT_NAME, report)
+        write_json(bundle / REPORT_NAME, report.to_json())
         files |= hash_files(bundle, [REPORT_NAME])
         done = replace(manifest, files=files, verify=report.summary())
         done.write(bundle)

@@ -105,8 +105,7 @@ def check_sampling(
 ) -> SamplingResult:
     """Draw from the speculative process and compare with the target's exact distribution.
 
-    Without a draft model or head, one-hot drafts are tested on recorded logits and plain sampling in the engine. Raises
-    InvalidRequestError if there is no prompt or setting, or too few samples for a test.
+    Without a draft, one-hot drafts are tested, and plain sampling. InvalidRequestError for too few samples.
     """
     if not prompts or not settings or min(num_samples, num_runs) < _MIN_SAMPLES:
         raise InvalidRequestError(f"the sampling test needs a prompt and {_MIN_SAMPLES} samples.", "ask for more.")
@@ -204,10 +203,7 @@ def draw_outcome(
     depth: int,
     lookahead: int,  # most draft tokens a round
 ) -> Path:
-    """The first ``depth`` tokens of a speculative decoding, round by round as the decoder does it.
-
-    A ``draft`` of None drafts the target's likeliest token and stands for a one-hot distribution.
-    """
+    """The first ``depth`` tokens of a speculative decoding; a ``draft`` of None drafts the likeliest token, one-hot."""
     tokens: Path = ()
     while len(tokens) < depth:
         tokens = _draw_round(tokens, target, draft, draws, accept, lookahead, depth)

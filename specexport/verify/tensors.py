@@ -66,10 +66,9 @@ class TensorResult:
 def make_sequences(
     texts: Sequence[Sequence[int]], vocab_size: int, *, lookahead: int, max_model_len: int, num_rows: int = _NUM_ROWS
 ) -> list[list[int]]:
-    """Token sequences for the check: real text, and one of random ids so that rare embeddings are seen too.
+    """Token sequences for the check: real ``texts``, and one of random ids so that rare embeddings are seen too.
 
-    ``texts`` are token ids of real prompts; ids from ``vocab_size`` on are left out. The first of the ``num_rows``
-    sequences is long (a cache of several hundred entries where V allows it).
+    Ids from ``vocab_size`` on are left out. The first of ``num_rows`` has several hundred entries where V allows it.
     """
     pool = [token for text in texts for token in text if token < vocab_size] or [0]
     random = np.random.default_rng(7).integers(0, vocab_size, max_model_len).tolist()
@@ -134,10 +133,7 @@ def check_tensors(
     dtype: str = "float32",  # of the engine; decides the tolerance together with ``num_layers``
     num_layers: int = 1,  # L, attention layers of the model
 ) -> TensorResult:
-    """Compare an engine with reference logits; nothing else may use the engine meanwhile.
-
-    Raises IncompatibleError if no tolerance is known for ``dtype``.
-    """
+    """Compare an engine, which nothing else may use, with reference logits; IncompatibleError for other dtypes."""
     tolerance = logit_tolerance(dtype, num_layers)
     comparison = _Comparison(tolerance, references)
     _check_prefill(executor, sequences[0], lookahead, comparison)

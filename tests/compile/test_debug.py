@@ -22,16 +22,18 @@ from specexport.debug.compare import mean_divergence
 from specexport.debug.engines import compare_engines
 from specexport.debug.graph import load_graph
 from specexport.debug.points import pair_points
+from specexport.debug.run import DebugOptions, debug_bundle
 from specexport.debug.save import with_plain_operators
 from specexport.ops import reference
 from specexport.ops.spec import EACH
 from specexport.passes.block_format import unpack
+from specexport.progress import ProgressEvent
 from specexport.recipe import BuildRecipe
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.bundle.files import hash_files
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.bundle.opened import load_bundle
-from specexport_runtime.errors import IncompatibleError
+from specexport_runtime.errors import IncompatibleError, InvalidRequestError
 from specexport_runtime.executors import cuda_driver
 from tests.support import experts_cases
 from tests.support.experts_cases import Layer
@@ -356,3 +358,33 @@ def test_a_tensorrt_engine_is_refused_where_there_is_no_gpu(
     line = refuse_cli("debug", tiny_bundle, PROMPT, "--against", engine, "-q", exit_code=3)
     assert "was built for tensorrt-rtx, whose engines do not show their layers" in line
     assert "--layer" in refuse_cli("debug", engine, PROMPT, "--against", tiny_bundle, "--layer", "lm_head", "-q")
+
+
+def test_progress_with_an_engine_that_shows_no_layers_ends_at_the_last_stage(
+    tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_gpu() -> NoReturn:
+        raise IncompatibleError("there is no NVIDIA GPU.", "run it where there is one.")
+
+    monkeypatch.setattr(cuda_driver, "CudaDriver", no_gpu)
+    shutil.copytree(tiny_bundle, tmp_path / "rtx")
+    rewrite_manifest(tmp_path / "rtx", backend="tensorrt-rtx")
+    told: list[ProgressEvent] = []
+    with pytest.raises(IncompatibleError, match="no NVIDIA GPU"):
+        debug_bundle(tmp_path / "rtx", PROMPT, DebugOptions(against=tiny_bundle), progress=told.append)
+    assert [(event.stage, event.step, event.num_steps) for event in told] == [
+        ("load", 1, 4), ("decode", 3, 4), ("compare", 4, 4),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), [("graph", "dense"), ("step", "draft")])
+def test_kinds_that_are_not_known_are_refused_by_name(name: str, value: Any, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match=f"--{name} is '{value}'"):
+        DebugOptions(**{"against": tmp_path, name: value})
+
+
+def test_a_bundle_of_unknown_weights_asks_for_a_tolerance(tiny_bundle: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_bundle, tmp_path / "b")
+    rewrite_manifest(tmp_path / "b", quantize="int3")
+    with pytest.raises(IncompatibleError, match="is known for int3"):
+        debug_bundle(tmp_path / "b", PROMPT, DebugOptions(graph="padded"))

@@ -76,7 +76,7 @@ def test_k_cannot_be_chosen_for_a_drafter_of_unknown_cost(drafter_class: type) -
         traits = DrafterTraits(default_lookahead=4)
 
     engine = make_engine(lambda parts: Slow(), curves=CURVES)
-    with pytest.raises(InvalidRequestError, match="nobody knows what a step of drafter 'mine' costs"):
+    with pytest.raises(InvalidRequestError, match="what a step of drafter 'mine' costs is not known"):
         generate(engine, "mine", num_speculative_tokens="auto")
     assert generate(engine, "mine", num_speculative_tokens=2)[0].stats.drafted
     engine.close()

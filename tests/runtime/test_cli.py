@@ -300,9 +300,9 @@ def test_references_come_from_a_file_or_from_each_line(run, tmp_path):
         (["--no-draft-exit", "--draft-exit-gamma", "0.5"], "drop one"),
         (["--acceptance", "blok"], "acceptance is 'blok'. Fix: choose one of block, token."),
         (["--drafter", "lookup", "--draft-exit"], "none drafts here"),
-        (["--drafter", "lookup", "--corpus", "."], "--corpus was given, and nobody drafts by it"),
+        (["--drafter", "lookup", "--corpus", "."], "--corpus was given, and no drafter uses it"),
         (["--lookahead", "4", "--suffix-memory", "4"], "add --drafter suffix or auto"),
-        (["--no-speculation", "--corpus", "."], "--corpus was given, and nobody drafts by it"),
+        (["--no-speculation", "--corpus", "."], "--corpus was given, and no drafter uses it"),
         (["--temperature", "0.8", "--seed", "3", "--suffix-memory", "4"], "add --drafter suffix or auto"),
     ],
 )

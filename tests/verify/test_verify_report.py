@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from specexport.atomic import write_json
 from specexport.compile.bundle import find_up_to_date
 from specexport.inspect import describe as inspect_lines
 from specexport.verify.command import describe
 from specexport.verify.greedy import check_greedy
 from specexport.verify.parts import run_greedy, run_sampling
-from specexport.verify.report import REPORT_NAME, Part, VerifyReport, record_report, write_json
+from specexport.verify.report import REPORT_NAME, Part, VerifyReport, record_report
 from specexport.verify.sampling import check_sampling
 from specexport.verify.tensors import TensorCase, TensorResult
 from specexport_runtime.bundle.files import check_files, hash_files
@@ -135,7 +136,7 @@ def test_a_bundle_rebuilt_meanwhile_is_not_touched(bundle):
 
 def test_a_place_that_cannot_be_written_is_a_users_error(tmp_path):
     with pytest.raises(UserInputError, match="cannot be written"):
-        write_json(tmp_path / "missing" / "report.json", make_report())
+        write_json(tmp_path / "missing" / "report.json", make_report().to_json())
 
 
 def test_a_bundle_that_cannot_be_written_says_how_to_go_on(bundle, monkeypatch):

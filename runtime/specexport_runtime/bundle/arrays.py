@@ -50,11 +50,7 @@ class CutHead(NamedTuple):
 
 
 def load_cut_head(folder: Path, entry: ModelEntry) -> CutHead | None:
-    """Token ids that the LM head of a model has; None if it has all.
-
-    The entry's paths are relative to ``folder``. BundleError if the file does not hold as many ids as the manifest
-    says, ascending, each once, within V.
-    """
+    """Token ids that the LM head of a model has, None if it has all; BundleError if the file does not fit."""
     if entry.cut_lm_head is None:
         return None
     path = folder / entry.cut_lm_head.ids_path
@@ -93,11 +89,7 @@ class MaskInput(NamedTuple):
 
 
 def load_mask(folder: Path, entry: ModelEntry) -> MaskInput | None:
-    """The stand-in of a head; None for one that drafts token after token.
-
-    The entry's paths are relative to ``folder``. BundleError if the file is no feature of the head's size, or the token
-    is not in its vocabulary.
-    """
+    """The stand-in of a head, None for one that drafts token after token; BundleError if the file does not fit."""
     head, size = entry.draft_head, entry.engine.feature_size
     if head is None or head.mask_token_id is None:
         return None

@@ -35,10 +35,7 @@ def delta_size(path: Path) -> int:
 
 
 def apply_delta(path: Path, base: Path) -> bytearray:
-    """The file that the delta at ``path``, made from ``base``, stands for; BundleError if the two do not fit.
-
-    The base is mapped, so that its pages take no further memory.
-    """
+    """The file that the delta at ``path``, made from ``base``, stands for; BundleError if the two do not fit."""
     if not base.is_file():
         raise BundleError(f"{path}: {base} is missing.", _REBUILD)
     with path.open("rb") as file, base.open("rb") as whole:

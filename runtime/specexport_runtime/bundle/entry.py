@@ -1,7 +1,4 @@
-"""One model in a bundle's manifest: checkpoint, sizes, and engines. Paths are relative to the bundle folder.
-
-A field's type is its rule (``specexport_runtime.records``). Imports the standard library only.
-"""
+"""One model in a bundle's manifest: checkpoint, sizes, and engines. A field's type is its rule (``records``)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

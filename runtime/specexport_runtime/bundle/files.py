@@ -1,15 +1,11 @@
-"""Hashes of files, and a record of those that were already checked here, so that a large file is hashed once.
+"""Hashes of files, and a record of files that were already checked here, so that a large file is hashed once.
 
-The record lies in the user's cache, one JSON file for each folder. For every file that had the wanted hash it keeps
-device, inode, size, modification time and change time. A later check of a file with the same five values and the same
-wanted hash skips the hashing: the kernel sets the change time at every write and every change of the other values,
-and no user can set it.
+The record lies in the user's cache, one JSON file for each folder. A file with the same device, inode, size,
+modification and change time and the same wanted hash is not hashed again: no user can set the change time.
 
-Limits: what does not pass through the file system is not seen (raw writes to the disk, a decaying disk, an
-administrator who sets the clock back), nor is a write through a shared memory map that was open before the check until
-the kernel writes it back. ``SPECEXPORT_VERIFY_HASHES=1`` hashes always. A file that changed less than two seconds
-before it was hashed is not recorded: clocks of file systems tick coarsely. Windows has no change time, so nothing is
-recorded there. Imports the standard library only.
+Limits: raw writes to the disk, a decaying disk, a clock set back, or an older shared memory map are not seen.
+``SPECEXPORT_VERIFY_HASHES=1`` hashes always. A file that changed less than two seconds before is not recorded, as
+clocks tick coarsely, nor anything on Windows, which has no change time. Imports the standard library only.
 """
 
 import contextlib
@@ -52,8 +48,7 @@ def hashes_forced() -> bool:
 def check_files(folder: Path, files: "Mapping[str, FileEntry]", *, remember: bool = False) -> bool:
     """Check the size and hash of every file, given by relative path; True if nothing had to be hashed.
 
-    With ``remember``, files in the record are not hashed again, and the record is extended. BundleError names a file
-    that is missing, no regular file, or altered.
+    With ``remember``, the record is used and extended. BundleError names a file that is missing or altered.
     """
     root = folder.resolve()
     for name, entry in files.items():
@@ -78,10 +73,7 @@ def check_files(folder: Path, files: "Mapping[str, FileEntry]", *, remember: boo
 
 
 def file_fault(path: Path) -> tuple[str, str] | None:
-    """Why ``path`` is no file to read, or link to one, and the way out where that tells it; None if it is.
-
-    What is no regular file is never opened: a pipe or a device has no end.
-    """
+    """Why ``path`` is no file to read, and the way out; None if it is. A pipe or a device is never opened."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             return "is no regular file", ""

@@ -1,7 +1,6 @@
 """Bundle metadata: ``manifest.json``, reading it, and refusing what does not fit.
 
-The compiler writes manifests and the runtime reads them; both use these classes, so the schema exists once: a field's
-type is its rule (``specexport_runtime.records``). Imports the standard library only.
+Compiler and runtime use these classes: a field's type is its rule (``specexport_runtime.records``).
 """
 
 import hashlib
@@ -96,11 +95,7 @@ def _digest(data: Mapping[str, Any]) -> str:
 
 
 def load_manifest(folder: Path) -> Manifest:
-    """Read and check ``folder/manifest.json``; the other files are checked by :func:`check_files`.
-
-    BundleError if the folder is no bundle or its manifest was altered, IncompatibleError for a schema or an ABI that
-    this runtime does not read.
-    """
+    """Read and check ``folder/manifest.json`` alone; BundleError, or IncompatibleError for another schema or ABI."""
     path = folder / MANIFEST_NAME
     if not os.path.isdir(folder):  # Path.is_dir raises for a name that no folder can have
         raise BundleError(f"there is no folder {folder}.", "give the bundle folder that `specexport build -o` wrote.")

@@ -49,8 +49,8 @@ def load_bundle(
 ) -> Bundle:
     """Open ``folder``, checking its versions and the hash of every file that was not checked here before.
 
-    None takes the manifest's limit; ``prefix_rows`` come beside the ``max_num_seqs`` rows. BundleError if a file is
-    missing or altered, IncompatibleError for another schema or ABI, InvalidRequestError for a limit out of range.
+    None takes the manifest's limit. BundleError if a file is missing or altered, IncompatibleError for another schema
+    or ABI, InvalidRequestError for a limit out of range.
     """
     manifest = load_manifest(folder)
     if max_model_len is not None and not 2 <= max_model_len <= manifest.max_model_len:

@@ -1,7 +1,6 @@
 """Loading ``tokenizer.json``: at once, or on a separate thread after the engine was opened.
 
-A vocabulary of 262,144 takes 0.6 s to parse, as long as opening an engine of 1 GB. Both fill fresh memory page by page
-and gain nothing from running side by side. Imports tokenizers when it loads.
+A vocabulary of 262,144 takes 0.6 s to parse. Opening an engine fills memory too: side by side both gain nothing.
 """
 
 import threading
@@ -22,8 +21,8 @@ _CHANCES = ("dropout", "alpha")
 def load_tokenizer(path: Path, *, background: bool = False) -> "Tokenizer":
     """Load ``tokenizer.json``; BundleError if it cannot be read.
 
-    With ``background`` it returns at once, for a file that is known to be right: :func:`start_loading` starts the
-    thread, or the first use does, waits for it, and raises the error.
+    With ``background`` it returns at once; :func:`start_loading` or the first use starts the thread, and the use
+    raises.
     """
     return cast("Tokenizer", _BackgroundTokenizer(path)) if background else _load(path)
 
@@ -37,8 +36,7 @@ def start_loading(tokenizer: "Tokenizer") -> None:
 def read_whole_texts(tokenizer: "Tokenizer") -> None:
     """Make a tokenizer read every text whole, and in the same way each time.
 
-    A ``tokenizer.json`` keeps what its training set: ``truncation`` cuts texts, ``padding`` fills them up, and
-    ``dropout`` leaves merges out at random. One made in Python may have ``alpha``, which draws among readings.
+    ``truncation`` cuts texts, ``padding`` fills them up, ``dropout`` and ``alpha`` draw among readings.
     """
     tokenizer.no_truncation()
     tokenizer.no_padding()

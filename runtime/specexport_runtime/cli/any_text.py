@@ -7,11 +7,7 @@ import sys
 
 
 def take_any_text() -> None:
-    r"""Let standard output and standard error escape what they cannot encode, as ``\u65e5``, instead of raising.
-
-    A stream that is said to be ASCII gets UTF-8: that is the C locale, which says nothing of the terminal, and click
-    and Python's own UTF-8 mode take it so. An error handler that the user chose stays.
-    """
+    r"""Let standard output and error escape what they cannot encode, as ``\u65e5``; ASCII streams get UTF-8."""
     for stream in (sys.stdout, sys.stderr):
         change = getattr(stream, "reconfigure", None)
         if change is None:  # no stream, or none of the system's

@@ -1,7 +1,4 @@
-"""Command line of the runtime: ``generate``, ``chat`` and ``serve``. Also mounted by the ``specexport`` command.
-
-Engines are imported when a command runs, so that ``--help`` is fast.
-"""
+"""Command line of the runtime: ``generate``, ``chat`` and ``serve``, also mounted by ``specexport``."""
 
 import sys
 from contextlib import closing

@@ -152,11 +152,7 @@ class ClosedOutputError(Exception):
 
 @contextlib.contextmanager
 def watch_output() -> Iterator[None]:
-    """Tell a closed output from other broken pipes.
-
-    ``ClosedOutputError``: what the block wrote is read no more. ``RuntimeError``: another pipe broke, which is a
-    defect.
-    """
+    """Tell a closed output (``ClosedOutputError``) from other broken pipes (``RuntimeError``), which are defects."""
     try:
         yield
         if sys.stdout is not None:
@@ -198,8 +194,8 @@ def _forget_output(stream: Any) -> None:
 class Interrupts:
     """The handler of SIGINT.
 
-    The first one raises ``KeyboardInterrupt``. While that goes up, and what it passes is cleared away, others are not
-    heard: they would break that off. Once all is clear they end the process, whatever it still waits for.
+    The first one raises ``KeyboardInterrupt``. While that goes up others would break the clearing away off, so they
+    wait; once all is clear they end the process.
     """
 
     def __init__(self) -> None:
@@ -223,7 +219,7 @@ class Interrupts:
 
 @contextlib.contextmanager
 def handle_interrupts() -> Iterator[Interrupts]:
-    """Handle SIGINT as :class:`Interrupts` says, unless somebody else does, or ignores it."""
+    """Handle SIGINT as :class:`Interrupts` says, unless another handler does, or ignores it."""
     handler = Interrupts()
     in_charge = (
         threading.current_thread() is threading.main_thread()

@@ -1,4 +1,4 @@
-"""Names of earlier releases: a user that still gives one is told why it does nothing, or what took its place."""
+"""Names of earlier releases: the message says why one does nothing any more, or what took its place."""
 
 import sys
 from collections.abc import Callable
@@ -10,11 +10,9 @@ from specexport_runtime.errors import UserInputError
 
 
 def gone(names: str, why: str) -> Callable[[Any], Any]:
-    """A switch that no help shows and that changes nothing: a person at a terminal is warned.
+    """A switch that no help shows and that changes nothing: a person at a terminal is warned, a script is not.
 
-    Scripts of an earlier release go on as they were, standard error and all. Only for what is done in any case now: an
-    option that would change a result is removed, and refused as unknown. ``names`` are as for ``click.option``:
-    ``"--a/--no-a"``.
+    Only for what is done in any case now; an option that would change a result is refused as unknown.
     """
 
     def tell(_ctx: click.Context, param: click.Parameter, value: bool | None) -> None:

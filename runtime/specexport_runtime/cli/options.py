@@ -52,10 +52,7 @@ def _add(command: Any, options: list[Any]) -> Any:
 def sampling_options(
     command: Any, *, max_tokens: int | None = 128, temperature: float = 0.0, top_p: float = 1.0
 ) -> Any:
-    """Add the options that make a ``SamplingParams``; ranges are checked there, in one place.
-
-    ``max_tokens`` is a default, None for a command that finds its own.
-    """
+    """Add the options that make a ``SamplingParams``, which checks their ranges."""
     from specexport_runtime.sampling.params import CUTS
 
     options = [
@@ -141,10 +138,7 @@ def _kinds(name: str) -> set[Any]:
 
 
 def take_engine_options(values: dict[str, Any]) -> EngineOptions:
-    """The options that the flags of a command make; takes them out of ``values``.
-
-    ``InvalidRequestError`` if a value is out of its range.
-    """
+    """The options that the flags of a command make, out of ``values``; InvalidRequestError out of range."""
     from specexport_runtime.executors.open import check_threads
 
     given = {name: values.pop(name) for name in OPTIONS if name in values}
@@ -210,10 +204,7 @@ def drafting_options(command: Any) -> Any:
 
 
 def check_of_use(engine: EngineOptions, drafting: "RequestOptions", params: "SamplingParams | None" = None) -> None:
-    """Refuse engine options for drafter suffix if no request drafts by it.
-
-    ``params`` None: requests sample greedily.
-    """
+    """Refuse engine options for drafter suffix if no request drafts by it; ``params`` None: greedy requests."""
     drafter, lookahead = drafting.get("drafter"), drafting.get("num_speculative_tokens")
     is_repeatable = params is not None and params.seed is not None and not params.is_greedy
     by_default = drafter is None and not isinstance(lookahead, int) and not is_repeatable
@@ -221,14 +212,11 @@ def check_of_use(engine: EngineOptions, drafting: "RequestOptions", params: "Sam
     wanted = [name for name, option in OPTIONS.items() if option.drafter == "suffix"]
     unused = [flag_of(name) for name in wanted if getattr(engine, name) is not None]
     if unused and not copies:
-        raise InvalidRequestError(f"{unused[0]} was given, and nobody drafts by it.", "add --drafter suffix or auto.")
+        raise InvalidRequestError(f"{unused[0]} was given, and no drafter uses it.", "add --drafter suffix or auto.")
 
 
 def take_drafting(options: dict[str, Any]) -> "RequestOptions":
-    """The keyword arguments that the options of :func:`drafting_options` make; takes them out of ``options``.
-
-    ``InvalidRequestError`` if a value is out of its range, or options contradict each other.
-    """
+    """The keyword arguments that :func:`drafting_options` make; InvalidRequestError if they contradict."""
     from specexport_runtime.intake.checks import check_acceptance
     from specexport_runtime.requests.draft_exit import DraftExitParams
     from specexport_runtime.requests.layer_choice import LayerRules
@@ -260,10 +248,7 @@ def take_drafting(options: dict[str, Any]) -> "RequestOptions":
 
 
 def sampling_params(sampling: dict[str, Any]) -> "SamplingParams":
-    """The parameters that the options of :func:`sampling_options` make; takes some of them out.
-
-    ``InvalidRequestError`` if a value is out of its range.
-    """
+    """The parameters that :func:`sampling_options` make; InvalidRequestError if a value is out of its range."""
     from specexport_runtime.sampling.params import SamplingParams
 
     bias = {}

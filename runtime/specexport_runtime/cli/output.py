@@ -51,7 +51,7 @@ def print_stream(prompt: str, chunks: "Iterator[StreamChunk]", output: OutputOpt
 
 
 def print_chunk(chunk: "StreamChunk", *, colour: bool, is_dim: Callable[[str], bool] = lambda _: False) -> None:
-    """Print the pieces of one round, coloured by where they came from; ``is_dim`` is told each piece's text in turn."""
+    """Print the pieces of one round, coloured by where they came from; ``is_dim`` gets each piece's text in turn."""
     for piece in chunk.pieces:
         style = {**_STYLES[piece.kind], "dim": is_dim(piece.text) or None} if colour else {}
         click.echo(click.style(piece.text, **style), nl=False, color=colour)
@@ -60,8 +60,12 @@ def print_chunk(chunk: "StreamChunk", *, colour: bool, is_dim: Callable[[str], b
 
 def print_legend() -> None:
     """What the colours of tokens say, on standard error."""
-    legend = " ".join(click.style(kind, **style) for kind, style in _STYLES.items() if style)
-    click.echo(f"[{legend}]", err=True, color=True)
+    click.echo(f"[{' '.join(coloured_kinds())}]", err=True, color=True)
+
+
+def coloured_kinds() -> list[str]:
+    """Where a token may come from, each in its colour."""
+    return [click.style(kind, **style) for kind, style in _STYLES.items() if style]
 
 
 def print_notes(notes: Iterable[str]) -> None:
@@ -108,18 +112,16 @@ def print_result(prompt: str, result: "GenerationResult", output: OutputOptions)
 
 
 def describe_drafters(drafters: dict[str, dict[str, int]], plain: int) -> str:
-    """Which drafter made how much: accepted of drafted tokens, and rounds; then the ``plain`` rounds without a draft.
-
-    ``drafters`` are as in ``RequestStats.to_json``.
-    """
+    """Accepted of drafted tokens and rounds of each of ``drafters``; then the ``plain`` rounds without a draft."""
     parts = [
-        f"{name} {each['accepted']} of {each['drafted']} in {_rounds(each['rounds'])}"
+        f"{name} {each['accepted']} of {each['drafted']} in {format_rounds(each['rounds'])}"
         for name, each in drafters.items()
     ]
-    return "; ".join([*parts, *([f"{_rounds(plain)} without a draft"] if plain else [])])
+    return "; ".join([*parts, *([f"{format_rounds(plain)} without a draft"] if plain else [])])
 
 
-def _rounds(count: int) -> str:
+def format_rounds(count: int) -> str:
+    """``1 round``, or more of them."""
     return f"{count} round" if count == 1 else f"{count} rounds"
 
 

@@ -21,10 +21,9 @@ class PromptItem(NamedTuple):
 
 
 def read_prompts(prompt: str | None, prompt_file: Path | None, prompts: Path | None) -> Iterator[PromptItem]:
-    """The prompts of one command: the argument (``-`` or None reads standard input), a UTF-8 text file, or JSON lines.
+    """The prompts of one command: the argument (``-`` or None: standard input), a UTF-8 text file, or JSON lines.
 
-    A line has a field ``prompt`` and optionally ``reference``. Two sources, none, an unreadable file, bytes that are
-    not UTF-8 and a line without a prompt are an ``InvalidRequestError``.
+    A line has a field ``prompt`` and optionally ``reference``. InvalidRequestError for two sources, none, or a bad one.
     """
     given = [
         name for name, value in (("PROMPT", prompt), ("--prompt-file", prompt_file), ("--prompts", prompts)) if value
@@ -54,10 +53,9 @@ def read_text(path: Path) -> str:
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Line number and object of each line of a UTF-8 file of JSON objects, with or without a byte order mark.
+    """Line number and object of each line of a UTF-8 file of JSON objects, whose texts can be encoded.
 
-    Texts of an object can be encoded. Blank lines are left out. ``InvalidRequestError`` if the file cannot be read, is
-    not UTF-8, has a line of another form, or has no objects.
+    Blank lines are left out. ``InvalidRequestError`` if the file cannot be read, or has another form or no objects.
     """
     empty = True
     # Not splitlines: it also breaks at characters that JSON allows inside a string.

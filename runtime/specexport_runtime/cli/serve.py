@@ -164,10 +164,7 @@ def _folder_name(bundle: Path) -> str:
 
 
 def collect_keys(given: tuple[str, ...], file: Path | None) -> tuple[str, ...]:
-    """Keys of the command line and of the file; if there are neither, the one of the environment.
-
-    ``InvalidRequestError`` if a key is empty or could not be sent, or the file cannot be read.
-    """
+    """Keys of the command line and of the file, else of the environment; InvalidRequestError if one is unusable."""
     for key in given:
         check_key(key, "--api-key")
     keys = given if file is None else (*given, *read_keys(file))
@@ -178,7 +175,7 @@ def collect_keys(given: tuple[str, ...], file: Path | None) -> tuple[str, ...]:
 
 
 def speculative_config(drafter: str | None, num_tokens: int | str | None) -> dict[str, Any] | None:
-    """What ``SpecEngine.load`` is told of how to draft by default; None if nothing was said."""
+    """The default drafting options of ``SpecEngine.load``; None for its own."""
     config: dict[str, Any] = {}
     if drafter is not None:
         config["method"] = METHODS[drafter]

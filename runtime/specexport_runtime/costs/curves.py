@@ -1,8 +1,7 @@
 """What the steps of a bundle cost on this machine: by its sizes, mended by what was learned here.
 
-A step reads all weights once and multiplies them with each of its tokens, of which some hides behind the reading. Of
-experts it reads those that any of its tokens chose. A row's states are read and written once. A cache entry is read
-once a step and multiplied with each new token of its row.
+A step reads all weights once (of experts, those that its tokens chose) and multiplies them with each token. A row's
+states are read and written once; a cache entry is read once and multiplied with each new token of its row.
 """
 
 import hashlib
@@ -92,10 +91,7 @@ class KnownCosts(NamedTuple):
 
 
 def load_costs(prior: CostCurves, circumstances: Mapping[str, Any], *, cache: bool = True) -> KnownCosts:
-    """What a bundle's sizes promise, and what was learned earlier on this machine in the same ``circumstances`` (JSON).
-
-    A file that is damaged or of another form is replaced. A cache that cannot be written costs one warning.
-    """
+    """What a bundle's sizes promise, and what was learned on this machine in the same ``circumstances`` (JSON)."""
     key = {"schema": SCHEMA, "machine": machine_key(), "prior": asdict(prior), **circumstances}
     key = json.loads(json.dumps(key))
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32] + ".json"

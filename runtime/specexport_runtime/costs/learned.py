@@ -74,7 +74,7 @@ class _Steps:
     count: int = 0
     same: int = 0  # lately, those with the draft tokens of the last one
     pairs: int = 0  # neighbours with different numbers
-    asked: int = 0  # how often somebody wanted to know whether a shorter draft would tell something
+    asked: int = 0  # how often it was asked whether a shorter draft would tell something
 
 
 class LearnedCosts:
@@ -106,14 +106,11 @@ class LearnedCosts:
         return None if steps is None else median(step.level(ratio) for step in steps.lately)
 
     def is_unknown(self, drafter: str) -> bool:
-        """Whether nobody has seen on this machine what a drafter's steps cost."""
+        """Whether a drafter's steps have never been timed on this machine."""
         return drafter not in self._ratios and self._seen.get(drafter, 0) < _SEEN
 
     def wants_shorter(self, num_rows: int) -> bool:
-        """Whether a shorter draft would tell something: all steps lately had as many draft tokens.
-
-        From them nobody can tell what one adds. The answer depends on how many there were, not on times.
-        """
+        """Whether a shorter draft would tell something: all steps lately had as many draft tokens."""
         steps = self._steps.get(_size(num_rows))
         if steps is None or not steps.lately[-1].drafted:
             return False

@@ -1,8 +1,6 @@
 """What steps cost by the sizes of the models alone, as a bundle's manifest has them.
 
-The rates below are those of common machines. Their level does not matter, since lengths are chosen by ratios; what is
-wrong with the ratios is found out while requests run (:mod:`specexport_runtime.costs.learned`). Imports the standard
-library.
+The rates are those of common machines. Lengths are chosen by ratios, which rounds correct (``costs.learned``).
 """
 
 import math

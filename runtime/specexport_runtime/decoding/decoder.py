@@ -81,10 +81,7 @@ class Decoder:
         self.rows.check()
 
     def cancel(self, request: Request, error: Exception | None = None) -> None:
-        """Drop one request, waiting or running, and free its row; one that has finished stays as it is.
-
-        ``error`` is what ended it; None if its owner did.
-        """
+        """Drop one request, waiting or running, for ``error`` or its owner; one that has finished stays as it is."""
         if request.finish_reason is None:
             request.end("cancelled" if error is None else "error", error)
             self.scheduler.retire(request)
@@ -101,9 +98,8 @@ class Decoder:
     def step(self) -> list[RoundEvent]:
         """Admit what fits, then run one packed step: a round for all that decode, with prompt chunks of the others.
 
-        Each request that got tokens or failed has one event. An exception inside one request's acceptance, text or
-        sampling ends that request alone, with its ``error`` set. An exception of an engine leaves this method; call
-        :meth:`fail` then.
+        Each request that got tokens or failed has one event. An exception inside one request ends that request alone.
+        An exception of an engine leaves this method; call :meth:`fail` then.
         """
         start = time.perf_counter()
         engines_before = self.target.executor.engine_seconds + self.drafter.engine_seconds
@@ -120,7 +116,7 @@ class Decoder:
         if counts or self.observers:
             soon = min(len(self.rows.placed) + len(self.scheduler.waiting), self.rows.max_num_seqs)
             load = step_load(drafting, [self.rows.at(row) for row in chunks], prompt_tokens, soon)
-        # Being watched must not change how far a request drafts: only rounds that count for lengths are told to them.
+        # Being watched must not change how far a request drafts: they see only rounds that count for lengths.
         proposals = self._propose(drafting, load if counts else None)
         drafted = time.perf_counter()
         events = self._verify(ready, drafting, proposals, chunks)

@@ -21,10 +21,7 @@ class RequestListener(Protocol):
         ...
 
     def on_done(self, handle: "RequestHandle") -> None:
-        """The request has ended, in whichever way: its :meth:`RequestHandle.result` is there. Called once.
-
-        What it raises is logged, and has no effect.
-        """
+        """The request has ended, its :meth:`RequestHandle.result` is there; what this raises is logged."""
         ...
 
 

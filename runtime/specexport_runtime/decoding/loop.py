@@ -1,7 +1,6 @@
 """The thread that decodes. It lives while there is work: the first request starts it, the last one ends it.
 
-Requests of any thread join the running batch between two rounds. What a request's callback raises ends that request;
-what an engine raises ends the requests that were running, and the next ones start afresh.
+Requests of any thread join between two rounds. An engine's exception ends the requests that were running.
 """
 
 import os
@@ -68,10 +67,7 @@ class DecodeLoop:
             self._submitted.extend(handles)
 
     def check_may_wait(self, what: str) -> None:
-        """Refuse to wait for requests where that would never end; the message calls the wait ``what``.
-
-        EndlessWaitError: this is the decoding thread, or a process that was forked while requests ran.
-        """
+        """Refuse to wait for requests (``what``) in the decoding thread or a fork: EndlessWaitError."""
         self._check_process()
         if threading.current_thread() is self._thread:
             raise EndlessWaitError(
@@ -89,12 +85,9 @@ class DecodeLoop:
 
     @property
     def load(self) -> EngineLoad:
-        """How busy the decoder is, with what it has not taken in yet; may be asked from any thread.
-
-        A process that was forked while requests ran raises EndlessWaitError.
-        """
+        """How busy the decoder is; may be asked from any thread, but in a fork (EndlessWaitError)."""
         self._check_process()
-        with self._lock:  # nobody is between the two queues
+        with self._lock:  # no request is between the two queues
             load = self.decoder.load
             return load._replace(num_waiting=load.num_waiting + len(self._submitted))
 
@@ -108,11 +101,10 @@ class DecodeLoop:
             check()
 
     def close(self, release: Callable[[], object] = lambda: None) -> None:
-        """Cancel everything and wait for the thread to end. Requests are refused from now on.
+        """Cancel everything and wait for the thread to end, then call ``release``. Requests are refused from now on.
 
-        ``release`` is called when the thread has ended, or is about to. In the decoding thread itself, in a callback,
-        ``close`` returns at once, and the thread ends after the round. In a process that was forked while requests ran
-        nothing is done: the engines' own threads stayed in the parent too.
+        In the decoding thread itself it returns at once; in a fork it does nothing, as the engines stayed in the
+        parent.
         """
         if self._orphaned:
             return
@@ -143,7 +135,7 @@ class DecodeLoop:
         try:
             while self._take_orders():
                 self._round()
-        except BaseException as error:  # a defect of ours: nobody may wait for ever, or go on with a broken state
+        except BaseException as error:  # a defect of ours: no caller may wait for ever, or go on with a broken state
             with self._lock:
                 self._closed = True
                 left, self._submitted = [*self._handles.values(), *self._submitted], []
@@ -183,7 +175,7 @@ class DecodeLoop:
             events = self.decoder.step()
         except Exception as error:  # the engine's: whatever it is, the requests in flight end with it
             self.decoder.fail(error)
-            # Those too that ended in this very step: nobody has seen their last tokens.
+            # Requests that ended in this very step too: their last tokens were not handed out.
             for ended in [each for each in self._handles.values() if each.request.finish_reason is not None]:
                 self._finish(ended, error)
             return

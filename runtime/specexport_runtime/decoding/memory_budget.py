@@ -25,7 +25,7 @@ from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.request import Request
 
 SPARE_SHARE = 1 / 8
-"""Of the budget: memory of rows that nobody holds, which stays resident for those who come next."""
+"""Of the budget: memory of rows that no request holds, which stays resident for the next requests."""
 
 
 class Holding(NamedTuple):
@@ -47,10 +47,9 @@ class _Use(NamedTuple):
 
 
 class MemoryBudget:
-    """Memory of the cache rows of all models of an engine. Without a limit it only counts.
+    """Memory of the cache rows of all ``runners``: the target, then models with a cache beside it.
 
-    ``runners`` are the target, then the models that draft with a cache beside it. InvalidRequestError: there is a
-    limit, and an engine cannot give memory back, or a request of full length does not fit.
+    InvalidRequestError: there is a limit, and an engine gives no memory back, or no full request fits.
     """
 
     def __init__(
@@ -127,7 +126,7 @@ class MemoryBudget:
         self.settle()
 
     def keep(self, row: int, num_tokens: int) -> None:
-        """A text of so many tokens stays in a row; nobody has forgotten its entries yet."""
+        """A text of so many tokens stays in a row, with its entries."""
         entries = (num_tokens, *(runner.kv.kv_len(row) for runner in self._runners[1:]))
         each = zip(self._runners, entries, strict=True)
         self._held[row] = Holding(entries, sum([runner.row_bytes(count) for runner, count in each]))

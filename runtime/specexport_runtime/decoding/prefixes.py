@@ -71,10 +71,7 @@ class KeptTexts(dict[int, KeptText]):
         return [row for row, kept in tuple(self.items()) if kept.is_pinned]
 
     def unpin(self, tokens: Sequence[int], scope: str, adapter: int | None = None) -> bool:
-        """Let a text that is kept for good go when its row is wanted; may be called from any thread.
-
-        False: there was none.
-        """
+        """Let a text that is kept for good go when its row is wanted, from any thread; False if there was none."""
         wanted, found = list(tokens), False
         for kept in tuple(self.values()):
             if kept.is_pinned and kept.scope == (scope, adapter) and kept.tokens.tolist() == wanted:
@@ -82,7 +79,7 @@ class KeptTexts(dict[int, KeptText]):
         return found
 
     def worth(self, kept: KeptText, at: int | None) -> tuple[bool, bool, int]:
-        """Pinned ones are worth the most, those that another has the beginning of the least; then the older ones."""
+        """Pinned texts are worth the most, beginnings of other texts the least; then older texts."""
         size = len(kept.tokens)
         contained = any(
             other is not kept

@@ -36,9 +36,8 @@ NEARLY_DONE = 8
 class WaitingQueue:
     """Requests without a cache row.
 
-    The lowest priority number goes first. Of equal ones the owner that holds the fewest rows does: max-min fairness of
-    rows, so that how much an owner has waiting delays no other. Owners that hold equally many take turns. Within an
-    owner the order is that of arrival; who was paused is in front.
+    The lowest priority number goes first, then the owner with the fewest rows: max-min fairness of rows. Equal owners
+    take turns. Within an owner the order is that of arrival, with a paused request in front.
     """
 
     def __init__(self) -> None:
@@ -66,7 +65,7 @@ class WaitingQueue:
         self._count += 1
 
     def is_alike(self, req: Request) -> bool:
-        """Whether all have the owner and the priority of ``req``: then there is nobody to be fair to."""
+        """Whether all have the owner and the priority of ``req``: then fairness has no say."""
         return self._count == len(self._levels.get(req.priority, {}).get(req.owner, ()))
 
     def next(self, held: Mapping[str, int], skipped: Collection[str] = ()) -> Request | None:
@@ -105,10 +104,7 @@ class WaitingQueue:
 
 
 def whom_to_pause(newcomer: Request, rows: Rows) -> Request | None:
-    """The request whose row another had better have; None if none may be paused.
-
-    It is one of the lowest priority, of the owner with the most rows, with the least to read again.
-    """
+    """The request whose row another had better have: lowest priority, most rows, least to read again; None if none."""
     held = rows.held
 
     def may_be(req: Request) -> bool:

@@ -66,7 +66,7 @@ class Rows:
 
     @property
     def reading(self) -> list[Request]:
-        """Those that read their prompt, or their text again, the oldest first."""
+        """Requests that read their prompt, or their text again, the oldest first."""
         return [req for req in self._arrivals.values() if not req.is_decoding]
 
     @property

@@ -36,10 +36,7 @@ class Reading(NamedTuple):
 
 
 def share_tokens(readings: Sequence[Reading], tokens: int) -> dict[int, int]:
-    """Tokens of each row in this step, for rows that get any, in the order of ``readings``: the oldest first.
-
-    The oldest gets one token at least.
-    """
+    """Tokens of each row in this step, in the order of ``readings``: the oldest first, which gets one at least."""
     if not readings:
         return {}
     oldest, given = readings[0], dict.fromkeys([each.request.row for each in readings], 0)
@@ -74,10 +71,9 @@ def bound_scored(chunks: Mapping[int, int], scored: Collection[int]) -> dict[int
 
 
 def go_alone(ready: Sequence[Request], ending: Sequence[Request]) -> list[Request]:
-    """Requests of ``ending``, whose prompt ends in the step, whose first token should not wait for a round of others.
+    """Requests of ``ending`` that have a step for themselves, so that a first token waits for no round.
 
-    They have a step for themselves; who decodes (``ready``) sits it out, which changes no draw. Only for owners of whom
-    nothing decodes, and for requests that are more urgent than all that do.
+    Only owners of whom nothing decodes, and requests that are more urgent than all ``ready``; no draw changes.
     """
     if not ready:
         return []
@@ -185,10 +181,7 @@ class Scheduler:
         rows.close_holes()
 
     def share(self, busy_tokens: int) -> dict[int, int]:
-        """Prompt tokens of each row in this step, for rows that get any, the oldest first.
-
-        ``busy_tokens`` are taken by requests that decode.
-        """
+        """Prompt tokens of each row in this step beside ``busy_tokens``, for rows that get any, the oldest first."""
         reads, most = self.rows.reading, self.rows.target.max_chunk
         if not reads:
             return {}

@@ -33,7 +33,7 @@ def told_step(
     work: Sequence[RowWork],
     want: Want,
 ) -> StepOutput:
-    """A step of the target, as ``ModelRunner.step`` has it; the drafter is told what it wants to know of it.
+    """A step of the target, as ``ModelRunner.step`` has it; it gives the drafter what that wants to know of it.
 
     Similarities of prompts and features of all that is read cost a little, so both are off in all steps that bring
     nothing that is wanted, and off again however the step ends.
@@ -91,10 +91,7 @@ def score_prompts(
 
 
 def note_scores(req: Request, start: int, logits: Float32Array) -> None:
-    """Keep the log-probabilities of the prompt's tokens behind those of a chunk, from its logits [n, V].
-
-    ``start`` is the number of tokens before the chunk. CheckFailedError: the logits hold NaN or +inf.
-    """
+    """Keep the prompt's log-probabilities behind ``start``, from logits [n, V]; CheckFailedError for NaN or +inf."""
     if req.prompt_logprobs is None:
         return
     following = req.tokens[start + 1 : min(start + 1 + len(logits), req.num_prompt_tokens)]
@@ -112,8 +109,7 @@ def accept_argmax(proposal: Proposal, greedy: Sequence[int]) -> Verdict:
 def accept_processed(req: Request, proposal: Proposal, logits: Float32Array) -> Verdict:
     """Acceptance where logits processing depends on the history: each row sees the draft tokens before it.
 
-    ``req`` is without the round's tokens; ``logits`` are the target's raw ones [K+1, V]. NaN or +inf in them is a
-    CheckFailedError, a ban of every token an InvalidRequestError.
+    ``logits`` are the target's raw ones [K+1, V]; NaN or +inf is a CheckFailedError, a ban of all InvalidRequestError.
     """
     drafted = proposal.tokens
     if req.sampler.is_greedy:

@@ -33,10 +33,7 @@ class AtOnce(NamedTuple):
 
 
 class ParallelCost(EngineCost):
-    """The cost of a drafter that drafts all tokens of a request in one step of its engine.
-
-    The step is paid once a round, and each token of the draft is one token more in it.
-    """
+    """The cost of a drafter that drafts all tokens of a request in one step, paid once a round, a token each."""
 
     def seconds(self, requests: Sequence[Request], num_rows: int, kv_entries: float) -> float:  # noqa: ARG002
         """See ``DraftCost.seconds``: what one token more a row costs."""
@@ -49,10 +46,7 @@ class ParallelCost(EngineCost):
 
 
 def entry_tokens(tokens: Sequence[int], mask: MaskInput | None) -> list[int]:
-    """Input ids of the entries of known features, by the token behind each.
-
-    ``mask`` is None for a head that drafts token after token.
-    """
+    """Input ids of the entries of known features, by the token behind each; ``mask`` None: token after token."""
     return [CONTEXT_ID] * len(tokens) if mask is not None and mask.block_size is not None else list(tokens)
 
 
@@ -62,11 +56,7 @@ def num_behind(count: int, mask: MaskInput) -> int:
 
 
 def draft_work(tokens: Sequence[int], features: Float32Array, newest: int, count: int, mask: MaskInput) -> AtOnce:
-    """The step that drafts ``count`` tokens, at least one, behind the ``newest`` token of a request.
-
-    ``tokens`` are the input ids of the entries that the head has not read, at least one, from :func:`entry_tokens`;
-    ``features`` [n, E] are theirs. ``mask`` stands for the unknown ones.
-    """
+    """The step that drafts ``count`` tokens behind ``newest`` and unread ``tokens`` with ``features`` [n, E]."""
     behind = [mask.token] * (count - 1) if mask.block_size is None else [newest, *[mask.token] * count]
     whole = np.concatenate([features, np.tile(mask.feature, (len(behind), 1))])
     return AtOnce(RowWork([*tokens, *behind], count, whole), len(tokens))

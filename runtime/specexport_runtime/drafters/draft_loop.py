@@ -93,12 +93,9 @@ class Draft:
             self.distributions.append(None)
 
     def draw(self, logits: Float32Array, head: "CutHead | None" = None) -> None:
-        """Append the token that ``logits`` [V] give, and end the draft behind it if the model is not sure of that step.
+        """Append the token that ``logits`` [V] (of ids ``head`` [N]) give; end the draft behind it if it is not sure.
 
-        The token is kept then: its step was paid for, and to leave it out because of *what it is* would make the text
-        follow another distribution. ``head`` has the token ids of the rows of ``logits`` [N]; None where they are the
-        rows. The distribution is over all ids either way, so that what is drawn from is what is tested.
-
+        The token is kept then: to leave it out because of *what it is* would make the text follow another distribution.
         CheckFailedError: the logits hold NaN or +inf. InvalidRequestError: every token is banned.
         """
         req, top = self.request, 1.0

@@ -1,9 +1,7 @@
 """What a grammar does to drafts: it begins them, cuts them, and goes on behind them.
 
-Where it leaves one way to go on, tokens are known without a guess: they are draft tokens like any other, tested against
-the masked distribution, in which each of them is the only one. So the law is exact, and a step is saved for each. Those
-behind the committed tokens begin the draft, which other drafters continue; those behind a guess cost no draft step; and
-those behind the last guess come along.
+Where it leaves one way to go on, tokens are known without a guess: draft tokens like any other, tested against the
+masked distribution, in which each is the only one. So the law is exact, and a step is saved for each.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,10 +12,7 @@ from specexport_runtime.sampling.grammar import Grammar
 
 
 class BegunDrafts:
-    """The drafts of a round in which requests have grammars; ``rooms``: most draft tokens of each.
-
-    What goes wrong with a grammar concerns its request alone, whose proposal has the error.
-    """
+    """The drafts of a round with grammars, of at most ``rooms`` tokens; a grammar's error is its request's alone."""
 
     def __init__(self, requests: Sequence[Request], rooms: Sequence[int]) -> None:
         self._sequences = requests
@@ -39,7 +34,7 @@ class BegunDrafts:
         return [0 if i in self._errors else each.room - len(each.tokens) for i, each in enumerate(self.drafts)]
 
     def alone(self) -> list[Proposal]:
-        """The drafts if nobody has anything to add."""
+        """The drafts if no drafter adds anything."""
         return [
             Proposal([], None, "none", FORCED, error=self._errors[i]) if i in self._errors else _alone(each)
             for i, each in enumerate(self.drafts)

@@ -84,10 +84,7 @@ class SuffixIndex:
             state = link[state]
 
     def match_behind(self, tokens: Sequence[int]) -> tuple[int, int]:
-        """``match_length`` and ``match_end`` as if the text went on with ``tokens``; it stays as it is.
-
-        What ends within these tokens is not found.
-        """
+        """``match_length`` and ``match_end`` as if the text went on with ``tokens``; it stays as it is."""
         if not tokens:
             return self.match_length, self.match_end
         state, length = self._link[self._tail], self.match_length

@@ -1,4 +1,4 @@
-"""What drafters with an engine of their own share: its KV cache, row for row beside the target's."""
+"""What drafters with a separate engine share: its KV cache, row for row beside the target's."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -91,6 +91,6 @@ class OwnCacheDrafter:
         return entries
 
     def _known(self, tokens: list[int]) -> list[int]:
-        """Ids the model can embed. The target may emit a padding id of its own; any stand-in is lossless."""
+        """Ids the model can embed. The target may emit a padding id that the model lacks; any stand-in is lossless."""
         limit = self._known_ids
         return tokens if max(tokens) < limit else [token if token < limit else 0 for token in tokens]

@@ -1,7 +1,4 @@
-"""The drafters that every engine may have, by the names that requests use. A new one is a line here.
-
-The first is the default of an engine that has it. ``chained`` asks the free ones, then the first other that there is.
-"""
+"""The drafters that every engine may have, by name, the default first. A new one is a line here."""
 
 from collections.abc import Mapping
 

@@ -117,11 +117,7 @@ class Path(NamedTuple):
 
 
 def best_path(continuations: Sequence[Sequence[int]]) -> Path:
-    """The path through a trie of continuations, each at most as long as a draft may be, with the highest score.
-
-    A tie goes to the continuation that comes first. Each continuation is looked at once a depth, and no longer once it
-    is alone.
-    """
+    """The path through continuations with the highest score, at most as long as a draft may be."""
     return _best([each for each in continuations if len(each)], 0, 1.0, len(continuations))
 
 

@@ -47,11 +47,7 @@ def open_suffixes(
     # The store begins with it, and is written to it in the end; ``"cache"``: see ``CACHE``. None for neither.
     file: Path | str | None = None,
 ) -> KeptSuffixes:
-    """Make the store of an engine.
-
-    InvalidRequestError: the bound is out of range or more than the machine has, the corpus is no folder with text or
-    does not fit, or the file is damaged or belongs to another tokenizer.
-    """
+    """Make the store of an engine; InvalidRequestError for a bound, a corpus or a file that does not fit."""
     memory = DEFAULT_MEMORY_MB if memory_mb is None else memory_mb
     _check_memory(memory)
     try:

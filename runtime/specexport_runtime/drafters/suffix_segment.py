@@ -15,7 +15,7 @@ import numpy.typing as npt
 SEPARATOR = -1
 """Between texts; it is no token id, and no match and no continuation goes across it."""
 DEPTH = 32
-"""Tokens of a context that are told apart; of longer matches nobody needs to know how long they are."""
+"""Tokens of a context that are told apart; the length of a longer match is of no use."""
 BYTES_PER_TOKEN = 16
 _BITS = 21  # of a token id in a key of three
 _TOKEN_LIMIT = (1 << _BITS) - 2
@@ -32,10 +32,7 @@ class Match(NamedTuple):
 
 
 class SuffixSegment:
-    """Texts that do not change any more: token ids int32 [n], and a ``SEPARATOR`` behind each text.
-
-    ValueError: a token id is out of range.
-    """
+    """Texts that do not change any more: token ids int32 [n], and a ``SEPARATOR`` behind each text."""
 
     def __init__(self, tokens: TokenArray) -> None:
         if len(tokens) and (int(tokens.min()) < SEPARATOR or int(tokens.max()) > _TOKEN_LIMIT):
@@ -56,11 +53,7 @@ class SuffixSegment:
         return len(self.tokens)
 
     def find(self, recent: Sequence[int], least: int) -> Match | None:
-        """The longest suffix of a context that occurs here, and what follows it; None if none has ``least`` tokens.
-
-        ``recent`` are the newest tokens of the context, the newest first; at most ``DEPTH`` count. ``least`` is 2 or
-        more.
-        """
+        """The longest suffix of a context (``recent``: newest first) that occurs here; None below ``least`` tokens."""
         if len(recent) < least:
             return None
         pair = (recent[0] + 1) << 2 * _BITS | (recent[1] + 1) << _BITS
@@ -75,10 +68,7 @@ class SuffixSegment:
         return Match(length, first, last) if length >= least else None
 
     def _longest(self, wanted: list[int], first: int, last: int, least: int) -> tuple[int, int, int]:
-        """How much of a context the places of a range share with it at most, and the range of the places that do.
-
-        Most segments know less of a context than another one does, which one search shows: less than ``least``.
-        """
+        """How much of a context the places of a range share with it at most, and the range of those that do."""
         if last - first > 1:
             everywhere, whole = range(last), len(wanted)
             if least > 3:
@@ -143,10 +133,7 @@ def segment_of(texts: Sequence[Sequence[int]]) -> SuffixSegment:
 
 
 def _sort_contexts(codes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Positions of a text sorted by what they end: by their own token, then the one before it, and so on.
-
-    Prefix doubling (Manber and Myers 1990): ranks by 2 d tokens follow from ranks by d tokens.
-    """
+    """Positions of a text sorted by what they end, by prefix doubling (Manber and Myers 1990)."""
     size = len(codes)
     if size < 2:
         return np.arange(size)

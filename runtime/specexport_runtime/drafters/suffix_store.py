@@ -68,15 +68,12 @@ class _Join:
 
 
 class SuffixStore:
-    """Texts of many scopes, searched for the longest suffix of a context.
+    """Texts of many scopes, searched for the longest suffix of a context, by one thread.
 
     New texts become small segments. Eight neighbours of a size are joined, so that a search looks at few segments and a
-    token is sorted again only a few times. What a search finds does not depend on when they are joined. Beyond
-    ``max_tokens`` the segment whose newest text is the oldest is forgotten, in whatever scope; each counts
-    ``SEGMENT_TOKENS`` besides its own. The ``corpus``, which every scope may see, counts too, and is never forgotten.
-
-    Not safe for threads: one thread calls it. ValueError: the corpus alone is beyond the bound, or holds ids that are
-    none.
+    token is sorted again only a few times. Beyond ``max_tokens`` the segment whose newest text is the oldest is
+    forgotten; each counts ``SEGMENT_TOKENS`` besides its own. The ``corpus``, which every scope may see, is never
+    forgotten.
     """
 
     def __init__(self, max_tokens: int, corpus: Iterable[Sequence[int]] = ()) -> None:
@@ -112,10 +109,7 @@ class SuffixStore:
         self._append(scope, segment_of([text]))
 
     def restore(self, scope: str, texts: Iterable[Sequence[int]]) -> None:
-        """Keep many texts, the oldest first, in segments that need not be joined one by one.
-
-        ValueError: they hold ids that are none.
-        """
+        """Keep many texts, the oldest first, in segments that need not be joined; ValueError for ids that are none."""
         for segment in _segments_of(texts, self._largest):
             self._append(scope, segment)
 
@@ -197,10 +191,7 @@ class SuffixStore:
             size = _SMALLEST if self._join_size(scope, shelf, size) else size * _FAN
 
     def _join_size(self, scope: str, shelf: _Shelf, size: int) -> bool:
-        """Join the oldest of the newest segments of up to ``size`` tokens, if there are enough; whether there were.
-
-        What is behind a join that goes on may be joined meanwhile, if that takes no time.
-        """
+        """Join the oldest of the newest segments of up to ``size`` tokens, if there are enough; whether there were."""
         begin = 0 if shelf.join is None else shelf.segments.index(shelf.join.segments[-1]) + 1
         first = len(shelf.segments)
         while first > begin and len(shelf.segments[first - 1]) <= size:

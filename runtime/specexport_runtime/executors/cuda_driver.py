@@ -12,10 +12,7 @@ _NO_DRIVER = ("cudaErrorInsufficientDriver", "cudaErrorNoDevice", "cudaErrorInit
 
 
 class CudaDriver:
-    """A new stream on the current CUDA device (``CUDA_VISIBLE_DEVICES`` decides which that is). See ``GpuDriver``.
-
-    MissingDependencyError without cuda-python, IncompatibleError without a GPU or a driver that is new enough.
-    """
+    """A new stream on the current CUDA device; IncompatibleError without a GPU or a driver that is new enough."""
 
     def __init__(self) -> None:
         try:

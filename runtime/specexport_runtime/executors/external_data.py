@@ -31,11 +31,7 @@ Parsing keeps what is not named here.
 
 
 def session_model(path: Path, options: Any) -> str | bytes:
-    """What an ``InferenceSession`` is made of: the graph's path, or its bytes where its weights are links elsewhere.
-
-    Sets in the session's ``options`` where such weights are. OSError or ValueError if the graph cannot be read, or has
-    weights in other files than :data:`WEIGHTS`.
-    """
+    """What an ``InferenceSession`` is made of: the graph's path, or its bytes where its weights are links elsewhere."""
     if all(file.resolve().parent == path.parent.resolve() for file in path.parent.glob(WEIGHTS)):
         return native_path(path)
     model = read_model(path)
@@ -45,11 +41,7 @@ def session_model(path: Path, options: Any) -> str | bytes:
 
 
 def follow_links(model: Any, folder: Path) -> Path:
-    """Name a graph's weights after the files that the links in ``folder`` lead to; gives the root of these names.
-
-    ``model`` is an ``onnx.ModelProto``, or what :func:`read_model` gave, and is changed. ValueError if it names a file
-    that is not one of :data:`WEIGHTS`.
-    """
+    """Name a graph's weights after the files that the links in ``folder`` lead to; gives the root of these names."""
     files = {file.name: file.resolve() for file in folder.glob(WEIGHTS)}
     root = Path(os.path.commonpath([file.parent for file in files.values()])) if files else folder
     for entry in external_entries(model.graph):

@@ -23,8 +23,7 @@ class BoundFeatures(NamedTuple):
 class EngineFeatures:
     """What one engine has of features, checked against its manifest: IncompatibleError if they differ.
 
-    ``shapes`` has its inputs and outputs by name; ``size`` is the manifest's E, 0 for an engine without features. A
-    target that is ``gated`` has the input ``want_features``; without, it computes features in every step.
+    ``shapes`` has its inputs and outputs by name, ``size`` is E or 0; ``gated`` targets have ``want_features``.
     """
 
     def __init__(

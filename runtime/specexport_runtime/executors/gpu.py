@@ -40,10 +40,7 @@ class GpuDriver(Protocol):
         ...
 
     def allocate(self, num_bytes: int, what: str) -> int:
-        """Address of new device memory, aligned to ``ALIGNMENT`` and not cleared; messages say ``what`` it is for.
-
-        IncompatibleError if there is not so much left; it names both numbers.
-        """
+        """Address of new device memory for ``what``, aligned and not cleared; IncompatibleError names both sizes."""
         ...
 
     def free(self, address: int) -> None:
@@ -83,10 +80,7 @@ class GpuDriver(Protocol):
         ...
 
     def end_capture(self) -> int:
-        """Stop recording and give a graph that :meth:`launch` replays.
-
-        SpecexportError if the recording failed; the stream is usable again.
-        """
+        """Stop recording and give a graph that :meth:`launch` replays; SpecexportError if that failed."""
         ...
 
     def launch(self, graph: int) -> None:

@@ -1,7 +1,6 @@
-"""The engines of a bundle, opened by the backend that each was built for: the one place that knows backends by name.
+"""The engines of a bundle, opened by the backend that each was built for: the one place that knows them by name.
 
-A new backend is an :class:`~specexport_runtime.executors.base.EngineBackend` in a new module and one line of
-:data:`PLACES` here; its other half is in ``specexport.backends``. A module is imported when a bundle needs it.
+A new backend is an ``EngineBackend`` in a new module and a line of :data:`PLACES`; see ``specexport.backends``.
 """
 
 from importlib import import_module
@@ -64,9 +63,8 @@ def open_executor(
 ) -> Executor:
     """Load the engine of one model of a bundle.
 
-    IncompatibleError if its backend is unknown here, has no padded-KV graph, or does not fit this machine or the
-    bundle's limits; MissingDependencyError if what it runs on is not installed; InvalidRequestError if CUDA graphs are
-    asked for on a CPU, too many threads, or others than the engines of this process share.
+    IncompatibleError if the backend is unknown or does not fit this machine; InvalidRequestError for CUDA graphs on a
+    CPU, or threads that do not fit.
     """
     check_threads(num_threads)
     entry, folder = bundle.manifest.models[role], bundle.folder

@@ -1,7 +1,4 @@
-"""The library of our own operators for ONNX Runtime on the CPU: found, checked, and registered with a session.
-
-It lies in this package. An editable installation has its sources beside, and they may have changed since.
-"""
+"""The library of our own operators for ONNX Runtime on the CPU: found, checked, and registered with a session."""
 
 import ctypes
 import functools
@@ -26,10 +23,7 @@ _REGISTERED = "specexport.operators"
 
 
 def register(options: Any) -> None:
-    """Make our operators known to the ``SessionOptions`` of a session that is to be opened; again is nothing.
-
-    Raises as :func:`kernels`, and IncompatibleError if ONNX Runtime is too old.
-    """
+    """Make our operators known to the ``SessionOptions`` of a session that is to be opened; again is nothing."""
     _loaded()
     _check_onnxruntime()
     try:

@@ -1,7 +1,4 @@
-"""ONNX Runtime executor: persistent bindings, a KV arena updated in place, rows bound by pointer.
-
-Imports onnxruntime when an executor is made, not before.
-"""
+"""ONNX Runtime executor: persistent bindings, a KV arena updated in place, rows bound by pointer."""
 
 import time
 from collections import OrderedDict
@@ -73,13 +70,11 @@ class _Binding(NamedTuple):
 class OrtExecutor(ArenaRows, GatedByInputs, WithFeatures):
     """Runs one engine with ONNX Runtime on the CPU.
 
-    A binding is kept for each step shape and refilled, because binding everything anew costs more than a small
-    model's step. The arena is one array per cache input (``ort_arena``); a step on rows [r, r+B) binds the address of
-    row r, so no cache entry is ever copied. Gates are bound by pointer too, so that switching layers on and off is
-    free.
+    A binding is kept for each step shape and refilled, because binding everything anew costs more than a small model's
+    step. A step on rows [r, r+B) binds the address of row r, so no cache entry is ever copied; gates are bound by
+    pointer too.
 
-    MissingDependencyError without onnxruntime, BundleError if it cannot load the engine, IncompatibleError if the
-    inputs break the contract or there is no memory for the arena.
+    BundleError if ONNX Runtime cannot load the engine, IncompatibleError if the inputs break the contract.
     """
 
     def __init__(
@@ -156,10 +151,7 @@ class OrtExecutor(ArenaRows, GatedByInputs, WithFeatures):
         return binding.buffers
 
     def execute(self, want: Want = "logits") -> StepOutput:
-        """Run the prepared step; returns logits [R, V] float32, overwritten by the next call, or their argmax [R].
-
-        BundleError if an operator refuses what the graph gives it.
-        """
+        """Run the prepared step; returns logits [R, V] float32, overwritten by the next call, or their argmax [R]."""
         binding = self._current
         if binding is None:
             raise SpecexportError("execute() was called before prepare().")
@@ -240,10 +232,7 @@ class OrtExecutor(ArenaRows, GatedByInputs, WithFeatures):
         return binding
 
     def _bound_rows(self, first_row: int, num_seqs: int) -> list[tuple[str, str, Any]]:
-        """(input name, output name, value) of each cache for rows ``[first_row, first_row + num_seqs)``, kept.
-
-        The value is the arena's own memory. Making it costs more than binding it, and many shapes have the same rows.
-        """
+        """(input name, output name, value) of each cache for rows ``[first_row, first_row + num_seqs)``, kept."""
         import onnxruntime
 
         kept = self._row_values.get((first_row, num_seqs))
@@ -262,15 +251,11 @@ class OrtExecutor(ArenaRows, GatedByInputs, WithFeatures):
 
 
 def open_ort_executor(request: EngineRequest) -> OrtExecutor:
-    """Open an engine on the CPU.
+    """Open an engine on the CPU; errors as :class:`OrtExecutor`.
 
-    The threads of two engines must not fight for the same cores: while one runs, the idle threads of the other would
-    still spin. So a small draft runs on the calling thread alone. A large one shares the target's threads where the
-    process is ours alone, else it does not spin. With both spinning on two threads, a round of the demo pair took twice
-    as long.
-
-    Raises as :class:`OrtExecutor`, IncompatibleError without a padded-KV graph, and InvalidRequestError if others than
-    the shared threads are asked for.
+    Two engines' spinning threads fight for the cores: a round of the demo pair took twice as long. So a small draft
+    runs on the calling thread alone; a large one shares the target's threads where the process is ours, else it does
+    not spin.
     """
     entry, num_threads, spin = request.entry, request.num_threads, request.spin
     graph = entry.engine if request.unpad_kv else entry.engine.padded

@@ -39,11 +39,7 @@ class CacheMemory(NamedTuple):
 
     @classmethod
     def make(cls, shape: tuple[int, ...], dtype: npt.DTypeLike) -> "CacheMemory":
-        """A cache of zeros, of which no page is resident.
-
-        ``np.zeros`` promises no such thing: it takes memory that ONNX Runtime has freed, and clears it by writing.
-        OSError if the system refuses so much, OverflowError if no process can address it.
-        """
+        """A cache of zeros, of which no page is resident; ``np.zeros`` may clear freed memory by writing."""
         size = max(1, math.prod(shape) * np.dtype(dtype).itemsize)
         mapping = mmap.mmap(-1, size, flags=_FLAGS) if _FLAGS else mmap.mmap(-1, size)
         if hasattr(mmap, "MADV_NOHUGEPAGE"):  # one value would make 2 MB resident
@@ -51,10 +47,7 @@ class CacheMemory(NamedTuple):
         return cls(mapping, np.frombuffer(mapping, dtype, math.prod(shape)).reshape(shape))
 
     def give_back(self, row: int, first: int, stop: int) -> None:
-        """Give pages back that have nothing but entries ``[first, stop)`` of a row; they are zeros again.
-
-        A layer with a window could give back what lies before it in this way.
-        """
+        """Give pages back that have nothing but entries ``[first, stop)`` of a row; they are zeros again."""
         heads, capacity = self.array.shape[2:4]
         entry = self.array.strides[3]
         if first == 0 and stop == capacity:
@@ -96,10 +89,7 @@ class ArenaRows:
     _state_memory: Mapping[str, CacheMemory] = MappingProxyType({})
 
     def make_arena(self, layers: Sequence[LayerGeometry], dtype: npt.DTypeLike, windows: Sequence[int] = ()) -> None:
-        """Make the caches; IncompatibleError if there is no memory for them.
-
-        ``windows`` has the entries that a token of each layer sees, itself included, -1 for all; empty if all see all.
-        """
+        """Make the caches, of layers that see ``windows`` (-1 for all); IncompatibleError if there is no memory."""
         item = np.dtype(dtype).itemsize
         self.recedes = CAN_GIVE_BACK and any(window > 0 for window in windows)
         self._windows = windows if self.recedes else ()
@@ -187,11 +177,7 @@ class ArenaRows:
             state[destination] = state[source]
 
     def swap_rows(self, one: int, other: int, kv_lens: tuple[int, int], floors: tuple[int, int] = (0, 0)) -> None:
-        """Exchange the first entries of two rows, in every layer: ``kv_lens`` of them, of ``one`` and of ``other``.
-
-        Memory goes back layer by layer, so that what is there twice is one cache of the two rows at most. Rows that
-        have receded to their ``floors`` do so where they go.
-        """
+        """Exchange the first ``kv_lens`` entries of two rows, layer by layer; rows recede to their ``floors`` there."""
         of_one, of_other = kv_lens
         for name, memory in self._memory.items():
             cache = memory.array

@@ -74,13 +74,11 @@ class _DeviceStep(NamedTuple):
 class OrtCudaExecutor(GatedByInputs, WithFeatures):
     """Runs one engine with ONNX Runtime on an NVIDIA GPU.
 
-    Step inputs are copied one by one into memory that stays bound; only the output that is asked for comes back, and
-    features where they are wanted (``ort_features``). Gates are in host memory, where ONNX Runtime reads them: another
-    choice of layers costs nothing.
+    Step inputs are copied into memory that stays bound; only the output that is asked for comes back. Gates are in host
+    memory, where ONNX Runtime reads them.
 
-    MissingDependencyError if onnxruntime has no CUDA provider, IncompatibleError without a GPU, driver or enough of its
-    memory, or if inputs break the contract, InvalidRequestError for CUDA graphs of an engine with gates, BundleError if
-    ONNX Runtime cannot load the engine.
+    IncompatibleError without a GPU, driver or enough memory, InvalidRequestError for CUDA graphs with gates,
+    BundleError if ONNX Runtime cannot load the engine.
     """
 
     def __init__(
@@ -180,10 +178,7 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
         return buffers
 
     def execute(self, want: Want = "logits") -> StepOutput:
-        """Run the prepared step: logits [R, V] float32, or each row's greedy token, int64 [R], -1 for one with a NaN.
-
-        SpecexportError if nothing is prepared, or the provider failed.
-        """
+        """Run the prepared step: logits [R, V] float32, or each row's greedy token, int64 [R], -1 for a NaN."""
         shape = self._current
         if shape is None:
             raise SpecexportError("execute() was called before prepare().")
@@ -244,18 +239,12 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
         return is_long
 
     def capture(self, shapes: list[StepShape]) -> None:
-        """With CUDA graphs, the next step of each of ``shapes`` is recorded; nothing is run or allocated before.
-
-        A graph is for sizes, not for rows: its block table is an input.
-        """
+        """With CUDA graphs, the next step of each of ``shapes`` is recorded, for any rows; nothing runs before."""
         for size in self._graphs.add(map(self._size_of, shapes)):
             self._steps.pop((size, False), None)
 
     def move_row(self, source: int, destination: int, kv_len: int) -> None:  # noqa: ARG002
-        """Give row ``destination`` the entries of row ``source`` by exchanging their blocks; nothing is copied.
-
-        Unlike a copy, this leaves in ``source`` what ``destination`` held.
-        """
+        """Give row ``destination`` the entries of row ``source`` by exchanging their blocks; nothing is copied."""
         self._row_blocks[[source, destination]] = self._row_blocks[[destination, source]]
 
     def clear_row(self, row: int) -> None:
@@ -339,11 +328,7 @@ def open_ort_cuda_executor(request: EngineRequest) -> OrtCudaExecutor:
 
 
 def _round_shapes(request: EngineRequest) -> list[StepShape]:
-    """Steps that rounds are made of: one token a row, and what verifies (or catches up), for every batch size.
-
-    A head catches up on as many entries as were accepted, which differs from row to row. So it has all widths for one
-    row, and for several rows only those steps whose rows are all alike.
-    """
+    """Steps that rounds are made of: one token a row, and what verifies (or catches up), for every batch size."""
     head, rows = request.entry.draft_head, request.num_rows
     if head is None:
         width = request.lookahead + 1 if request.role == "target" else 2

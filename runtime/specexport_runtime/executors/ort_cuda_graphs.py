@@ -1,7 +1,6 @@
 """CUDA graphs that ONNX Runtime keeps for one executor: which steps get one, and by what number.
 
-ONNX Runtime records a graph when a number is run for the first time: once by itself, once into the graph. So nothing is
-recorded before it is used, and the same entries get the same content twice. No graph can be given back.
+A graph is recorded when its number first runs, once by itself and once into the graph; none is given back.
 """
 
 import logging
@@ -19,11 +18,7 @@ _log = logging.getLogger(__name__)
 
 
 class StepGraphs:
-    """Numbers of graphs by the size of a step.
-
-    With ``enabled`` the session was opened for graphs. With ``optional`` they were not asked for: where recording
-    fails, steps run without.
-    """
+    """Numbers of graphs by the size of a step; where ``optional`` recording fails, steps run without."""
 
     def __init__(self, ort: Any, *, enabled: bool, optional: bool) -> None:
         self.sizes: dict[StepShape, int] = {}  # what is recorded, with the number of each
@@ -41,10 +36,7 @@ class StepGraphs:
         return new
 
     def keep(self, size: StepShape, num_bytes: int) -> bool:
-        """Whether a step is recorded, whose memory of ``num_bytes`` is then kept: a graph has its addresses.
-
-        One for which there is too little room is not, from then on.
-        """
+        """Whether a step is recorded, whose memory of ``num_bytes`` is then kept: a graph has its addresses."""
         if size not in self.sizes:
             return False
         if self._bytes + num_bytes > _MOST_BYTES:
@@ -69,10 +61,7 @@ class StepGraphs:
             self._recorded.add((size, is_long))
 
     def give_up(self, size: StepShape, is_long: bool, error: Exception) -> bool:
-        """Whether a step that failed can run without its graph: it was about to be recorded, which is optional.
-
-        From then on nothing is recorded or replayed.
-        """
+        """Whether a step that failed can run without its graph, which was optional: then none is recorded any more."""
         if not self._optional or size not in self.sizes or (size, is_long) in self._recorded:
             return False
         say_graphs_are_off(error)

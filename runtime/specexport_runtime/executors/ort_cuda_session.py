@@ -25,10 +25,7 @@ def reason_of(error: Exception) -> str:
 
 
 def import_onnxruntime(device_id: int) -> Any:
-    """The onnxruntime module, if it has the CUDA provider (else MissingDependencyError) and a GPU to run it on.
-
-    IncompatibleError without such a GPU, or a driver or CUDA libraries for it.
-    """
+    """The onnxruntime module, if it has the CUDA provider and a GPU to run it on (else IncompatibleError)."""
     install = "pip uninstall onnxruntime, then pip install 'specexport[cuda]'."
     try:
         import onnxruntime
@@ -69,10 +66,7 @@ def compute_capability(device_id: int) -> int:
 
 
 def open_session(ort: Any, path: Path, device_id: int, cuda_graphs: bool) -> Any:
-    """A session on a GPU; with ``cuda_graphs``, runs with a ``gpu_graph_id`` are captured and replayed.
-
-    BundleError if ONNX Runtime cannot load the engine, IncompatibleError if it would run on the CPU.
-    """
+    """A session on a GPU; with ``cuda_graphs``, runs with a ``gpu_graph_id`` are captured and replayed."""
     options = ort.SessionOptions()
     options.log_severity_level = 3
     # use_tf32 is for float32 products only: logits heads and routers that keep them lose no digits.

@@ -1,9 +1,7 @@
 """Features of an ONNX Runtime engine: in host memory that is bound by pointer, or on the GPU beside its other tensors.
 
-An engine on a GPU computes features in every step. ONNX Runtime records no graph with a branch, so a gate like that of
-``ort-cpu`` would cost every step its CUDA graph; a second graph without features would hold all weights twice. What
-they cost is the head's projection, one matrix beside those of all layers. Bringing them to the host is what a step
-that does not want them is spared.
+On a GPU they are computed in every step: no graph is recorded with a branch, and the cost is one matrix. Bringing them
+to the host is what a step that does not want them is spared.
 """
 
 from collections.abc import Callable, Mapping

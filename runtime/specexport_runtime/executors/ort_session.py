@@ -1,9 +1,8 @@
 """Sessions of ONNX Runtime on the CPU over a bundle's engine, whose weights are mapped from its file.
 
-The threads are a pool for each session, or one for all where the process is ours alone. Two engines take turns on the
-same cores. With a pool each, the idle threads of one spin while the other computes. In one pool they are the same
-threads. But once ONNX Runtime 1.31 has that pool, it refuses every session of the process with separate threads, so it
-is not for programs that may have other sessions. Imports onnxruntime when it is used.
+The threads are a pool for each session, or one for all where the process is ours alone: idle threads of one pool spin
+while another computes. Once ONNX Runtime 1.31 has the shared pool, it refuses every session with separate threads.
+Imports onnxruntime when it is used.
 """
 
 import threading
@@ -25,8 +24,7 @@ _shared: list[int] = []
 def join_threads(num_threads: int | None, *, spin: bool, begin: bool) -> bool:
     """Whether the sessions of an engine that is to be opened take the threads that this process shares.
 
-    ``num_threads`` counts the calling thread; None takes the cores available, or the shared threads. ``begin`` shares
-    from now on, if idle threads shall ``spin``. InvalidRequestError if threads are shared, and others are asked for.
+    ``num_threads`` None takes the cores available, or the shared threads; InvalidRequestError for another number.
     """
     import onnxruntime
 
@@ -56,11 +54,7 @@ def set_threads(options: Any, num_threads: int, *, spin: bool) -> None:
 
 
 def open_session(path: Path, num_threads: int, spin: bool) -> Any:
-    """Open an engine in an ``onnxruntime.InferenceSession``; with ``spin``, its idle compute threads spin.
-
-    MissingDependencyError without onnxruntime, BundleError if it cannot load the engine; errors of the operators'
-    library are those of ``operators.register``.
-    """
+    """Open an engine in an ``InferenceSession``; BundleError if ONNX Runtime cannot load it."""
     try:
         import onnxruntime
     except ImportError as error:
@@ -103,10 +97,7 @@ def open_graph(
     num_threads: int,
     spin: bool,
 ) -> OrtGraph:
-    """Open a graph whose inputs must be ``step_inputs`` and the caches and states of ``entry``; see ``open_session``.
-
-    IncompatibleError if the inputs are others, or states have other sizes.
-    """
+    """Open a graph whose inputs must be ``step_inputs`` and the caches and states of ``entry`` (IncompatibleError)."""
     session = open_session(path, num_threads, spin)
     inputs = frozenset(value.name for value in session.get_inputs())
     caches = {spec.name.format(i=i) for i in range(len(entry.attention.layers)) for spec in CACHE_INPUTS}

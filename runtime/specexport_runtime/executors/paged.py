@@ -82,11 +82,7 @@ def token_row_shapes() -> list[StepShape]:
 
 
 def spread(buffers: StepBuffers) -> tuple[Int64Array, Int32Array, Int32Array]:
-    """The inputs by row of a step with a row for each token.
-
-    They are the step's row that each token is of, int64 [T], its ``kv_lens``, int32 [T, 1], and ``cu_new_tokens``,
-    int32 [T+1].
-    """
+    """Of a step with a row a token: step rows int64 [T], ``kv_lens`` int32 [T, 1], ``cu_new_tokens`` int32 [T+1]."""
     counts = np.diff(buffers.cu_new_tokens)
     rows = np.repeat(np.arange(len(counts)), counts)
     cu_new_tokens = np.arange(len(rows) + 1, dtype=np.int32)

@@ -43,9 +43,8 @@ class RtxKernels:
     def configure(self, trt: Any, config: Any, *, is_fixed: bool) -> None:
         """Set what RTX adds to the configuration (``IRuntimeConfig``) of a context.
 
-        In a fixed profile kernels are compiled before the first run: a graph would keep the stand-ins it recorded.
-        Ranged profiles meet a new size with every prompt. Compiling for each would never end, and which kernel runs
-        would depend on timing, so they keep to the kernels that take any size.
+        In a fixed profile kernels are compiled before the first run: a graph would keep its stand-ins. Ranged profiles
+        keep to kernels that take any size: compiling for each new size would never end.
         """
         config.cuda_graph_strategy = trt.CudaGraphStrategy.DISABLED  # the executor records its own
         strategies = trt.DynamicShapesKernelSpecializationStrategy
@@ -134,10 +133,7 @@ class Engine(Protocol):
     """Device memory that every context needs; contexts that never run at the same time may share it."""
 
     def make_context(self, profile: int, activations: int, stream: int, *, is_fixed: bool) -> EngineContext:
-        """A context for the profile of this number, with the address of ``activation_bytes`` of device memory.
-
-        With ``is_fixed`` the profile has one size of everything, so that kernels made for just that size pay.
-        """
+        """A context for a profile over ``activation_bytes`` of memory; ``is_fixed``: kernels for that size pay."""
         ...
 
     def close(self) -> None:
@@ -148,8 +144,7 @@ class Engine(Protocol):
 def load_engine(path: Path, file: EngineFile, gpu_name: str) -> Engine:
     """Load an engine file, with the package that built it; RTX keeps the kernels it compiles under ``gpu_name``.
 
-    MissingDependencyError without the package, IncompatibleError if its version is another or the GPU or its driver
-    cannot take the engine, BundleError if the file, or the base of its difference, is cut or cannot be read.
+    IncompatibleError if its version is another or the GPU cannot take it, BundleError if the file cannot be read.
     """
     trt = _import_package(file)
     messages: list[str] = []

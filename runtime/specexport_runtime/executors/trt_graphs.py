@@ -1,7 +1,4 @@
-"""CUDA graphs of one executor: one for each profile and cache window, recorded once and replayed.
-
-A graph keeps the addresses it was recorded with. All of them belong to the executor that owns this pool.
-"""
+"""CUDA graphs of one executor: one for each profile and cache window, over the executor's addresses."""
 
 import logging
 from collections.abc import Callable
@@ -48,10 +45,7 @@ class GraphPool:
         return True
 
     def record(self, key: GraphKey, enqueue: Callable[[], None], *, capturable: bool = True) -> None:
-        """Record the step that ``enqueue`` puts on the stream. It must have run before: a first run sets an engine up.
-
-        A failure, or a step that is not ``capturable``, ends all recording; the step still runs eagerly.
-        """
+        """Record the step that ``enqueue`` puts on the stream, after a first run; a failure ends all recording."""
         if not self.enabled or key in self._graphs:
             return
         try:

@@ -1,7 +1,4 @@
-"""Putting a TensorRT executor together: what it needs is planned, checked against free memory, then allocated.
-
-Whatever fails on the way, what was allocated before is given back.
-"""
+"""Putting a TensorRT executor together: planned, checked against free memory, then allocated, or all given back."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -51,10 +48,7 @@ class DeviceAddresses(NamedTuple):
 
 
 class ContextPool:
-    """Contexts by profile, made when first used, and bound anew only where a step differs from the one before.
-
-    All share one activation memory: only one of them runs at a time.
-    """
+    """Contexts by profile, made when first used and bound anew where steps differ; one activation memory for all."""
 
     def __init__(self, engine: Engine, driver: GpuDriver, kv: KvMemory, at: DeviceAddresses) -> None:
         self._engine, self._driver, self._kv, self._at = engine, driver, kv, at
@@ -145,10 +139,7 @@ class EngineSizes(NamedTuple):
 
 
 def size_engine(entry: ModelEntry, what: str, num_rows: int) -> EngineSizes:
-    """Sizes of an executor of ``num_rows`` cache rows of a TensorRT engine; messages call it ``what``.
-
-    IncompatibleError if it was built for fewer rows, or its entry lacks something or names an unknown input.
-    """
+    """Sizes of an executor of ``num_rows`` cache rows; IncompatibleError if the engine was built for fewer."""
     limits = entry.engine.limits
     if limits is None or not limits.profiles or entry.dtype not in ITEM_BYTES:
         raise IncompatibleError(f"{what}: the manifest does not describe a TensorRT engine.", "build it again.")
@@ -202,10 +193,9 @@ def load_parts(
     use_graphs: bool,
     load: EngineLoader = load_engine,
 ) -> TrtParts:
-    """Load an engine and allocate everything around it. Takes over ``driver``, also when it fails.
+    """Load an engine and allocate everything around it; takes over ``driver``.
 
-    IncompatibleError if the plan or an allocation does not fit the GPU, or the engine its manifest or ``num_rows``,
-    BundleError if the engine file cannot be read.
+    IncompatibleError if it does not fit the GPU or its manifest, BundleError if the engine file cannot be read.
     """
     with ExitStack() as stack:
         stack.callback(driver.close)

@@ -1,10 +1,7 @@
 """Memory of one TensorRT executor: the KV arena, step inputs and outputs, and the plan that comes before any of it.
 
-Everything belongs to one executor and stays where it is, because CUDA graphs keep addresses: what the draft's executor
-allocates or records can never touch the target's.
-
-Features of a target are computed in every step, and copied to pinned memory where they are wanted. A head's are always:
-its next step reads them.
+Everything belongs to one executor and stays where it is, because CUDA graphs keep addresses. Features of a target are
+copied to pinned memory where they are wanted, a head's always.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -86,10 +83,7 @@ class CacheTensor(NamedTuple):
 def lay_out_caches(
     layers: Sequence[LayerGeometry], num_rows: int, kv_capacity: int, item_bytes: int
 ) -> tuple[tuple[CacheTensor, ...], int]:
-    """The caches of an arena, [num_rows, H, L, D] each, and its bytes.
-
-    IncompatibleError if a row's address would not be aligned as TensorRT wants it.
-    """
+    """The caches of an arena, [num_rows, H, L, D] each, and its bytes; IncompatibleError if a row is not aligned."""
     caches, offset = [], 0
     for i, layer in enumerate(layers):
         for name, out, dim in ((K_CACHE, K_CACHE_OUT, layer.k_dim), (V_CACHE, V_CACHE_OUT, layer.v_dim)):

@@ -9,10 +9,9 @@ from specexport_runtime.executors.trt import TrtExecutor
 
 
 def open_trt_executor(request: EngineRequest) -> TrtExecutor:
-    """Load the engine for the GPU of this machine, and record its decode and verify steps unless that is switched off.
+    """Load the engine for this machine's GPU, and record its decode and verify steps unless that is off.
 
-    IncompatibleError if there is no GPU, no engine for it, or it does not fit (names both sides);
-    MissingDependencyError without TensorRT or cuda-python; BundleError if the engine file cannot be read.
+    IncompatibleError without a GPU or an engine for it; BundleError if the engine file cannot be read.
     """
     entry, folder = request.entry, request.folder
     use_graphs = request.cuda_graphs is None or request.cuda_graphs
@@ -45,10 +44,7 @@ def record_fixed(executor: TrtExecutor) -> TrtExecutor:
 
 
 def choose_engine(entry: ModelEntry, what: str, gpu: GpuInfo) -> EngineFile:
-    """The engine file for a GPU: one built for its architecture, which no other runs, else a portable one.
-
-    IncompatibleError if there is none; it names the GPU's architecture and those of the engines of ``what``.
-    """
+    """The engine file for a GPU: one for its architecture, else a portable one; IncompatibleError if there is none."""
     for sm in (gpu.sm, "any"):
         for file in entry.engine.files:
             if file.sm == sm:

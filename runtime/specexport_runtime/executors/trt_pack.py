@@ -62,10 +62,7 @@ class Plan(NamedTuple):
 
 
 def place_step(shape: StepShape, profile: Profile, num_rows: int, *, packed: bool) -> Window:
-    """Where a step lies in a profile that it fits; ``packed`` or dense (see the module) if the profile is fixed.
-
-    A fixed profile has at most ``num_rows`` (cache) rows; a window that would pass their end is moved down.
-    """
+    """Where a step lies in a profile that it fits; ``packed`` or dense (see the module) if the profile is fixed."""
     if not profile.is_fixed:
         return Window("ranged", shape._replace(fold=profile.fold), 0)
     first = min(shape.first_row, num_rows - profile.num_seqs)
@@ -78,8 +75,7 @@ def plan_step(
 ) -> Plan:
     """Everything that follows from the new tokens of each row, and from the tokens that need logits, [R] of T.
 
-    ``names`` are the inputs that the engine takes. With ``sees_ahead``, tokens see later ones of their row, and must
-    see no dummies behind them.
+    ``names`` are the engine's inputs. With ``sees_ahead``, no token may see dummies behind its row.
     """
     fill, shape, offset = window
     real = np.zeros(shape.num_seqs, np.int64)
@@ -103,10 +99,7 @@ def plan_step(
 
 
 def index_inputs(counts: Int64Array, shape: StepShape) -> dict[str, npt.NDArray[Any]]:
-    """Inputs by name that depend only on ``counts``, the new tokens of each row [B].
-
-    They are at most T in all; the tokens that are left belong to no row.
-    """
+    """Inputs by name that depend only on ``counts``, the new tokens of each row [B], T or fewer in all."""
     left_width, width, last = shape.max_new_tokens, shape.tile_width, shape.num_tokens - 1
     cu = np.concatenate([[0], np.cumsum(counts)])
     starts = np.minimum(cu[:-1], last)[:, None]
@@ -136,11 +129,7 @@ def fill_step(
     ends: npt.NDArray[np.int32],
     last_position: int,
 ) -> None:
-    """Write what changes from step to step into the engine's host arrays.
-
-    The arrays already hold ``plan.constants``. ``ends`` [B', 1] says where the entries that a window row may hold end,
-    and is updated for rows of the step. Dummies stay within ``last_position``, the largest that the model knows.
-    """
+    """Write what changes from step to step beside ``plan.constants``; ``ends`` [B', 1] are updated."""
     fill, shape, _ = plan.window
     arrays["input_ids"][plan.tokens] = buffers.input_ids
     if "token_features" in arrays and buffers.token_features is not None:

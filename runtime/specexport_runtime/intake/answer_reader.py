@@ -167,10 +167,7 @@ def _read_answer(feed: Feed, syntax: AnswerSyntax) -> Iterator[Event | None]:
 def _read_until(
     feed: Feed, ends: Sequence[str], kind: type[Content] | type[Reasoning]
 ) -> Generator[Event | None, None, int | None]:
-    """Text up to one of ``ends``, without the white space before it.
-
-    Returns where that white space begins; None if the text ended before.
-    """
+    """Text up to one of ``ends``, without the white space before it; returns where that begins, None without one."""
     beginnings = StopStrings(tuple(ends), include=False)
     while True:
         found = [(at, len(end)) for end in ends if (at := feed.text.find(end, feed.at)) >= 0]

@@ -45,10 +45,7 @@ class RequestBuilder:
     adapters: tuple[str, ...] = ()  # LoRA adapters that requests may choose, in the order of their numbers, from 1
 
     def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt; ``InvalidRequestError`` if it is empty, no text, too long, or has ids out of range.
-
-        ``add_special_tokens`` puts what the tokenizer adds (a beginning-of-sequence token, say) around a text.
-        """
+        """Token ids of a prompt; ``InvalidRequestError`` if it is empty, no text, too long, or has ids out of range."""
         if not len(prompt):
             ids = []
         elif isinstance(prompt, str):

@@ -30,10 +30,9 @@ def render_chat(
     tools: Sequence[Mapping[str, Any]] | None = None,  # functions that may be called, as OpenAI writes them
     template_arguments: Mapping[str, Any] | None = None,  # more variables, ``{"enable_thinking": False}`` say
 ) -> str:
-    """Render messages with a chat template, in the form in which they are given.
+    """Render messages with a chat template, as they are given; the prompt has its beginning-of-sequence token.
 
-    The prompt usually holds the beginning-of-sequence token already: tokenize without adding one. Messages that are
-    malformed or refused, a wrong template and variables that it does not read are an ``InvalidRequestError``.
+    InvalidRequestError for messages that are malformed or refused, or a wrong template or variable.
     """
     from jinja2 import TemplateError, TemplateSyntaxError
 

@@ -116,10 +116,7 @@ class ChatDialect:
         tools: Sequence[Mapping[str, Any]] = (),
         template_arguments: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt of a conversation; ``UnwrittenError`` if the template leaves a message out.
-
-        ``messages`` and ``tools`` are as OpenAI writes them, but arguments of ``tool_calls`` are objects.
-        """
+        """The prompt of a conversation in OpenAI's form; ``UnwrittenError`` if the template leaves a message out."""
         if tools:
             self.check_tools()
         if not self.takes_tools and isinstance(self.tool_format, GenericJson):
@@ -148,10 +145,7 @@ class ChatDialect:
         choice: ToolChoice | None = None,  # whether functions are called; None leaves it to the model
         answer: StructuredOutputs | None = None,  # the form of an answer that calls none
     ) -> StructuredOutputs | None:
-        """The form that an answer to a prompt of :meth:`render` has, behind what the model thinks; None for any.
-
-        ``InvalidRequestError`` if the thinking has no tokens for its marks, or ``answer`` cannot stand beside calls.
-        """
+        """The form of an answer to a prompt of :meth:`render`, behind thinking; None for any."""
         choice = choice or ToolChoice()
         if not functions or choice.mode == "none":
             return None if answer is None else self._behind_thinking(answer, prompt)
@@ -195,10 +189,7 @@ class ChatDialect:
     def read(
         self, text: str, prompt: str, tools: Sequence[Mapping[str, Any]] = (), *, is_cut: bool = False
     ) -> AnswerParts:
-        """What an answer consists of: text (special tokens of :meth:`shown_tokens` must be in it), thinking, calls.
-
-        ``prompt`` is what :meth:`render` gave; ``is_cut``: the answer ended by its length.
-        """
+        """Text, thinking and calls of an answer to ``prompt``; ``is_cut``: it ended by its length."""
         return read_parts(self.syntax(prompt, read_functions(tools)), text, is_cut=is_cut)
 
     def _place(self, prompt: str) -> str:

@@ -62,10 +62,7 @@ class _Form(NamedTuple):
 
 
 def write_whole(messages: Sequence[Message], write: Write) -> str:
-    """The text of a conversation, in the first form in which nothing of it is left out; ``UnwrittenError`` if none is.
-
-    ``write`` renders checked messages, with or without the header of an answer.
-    """
+    """The text of a conversation, in the first form in which nothing of it is left out; else ``UnwrittenError``."""
     words = _Words()
     shape = [words.shape(i, message) for i, message in enumerate(messages)]
     best: list[int] | None = None

@@ -10,10 +10,7 @@ from specexport_runtime.sampling.block import RULES
 
 
 def check_text(text: str, what: str) -> None:
-    """Refuse a text with halves of surrogate pairs: no tokenizer takes them.
-
-    That is what Python makes of a byte of an argument that is not UTF-8, and JSON of an escape for one half.
-    """
+    """Refuse a text with halves of surrogate pairs, as of bytes that are not UTF-8: no tokenizer takes them."""
     if text.isascii():
         return
     try:
@@ -91,10 +88,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "
 
 
 def parse_bytes(value: int | str, name: str) -> int:
-    """A number of bytes, or a text with a unit: ``"2GiB"``, ``"1.5 GB"``, ``"500M"``; ``Ki`` is 1,024 and ``K`` 1,000.
-
-    ``InvalidRequestError`` if it is neither, or not positive; ``name`` is what the caller calls it.
-    """
+    """A number of bytes, or a text with a unit: ``"2GiB"``, ``"1.5 GB"``; InvalidRequestError otherwise."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", str(value).strip(), re.IGNORECASE)
     unit = None if found is None else _UNITS.get(found[2].lower())
     size = 0 if isinstance(value, bool) or found is None or unit is None else int(float(found[1]) * unit)

@@ -25,10 +25,7 @@ Lookahead = int | Literal["auto"]
 
 
 class RequestOptions(TypedDict, total=False):
-    """How to draft for one request, and for whom: keyword arguments of ``SpecEngine.submit``, ``generate`` and others.
-
-    It is a ``TypedDict`` because type checkers take nothing else for keywords of methods that have more of their own.
-    """
+    """How to draft for one request, and for whom: keyword arguments of ``SpecEngine.submit`` and others."""
 
     # ``"draft-model"``, ``"head"``, ``"lookup"``, ``"suffix"``, ``"self"`` (some of the target's own layers),
     # ``"chained"`` (lookup, and where it finds nothing the draft model, the draft head, or the target's own layers),
@@ -112,10 +109,7 @@ def check_names(options: Mapping[str, Any]) -> None:
 
 
 def resolve_lookahead(requested: Lookahead | None, *, built: int, default: int) -> int:
-    """The lookahead K of a drafter; ``InvalidRequestError`` if the engine was not ``built`` for that many.
-
-    ``requested`` None takes ``default``, or less if less was built.
-    """
+    """The lookahead K of a drafter, ``default`` if None was asked; InvalidRequestError above ``built``."""
     if requested is None:
         return min(default, built)
     if isinstance(requested, bool) or not isinstance(requested, int):
@@ -134,9 +128,8 @@ def resolve_draft_plan(
 ) -> DraftPlan:
     """The ways to draft for one request; ``InvalidRequestError`` if its options contradict each other or the abilities.
 
-    ``is_repeatable``: the request has a seed to sample by, so that the same request gives the same text. What ``auto``
-    drafts depends on other requests, and with it the sampled text of a seed (not its distribution): such a request has
-    to ask for it.
+    What ``auto`` drafts depends on other requests, and with it the sampled text of a seed: a request that
+    ``is_repeatable`` has to ask for it.
     """
     check_names(options)
     drafter, requested = options.get("drafter"), options.get("num_speculative_tokens")
@@ -153,7 +146,7 @@ def resolve_draft_plan(
     if drafter is None:
         pinned = is_repeatable or isinstance(requested, int)
         drafter = defaults.drafter or (abilities.fixed if pinned else abilities.default)
-        if drafter is None and requested is not None:  # who asks for draft tokens is told why there are none
+        if drafter is None and requested is not None:  # a request for draft tokens learns why there are none
             drafter = next(iter(abilities.drafters))
         requested = defaults.lookahead if requested is None else requested
     if drafter == "none" and options.get("num_speculative_tokens") is not None:
@@ -208,7 +201,7 @@ def _check_weighed(names: Sequence[str], abilities: Abilities) -> None:
     for name in names:
         if name not in abilities.weighed:
             raise InvalidRequestError(
-                f"num_speculative_tokens is 'auto', and nobody knows what a step of drafter {name!r} costs.",
+                f"num_speculative_tokens is 'auto', and what a step of drafter {name!r} costs is not known.",
                 "give a number, or give the drafter a method `cost`.",
             )
 
@@ -219,4 +212,4 @@ class RequestSpec(NamedTuple):
     prompt: Prompt
     params: SamplingParams = SamplingParams()
     reference: Prompt | None = None  # what lookup may copy from
-    options: RequestOptions = {}  # noqa: RUF012 nobody changes it
+    options: RequestOptions = {}  # noqa: RUF012 never changed

@@ -1,7 +1,4 @@
-"""Functions that a model may call, as OpenAI's ``tools`` describe them.
-
-From them comes the grammar of an answer that calls them, in the format of the model.
-"""
+"""Functions that a model may call, as OpenAI's ``tools`` describe them, and the grammar of an answer with calls."""
 
 import json
 import re

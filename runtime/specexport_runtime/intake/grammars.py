@@ -1,7 +1,4 @@
-"""From the form that a text must have to the grammar of a sequence, by llguidance (extra ``structured``).
-
-Of a form it is also read what it says to the letter: texts that it asks for, and tokens that it names.
-"""
+"""From the form that a text must have to the grammar of a sequence, by llguidance (extra ``structured``)."""
 
 import json
 import re
@@ -129,11 +126,7 @@ class GrammarCompiler:
         return self._plain.is_complete
 
     def compile(self, form: StructuredOutputs, *, follows_text: bool = True) -> Grammar:
-        """The grammar of a text that has yet to begin; ``InvalidRequestError`` if the form is unknown or too large.
-
-        ``follows_text``: the prompt shows some text; otherwise decoders may show a first token in another way. Without
-        llguidance it is a ``MissingDependencyError``.
-        """
+        """The grammar of a text that has yet to begin; ``InvalidRequestError`` if the form is unknown or too large."""
         if not self._eos:
             raise InvalidRequestError(
                 "structured_outputs: this model has no end-of-sequence token, so that no text would end.",

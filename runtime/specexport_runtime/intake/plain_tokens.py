@@ -13,15 +13,11 @@ if TYPE_CHECKING:
 
 
 _BYTES_OF_TEXTS = [*range(0xC0), *range(0xC2, 0xF5)]
-"""Those that UTF-8 has."""
+"""Bytes that UTF-8 has."""
 
 
 class PlainTokens:
-    """What ``llguidance.TokenizerWrapper`` wraps.
-
-    ``eos_token_ids`` has at least one. ``InvalidRequestError`` if what a token adds to a text depends on its
-    neighbours.
-    """
+    """What ``llguidance.TokenizerWrapper`` wraps; InvalidRequestError if a token's text depends on its neighbours."""
 
     bos_token_id = None
 

@@ -17,7 +17,7 @@ from specexport_runtime.intake.drafting import (
 )
 
 METHODS = {**{name: kind.method for name, kind in KINDS.items()}, "chained": "chained", "auto": "auto", "none": "none"}
-"""vLLM's name of each way to draft, and ours for those that vLLM has not."""
+"""vLLM's name of each way to draft, and ours where vLLM has none."""
 _DRAFTERS = {method: name for name, method in METHODS.items()} | {
     method: name for name, kind in KINDS.items() for method in kind.other_methods
 }
@@ -27,10 +27,9 @@ _KEYS = ("method", "num_speculative_tokens", *sorted(key for kind in KINDS.value
 def parse_speculative_config(config: Mapping[str, Any], *, sources: Mapping[str, str], built: int) -> DraftDefaults:
     """How an engine drafts, from vLLM's speculative-config keys, all optional.
 
-    ``method`` may also be ``"self"``, ``"chained"`` or ``"none"`` (see ``drafting.DRAFTERS``); any of vLLM's names for
-    draft heads means the bundle's own. ``model`` must be the bundle's draft or head, as ``sources`` names them by
-    drafter; ``num_speculative_tokens`` may be ``"auto"``, and is at most ``built``. Unknown keys and values that the
-    bundle cannot honour are an ``InvalidRequestError``; whether the target can draft with its own layers is seen later.
+    ``method`` may also be ``"self"``, ``"chained"`` or ``"none"``; any of vLLM's names for draft heads means the
+    bundle's own. ``model`` must be the bundle's, ``num_speculative_tokens`` at most ``built`` or ``"auto"``.
+    InvalidRequestError for what the bundle cannot honour.
     """
     _check_keys(config)
     given = config.get("num_speculative_tokens")

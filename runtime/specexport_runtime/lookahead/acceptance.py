@@ -23,7 +23,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 GUESS, MODEL_GUESS = 0.4, 0.3
-"""Failure rates before anything was tested: of any draft, and of a draft model that somebody chose for its target."""
+"""Failure rates before anything was tested: of any draft, and of a draft model that was chosen for its target."""
 _SHARED_STRENGTH, _STRENGTH = 2.0, 6.0  # tests that what is expected beforehand weighs as much as
 _SHARED_MEMORY, _MEMORY = 0.99, 0.95  # weight that is left of a test when its slot is tested again
 _LOWEST, _HIGHEST = 0.005, 0.98

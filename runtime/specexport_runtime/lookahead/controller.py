@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 _WATCHED, _WATCH_EVERY = 64, 4
 """So many rounds are compared with what was promised, later every fourth: it takes a tenth of a millisecond."""
 _HARDLY, _MUCH = 0.1, 0.5
-"""What a draft reads first belongs to its steps up to this share of them, and is told apart from that one on."""
+"""What a draft reads first belongs to its steps up to this share of them; a larger share is counted apart."""
 _QUIET, _REFUSED = 64, 4
-"""Rounds for which nobody is asked again where nobody drafts, at most; and where the budget refused a probe."""
+"""Most rounds without asking drafters again, where none drafted or the budget refused a probe."""
 _BUCKET = 64  # cache entries a row that count as the same circumstances
 _BYPASS = Allowed(0, "bypass", 1.0)
 _NO_STAGES: dict[str, StageMemory] = {}
@@ -97,7 +97,7 @@ class Controller:
         if not waiting or (not fixed and self._is_quiet(drafter, [requests[i] for i in waiting])):
             return allowed
         if known.cost is None:
-            raise SpecexportError(f"nobody knows what a step of drafter {drafter!r} costs.")
+            raise SpecexportError(f"what a step of drafter {drafter!r} costs is not known.")
         rows = [sum([length > depth for length in fixed]) for depth in self._positions]
         asks = [self._ask(i, drafter, requests[i], limits[i]) for i in waiting]
         stage = Stage(now, drafter, known, requests, asks, rows)
@@ -119,10 +119,7 @@ class Controller:
     def cut(
         self, drafter: str, requests: "Sequence[Request]", proposals: Sequence[Proposal], limits: Sequence[int]
     ) -> list[Allowed]:
-        """How much of each draft is worth testing, where drafting itself costs nothing; called after it.
-
-        Arguments as those of :meth:`allow`, and the drafts, of up to ``limits[i]`` tokens.
-        """
+        """How much of each draft, of up to ``limits[i]`` tokens, is worth testing, where drafting costs nothing."""
         now, asks = self._round, []
         allowed = [
             Allowed(limit, "goodput" if req.adaptive else "fixed") for req, limit in zip(requests, limits, strict=True)
@@ -146,11 +143,7 @@ class Controller:
         return allowed
 
     def promises(self, request: "Request", asked: Sequence[Asked]) -> tuple[Promise, ...]:
-        """What plain decoding and each stage of a plan that was considered promise now, for those who look on.
-
-        Nothing is decided by it, and nothing remembered. A stage of which nothing is known, or that found nothing to
-        copy, is left out.
-        """
+        """What plain decoding and each stage of a plan that was considered promise now; nothing is decided by it."""
         allowed = {each.drafter: each.lookahead for each in asked}
         found = [Promise("", 0, 1.0, self._round.plain_rate())]
         for name, own in request.draft_plan:
@@ -274,7 +267,7 @@ class Controller:
         return False
 
     def _note_quiet(self, drafter: str, asks: Sequence[Ask]) -> None:
-        """That nobody drafts is remembered."""
+        """Remember that no drafter drafts."""
         if self._round.is_shorter or any(ask.count or not ask.req.num_generated for ask in asks):
             self._quiet.pop(drafter, None)
             return
@@ -283,7 +276,7 @@ class Controller:
         self._quiet[drafter] = self._circumstances(drafter), until, WeakSet(ask.req for ask in asks)
 
     def _is_quiet(self, drafter: str, waiting: "Sequence[Request]") -> bool:
-        """Whether it was decided in the same circumstances that nobody drafts: most rounds of a useless drafter."""
+        """Whether it was decided in the same circumstances that no drafter drafts: most rounds of a useless one."""
         circumstances, until, members = self._quiet.get(drafter, ((), 0, ()))
         if self._round.number >= until or circumstances != self._circumstances(drafter):
             return False

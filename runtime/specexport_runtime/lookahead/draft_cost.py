@@ -29,14 +29,14 @@ class DraftCost:
 
 
 class WeighedDrafter(NamedTuple):
-    """A drafter, as far as its drafts are weighed; ``cost`` is None if it is free, or if nobody knows."""
+    """A drafter, as far as its drafts are weighed; ``cost`` is None if it is free, or not known."""
 
     traits: DrafterTraits
     cost: DraftCost | None = None
 
 
 class EngineCost(DraftCost):
-    """The cost of a drafter with an engine of its own; one that ``shares_cache`` with the target never catches up."""
+    """The cost of a drafter with a separate engine; one that ``shares_cache`` with the target never catches up."""
 
     def __init__(self, curve: StepCost, *, shares_cache: bool = False) -> None:
         self._curve, self._shares_cache = curve, shares_cache

@@ -34,8 +34,7 @@ class DrafterMemory:
 class ProbeBudget:
     """Seconds that may be spent on drafts that are not expected to pay: 1 % of the time that plain decoding takes.
 
-    One budget a drafter, whoever shares the batch: sixteen requests that each try now and then must not add up to a
-    draft step in every round. It starts with little, and cannot be saved up for ever.
+    One budget a drafter, or many requests that each try now and then would add up to a draft step a round.
     """
 
     def __init__(self) -> None:
@@ -91,7 +90,7 @@ class StageMemory:
         self.drafter, self.timer = drafter, ProbeTimer(now)
         self.acceptance, self.sure = RequestAcceptance(drafter.shared), Sureness(drafter.sure)
         self.slots: Sequence[int] = ()  # of the tokens that it may draft, or has drafted, in this round
-        self.read = 0  # tokens of the request that a drafter with a cache of its own has read
+        self.read = 0  # tokens of the request that a drafter with a separate cache has read
         # A copy's first token that was not tested, and its place: whether it would have passed is seen without a test.
         self.shadow: tuple[int, int] | None = None
         self.copied: tuple[int, Sequence[float]] = (-1, ())  # the last copy's round and chances, for a trace

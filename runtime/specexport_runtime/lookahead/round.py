@@ -19,7 +19,7 @@ _HORIZON = 64  # rounds over which the cost of reading a prompt is spread, at mo
 def step_load(
     drafting: "Sequence[Request]", prompts: "Sequence[Request]", prompt_tokens: int, num_soon: int = 0
 ) -> StepLoad:
-    """What a step holds before anything is drafted; of ``prompts``, those that end in it are in ``drafting`` too."""
+    """What a step holds before anything is drafted; of ``prompts``, the ones that end in it are in ``drafting`` too."""
     busy = [*drafting, *(req for req in prompts if req not in drafting)] if prompts else drafting
     entries = sum([len(req.tokens) for req in busy])
     return StepLoad(len(busy), len(busy) - len(prompts) + prompt_tokens, len(drafting), entries, num_soon)
@@ -35,7 +35,7 @@ class Round:
     learned: LearnedCosts  # by what that is mended
     drafted: int = 0  # draft tokens that were allowed so far
     expected: float = 0.0  # tokens that the round is expected to give so far
-    is_shorter: bool = False  # drafts were made shorter to learn: that nobody drafts is no reason to stay so
+    is_shorter: bool = False  # drafts were made shorter to learn: a round without drafts is no reason to stay so
     catching_up: dict[str, float] = field(default_factory=dict)  # promised seconds of what a drafter reads first
     draft_seconds: dict[str, tuple[float, float]] = field(default_factory=dict)  # promised and real ones of its steps
     readings: dict[str, tuple[float, float, float]] = field(default_factory=dict)  # promised, steps, and all of it
@@ -130,10 +130,7 @@ class Stage:
     def rates(
         self, ask: Ask, load: StepLoad | None = None, gains: Sequence[float] | None = None
     ) -> Iterator[tuple[float, float]]:
-        """Tokens, and tokens a second, that drafts of one token, of two and so on promise, in this step or another.
-
-        As if all rows of the step did the same: the share of each is then what it costs.
-        """
+        """Tokens, and tokens a second, that drafts of one token, of two and so on promise, if all rows do the same."""
         step, gains = load or self.round.load, ask.gains if gains is None else gains
         rows = step.num_rows
         each = self.draft_step(rows, load)[rows]

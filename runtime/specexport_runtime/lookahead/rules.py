@@ -8,10 +8,10 @@ from specexport_runtime.lookahead.round import Stage
 _MARGIN = 0.02
 """Drafting must promise so much more than plain decoding: costs are known no better than that."""
 _WORTH_READING = 0.1
-"""The same before a drafter reads what it may read in vain: while a batch fills, or while nobody knows it."""
+"""The same before a drafter reads what it may read in vain: while a batch fills, or while it has no record."""
 _SCOUTS, _SCOUT_LOOKAHEAD, _HOPED = 2, 2, 0.9
-"""While nobody knows whether a drafter pays, so many requests find out, with drafts of at least so many tokens: if it
-would pay with so good an acceptance. Those that have least to read for it."""
+"""So many requests find out whether a new drafter pays, with drafts of at least so many tokens, if it
+would pay with so good an acceptance. The requests that have least to read for it come first."""
 
 Rule = Callable[[Stage], None]
 
@@ -33,7 +33,7 @@ def nothing_is_read_in_vain(stage: Stage) -> None:
 
 
 def few_find_out(stage: Stage) -> None:
-    """A drafter that nobody knows is tried by a few requests first: those that have least to read for it."""
+    """A drafter without a record is tried first by the few requests that have least to read for it."""
     asks = stage.candidates
     if len(asks) > _SCOUTS and all(is_unknown(stage, ask.memory.drafter.is_unknown) for ask in asks):
         for ask in sorted(asks, key=lambda ask: len(ask.req.tokens) - ask.memory.read)[_SCOUTS:]:
@@ -77,7 +77,7 @@ def the_unknown_is_tried(stage: Stage) -> None:
 
 
 def shorter_tells_more(stage: Stage) -> None:
-    """Where all steps have as many draft tokens, nobody can tell what one adds: now and then there are fewer."""
+    """Where all steps have as many draft tokens, what one adds cannot be told: now and then there are fewer."""
     now = stage.round
     if now.learned.wants_shorter(now.load.num_rows):
         now.is_shorter = True
@@ -135,15 +135,12 @@ def allocate(
 ) -> tuple[list[int], float]:
     """Maximize (expected + sum of gains) / (target's step + draft steps) over the number of tokens of each request.
 
-    Tokens are taken in the order of their gain, and every number of them is tried. That order alone would leave out
-    what it costs to go one depth deeper, one more draft step whoever takes part: so every largest depth is tried, the
-    next as long as one of the last two was better. What is dear to begin with must not stand in the way of the others:
-    they are tried with it and without.
+    Tokens are taken in the order of their gain, for every largest depth while one of the last two was better: a depth
+    more is a draft step more. What is dear to begin with is tried with and without.
 
-    ``gains`` are the chances that a draft is accepted up to its first, second, … token, falling, and as many as it may
-    have; ``entries`` what the first token of each costs besides. Without drafts the step gives ``expected``; drafting
-    must promise more by the share ``margin``, since times are known no better. Draft tokens of each come back, and the
-    tokens per second.
+    ``gains`` are falling chances that a draft is accepted up to each token; ``entries`` what a first token costs
+    besides. Drafting must promise more than ``expected`` by the share ``margin``. Draft tokens and tokens per second
+    come back.
     """
     base = 0.0 if times.draft is None else sum([times.draft[rows] for rows in times.rows])
     best, counts = (1.0 + margin) * expected / (times.target[0] + base), [0] * len(gains)

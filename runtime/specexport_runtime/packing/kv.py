@@ -63,10 +63,7 @@ class KvArena:
         return self._kv_lens[row]
 
     def write(self, first_row: int, counts: Sequence[int]) -> None:
-        """A step is about to write ``counts[i]`` entries after the committed ones of row ``first_row + i``.
-
-        SpecexportError if a row cannot hold them; no row is changed then.
-        """
+        """A step is about to write ``counts[i]`` entries to row ``first_row + i``; SpecexportError if one is full."""
         ends = [kv_len + count for kv_len, count in zip(self._kv_lens[first_row:], counts, strict=False)]
         if max(ends) > self.capacity:
             row = first_row + ends.index(max(ends))
@@ -90,10 +87,7 @@ class KvArena:
         self._touched[row] = min(self._touched[row], kept)
 
     def commit(self, row: int, kv_len: int) -> None:
-        """Make ``kv_len`` the committed length of ``row``; what lies beyond is forgotten.
-
-        SpecexportError if entries would be committed that were never written.
-        """
+        """Make ``kv_len`` the committed length of ``row``; SpecexportError beyond what was written."""
         if not 0 <= kv_len <= self._written[row]:
             raise SpecexportError(f"KV row {row}: cannot commit {kv_len} entries, {self._written[row]} were written.")
         self._kv_lens[row] = self._written[row] = kv_len
@@ -113,10 +107,7 @@ class KvArena:
         self._kv_lens[row] = self._written[row] = kv_len
 
     def assume(self, row: int, kv_len: int, pending: int = 0) -> None:  # noqa: ARG002
-        """For measuring: say that ``row`` has ``kv_len`` entries, whatever they hold; it must have room for them.
-
-        ``pending`` counts the last of them that are not in its state yet (``StateArena``).
-        """
+        """For measuring: say that ``row`` has ``kv_len`` entries, the last ``pending`` not in its state."""
         missing = kv_len - self.kv_len(row)
         if missing > 0:
             self.write(row, [missing])
@@ -256,8 +247,8 @@ class StateArena(KvArena):
     def step(self, first_row: int, given: Sequence[tuple[int, int | None]]) -> Int64Array:
         """What the next step does with the states of its rows, ``abi.STATE_STEPS`` [B, 4].
 
-        ``given`` has the new tokens of each row, and how many of the last tokens that it then has are drafts; None lets
-        nothing enter its state. SpecexportError if a row would go back behind its state, or keep too many drafts.
+        ``given`` has each row's new tokens, and how many of its last tokens are drafts; None lets nothing enter.
+        SpecexportError if a row would go back behind its state, or keep too many drafts.
         """
         steps = np.zeros((len(given), 4), np.int64)
         for row, (count, drafts) in enumerate(given, start=first_row):
@@ -288,10 +279,7 @@ class StateArena(KvArena):
         super().move(source, destination)
 
     def restore(self, row: int, kv_len: int, state_len: int = 0) -> None:
-        """See ``KvArena.restore``; the state that was put there has ``state_len`` of the tokens.
-
-        SpecexportError also if it has more than are committed, or leaves more than can wait.
-        """
+        """See ``KvArena.restore``; SpecexportError also if a state of ``state_len`` tokens does not fit."""
         state_len = state_len if kv_len else 0
         if not kv_len - self.num_pending <= state_len <= kv_len:
             raise SpecexportError(f"KV row {row}: a state of {state_len} tokens does not fit {kv_len} entries.")

@@ -9,9 +9,8 @@ from typing import Any
 def prompt_key(body: bytes, chars: int) -> str:
     """A short key of a request's beginning; empty where there is none (no prompt, or not JSON).
 
-    Of a conversation, all up to the first message of the user: later turns have the same key. Of a plain prompt, its
-    first ``chars`` characters (of token ids: as many of their text), the first prompt's if there are several. ``body``
-    is that of ``/v1/completions``, ``/v1/chat/completions`` or ``/v1/responses``.
+    Of a conversation, all up to the user's first message: later turns have the same key. Of a prompt, ``chars``
+    characters.
     """
     try:
         data = json.loads(body)
@@ -57,18 +56,11 @@ def _beginning(prompt: Any, chars: int) -> str:
 
 
 def by_preference(key: str, replicas: Sequence[str]) -> list[str]:
-    """Replicas in the order in which ``key`` prefers them: rendezvous hashing.
-
-    Each replica's rank depends on the key and its own name alone, so when one goes, only its own keys move, spread over
-    the others; when it comes back under its name, they return.
-    """
+    """Replicas in the order in which ``key`` prefers them: rendezvous hashing, by which only a gone one's keys move."""
     return sorted(replicas, key=lambda name: hashlib.blake2b(f"{key}\0{name}".encode(), digest_size=8).digest())
 
 
 def is_overloaded(preferred: int | None, others: Sequence[int | None], margin: int) -> bool:
-    """Whether a replica's queue is longer than the shortest of the others by more than ``margin`` requests.
-
-    None is an unknown queue: the preferred replica's counts as short, those of others do not count.
-    """
+    """Whether a replica's queue is longer than the others' shortest by more than ``margin``; None: unknown."""
     known = [length for length in others if length is not None]
     return preferred is not None and bool(known) and preferred > min(known) + margin

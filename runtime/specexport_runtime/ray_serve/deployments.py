@@ -73,10 +73,7 @@ def ingress_options(settings: RaySettings) -> dict[str, Any]:
 
 
 def _without_keys(settings: RaySettings) -> RaySettings:
-    """What Ray keeps in its state must not hold a key.
-
-    Replicas take keys from their environment and the address from Ray's proxies, and then check one against the other.
-    """
+    """What Ray keeps in its state must not hold a key: replicas take keys from their environment."""
     return replace(settings, server=replace(settings.server, api_keys=(), host="127.0.0.1"))
 
 

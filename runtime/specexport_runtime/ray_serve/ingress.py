@@ -15,10 +15,7 @@ _PICKLED = (
 
 
 class PrefixIngress:
-    """Reads a request's body, and passes the request on to a replica by the beginning of its prompt.
-
-    ``needs_key`` refuses to start without an API key in this process's environment.
-    """
+    """Passes a request on to a replica by the beginning of its prompt; ``needs_key``: not without an API key."""
 
     def __init__(self, settings: RaySettings, replicas: Any, *, needs_key: bool) -> None:
         self._settings = settings
@@ -26,7 +23,7 @@ class PrefixIngress:
         self.config = config_here(settings, needs_key=needs_key)
 
     def make_app(self) -> AsgiApp:
-        """An application with the guards of a replica's, and no routes of its own."""
+        """An application with the guards of a replica's, and no routes."""
         from specexport_runtime.server.guard import Guard
         from specexport_runtime.server.state import ServerState
 

@@ -1,7 +1,4 @@
-"""One replica: a bundle loaded in a Ray actor, behind the same application that ``specexport serve`` runs.
-
-Its Prometheus metrics are Ray metrics too, which every node of a cluster exports for all its replicas.
-"""
+"""One replica: a bundle loaded in a Ray actor, behind the application of ``specexport serve``, with Ray metrics."""
 
 import asyncio
 import logging
@@ -37,10 +34,7 @@ class StuckError(SpecexportError):
 
 
 class Replica:
-    """Loads the bundle of ``settings`` and answers with it; Ray Serve makes it, checks its health and ends it.
-
-    ``needs_key`` refuses to start without an API key in this process's environment.
-    """
+    """Loads the bundle of ``settings`` and answers with it; ``needs_key``: not without an API key."""
 
     def __init__(self, settings: RaySettings, *, needs_key: bool) -> None:
         self._settings = settings
@@ -78,8 +72,7 @@ class Replica:
     async def check_health(self) -> None:
         """Fail if the engine takes no more requests or is stuck; Ray replaces the replica then.
 
-        A replica that is stuck also ends its process. Ray would give its requests as much time to end as those of one
-        that drains, and they never do: so their clients hear of it at once, and can send them again.
+        A stuck replica also ends its process: its clients hear of it at once, and can send their requests again.
         """
         if self._engine is None:
             return
@@ -92,10 +85,7 @@ class Replica:
             raise
 
     async def relay(self, scope: dict[str, Any], body: bytes) -> AsyncIterator[list[Message]]:
-        """Answer a request whose body was read elsewhere; ``scope`` is what can be pickled of its ASGI scope.
-
-        Yields ASGI messages of the answer, all that are there at a time. Closing the generator cancels the request.
-        """
+        """Answer a request whose body was read elsewhere, in ASGI messages; closing the generator cancels it."""
         async for messages in run_asgi(self.app, scope, body):
             yield messages
 
@@ -106,10 +96,7 @@ class Replica:
 
 
 class Progress:
-    """Notices when an engine stops making rounds; an ``EngineObserver``.
-
-    Every step is a round, also one that only reads a part of a long prompt; the end of a request counts too.
-    """
+    """Notices when an engine stops making rounds; every step is one, and the end of a request counts too."""
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.rounds = 0
@@ -127,10 +114,7 @@ class Progress:
         self._ended += 1
 
     def check(self, num_active: int) -> None:
-        """Raise ``StuckError`` if requests are active, and no round and no request ended for longer than the limit.
-
-        The time before the first check is not known.
-        """
+        """Raise ``StuckError`` if requests are active, and no round and no request ended for longer than the limit."""
         now, events = self._clock(), self.rounds + self._ended
         if not num_active:
             self._seen = None
@@ -141,10 +125,7 @@ class Progress:
 
 
 async def run_asgi(app: AsgiApp, scope: dict[str, Any], body: bytes) -> AsyncIterator[list[Message]]:
-    """Run an application on a request whose body is known, giving its messages as they come.
-
-    Closing the generator is the client's disconnect.
-    """
+    """Run an application on a request whose body is known; closing the generator is the client's disconnect."""
     sent: asyncio.Queue[Message | None] = asyncio.Queue()
     requests = asyncio.Queue[Message]()
     requests.put_nowait({"type": "http.request", "body": body, "more_body": False})
@@ -200,10 +181,7 @@ def config_here(settings: RaySettings, *, needs_key: bool) -> ServerConfig:
 
 
 def at_proxy(config: ServerConfig) -> ServerConfig:
-    """Where Ray Serve runs already, its proxies' address counts, whatever the settings say.
-
-    ``InvalidRequestError`` if other machines can reach that address, and there is no API key.
-    """
+    """Ray's proxies' address, if they run; InvalidRequestError if others can reach it and there is no API key."""
     from ray.serve.context import _get_global_client
 
     try:
@@ -233,11 +211,7 @@ def mirror_metrics(registry: Any) -> None:
 
 
 class MetricsMirror:
-    """Copies the samples of a Prometheus ``CollectorRegistry`` to gauges of Ray, with the tags of the replica.
-
-    A counter's sample stays cumulative, so ``rate()`` works on it. ``vllm:x`` becomes ``vllm_x``, and Ray puts ``ray_``
-    before it.
-    """
+    """Copies the samples of a Prometheus ``CollectorRegistry`` to gauges of Ray, with the tags of the replica."""
 
     def __init__(self, registry: Any) -> None:
         self._registry = registry

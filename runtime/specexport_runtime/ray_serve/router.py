@@ -13,11 +13,7 @@ def _router_class() -> type:
     from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
     class AffinityRouter(RequestRouter):  # type: ignore[misc]
-        """The key is the session id of a request's metadata; without one, or if overloaded, the power of two choices.
-
-        ``request_router_kwargs`` has ``margin``: requests by which the preferred replica's queue may be longer than the
-        shortest.
-        """
+        """The key is a request's session id; without one, or above ``margin``, the power of two choices."""
 
         def initialize_state(self, margin: int = 4) -> None:
             """Take in ``request_router_kwargs``."""

@@ -108,9 +108,8 @@ _SERVER_TYPES = {name: kind for name, kind in get_type_hints(ServerConfig).items
 def parse_settings(args: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> RaySettings:
     """Settings from ``key=value`` arguments, as ``serve run`` passes them (all text), or from Python.
 
-    Keys are the fields of :class:`RaySettings`, the keyword arguments of ``SpecEngine.load``, and the fields of
-    ``ServerConfig``; ``host`` and ``port`` are those of Ray's proxies. API keys come from ``environ`` only (None: this
-    process's). ``InvalidRequestError`` if a key or value is wrong, ``BundleError`` if ``bundle`` is no bundle.
+    Keys are fields of :class:`RaySettings`, ``EngineOptions`` and ``ServerConfig``. API keys come from ``environ``
+    only. ``InvalidRequestError`` if a key or value is wrong, ``BundleError`` if ``bundle`` is no bundle.
     """
     sorted_out: tuple[dict[str, Any], ...] = ({}, {}, {})
     for key, value in args.items():
@@ -198,9 +197,6 @@ def _unknown(key: str) -> InvalidRequestError:
 
 
 def _engine_options(given: dict[str, Any], ours: Mapping[str, Any]) -> EngineOptions:
-    """Replicas share a machine: one takes as many threads as CPUs were reserved for it, and its threads do not spin.
-
-    Each has a process to itself, whose engines share the threads.
-    """
+    """Replicas share a machine: one takes the threads that were reserved for it, and they do not spin."""
     reserved = (ours.get("ray_actor_options") or {}).get("num_cpus", 1)
     return EngineOptions(**{"num_threads": max(1, int(reserved)), "spin": False, "share_threads": True} | given)

@@ -14,10 +14,7 @@ from specexport_runtime.errors import InvalidRequestError
 
 @dataclass(frozen=True)
 class DraftExitParams:
-    """How the threshold starts and moves. The defaults are those of the paper's public code.
-
-    A value that is not a number, or is out of its range, is an InvalidRequestError.
-    """
+    """How the threshold starts and moves, as in the paper's public code; InvalidRequestError out of range."""
 
     gamma: float = 0.8  # of the first round, in [0, 1]: 0 never ends a draft, 1 ends every draft after one token
     target_acceptance: float = 0.9  # wanted acceptance rate, in (0, 1]: below it gamma rises, above it gamma falls
@@ -47,16 +44,12 @@ class EndsDraft(Protocol):
 class DraftExit:
     """The threshold of one sequence.
 
-    The paper measures acceptance as accepted over *drafted* tokens. Here it is accepted over *tested* tokens: up to and
-    with the first that was rejected. Where drafts are accepted token by token, those behind that one were drawn with
-    random numbers that the next rounds use again, so a threshold moved by how many there were would decide the length
-    of the next draft from draws that are still to be used, and the sampled text would no longer follow the target's
-    distribution (``RandomStream``). A tested token's draws are used up, and so is what decided whether there was a
-    token after it.
+    Acceptance is accepted over *tested* tokens (the paper: *drafted*). Those behind a rejected one were drawn with
+    random numbers that the next rounds use again: a threshold moved by them would decide lengths from draws still to be
+    used, and sampled text would leave the target's distribution (``RandomStream``).
 
     For the same reason :meth:`should_end` asks for the draft's *top* probability, which does not depend on the token
-    drawn there, and the token whose step fell under gamma is kept and tested: leaving it out after looking at *it*
-    would be a choice between tokens.
+    drawn, and the token whose step fell under gamma is kept and tested.
     """
 
     def __init__(self, params: DraftExitParams | None = None) -> None:
@@ -70,10 +63,7 @@ class DraftExit:
         return top_probability < self.gamma
 
     def observe(self, accepted: int, rejected: bool) -> None:
-        """Learn from the tests of one round, ``accepted`` of which passed; a round without any changes nothing.
-
-        ``rejected``: one failed, which ended the tests; the draft tokens behind it never count.
-        """
+        """Learn from the tests of one round, ``accepted`` of which passed; ``rejected``: one failed and ended them."""
         tests = accepted + rejected
         if not tests:
             return

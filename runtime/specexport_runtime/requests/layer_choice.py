@@ -24,8 +24,8 @@ DEFAULT_KEEP_LAST = 2
 class LayerRules:
     """The rules that make a draft out of a target; None switches a rule off.
 
-    A recurrence stands for a layer's attention, in all rules, where the layer has one in its place or beside it.
-    InvalidRequestError: a value has the wrong type or is out of its range, or the rules remove nothing.
+    A recurrence counts as a layer's attention where it has one. InvalidRequestError: a value is out of its range, or no
+    layer goes.
     """
 
     # Alpha: attention layers with an average cosine similarity above it are removed.
@@ -130,11 +130,7 @@ class LayerChoice:
 def choose_layers(
     acs: Sequence[float], rules: LayerRules, num_layers: int | None = None, kinds: tuple[str, ...] = ()
 ) -> LayerChoice:
-    """ASD's Adaptive Draft Model Generator.
-
-    ``acs`` is the average cosine similarity of each of the N mixers over the prompt. It may be empty where ``rules``
-    have no threshold; then ``num_layers`` is needed. ValueError: it is missing, or is not of ``num_layers`` layers.
-    """
+    """ASD's Adaptive Draft Model Generator; ``acs`` are mean cosine similarities of each of the N mixers."""
     count = len(acs) if num_layers is None else num_layers
     if len(acs) != count and (len(acs) or rules.threshold is not None):
         raise ValueError(f"{len(acs)} similarities for {count} layers")

@@ -9,7 +9,7 @@ DraftEnd = Literal["lookahead", "exit", "text", "none"]
 """Why a draft ended: K was reached, the drafter was not sure any more, nothing more to copy, or no draft at all."""
 
 FORCED = "forced"
-"""What draft tokens that a grammar forces are counted under, whoever made the draft around them."""
+"""What forced draft tokens of a grammar are counted under, with any drafter around them."""
 
 
 class Proposal(NamedTuple):
@@ -42,10 +42,7 @@ class Proposal(NamedTuple):
         return sum([place < count for place in self.forced])
 
     def own_tests(self, accepted: int) -> tuple[int, bool]:
-        """How many of the drafter's own tokens passed their test, and whether one of them failed.
-
-        ``accepted`` of all tokens passed; if that is not all of them, the next one failed.
-        """
+        """How many of the drafter's own tokens passed their test, of ``accepted`` in all, and whether one failed."""
         failed = accepted < len(self.tokens) and accepted not in self.forced
         return accepted - self.num_forced(accepted), failed
 
@@ -166,7 +163,7 @@ class RoundTrace(NamedTuple):
 
     @property
     def taken(self) -> Promise | None:
-        """What the way that was gone promised; None where nobody knew."""
+        """What the way that was gone promised; None where that was not known."""
         return next((each for each in self.promised if each.drafter == self._way), None)
 
     @property

@@ -28,8 +28,7 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 class Request:
     """A prompt, the tokens generated for it, and when to stop.
 
-    What a drafter or the controller remembers of a request, it keeps itself, in a ``WeakKeyDictionary`` by request:
-    nothing is to be done when rows move, and a dropped request takes what was remembered along.
+    Drafters and the controller remember a request in a ``WeakKeyDictionary``: nothing to do when rows move.
     """
 
     def __init__(
@@ -120,7 +119,7 @@ class Request:
 
     @property
     def row_scope(self) -> tuple[str, int | None] | None:
-        """Who may go on from what its cache row has: those of its scope with the same adapter; None for nobody."""
+        """The scope and adapter of requests that may go on from its cache row; None for no request."""
         return None if self.scope is None else (self.scope, self.adapter)
 
     @property
@@ -140,7 +139,7 @@ class Request:
 
     @property
     def max_lookahead(self) -> int:
-        """Most draft tokens of a round: those that the plan may ask for, or those that a grammar forces besides."""
+        """Most draft tokens of a round: what the plan may ask for, or what a grammar forces besides."""
         planned = max((stage.lookahead for stage in self.draft_plan), default=0)
         return max(planned, self._forced_lookahead) if planned else 0
 
@@ -156,10 +155,7 @@ class Request:
         return self.text.text
 
     def take_pieces(self, count: int) -> list[tuple[str, int]]:
-        """Text that became safe to show with each of the next ``count`` tokens, and where each begins in the text.
-
-        Needs ``stream``.
-        """
+        """Text that became safe to show with each of the next ``count`` tokens, and where each begins in the text."""
         if self._pieces is None:
             raise SpecexportError("this request was made without stream=True.")
         pieces, self._pieces = self._pieces[:count], self._pieces[count:]

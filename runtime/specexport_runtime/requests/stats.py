@@ -88,7 +88,7 @@ class RequestStats:
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
     cached_tokens: int | None = None
-    """Prompt tokens that were not read again, for a cache row had them; None if nobody looked."""
+    """Prompt tokens that were not read again, for a cache row had them; None if none was looked at."""
     accepted_histogram: dict[int, int] = field(default_factory=dict)
     """Speculative rounds by number of accepted draft tokens."""
     accepted_lengths: list[int] = field(default_factory=list)
@@ -215,11 +215,7 @@ class PhaseTimes:
         self.draft_steps += max(tokens, default=0)
 
     def count_step(self, start: float, executed: float, engine: float, *, is_round: bool) -> None:
-        """Count a step of the target that ends now, with ``engine`` seconds inside the engine.
-
-        Its packing began at ``start``, and its outputs were there at ``executed``. A step that is no round only fed
-        prompts.
-        """
+        """Count a step of the target, packed from ``start``, done at ``executed``, with ``engine`` seconds inside."""
         now = time.perf_counter()
         if not is_round:
             self.prefill += now - start

@@ -18,13 +18,11 @@ _SETTLED = 4  # characters of context: by then no token before it is part of a c
 class TextStream:
     """The text of one sequence, piece by piece.
 
-    ``take()`` and ``finish()`` joined are exactly what ``tokenizer.decode`` of the prompt and all tokens has behind its
-    longest beginning that it shares with ``tokenizer.decode`` of the prompt, cut at the first stop string. Nothing is
-    decoded until text is asked for, unless there are stop strings to look for.
+    ``take()`` and ``finish()`` joined are what ``tokenizer.decode`` of prompt and tokens has behind its longest
+    beginning shared with the prompt's, cut at the first stop string.
 
-    Decoders are not additive (they strip the first space, join bytes), so a window of recent tokens, at first the last
-    ones of the prompt, is decoded and what is new at its end is kept; the window only moves when its shortened form
-    decodes to the same ending.
+    Decoders are not additive (they strip the first space, join bytes), so a window of recent tokens is decoded; it only
+    moves when its shortened form decodes to the same ending.
     """
 
     def __init__(
@@ -66,10 +64,7 @@ class TextStream:
         return len(self._text) + len(self._tentative)
 
     def append(self, token: int) -> bool:
-        """Add a token; True when a stop string completed with it (append no more then).
-
-        ValueError: the stream is finished, or a stop string has completed.
-        """
+        """Add a token; True when a stop string completed with it (append no more then: ValueError)."""
         if self._done:
             raise ValueError("the text is finished: no token can follow")
         self._ids.append(token)
@@ -171,11 +166,7 @@ class TextStream:
         return text
 
     def _track_run(self, ids: list[int]) -> bool:
-        """Note whether the last token with text is one that others may change; True if all with text are.
-
-        The decoder shows a run of byte tokens as text only if the whole run is valid UTF-8, otherwise as one U+FFFD a
-        byte: until the run ends, none of its text is decided.
-        """
+        """Note whether others may change the last token with text; a run of byte tokens is text only if it is UTF-8."""
         if self._unsettled is None:
             return False
         is_last = True

@@ -22,10 +22,7 @@ _JOINING = {"ByteLevel", "Fuse"}
 
 
 def token_bytes(tokenizer: "Tokenizer", vocab_size: int) -> list[bytes]:
-    """The bytes of each token id; none of an id without a token.
-
-    InvalidRequestError: what a token adds depends on its neighbours.
-    """
+    """The bytes of each token id, none without a token; InvalidRequestError if they depend on neighbours."""
     steps = decoder_steps(tokenizer)
     kinds = [step["type"] for step in steps]
     own = next((step["type"] for step in steps if _is_of_neighbours(step)), None)
@@ -97,10 +94,7 @@ def _flat(step: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def decodes_in_windows(steps: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether an end of the tokens decodes to an end of their text, but for what a first token loses.
-
-    It does not where a step rewrites what another has joined: a replacement there may span any number of tokens.
-    """
+    """Whether an end of the tokens decodes to an end of their text, but for what a first token loses."""
     is_joined = False
     for step in steps:
         kind = step["type"]
@@ -118,8 +112,7 @@ def _maps_single_characters(step: Mapping[str, Any]) -> bool:
 def unsettled_names(steps: Iterable[Mapping[str, Any]]) -> re.Pattern[str] | None:
     """The names of tokens whose own text tokens behind them may change; None if there are none.
 
-    Byte tokens (``<0x41>``), and tokens that hold the suffix of a ``BPEDecoder`` before their end: it is a space there,
-    and nothing in the last token.
+    Byte tokens (``<0x41>``), and tokens with a ``BPEDecoder``'s suffix before their end, where it is a space.
     """
     found = []
     for step in steps:

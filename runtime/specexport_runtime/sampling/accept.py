@@ -25,11 +25,7 @@ class Verdict(NamedTuple):
 
 
 def accept_greedy(drafted: Sequence[int], target_tokens: Sequence[int]) -> Verdict:
-    """Accept draft tokens as long as they equal the target's greedy choice.
-
-    ``target_tokens`` are K+1 for K draft tokens, or as many as there are up to the first rejection; entry j follows the
-    first j draft tokens.
-    """
+    """Accept draft tokens as long as they equal the target's greedy choice; entry j follows j draft tokens."""
     for j, token in enumerate(drafted):
         if token != target_tokens[j]:
             return Verdict(j, int(target_tokens[j]), is_bonus=False)

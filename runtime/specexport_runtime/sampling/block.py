@@ -32,11 +32,8 @@ def accept_block(
     """Accept draft tokens up to the last whose test passes, and behind them draw from max(0, r q - p).
 
     r is the chance that the tokens so far stay, given what they are: r = 1 before the first, and min(1, r q(x)/p(x))
-    behind token x. That holds at every place, however many tokens follow: so how often a place is reached can be
-    counted, round by round, without a bias by the length of the draft. Where nothing was drawn (copies, greedy drafts)
-    there is nothing to gain, and the rule is ``accept_sampled``.
-
-    CheckFailedError: a draft token has no probability above 0 in the distribution that it is said to come from.
+    behind token x, however many follow: how often a place is reached has no bias by a draft's length. Where nothing was
+    drawn (copies, greedy drafts) the rule is ``accept_sampled``. CheckFailedError: a draft token has probability 0.
     """
     if draft_distributions is None or all(draft is None for draft in draft_distributions):
         return accept_sampled(drafted, draft_distributions, target_distribution, draws)

@@ -1,7 +1,6 @@
 """A cut: a sampling rule that leaves unlikely tokens out. What is true of one stands in one place, its own file.
 
-A new rule is a file with a :class:`Cut`, and a field of ``SamplingParams`` that is made with :func:`cut_field`. Checks,
-the command line's option and the server's parameter follow from it.
+A new rule is a file with a :class:`Cut`, and a field of ``SamplingParams`` made with :func:`cut_field`.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,8 +15,7 @@ _KEY = "cut"
 class Cut(NamedTuple):
     """A rule with one number.
 
-    ``keep(values, value, temperature, peak)`` gives the ascending indices of the entries that stay, at least one: of
-    logits [n] float32, under the rule's number, a temperature above 0, and the largest of the logits.
+    ``keep(values, value, temperature, peak)`` gives ascending indices of the logits [n] float32 that stay, one or more.
     """
 
     keep: Callable[[Float32Array, float, float, float], Int64Array]

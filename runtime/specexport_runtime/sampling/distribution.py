@@ -35,10 +35,7 @@ def one_hot(token: int) -> Distribution:
 
 
 def sample_token(distribution: Distribution, u: float) -> int:
-    """The token at ``u`` in [0, 1) of the inverse cumulative distribution, ids ascending.
-
-    It is never one of probability 0, for any ``u``. The distribution sums to 1 up to rounding.
-    """
+    """The token at ``u`` in [0, 1) of the inverse cumulative distribution, ids ascending, never of probability 0."""
     probs = distribution.probs
     index = _locate(probs, u) if len(probs) <= _SMALL else _locate_blocked(probs, u)
     return index if distribution.token_ids is None else int(distribution.token_ids[index])
@@ -61,9 +58,6 @@ def _locate_blocked(probs: Float64Array, u: float) -> int:
 
 
 def _first_above(cumulative: Float64Array, target: float, masses: Float64Array) -> int:
-    """First index whose running sum exceeds ``target`` (at least 0), so that an entry of mass 0 is never chosen.
-
-    Rounding can leave every running sum at or below the target; the last entry with mass is then the answer.
-    """
+    """First index whose running sum exceeds ``target`` (0 or more), or, by rounding, the last entry with mass."""
     index = int(cumulative.searchsorted(target, side="right"))
     return index if index < len(cumulative) else int(masses.nonzero()[0][-1])

@@ -19,11 +19,8 @@ BoolArray = npt.NDArray[np.bool_]
 class Grammar:
     """Where a text is in its grammar, by a ``llguidance.LLMatcher`` at its beginning that nothing else uses.
 
-    The matcher may stand behind draft tokens; :meth:`consume` takes it back to the committed ones. Masks behind draft
-    tokens are kept until other tokens are drafted or some are committed: what drafting needed, testing has.
-
-    ``eos_token_ids`` end a text, where the grammar lets it end. ``first`` [V] are tokens that the text may begin with;
-    None for all.
+    The matcher may stand behind draft tokens, whose masks are kept for testing. ``eos_token_ids`` end a text, where the
+    grammar lets it end. ``first`` [V] are tokens that the text may begin with; None for all.
     """
 
     def __init__(

@@ -13,10 +13,7 @@ if TYPE_CHECKING:
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probability of one token, and the most likely ones in its place.
-
-    They are of the target's own distribution: the softmax of its raw logits.
-    """
+    """Log-probability of one token, and the most likely ones in its place, by the softmax of raw logits."""
 
     token_id: int  # that was chosen, or that the prompt has
     logprob: float  # natural logarithm

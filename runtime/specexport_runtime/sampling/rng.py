@@ -20,10 +20,7 @@ class Draws(NamedTuple):
 
 
 def check_seed(seed: int) -> int:
-    """The seed as a plain int.
-
-    InvalidRequestError: not an integer, or outside the signed 128-bit range (two seeds would share a stream).
-    """
+    """The seed as a plain int; InvalidRequestError outside the signed 128-bit range."""
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
         raise InvalidRequestError(f"seed is {seed!r}, which is not an integer.", hint="give an integer.")
     if not -(2**127) <= seed < 2**127:
@@ -48,10 +45,7 @@ class RandomStream:
         self._blocks: dict[int, list[Draws]] = {}
 
     def draws(self, position: int) -> Draws:
-        """The uniforms of one absolute position in a sequence, from 0.
-
-        ValueError: the position is negative or beyond 2**62.
-        """
+        """The uniforms of one absolute position in a sequence, from 0; ValueError beyond 2**62."""
         index, offset = divmod(position, _BLOCK)
         block = self._blocks.get(index)
         if block is None:
@@ -76,9 +70,8 @@ class RandomStream:
 class RoundDraws:
     """The random numbers of a text that is made in rounds: those of each place in the round at hand.
 
-    ``fresh``: no number serves two rounds, as block verification needs it: a round begins behind all numbers that were
-    looked at, not at its position in the text. Where nothing but accepted and corrected places was looked at (plain
-    decoding, copies) that is the same.
+    ``fresh``: no number serves two rounds, as block verification needs it: a round begins behind all that were looked
+    at.
     """
 
     def __init__(self, stream: RandomStream, *, fresh: bool) -> None:

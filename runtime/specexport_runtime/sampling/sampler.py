@@ -26,11 +26,8 @@ class Sampler:
     """Logits processing of one sequence: turns raw logits into a distribution (or a greedy token).
 
     Draft rows and target rows go through the same object with the same history, so what is drawn from and what is
-    tested against cannot drift apart. The caller's logits are never changed. The order of processing is documented in
-    ``SamplingParams``.
-
-    ``vocab_size`` is V of the target; logits beyond it are padding and can never be drawn. InvalidRequestError: a token
-    id in ``logit_bias`` is not below it.
+    tested against cannot drift apart. Logits beyond ``vocab_size`` are padding. InvalidRequestError: a token id in
+    ``logit_bias`` is.
     """
 
     def __init__(
@@ -64,10 +61,9 @@ class Sampler:
             self.grammar.consume(tokens)
 
     def distribution(self, logits: Float32Array, drafted: Sequence[int] = ()) -> Distribution:
-        """The distribution of the token after the committed ones and ``drafted``, from raw logits [V'].
+        """The distribution of the token behind ``drafted``, from raw logits [V']; ids from V' on are left out.
 
-        V' below ``vocab_size`` (a draft's smaller head) leaves the other ids out. CheckFailedError: the logits hold NaN
-        or +inf. InvalidRequestError: every token is banned.
+        CheckFailedError: the logits hold NaN or +inf. InvalidRequestError: every token is banned.
         """
         if self.is_greedy:
             return one_hot(self.greedy_token(logits, drafted))
@@ -95,10 +91,7 @@ class Sampler:
 
 
 def _ids_of(allowed: BoolArray, logits: Float32Array) -> Int64Array:
-    """The ids [n] that a grammar allows, ascending: few as a rule, and then all that follows is quick.
-
-    InvalidRequestError: there are none among the logits.
-    """
+    """The ids [n] that a grammar allows, ascending: few as a rule. InvalidRequestError: none among the logits."""
     ids: Int64Array = allowed[: len(logits)].nonzero()[0]
     if not len(ids):
         raise InvalidRequestError("no token is possible: there are logits of none that the grammar allows.")
@@ -136,10 +129,7 @@ class LogitAdjuster:
                 self._history.add(token)
 
     def apply(self, logits: Float32Array, drafted: Sequence[int]) -> Float32Array:
-        """A processed copy of ``logits`` [V'], where V' may be below V.
-
-        ``drafted`` are the draft tokens after the committed output; they count as output.
-        """
+        """A processed copy of ``logits`` [V'], where V' may be below V; ``drafted`` tokens count as output."""
         processed = logits.copy()
         if len(self._bias_ids):
             ids = self._bias_ids[: self._bias_ids.searchsorted(len(logits))]

@@ -40,10 +40,7 @@ def fault_of(schema: Any) -> str | None:
 
 
 def _parts(schema: Any, *, only_used: bool = False) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:
-    """All schemas within a schema that are objects, and where they are; what references lead to is one wherever it is.
-
-    ``only_used`` leaves out definitions that no reference leads to.
-    """
+    """All schemas within a schema that are objects, and where they are; ``only_used``: without unused definitions."""
     todo: list[tuple[tuple[str, ...], Any]] = [((), schema)]
     seen: set[int] = set()
     while todo:

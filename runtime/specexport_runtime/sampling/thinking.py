@@ -28,12 +28,11 @@ class Thinking:
 
 
 class GrammarAfterThinking(Grammar):
-    """A grammar behind a free part.
+    """A grammar behind a free part, as in ``Grammar``.
 
-    Before the token that ends the thinking every token is allowed, except for tokens that end the text: the grammar
-    still has to be followed (where it takes an empty text, they are allowed too). From the token after it on, the
-    grammar rules. A text that has yet to begin may begin to think, or follow the grammar at once. All of this holds
-    place by place, so that a draft may run across the border. Arguments: as for ``Grammar``.
+    Before the token that ends the thinking every token is allowed, but for tokens that end the text. From there on the
+    grammar rules. A text may also follow the grammar at once. All of this holds place by place, so that a draft may run
+    across the border.
     """
 
     def __init__(self, matcher: Any, vocab_size: int, eos_token_ids: Sequence[int], thinking: Thinking) -> None:

@@ -21,8 +21,7 @@ _SAMPLE = 4096  # entries sampled to find that band
 def check_peak(peak: float, logits: Float32Array) -> None:
     """Refuse logits [V'] that define no distribution, by the largest of them (NaN if there is any NaN).
 
-    CheckFailedError: NaN or +inf among the logits: the engine is broken. InvalidRequestError: every token at -inf: the
-    request bans them all.
+    CheckFailedError: NaN or +inf, a broken engine. InvalidRequestError: all -inf, banned by the request.
     """
     if math.isfinite(peak):
         return
@@ -43,8 +42,7 @@ def check_peak(peak: float, logits: Float32Array) -> None:
 def truncated_softmax(logits: Float32Array, params: SamplingParams) -> Distribution:
     """Softmax at ``params.temperature`` (above 0), then cuts (min-p), top-k, top-p, each on what the one before left.
 
-    ``logits`` [V'] are those after bias and penalties, and are not changed. The distribution is dense if nothing was
-    cut, otherwise sparse. Errors: see ``check_peak``.
+    ``logits`` [V'] are those after bias and penalties. The result is sparse if anything was cut.
     """
     peak = float(logits.max())
     check_peak(peak, logits)
@@ -85,8 +83,7 @@ def top_k_indices(values: Float32Array, k: int) -> Int64Array:
 def _top_p(values: Float32Array, top_p: float, temperature: float, peak: float) -> tuple[Int64Array, Float64Array]:
     """The fewest largest values whose softmax mass is at least ``top_p`` in (0, 1), at least one.
 
-    ``values`` [n] are logits, of which the lower index wins on a tie, and ``peak`` is their largest; the temperature is
-    above 0. Ascending indices and unnormalised probabilities of the kept values.
+    ``values`` [n] are logits, ``peak`` their largest. Gives ascending indices and unnormalised probabilities.
     """
     candidates, tail = None, 0.0
     if len(values) > _TINY:

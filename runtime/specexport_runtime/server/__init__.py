@@ -1,4 +1,1 @@
-"""An OpenAI-compatible server of one bundle (extra ``serve``).
-
-``config``, ``command`` and this module import nothing of the extra; everything else here may.
-"""
+"""An OpenAI-compatible server of one bundle (extra ``serve``, which ``config`` and this module do not import)."""

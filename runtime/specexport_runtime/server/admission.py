@@ -1,7 +1,4 @@
-"""Who may ask: what the head of a request must have before its body is read.
-
-The body of a request is read as a whole before a route sees it: so a slow client holds no cache row.
-"""
+"""Who may ask: what a request's head must have before its body is read, all of it before a route sees it."""
 
 import asyncio
 import hashlib
@@ -85,11 +82,7 @@ def has_body(headers: Headers) -> bool:
 
 
 def check_content(headers: Headers) -> None:
-    """A body must be JSON, or it is an ``ApiError``.
-
-    A browser asks a server before it posts JSON from a page of another origin, and this one does not say yes: no other
-    page can make a browser post here.
-    """
+    """A body must be JSON, or it is an ``ApiError``: a browser asks before it posts that from another origin."""
     kinds = _all(headers, b"content-type")
     kind, _, rest = kinds[0].partition(b";") if len(kinds) == 1 else (b"", b"", b"")
     charset = rest.strip().lower().replace(b'"', b"")

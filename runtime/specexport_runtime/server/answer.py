@@ -146,7 +146,7 @@ class Answer(Response):
         return self._form.whole(choices, self._usage(), self._prompt_logprobs(results))
 
     def _prompt_logprobs(self, results: Sequence[GenerationResult]) -> list[list[dict[str, Any] | None]] | None:
-        """Of each choice's prompt, in vLLM's shape; None where nobody asked."""
+        """Of each choice's prompt, in vLLM's shape; None where they were not asked for."""
         count, n = self._plan.prompt_logprobs, self._plan.num_choices
         if count is None or self._texts is None:
             return None
@@ -251,10 +251,7 @@ def _replaced(request: AsyncRequest) -> int:
 
 
 def _result(request: AsyncRequest) -> GenerationResult:
-    """The result of a request that has ended; raises what it failed with, or an ``ApiError`` if it was cancelled.
-
-    Its client did not cancel it: the server shuts down.
-    """
+    """The result of a request that has ended; raises its failure, or an ``ApiError`` if it was cancelled."""
     assert request.handle is not None  # noqa: S101  # it was submitted
     result = request.handle.result(0)
     if result.finish_reason == "cancelled":
@@ -266,7 +263,7 @@ async def _end_with_error(stream: EventStream, error: Exception, scope: Scope, f
     """Tell of an error in a stream that has begun; the status was sent long ago."""
     told = as_api_error(error)
     if told.status == 499:
-        return  # nobody listens
+        return  # the client is gone
     if told.status == 500:
         request_id = scope.get("state", {}).get("request_id")
         _log.error("a request failed while it was streamed", exc_info=error, extra=fields(request_id=request_id))
@@ -275,10 +272,7 @@ async def _end_with_error(stream: EventStream, error: Exception, scope: Scope, f
 
 @asynccontextmanager
 async def request_life(receive: Receive, timeout_s: float) -> AsyncIterator[None]:
-    """Interrupts its block, wherever it waits, when the client goes away (``ApiError`` 499) or the time is up (504).
-
-    ``receive`` is that of a request whose body was read. The error replaces what the block would have raised.
-    """
+    """Interrupts its block, wherever it waits, when the client goes away (``ApiError`` 499) or the time is up (504)."""
     gone = False
 
     async def watch() -> None:

@@ -1,7 +1,4 @@
-"""The server as an ASGI application: routes, guards and error shapes put together.
-
-Its own routes are ``/health``, ``/ready``, ``/metrics`` and ``/v1/models``.
-"""
+"""The server as an ASGI application: routes, guards and error shapes put together."""
 
 import time
 from typing import Any

@@ -1,7 +1,4 @@
-"""``/v1/chat/completions``, and answers of chats that have more than content.
-
-These have calls of functions, and what the model thought before.
-"""
+"""``/v1/chat/completions``, and answers of chats that have calls of functions, or thinking."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -42,7 +39,7 @@ async def create_chat_completion(request: Request) -> Response:
     note_request(request, state, plan, body)
     talk = plan.conversation
     form = ChatFormat if talk is None else partial(PartsFormat, talk)
-    return make_answer(request, state, engine, plan, "chatcmpl-", form)
+    return make_answer(request, state, engine, plan, "chatcmpl-", partial(form, include_usage=plan.include_usage))
 
 
 class PartsFormat(ChatFormat):

@@ -3,6 +3,7 @@
 import secrets
 import time
 from collections.abc import Callable
+from functools import partial
 
 from fastapi import APIRouter, Request, Response
 
@@ -34,7 +35,8 @@ async def create_completion(request: Request) -> Response:
     body = await parse_body(request, CompletionRequest)
     plan = await plan_completion(body, engine, state.config, owner_of(request))
     note_request(request, state, plan, body)
-    return make_answer(request, state, engine, plan, "cmpl-", CompletionFormat)
+    form = partial(CompletionFormat, include_usage=plan.include_usage)
+    return make_answer(request, state, engine, plan, "cmpl-", form)
 
 
 def ready_engine(state: ServerState) -> AsyncSpecEngine:
@@ -74,7 +76,7 @@ def make_answer(
     header = Header(f"{prefix}{name}", int(time.time()), plan.model or state.config.model_name, fingerprint)
     texts = None if plan.logprobs is None and plan.prompt_logprobs is None else _token_texts(request, engine)
     shown = None if plan.logprobs is None else texts
-    made = form(header, texts=shown, origins=plan.origins, include_usage=plan.include_usage)
+    made = form(header, texts=shown, origins=plan.origins)
     return Answer(engine, plan, made, state.config.request_timeout_s, texts)
 
 

@@ -47,7 +47,7 @@ class ServerConfig:
     drain_timeout_s: float = 30.0  # longest that requests may go on after SIGTERM
     # For one more connection, the one that has rested the longest is closed; where none rests, it is refused with 503.
     max_connections: int = 1024
-    # how long a connection may rest before and between requests, as clients are told
+    # how long a connection may rest before and between requests, as answers tell clients
     keep_alive_timeout_s: float = 75.0
     log_format: str = "text"  # ``"json"`` or ``"text"``
     playground: bool = True  # serve the page at ``/``
@@ -108,10 +108,7 @@ def is_loopback_name(host: str) -> bool:
 
 
 def check_key(key: str, where: str) -> None:
-    """Refuse an API key that is empty or that no client could send, with spaces or other than visible ASCII.
-
-    The message never holds the key; it names ``where``: the flag, variable or file and line that it came from.
-    """
+    """Refuse an API key that is empty, or has spaces or other than visible ASCII; the message names ``where`` alone."""
     if not key:
         raise InvalidRequestError(f"{where} is empty.", "give a key of visible ASCII characters, or leave it out.")
     if not all("!" <= character <= "~" for character in key):
@@ -121,10 +118,7 @@ def check_key(key: str, where: str) -> None:
 
 
 def read_keys(path: Path) -> tuple[str, ...]:
-    """Keys of a file, one a line; empty lines and lines that begin with ``#`` are skipped.
-
-    A file that cannot be read, has no key, or a key that no client could send, is an ``InvalidRequestError``.
-    """
+    """Keys of a file, one a line, without empty and ``#`` lines; InvalidRequestError if there is none."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -24,7 +24,7 @@ KEEP_ALIVE_GRACE_S = 1.0
 """How much longer a connection may rest than its client was told: what is sent at the last moment is on its way."""
 LAST_LOOK_S = 0.01
 SPARE_CONNECTIONS = 64
-"""Connections above the limit that are told so; those above these too are cut off."""
+"""Connections above the limit that get an answer; any more are cut off."""
 
 _UPGRADE = re.compile(rb"\r\nupgrade[ \t]*:", re.IGNORECASE)
 
@@ -94,10 +94,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._arm(HEAD_TIMEOUT_S, self._head_is_late)
 
     def _feed(self, data: bytes) -> None:
-        """Parse bytes, and count those of a head that is not complete.
-
-        Those before a head that began among them, after another request, are not told from its own: none is counted.
-        """
+        """Parse bytes, and count those of a head that is not complete, unless it began among others."""
         was_in_head, was_in_message, self._begun = self._in_head, self._in_message, 0
         super().data_received(data if was_in_message else without_upgrade(data))
         if self._in_head and self._begun == (0 if was_in_head else 1) and was_in_head == was_in_message:
@@ -235,18 +232,12 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def _keeps_alive(cycle: Any) -> bool:
-    """Whether another request may follow an answer that begins now.
-
-    A client that was not told to send the body may leave it out, and what it sends next would be taken for the body.
-    """
+    """Whether another request may follow an answer: not if a body that was not asked for may be left out."""
     return bool(cycle.keep_alive and not cycle.waiting_for_100_continue)
 
 
 def without_upgrade(data: bytes) -> bytes:
-    """The first bytes of a request without a wish for another protocol, which a server may ignore.
-
-    The parser would take the body for that protocol's. Java's client wishes for HTTP/2 by default.
-    """
+    """The first bytes of a request without a wish for another protocol, such as Java's for HTTP/2."""
     if b"pgrade" not in data and b"PGRADE" not in data:
         return data
     head, mark, rest = data.partition(b"\r\n\r\n")

@@ -92,10 +92,7 @@ class Conversation:
 
 
 async def read_conversation(body: ChatRequest, service: AsyncSpecEngine, config: ServerConfig) -> Conversation:
-    """What a body of ``/v1/chat/completions`` says, as a prompt, and how its answer is to be read.
-
-    ``ApiError`` 400 names the parameter.
-    """
+    """A body of ``/v1/chat/completions`` as a prompt, and how to read its answer; ApiError 400 names the parameter."""
     dialect = dialect_of(service.engine, config)
     functions, choice = _functions(body, dialect)
     arguments = template_arguments(dialect.template, body.reasoning_effort, body.chat_template_kwargs)
@@ -131,10 +128,7 @@ async def read_prompt(
 
 
 def chat_messages(messages: Sequence[Message], dialect: ChatDialect) -> list[dict[str, Any]]:
-    """Messages as chat templates take them: contents as texts or lists of them, arguments of calls as objects.
-
-    ``ApiError`` 400 names the message and its part.
-    """
+    """Messages as chat templates take them: contents as texts or lists of them, arguments of calls as objects."""
     called: set[str] = set()
     read = []
     for i, item in enumerate(messages):
@@ -227,10 +221,7 @@ def _only(role: str, item: Message, param: str) -> None:
 
 
 def template_arguments(template: str, effort: Effort | None, given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The variables of a chat template that a body names, its effort among them; a given one goes before the effort.
-
-    ``effort`` None leaves it to the template; ``ApiError`` 400 if the template does not read one.
-    """
+    """The variables of a chat template that a body names, its effort among them; a given one goes before the effort."""
     names = template_variables(template)
     if effort is None:
         own: dict[str, Any] = {}

@@ -101,7 +101,7 @@ def timed_out(seconds: float) -> ApiError:
 
 
 def client_gone() -> ApiError:
-    """499, as nginx calls it: nobody is there to read the answer, only the log."""
+    """499, as nginx calls it: the client is gone, and the log alone reads the answer."""
     return ApiError(499, "The client closed the connection.", code="client_closed_request")
 
 

@@ -41,11 +41,7 @@ def add_guards(app: FastAPI, config: ServerConfig) -> None:
 
 
 class Guard:
-    """ASGI middleware: request id, admission, bounded body, deadline, headers, and an answer to whatever is raised.
-
-    Sets ``scope["state"]["request_id"]``, ``["owner"]`` (a digest of the API key) and, once the answer has begun,
-    ``["status"]``.
-    """
+    """ASGI middleware: request id, admission, bounded body, deadline, headers, and an answer to all that is raised."""
 
     def __init__(self, app: ASGIApp, config: ServerConfig, state: ServerState) -> None:
         self.app, self._config, self._state = app, config, state
@@ -63,7 +59,7 @@ class Guard:
                 receive = replay(await read_body(receive, self._config), receive)
             await self._run(exchange, receive)
         except ClientGoneError:
-            scope["state"]["status"] = 499  # as nginx logs it; nobody is there to read it
+            scope["state"]["status"] = 499  # as nginx logs it; the client is gone
         except Exception as error:
             await exchange.answer(error, receive)
 
@@ -80,7 +76,7 @@ class Guard:
 
 
 class _Exchange:
-    """One request and its answer; its client is told for how many seconds the connection may rest after it."""
+    """One request and its answer; its headers say for how many seconds the connection may rest after it."""
 
     def __init__(self, scope: Scope, send: Send, state: ServerState, rest_s: int) -> None:
         self.scope = scope
@@ -111,7 +107,7 @@ class _Exchange:
     async def answer(self, error: Exception, receive: Receive) -> None:
         """Answer with an error, or cut the connection if an answer has begun."""
         told = as_api_error(error)
-        if told.status == 500:  # a client is told that it happened; this says what
+        if told.status == 500:  # a client hears that it happened; this says what
             _log.error("a request failed", exc_info=error, extra=fields(request_id=self._state["request_id"]))
         if "status" in self._state:
             abort = self._state.get("abort_connection")

@@ -99,7 +99,7 @@ def http_server(app: Any, config: ServerConfig, log_config: dict[str, Any] | Non
         log_level="warning",
         access_log=False,
         server_header=False,
-        proxy_headers=False,  # addresses are only logged; nobody in front is trusted with them
+        proxy_headers=False,  # addresses are only logged; no proxy is trusted with them
         backlog=config.max_connections,
         timeout_graceful_shutdown=int(LAST_WORDS_S),
     )

@@ -70,11 +70,7 @@ class TextFormatter(_LineFormatter):
 
 
 def log_config(log_format: str = "text", level: str = "INFO") -> dict[str, Any]:
-    """Settings for ``logging.config.dictConfig``: our lines and uvicorn's, to standard error.
-
-    Give them to ``uvicorn.Config(log_config=…, access_log=False)``: the line of a request is ours. ``log_format`` is
-    ``"json"`` or ``"text"``; level ``"DEBUG"`` shows the requests of probes too.
-    """
+    """Settings for ``logging.config.dictConfig``: our lines (``"json"`` or ``"text"``) and uvicorn's."""
     formatter = JsonFormatter if log_format == "json" else TextFormatter
     quiet = {"handlers": ["default"], "propagate": False}
     return {
@@ -95,10 +91,7 @@ def log_config(log_format: str = "text", level: str = "INFO") -> dict[str, Any]:
 
 
 def _describe(error: BaseException) -> dict[str, Any]:
-    """Class and stack of an exception and of its causes, the first cause first.
-
-    Its text only if it is one of ours: another's may hold a piece of a prompt.
-    """
+    """Class and stack of an exception and its causes; text only of ours: another's may hold a piece of a prompt."""
     chain = list(_with_causes(error))[::-1]
     stack = "".join("".join(traceback.format_list(traceback.extract_tb(e.__traceback__))) + _name(e) for e in chain)
     described = {"error": type(error).__name__, "stack": stack}

@@ -81,7 +81,7 @@ class _Exchange:
         await self._send(message)
 
     def _note_error(self, body: bytes) -> None:
-        """The code of an error body, whoever wrote it."""
+        """The code of an error body, a route's or a guard's."""
         if self._log.error_code is not None or (self._log.status or 0) < 400 or len(body) > _ERROR_BODY_BYTES:
             return
         with contextlib.suppress(ValueError, TypeError, KeyError):

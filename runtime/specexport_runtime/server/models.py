@@ -8,10 +8,7 @@ from specexport_runtime.server.state import ServerState
 
 
 def adapter_of(model: str | None, engine: SpecEngine | None, served: str) -> str | None:
-    """The adapter that a request means by its ``model``; None for the model alone, which is ``served`` or not named.
-
-    ``ApiError`` 404 if there is no such model; ``engine`` is None while it is loaded.
-    """
+    """The adapter that ``model`` means, None for ``served``; ``ApiError`` 404 if there is no such model."""
     if model in (None, served):
         return None
     adapters = () if engine is None else engine.adapters

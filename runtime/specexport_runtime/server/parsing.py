@@ -1,7 +1,4 @@
-"""From bytes to a checked body: JSON without its loopholes, and one short message for what is wrong.
-
-Endpoints read their bodies and write their answers themselves; what OpenAPI says of these is here too.
-"""
+"""From bytes to a checked body: JSON without its loopholes, and one short message for what is wrong."""
 
 import json
 from collections import Counter

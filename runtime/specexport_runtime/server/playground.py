@@ -1,7 +1,4 @@
-"""The page at ``/``: static files of this package, nothing from elsewhere, and what the page must know of the bundle.
-
-The files are a fixed list, so no path of a request is ever looked up in a file system.
-"""
+"""The page at ``/``: a fixed list of static files of this package, and what the page must know of the bundle."""
 
 import hashlib
 from functools import cache

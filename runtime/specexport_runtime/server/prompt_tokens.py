@@ -41,10 +41,7 @@ def check_prompt(engine: SpecEngine, config: ServerConfig, source: str, ids: lis
 
 
 def check_reference(engine: SpecEngine, source: str, ids: list[int]) -> None:
-    """Refuse a reference longer than any answer could be: reading it keeps all other requests waiting.
-
-    ``ApiError`` 400 names ``source``.
-    """
+    """Refuse (ApiError 400) a reference longer than any answer: reading it keeps all other requests waiting."""
     if len(ids) > engine.max_model_len:
         raise over_limit(source, f"{source} of {len(ids)} tokens", engine.max_model_len)
 
@@ -52,10 +49,7 @@ def check_reference(engine: SpecEngine, source: str, ids: list[int]) -> None:
 def max_tokens_of(
     engine: SpecEngine, config: ServerConfig, length: int, limit: tuple[str, int | None], default: int
 ) -> int:
-    """Tokens to generate after a prompt of ``length``: all that was asked for, or the default as far as there is room.
-
-    ``limit`` is the parameter that asks, and what it asks for; ``ApiError`` 400 names it.
-    """
+    """Tokens to generate after a prompt of ``length``: ``limit``, or the default as far as there is room."""
     name, asked = limit
     room, most = engine.max_model_len - length, config.max_tokens
     if asked is None:

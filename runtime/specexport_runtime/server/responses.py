@@ -1,7 +1,4 @@
-"""JSON of answers and of chunks, as each endpoint has it. Chunks are put together from prepared text: no models.
-
-Log-probabilities of prompts have vLLM's JSON, and an answer holds so many of them at most.
-"""
+"""JSON of answers and of chunks, as each endpoint has it. Chunks are put together from prepared text: no models."""
 
 import json
 from abc import ABC, abstractmethod
@@ -34,8 +31,7 @@ class Header(NamedTuple):
 class AnswerFormat(ABC):
     """JSON of one answer; all its parts repeat the header, and ``origins`` say where each token came from.
 
-    ``texts`` are None for no log-probabilities. With ``include_usage`` every chunk has a key ``usage``, as OpenAI's do
-    then, and the last one has its value.
+    ``texts`` are None for no log-probabilities; ``include_usage`` gives every chunk a key ``usage``, as OpenAI's.
     """
 
     whole_object: str
@@ -257,10 +253,7 @@ def finite(logprob: float) -> float:
 
 
 def check_entries(param: str, num_prompt_tokens: int, alternatives: int) -> None:
-    """Refuse (``ApiError`` 400, for ``param``) log-probabilities that would not fit into the server's memory.
-
-    ``num_prompt_tokens`` is of all prompts, ``alternatives`` of each token.
-    """
+    """Refuse (``ApiError`` 400, for ``param``) log-probabilities that would not fit into the server's memory."""
     count = num_prompt_tokens * (1 + alternatives)
     if count > MAX_ENTRIES:
         raise ApiError(
@@ -287,11 +280,7 @@ def prompt_pieces(
 def prompt_logprobs_json(
     entries: Sequence[TokenLogprobs | None], texts: TokenTexts, alternatives: int
 ) -> list[dict[str, Any] | None]:
-    """The ``prompt_logprobs`` of vLLM: None for the first token, then a dict by token id for each.
-
-    A dict has the prompt's own token first, then the likeliest in its place, ``alternatives`` of them; one that is both
-    is there once.
-    """
+    """The ``prompt_logprobs`` of vLLM: None, then a dict for each: the prompt's own token, and the likeliest."""
     return [None if entry is None else _token_json(entry, texts, alternatives) for entry in entries]
 
 

@@ -1,7 +1,4 @@
-"""``/v1/responses``, as far as a response is one generation: it is planned as a chat, and told in its own form.
-
-Items become messages, and flat tools those of chats.
-"""
+"""``/v1/responses``, as far as a response is one generation: planned as a chat, and told in its own form."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -46,10 +43,7 @@ router = APIRouter(tags=["generation"])
 
 
 class ResponseAsChat:
-    """The chat (``request``) that a response is, and what its parts are called in the response.
-
-    ``ApiError`` 400: it has no messages, or more of them, or of calls beside each other, than a chat may have.
-    """
+    """The chat (``request``) that a response is, and what its parts are called there; ApiError 400 if it cannot be."""
 
     def __init__(self, body: ResponsesRequest) -> None:
         self._names: dict[str, str] = {}
@@ -88,7 +82,7 @@ class ResponseAsChat:
         if param == "structured_outputs":
             message = message.replace("response_format", _NAMES["response_format"])
         names = self._names | _NAMES
-        for name in sorted(names, key=len, reverse=True):  # what is within another has a name of its own
+        for name in sorted(names, key=len, reverse=True):  # a name may be a part of another
             if param.startswith(name) and param[len(name) : len(name) + 1] in ("", ".", "["):
                 own = names[name]
                 param, message = param.replace(name, own, 1), message.replace(name, own, 1)
@@ -185,10 +179,7 @@ async def create_response(request: Request) -> Response:
 async def plan_response(
     body: ResponsesRequest, service: AsyncSpecEngine, config: ServerConfig, owner: str = ""
 ) -> Plan:
-    """The request of a body of ``/v1/responses``; ``owner`` keeps what is remembered apart.
-
-    ``ApiError`` 400 names the parameter.
-    """
+    """The request of a body of ``/v1/responses`` (ApiError 400); ``owner`` keeps what is remembered apart."""
     if body.top_logprobs and not body.wants_logprobs:
         raise invalid("top_logprobs", f'top_logprobs needs include: ["{LOGPROBS}"].')
     if body.stream_options is not None and not body.stream:

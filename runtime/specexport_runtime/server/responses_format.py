@@ -23,8 +23,7 @@ _text = json.encoder.encode_basestring_ascii
 class ResponsesFormat:
     """JSON of one response; remembers what was streamed, because the last events tell it again, with the usage.
 
-    ``conversation`` is None where answers are one message, not read for calls and thinking; ``texts`` are None for no
-    log-probabilities.
+    ``conversation`` is None for answers of one message, ``texts`` for no log-probabilities.
     """
 
     def __init__(
@@ -35,7 +34,6 @@ class ResponsesFormat:
         *,
         texts: TokenTexts | None,
         origins: bool,  # say where each token came from
-        include_usage: bool,  # noqa: ARG002
     ) -> None:
         self._header, self._texts, self._origins = header, texts, origins
         self._asked = _echo(body)
@@ -99,7 +97,7 @@ class ResponsesFormat:
     def failure(self, error: ApiError) -> bytes:
         """The events that end a stream that failed."""
         for _ in self._items.end("incomplete"):
-            pass  # clients are told of the failure alone
+            pass  # clients hear of the failure alone
         failed = self._response("failed", None)
         failed["error"] = {"code": "server_error", "message": error.message}
         told = {"code": error.code, "message": error.message, "param": error.param}

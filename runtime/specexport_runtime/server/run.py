@@ -28,11 +28,7 @@ _STUCK_S = 30.0
 
 
 def run_server(bundle: Path, config: ServerConfig, options: EngineOptions) -> int:
-    """Serve a bundle until SIGTERM or Ctrl-C; returns 0 after a drain.
-
-    A second signal ends the process at once. ``SpecexportError`` if the address cannot be listened on, or the bundle
-    cannot be loaded.
-    """
+    """Serve a bundle until SIGTERM or Ctrl-C; returns 0 after a drain, which a second signal ends."""
     listener = bind(config)
     with listener, asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(_Life(listener, config, lambda: SpecEngine.load(bundle, options)).run())
@@ -67,7 +63,7 @@ class _Life:
         return 0
 
     def _say_where(self) -> None:
-        with contextlib.suppress(OSError):  # nobody may read it
+        with contextlib.suppress(OSError):  # its reader may be gone
             click.echo(f"serving {self._config.model_name} at {url_of(self._listener, self._config)}")
             sys.stdout.flush()
 

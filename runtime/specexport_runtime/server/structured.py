@@ -56,10 +56,7 @@ def _asked(body: Choices) -> tuple[StructuredOutputs | None, str]:
 
 
 def check_strict(schema: Mapping[str, Any], param: str) -> None:
-    """Refuse a schema that breaks OpenAI's rules for ``strict``: all of an object's keys are required, and no others.
-
-    ``ApiError`` 400, for ``param``, says where the schema breaks which rule.
-    """
+    """Refuse a schema that breaks OpenAI's rules for ``strict``; ApiError 400, for ``param``, says where."""
     if schema.get("type") != "object" or "anyOf" in schema:
         raise invalid(param, f"{param}: the root of a strict schema is of type 'object', and has no anyOf.")
     properties = values = 0

@@ -21,10 +21,7 @@ class TokenText(NamedTuple):
 
 
 class TokenTexts:
-    """What the tokens of a vocabulary stand for, each by itself in the middle of a text.
-
-    The tokenizer may be byte-level, with byte tokens (``<0x41>``), or of any other kind.
-    """
+    """What the tokens of a vocabulary, of any kind, stand for, each by itself in the middle of a text."""
 
     def __init__(self, tokenizer: "Tokenizer") -> None:
         self._tokenizer = tokenizer

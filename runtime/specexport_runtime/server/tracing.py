@@ -1,8 +1,4 @@
-"""OpenTelemetry spans of requests, where a tracer provider is set up.
-
-Only the library's API is used: the operator of the server chooses the SDK and the exporter. FastAPI would add spans,
-and log the texts of exceptions; that is off (see ``app``): a request is to have one span, with no text in it.
-"""
+"""OpenTelemetry spans of requests, one each with no text in it, where a tracer provider is set up."""
 
 import sys
 import time
@@ -169,7 +165,7 @@ def _add_phases(parent: Any, log: "RequestLog") -> None:
 
 
 def _phases(sequence: "Request", now: float) -> list[tuple[str, float, float]]:
-    """Queue, prefill and decoding of a sequence with their begin and end; those that it came to."""
+    """Queue, prefill and decoding of a sequence with their begin and end, as far as it came."""
     stats = sequence.stats
     end = now if stats.end_time is None else stats.end_time
     if stats.start_time <= stats.submit_time:  # it never got a cache row

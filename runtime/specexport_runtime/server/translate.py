@@ -88,10 +88,7 @@ class Plan(NamedTuple):
 async def plan_completion(
     body: CompletionRequest, service: AsyncSpecEngine, config: ServerConfig, owner: str = ""
 ) -> Plan:
-    """The requests of a body of ``/v1/completions``; ``owner`` keeps what is remembered apart.
-
-    ``ApiError`` 400 names the parameter.
-    """
+    """The requests of a body of ``/v1/completions`` (ApiError 400); ``owner`` keeps what is remembered apart."""
     engine = service.engine
     _check_common(body, engine, config)
     if body.best_of not in (None, body.n or 1):
@@ -115,10 +112,7 @@ async def plan_completion(
 
 
 async def plan_chat(body: ChatRequest, service: AsyncSpecEngine, config: ServerConfig, owner: str = "") -> Plan:
-    """The requests of a body of ``/v1/chat/completions``; ``owner`` keeps what is remembered apart.
-
-    ``ApiError`` 400 names the parameter.
-    """
+    """The requests of a body of ``/v1/chat/completions`` (ApiError 400); ``owner`` keeps what is remembered apart."""
     engine = service.engine
     _check_common(body, engine, config)
     if body.top_logprobs and not body.logprobs:
@@ -260,6 +254,6 @@ def _drafting(body: Sampling, engine: SpecEngine, reference: list[int] | None, o
         drafting["acceptance"] = asked.acceptance
     if asked is not None and asked.remember is not None:
         drafting["remember"] = asked.remember
-    if owner or body.cache_salt is not None:  # a key's digest has no slash: nobody can name another's scope
+    if owner or body.cache_salt is not None:  # a key's digest has no slash: no client can name another's scope
         drafting["cache_salt"] = f"{owner}/{body.cache_salt or ''}"
     return drafting

@@ -1,7 +1,6 @@
 """What a server's metrics count, by vLLM's definitions where it has one; ``metrics`` gives them to Prometheus.
 
-Kept apart from Prometheus' own counters for two reasons: a round takes one lock and a few additions, and a scrape sees
-all numbers of the same moment, so that accepted tokens never outnumber drafted ones.
+A scrape sees all numbers of the same moment: accepted tokens never outnumber drafted ones.
 """
 
 from bisect import bisect_left

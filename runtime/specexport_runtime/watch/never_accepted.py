@@ -11,11 +11,7 @@ if TYPE_CHECKING:
 
 
 class NeverAccepted:
-    """Says of each drafter, once, that nothing of what it drafted was accepted since the watch began.
-
-    An ``EngineObserver``; ``say`` gets one line, in the decoding thread. See ``DraftCounts.never_accepted`` for how
-    much must have been tested.
-    """
+    """Says of each drafter once, by ``say`` in the decoding thread, that nothing that it drafted was accepted."""
 
     def __init__(self, say: Callable[[str], object]) -> None:
         self._say = say

@@ -104,7 +104,7 @@ class EngineLoad(NamedTuple):
         max_num_seqs: cache rows.
         kv_entries: committed cache entries of the target.
         kv_capacity: cache entries that the rows can hold together.
-        num_prefixes: texts that are kept in rows that nobody runs in.
+        num_prefixes: texts that are kept in rows where no request runs.
         prefix_entries: cache entries of these.
         kv_bytes_resident: memory of the cache rows of all models that was written to; 0 where that is not known.
         kv_bytes_reserved: memory that running requests may come to need, and that of texts that are kept for good.

@@ -12,11 +12,7 @@ if TYPE_CHECKING:
 
 
 class RoundTracer:
-    """Writes down rounds, and what plain decoding would have taken for them.
-
-    ``curves`` are what steps cost; None measures rounds without drafts. ``learned`` is how far they are from what steps
-    take at the moment; None takes them as they are.
-    """
+    """Writes down rounds, and what plain decoding would have taken by ``curves`` and ``learned``."""
 
     def __init__(self, curves: "CostCurves | None" = None, learned: "LearnedCosts | None" = None) -> None:
         self.curves, self.learned = curves, learned
@@ -24,11 +20,7 @@ class RoundTracer:
         self._rounds = 0
 
     def record(self, events: "Sequence[RoundEvent]", load: StepLoad, seconds: float) -> float | None:
-        """Append a round to the traces of its requests that keep one; ``load`` is its step without drafts.
-
-        ``seconds`` are those of the whole round. The result is the seconds of a round of plain decoding of the same
-        rows; None if that is not known.
-        """
+        """Append a round, of ``load`` and ``seconds``, to traces; gives plain decoding's seconds, None if not known."""
         self._rounds += 1
         drafted = sum(event.drafted for event in events)
         if not drafted and not load.prompt_tokens:

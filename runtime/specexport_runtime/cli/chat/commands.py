@@ -1,7 +1,4 @@
-"""What can be entered in a conversation besides messages: ``/stats``, ``/reset`` and their like.
-
-A conversation is saved as ``{"messages": […]}`` in OpenAI's form, so that the file is also a request's body.
-"""
+"""What can be entered in a conversation besides messages: ``/stats``, ``/reset`` and their like."""
 
 import json
 from collections.abc import Callable
@@ -54,10 +51,7 @@ class Commands:
         }
 
     def run(self, line: str) -> bool:
-        """Run a command, entered without its slash; False ends the conversation.
-
-        ``InvalidRequestError`` if there is no such command, or it cannot be done.
-        """
+        """Run a command, entered without its slash; False ends the conversation. InvalidRequestError if it fails."""
         name, _, argument = line.partition(" ")
         argument = argument.strip()
         if name in ("exit", "quit"):
@@ -134,10 +128,7 @@ def _turns(count: int) -> str:
 
 
 def save_messages(path: Path, messages: list[Message]) -> None:
-    """Write a conversation to a file that only this user can read. Another conversation may be replaced.
-
-    ``InvalidRequestError`` if the file cannot be written, or holds something else.
-    """
+    """Write a conversation, as OpenAI's ``messages``, to a file of this user; InvalidRequestError over another file."""
     if path.exists():
         try:
             load_messages(path)
@@ -151,10 +142,7 @@ def save_messages(path: Path, messages: list[Message]) -> None:
 
 
 def load_messages(path: Path) -> list[Message]:
-    """Read a conversation: roles, texts, and which answers were cut off. Other fields are left out; calls are refused.
-
-    ``InvalidRequestError`` if the file cannot be read, or is no conversation.
-    """
+    """Read a conversation: roles, texts, and which answers were cut off; InvalidRequestError if it is none."""
     try:
         data = json.loads(read_text(path))
     except RecursionError:

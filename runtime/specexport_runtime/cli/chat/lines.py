@@ -17,7 +17,7 @@ _BLOCK = '"""'
 _HISTORY_LINES = 1000
 
 ReadLine = Callable[[str], str]
-"""Gives the next line, without its end; it is told what to show before it. ``EOFError`` at the end."""
+"""Gives the next line, without its end, for what to show before it. ``EOFError`` at the end."""
 
 
 class Entry(NamedTuple):
@@ -30,8 +30,7 @@ class Entry(NamedTuple):
 def read_entry(read_line: ReadLine) -> Entry:
     r"""The next message or command; ``EOFError`` if nothing was entered, and nothing will be.
 
-    A line that ends in a backslash goes on in the next one. Lines between two marks of three quotes are one message.
-    Two slashes at the beginning are a message that begins with one.
+    A backslash at the end continues a line, three quotes enclose lines, and two slashes begin a message with one.
     """
     line = read_line(PROMPT)
     if line.lstrip().startswith(_BLOCK):
@@ -76,10 +75,7 @@ def piped_lines() -> ReadLine:
 
 @contextlib.contextmanager
 def terminal_lines(*, keep_history: bool) -> Iterator[ReadLine]:
-    """Lines of a terminal, edited by ``readline`` where Python has it.
-
-    ``keep_history``: begin with the lines of earlier conversations, and keep those of this one, in the user's cache.
-    """
+    """Lines of a terminal, edited by ``readline`` where Python has it; ``keep_history`` begins with earlier ones."""
     with _history(_import_readline() if sys.stdout.isatty() else None, keep_history):
         yield _read_terminal
 

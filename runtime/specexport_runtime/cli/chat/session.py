@@ -114,17 +114,11 @@ class Session:
         return self._engine.max_model_len - 1
 
     def say(self, text: str) -> None:
-        """Say something and print the answer.
-
-        ``InvalidRequestError`` if the conversation is too long for the engine, or the template refuses it.
-        """
+        """Say something and print the answer; InvalidRequestError if it is too long, or the template refuses it."""
         self._say(self.conversation, text)
 
     def retry(self) -> None:
-        """Send the message that has no answer, or the last one again; its answer takes the other's place.
-
-        ``InvalidRequestError`` if there is none.
-        """
+        """Send the message that has no answer, or the last one again; InvalidRequestError if there is none."""
         conversation = self.conversation.copy()
         text = conversation.undo() if self.unsent is None else self.unsent
         if text is None:
@@ -167,10 +161,7 @@ class Session:
         self.conversation = conversation
 
     def load(self, messages: "list[Message]") -> None:
-        """Go on from other messages. A last one that has no answer waits for :meth:`retry`.
-
-        ``InvalidRequestError`` if they are no turns of a user and an assistant, or the template refuses them.
-        """
+        """Go on from other messages; a last one without an answer waits for :meth:`retry`."""
         waiting = messages[-1]["content"] if messages and messages[-1]["role"] == "user" else None
         conversation = self._open(messages if waiting is None else messages[:-1])
         conversation.copy().ask(_PROBE if waiting is None else waiting)
@@ -247,10 +238,7 @@ class _Listener:
 
 
 class Thinking:
-    """Which text lies between ``<think>`` and ``</think>``, the tags too; called with each piece of a text in turn.
-
-    ``begun``: the prompt ends inside.
-    """
+    """Which text lies between ``<think>`` and ``</think>``, tags included; ``begun``: the prompt ends inside."""
 
     def __init__(self, begun: bool) -> None:
         self._inside = begun
@@ -267,11 +255,7 @@ class Thinking:
 
 
 def stream_answer(engine: "SpecEngine", spec: "RequestSpec", slips: Slips, *, colour: bool) -> "GenerationResult":
-    """Generate and print. Ctrl-C ends it with what is there by then; the second one is a ``KeyboardInterrupt``.
-
-    What was printed is the text of the result. The prompt of ``spec`` is token ids. Errors are those of
-    ``SpecEngine.submit`` and of ``RequestHandle.result``.
-    """
+    """Generate and print. Ctrl-C ends it with what is there by then; the second one is a ``KeyboardInterrupt``."""
     listener, printed = _Listener(), 0
     before: str = engine.tokenizer.decode(engine.encode(spec.prompt)[-8:], skip_special_tokens=False)
     thinking = Thinking(before.rstrip().endswith(_OPEN))

@@ -1,7 +1,4 @@
-"""What a format of calls has: how calls begin, how they are written, and how they are read.
-
-An answer is read piece by piece, from the text that is yet to be read to events.
-"""
+"""What a format of calls has: how calls begin, how they are written, and how they are read, piece by piece."""
 
 import json
 from abc import ABC, abstractmethod
@@ -111,10 +108,7 @@ class ToolFormat(ABC):
     @classmethod
     @abstractmethod
     def of(cls, template: str, call: str, function: str) -> "ToolFormat | None":
-        """This format, if a chat template has it.
-
-        ``call`` is what the template wrote of a conversation with a call of ``function``; empty if it refused.
-        """
+        """This format, if a chat template has it, by what it wrote of a ``call`` (empty: refused)."""
 
     @abstractmethod
     def read(self, feed: Feed, names: frozenset[str]) -> Reading:
@@ -124,8 +118,7 @@ class ToolFormat(ABC):
     def rules(self, names: Sequence[str], style: Style, marks: Marks, *, opener: str, several: bool) -> str:
         """Rules of a Lark grammar: ``calls`` is one call or, if ``several`` may be, more.
 
-        ``arguments_0``, ``arguments_1`` and so on are rules of the arguments of ``names``. ``marks`` says what markers
-        are called; ``opener`` is the opener in the grammar, empty if it was read.
+        ``arguments_0`` and so on are rules of the arguments of ``names``; ``opener`` is empty if it was read.
         """
 
     def heads(self, style: Style) -> tuple[str, ...]:

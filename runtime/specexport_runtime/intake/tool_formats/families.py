@@ -87,10 +87,7 @@ _LONGEST = 256  # characters before the arguments
 
 
 class Mistral(ToolFormat):
-    """``[TOOL_CALLS]`` and a list of objects or, since 2025, a name, ``[ARGS]`` and the arguments alone.
-
-    Both ways of writing are read; a grammar has the newer one if ``named``.
-    """
+    """``[TOOL_CALLS]`` and a list of objects or, if ``named`` (since 2025), a name, ``[ARGS]`` and the arguments."""
 
     name = "mistral"
     openers = (_CALLS,)

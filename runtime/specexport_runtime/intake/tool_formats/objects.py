@@ -16,11 +16,7 @@ _KEYS = ("name", "arguments", "parameters", "type", "id")
 
 
 def read_object(feed: Feed, names: frozenset[str]) -> Reading:
-    """A call like ``{"name": …, "arguments": {…}}``, from its first brace to its last; ``feed`` stands before it.
-
-    Arguments that come first, or are a text that holds JSON, are given when the object is complete. Returns False if it
-    is no such call, and nothing was said of it.
-    """
+    """A call like ``{"name": …, "arguments": {…}}``, from its first brace to its last; False if it is none."""
     start, whole = feed.at, _End(feed.at)
     while not feed.ended or whole.find(feed.text) is not None:
         head = _HEAD.match(feed.text, start)
