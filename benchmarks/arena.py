@@ -17,7 +17,6 @@ import numpy as np
 from common import DEMO_PROMPTS, median, read_prompts, report
 
 from specexport_runtime import SamplingParams, SpecEngine
-from specexport_runtime.executors.base import as_copying
 from specexport_runtime.watch.observe import RoundRecord
 
 SHORTEST, LONGEST = 64, 1024
@@ -120,8 +119,8 @@ def speeds(engine: SpecEngine, prompt: list[int], tokens: int, drafting: dict[st
 
 def pages(engine: SpecEngine, entries: int) -> dict[str, float]:
     """Seconds to write entries of a row where there is no memory, to write them again, and to give them back."""
-    executor = as_copying(engine.target)
-    if executor is None:
+    executor = engine.target
+    if not executor.copies_rows:
         raise SystemExit("rows of this bundle cannot be copied.")
     found: dict[str, list[float]] = {"first": [], "again": [], "back": []}
     for _ in range(5):

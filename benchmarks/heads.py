@@ -19,7 +19,6 @@ from common import median, report
 from turns import measure_in_turns, ratio, read_domains
 
 from specexport_runtime import SamplingParams, SpecEngine
-from specexport_runtime.executors.base import as_featured, as_head
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 
 PAST = 64
@@ -48,18 +47,17 @@ def ways_of(
 def step_times(engine: SpecEngine, repeats: int) -> dict[str, float]:
     """Milliseconds of single steps, medians over turns."""
     target, head = ModelRunner(engine.target), ModelRunner(engine.head)
-    featured, own = as_featured(engine.target), as_head(engine.head)
-    if featured is None or own is None:
+    if engine.head is None or not engine.target.gives_features:
         raise SystemExit("the bundle has no draft head")
     tokens = [7 + i % 50 for i in range(PAST)]
-    features = np.random.default_rng(0).normal(0, 1, (PAST, own.feature_size)).astype(np.float32)
+    features = np.random.default_rng(0).normal(0, 1, (PAST, engine.head.feature_size)).astype(np.float32)
     target.prefill(0, tokens)
     head.prefill(0, tokens, features)
 
     def run(runner: ModelRunner, count: int, wanted: bool = False, places: int = 1) -> float:
         rows = features[:count] if runner is head else None
         if runner is target:
-            featured.want_features(wanted)
+            engine.target.want_features(wanted)
         start = time.perf_counter()
         runner.step(0, [RowWork(tokens[:count], places, rows, drafts=count)], "token_ids")  # nothing enters a state
         return 1e3 * (time.perf_counter() - start)
@@ -80,7 +78,7 @@ def step_times(engine: SpecEngine, repeats: int) -> dict[str, float]:
         for name, point in points.items():
             point()  # the step before was another: caches of the processor
             found[name].append(point())
-    featured.want_features(False)
+    engine.target.want_features(False)
     for runner in (target, head):
         runner.release_row(0)
     return {name: median(values) for name, values in found.items()}

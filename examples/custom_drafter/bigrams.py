@@ -7,14 +7,13 @@ import itertools
 import sys
 
 from specexport_runtime import SamplingParams, SpecEngine
-from specexport_runtime.drafters.base import DrafterTraits, Proposal
+from specexport_runtime.drafters.base import Drafter, DrafterTraits, Proposal
 
 
-class BigramDrafter:
+class BigramDrafter(Drafter):
     """Proposes the token that last followed the newest one, then the one that followed that, and so on."""
 
     traits = DrafterTraits(default_lookahead=4, is_free=True)
-    engine_seconds = 0.0
 
     def propose(self, sequences, lookaheads):
         """Up to ``lookaheads[i]`` tokens for each sequence, from its committed tokens alone."""
@@ -26,15 +25,6 @@ class BigramDrafter:
         while len(draft) < limit and (token := followers.get(draft[-1] if draft else tokens[-1])) is not None:
             draft.append(token)
         return Proposal(draft)
-
-    def commit(self, sequences):
-        """Nothing is remembered between rounds, so nothing is to be forgotten."""
-
-    def move_row(self, source, destination):
-        """Nothing is kept by row."""
-
-    def release_row(self, row):
-        """Nothing is kept by row."""
 
 
 if __name__ == "__main__":

@@ -16,13 +16,7 @@ from specexport_runtime.drafters.head_kind import head_obstacle
 from specexport_runtime.drafters.registry import KINDS
 from specexport_runtime.engine_options import EngineOptions
 from specexport_runtime.errors import InvalidRequestError, SpecexportError
-from specexport_runtime.executors.base import (
-    Executor,
-    adapted_executor,
-    as_copying,
-    as_gated,
-    borrows_cache,
-)
+from specexport_runtime.executors.base import Executor
 from specexport_runtime.executors.open import backend_of, backends_with
 from specexport_runtime.intake.builder import RequestBuilder
 from specexport_runtime.intake.drafting import Abilities, DraftDefaults
@@ -85,7 +79,7 @@ def assemble(parts: EngineParts, options: EngineOptions) -> Assembly:
     drafting = {
         role: ModelRunner(
             executor,
-            kv=BorrowedKv(runner.kv) if borrows_cache(executor) else None,
+            kv=BorrowedKv(runner.kv) if executor.borrows_cache else None,
             unpad_kv=options.unpad_kv,
             unpad_input=options.unpad_input,
         )
@@ -121,7 +115,7 @@ def assemble(parts: EngineParts, options: EngineOptions) -> Assembly:
         adapters=tuple(parts.adapters),
     )
     if options.lora is not None:
-        adapted_executor(target).default_adapter = builder.find_adapter(options.lora) or 0
+        target.default_adapter = builder.find_adapter(options.lora) or 0
     return Assembly(builder, _make_decoder(runners, drafters, weighed, memory, parts, options), drafting)
 
 
@@ -143,16 +137,13 @@ def make_drafters(
         if "/" in name:  # learned costs have names behind slashes
             raise InvalidRequestError(f"a drafter's name {name!r} has a slash.", "give yours another name.")
         made = factory(parts)
-        missing = [part for part in _DRAFTER_PARTS if not hasattr(made, part)]
-        if missing:
+        if not isinstance(made, Drafter):
             raise InvalidRequestError(
-                f"what the factory of drafter {name!r} made has no {missing[0]!r}.", "see `drafters.base.Drafter`."
+                f"the factory of drafter {name!r} made a {type(made).__name__}, which is no Drafter.",
+                "let its class inherit from `specexport_runtime.drafters.base.Drafter`.",
             )
         drafters[name] = made
     return drafters
-
-
-_DRAFTER_PARTS = ("traits", "engine_seconds", "propose", "commit", "move_row", "release_row")
 
 
 def weigh_drafters(drafters: Mapping[str, Drafter], curves: CostCurves | None) -> dict[str, WeighedDrafter]:
@@ -161,7 +152,7 @@ def weigh_drafters(drafters: Mapping[str, Drafter], curves: CostCurves | None) -
         return {}
     weighed = {}
     for name, drafter in drafters.items():
-        cost = drafter.cost(curves) if hasattr(drafter, "cost") else None
+        cost = drafter.cost(curves)
         if drafter.traits.is_free or cost is not None:
             weighed[name] = WeighedDrafter(drafter.traits, cost)
     return weighed
@@ -177,14 +168,13 @@ def describe_abilities(
 ) -> Abilities:
     """What requests may ask of an engine."""
     obstacles = {name: kind.obstacle(offer) for name, kind in KINDS.items()}
-    gated = as_gated(target)
     return Abilities(
         {name: kind.traits for name, kind in KINDS.items()} | {name: each.traits for name, each in drafters.items()},
         {name: obstacle for name, obstacle in obstacles.items() if obstacle is not None},
         lookahead,
         frozenset(weighed or ()),
-        0 if gated is None else gated.num_gates // 2,
-        gated is not None and gated.fixed_layers is not None,
+        target.num_gates // 2,
+        target.fixed_layers is not None,
     )
 
 
@@ -216,7 +206,7 @@ def _make_decoder(
 
 def _keeps_rows(runners: Sequence[ModelRunner]) -> bool:
     """Whether every engine keeps its rows as prefix reuse needs them: where it says, and without padding."""
-    return all(runner.unpad_kv and as_copying(runner.executor) is not None for runner in runners)
+    return all(runner.unpad_kv and runner.executor.copies_rows for runner in runners)
 
 
 def check_empty(decoder: Decoder, drafting: Mapping[str, ModelRunner]) -> None:
@@ -234,7 +224,7 @@ def self_draft_obstacle(target: ModelRunner, entry: ModelEntry | None = None) ->
     """Why a target cannot draft with its own layers; None if it can. ``entry`` is None if it comes from no bundle."""
     if not (target.unpad_kv and target.unpad_input):
         return Obstacle("drafter 'self' needs unpadded KV and unpadded input.", "leave unpad_kv and unpad_input on.")
-    if as_gated(target.executor) is not None:
+    if target.executor.num_gates:
         return None
     if entry is None:
         return Obstacle("drafter 'self' needs a target whose layers can be switched off.", "use another drafter.")

@@ -24,7 +24,7 @@ from specexport.recipe import BuildRecipe
 from specexport.rounding import logit_tolerance
 from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.errors import CheckFailedError, SpecexportError
-from specexport_runtime.executors.base import EngineRequest, Executor, Float32Array, Int64Array, adapted_executor
+from specexport_runtime.executors.base import EngineRequest, Executor, Float32Array, Int64Array
 from specexport_runtime.machine import available_cores
 
 if TYPE_CHECKING:
@@ -238,7 +238,7 @@ def _run(
         for adapter in range(adapters + 1):
             of = ""
             if adapters:
-                adapted_executor(executor).default_adapter = adapter
+                executor.default_adapter = adapter
                 of = f" with adapter {entry.adapters[adapter - 1].name}" if adapter else ""
             for steps, kind in ((_wide_steps(lengths), name), (_narrow_steps(lengths), narrow)):
                 runs.append(_read(runner, entry, sequences, steps, kind + of)._replace(adapter=adapter))

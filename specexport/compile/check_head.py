@@ -96,7 +96,7 @@ def causal_reference(
 
 def check_head(folder: Path, entry: ModelEntry, reference: HeadReference) -> EngineCheck:
     """Run a head's engine in ragged steps; raises CheckFailedError if what it gives differs from torch."""
-    from specexport_runtime.executors.base import EngineRequest, as_head
+    from specexport_runtime.executors.base import EngineRequest
     from specexport_runtime.executors.open import backend_of
     from specexport_runtime.packing.batch import ModelRunner, RowWork
     from specexport_runtime.packing.kv import BorrowedKv, KvArena
@@ -118,8 +118,8 @@ def check_head(folder: Path, entry: ModelEntry, reference: HeadReference) -> Eng
     executor = backend.open(request)
     try:
         kv = None if reference.lent is None else BorrowedKv(lengths)
-        head, runner = as_head(executor), ModelRunner(executor, kv=kv)
-        if head is None:
+        runner = ModelRunner(executor, kv=kv)
+        if not executor.reads_features:
             raise CheckFailedError("the new engine is no draft head's.")
         found: dict[str, list[np.ndarray]] = {"logits": [], "handed_on": []}
         wanted: dict[str, list[np.ndarray]] = {"logits": [], "handed_on": []}
@@ -130,7 +130,7 @@ def check_head(folder: Path, entry: ModelEntry, reference: HeadReference) -> Eng
                 lengths.commit(index, count)
             work = [RowWork(row.tokens.tolist(), len(row.logits), row.features) for row in rows]
             found["logits"].append(np.array(runner.step(0, work)))
-            found["handed_on"].append(head.next_features.copy())
+            found["handed_on"].append(executor.next_features.copy())
             wanted["logits"] += [row.logits for row in rows]
             wanted["handed_on"] += [row.handed_on for row in rows]
             for index, row in enumerate(rows):

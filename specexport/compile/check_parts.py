@@ -25,7 +25,7 @@ from specexport_runtime.abi import (
 )
 from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.errors import SpecexportError
-from specexport_runtime.executors.base import Int64Array, StepBuffers, StepOutput, Want
+from specexport_runtime.executors.base import Executor, Int64Array, StepBuffers, StepOutput, Want
 
 LARGE_BYTES = 800 << 20
 """Engines with larger weights files are run in parts."""
@@ -54,19 +54,16 @@ class _Step(NamedTuple):
     fresh: bool  # before it, all rows were forgotten
 
 
-class PartedExecutor:
-    """An executor (see ``Executor``) that is driven twice through the same steps.
+class PartedExecutor(Executor):
+    """An executor that is driven twice through the same steps.
 
     The first time, it writes them down and answers with zeros; then :meth:`compute`; the second time it answers.
     """
 
-    max_num_tokens: int | None = None
-    engine_seconds = 0.0
-
     def __init__(self, path: Path, entry: ModelEntry, *, num_rows: int, kv_capacity: int, num_threads: int) -> None:
         self.vocab_size = entry.lm_head_rows
         self.num_rows, self.kv_capacity = num_rows, kv_capacity
-        self.num_adapters, self.default_adapter = len(entry.chosen_adapters), 0
+        self.num_adapters = len(entry.chosen_adapters)
         self._path, self._entry, self._num_threads = path, entry, num_threads
         self._steps: list[_Step] = []
         self._answers: Iterator[StepOutput] | None = None
@@ -106,9 +103,6 @@ class PartedExecutor:
     def move_row(self, source: int, destination: int, kv_len: int) -> None:
         """No check moves rows."""
         raise SpecexportError(f"a check cannot move {kv_len} entries of row {source} to row {destination}.")
-
-    def capture(self, shapes: list[StepShape]) -> None:
-        """Nothing."""
 
     def close(self) -> None:
         """Forget the steps."""

@@ -1,7 +1,7 @@
 """A step of a running decode, with all inputs of its graph, copied just before ONNX Runtime gets them."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -84,7 +84,7 @@ def capture_step(
 
 def _decode(executor: Executor, prompt: list[int], kind: StepKind, after: int, lookahead: int) -> CapturedStep:
     recorder = _Recorder(executor)
-    runner = ModelRunner(recorder)
+    runner = ModelRunner(cast("Executor", recorder))  # it passes on what it is not itself
     text: list[int] = []
     if kind == "prefill":
         tokens = prompt[: runner.max_chunk]

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from specexport.verify.tolerance import logit_scale
 from specexport_runtime.decoding.decoder import Decoder
+from specexport_runtime.drafters.base import Begun, Drafter, DrafterTraits, Proposal
 from specexport_runtime.drafters.registry import KINDS
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.executors.base import Executor, Float32Array, as_gated
+from specexport_runtime.executors.base import Executor, Float32Array
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from specexport_runtime.requests.layer_choice import LayerRules
-from specexport_runtime.requests.records import DrafterTraits, Proposal
 from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.params import SamplingParams
 
@@ -182,8 +182,7 @@ def check_greedy(
     differences: list[GreedyDifference] = []
     for drafter, lookahead in _drafters(engine, chosen):
         kind = drafter.replace("-", " ")
-        gated = as_gated(engine.target)
-        free = gated is not None and gated.fixed_layers is None
+        free = engine.target.num_gates > 0 and engine.target.fixed_layers is None
         rules = _RULES if free and drafter in KINDS and KINDS[drafter].traits.takes_layers else None
         results = engine.generate(given, params, drafter=drafter, num_speculative_tokens=lookahead, layer_rules=rules)
         rounds = sum(result.stats.draft_rounds for result in results)
@@ -262,7 +261,7 @@ def _decode_scripted(
     return sequences
 
 
-class ScriptedDrafter:
+class ScriptedDrafter(Drafter):
     """Proposes the next tokens of a known output, some of them changed.
 
     The right drafts before a mistake number 0, 1, 2, … K in turn, unequal between sequences, so that every accepted
@@ -272,7 +271,6 @@ class ScriptedDrafter:
     """
 
     traits = DrafterTraits(default_lookahead=1)
-    engine_seconds = 0.0
 
     def __init__(self, outputs: Sequence[Sequence[int]], vocab_size: int, lookahead: int) -> None:
         self._outputs = outputs
@@ -280,12 +278,17 @@ class ScriptedDrafter:
         self._lookahead = lookahead
         self._turn = 0
 
-    def propose(self, sequences: Sequence[Request], lookaheads: Sequence[int]) -> list[Proposal]:
-        """Up to ``lookaheads[i]`` tokens of sequence i's script, the mistake moving on from round to round."""
+    def propose(
+        self,
+        requests: Sequence[Request],
+        lookaheads: Sequence[int],
+        begun: Sequence[Begun] | None = None,  # noqa: ARG002 - it does not go on
+    ) -> list[Proposal]:
+        """Up to ``lookaheads[i]`` tokens of request i's script, the mistake moving on from round to round."""
         self._turn += 1
         return [
             Proposal(self._draft(seq, min(limit, self._lookahead)))
-            for seq, limit in zip(sequences, lookaheads, strict=True)
+            for seq, limit in zip(requests, lookaheads, strict=True)
         ]
 
     def _draft(self, seq: Request, limit: int) -> list[int]:
@@ -295,12 +298,3 @@ class ScriptedDrafter:
         if wrong < len(tokens):
             tokens[wrong] = (tokens[wrong] + 1) % self._vocab_size
         return tokens
-
-    def commit(self, sequences: Sequence[Request]) -> None:
-        """Nothing to forget."""
-
-    def move_row(self, source: int, destination: int) -> None:
-        """Nothing to move."""
-
-    def release_row(self, row: int) -> None:
-        """Nothing to drop."""

@@ -9,7 +9,7 @@ from specexport_runtime.abi import CONTEXT_ID
 from specexport_runtime.bundle.arrays import CutHead, MaskInput
 from specexport_runtime.drafters.at_once import draft_work, entry_tokens
 from specexport_runtime.errors import SpecexportError
-from specexport_runtime.executors.base import Executor, as_featured, as_head, as_stateful
+from specexport_runtime.executors.base import Executor
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from specexport_runtime.sampling.distribution import Distribution, Float32Array, Float64Array
 from specexport_runtime.sampling.sampler import Sampler
@@ -60,8 +60,8 @@ class LogitTree:
     def _logits(self, path: Path) -> Float32Array:
         """What the engine gives after ``path``. Nothing is committed, so every path starts at the context."""
         tokens = self._last + self._stand_in(path)
-        states = as_stateful(self._runner.executor)
-        extra = 0 if states is None else max(0, len(tokens) - states.num_pending)
+        pending = self._runner.executor.num_pending
+        extra = max(0, len(tokens) - pending) if pending else 0
         if extra:  # more than may wait beside a state: these enter it, and the context is read again afterwards
             self._runner.prefill(0, tokens[:extra])
         logits: Float32Array = self._runner.step(0, [RowWork(tokens[extra:], 1, drafts=len(tokens) - extra)])[0]
@@ -188,9 +188,7 @@ class HeadTree(LogitTree):
         places: int = 1,  # tokens that such a head drafts in one step
     ) -> None:
         self._target, self._mask = target, mask
-        own = as_head(head)
-        self._num_heads = 0 if own is None else own.num_draft_heads
-        self._reads_draft = own is not None and own.reads_draft
+        self._num_heads, self._reads_draft = head.num_draft_heads, head.reads_draft
         self._places = places if mask is None or mask.most is None else min(places, mask.most)
         self._at_once: Float32Array | None = None
         super().__init__(head, context, vocab_size=vocab_size, head=lm_head)
@@ -220,8 +218,8 @@ class HeadTree(LogitTree):
 
     def _follow(self, path: Path) -> Float32Array:
         """One step for each token, each fed what the one before handed on; then all of them are forgotten."""
-        executor = as_head(self._runner.executor)
-        if executor is None:
+        executor = self._runner.executor
+        if not executor.reads_features:
             raise SpecexportError("a head tree needs the engine of a draft head.")
         tokens, feature, start = self._last, self._feature, self._runner.kv.kv_len(0)
         logits = np.empty(0, np.float32)
@@ -237,12 +235,10 @@ class HeadTree(LogitTree):
 
     def _continue(self, path: Path) -> Float32Array:
         """What the Hydra head of a place says of the path to it; behind the last head, that of its last tokens."""
-        executor = as_head(self._runner.executor)
-        if executor is None:
-            raise SpecexportError("a head tree needs the engine of a draft head.")
         logits: Float32Array = self._runner.step(0, [RowWork(self._last, 1, self._feature)])[0].copy()
         if path:
-            state, tokens = executor.next_features.copy(), [self._newest, *self._stand_in(path)][-self._num_heads :]
+            state = self._runner.executor.next_features.copy()
+            tokens = [self._newest, *self._stand_in(path)][-self._num_heads :]
             logits = self._runner.step(0, [RowWork(tokens, 1, np.tile(state, (len(tokens), 1)))])[0].copy()
         return logits
 
@@ -255,13 +251,12 @@ class HeadTree(LogitTree):
 
 def _features(target: Executor, tokens: Sequence[int]) -> Float32Array:
     """Features [n, E] of a text. It writes what a tree of the target over the same context has in its row already."""
-    featured = as_featured(target)
-    if featured is None:
+    if not target.gives_features:
         raise SpecexportError("a head tree needs a target that gives features.")
     runner = ModelRunner(target)
-    featured.want_features(True)
+    target.want_features(True)
     try:
         runner.step(0, [RowWork(tokens, 1)])
-        return featured.features.copy()
+        return target.features.copy()
     finally:
-        featured.want_features(False)
+        target.want_features(False)

@@ -28,7 +28,7 @@ from specexport_runtime.bundle.arrays import load_cut_head
 from specexport_runtime.bundle.manifest import Manifest, load_manifest
 from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.errors import InvalidRequestError, MissingDependencyError
-from specexport_runtime.executors.base import Float32Array, adapted_executor
+from specexport_runtime.executors.base import Float32Array
 from specexport_runtime.executors.open import open_executor
 
 if TYPE_CHECKING:
@@ -207,7 +207,7 @@ def _losses_of_bundle(
             try:
                 if role == "target" and adapter is not None and adapter.chosen is not None:
                     number = entry.chosen_adapters.index(adapter.chosen) + 1  # the same, by hash
-                    adapted_executor(executor).default_adapter = number
+                    executor.default_adapter = number
                 score = score_engine(executor, windows, lookahead=other.lookahead, head=head)
             finally:
                 executor.close()

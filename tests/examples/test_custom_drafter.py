@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models
 
 from specexport_runtime import SamplingParams
 from specexport_runtime.costs.curves import CostCurves, StepCost
-from specexport_runtime.drafters.base import DrafterParts, DrafterTraits, Proposal
+from specexport_runtime.drafters.base import Drafter, DrafterParts, DrafterTraits, Proposal
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.fake import FakeExecutor
 from tests.support.engine_of import engine_of
@@ -97,8 +97,13 @@ def test_names_and_drafters_that_cannot_be_taken(drafter_class: type) -> None:
             make_engine(lambda parts: drafter_class(), name=name)
     with pytest.raises(InvalidRequestError, match="'mine/reading' has a slash"):
         make_engine(lambda parts: drafter_class(), name="mine/reading")
-    with pytest.raises(InvalidRequestError, match="has no 'traits'"):
-        make_engine(lambda parts: object())
+    with pytest.raises(InvalidRequestError, match="drafter 'mine' made a dict, which is no Drafter") as caught:
+        make_engine(lambda parts: {})
+    assert "inherit from `specexport_runtime.drafters.base.Drafter`" in str(caught.value)
+    for given, lacking in (("traits", "propose"), ("propose", "traits")):
+        own = type("Own", (Drafter,), {given: getattr(drafter_class, given)})
+        with pytest.raises(TypeError, match=f"abstract class Own with.* {lacking}|abstract class Own .*'{lacking}'"):
+            make_engine(lambda parts, own=own: own())
     engine = make_engine(lambda parts: drafter_class())
     with pytest.raises(InvalidRequestError, match="no drafter 'mime'") as caught:
         generate(engine, "mime")

@@ -19,7 +19,7 @@ from specexport.compile.pipeline import build_bundle
 from specexport.recipe import BuildRecipe
 from specexport_runtime import SpecEngine
 from specexport_runtime.errors import IncompatibleError, RecipeError, UnsupportedModelError
-from specexport_runtime.executors.base import EngineRequest, as_featured, as_head
+from specexport_runtime.executors.base import EngineRequest
 from specexport_runtime.executors.ort_cuda import _round_shapes
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from tests.lowering.test_ort_cuda import gpu_or_skip
@@ -110,12 +110,12 @@ def equations(spec: Any, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tens
 
 def run_steps(executor: Any, reference: HeadReference) -> tuple[float, float]:
     """Largest differences of logits and of what is handed on, over all steps."""
-    runner, head = ModelRunner(executor), as_head(executor)
-    assert head is not None
+    runner = ModelRunner(executor)
+    assert executor.reads_features
     errors = [[0.0], [0.0]]
     for rows in reference.steps:
         work = [RowWork(row.tokens.tolist(), len(row.logits), row.features) for row in rows]
-        found = np.array(runner.step(0, work)), head.next_features
+        found = np.array(runner.step(0, work)), executor.next_features
         wanted = [np.concatenate([getattr(row, name) for row in rows]) for name in ("logits", "handed_on")]
         for error, mine, theirs in zip(errors, found, wanted, strict=True):
             assert mine.shape == theirs.shape
@@ -188,24 +188,24 @@ def test_a_lowered_target_gives_its_features_where_they_are_wanted(
     """They are what the head's projection makes of the hidden states, without those of padding."""
     spec = heads("speculators")[0]
     executor = open_graph(way, targets("speculators"), tmp_path, monkeypatch)
-    runner, featured = ModelRunner(executor), as_featured(executor)
-    assert featured is not None
-    assert as_head(executor) is None
+    runner = ModelRunner(executor)
+    assert executor.gives_features
+    assert not executor.reads_features
     texts = [np.random.default_rng(row).integers(3, VOCAB, 12) for row in range(3)]
     with torch.no_grad():
         states = [target(torch.from_numpy(ids)[None], output_hidden_states=True).hidden_states for ids in texts]
         wanted = [project(spec, [each[tap][0] for tap in spec.taps]).numpy() for each in states]
     done, first = [0, 0, 0], None
     for counts, asked in (((5, 2, 3), True), ((4, 1, 2), False), ((1, 1, 1), True), ((2, 4, 4), True)):
-        featured.want_features(asked)
+        executor.want_features(asked)
         work = [RowWork(texts[row][done[row] :][:count].tolist(), 1) for row, count in enumerate(counts)]
         runner.step(0, work)
         if asked:
             parts = [wanted[row][done[row] :][:count] for row, count in enumerate(counts)]
-            np.testing.assert_allclose(featured.features, np.concatenate(parts), rtol=0, atol=CLOSE)
-            first = featured.features.copy() if first is None else first
+            np.testing.assert_allclose(executor.features, np.concatenate(parts), rtol=0, atol=CLOSE)
+            first = executor.features.copy() if first is None else first
         else:
-            assert featured.features.shape == (0, HIDDEN)
+            assert executor.features.shape == (0, HIDDEN)
         for row, count in enumerate(counts):
             done[row] += count
             runner.kv.commit(row, done[row])

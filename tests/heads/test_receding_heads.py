@@ -11,7 +11,6 @@ from specexport.inspect import describe
 from specexport.recipe import BuildRecipe
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.bundle.opened import load_bundle
-from specexport_runtime.executors.base import as_receding
 from specexport_runtime.executors.ort_arena import CAN_GIVE_BACK
 from specexport_runtime.packing import batch
 from tests.support import tiny_heads
@@ -89,4 +88,4 @@ def test_caches_that_a_head_reads_are_kept(bundle: Path) -> None:
         executor = OrtExecutor(
             bundle / entry.engine.path, entry, num_rows=1, kv_capacity=64, num_threads=1, lends=lends
         )
-        assert (as_receding(executor) is None) == lends
+        assert executor.recedes != lends

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specexport_runtime.decoding.decoder import Decoder
+from specexport_runtime.drafters.base import Drafter
 from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.lookup import LookupDrafter
 from specexport_runtime.drafters.model import ModelDrafter
@@ -19,10 +20,11 @@ LOOKUP, MODEL = DraftStage("lookup", 7), DraftStage("draft-model", 4)
 PLANS = [(), (LOOKUP,), (MODEL,), (LOOKUP, MODEL), (MODEL, LOOKUP)]
 
 
-class Recorder:
+class Recorder(Drafter):
     """Proposes ``token`` for sequences whose last token is in ``knows``; writes down every call."""
 
     traits = DrafterTraits(default_lookahead=4)
+    engine_seconds = 0.0
 
     def __init__(self, token, knows=range(VOCAB), seconds=0.0):
         self.token, self.knows, self.engine_seconds = token, knows, seconds

@@ -5,6 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from specexport_runtime.drafters.base import Drafter
 from specexport_runtime.requests.records import DrafterTraits, DraftStage, Proposal
 from specexport_runtime.requests.results import make_chunk
 from specexport_runtime.sampling.distribution import Distribution
@@ -151,11 +152,10 @@ def test_a_guess_behind_forced_tokens_saves_rounds():
     assert totals[0] < 0.85 * totals[1]
 
 
-class Liar:
+class Liar(Drafter):
     """A user's drafter, which knows of no grammar."""
 
     traits = DrafterTraits(default_lookahead=4)
-    engine_seconds = 0.0
 
     def __init__(self, token):
         self.token, self.asked = token, []
@@ -163,15 +163,6 @@ class Liar:
     def propose(self, sequences, lookaheads):
         self.asked += [limit for limit in lookaheads if limit]
         return [Proposal([self.token] * limit) for limit in lookaheads]
-
-    def commit(self, sequences):
-        pass
-
-    def move_row(self, source, destination):
-        pass
-
-    def release_row(self, row):
-        pass
 
 
 def test_who_is_refused_by_the_grammar_makes_way_for_the_next():

@@ -7,6 +7,7 @@ import pytest
 from specexport_runtime.costs.learned import LearnedCosts, reading_of
 from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.at_once import ParallelCost
+from specexport_runtime.drafters.base import Drafter
 from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.model import ModelDrafter
 from specexport_runtime.executors.fake import FakeExecutor
@@ -165,11 +166,10 @@ def test_a_draft_that_was_shortened_to_nothing_is_asked_for_again():
 # ---- a drafter whose draft is one step ----
 
 
-class FirstRight:
+class FirstRight(Drafter):
     """Drafts all tokens in one step of an engine: the first is right, the others are not."""
 
     traits = DrafterTraits(default_lookahead=4, has_own_cache=True)
-    engine_seconds = 0.0
 
     def __init__(self, curve):
         self._curve, self.steps = curve, []
@@ -183,15 +183,6 @@ class FirstRight:
         right = greedy_reference(FakeExecutor(VOCAB, 1, CAPACITY), seq.tokens, 2)
         self.steps.append(most)
         return Proposal([right[0], *[(right[1] + 1) % VOCAB] * (most - 1)], None, "lookahead", "own")
-
-    def commit(self, sequences):
-        pass
-
-    def move_row(self, source, destination):
-        pass
-
-    def release_row(self, row):
-        pass
 
     def cost(self, curves):
         return ParallelCost(self._curve)

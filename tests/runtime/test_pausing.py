@@ -5,7 +5,7 @@ import gc
 import numpy as np
 import pytest
 
-from specexport_runtime.drafters.base import can_restart
+from specexport_runtime.drafters.base import Drafter
 from specexport_runtime.drafters.head import HeadDrafter
 from specexport_runtime.requests.draft_exit import DraftExit, DraftExitParams
 from specexport_runtime.requests.layer_choice import LayerRules
@@ -145,11 +145,10 @@ def test_a_head_forgets_what_it_held():
     assert not drafter._held
 
 
-class Curious:
+class Curious(Drafter):
     """A drafter of the user's own that reads features and knows nothing of pauses."""
 
     traits = HeadDrafter.traits
-    engine_seconds = 0.0
 
     def wants_features(self, sequence):
         return True
@@ -162,15 +161,6 @@ class Curious:
 
         return [Proposal([]) for _ in sequences]
 
-    def commit(self, sequences):
-        pass
-
-    def move_row(self, source, destination):
-        pass
-
-    def release_row(self, row):
-        pass
-
 
 def test_a_sequence_whose_drafter_cannot_go_on_is_not_paused():
     def make(rows, **options):
@@ -181,8 +171,8 @@ def test_a_sequence_whose_drafter_cannot_go_on_is_not_paused():
 
     seq, decoder = interrupted(make, [20])
     assert seq.stats.preemptions == 0
-    assert not can_restart(decoder.drafter, seq)
-    assert can_restart(decoder.drafter, make_sequence(0, [1], SamplingParams(), draft_plan=PLANS["lookup"]))
+    assert not decoder.drafter.can_restart(seq)
+    assert decoder.drafter.can_restart(make_sequence(0, [1], SamplingParams(), draft_plan=PLANS["lookup"]))
 
 
 def test_an_engine_that_fails_leaves_the_paused_waiting():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from specexport_runtime.decoding.prefixes import LEAST_REUSED
+from specexport_runtime.drafters.base import Drafter
 from specexport_runtime.drafters.head import HeadDrafter
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.fake import FakeExecutor
@@ -232,15 +233,11 @@ def test_a_drafter_of_the_users_own_begins_anew():
     """One that knows nothing of prefixes is told that the row is done, as ever."""
     told = []
 
-    class Own:
+    class Own(Drafter):
         traits = make_decoder(make_target(), None, 0).drafter.drafters["lookup"].traits
-        engine_seconds = 0.0
 
         def propose(self, sequences, lookaheads):
             return [Proposal([]) for _ in sequences]
-
-        def commit(self, sequences):
-            pass
 
         def move_row(self, source, destination):
             told.append("move")

@@ -9,7 +9,6 @@ import pytest
 
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.bundle.opened import load_bundle
-from specexport_runtime.executors.base import as_receding
 from specexport_runtime.executors.ort import OrtExecutor
 from specexport_runtime.executors.ort_arena import CAN_GIVE_BACK
 from specexport_runtime.packing import batch
@@ -48,7 +47,7 @@ def open_runner(bundle: Path, *, recedes: bool) -> ModelRunner:
     if not recedes:
         entry = changed(entry, windows=())
     executor = OrtExecutor(bundle / entry.engine.path, entry, num_rows=3, kv_capacity=1024, num_threads=1, lookahead=4)
-    assert (as_receding(executor) is not None) == recedes
+    assert executor.recedes == recedes
     return ModelRunner(executor)
 
 

@@ -8,7 +8,6 @@ from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.self_draft import SelfDrafter
 from specexport_runtime.errors import IncompatibleError
-from specexport_runtime.executors.base import as_gated
 from specexport_runtime.executors.open import open_executor
 from specexport_runtime.executors.ort import OrtExecutor
 from specexport_runtime.packing.batch import ModelRunner, RowWork
@@ -191,8 +190,8 @@ def test_similarity_is_there_when_it_was_wanted(executor, prompts):
 def test_drafts_and_padded_graphs_have_no_gates(bundle):
     draft = open_executor(bundle, "draft", num_threads=1)
     padded = open_executor(bundle, "target", num_threads=1, spin=False, unpad_kv=False)
-    assert as_gated(draft) is None
-    assert as_gated(padded) is None
+    assert not draft.num_gates
+    assert not padded.num_gates
     for executor in (draft, padded):
         executor.close()
 

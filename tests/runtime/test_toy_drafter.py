@@ -7,25 +7,15 @@ import pytest
 from tests.support.edited_copy import copy_runtime, edit, run_with
 
 DRAFTER = """
-from specexport_runtime.drafters.base import DrafterKind, DrafterTraits
+from specexport_runtime.drafters.base import Drafter, DrafterKind, DrafterTraits
 from specexport_runtime.requests.records import Proposal
 
 
-class RepeatDrafter:
+class RepeatDrafter(Drafter):
     traits = DrafterTraits(default_lookahead=2, is_free=True)
-    engine_seconds = 0.0
 
     def propose(self, sequences, lookaheads):
         return [Proposal([seq.tokens[-1]] * limit) for seq, limit in zip(sequences, lookaheads, strict=True)]
-
-    def commit(self, sequences):
-        pass
-
-    def move_row(self, source, destination):
-        pass
-
-    def release_row(self, row):
-        pass
 
 
 KIND = DrafterKind(RepeatDrafter.traits, lambda parts: RepeatDrafter(), lambda offer: None, method="repeat")

@@ -7,17 +7,17 @@ from typing import NamedTuple
 import numpy as np
 
 from specexport_runtime.decoding.decoder import Decoder
-from specexport_runtime.drafters.base import Drafter
+from specexport_runtime.drafters.base import Begun, Drafter, DrafterTraits, Proposal
 from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.model import ModelDrafter
 from specexport_runtime.executors.base import Executor
 from specexport_runtime.packing.batch import ModelRunner
-from specexport_runtime.requests.records import DrafterTraits, DraftStage, Proposal
+from specexport_runtime.requests.records import DraftStage
 from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.params import SamplingParams
 
 
-class ForcedDrafter:
+class ForcedDrafter(Drafter):
     """Lets another drafter work, then puts the target's own next tokens in place of what it said.
 
     Each token is the right one with probability ``rate``, and a wrong one otherwise, drawn for each place of a text
@@ -48,10 +48,12 @@ class ForcedDrafter:
         """Seconds inside the inner drafter's engine."""
         return self.inner.engine_seconds
 
-    def propose(self, sequences: Sequence[Request], lookaheads: Sequence[int]) -> list[Proposal]:
+    def propose(
+        self, requests: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[Begun] | None = None
+    ) -> list[Proposal]:
         """See ``Drafter.propose``."""
-        proposals = self.inner.propose(sequences, lookaheads)
-        return [self._force(seq, proposal) for seq, proposal in zip(sequences, proposals, strict=True)]
+        proposals = self.inner.propose(requests, lookaheads, begun)
+        return [self._force(seq, proposal) for seq, proposal in zip(requests, proposals, strict=True)]
 
     def _force(self, seq: Request, proposal: Proposal) -> Proposal:
         text, place = self._continuations[seq.index], seq.num_generated
@@ -65,9 +67,9 @@ class ForcedDrafter:
             tokens[j] = token if right[place + j] else (token + 1) % self.vocab_size
         return Proposal(tokens)
 
-    def commit(self, sequences: Sequence[Request]) -> None:
+    def commit(self, requests: Sequence[Request]) -> None:
         """See ``Drafter.commit``."""
-        self.inner.commit(sequences)
+        self.inner.commit(requests)
 
     def move_row(self, source: int, destination: int) -> None:
         """See ``Drafter.move_row``."""

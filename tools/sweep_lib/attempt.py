@@ -152,36 +152,24 @@ def _compare(checkpoint: Any, bundle: Path) -> float:
     return worst
 
 
-class _Scripted:
-    """Drafts how known texts go on, with every fifth token wrong."""
+def _scripted(texts: Sequence[Sequence[int]]) -> Any:
+    """A drafter of how known texts go on, with every fifth token wrong."""
+    from specexport_runtime.drafters.base import Drafter, DrafterTraits, Proposal
+    from tests.support.tiny_models import VOCAB
 
-    def __init__(self, texts: Sequence[Sequence[int]]) -> None:
-        from specexport_runtime.drafters.base import DrafterTraits
+    class Scripted(Drafter):
+        traits = DrafterTraits(default_lookahead=LOOKAHEAD, is_free=True)
 
-        self.traits = DrafterTraits(default_lookahead=LOOKAHEAD, is_free=True)
-        self.engine_seconds = 0.0
-        self._texts = texts
+        def propose(self, requests: Any, lookaheads: Any, begun: Any = None) -> Any:  # noqa: ARG002
+            proposals = []
+            for request, limit in zip(requests, lookaheads, strict=True):
+                known = list(request.tokens)
+                text = next((text for text in texts if list(text[: len(known)]) == known), ())
+                ahead = enumerate(text[len(known) : len(known) + limit], len(known))
+                proposals.append(Proposal([(token + (at % 5 == 0)) % VOCAB for at, token in ahead]))
+            return proposals
 
-    def propose(self, sequences: Any, lookaheads: Any) -> Any:
-        from specexport_runtime.drafters.base import Proposal
-        from tests.support.tiny_models import VOCAB
-
-        proposals = []
-        for sequence, limit in zip(sequences, lookaheads, strict=True):
-            known = list(sequence.tokens)
-            text = next((text for text in self._texts if list(text[: len(known)]) == known), ())
-            ahead = enumerate(text[len(known) : len(known) + limit], len(known))
-            proposals.append(Proposal([(token + (at % 5 == 0)) % VOCAB for at, token in ahead]))
-        return proposals
-
-    def commit(self, sequences: Any) -> None:
-        pass
-
-    def move_row(self, source: int, destination: int) -> None:
-        pass
-
-    def release_row(self, row: int) -> None:
-        pass
+    return Scripted()
 
 
 def _decode(bundle: Path) -> str:
@@ -195,7 +183,7 @@ def _decode(bundle: Path) -> str:
         num_threads=1,
         spin=False,
         adaptive=False,
-        drafters={"scripted": lambda _: _Scripted(texts)},
+        drafters={"scripted": lambda _: _scripted(texts)},
     )
     with closing(engine):
         params = SamplingParams(max_tokens=24, ignore_eos=True)

@@ -15,7 +15,7 @@ from specexport_runtime.decoding.pace import Pace
 from specexport_runtime.decoding.rows import Rows
 from specexport_runtime.decoding.schedule import Scheduler
 from specexport_runtime.decoding.verify import accept_argmax, accept_processed, row_work, score_prompts, told_step
-from specexport_runtime.drafters.base import Drafter, prefill_seconds_of
+from specexport_runtime.drafters.base import Drafter
 from specexport_runtime.executors.base import StepOutput, Want, argmax_ids
 from specexport_runtime.lookahead.controller import Controller
 from specexport_runtime.lookahead.round import step_load
@@ -138,12 +138,12 @@ class Decoder:
 
     def _propose(self, requests: list[Request], load: StepLoad | None) -> dict[int, Proposal]:
         """Draft for requests that get logits in this step; by row."""
-        start, read_before = time.perf_counter(), prefill_seconds_of(self.drafter)
+        start, read_before = time.perf_counter(), self.drafter.prefill_seconds
         if load is not None and self.lengths is not None:
             self.lengths.begin_round(load)
         rooms = [req.room_for_drafts for req in requests]
         proposals = self.drafter.propose(requests, rooms) if requests else []
-        read = prefill_seconds_of(self.drafter) - read_before
+        read = self.drafter.prefill_seconds - read_before
         self.times.count_draft(time.perf_counter() - start, read, [proposal.num_own for proposal in proposals])
         return {req.row: proposal for req, proposal in zip(requests, proposals, strict=True)}
 

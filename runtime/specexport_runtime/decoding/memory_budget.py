@@ -19,7 +19,6 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from specexport_runtime.errors import InvalidRequestError, SpecexportError
-from specexport_runtime.executors.base import borrows_cache
 from specexport_runtime.executors.gpu import gib
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.request import Request
@@ -60,7 +59,7 @@ class MemoryBudget:
         slack: int = 0,
         max_model_len: int | None = None,
     ) -> None:
-        self._runners = [runner for runner in runners if not borrows_cache(runner.executor)]
+        self._runners = [runner for runner in runners if not runner.executor.borrows_cache]
         self.limit, self._slack = limit, slack  # bytes, None for no limit; entries beyond a request's tokens
         self._most = min(runner.kv.capacity for runner in self._runners) - slack  # tokens of a request at most
         if max_model_len is not None:

@@ -13,7 +13,7 @@ from, and what is elsewhere is copied. What its row held for others moves to ano
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from specexport_runtime.decoding.prefixes import (
     PrefixCounts,
     num_common,
 )
-from specexport_runtime.drafters.base import Drafter, PrefixDrafter, as_prefix_drafter, can_restart, restart
+from specexport_runtime.drafters.base import Drafter
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import Int64Array
 from specexport_runtime.packing.batch import ModelRunner
@@ -36,7 +36,7 @@ from specexport_runtime.watch.observe import EngineLoad
 
 
 class Rows:
-    """The rows of a target, its drafter and the memory of both; a drafter that is no PrefixDrafter keeps no texts."""
+    """The rows of a target, its drafter and the memory of both."""
 
     def __init__(
         self,
@@ -51,8 +51,7 @@ class Rows:
         self.target, self.drafter = target, drafter
         self.max_num_seqs = min(max_num_seqs or num_rows, num_rows)
         self.memory = memory or MemoryBudget([target])
-        self.reuses_prefixes = reuses_prefixes and as_prefix_drafter(drafter) is not None
-        self._keeping = cast("PrefixDrafter", drafter)  # asked as such only where prefixes are reused
+        self.reuses_prefixes = reuses_prefixes
         self.placed: list[Request | None] = []  # by row; None is a hole
         self._arrivals: dict[int, Request] = {}  # the same by age
         self.kept, self.counts = KeptTexts(), PrefixCounts()
@@ -143,7 +142,7 @@ class Rows:
 
     def can_resume(self, req: Request) -> bool:
         """Whether a request could go on if it was paused."""
-        return can_restart(self.drafter, req)
+        return self.drafter.can_restart(req)
 
     def admit(self, req: Request, row: int) -> None:
         """Give a free row to a request; it goes on from what rows have of its prompt, or of its text after a pause."""
@@ -161,7 +160,7 @@ class Rows:
         row = req.row
         req.pause(self.num_read(req))
         self.leave(req)
-        restart(self.drafter, req)
+        self.drafter.restart(req)
         self.preemptions += 1
         return row
 
@@ -186,9 +185,9 @@ class Rows:
             return False
         self.memory.keep(req.row, count)
         tokens = np.asarray(req.tokens[:count], np.int64)
-        self.kept[req.row] = KeptText(tokens, scope, self._keeping.snapshot(req), self._clock, req.is_pinned)
+        self.kept[req.row] = KeptText(tokens, scope, self.drafter.snapshot(req), self._clock, req.is_pinned)
         self.target.forget_row(req.row)
-        self._keeping.forget_row(req.row)
+        self.drafter.forget_row(req.row)
         return True
 
     def close_holes(self) -> None:
@@ -232,10 +231,10 @@ class Rows:
         self.memory.reserve(req)
         if source != req.row:
             self.target.copy_row(source, req.row, found.reused)
-            self._keeping.copy_row(source, req.row, found.drafts)
+            self.drafter.copy_row(source, req.row, found.drafts)
             self.counts.copied += found.reused
         self.target.go_on(req.row, found.reused)
-        self._keeping.adopt(req, found.drafts, found.reused)
+        self.drafter.adopt(req, found.drafts, found.reused)
         if is_new:
             req.stats.cached_tokens = found.reused
             self.counts.hits += found.reused
@@ -271,8 +270,8 @@ class Rows:
             least = max(LEAST_REUSED, self.target.least_len(row))
             if reused < least or (best is not None and reused < best.reused):
                 continue
-            given = self._keeping.snapshot(drafts) if isinstance(drafts, Request) else drafts
-            reused = self._keeping.usable(req, given, reused)
+            given = self.drafter.snapshot(drafts) if isinstance(drafts, Request) else drafts
+            reused = self.drafter.usable(req, given, reused)
             # Of equal ones, that in its own row: nothing is copied.
             is_better = best is None or (reused, row == req.row) > (best.reused, best.row == req.row)
             if reused >= least and is_better:
@@ -337,7 +336,7 @@ class Rows:
         self.target.swap_rows(one, other, counts)
         if of_one is None:
             self.target.kv.move(one, other)
-        self._keeping.swap_rows(one, other, (of_one and of_one.drafts, of_other and of_other.drafts))
+        self.drafter.swap_rows(one, other, (of_one and of_one.drafts, of_other and of_other.drafts))
         self.memory.swap(one, other)
         if of_other is not None:
             self.kept[one] = of_other

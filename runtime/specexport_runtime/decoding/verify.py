@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 
-from specexport_runtime.drafters.base import Drafter, as_feature_drafter, as_similarity
+from specexport_runtime.drafters.base import Drafter
 from specexport_runtime.errors import CheckFailedError
-from specexport_runtime.executors.base import NO_TOKEN, Float32Array, StepOutput, Want, as_featured, as_gated
+from specexport_runtime.executors.base import NO_TOKEN, Float32Array, StepOutput, Want
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from specexport_runtime.requests.records import Proposal
 from specexport_runtime.requests.request import Request
@@ -38,39 +38,37 @@ def told_step(
     Similarities of prompts and features of all that is read cost a little, so both are off in all steps that bring
     nothing that is wanted, and off again however the step ends.
     """
-    asks, reads = as_similarity(drafter) if prompts else None, as_feature_drafter(drafter)
-    measured = [] if asks is None else [req for req in prompts if asks.wants_similarity(req)]
-    gated = as_gated(target.executor) if measured else None
-    featured = as_featured(target.executor) if reads is not None else None
-    read = [] if featured is None or reads is None else [req for req in requests if reads.wants_features(req)]
-    if gated is None and not read:
+    executor = target.executor
+    measured = [req for req in prompts if executor.num_gates and drafter.wants_similarity(req)]
+    read = [req for req in requests if drafter.wants_features(req)] if executor.gives_features else []
+    if not measured and not read:
         return target.step(first_row, work, want)
     try:
-        if gated is not None:
-            gated.measure_similarity(True)
-        if featured is not None:
-            featured.want_features(bool(read))
+        if measured:
+            executor.measure_similarity(True)
+        if read:
+            executor.want_features(True)
         output = target.step(first_row, work, want)
-        similarity = None if gated is None else gated.similarity
     finally:
-        if gated is not None:
-            gated.measure_similarity(False)
-        if featured is not None:
-            featured.want_features(False)
+        if measured:
+            executor.measure_similarity(False)
+        if read:
+            executor.want_features(False)
     starts = [0]
     for row in work:
         starts.append(starts[-1] + len(row.tokens))
-    if asks is not None and similarity is not None:
+    if measured:
+        similarity = executor.similarity
         for req in measured:
             begin = starts[req.row - first_row]
             # Of a prompt that ends here and has a draft behind it, the draft tokens are no part.
             end = begin + min(len(work[req.row - first_row].tokens), len(req.tokens) - target.kv.kv_len(req.row))
-            asks.note_similarity(req, similarity[:, begin:end])
-    if reads is not None and featured is not None and read:
-        features = featured.features
+            drafter.note_similarity(req, similarity[:, begin:end])
+    if read:
+        features = executor.features
         for req in read:
             begin, end = starts[req.row - first_row : req.row - first_row + 2]
-            reads.note_features(req, target.kv.kv_len(req.row), features[begin:end])
+            drafter.note_features(req, target.kv.kv_len(req.row), features[begin:end])
     return output
 
 

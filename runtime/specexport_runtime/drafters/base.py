@@ -1,11 +1,12 @@
 """What the decoding loop needs from a drafter: proposals, and news of what became of them.
 
 A drafter of our own is a file here with a :class:`DrafterKind`, and one line of ``drafters/registry.py``. One of the
-user's is a factory, given to ``SpecEngine.load(..., drafters={"name": factory})``.
+user's is a class that inherits from :class:`Drafter`, given as ``SpecEngine.load(..., drafters={"name": factory})``.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specexport_runtime.requests.records import Begun, DrafterTraits, Proposal
 
@@ -20,149 +21,125 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Begun",
-    "ContinuingDrafter",
-    "CostedDrafter",
     "DraftOffer",
     "Drafter",
     "DrafterFactory",
     "DrafterKind",
     "DrafterParts",
     "DrafterTraits",
-    "FeatureDrafter",
     "Obstacle",
     "Proposal",
-    "SimilarityDrafter",
-    "as_continuing",
-    "as_feature_drafter",
-    "as_similarity",
-    "prefill_seconds_of",
 ]
 
 
-class Drafter(Protocol):
+class Drafter(ABC):
     """A way to guess the next tokens of many requests. Guesses change speed, never the output's distribution.
 
     A guess may depend on the committed tokens of its request and on what was tested. It must not depend on draft
     tokens that were never tested, on random draws that are still to be used, or on measured time: each of them would
     bias sampled text.
+
+    Needed are ``traits`` and :meth:`propose`. All else has a default that fits a drafter which keeps nothing by row and
+    reads nothing but the tokens of requests.
     """
 
     @property
+    @abstractmethod
     def traits(self) -> DrafterTraits:
-        """What it is like; the same for its whole life."""
-        ...
+        """What it is like; the same for its whole life. A class attribute will do."""
 
-    @property
-    def engine_seconds(self) -> float:
-        """Seconds spent inside engine execution since creation; 0 for drafters without an engine."""
-        ...
-
-    def propose(self, requests: "Sequence[Request]", lookaheads: Sequence[int]) -> list[Proposal]:
-        """Up to ``lookaheads[i]`` draft tokens for each request. 0 must return an empty proposal."""
-        ...
-
-    def commit(self, requests: "Sequence[Request]") -> None:
-        """Called after every round: the requests' tokens now end with what was committed; forget the rest."""
-        ...
-
-    def move_row(self, source: int, destination: int) -> None:
-        """A request moved between cache rows; move any state kept for that row."""
-        ...
-
-    def release_row(self, row: int) -> None:
-        """The request of ``row`` is done; drop any state kept for it."""
-        ...
-
-
-class ContinuingDrafter(Drafter, Protocol):
-    """A drafter that can go on behind draft tokens that are there already; optional, with ``traits.goes_on``.
-
-    One that cannot is not asked in a round in which a grammar forces tokens of the request.
-    """
-
+    @abstractmethod
     def propose(
         self, requests: "Sequence[Request]", lookaheads: Sequence[int], begun: "Sequence[Begun] | None" = None
     ) -> list[Proposal]:
-        """As ``Drafter.propose``.
+        """Up to ``lookaheads[i]`` draft tokens for each request. 0 must return an empty proposal.
 
         Args:
             requests: whom drafts are for.
             lookaheads: most tokens of its own, for each.
             begun: the beginning of each draft, which is part of what is returned; None if none has begun. A drafter
-                that has nothing to add returns an empty proposal.
+                that has nothing to add returns an empty proposal. Given only with ``traits.goes_on``: a drafter that
+                cannot go on behind draft tokens is not asked in a round in which a grammar forces tokens of the
+                request, and may leave the argument out.
         """
-        ...
 
+    @property
+    def engine_seconds(self) -> float:
+        """Seconds spent inside engine execution since creation. A class attribute will do, to be counted up."""
+        return 0.0
 
-def as_continuing(drafter: Drafter) -> ContinuingDrafter | None:
-    """``drafter`` if it follows :class:`ContinuingDrafter`; None if not."""
-    return drafter if drafter.traits.goes_on else None  # type: ignore[return-value]
+    @property
+    def prefill_seconds(self) -> float:
+        """Seconds of ``engine_seconds`` in steps that only read prompts."""
+        return 0.0
 
+    def commit(self, requests: "Sequence[Request]") -> None:
+        """Called after every round: the requests' tokens now end with what was committed; forget the rest."""
 
-class SimilarityDrafter(Drafter, Protocol):
-    """A drafter that looks at how little each attention layer of the target changes a prompt; optional."""
+    def move_row(self, source: int, destination: int) -> None:
+        """A request moved between cache rows; move any state kept for that row."""
+
+    def release_row(self, row: int) -> None:
+        """The request of ``row`` is done; drop any state kept for it."""
+
+    def cost(self, curves: "CostCurves") -> "DraftCost | None":
+        """What its steps cost on this machine, so that K can be chosen (``"auto"``); None if that is not known."""
+        return None
+
+    # ---- what the target gives beside tokens ----
 
     def wants_similarity(self, request: "Request") -> bool:
         """Whether the target should measure attention similarity while it reads this request's prompt."""
-        ...
+        return False
 
     def note_similarity(self, request: "Request", similarity: "Float32Array") -> None:
         """Attention similarity [N, t] of the ``t`` prompt tokens that the target has just read."""
-        ...
-
-
-def as_similarity(drafter: Drafter) -> SimilarityDrafter | None:
-    """``drafter`` if it follows :class:`SimilarityDrafter`; None if not."""
-    return drafter if hasattr(drafter, "wants_similarity") else None  # type: ignore[return-value]
-
-
-def prefill_seconds_of(drafter: Drafter) -> float:
-    """Seconds of ``engine_seconds`` in steps that only read prompts; 0 for a drafter that does not say."""
-    seconds: float = getattr(drafter, "prefill_seconds", 0.0)
-    return seconds
-
-
-class FeatureDrafter(Drafter, Protocol):
-    """A drafter that reads the target's hidden states, of every token of a request; optional."""
 
     def wants_features(self, request: "Request") -> bool:
         """Whether the target should give features of what it reads of this request; the same for its whole life."""
-        ...
+        return False
 
     def note_features(self, request: "Request", start: int, features: "Float32Array") -> None:
         """Features [t, E] of the tokens from position ``start`` on that the target has just read, drafts included.
 
         A view that the target's next step overwrites. What becomes of the drafts is told by the next ``commit``.
         """
-        ...
 
+    # ---- pauses ----
 
-def as_feature_drafter(drafter: Drafter) -> FeatureDrafter | None:
-    """``drafter`` if it follows :class:`FeatureDrafter`; None if not."""
-    return drafter if hasattr(drafter, "wants_features") else None  # type: ignore[return-value]
+    def can_restart(self, request: "Request") -> bool:
+        """Whether a request may be paused.
 
+        One of which a drafter is told nothing but tokens always may be: it is found in a row of which there is nothing,
+        and caught up with. For others, say so where :meth:`restart` does what is needed.
+        """
+        return not (self.wants_features(request) or self.wants_similarity(request))
 
-class PrefixDrafter(Drafter, Protocol):
-    """A drafter that can go on from what a row has of another request's text (prefix reuse); optional.
+    def restart(self, request: "Request") -> None:
+        """A request has left its row. It is read again from its beginning, or goes on from a kept text (``adopt``).
 
-    One that is not begins anew with each request, as if its prompt had just been read.
-    """
+        What was noted while it was read (features, similarities) comes again, or is in the snapshot.
+        """
+
+    # ---- going on from what a row has of another request's text (prefix reuse) ----
+    # By default nothing is kept in rows: a request begins anew, as if its prompt had just been read.
 
     def snapshot(self, request: "Request") -> Any:
-        """What it has of a request's row, between rounds. What becomes of the request later does not change it."""
-        ...
+        """What it has of a request's row, between rounds, never None.
+
+        What becomes of the request later does not change it.
+        """
+        return ()
 
     def usable(self, request: "Request", kept: Any, count: int) -> int:
         """How many of ``count`` common tokens a request may take over, with ``kept`` of the other; 0 for none."""
-        ...
+        return count
 
     def adopt(self, request: "Request", kept: Any, count: int) -> None:
         """A request begins whose first ``count`` tokens are not read again; what the snapshot is of is in its row."""
-        ...
 
     def copy_row(self, source: int, destination: int, kept: Any) -> None:
         """Copy what the snapshot is of to another row."""
-        ...
 
     def swap_rows(self, one: int, other: int, kept: tuple[Any, Any]) -> None:
         """Exchange what two snapshots are of, that of row ``one`` and that of row ``other``.
@@ -170,53 +147,12 @@ class PrefixDrafter(Drafter, Protocol):
         If the first is None, a request runs in row ``one``, and goes on in ``other``; if the second is, nothing is
         kept in ``other``.
         """
-        ...
+        if kept[0] is None:
+            self.move_row(one, other)
 
     def forget_row(self, row: int) -> None:
         """In place of ``release_row``: what is in the row's memory stays as it is, for ``adopt``."""
-        ...
-
-
-def as_prefix_drafter(drafter: Drafter) -> PrefixDrafter | None:
-    """``drafter`` if it follows :class:`PrefixDrafter`; None if not."""
-    return drafter if hasattr(drafter, "snapshot") else None  # type: ignore[return-value]
-
-
-class RestartingDrafter(Drafter, Protocol):
-    """A drafter that can go on with a request that was paused; needed only of those that are told what was read."""
-
-    def restart(self, request: "Request") -> None:
-        """A request has left its row. It is read again from its beginning, or goes on from a kept text (``adopt``).
-
-        What was noted while it was read (features, similarities) comes again, or is in the snapshot.
-        """
-        ...
-
-
-def can_restart(drafter: Drafter, request: "Request") -> bool:
-    """Whether a request may be paused, as far as a drafter is concerned.
-
-    One that is told nothing of what is read may always be: it finds a request in a row of which it has nothing, and
-    catches up, as with one that it was not asked about before.
-    """
-    asked: Callable[[Request], bool] | None = getattr(drafter, "can_restart", None)
-    if asked is not None:
-        return asked(request)
-    return hasattr(drafter, "restart") or (as_feature_drafter(drafter) is None and as_similarity(drafter) is None)
-
-
-def restart(drafter: Drafter, request: "Request") -> None:
-    """Tell a drafter that follows :class:`RestartingDrafter`."""
-    if hasattr(drafter, "restart"):
-        drafter.restart(request)
-
-
-class CostedDrafter(Drafter, Protocol):
-    """A drafter whose steps have a known cost, so that K can be chosen (``"auto"``); optional, not for free ones."""
-
-    def cost(self, curves: "CostCurves") -> "DraftCost | None":
-        """What its steps cost on this machine; None if that is not known."""
-        ...
+        self.release_row(row)
 
 
 class Obstacle(NamedTuple):

@@ -4,20 +4,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from specexport_runtime.drafters.base import (
-    Drafter,
-    DrafterTraits,
-    FeatureDrafter,
-    PrefixDrafter,
-    SimilarityDrafter,
-    as_continuing,
-    as_feature_drafter,
-    as_prefix_drafter,
-    as_similarity,
-    can_restart,
-    prefill_seconds_of,
-    restart,
-)
+from specexport_runtime.drafters.base import Begun, Drafter, DrafterTraits
 from specexport_runtime.drafters.forced import BegunDrafts, begin_drafts, shorten
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import Float32Array
@@ -26,7 +13,7 @@ from specexport_runtime.requests.records import Allowed, Asked, Proposal
 from specexport_runtime.requests.request import Request
 
 
-class ChainDrafter:
+class ChainDrafter(Drafter):
     """Walks each request's ``draft_plan`` until a stage proposes something.
 
     A plan of ``(lookup, draft-model)`` copies text where it can and asks the model where it cannot. An empty plan is
@@ -55,28 +42,33 @@ class ChainDrafter:
     @property
     def prefill_seconds(self) -> float:
         """Of these, in steps that only read prompts."""
-        return sum(prefill_seconds_of(drafter) for drafter in self.drafters.values())
+        return sum(drafter.prefill_seconds for drafter in self.drafters.values())
 
-    def propose(self, requests: Sequence[Request], lookaheads: Sequence[int]) -> list[Proposal]:
+    def propose(
+        self,
+        requests: Sequence[Request],
+        lookaheads: Sequence[int],
+        begun: Sequence[Begun] | None = None,  # noqa: ARG002 - drafts begin here, with what grammars force
+    ) -> list[Proposal]:
         """Draft tokens for each request, in ascending rows; see ``Drafter.propose``.
 
         ``lookaheads`` are the room of each request: a stage drafts at most the smaller of this and its own lookahead.
         SpecexportError: a plan names a drafter that is not here.
         """
-        begun = begin_drafts(requests, lookaheads)
-        proposals = [Proposal([], end="none") for _ in requests] if begun is None else begun.alone()
+        forced = begin_drafts(requests, lookaheads)
+        proposals = [Proposal([], end="none") for _ in requests] if forced is None else forced.alone()
         plans = [
             [(name, min(own, room)) for name, own in req.draft_plan if min(own, room) > 0]
-            for req, room in zip(requests, lookaheads if begun is None else begun.rooms, strict=True)
+            for req, room in zip(requests, lookaheads if forced is None else forced.rooms, strict=True)
         ]
         traces: dict[int, list[Asked]] = {i: [] for i, req in enumerate(requests) if req.trace is not None}
         lengths = self.lengths if any(req.adaptive for req in requests) else None
-        if lengths is not None and begun is not None:
-            lengths.begun(sum([len(each.tokens) for each in begun.drafts]))
+        if lengths is not None and forced is not None:
+            lengths.begun(sum([len(each.tokens) for each in forced.drafts]))
         while any(plans):
             name = self._next({plan[0][0] for plan in plans if plan})
             limits = [plan[0][1] if plan and plan[0][0] == name else 0 for plan in plans]
-            found, allowed = self._ask(name, requests, limits, lengths, begun)
+            found, allowed = self._ask(name, requests, limits, lengths, forced)
             for i, limit in enumerate(limits):
                 if not limit:
                     continue
@@ -87,8 +79,8 @@ class ChainDrafter:
                     proposals[i] = proposal if proposal.drafter == name else proposal._replace(drafter=name)
                 if i in traces:
                     traces[i].append(Asked(name, *self._allowed(req, name, limit, allowed[i])))
-        if begun is not None:
-            proposals = begun.extend(proposals)
+        if forced is not None:
+            proposals = forced.extend(proposals)
         for i, asked in traces.items():
             promised = () if lengths is None or not requests[i].adaptive else lengths.promises(requests[i], asked)
             proposals[i] = proposals[i]._replace(asked=tuple(asked), promised=promised)
@@ -157,58 +149,47 @@ class ChainDrafter:
 
     def can_restart(self, request: Request) -> bool:
         """Whether every drafter of the request's plan can go on when it was paused."""
-        return all(can_restart(self.drafters[name], request) for name, _ in request.draft_plan)
+        return all(self.drafters[name].can_restart(request) for name, _ in request.draft_plan)
 
     def restart(self, request: Request) -> None:
-        """Tell every drafter, and what chooses their lengths; see ``RestartingDrafter``."""
+        """Tell every drafter, and what chooses their lengths; see ``Drafter.restart``."""
         for drafter in self.drafters.values():
-            restart(drafter, request)
+            drafter.restart(request)
         if self.lengths is not None:
             self.lengths.restarted(request)
 
     def snapshot(self, request: Request) -> Mapping[str, Any]:
-        """What each drafter has of a request's row, by name; see ``PrefixDrafter``."""
-        return {name: drafter.snapshot(request) for name, drafter in self._keeping()}
+        """What each drafter has of a request's row, by name; see ``Drafter.snapshot``."""
+        return {name: drafter.snapshot(request) for name, drafter in self.drafters.items()}
 
     def usable(self, request: Request, kept: Mapping[str, Any], count: int) -> int:
-        """How many of ``count`` common tokens every drafter can go on from; see ``PrefixDrafter``."""
+        """How many of ``count`` common tokens the request's drafters can go on from; see ``Drafter.usable``."""
         planned = {name for name, _ in request.draft_plan}
-        for name, drafter in self._keeping():
+        for name, drafter in self.drafters.items():
             if name in planned:
                 count = drafter.usable(request, kept[name], count)
         return count
 
     def adopt(self, request: Request, kept: Mapping[str, Any], count: int) -> None:
-        """Tell the drafters that keep rows; see ``PrefixDrafter``."""
-        for name, drafter in self._keeping():
+        """Tell every drafter; see ``Drafter.adopt``."""
+        for name, drafter in self.drafters.items():
             drafter.adopt(request, kept[name], count)
 
     def copy_row(self, source: int, destination: int, kept: Mapping[str, Any]) -> None:
-        """Tell the drafters that keep rows; see ``PrefixDrafter``."""
-        for name, drafter in self._keeping():
+        """Tell every drafter; see ``Drafter.copy_row``."""
+        for name, drafter in self.drafters.items():
             drafter.copy_row(source, destination, kept[name])
 
     def swap_rows(self, one: int, other: int, kept: tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]) -> None:
-        """Tell the drafters; see ``PrefixDrafter``. To those that do not keep rows a request may have moved."""
+        """Tell every drafter; see ``Drafter.swap_rows``."""
         of_one, of_other = kept
         for name, drafter in self.drafters.items():
-            keeping = as_prefix_drafter(drafter)
-            if keeping is not None:
-                keeping.swap_rows(one, other, (of_one and of_one[name], of_other and of_other[name]))
-            elif of_one is None:
-                drafter.move_row(one, other)
+            drafter.swap_rows(one, other, (of_one and of_one[name], of_other and of_other[name]))
 
     def forget_row(self, row: int) -> None:
-        """Tell every drafter; those that do not keep rows are told that the request is done."""
+        """Tell every drafter; see ``Drafter.forget_row``."""
         for drafter in self.drafters.values():
-            keeping = as_prefix_drafter(drafter)
-            (drafter.release_row if keeping is None else keeping.forget_row)(row)
-
-    def _keeping(self) -> Iterator[tuple[str, PrefixDrafter]]:
-        for name, drafter in self.drafters.items():
-            keeping = as_prefix_drafter(drafter)
-            if keeping is not None:
-                yield name, keeping
+            drafter.forget_row(row)
 
     def wants_similarity(self, request: Request) -> bool:
         """Whether a drafter of the request's plan does."""
@@ -228,18 +209,18 @@ class ChainDrafter:
         for drafter in self._reading(request):
             drafter.note_features(request, start, features)
 
-    def _reading(self, request: Request) -> Iterator[FeatureDrafter]:
+    def _reading(self, request: Request) -> Iterator[Drafter]:
         """The drafters of a request's plan that read features of it."""
         for name, _ in request.draft_plan:
-            drafter = as_feature_drafter(self.drafters[name])
-            if drafter is not None and drafter.wants_features(request):
+            drafter = self.drafters[name]
+            if drafter.wants_features(request):
                 yield drafter
 
-    def _curious(self, request: Request) -> Iterator[SimilarityDrafter]:
+    def _curious(self, request: Request) -> Iterator[Drafter]:
         """The drafters of a request's plan that want to know its similarity."""
         for name, _ in request.draft_plan:
-            drafter = as_similarity(self.drafters[name])
-            if drafter is not None and drafter.wants_similarity(request):
+            drafter = self.drafters[name]
+            if drafter.wants_similarity(request):
                 yield drafter
 
 
@@ -252,8 +233,7 @@ def _drafts_of(
     """What a drafter proposes, within the grammars of the requests."""
     if begun is None:
         return drafter.propose(requests, limits)
-    continuing = as_continuing(drafter)
-    if continuing is None:
-        limits = [0 if each.tokens else limit for each, limit in zip(begun.drafts, limits, strict=True)]
-        return begun.fit(drafter.propose(requests, limits))
-    return begun.fit(continuing.propose(requests, limits, begun.drafts))
+    if drafter.traits.goes_on:
+        return begun.fit(drafter.propose(requests, limits, begun.drafts))
+    limits = [0 if each.tokens else limit for each, limit in zip(begun.drafts, limits, strict=True)]
+    return begun.fit(drafter.propose(requests, limits))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specexport_runtime.errors import CheckFailedError, InvalidRequestError
-from specexport_runtime.executors.base import NO_TOKEN, Float32Array, StepOutput, Want, as_head
+from specexport_runtime.executors.base import NO_TOKEN, Float32Array, StepOutput, Want
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
 from specexport_runtime.requests.records import Begun, DraftEnd, Proposal
 from specexport_runtime.requests.request import Request
@@ -245,9 +245,8 @@ def _take(draft: Draft, token: int, num_rows: int, head: "CutHead | None") -> No
 
 def _carry(runner: ModelRunner, active: Sequence[Draft]) -> None:
     """Give each draft what a head handed on for it; nothing with other models."""
-    head = as_head(runner.executor)
-    if head is not None:
-        for draft, handed in zip(active, head.next_features.copy(), strict=True):
+    if runner.executor.reads_features:
+        for draft, handed in zip(active, runner.executor.next_features.copy(), strict=True):
             draft.carried = handed
 
 

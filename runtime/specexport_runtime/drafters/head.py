@@ -42,7 +42,7 @@ from specexport_runtime.drafters.base import HEAD, DrafterTraits
 from specexport_runtime.drafters.draft_loop import Draft, draft_at_once, open_drafts, run_drafts
 from specexport_runtime.drafters.own_cache import OwnCacheDrafter
 from specexport_runtime.errors import SpecexportError
-from specexport_runtime.executors.base import Float32Array, as_head
+from specexport_runtime.executors.base import Float32Array
 from specexport_runtime.lookahead.draft_cost import DraftCost, EngineCost
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from specexport_runtime.requests.records import Begun, Proposal
@@ -109,7 +109,7 @@ class HeadDrafter(OwnCacheDrafter):
     traits = DrafterTraits(default_lookahead=DEFAULT_HEAD_LOOKAHEAD, has_own_cache=True, can_exit=True, goes_on=True)
 
     def __init__(self, runner: ModelRunner, *, mask: "MaskInput | None" = None, **named: Any) -> None:
-        if as_head(runner.executor) is None:
+        if not runner.executor.reads_features:
             raise SpecexportError("the head drafter needs the engine of a draft head.")
         super().__init__(runner, **named)
         self._mask = mask
@@ -119,11 +119,11 @@ class HeadDrafter(OwnCacheDrafter):
         self._held: WeakKeyDictionary[Request, _Held] = WeakKeyDictionary()
 
     def wants_features(self, request: Request) -> bool:
-        """Whether the head may be asked for this request; see ``FeatureDrafter.wants_features``."""
+        """Whether the head may be asked for this request; see ``Drafter.wants_features``."""
         return any(stage.drafter == HEAD for stage in request.draft_plan)
 
     def note_features(self, request: Request, start: int, features: Float32Array) -> None:
-        """Keep features for the head's next step; see ``FeatureDrafter.note_features``.
+        """Keep features for the head's next step; see ``Drafter.note_features``.
 
         The features kept so far are of committed tokens. If there are many, of a long prompt or after many rounds
         without a draft, the head reads them now.
@@ -136,7 +136,7 @@ class HeadDrafter(OwnCacheDrafter):
     def propose(
         self, requests: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[Begun] | None = None
     ) -> list[Proposal]:
-        """Draft up to ``lookaheads[i]`` tokens for each request; see ``ContinuingDrafter.propose``.
+        """Draft up to ``lookaheads[i]`` tokens for each request; see ``Drafter.propose``.
 
         A request whose prompt the target has not read to its end drafts nothing. Tokens that are there already, or
         that a grammar forces, take a step or a place of the head's as its own guesses do: there are no features of
@@ -199,16 +199,16 @@ class HeadDrafter(OwnCacheDrafter):
         return entry_tokens(tokens, self._mask)
 
     def restart(self, request: Request) -> None:
-        """Forget the features of a paused request: those of all its tokens come again; see ``RestartingDrafter``."""
+        """Forget the features of a paused request: those of all its tokens come again; see ``Drafter.restart``."""
         self._held.pop(request, None)
 
     def snapshot(self, request: Request) -> Any:
-        """Entries, and features that the head has not read; see ``PrefixDrafter.snapshot``."""
+        """Entries, and features that the head has not read; see ``Drafter.snapshot``."""
         entries, held = self.runner.kv.kv_len(request.row), self._held.get(request)
         return _Snapshot(entries, held.copy() if held is not None and held.start == entries else _Held(entries))
 
     def usable(self, request: Request, kept: Any, count: int) -> int:
-        """See ``PrefixDrafter.usable``: the head goes on only behind the last token that it has the feature of.
+        """See ``Drafter.usable``: the head goes on only behind the last token that it has the feature of.
 
         Entry i knows token i+1 too, so that the last one of a common text is another one, and the feature that it
         would be made of again is gone.
@@ -219,7 +219,7 @@ class HeadDrafter(OwnCacheDrafter):
         return min(count, held.start + held.count) if entries < count else count - 1
 
     def adopt(self, request: Request, kept: Any, count: int) -> None:
-        """See ``PrefixDrafter.adopt``."""
+        """See ``Drafter.adopt``."""
         if not self.wants_features(request):
             return
         entries, held = kept
@@ -241,7 +241,7 @@ class HeadDrafter(OwnCacheDrafter):
                     self.runner.kv.commit(req.row, held.start)
 
     def cost(self, curves: "CostCurves") -> DraftCost | None:
-        """See ``CostedDrafter.cost``."""
+        """See ``Drafter.cost``."""
         curve = curves.drafters.get(HEAD)
         if curve is None:
             return None
@@ -253,16 +253,10 @@ class HydraDrafter(HeadDrafter):
 
     def __init__(self, runner: ModelRunner, **named: Any) -> None:
         super().__init__(runner, **named)
-        head = as_head(runner.executor)
-        if head is None or not head.reads_draft:
+        if not runner.executor.reads_draft:
             raise SpecexportError("the Hydra drafter needs the engine of Hydra heads.")
-        self.traits = DrafterTraits(
-            default_lookahead=min(DEFAULT_HEAD_LOOKAHEAD, head.num_draft_heads),
-            has_own_cache=True,
-            can_exit=True,
-            max_lookahead=head.num_draft_heads,
-            goes_on=True,
-        )
+        count = runner.executor.num_draft_heads
+        self.traits = self.traits._replace(default_lookahead=min(DEFAULT_HEAD_LOOKAHEAD, count), max_lookahead=count)
 
     def _pending(self, draft: Draft) -> RowWork:
         """The features that the heads have not read, and the newest token; later, it and the draft so far."""

@@ -4,19 +4,18 @@ from specexport_runtime.drafters.base import NO_HEAD, Drafter, DrafterKind, Draf
 from specexport_runtime.drafters.head import HeadDrafter, HydraDrafter
 from specexport_runtime.drafters.last_feature import AssistantDrafter, MedusaDrafter
 from specexport_runtime.errors import SpecexportError
-from specexport_runtime.executors.base import as_featured, as_head, borrows_cache
 from specexport_runtime.packing.batch import ModelRunner
 
 
 def _make(parts: DrafterParts) -> Drafter:
     if parts.head is None:
         raise SpecexportError("there is no draft head to draft with.")
-    head = as_head(parts.head.executor)
-    if head is not None and head.reads_draft:
+    executor = parts.head.executor
+    if executor.reads_draft:
         return HydraDrafter(parts.head, vocab_size=parts.vocab_size, head=parts.draft_head)
-    if head is not None and head.num_draft_heads:
+    if executor.num_draft_heads:
         return MedusaDrafter(parts.head, vocab_size=parts.vocab_size, head=parts.draft_head)
-    if borrows_cache(parts.head.executor):
+    if executor.borrows_cache:
         return AssistantDrafter(parts.head, vocab_size=parts.vocab_size, head=parts.draft_head)
     return HeadDrafter(parts.head, vocab_size=parts.vocab_size, head=parts.draft_head, mask=parts.mask)
 
@@ -27,7 +26,7 @@ def head_obstacle(target: ModelRunner, has_head: bool) -> Obstacle | None:
         return NO_HEAD
     if not (target.unpad_kv and target.unpad_input):
         return Obstacle("drafter 'head' needs unpadded KV and unpadded input.", "leave unpad_kv and unpad_input on.")
-    if as_featured(target.executor) is None:
+    if not target.executor.gives_features:
         return Obstacle("drafter 'head' needs a target that gives features.", "build the bundle again with --head.")
     return None
 

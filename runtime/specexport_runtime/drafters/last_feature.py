@@ -39,7 +39,7 @@ from specexport_runtime.drafters.base import HEAD, DrafterTraits
 from specexport_runtime.drafters.draft_loop import Draft, draft_at_once, open_drafts, run_drafts
 from specexport_runtime.drafters.own_cache import OwnCacheDrafter
 from specexport_runtime.errors import SpecexportError
-from specexport_runtime.executors.base import Float32Array, as_head, borrows_cache
+from specexport_runtime.executors.base import Float32Array
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from specexport_runtime.requests.records import Begun, Proposal
 from specexport_runtime.requests.request import Request
@@ -102,18 +102,15 @@ class LastFeatureDrafter(OwnCacheDrafter):
         self._last = LastFeatures()
 
     def wants_features(self, request: Request) -> bool:
-        """Whether the head may be asked for this request; see ``FeatureDrafter.wants_features``."""
+        """Whether the head may be asked for this request; see ``Drafter.wants_features``."""
         return any(stage.drafter == HEAD for stage in request.draft_plan)
 
     def note_features(self, request: Request, start: int, features: Float32Array) -> None:
-        """Keep what the next draft may be made of; see ``FeatureDrafter.note_features``."""
+        """Keep what the next draft may be made of; see ``Drafter.note_features``."""
         self._last.note(request, start, features)
 
-    def commit(self, requests: Sequence[Request]) -> None:
-        """Nothing: which of the features counts is told by how many tokens the request has."""
-
     def cost(self, curves: "CostCurves") -> "DraftCost | None":
-        """See ``CostedDrafter.cost``."""
+        """See ``Drafter.cost``."""
         from specexport_runtime.lookahead.draft_cost import EngineCost
 
         curve = curves.drafters.get(HEAD)
@@ -127,18 +124,15 @@ class MedusaDrafter(LastFeatureDrafter):
     ``OwnCacheDrafter``. SpecexportError: the runner's engine is not of Medusa heads.
     """
 
+    traits = DrafterTraits(default_lookahead=DEFAULT_MEDUSA_LOOKAHEAD, can_exit=True, goes_on=True)
+
     def __init__(self, runner: ModelRunner, **named: Any) -> None:
         super().__init__(runner, **named)
-        head = as_head(runner.executor)
-        self.num_heads = 0 if head is None else head.num_draft_heads
+        self.num_heads = runner.executor.num_draft_heads
         if not self.num_heads:
             raise SpecexportError("the Medusa drafter needs the engine of Medusa heads.")
-        self.traits = DrafterTraits(
-            default_lookahead=min(DEFAULT_MEDUSA_LOOKAHEAD, self.num_heads),
-            can_exit=True,
-            max_lookahead=self.num_heads,
-            goes_on=True,
-        )
+        most = min(DEFAULT_MEDUSA_LOOKAHEAD, self.num_heads)
+        self.traits = self.traits._replace(default_lookahead=most, max_lookahead=self.num_heads)
 
     def propose(
         self, requests: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[Begun] | None = None
@@ -169,14 +163,14 @@ class AssistantDrafter(LastFeatureDrafter):
     traits = DrafterTraits(default_lookahead=DEFAULT_ASSISTANT_LOOKAHEAD, can_exit=True, goes_on=True)
 
     def __init__(self, runner: ModelRunner, **named: Any) -> None:
-        if not borrows_cache(runner.executor):
+        if not runner.executor.borrows_cache:
             raise SpecexportError("the assistant drafter needs the engine of an assistant.")
         super().__init__(runner, **named)
 
     def propose(
         self, requests: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[Begun] | None = None
     ) -> list[Proposal]:
-        """Draft up to ``lookaheads[i]`` tokens for each request; see ``ContinuingDrafter.propose``.
+        """Draft up to ``lookaheads[i]`` tokens for each request; see ``Drafter.propose``.
 
         A request whose prompt the target has not read to its end drafts nothing.
         """

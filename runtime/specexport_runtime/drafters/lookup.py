@@ -9,7 +9,7 @@ Where the end of a growing text occurred before, a suffix automaton says that al
 from collections.abc import Iterable, Sequence
 from weakref import WeakKeyDictionary
 
-from specexport_runtime.drafters.base import DrafterKind, DrafterTraits
+from specexport_runtime.drafters.base import Drafter, DrafterKind, DrafterTraits
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.requests.records import Begun, DraftEnd, Proposal
 from specexport_runtime.requests.request import Request
@@ -117,7 +117,7 @@ class SuffixIndex:
         return split
 
 
-class LookupDrafter:
+class LookupDrafter(Drafter):
     """Drafts the tokens that followed the longest earlier occurrence of a request's last tokens.
 
     - The text is the request's reference, if it has one, then its prompt and output. A match has at least
@@ -135,7 +135,6 @@ class LookupDrafter:
     """
 
     traits = DrafterTraits(default_lookahead=DEFAULT_COPY_LENGTH, is_free=True, takes_reference=True, goes_on=True)
-    engine_seconds = 0.0
 
     def __init__(self, match_length: int = DEFAULT_MATCH_LENGTH, *, gate: bool = True) -> None:
         if match_length < 1:
@@ -148,7 +147,7 @@ class LookupDrafter:
     def propose(
         self, requests: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[Begun] | None = None
     ) -> list[Proposal]:
-        """Up to ``lookaheads[i]`` copied tokens for each request; see ``ContinuingDrafter.propose``."""
+        """Up to ``lookaheads[i]`` copied tokens for each request; see ``Drafter.propose``."""
         return [
             self._copy(
                 self._updated_index(req),
@@ -166,12 +165,6 @@ class LookupDrafter:
         for req in requests:
             if req.finish_reason is not None:
                 self._indexes.pop(req, None)
-
-    def move_row(self, source: int, destination: int) -> None:
-        """Nothing to move: state belongs to requests, not to rows."""
-
-    def release_row(self, row: int) -> None:
-        """Nothing to drop: state belongs to requests, not to rows."""
 
     def _updated_index(self, req: Request) -> SuffixIndex:
         index = self._indexes.get(req)

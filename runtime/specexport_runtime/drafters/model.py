@@ -34,7 +34,7 @@ class ModelDrafter(OwnCacheDrafter):
     def propose(
         self, requests: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[Begun] | None = None
     ) -> list[Proposal]:
-        """Draft up to ``lookaheads[i]`` tokens for each request; see ``ContinuingDrafter.propose``.
+        """Draft up to ``lookaheads[i]`` tokens for each request; see ``Drafter.propose``.
 
         The requests may be in any ascending rows. Rows between them, and requests that draft nothing (any more),
         sit the step out.
@@ -60,7 +60,7 @@ class ModelDrafter(OwnCacheDrafter):
             self.runner.kv.commit(req.row, min(kv_len, len(req.tokens) - 1))
 
     def cost(self, curves: "CostCurves") -> "DraftCost | None":
-        """See ``CostedDrafter.cost``."""
+        """See ``Drafter.cost``."""
         from specexport_runtime.lookahead.draft_cost import EngineCost
 
         curve = curves.drafters.get(DRAFT_MODEL)

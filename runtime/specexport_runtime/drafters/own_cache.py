@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from specexport_runtime.drafters.base import Drafter
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.request import Request
 
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
 MAX_BACKLOG = 32  # tokens that a model catches up on within a drafting step: several copied drafts in a row
 
 
-class OwnCacheDrafter:
+class OwnCacheDrafter(Drafter):
     """The part of a drafter that keeps a KV cache beside the target's."""
 
     def __init__(
@@ -53,16 +54,13 @@ class OwnCacheDrafter:
         """Forget the request of ``row``."""
         self.runner.release_row(row)
 
-    def restart(self, request: Request) -> None:
-        """Nothing: what a row misses is read before the next draft; see ``RestartingDrafter``."""
+    def can_restart(self, request: Request) -> bool:  # noqa: ARG002
+        """Always: what a row misses is read before the next draft."""
+        return True
 
     def snapshot(self, request: Request) -> Any:
         """What the cache has of a request's row, between rounds, for :meth:`adopt`: entries."""
         return self.runner.kv.kv_len(request.row)
-
-    def usable(self, request: Request, kept: Any, count: int) -> int:  # noqa: ARG002
-        """How many of ``count`` common tokens a request may take over: all, for what is missing is read."""
-        return count
 
     def adopt(self, request: Request, kept: Any, count: int) -> None:
         """A request goes on behind ``count`` tokens of a text of which a snapshot was taken and that is in its row."""
@@ -75,7 +73,7 @@ class OwnCacheDrafter:
         self.runner.copy_row(source, destination, self._entries_of(kept))
 
     def swap_rows(self, one: int, other: int, kept: tuple[Any, Any]) -> None:
-        """Exchange what snapshots were taken of in two rows; see ``PrefixDrafter.swap_rows``."""
+        """Exchange what snapshots were taken of in two rows; see ``Drafter.swap_rows``."""
         own = self.runner.kv.kv_len(one) if kept[0] is None else self._entries_of(kept[0])
         self.runner.swap_rows(one, other, (own, 0 if kept[1] is None else self._entries_of(kept[1])))
         if kept[0] is None:

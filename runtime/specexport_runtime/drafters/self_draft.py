@@ -18,16 +18,16 @@ No draft step lets anything into a state: what was accepted enters in the next v
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 
-from specexport_runtime.drafters.base import DrafterKind, DrafterTraits
+from specexport_runtime.drafters.base import Drafter, DrafterKind, DrafterTraits
 from specexport_runtime.drafters.draft_loop import Draft, open_drafts, run_drafts
 from specexport_runtime.errors import SpecexportError
-from specexport_runtime.executors.base import BoolArray, Float32Array, as_gated
+from specexport_runtime.executors.base import BoolArray, Float32Array
 from specexport_runtime.lookahead.draft_cost import DraftCost, EngineCost
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from specexport_runtime.requests.layer_choice import LayerChoice, choose_layers
@@ -66,7 +66,7 @@ class LayersCost(DraftCost):
         return groups * self._curves.self_draft_seconds(mixers, mlps, each, each, kv_entries / groups)
 
 
-class SelfDrafter:
+class SelfDrafter(Drafter):
     """Draft tokens from the target with the layers off that its rules choose for a prompt (ASD, Metel et al. 2024).
 
     The choice is made once a prompt, before the first draft behind it, see :meth:`choice_of`. One that removes nothing
@@ -79,15 +79,15 @@ class SelfDrafter:
     """
 
     traits = DrafterTraits(default_lookahead=DEFAULT_SELF_LOOKAHEAD, can_exit=True, takes_layers=True, goes_on=True)
+    engine_seconds = 0.0
 
     def __init__(self, runner: ModelRunner, *, vocab_size: int) -> None:
-        executor = as_gated(runner.executor)
-        if executor is None or not runner.unpad_kv:
+        executor = runner.executor
+        if not (executor.num_gates and runner.unpad_kv):
             raise SpecexportError("self-drafting needs an engine with gates, and a KV cache without padding.")
         self.runner = runner
         self.vocab_size = min(vocab_size, executor.vocab_size)
         self.num_layers, self._kinds = executor.num_gates // 2, tuple(executor.gate_kinds)
-        self.engine_seconds = 0.0
         self._executor = executor
         self._fixed = None if executor.fixed_layers is None else _choice_of_mask(executor.fixed_layers)
         # By request, not by row: nothing to do when rows move, and a dropped request takes its sums along.
@@ -97,7 +97,7 @@ class SelfDrafter:
     def propose(
         self, requests: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[Begun] | None = None
     ) -> list[Proposal]:
-        """Draft up to ``lookaheads[i]`` tokens for each request; see ``ContinuingDrafter.propose``.
+        """Draft up to ``lookaheads[i]`` tokens for each request; see ``Drafter.propose``.
 
         A request whose prompt the target has not read yet drafts nothing, nor does one whose choice removes nothing.
         """
@@ -112,39 +112,18 @@ class SelfDrafter:
                 run_drafts(self.runner, group, self.vocab_size, self._unseen)
         return [draft.proposal(SELF) for draft in drafts]
 
-    def commit(self, requests: Sequence[Request]) -> None:
-        """Nothing: the committed entries are the target's."""
-
-    def move_row(self, source: int, destination: int) -> None:
-        """Nothing to move: the rows are the target's."""
-
-    def release_row(self, row: int) -> None:
-        """Nothing to drop: the rows are the target's."""
+    def can_restart(self, request: Request) -> bool:  # noqa: ARG002
+        """Always: the rows are the target's."""
+        return True
 
     def restart(self, request: Request) -> None:
-        """What was measured of half a prompt is measured again; a choice stays. See ``RestartingDrafter``."""
+        """What was measured of half a prompt is measured again; a choice stays. See ``Drafter.restart``."""
         if not request.num_generated:
             self._sums.pop(request, None)
 
-    def snapshot(self, request: Request) -> None:  # noqa: ARG002
-        """Nothing; see ``PrefixDrafter.snapshot``."""
-        return
-
-    def usable(self, request: Request, kept: None, count: int) -> int:  # noqa: ARG002
+    def usable(self, request: Request, kept: Any, count: int) -> int:  # noqa: ARG002
         """Nothing, if layers are chosen by how much they change the whole prompt: the target must read it then."""
         return 0 if self.wants_similarity(request) else count
-
-    def adopt(self, request: Request, kept: None, count: int) -> None:
-        """Nothing; see ``PrefixDrafter.adopt``."""
-
-    def copy_row(self, source: int, destination: int, kept: None) -> None:
-        """Nothing to copy: the rows are the target's."""
-
-    def swap_rows(self, one: int, other: int, kept: tuple[object, object]) -> None:
-        """Nothing to exchange: the rows are the target's."""
-
-    def forget_row(self, row: int) -> None:
-        """Nothing to drop: the rows are the target's."""
 
     def wants_similarity(self, request: Request) -> bool:
         """While the prompt is read, if the request may draft with its target and its rules look at similarities."""
@@ -153,7 +132,7 @@ class SelfDrafter:
         return planned and not request.num_generated and measured
 
     def note_similarity(self, request: Request, similarity: Float32Array) -> None:
-        """Add a chunk of the prompt to what the choice is made from; see ``SimilarityDrafter.note_similarity``.
+        """Add a chunk of the prompt to what the choice is made from; see ``Drafter.note_similarity``.
 
         Summed in float64, where sums of float32 cosines are exact for all that matters: how a prompt was cut into
         chunks does not change the average.
@@ -171,7 +150,7 @@ class SelfDrafter:
         self._choices[request] = request.stats.layer_choice = choice
 
     def cost(self, curves: "CostCurves") -> DraftCost | None:
-        """See ``CostedDrafter.cost``."""
+        """See ``Drafter.cost``."""
         if self._fixed is None:
             return LayersCost(curves, self.choice_of)
         return EngineCost(curves.drafters[SELF], shares_cache=True) if SELF in curves.drafters else None

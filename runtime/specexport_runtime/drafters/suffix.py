@@ -12,7 +12,7 @@ these chances.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from specexport_runtime.drafters.base import DrafterKind, DrafterTraits
+from specexport_runtime.drafters.base import Drafter, DrafterKind, DrafterTraits
 from specexport_runtime.drafters.lookup import DEFAULT_COPY_LENGTH, LookupDrafter
 from specexport_runtime.drafters.suffix_segment import DEPTH
 from specexport_runtime.drafters.suffix_store import DEFAULT_MEMORY_MB, SuffixStore, tokens_within
@@ -28,7 +28,7 @@ _MOST_PLACES = 64  # newest continuations that a path is chosen from
 _LEAST_MATCH = 2  # of the store: a single token is followed by anything
 
 
-class SuffixDrafter:
+class SuffixDrafter(Drafter):
     """Drafts what followed the longest earlier occurrence of a request's last tokens, wherever that was.
 
     - The request's own text and reference are searched as by :class:`LookupDrafter`. Where the store knows a longer
@@ -43,7 +43,6 @@ class SuffixDrafter:
     traits = DrafterTraits(
         default_lookahead=DEFAULT_COPY_LENGTH, is_free=True, takes_reference=True, remembers=True, goes_on=True
     )
-    engine_seconds = 0.0
 
     def __init__(self, store: SuffixStore, *, match_length: int = _LEAST_MATCH) -> None:
         self.store = store
@@ -53,7 +52,7 @@ class SuffixDrafter:
     def propose(
         self, requests: Sequence[Request], lookaheads: Sequence[int], begun: Sequence[Begun] | None = None
     ) -> list[Proposal]:
-        """Up to ``lookaheads[i]`` tokens for each request; see ``ContinuingDrafter.propose``."""
+        """Up to ``lookaheads[i]`` tokens for each request; see ``Drafter.propose``."""
         own = self._own.propose(requests, lookaheads, begun)
         return [
             self._longer(req, lookahead, proposal, [] if begun is None else begun[i].tokens)
@@ -68,12 +67,6 @@ class SuffixDrafter:
         for req in requests:
             if req.finish_reason is not None and req.scope is not None and _is_planned(req):
                 self.store.add(req.scope, req.tokens[-(req.num_generated + DEPTH) :])
-
-    def move_row(self, source: int, destination: int) -> None:
-        """Nothing to move: state belongs to requests, not to rows."""
-
-    def release_row(self, row: int) -> None:
-        """Nothing to drop: state belongs to requests, not to rows."""
 
     def _longer(self, req: Request, lookahead: int, own: Proposal, begun: list[int]) -> Proposal:
         """The request's own draft, or one from the store if more tokens match there."""

@@ -1,5 +1,6 @@
 """What the decoding loop needs from an engine. Implementations know nothing of sequences, sampling or drafting."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,25 +68,27 @@ class StepBuffers(NamedTuple):
     """Only of a target with adapters to choose from."""
 
 
-class Executor(Protocol):
-    """One engine with its KV arena of ``num_rows`` rows of ``kv_capacity`` entries."""
+class Executor(ABC):
+    """One engine with its KV arena of ``num_rows`` rows of ``kv_capacity`` entries.
+
+    What an engine need not be able to do has a default. Each such ability is a group of members behind the attribute
+    that says whether it is there; methods of a group that is not there do nothing, or raise SpecexportError.
+    """
 
     vocab_size: int
     """Rows of the LM head, the width of the logits. A head that was cut (``bundle.arrays``) has fewer than V."""
     num_rows: int
     kv_capacity: int
-    engine_seconds: float
+    engine_seconds: float = 0.0
     """Seconds spent inside engine execution since creation."""
+    max_num_tokens: int | None = None
+    """Most tokens of one step that mixes any sequences; None for no limit."""
 
-    @property
-    def max_num_tokens(self) -> int | None:
-        """Most tokens of one step that mixes any sequences; None for no limit."""
-        ...
-
+    @abstractmethod
     def prepare(self, shape: StepShape) -> StepBuffers:
         """Bind the arena rows and buffers for ``shape`` and return the host arrays to fill."""
-        ...
 
+    @abstractmethod
     def execute(self, want: Want = "logits") -> StepOutput:
         """Run the prepared step.
 
@@ -96,55 +99,102 @@ class Executor(Protocol):
             logits [R, V], float32, or token ids [R], int64 (argmax of the raw logits, ``NO_TOKEN`` for a row that
             holds a NaN); a view that the next ``execute`` overwrites.
         """
-        ...
+
+    @abstractmethod
+    def move_row(self, source: int, destination: int, kv_len: int) -> None:
+        """Copy the first ``kv_len`` cache entries of row ``source`` to row ``destination``, in every layer."""
+
+    @abstractmethod
+    def clear_row(self, row: int) -> None:
+        """The sequence in ``row`` is gone: no value it left, a NaN for example, may reach the next one's attention."""
+
+    @abstractmethod
+    def move_entries(self, row: int, entries: Int64Array) -> None:
+        """Keep the listed cache entries (ascending) of a row, packed to its front, in every layer."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the engine and its memory."""
 
     def capture(self, shapes: list[StepShape]) -> None:
         """Make ``shapes`` fast to run (bindings on a CPU, graphs on a GPU). Never changes results."""
-        ...
 
-    def move_row(self, source: int, destination: int, kv_len: int) -> None:
-        """Copy the first ``kv_len`` cache entries of row ``source`` to row ``destination``, in every layer."""
-        ...
+    # ---- copies of rows ----
 
-    def clear_row(self, row: int) -> None:
-        """The sequence in ``row`` is gone: no value it left, a NaN for example, may reach the next one's attention."""
-        ...
+    copies_rows: bool = False
+    """Rows can be copied, and stay as they are when no sequence runs in them.
 
-    def move_entries(self, row: int, entries: Int64Array) -> None:
-        """Keep the listed cache entries (ascending) of a row, packed to its front, in every layer."""
-        ...
+    ``floor`` of a row: it is gone on from behind so many tokens or more, see ``recedes``.
+    """
 
-    def close(self) -> None:
-        """Release the engine and its memory."""
-        ...
+    def copy_row(self, source: int, destination: int, kv_len: int, floor: int = 0) -> None:
+        """Copy what is left of the first ``kv_len`` entries of a row, in every layer; the source keeps them."""
+        raise SpecexportError("rows of this engine cannot be copied.")
 
+    def swap_rows(self, one: int, other: int, kv_lens: tuple[int, int], floors: tuple[int, int] = (0, 0)) -> None:
+        """Exchange what is left of the first entries of two rows, in every layer.
 
-class GatedExecutor(Executor, Protocol):
-    """An executor of a target whose layers can be switched off, for drafting with the target itself.
+        ``kv_lens`` of them, of ``one`` and of ``other``, with these floors.
+        """
+        raise SpecexportError("rows of this engine cannot be copied.")
+
+    # ---- memory of rows ----
+
+    gives_back: bool = False
+    """Pages that are of no use go back to the system; ``swap_rows`` leaves nothing behind the exchanged entries."""
+    recedes: bool = False
+    """Some layers have windows, and the system takes the memory before them back.
+
+    No layer reads what lies a window or more before a row's floor.
+    """
+
+    def row_bytes(self, entries: int) -> int:
+        """Bytes of memory that the first ``entries`` of a row take, in all layers: whole pages; 0 if not known."""
+        return 0
+
+    def give_back(self, row: int, kept: int) -> None:
+        """Give the pages of a row back that hold none of its first ``kept`` entries; nothing unless ``gives_back``."""
+
+    def recede(self, row: int, floor: int) -> None:
+        """Give back what no layer reads behind ``floor`` tokens; nothing unless ``recedes``."""
+
+    # ---- states ----
+
+    num_pending: int = 0
+    """S of a model that keeps states: tokens whose inputs a row can keep aside, see ``abi.num_pending``; else 0.
+
+    Rows then have states beside KV entries, and copying a row copies its state whole.
+    """
+
+    # ---- adapters of a target, where each token of a step comes with a number ----
+
+    num_adapters: int = 0
+    """LoRA adapters to choose from, numbered from 1."""
+    default_adapter: int = 0
+    """That of rows which name none; 0 for none."""
+
+    # ---- gates of a target, for drafting with the target itself ----
+
+    num_gates: int = 0
+    """G: a mixer (2i: attention, recurrences) and an MLP (2i+1) for each layer i; 0 without gates.
 
     The gates hold for every ``execute`` until they are set again; they belong to no step shape.
     """
-
-    num_gates: int
-    """G: a mixer (2i: attention, recurrences) and an MLP (2i+1) for each layer i."""
-    gate_kinds: Sequence[str]
+    gate_kinds: Sequence[str] = ()
     """What each gate is for (``abi.GateKind``); empty: an attention and an MLP in each layer."""
+    fixed_layers: BoolArray | None = None
+    """The one mask that :meth:`set_layers` takes, where the engine fixes it; None where it takes any.
 
-    @property
-    def fixed_layers(self) -> BoolArray | None:
-        """The one mask that :meth:`set_layers` takes, where the engine fixes it; None where it takes any.
-
-        Such an engine measures no similarity, and with the mask it runs steps of one token a row.
-        """
-        ...
+    Such an engine measures no similarity, and with the mask it runs steps of one token a row.
+    """
 
     def set_layers(self, mask: BoolArray | None) -> None:
         """Run only the parts whose gate in ``mask`` [G] is True; None runs all. A part that is off costs nothing."""
-        ...
+        raise SpecexportError("layers of this engine cannot be switched off.")
 
     def measure_similarity(self, wanted: bool) -> None:
         """Whether the next steps compute :attr:`similarity`."""
-        ...
+        raise SpecexportError("this engine measures no similarity.")
 
     @property
     def similarity(self) -> Float32Array:
@@ -152,85 +202,48 @@ class GatedExecutor(Executor, Protocol):
 
         A copy. Empty, [N, 0], if it was not measured.
         """
-        ...
+        return np.zeros((self.num_gates // 2, 0), np.float32)
 
+    # ---- features: of a target that a draft head reads, or of a draft head ----
 
-class AdaptedExecutor(Executor, Protocol):
-    """An executor of a target with LoRA adapters to choose from: each token of a step comes with a number."""
-
-    num_adapters: int
-    """Adapters are numbered from 1."""
-    default_adapter: int
-    """That of rows which name none; 0 for none."""
-
-
-class FeaturedExecutor(Executor, Protocol):
-    """An executor of a target that a draft head reads: it gives features of the tokens of a step."""
-
-    feature_size: int
-    """E."""
+    feature_size: int = 0
+    """E; 0 for an engine without features."""
+    gives_features: bool = False
+    """It is a target's, and gives features of the tokens of a step."""
 
     def want_features(self, wanted: bool) -> None:
         """Whether the next steps compute :attr:`features`. A step that does not pays nothing for them."""
-        ...
+        raise SpecexportError("this engine gives no features.")
 
     @property
     def features(self) -> Float32Array:
         """Features [T, E] of the last step, float32; a view that the next step overwrites. [0, E] if not computed."""
-        ...
+        return np.zeros((0, self.feature_size), np.float32)
 
-
-class StatefulExecutor(Executor, Protocol):
-    """An executor of a model whose rows have states beside KV entries; copying a row copies its state whole."""
-
-    num_pending: int
-    """S: tokens whose inputs a row can keep aside, see ``abi.num_pending``."""
-
-
-class HeadExecutor(Executor, Protocol):
-    """An executor of a draft head: each token of a step comes with a feature, ``StepBuffers.token_features``."""
-
-    feature_size: int
-    """E."""
-    num_draft_heads: int
+    reads_features: bool = False
+    """It is a draft head's: each token of a step comes with a feature, ``StepBuffers.token_features``."""
+    num_draft_heads: int = 0
     """Of Medusa and Hydra heads: how many there are, each for a place of a draft. 0 for other heads."""
-    reads_draft: bool
+    reads_draft: bool = False
     """They are Hydra heads: as many tokens as a row ends in, so many its head reads. Of Medusa heads, a token is the
     number of a head."""
-    borrows_cache: bool
-    """It reads caches of the target and has none: a step attends to the target's entries and adds none of its own."""
 
     @property
     def next_features(self) -> Float32Array:
         """What the last step handed on for its logit rows [R, E], float32; a view that the next step overwrites."""
-        ...
+        return np.zeros((0, self.feature_size), np.float32)
 
+    # ---- caches that two engines read ----
 
-class CopyingExecutor(Executor, Protocol):
-    """An executor whose rows can be copied, and stay as they are when nobody runs in them."""
+    borrows_cache: bool = False
+    """It is a draft head's that reads caches of the target and has none: a step attends to the target's entries and
+    adds none of its own."""
+    can_lend: bool = False
+    """Another engine can read its caches."""
 
-    def copy_row(self, source: int, destination: int, kv_len: int) -> None:
-        """Copy the first ``kv_len`` cache entries of a row to another, in every layer; the source keeps them."""
-        ...
-
-    def swap_rows(self, one: int, other: int, kv_lens: tuple[int, int]) -> None:
-        """Exchange the first entries of two rows, in every layer: ``kv_lens`` of them, of ``one`` and of ``other``."""
-        ...
-
-
-class PagedExecutor(Executor, Protocol):
-    """An executor whose rows take memory page by page, as far as they were written to."""
-
-    gives_back: bool
-    """Pages that are of no use go back to the system; ``swap_rows`` leaves nothing behind the exchanged entries."""
-
-    def row_bytes(self, entries: int) -> int:
-        """Bytes of memory that the first ``entries`` of a row take, in all layers: whole pages."""
-        ...
-
-    def give_back(self, row: int, kept: int) -> None:
-        """Give the pages of a row back that hold none of its first ``kept`` entries; nothing unless ``gives_back``."""
-        ...
+    def lend(self, layers: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
+        """See :class:`CacheLender`."""
+        raise SpecexportError("caches of this engine cannot be lent.")
 
 
 WAY_BACK = 1024
@@ -243,72 +256,8 @@ MOST_BEHIND_WINDOW = WAY_BACK + RECEDE_EVERY + MAX_CHUNK
 """Entries that a layer keeps beside its window, at most."""
 
 
-class RecedingExecutor(Executor, Protocol):
-    """An executor of layers with windows, whose memory before them goes back to the system.
-
-    ``floor`` of a row: it is gone on from behind so many tokens or more, so that no layer reads what lies a window or
-    more before that.
-    """
-
-    recedes: bool
-    """Some layers have windows, and the system takes memory back."""
-
-    def recede(self, row: int, floor: int) -> None:
-        """Give back what no layer reads behind ``floor`` tokens."""
-        ...
-
-    def copy_row(self, source: int, destination: int, kv_len: int, floor: int = 0) -> None:
-        """Copy what is left of the first ``kv_len`` entries of a row with this floor; see ``CopyingExecutor``."""
-        ...
-
-    def swap_rows(self, one: int, other: int, kv_lens: tuple[int, int], floors: tuple[int, int] = (0, 0)) -> None:
-        """Exchange what is left of the first entries of two rows with these floors; see ``CopyingExecutor``."""
-        ...
-
-
-def as_receding(executor: Executor) -> RecedingExecutor | None:
-    """``executor`` if memory before windows goes back; None if not."""
-    return executor if getattr(executor, "recedes", False) else None  # type: ignore[return-value]
-
-
-def as_paged(executor: Executor) -> PagedExecutor | None:
-    """``executor`` if its rows take memory page by page; None if not, or if it has no rows of its own."""
-    return executor if hasattr(executor, "row_bytes") and not borrows_cache(executor) else None  # type: ignore[return-value]
-
-
-def as_copying(executor: Executor) -> CopyingExecutor | None:
-    """``executor`` if rows can be copied; None if not."""
-    return executor if hasattr(executor, "copy_row") else None  # type: ignore[return-value]
-
-
-def as_featured(executor: Executor) -> FeaturedExecutor | None:
-    """``executor`` if it is of a target that gives features; None if not."""
-    return executor if getattr(executor, "gives_features", False) else None  # type: ignore[return-value]
-
-
-def as_stateful(executor: Executor) -> StatefulExecutor | None:
-    """``executor`` if its model keeps states; None if not."""
-    return executor if getattr(executor, "num_pending", 0) else None  # type: ignore[return-value]
-
-
-def adapted_executor(executor: Executor) -> AdaptedExecutor:
-    """``executor``, of a target with adapters to choose from.
-
-    Raises:
-        SpecexportError: it has none.
-    """
-    if not getattr(executor, "num_adapters", 0):
-        raise SpecexportError("this engine has no adapters to choose from.")
-    return executor  # type: ignore[return-value]
-
-
-def as_head(executor: Executor) -> HeadExecutor | None:
-    """``executor`` if it is of a draft head; None if not."""
-    return executor if getattr(executor, "reads_features", False) else None  # type: ignore[return-value]
-
-
 class CacheLender(Protocol):
-    """Whose caches a draft head may read: the target's executor."""
+    """Whose caches a draft head may read: an executor that ``can_lend``."""
 
     def lend(self, layers: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
         """Caches of some layers [rows, 1, H, L, D], the memory itself.
@@ -317,21 +266,6 @@ class CacheLender(Protocol):
             layers: numbers of the layers; the first one's caches are named ``k_cache.0`` and ``v_cache.0``, and so on.
         """
         ...
-
-
-def as_lender(executor: Executor | None) -> CacheLender | None:
-    """``executor`` if its caches can be read by another engine; None if not."""
-    return executor if hasattr(executor, "lend") else None  # type: ignore[return-value]
-
-
-def borrows_cache(executor: Executor) -> bool:
-    """Whether ``executor`` is of a draft head that reads the target's caches; see ``HeadExecutor.borrows_cache``."""
-    return bool(getattr(executor, "borrows_cache", False))
-
-
-def as_gated(executor: Executor) -> GatedExecutor | None:
-    """``executor`` if layers of its engine can be switched off; None if not."""
-    return executor if getattr(executor, "num_gates", 0) else None  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,14 +5,21 @@ entry or a lost rollback changes the output, and inputs that break the contract 
 """
 
 import time
-from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from specexport_runtime.abi import CONTEXT_ID, PADDED_STEP_INPUTS, STEP_INPUTS, StepShape
 from specexport_runtime.errors import SpecexportError
-from specexport_runtime.executors.base import BoolArray, Float32Array, StepBuffers, StepOutput, Want, argmax_ids
+from specexport_runtime.executors.base import (
+    BoolArray,
+    Executor,
+    Float32Array,
+    StepBuffers,
+    StepOutput,
+    Want,
+    argmax_ids,
+)
 
 ENTRY_BYTES = 64
 """What a cache entry is said to take."""
@@ -22,7 +29,7 @@ _ADAPTER = 1_000_000  # times its number, beside the number of a mask: who wrote
 _BLOCK = -3  # an entry of a block, which must not outlive its step
 
 
-class FakeExecutor:
+class FakeExecutor(Executor):
     """An executor whose next-token logits are a fixed random function of the last ``context`` tokens.
 
     Args:
@@ -35,13 +42,13 @@ class FakeExecutor:
             that is right most of the time.
         sharpness: standard deviation of the logits.
         negate: turn the logits upside down: an adversarial draft that is always wrong under greedy decoding.
-        num_gates: parts that can be switched off (``GatedExecutor``). Logits without some of them are the full ones
+        num_gates: parts that can be switched off. Logits without some of them are the full ones
             plus ``gate_noise`` of a third random function, of the tokens and of which parts are off. An entry that was
             written with parts off serves steps with the same parts off, and no others.
         gate_noise: its standard deviation.
-        gives_features: the executor of a target for a draft head (``FeaturedExecutor``): a token's feature is the ids
+        gives_features: the executor of a target for a draft head: a token's feature is the ids
             of the last ``context`` tokens.
-        reads_features: the executor of a draft head (``HeadExecutor``): its logits are a function of the feature and
+        reads_features: the executor of a draft head: its logits are a function of the feature and
             the token that an entry has, and of nothing else, so that a wrong feature shows. Fed what it handed on, it
             is as good; with ``noise`` it is not.
         num_draft_heads: with ``reads_features``, the executor of so many Medusa heads: head i gives the logits of token
@@ -50,13 +57,18 @@ class FakeExecutor:
             ends in, and of nothing else.
         fills_blocks: it is a head that fills blocks: entries have a feature, or are of a block, and each place's logits
             are a function of the whole context, of the block's first token, and of what the places before it guess.
-        page_entries: entries of a page of its memory, of which each takes ``ENTRY_BYTES`` (``PagedExecutor``).
+        page_entries: entries of a page of its memory, of which each takes ``ENTRY_BYTES``.
         lender: with ``reads_features``, the executor of a head without a cache, which reads this one's: a step has one
             token a row, and its logits are a function of the lender's entries, of what was drafted behind them, which
             is what it hands on, and of the token.
-        num_adapters: LoRA adapters to choose from (``AdaptedExecutor``): with each of them logits are another function.
+        num_adapters: LoRA adapters to choose from: with each of them logits are another function.
             An entry that was written with one serves steps with the same one, and no others.
     """
+
+    copies_rows = True
+    # Attributes in the place of properties: each step sets them.
+    features: Float32Array = np.zeros((0, 0), np.float32)
+    next_features: Float32Array = features
 
     def __init__(
         self,
@@ -83,8 +95,6 @@ class FakeExecutor:
         self.vocab_size = vocab_size
         self.num_rows = num_rows
         self.kv_capacity = kv_capacity
-        self.max_num_tokens: int | None = None
-        self.engine_seconds = 0.0
         self.calls: list[StepShape] = []
         """Shape of every executed step."""
         self.gives_back, self._page = True, page_entries
@@ -92,15 +102,13 @@ class FakeExecutor:
         self._sharpness = -sharpness if negate else sharpness
         self._cache = np.full((num_rows, kv_capacity), _POISON, np.int64)
         self.num_gates, self._gate_noise = num_gates, gate_noise
-        self.fixed_layers: BoolArray | None = None
-        self.gate_kinds: Sequence[str] = ()
         self.masks: list[tuple[bool, ...] | None] = []
         """What was on in every executed step; None where everything was."""
         self._mask: tuple[bool, ...] | None = None
         # The mask that each entry was written with, as a number; 0 is everything on.
         self._mask_numbers: dict[tuple[bool, ...] | None, int] = {None: 0, (True,) * num_gates: 0}
         self._writers = np.zeros((num_rows, kv_capacity), np.int64)
-        self.num_adapters, self.default_adapter = num_adapters, 0
+        self.num_adapters = num_adapters
         self._wants_similarity = False
         self._similarity: Float32Array = np.zeros((num_gates // 2, 0), np.float32)
         self.gives_features, self.reads_features = gives_features, reads_features
@@ -109,8 +117,7 @@ class FakeExecutor:
         self.feature_size = context if gives_features or reads_features else 0
         self.num_draft_heads, self.reads_draft = num_draft_heads, reads_draft
         self._wants_features = False
-        self.features: Float32Array = np.zeros((0, self.feature_size), np.float32)
-        self.next_features: Float32Array = np.zeros((0, self.feature_size), np.float32)
+        self.features = self.next_features = np.zeros((0, self.feature_size), np.float32)
         self._memo: dict[tuple[object, ...], Float32Array] = {}
         self._shape: StepShape | None = None
         self._buffers: StepBuffers | None = None
@@ -132,13 +139,13 @@ class FakeExecutor:
         return self._memo[key, mask, adapter]
 
     def set_layers(self, mask: BoolArray | None) -> None:
-        """See ``GatedExecutor.set_layers``."""
+        """See ``Executor.set_layers``."""
         _require(mask is None or mask.shape == (self.num_gates,), f"the mask has {self.num_gates} values")
         self._mask = None if mask is None else tuple(mask.tolist())
         self._mask_numbers.setdefault(self._mask, len(self._mask_numbers))
 
     def measure_similarity(self, wanted: bool) -> None:
-        """See ``GatedExecutor.measure_similarity``."""
+        """See ``Executor.measure_similarity``."""
         _require(self.num_gates > 0, "only an engine with gates measures similarity")
         self._wants_similarity = wanted
 
@@ -153,7 +160,7 @@ class FakeExecutor:
         return (1.0 - 0.01 * ((3 * layers + ids) % 7)).astype(np.float32)
 
     def want_features(self, wanted: bool) -> None:
-        """See ``FeaturedExecutor.want_features``."""
+        """See ``Executor.want_features``."""
         _require(self.gives_features, "only a target with a draft head gives features")
         self._wants_features = wanted
 
@@ -386,20 +393,23 @@ class FakeExecutor:
         _require(held[known].tolist() == list(range(len(known))), "kv_positions counts up from 0")
         return [int(entry) for entry in known]
 
-    def capture(self, shapes: list[StepShape]) -> None:
-        """Nothing to make faster."""
-
     def move_row(self, source: int, destination: int, kv_len: int) -> None:
         """Copy the first ``kv_len`` entries; the rest of the destination is poisoned."""
         self._cache[destination] = _POISON
         self._cache[destination, :kv_len] = self._cache[source, :kv_len]
         self._writers[destination] = self._writers[source]
 
-    def copy_row(self, source: int, destination: int, kv_len: int) -> None:
+    def copy_row(self, source: int, destination: int, kv_len: int, floor: int = 0) -> None:  # noqa: ARG002
         """As :meth:`move_row`, which leaves the source as it is."""
         self.move_row(source, destination, kv_len)
 
-    def swap_rows(self, one: int, other: int, kv_lens: tuple[int, int]) -> None:
+    def swap_rows(
+        self,
+        one: int,
+        other: int,
+        kv_lens: tuple[int, int],
+        floors: tuple[int, int] = (0, 0),  # noqa: ARG002
+    ) -> None:
         """Exchange the first entries of two rows; the rest of both is poisoned."""
         rows, lens = [one, other], (kv_lens[1], kv_lens[0])
         self._cache[rows], self._writers[rows] = self._cache[rows[::-1]], self._writers[rows[::-1]]
@@ -411,11 +421,11 @@ class FakeExecutor:
         self._cache[row] = _POISON
 
     def row_bytes(self, entries: int) -> int:
-        """See ``PagedExecutor.row_bytes``."""
+        """See ``Executor.row_bytes``."""
         return -(-entries // self._page) * self._page * ENTRY_BYTES
 
     def give_back(self, row: int, kept: int) -> None:
-        """See ``PagedExecutor.give_back``: these pages are poisoned."""
+        """See ``Executor.give_back``: these pages are poisoned."""
         self._cache[row, -(-kept // self._page) * self._page :] = _POISON
 
     @property

@@ -7,7 +7,7 @@ import numpy as np
 
 from specexport_runtime.abi import FEATURES, NEXT_FEATURES, TOKEN_FEATURES, WANT_FEATURES
 from specexport_runtime.errors import IncompatibleError
-from specexport_runtime.executors.base import BoolArray, Float32Array
+from specexport_runtime.executors.base import BoolArray, Executor, Float32Array
 
 _WIDE = (FEATURES.name, TOKEN_FEATURES.name, NEXT_FEATURES.name)
 
@@ -46,7 +46,7 @@ class EngineFeatures:
         return bool(self._wanted[0])
 
     def want(self, wanted: bool) -> None:
-        """See ``FeaturedExecutor.want_features``."""
+        """See ``Executor.want_features``."""
         self._wanted[0] = wanted
 
     @property
@@ -55,42 +55,29 @@ class EngineFeatures:
         return FEATURES.name if self.gives else NEXT_FEATURES.name if self.reads else None
 
 
-class WithFeatures:
-    """The part of ``FeaturedExecutor`` and ``HeadExecutor`` that all executors have."""
+class WithFeatures(Executor):
+    """An executor of whatever engine: its features are those that the engine has."""
 
-    num_draft_heads: int  # see ``HeadExecutor``, as for reads_draft
-    reads_draft: bool = False
     _features: EngineFeatures
     _bound: BoundFeatures = BoundFeatures()
     """Of the last step."""
 
-    @property
-    def feature_size(self) -> int:
-        """E."""
-        return self._features.size
-
-    @property
-    def gives_features(self) -> bool:
-        """Whether this is a ``FeaturedExecutor``."""
-        return self._features.gives
-
-    @property
-    def reads_features(self) -> bool:
-        """Whether this is a ``HeadExecutor``."""
-        return self._features.reads
+    def _tell_features(self, features: EngineFeatures) -> None:
+        """Say what the engine has of features."""
+        self.feature_size, self.gives_features, self.reads_features = features.size, features.gives, features.reads
 
     def want_features(self, wanted: bool) -> None:
-        """See ``FeaturedExecutor.want_features``; holds for steps that are prepared from here on."""
+        """Holds for steps that are prepared from here on."""
         self._features.want(wanted)
 
     @property
     def features(self) -> Float32Array:
         """Features [T, E] of the last step; [0, E] if they were not wanted."""
         given = self._bound.given
-        return np.zeros((0, self.feature_size), np.float32) if given is None else given
+        return super().features if given is None else given
 
     @property
     def next_features(self) -> Float32Array:
-        """See ``HeadExecutor.next_features``."""
+        """What the last step handed on [R, E]; [0, E] of an engine that hands nothing on."""
         handed = self._bound.handed_on
-        return np.zeros((0, self.feature_size), np.float32) if handed is None else handed
+        return super().next_features if handed is None else handed

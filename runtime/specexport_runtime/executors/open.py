@@ -10,7 +10,7 @@ from specexport_runtime.bundle.entry import SMALL_DRAFT_PARAMETERS
 from specexport_runtime.bundle.opened import Bundle
 from specexport_runtime.bundle.tokenizer_load import start_loading
 from specexport_runtime.errors import IncompatibleError, InvalidRequestError
-from specexport_runtime.executors.base import EngineBackend, EngineRequest, Executor, as_lender
+from specexport_runtime.executors.base import EngineBackend, EngineRequest, Executor
 from specexport_runtime.machine import most_threads
 
 PLACES = {
@@ -97,7 +97,7 @@ def open_executor(
             share_threads=share_threads and _takes_turns(bundle),
             unpad_kv=unpad_kv,
             cuda_graphs=cuda_graphs,
-            lender=as_lender(target),
+            lender=target if target is not None and target.can_lend else None,
             lends=role == "target" and bundle.manifest.lends_caches,
             gives_back=gives_back,
         )

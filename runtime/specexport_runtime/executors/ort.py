@@ -77,6 +77,8 @@ class OrtExecutor(ArenaRows, GatedByInputs, WithFeatures):
     BundleError if ONNX Runtime cannot load the engine, IncompatibleError if the inputs break the contract.
     """
 
+    can_lend = True
+
     def __init__(
         self,
         path: Path,
@@ -96,8 +98,6 @@ class OrtExecutor(ArenaRows, GatedByInputs, WithFeatures):
         self.num_rows = num_rows
         self.kv_capacity = kv_capacity
         self.gives_back = gives_back and CAN_GIVE_BACK
-        self.max_num_tokens: int | None = None
-        self.engine_seconds = 0.0
         engine, attention, head = entry.engine, entry.attention, entry.draft_head
         names = engine.inputs if unpad_kv or engine.padded is None else engine.padded.inputs
         threads = num_threads or available_cores()
@@ -106,7 +106,8 @@ class OrtExecutor(ArenaRows, GatedByInputs, WithFeatures):
         self.num_gates = len(self.gate_kinds) if unpad_kv else 0  # a padded-KV graph never has gates
         self._gates = OrtGates(self._graph.session, self.num_gates, path)
         self._features: OrtFeatures = OrtFeatures(self._graph.session, engine.feature_size if unpad_kv else 0, path)
-        self.num_adapters, self.default_adapter = len(entry.chosen_adapters), 0
+        self._tell_features(self._features)
+        self.num_adapters = len(entry.chosen_adapters)
         self.num_draft_heads = 0 if head is None else head.num_draft_heads
         self.reads_draft = head is not None and head.kind == HYDRA
         self.borrows_cache = bool(attention.target_layers)

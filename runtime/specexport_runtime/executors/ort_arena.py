@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from specexport_runtime.abi import LayerGeometry, StateGeometry, cache_shapes, state_shapes
 from specexport_runtime.errors import IncompatibleError
-from specexport_runtime.executors.base import MOST_BEHIND_WINDOW, Int64Array
+from specexport_runtime.executors.base import MOST_BEHIND_WINDOW, Executor, Int64Array
 
 CAN_GIVE_BACK = sys.platform == "linux" and hasattr(mmap, "MADV_DONTNEED")
 """Elsewhere the system may keep the pages, or bring their values back."""
@@ -77,13 +77,10 @@ def paged_capacity(layers: Sequence[LayerGeometry], kv_capacity: int, item_bytes
     return -(-kv_capacity // step) * step
 
 
-class ArenaRows:
+class ArenaRows(Executor):
     """The rows of an engine's caches: copies, moves, and memory that is given back."""
 
-    num_rows: int
-    kv_capacity: int  # entries that a row may have
-    gives_back: bool  # pages of entries that are of no use go back to the system
-    recedes: bool = False
+    copies_rows = True
     _windows: Sequence[int] = ()
     _memory: Mapping[str, CacheMemory]
     _state_memory: Mapping[str, CacheMemory] = MappingProxyType({})
@@ -117,7 +114,7 @@ class ArenaRows:
         return max(0, floor - window + 1) if window > 0 else 0
 
     def recede(self, row: int, floor: int) -> None:
-        """See ``RecedingExecutor.recede``."""
+        """See ``Executor.recede``."""
         for name, memory in self._memory.items():
             if first := self._first(name, floor):
                 memory.give_back(row, 0, first)
@@ -146,7 +143,7 @@ class ArenaRows:
         return sum(memory.array.nbytes for memory in self._memory.values())
 
     def row_bytes(self, entries: int) -> int:
-        """See ``PagedExecutor.row_bytes``."""
+        """See ``Executor.row_bytes``."""
         states = self.state_bytes if entries else 0
         for (size, window), heads in self._heads.items():
             count = min(entries, window + MOST_BEHIND_WINDOW) if window > 0 else entries
@@ -154,7 +151,7 @@ class ArenaRows:
         return states
 
     def give_back(self, row: int, kept: int) -> None:
-        """See ``PagedExecutor.give_back``."""
+        """See ``Executor.give_back``."""
         if self.gives_back:
             for memory in self._memory.values():
                 memory.give_back(row, kept, memory.array.shape[3])

@@ -104,8 +104,6 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
         self.vocab_size = entry.lm_head_rows
         self.num_rows = num_rows
         self.kv_capacity = kv_capacity
-        self.max_num_tokens = None
-        self.engine_seconds = 0.0
         self._device = ("cuda", device_id)
         self._ort = import_onnxruntime(device_id)
         self._session, self._graphs = self._open(path, entry, cuda_graphs)
@@ -117,6 +115,7 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
         self._gates = OrtGates(self._session, self.num_gates, path, separate=True)
         self._similarity: Float32Array = np.zeros((self.num_gates // 2, 0), np.float32)
         self._features: OrtFeatures = OrtFeatures(self._session, entry.engine.feature_size, path, on_gpu=True)
+        self._tell_features(self._features)
         self.num_draft_heads = 0 if entry.draft_head is None else entry.draft_head.num_draft_heads
         self._paged = bool(entry.attention.layers)  # Medusa heads have no attention
         self._inputs = [spec for spec in STEP_INPUTS if spec.name in entry.engine.inputs]

@@ -1,6 +1,5 @@
 """Gates of an ONNX Runtime engine: which layers run, and whether attention similarity is measured."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ import numpy as np
 
 from specexport_runtime.abi import LAYER_MASK, SIMILARITY, WANT_SIMILARITY, StepShape, TensorSpec
 from specexport_runtime.errors import IncompatibleError
-from specexport_runtime.executors.base import BoolArray, Float32Array
+from specexport_runtime.executors.base import BoolArray, Executor, Float32Array
 
 LAYER_ON = TensorSpec(
     "layer_on.{i}", "bool", (1,), "gate", "ort-cuda only, in host memory: element i of `layer_mask` as an input"
@@ -45,11 +44,11 @@ class OrtGates:
         return bool(self._wanted[0])
 
     def set_layers(self, mask: BoolArray | None) -> None:
-        """See ``GatedExecutor.set_layers``."""
+        """See ``Executor.set_layers``."""
         self._mask[:] = True if mask is None else mask
 
     def want_similarity(self, wanted: bool) -> None:
-        """See ``GatedExecutor.measure_similarity``."""
+        """See ``Executor.measure_similarity``."""
         self._wanted[0] = wanted
 
     def bind(self, io: Any, shape: StepShape, measured: bool) -> Float32Array:
@@ -67,20 +66,18 @@ def is_gate(name: str) -> bool:
     return name in (LAYER_MASK.name, WANT_SIMILARITY.name) or name.startswith(LAYER_ON.name.format(i=""))
 
 
-class GatedByInputs:
-    """The part of ``GatedExecutor`` that all executors with gate inputs have."""
+class GatedByInputs(Executor):
+    """An executor whose engine has inputs for its gates: any layers may be switched off."""
 
-    fixed_layers: BoolArray | None = None  # None: any layers may be switched off
-    gate_kinds: Sequence[str] = ()  # see ``GatedExecutor``
     _gates: OrtGates
     _similarity: Float32Array
 
     def set_layers(self, mask: BoolArray | None) -> None:
-        """See ``GatedExecutor.set_layers``."""
+        """See ``Executor.set_layers``."""
         self._gates.set_layers(mask)
 
     def measure_similarity(self, wanted: bool) -> None:
-        """See ``GatedExecutor.measure_similarity``; holds for steps that are prepared from here on."""
+        """See ``Executor.measure_similarity``; holds for steps that are prepared from here on."""
         self._gates.want_similarity(wanted)
 
     @property

@@ -95,12 +95,12 @@ class TrtExecutor(WithFeatures):
         self.kv_capacity = sizes.kv_capacity - sizes.scratch  # entries of a row that may be used
         # A step that mixes prompts and verification runs in a prefill profile.
         ranged = [profile.num_tokens for _, profile in sizes.profiles if not profile.is_fixed]
-        self.max_num_tokens: int | None = max(ranged or [profile.num_tokens for _, profile in sizes.profiles])
-        self.engine_seconds = 0.0
+        self.max_num_tokens = max(ranged or [profile.num_tokens for _, profile in sizes.profiles])
         self.graphs = self._parts.graphs
         engine, head = entry.engine, entry.draft_head
         self._sizes, self._names = sizes, engine.inputs
         self._features = self._parts.features
+        self._tell_features(self._features)
         self.num_draft_heads = 0 if head is None else head.num_draft_heads
         self._sees_ahead = head is not None and head.block_size is not None
         self._packed, self._dtype = engine.lowering == "plugin", entry.dtype
@@ -108,7 +108,6 @@ class TrtExecutor(WithFeatures):
         self._last_position = (entry.max_positions or sizes.kv_capacity) - 1
         self.gate_kinds, skipped = engine.gates.kinds, engine.gates.skipped_layers
         self.num_gates = len(self.gate_kinds) if skipped else 0  # 0 unless the engine has draft steps
-        self.fixed_layers: BoolArray | None = None
         if self.num_gates:
             self.fixed_layers = np.repeat(~np.isin(np.arange(self.num_gates // 2), skipped), 2)
         self._skips = False
@@ -164,7 +163,7 @@ class TrtExecutor(WithFeatures):
         return output.array[:rows]
 
     def set_layers(self, mask: BoolArray | None) -> None:
-        """See ``GatedExecutor.set_layers``; holds for steps that are prepared from here on, of one token a row.
+        """See ``Executor.set_layers``; holds for steps that are prepared from here on, of one token a row.
 
         SpecexportError if the engine was built to leave out other layers.
         """
@@ -173,14 +172,9 @@ class TrtExecutor(WithFeatures):
         self._skips = mask is not None
 
     def measure_similarity(self, wanted: bool) -> None:
-        """See ``GatedExecutor.measure_similarity``; SpecexportError if it is wanted: these engines measure none."""
+        """See ``Executor.measure_similarity``; SpecexportError if it is wanted: these engines measure none."""
         if wanted:
             raise SpecexportError("TensorRT engines measure no similarity: their layers are fixed.")
-
-    @property
-    def similarity(self) -> Float32Array:
-        """[N, 0]: none is measured."""
-        return np.zeros((self.num_gates // 2, 0), np.float32)
 
     def capture(self, shapes: list[StepShape]) -> None:
         """Record the steps of ``shapes`` that run in fixed profiles, the largest first.

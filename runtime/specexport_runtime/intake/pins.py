@@ -6,7 +6,6 @@ from specexport_runtime.decoding.handle import RequestHandle
 from specexport_runtime.decoding.loop import DecodeLoop
 from specexport_runtime.decoding.prefixes import LEAST_REUSED
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.executors.base import as_stateful
 from specexport_runtime.intake.builder import RequestBuilder
 from specexport_runtime.intake.drafting import RequestOptions
 from specexport_runtime.requests.results import Prompt
@@ -49,7 +48,7 @@ class PinnedPrefixes:
             )
         rows.memory.check_pin(len(ids) + PIN_TOKENS, rows.kept.pinned_rows)
         # A few tokens behind it, so that drafters read it too. A state would be behind them then, and cannot go back.
-        behind = PIN_TOKENS if as_stateful(target) is None else 1
+        behind = PIN_TOKENS if not target.num_pending else 1
         seq = self._builder.build(0, ids, SamplingParams(max_tokens=behind, ignore_eos=True), options)
         seq.is_pinned = True
         handle = RequestHandle(ids, seq, self._loop, stream=False)

@@ -17,23 +17,17 @@ from typing import NamedTuple
 import numpy as np
 
 from specexport_runtime.abi import StepShape
-from specexport_runtime.errors import InvalidRequestError, SpecexportError
+from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.base import (
     MAX_CHUNK,
     RECEDE_EVERY,
     WAY_BACK,
-    CopyingExecutor,
     Executor,
     Float32Array,
     Int64Array,
     StepBuffers,
     StepOutput,
     Want,
-    adapted_executor,
-    as_copying,
-    as_paged,
-    as_receding,
-    as_stateful,
 )
 from specexport_runtime.packing.kv import KvArena, PaddedKvArena, StateArena
 
@@ -122,14 +116,15 @@ class ModelRunner:
         kv: KvArena | None = None,  # None makes one
     ) -> None:
         self.executor = executor
-        self._states = as_stateful(executor)
-        if kv is None and self._states is not None:
+        # Layers keep a state: steps have to say which of their tokens are drafts.
+        self.has_states = executor.num_pending > 0
+        if kv is None and self.has_states:
             if not (unpad_kv and unpad_input):
                 raise InvalidRequestError(
                     "this model keeps states, which padding would enter.",
                     "leave out --no-unpad-kv and --no-unpad-input.",
                 )
-            kv = StateArena(executor.num_rows, executor.kv_capacity, self._states.num_pending)
+            kv = StateArena(executor.num_rows, executor.kv_capacity, executor.num_pending)
         arena = KvArena if unpad_kv else PaddedKvArena
         self.kv: KvArena = arena(executor.num_rows, executor.kv_capacity) if kv is None else kv
         self.max_chunk = min(max_chunk, executor.max_num_tokens or max_chunk)
@@ -139,10 +134,9 @@ class ModelRunner:
         self.prefill_seconds = 0.0  # spent inside the engine by :meth:`prefill`
         self._filled: dict[StepShape, tuple[StepBuffers, tuple[tuple[int, int], ...]]] = {}
         self._arange = np.arange(executor.kv_capacity + 1, dtype=np.int64)
-        self._paged = as_paged(executor)
         # Whether row memory that is of no use can go back to the system.
-        self.gives_back = self._paged is not None and self._paged.gives_back and unpad_kv
-        self._receding = as_receding(executor) if unpad_kv else None
+        self.gives_back = executor.gives_back and unpad_kv and not executor.borrows_cache
+        self._recedes = executor.recedes and unpad_kv
         # Of the text in each row's memory: a sequence can go on from it only behind so many tokens.
         self._floors, self._state_lens = [0] * executor.num_rows, [0] * executor.num_rows
 
@@ -174,7 +168,7 @@ class ModelRunner:
         counts = tuple([(len(row.tokens), row.num_logits) for row in work])
         needed = [count or 1 for count, _ in counts]
         span = self._make_room(first_row, needed)
-        if self._receding is not None or self._states is not None:
+        if self._recedes or self.has_states:
             self._begin_or_recede(first_row, work)
         states = self._step_states(first_row, work)
         self.kv.write(first_row, needed)
@@ -193,11 +187,6 @@ class ModelRunner:
         for i in range(1, len(work)):
             self.logit_starts[i] = self.logit_starts[i - 1] + counts[i - 1][1]
         return self.executor.execute(want)
-
-    @property
-    def has_states(self) -> bool:
-        """Whether layers keep a state: steps have to say which of their tokens are drafts."""
-        return self._states is not None
 
     def _step_states(self, first_row: int, work: Sequence[RowWork]) -> Int64Array | None:
         """What the step does with states; None for a model without."""
@@ -218,8 +207,8 @@ class ModelRunner:
             if not known:
                 self._floors[row] = self._state_lens[row] = 0
                 self.executor.clear_row(row)
-            elif self._receding is not None and known - WAY_BACK >= self._floors[row] + RECEDE_EVERY:
-                self._receding.recede(row, known - WAY_BACK)
+            elif self._recedes and known - WAY_BACK >= self._floors[row] + RECEDE_EVERY:
+                self.executor.recede(row, known - WAY_BACK)
                 self._floors[row] = known - WAY_BACK
 
     def _make_room(self, first_row: int, needed: Sequence[int]) -> int:
@@ -255,7 +244,7 @@ class ModelRunner:
         if buffers.token_features is not None:
             _fill_features(buffers.token_features, work)
         if buffers.adapter_ids is not None:
-            _fill_adapters(buffers.adapter_ids, work, adapted_executor(self.executor).default_adapter)
+            _fill_adapters(buffers.adapter_ids, work, self.executor.default_adapter)
         buffers.kv_lens[:, 0] = [self.kv.entries(first_row + i) for i in range(len(work))]
         buffers.row_totals[:, 0] = buffers.kv_lens[:, 0] + needed
         if buffers.kv_positions is not None and isinstance(self.kv, PaddedKvArena):
@@ -278,10 +267,10 @@ class ModelRunner:
         if self.gives_back:
             self.swap_rows(source, destination, (count, 0))
         else:
-            if self._receding is None:
-                self.executor.move_row(source, destination, count)
+            if self._recedes:
+                self.executor.copy_row(source, destination, count, self._floors[source])
             else:
-                self._receding.copy_row(source, destination, count, self._floors[source])
+                self.executor.move_row(source, destination, count)
             self.kv.touch(destination, count)
             self._note_copy(source, destination)
         self.kv.move(source, destination)
@@ -289,13 +278,10 @@ class ModelRunner:
     def copy_row(self, source: int, destination: int, count: int) -> None:
         """Copy the first ``count`` entries of a row's memory to another row; no length changes.
 
-        SpecexportError if the executor cannot copy rows, see ``as_copying``.
+        SpecexportError if the executor cannot copy rows, see ``Executor.copies_rows``.
         """
         if count and source != destination:
-            if self._receding is None:
-                self._copying().copy_row(source, destination, count)
-            else:
-                self._receding.copy_row(source, destination, count, self._floors[source])
+            self.executor.copy_row(source, destination, count, self._floors[source])
             self.kv.touch(destination, count)
             self._note_copy(source, destination)
 
@@ -309,10 +295,7 @@ class ModelRunner:
         No length changes.
         """
         if any(counts):
-            if self._receding is None:
-                self._copying().swap_rows(one, other, counts)
-            else:
-                self._receding.swap_rows(one, other, counts, (self._floors[one], self._floors[other]))
+            self.executor.swap_rows(one, other, counts, (self._floors[one], self._floors[other]))
             for each in (self._floors, self._state_lens):
                 each[one], each[other] = each[other], each[one]
             for row, count in zip((one, other), counts[::-1], strict=True):
@@ -322,20 +305,14 @@ class ModelRunner:
 
     def row_bytes(self, entries: int) -> int:
         """Bytes of memory that the first ``entries`` of a row take; 0 where that is not known."""
-        return 0 if self._paged is None else self._paged.row_bytes(entries)
+        return self.executor.row_bytes(entries)
 
     def give_back(self, row: int, kept: int) -> None:
         """Give the memory of all but the first ``kept`` entries of a row back to the system, where that can be."""
-        if self._paged is not None and self.gives_back and self.kv.touched(row) > kept:
-            if self._paged.row_bytes(self.kv.touched(row)) > self._paged.row_bytes(kept):
-                self._paged.give_back(row, kept)
+        if self.gives_back and self.kv.touched(row) > kept:
+            if self.row_bytes(self.kv.touched(row)) > self.row_bytes(kept):
+                self.executor.give_back(row, kept)
             self.kv.untouch(row, kept)
-
-    def _copying(self) -> CopyingExecutor:
-        executor = as_copying(self.executor)
-        if executor is None:
-            raise SpecexportError("rows of this engine cannot be copied.")
-        return executor
 
     def forget_row(self, row: int) -> None:
         """Free ``row``; its memory stays as it is."""

@@ -73,7 +73,7 @@ class DrafterTraits(NamedTuple):
     takes_layers: bool = False  # it leaves out layers of the target, by a request's layer rules
     remembers: bool = False  # it keeps what requests with a ``scope`` were given, and drafts from it later
     max_lookahead: int | None = None  # most tokens of a draft; None: no bound
-    goes_on: bool = False  # it can draft behind tokens that are drafted already (``ContinuingDrafter``)
+    goes_on: bool = False  # it can draft behind tokens that are drafted already (``Drafter.propose``)
 
 
 LengthReason = Literal["fixed", "goodput", "probe", "bypass", "room"]
