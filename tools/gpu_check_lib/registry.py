@@ -20,17 +20,17 @@ SECTIONS = {
 }
 """Headings by name."""
 
-# task: (module, function or factory, seconds, needed to start). The order is that of running.
+# task: (module, here unless it is dotted, function or factory, seconds, needed to start). The order is that of running.
 _BEFORE = {
     # What needs no carried package comes first.
     "machine.info": ("machine", "info", 30, 1),
     "machine.triton": ("machine", "triton", 60, 5),
     "kernels.correct": ("kernels", "check_all", 80, 15),
     "kernels.speed": ("kernel_speed", "measure_kernels", 80, 15),
-    "loop.greedy": ("loop", "check_greedy", 60, 5),
-    "loop.graphs": ("loop", "check_graphs", 60, 10),
-    "loop.speed": ("loop", "measure_loop", 150, 30),
-    "loop.verify": ("loop", "verify_loop", 60, 5),
+    "loop.greedy": ("tools.proof.checks", "check_greedy", 60, 5),
+    "loop.graphs": ("tools.proof.checks", "check_graphs", 60, 10),
+    "loop.speed": ("tools.proof.checks", "measure_loop", 150, 30),
+    "loop.verify": ("tools.proof.checks", "verify_loop", 60, 5),
     "kernels.sweep": ("kernel_sweep", "sweep", 120, 40),
     "machine.ort-cpu": ("machine", "backend_task", 75, 15),
     "machine.ort-cuda": ("machine", "backend_task", 75, 15),
@@ -48,7 +48,7 @@ _PER_BACKEND = {
 }
 _AFTER = {
     "operators.verdict": ("operator_choice", "conclude", 20, 1),
-    "kernels.flex": ("torch_attention", "measure_flex", 60, 20),
+    "kernels.flex": ("kernel_speed", "measure_flex", 60, 20),
 }
 # int4 engines of ort-cuda: before what takes longest.
 _INT4 = {
@@ -121,6 +121,8 @@ def function_of(name: str, backends: Sequence[str] = (*GPU_BACKENDS, CPU)) -> Ca
     """The code of a task; imports its module."""
     gpu_and_cpu = _entries(backends) | _entries((CPU,))
     module, attribute, _, _, backend = gpu_and_cpu[name]
-    found: Any = getattr(importlib.import_module(f"tools.gpu_check_lib.{module}"), attribute)
+    found: Any = getattr(
+        importlib.import_module(module if "." in module else f"tools.gpu_check_lib.{module}"), attribute
+    )
     function: Callable[[Context], None] = found(backend) if attribute in _FACTORIES else found
     return function

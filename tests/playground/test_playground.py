@@ -6,13 +6,14 @@ from importlib import resources
 import httpx
 import pytest
 
-from specexport_runtime.server import playground
+from specexport_runtime.playground import routes
 from specexport_runtime.server.config import ServerConfig
 from tests.support import patience
+from tests.support.engine_of import engine_of
 from tests.support.serving import Served, fake_engine
 
-PATHS = sorted(playground.PUBLIC_PATHS)
-STATIC = resources.files("specexport_runtime.server").joinpath("static")
+PATHS = sorted(routes.PUBLIC_PATHS)
+STATIC = resources.files("specexport_runtime.playground").joinpath("static")
 TEXTS = {file.name: file.read_text(encoding="utf-8") for file in STATIC.iterdir()}
 
 
@@ -55,11 +56,11 @@ def test_a_file_that_is_known_is_not_sent_again(fake_served):
     [
         "/playground/",
         "/playground/index.html",
-        "/playground/../playground.py",
-        "/playground/%2e%2e/playground.py",
-        "/playground/..%2f..%2fconfig.py",
+        "/playground/../routes.py",
+        "/playground/%2e%2e/routes.py",
+        "/playground/..%2f..%2fserver/config.py",
         "/playground/%2e%2e%2f%2e%2e%2f%2e%2e%2f%2e%2e%2fetc/passwd",
-        "/playground/..%5cconfig.py",
+        "/playground/..%5croutes.py",
         "/playground/main.js%00.css",
         "/playground//etc/passwd",
         "/static/main.js",
@@ -119,7 +120,7 @@ def test_what_the_page_is_told_of_a_bundle(fake_served):
 def test_a_bundle_without_draft_and_template():
     def plain():
         engine = fake_engine(chat_template=None)
-        return type(engine)(engine.target, engine.tokenizer, max_model_len=50, lookahead=3)
+        return engine_of(engine.target, engine.tokenizer, max_model_len=50, lookahead=3)
 
     with Served(plain, ServerConfig(model_name="plain", max_tokens=20)) as served:
         facts = get(served, "/playground.json").json()
