@@ -4,7 +4,6 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 
 from specexport_runtime.bundle.entry import EngineFile
@@ -119,11 +118,6 @@ def _generate(context: Context, backend: str) -> str:
 def _describe(file: EngineFile) -> str:
     """An engine's architecture, and who told its layers: the inspector on a GPU, the text of the builder elsewhere."""
     return file.sm if file.report is None else f"{file.sm} (layers told by the {file.report.layers_from})"
-
-
-def backend_task(backend: str) -> Callable[[Context], None]:
-    """The task that tries one backend."""
-    return lambda context: try_backend(context, backend)
 
 
 def triton(context: Context) -> None:
