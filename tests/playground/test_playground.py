@@ -145,6 +145,8 @@ def test_a_model_that_is_loading(fake_served):
 def test_the_page_can_be_left_out():
     with Served(fake_engine, ServerConfig(playground=False)) as served:
         assert [get(served, path).status_code for path in ("/", "/playground.json", "/playground/main.js")] == [404] * 3
+    with Served(fake_engine, ServerConfig(playground=False, api_keys=("secret",))) as served:
+        assert get(served, "/").status_code == 401, "as any path that is not there"
 
 
 def test_with_a_key_only_the_page_itself_is_open():
