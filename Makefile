@@ -15,7 +15,7 @@ TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=10
 
 .DEFAULT_GOAL := help
-.PHONY: no-library help install demo test test-all check fuzz lint format docs clean distclean
+.PHONY: no-library help install demo test test-all test-annex check fuzz lint format docs clean distclean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -26,10 +26,13 @@ demo: $(VENV)/.installed-demo ## install, build the demo bundle, generate with a
 	@$(BIN)/specexport demo
 
 test: $(VENV)/.installed-dev ## install and run the tests that every change runs
-	$(TEST_ENV) $(PYTEST) -m "not whole" $(PYTEST_ARGS)
+	$(TEST_ENV) $(PYTEST) -m "not whole and not annex" $(PYTEST_ARGS)
 
-test-all: $(VENV)/.installed-dev ## the whole CPU suite: also Ray, kernels for every GPU, wheels, the docs' commands
+test-all: $(VENV)/.installed-dev ## the whole CPU suite: also annexes, kernels for every GPU, wheels, the docs' commands
 	$(TEST_ENV) $(PYTEST) $(PYTEST_ARGS)
+
+test-annex: $(VENV)/.installed-dev ## the tests of one annex: ANNEX=chat, playground, ray_serve, tools or train
+	$(TEST_ENV) $(PYTEST) tests/$(or $(ANNEX),$(error say which: make test-annex ANNEX=chat)) $(PYTEST_ARGS)
 
 check: lint ## lint, types and the tests that matter while editing: the runtime's, without bundles and drawn inputs
 	$(TEST_ENV) $(PYTEST) -q -m "not slow and not fuzz and not bundle" tests/runtime tests/simulate tests/explain \

@@ -1,10 +1,8 @@
 """HTTP clients that cost little: raw asyncio protocols, in a process of their own.
 
-Used by ``serving.py`` and ``mixed_load.py``. The process reads a job as JSON from its standard input, ``{"port",
-"concurrency", "seconds", "requests": [{"path", "body", "leave_after"}, …]}``, sends them with so many clients at a
-time, one connection each, and writes what came back. An answer of 429 is tried again after the seconds that its
-``Retry-After`` says. A client that is to leave hangs up after so many bytes of its answer. After ``seconds`` nothing
-more is sent. Bytes are only counted and kept while requests run; they are parsed afterwards.
+Used by ``serving.py``. The process reads a job as JSON from its standard input, ``{"port", "concurrency", "requests":
+[body, …]}``, streams completions with so many clients at a time, one connection each, and writes what came back. Bytes
+are only counted and kept while requests run; they are parsed afterwards.
 """
 
 import asyncio
@@ -28,7 +26,6 @@ class Connection(asyncio.Protocol):
         self._received = bytearray()
         self._body_start = 0
         self._length: int | None = None
-        self._enough: int | None = None
         self.first_event: float | None = None
         self.is_open = False
 
@@ -43,10 +40,10 @@ class Connection(asyncio.Protocol):
         if hasattr(self, "_answer") and not self._answer.done():
             self._answer.set_exception(exc or ConnectionError("the server closed the connection"))
 
-    async def ask(self, request: bytes, enough: int | None = None) -> bytes:
-        """Send a request; the head and the body of the answer, or no more than its first ``enough`` bytes and some."""
+    async def ask(self, request: bytes) -> bytes:
+        """Send a request; the head and the body of the answer."""
         self._received = bytearray()
-        self._body_start, self._length, self.first_event, self._enough = 0, None, None, enough
+        self._body_start, self._length, self.first_event = 0, None, None
         self._answer = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         await self._answer
@@ -68,14 +65,14 @@ class Connection(asyncio.Protocol):
             ended = self._received.endswith(END_OF_CHUNKS)
         else:
             ended = len(self._received) >= self._body_start + self._length
-        if self._enough is not None and len(self._received) >= self._enough:
-            ended = True
         if ended and not self._answer.done():
             self._answer.set_result(None)
 
     def close(self) -> None:
-        """Hang up."""
-        self._transport.close()
+        """Hang up, if there is a connection."""
+        if self.is_open:
+            self._transport.close()
+            self.is_open = False
 
 
 def header(head: bytes | bytearray, name: bytes) -> bytes | None:
@@ -87,138 +84,56 @@ def header(head: bytes | bytearray, name: bytes) -> bytes | None:
     return None
 
 
-async def client(port: int, jobs: Any, answers: dict[int, dict[str, Any]], end: float) -> None:
+async def client(port: int, jobs: Any, answers: dict[int, dict[str, Any]]) -> None:
     """Send one request after the other, from those that all clients share."""
     loop, connection = asyncio.get_running_loop(), Connection()
-    for index, (request, leave_after) in jobs:
-        answer: dict[str, Any] = {"retries": 0, "start": time.perf_counter()}
-        answers[index] = answer
+    for index, request in jobs:
+        answer = answers[index] = {"start": time.perf_counter()}
         try:
-            while True:
-                if answer["start"] > end:
-                    raise TimeoutError("not sent in time")
-                if not connection.is_open:
-                    _, connection = await loop.create_connection(Connection, "127.0.0.1", port)
-                async with asyncio.timeout(LONGEST_S):
-                    raw = await connection.ask(request, leave_after)
-                if not raw.startswith(b"HTTP/1.1 429"):
-                    break
-                answer["retries"] += 1
-                await asyncio.sleep(float(header(raw[: raw.index(b"\r\n\r\n")], b"retry-after") or "nan"))
-                answer["start"] = time.perf_counter()
-            answer.update(raw=raw, first=connection.first_event, end=time.perf_counter())
-            if leave_after is not None:
-                answer["left"] = True
-                connection.close()
-                connection.is_open = False
-        except (OSError, ValueError, TimeoutError) as error:
+            if not connection.is_open:
+                _, connection = await loop.create_connection(Connection, "127.0.0.1", port)
+            async with asyncio.timeout(LONGEST_S):
+                answer["raw"] = await connection.ask(request)
+            answer["first"] = connection.first_event
+        except (OSError, TimeoutError) as error:
             answer["error"] = repr(error)
-            if connection.is_open:
-                connection.close()
-                connection.is_open = False
-    if connection.is_open:
-        connection.close()
+            connection.close()
+    connection.close()
 
 
 async def run(job: dict[str, Any]) -> tuple[float, list[dict[str, Any]]]:
     """All requests of a job: the seconds they took together, and what came back."""
     requests = []
-    for asked in job["requests"]:
-        data = json.dumps(asked["body"]).encode()
+    for body in job["requests"]:
+        data = json.dumps(body).encode()
         head = (
-            f"POST {asked['path']} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+            "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(data)}\r\n\r\n"
         )
-        requests.append((head.encode() + data, asked.get("leave_after")))
-    jobs, answers = iter(enumerate(requests)), {}  # type: ignore[var-annotated]
+        requests.append(head.encode() + data)
+    jobs = iter(enumerate(requests))
+    answers: dict[int, dict[str, Any]] = {}
     start = time.perf_counter()
-    clients = [client(job["port"], jobs, answers, start + job["seconds"]) for _ in range(job["concurrency"])]
-    await asyncio.gather(*clients)
+    await asyncio.gather(*(client(job["port"], jobs, answers) for _ in range(job["concurrency"])))
     return time.perf_counter() - start, [answers[i] for i in range(len(requests))]
 
 
 def read_answer(answer: dict[str, Any]) -> dict[str, Any]:
-    """Status, texts by choice, log-probabilities, tokens and times of one answer."""
+    """Status, text, tokens and seconds to the first event of one streamed completion."""
     if "error" in answer:
-        return {"status": 0, "message": answer["error"], "retries": answer["retries"]}
+        return {"status": 0, "message": answer["error"]}
     head, _, body = answer["raw"].partition(b"\r\n\r\n")
-    found = {"status": int(head[9:12]), "retries": answer["retries"], "seconds": answer["end"] - answer["start"]}
-    if answer["first"] is not None:
-        found["first_s"] = answer["first"] - answer["start"]
-    if answer.get("left"):
-        return found | {"left": True}
-    if header(head, b"content-length") is None:
-        body = dechunk(body)
+    found: dict[str, Any] = {"status": int(head[9:12])}
     if found["status"] != 200:
         return found | {"message": body.decode()}
-    told = Told()
-    if header(head, b"content-type") == b"application/json":
-        told.take(json.loads(body))
-    else:
-        told.take_events(body.decode())
-    return found | told.found
-
-
-class Told:
-    """What answers and events of all endpoints tell, put together."""
-
-    def __init__(self) -> None:
-        self.texts: dict[int, str] = {}
-        self.logprobs: list[float | None] = []
-        self.found: dict[str, Any] = {"texts": self.texts, "logprobs": self.logprobs}
-
-    def take(self, part: dict[str, Any]) -> None:
-        """A whole answer, or a chunk of a stream."""
-        if part.get("object") == "response":
-            for item in part["output"]:
-                self._add_call(item)
-                for content in item.get("content", []):
-                    self._add(0, content["text"], content)
-        for choice in part.get("choices", ()):
-            message = choice.get("message") or choice.get("delta") or choice
-            text = message.get("text") or message.get("content") or ""
-            calls = [call["function"] for call in message.get("tool_calls") or ()]
-            text += "".join((call.get("name") or "") + (call.get("arguments") or "") for call in calls)
-            self._add(choice["index"], text, choice)
-        self._add_prompt(part)
-        usage = part.get("usage") or {}
-        self.found["tokens"] = usage.get("completion_tokens", usage.get("output_tokens", self.found.get("tokens")))
-
-    def take_events(self, stream: str) -> None:
-        """A whole stream."""
-        *events, last, nothing = stream.split("\n\n")
-        is_typed = last.startswith("event: response.")
-        if nothing or not (last == "data: [DONE]" or is_typed):
-            self.found["message"] = f"the stream ends with {last[-200:]!r}"
-        for event in [*events, last] if is_typed else events:
-            part = json.loads(event.partition("data: ")[2])
-            if "error" in part or part.get("type") in ("error", "response.failed"):
-                self.found["message"] = event[-300:]
-            elif "choices" in part:
-                self.take(part)
-            elif part["type"] == "response.output_item.added":
-                self._add_call(part["item"])
-            elif part["type"].endswith(".delta"):
-                self._add(0, part["delta"], part)
-            elif part["type"] in ("response.completed", "response.incomplete"):
-                self.found["tokens"] = part["response"]["usage"]["output_tokens"]
-
-    def _add(self, index: int, text: str, part: dict[str, Any]) -> None:
-        self.texts[index] = self.texts.get(index, "") + text
-        told = part.get("logprobs") or ()
-        if isinstance(told, dict):
-            self.logprobs += told.get("token_logprobs") or []
-            told = told.get("content") or ()
-        self.logprobs += [item["logprob"] for item in told]
-        self._add_prompt(part)
-
-    def _add_call(self, item: dict[str, Any]) -> None:
-        if item["type"] == "function_call":
-            self._add(0, item["name"] + item["arguments"], {})
-
-    def _add_prompt(self, part: dict[str, Any]) -> None:
-        entries = [entry for entry in part.get("prompt_logprobs") or () if entry]
-        self.logprobs += [value["logprob"] for entry in entries for value in entry.values()]
+    *events, last, nothing = dechunk(body).decode().split("\n\n")
+    if nothing or last != "data: [DONE]":
+        found["message"] = f"the stream ends with {last[-200:]!r}"
+    parts = [json.loads(event.removeprefix("data: ")) for event in events]
+    text = "".join(choice["text"] for part in parts for choice in part.get("choices", ()))
+    tokens = [part["usage"]["completion_tokens"] for part in parts if part.get("usage")]
+    found |= {"texts": [text], "tokens": tokens[-1] if tokens else 0}
+    return found if answer["first"] is None else found | {"first_s": answer["first"] - answer["start"]}
 
 
 def dechunk(body: bytes) -> bytes:
@@ -232,14 +147,11 @@ def dechunk(body: bytes) -> bytes:
     return b"".join(parts)
 
 
-def send_all(port: int, requests: list[dict[str, Any]], concurrency: int, seconds: float = 3600) -> dict[str, Any]:
+def send_all(port: int, requests: list[dict[str, Any]], concurrency: int) -> dict[str, Any]:
     """Run a job in a process of its own: ``{"seconds": …, "answers": [{"status", "texts", …}, …]}``."""
-    job = json.dumps({"port": port, "concurrency": concurrency, "seconds": seconds, "requests": requests})
+    job = json.dumps({"port": port, "concurrency": concurrency, "requests": requests})
     done = subprocess.run([sys.executable, __file__], input=job, capture_output=True, text=True, check=True)
     found: dict[str, Any] = json.loads(done.stdout)
-    for answer in found["answers"]:
-        if "texts" in answer:
-            answer["texts"] = [answer["texts"][key] for key in sorted(answer["texts"], key=int)]
     return found
 
 

@@ -5,7 +5,6 @@
 ``specexport serve`` runs on a port of this machine; its clients run in a process of their own (``lean_clients.py``). In
 turns, 8 threads of this process that stream from the engine, 8 tasks of an event loop that do, and 8 clients that
 stream from the server; figures are medians. Exits with 1 if their texts differ.
-``mixed_load.py`` sends requests of all kinds.
 """
 
 import argparse
@@ -122,11 +121,10 @@ def throughput(engine: SpecEngine, port: int, prompts: list[str], args: argparse
     common = {"max_tokens": args.max_tokens, "temperature": 0.0, "ignore_eos": True, "stream": True}
     common["stream_options"] = {"include_usage": True}
     requests = [{"prompt": prompts[i % len(prompts)], **common} for i in range(args.streams * args.rounds)]
-    asked = [{"path": "/v1/completions", "body": body} for body in requests]
     ways = {
         "threads": lambda: in_threads(engine, requests, args.streams),
         "asyncio": lambda: in_event_loop(engine, requests, args.streams),
-        "server": lambda: send_all(port, asked, args.streams),
+        "server": lambda: send_all(port, requests, args.streams),
     }
     speeds: Runs = {where: [] for where in ways}
     firsts: Runs = {where: [] for where in ways}

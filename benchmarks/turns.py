@@ -1,4 +1,4 @@
-"""Ways to decode that are measured in turns: what adaptive.py and defaults.py share."""
+"""Ways to decode that are measured in turns: for defaults.py; its prompts also for the others."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path

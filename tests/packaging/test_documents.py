@@ -145,7 +145,7 @@ def load_tool(name: str) -> ModuleType:
         ("README.md", "LICENSE", "LICENSE"),
         ("docs/generate.md", "../README.md", "index.md"),
         ("docs/generate.md", "serving.md", "serving.md"),
-        ("docs/scaling.md", "../benchmarks/memory.py", "benchmarks/memory.py"),
+        ("docs/scaling.md", "../benchmarks/steps.py", "benchmarks/steps.py"),
         ("docs/reference/runtime.md", "../generate.md", "../generate.md"),
         ("docs/benchmarks.md", "../examples/deep_target", "examples/deep_target/README.md"),
         ("examples/grafana/README.md", "../../docs/observability.md", "../../observability.md"),

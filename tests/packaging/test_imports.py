@@ -23,7 +23,7 @@ RUNTIME_MAY_IMPORT = {
     "onnxruntime", "google", "tensorrt", "tensorrt_rtx", "cuda", "llguidance",
 }  # fmt: skip
 SERVER = RUNTIME / "server"
-MAY_IMPORT_SERVING = (SERVER, RUNTIME / "ray_serve", RUNTIME / "metrics.py")
+MAY_IMPORT_SERVING = (SERVER, RUNTIME / "playground", RUNTIME / "ray_serve", RUNTIME / "metrics.py")
 IMPORTED_WITHOUT_THE_EXTRA = {"specexport_runtime.server", "specexport_runtime.cli.serve"}
 IMPORTED_WITHOUT_THE_EXTRA |= {"specexport_runtime.server.config", "specexport_runtime.async_engine"}
 # Of the runtime, the compiler uses the shared contract; commands and proofs also its public API.
@@ -167,3 +167,53 @@ def test_the_scan_sees_lazy_and_indirect_imports(tmp_path: Path) -> None:
         "    __import__('g')\n    from . import h\n"
     )
     assert {name for _, name in imports_in(source)} == {"a.b", "c.d", "importlib", "e.f", "g", "."}
+
+
+# The annexes outside the packages: import-linter sees packages only.
+
+SCRIPTS = ("tools", "benchmarks")
+
+
+def script_imports() -> dict[str, set[str]]:
+    """Modules of ``tools`` and ``benchmarks`` with those of them that each imports, lazily or not."""
+    paths = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+        for folder in SCRIPTS
+        for path in (ROOT / folder).rglob("*.py")
+        if path.name != "__init__.py"
+    }
+    found: dict[str, set[str]] = {}
+    for module, path in paths.items():
+        named = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                named |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                named |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        # Scripts that are run by their path name their neighbours alone.
+        named |= {f"{folder}.{name}" for folder in SCRIPTS for name in named}
+        found[module] = (named & set(paths)) - {module}
+    return found
+
+
+def circle_in(graph: dict[str, set[str]]) -> list[str]:
+    """Nodes that lie on a circle or behind one; none if there is no circle."""
+    left = {node: set(targets) for node, targets in graph.items()}
+    while free := [node for node, targets in left.items() if not targets]:
+        left = {node: targets - set(free) for node, targets in left.items() if node not in free}
+    return sorted(left)
+
+
+def test_tools_and_benchmarks_have_no_circles() -> None:
+    modules = script_imports()
+    assert circle_in(modules) == []
+    folders: dict[str, set[str]] = {}
+    for module, targets in modules.items():
+        folder = module.rpartition(".")[0]
+        folders.setdefault(folder, set()).update({target.rpartition(".")[0] for target in targets} - {folder})
+    assert {"tools", "tools.gpu_check_lib", "tools.proof"} <= folders.keys()
+    assert circle_in({folder: targets & folders.keys() for folder, targets in folders.items()}) == []
+
+
+def test_a_circle_is_found() -> None:
+    assert circle_in({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]

@@ -406,3 +406,13 @@ def test_an_application_that_fails_fails_the_relay():
 
     with pytest.raises(ZeroDivisionError):
         asyncio.run(_collect(app))
+
+
+def test_ray_takes_what_a_text_can_say(demo_bundle):
+    given = {"max_num_seqs": "3", "kv_cache_memory_bytes": "2GiB", "speculative_config": '{"method": "ngram"}'}
+    engine = parse_settings({"bundle": str(demo_bundle), **given}, {}).engine
+    assert (engine.max_num_seqs, engine.kv_bytes, engine.speculative_config) == (3, 2 << 30, {"method": "ngram"})
+    assert engine.share_threads
+    assert not parse_settings({"bundle": str(demo_bundle), "share_threads": "no"}, {}).engine.share_threads
+    with pytest.raises(InvalidRequestError, match="there is no setting 'drafters'"):
+        parse_settings({"bundle": str(demo_bundle), "drafters": "{}"}, {})

@@ -1,22 +1,19 @@
-"""An engine option is one field: keyword, flag, setting of Ray Serve and documentation are made of it."""
+"""An engine option is one field: keyword, flag and documentation are made of it."""
 
 from dataclasses import MISSING, fields
-from pathlib import Path
 from typing import Any
 
 import click
 import pytest
 
-from specexport_runtime.cli.chat.command import chat
 from specexport_runtime.cli.command import generate
 from specexport_runtime.cli.options import engine_flag, flag_of, take_engine_options
 from specexport_runtime.cli.serve import serve
 from specexport_runtime.engine_options import OPTIONS, EngineOptions, Use
 from specexport_runtime.errors import InvalidRequestError
-from specexport_runtime.ray_serve.settings import parse_settings
 
-COMMANDS = {"generate": generate, "chat": chat, "serve": serve}
-USES = {"generate": {Use.ANY, Use.BATCH}, "chat": {Use.ANY}, "serve": set(Use)}
+COMMANDS = {"generate": generate, "serve": serve}
+USES = {"generate": {Use.ANY, Use.BATCH}, "serve": set(Use)}
 DEFAULTS = {field.name: field.default for field in fields(EngineOptions)}
 
 
@@ -64,16 +61,6 @@ def test_a_flag_gives_the_value_of_its_option(name: str, line: list[str], value:
 
     command.main(line, standalone_mode=False)
     assert taken == [EngineOptions(**{name: value})]
-
-
-def test_ray_takes_what_a_text_can_say(demo_bundle: Path) -> None:
-    given = {"max_num_seqs": "3", "kv_cache_memory_bytes": "2GiB", "speculative_config": '{"method": "ngram"}'}
-    engine = parse_settings({"bundle": str(demo_bundle), **given}, {}).engine
-    assert (engine.max_num_seqs, engine.kv_bytes, engine.speculative_config) == (3, 2 << 30, {"method": "ngram"})
-    assert engine.share_threads
-    assert not parse_settings({"bundle": str(demo_bundle), "share_threads": "no"}, {}).engine.share_threads
-    with pytest.raises(InvalidRequestError, match="there is no setting 'drafters'"):
-        parse_settings({"bundle": str(demo_bundle), "drafters": "{}"}, {})
 
 
 @pytest.mark.parametrize(

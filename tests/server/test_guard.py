@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from specexport_runtime.server import playground
 from specexport_runtime.server.admission import host_name
 from specexport_runtime.server.config import ServerConfig
 from tests.support import patience
@@ -47,8 +46,8 @@ def test_every_route_of_the_api_needs_a_key(keyed):
             assert patience.request(method, keyed.url + path, json=ASK).status_code == 401, (method, path)
 
 
-def test_probes_and_the_page_need_no_key(keyed):
-    for path in {"/health", "/ready"} | playground.PUBLIC_PATHS:
+def test_probes_need_no_key(keyed):
+    for path in ("/health", "/ready"):
         assert patience.get(keyed.url + path).status_code == 200, path
 
 

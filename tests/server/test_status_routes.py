@@ -6,6 +6,8 @@ from fastapi.testclient import TestClient
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
+from specexport_runtime.errors import MissingDependencyError
+from specexport_runtime.server import page
 from specexport_runtime.server.app import create_app
 from specexport_runtime.server.config import ServerConfig
 from tests.support import patience
@@ -92,3 +94,13 @@ def test_a_model_whose_name_has_a_slash():
 def test_no_metrics_without_a_collector(unloaded):
     unloaded.app.state.server.metrics = None
     assert unloaded.get("/metrics").status_code == 404
+
+
+def test_a_page_that_is_not_installed_is_told_with_what_to_do(monkeypatch):
+    monkeypatch.setattr(page, "_MODULE", "specexport_runtime.no_annex.routes")
+    with pytest.raises(MissingDependencyError, match="no_annex is not installed") as caught:
+        create_app(None, ServerConfig())
+    assert "--no-playground" in str(caught.value.hint)
+    client = TestClient(create_app(None, ServerConfig(playground=False)), base_url="http://127.0.0.1")
+    assert client.get("/health").status_code == 200
+    assert client.get("/").status_code == 404

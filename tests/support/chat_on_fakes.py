@@ -10,7 +10,7 @@ import termios
 import threading
 
 from specexport_runtime import SpecEngine
-from specexport_runtime.cli.chat import command
+from specexport_runtime.chat import command
 from specexport_runtime.cli.command import runtime_cli
 from specexport_runtime.decoding.handle import RequestHandle
 from tests.runtime.test_engine import make_engine

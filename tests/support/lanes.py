@@ -1,4 +1,4 @@
-"""Two lanes of tests: what every change runs, and what ``make test-all`` adds (marked ``whole``)."""
+"""Lanes of tests: what every change runs, and what ``make test-all`` adds (marked ``whole``, or ``annex``)."""
 
 from collections.abc import Sequence
 
@@ -7,9 +7,12 @@ import pytest
 EVERY_DAY_MODELS = {"llama", "gemma3", "qwen3_moe", "gpt_oss", "qwen3_next", "mamba2"}
 """Plain, windows, experts, sinks, a hybrid with attention, states alone. The long lane has others of their kinds."""
 
+ANNEXES = {"chat", "playground", "ray_serve", "tools", "train"}
+"""Folders of ``tests`` that are an annex's."""
+
 
 def keep_lanes(items: Sequence[pytest.Item], models: set[str]) -> None:
-    """Mark for the long lane what stands beside a test of the same kind.
+    """Mark what is an annex's, and for the long lane what stands beside a test of the same kind.
 
     Args:
         items: all tests. Of those marked ``one_of_kind`` the first of a function's parameters runs every day.
@@ -17,6 +20,8 @@ def keep_lanes(items: Sequence[pytest.Item], models: set[str]) -> None:
     """
     seen = set()
     for item in items:
+        if item.path.parent.name in ANNEXES:
+            item.add_marker("annex")
         kind = item.nodeid.partition("[")[0]
         if item.get_closest_marker("one_of_kind") is not None:
             if kind in seen:

@@ -99,7 +99,7 @@ def test_the_sweep_ranks_tiles_that_fit_and_takes_the_best_to_other_lengths(
         (kernel_speed, "NUM_SEQS", 1),
         (kernel_speed, "make_inputs", lambda case, dtype, _: make_inputs(case, dtype, "cpu")),
         (kernel_sweep, "time_rotating", measured),
-        (kernel_speed, "require_gpu", lambda: None),
+        (kernel_sweep, "require_gpu", lambda: None),
         (kernel_sweep, "copy_bandwidth", lambda *_: 1000.0),
         (kernel_sweep, "fits", lambda tiles, _, *, small: (tiles.block_n not in large) == small),
         (launch, "ragged_attention", attention),

@@ -3,6 +3,7 @@ import re
 import shlex
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -339,12 +340,12 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeMachine:
 
 def test_sections_run_on_a_gpu_that_no_engine_is_for(machine: FakeMachine, context: Context) -> None:
     from tools.gpu_check_lib import graphs, outputs, speed
-    from tools.gpu_check_lib.machine import backend_task
+    from tools.gpu_check_lib.machine import try_backend
 
     context.tiny = True
     context.remember("rtx-sm", "120")  # what the probe found to run
-    for check in (backend_task, outputs.task, graphs.task, speed.measure_task):
-        check("tensorrt-rtx")(context)
+    for check in (try_backend, outputs.check_outputs, graphs.compare_graphs, speed.measure_speed):
+        check(context, "tensorrt-rtx")
     rows = rows_of(context)
     assert not [row for row in rows if row.verdict in {"failed", "missed", "skipped"}], rows
     assert set(machine.opened) == {"model.sm120.engine"}
@@ -362,19 +363,19 @@ def test_graphs_are_compared_with_eager_steps(machine: FakeMachine, context: Con
 
     context.tiny = True
     context.remember("rtx-sm", "89")
-    graphs.task("tensorrt-rtx")(context)
+    graphs.compare_graphs(context, "tensorrt-rtx")
     eager, replayed = (gpu.calls["launch"] for gpu in machine.gpus)
     assert eager == 0
     assert replayed > 20
 
 
 def test_an_engine_that_cannot_be_loaded_is_a_row_and_is_remembered(machine: FakeMachine, context: Context) -> None:
-    from tools.gpu_check_lib.machine import backend_task
-    from tools.gpu_check_lib.speed import measure_task
+    from tools.gpu_check_lib.machine import try_backend
+    from tools.gpu_check_lib.speed import measure_speed
 
-    backend_task("tensorrt-rtx")(context)  # nobody has said that another architecture's engine runs here
+    try_backend(context, "tensorrt-rtx")  # nobody has said that another architecture's engine runs here
     (row,) = rows_of(context)
     assert row.verdict == "failed"
     assert "sm90" in row.value
-    run_guarded(context, "speed", measure_task("tensorrt-rtx"))
+    run_guarded(context, "speed", partial(measure_speed, backend="tensorrt-rtx"))
     assert rows_of(context)[-1].verdict == "skipped"

@@ -15,11 +15,10 @@ from specexport_runtime.errors import SpecexportError, UnsupportedModelError
 from tests.support.engine_harness import make_checkpoint
 from tests.support.half_models import trace
 from tests.support.tiny_traces import tiny_model
-from tools.gpu_check_lib import loop
 from tools.gpu_check_lib.context import Context, run_guarded
 from tools.gpu_check_lib.models import SIZES, ensure_pair, make_tensors
 from tools.gpu_check_lib.rows import read_rows
-from tools.proof import export, texts
+from tools.proof import checks, export, texts
 from tools.proof.devices import HostGpu
 from tools.proof.engine import ProofContext, ProofEngine, plan_steps, run_steps
 from tools.proof.graph import Graph, Node, Tensor, from_json, read_engine, shipped_graph, to_json, write_engine
@@ -151,14 +150,14 @@ def test_every_timed_step_has_a_fixed_profile() -> None:
     from tools.gpu_check_lib.bundles import large_profiles
 
     profiles = large_profiles("target")
-    for groups in loop.STEPS.values():
+    for groups in checks.STEPS.values():
         for batches in groups:
             for batch in batches:
-                for k in (0, *(loop.LOOKAHEADS if batches == (1,) else loop.LARGE.lookaheads)):
+                for k in (0, *(checks.LOOKAHEADS if batches == (1,) else checks.LARGE.lookaheads)):
                     shape = StepShape(0, batch, batch * (k + 1), k + 1, batch * (k + 1))
                     assert profiles[choose_profile(profiles, shape)].is_fixed, shape
-    plan = PLANS[loop.LARGE.bundle]
-    assert max(loop.STEPS) + max(loop.LOOKAHEADS) + 1 <= plan.max_model_len
+    plan = PLANS[checks.LARGE.bundle]
+    assert max(checks.STEPS) + max(checks.LOOKAHEADS) + 1 <= plan.max_model_len
 
 
 @pytest.mark.parametrize("model", list(texts.NUM_TOKENS))
@@ -184,7 +183,7 @@ def test_a_text_may_part_from_the_cpu_engines_only_where_that_was_nearly_a_tie(c
     kept = [texts.Text([1], [5, 6, 7], [0.5, gap, 0.5], 2.0) for gap in (0.5, 0.01)]
     for what, outputs in (("same", [5, 6, 7]), ("apart", [5, 8, 7])):
         for i, text in enumerate(kept):
-            loop.report_texts(context, f"{what} {i}", [text], [outputs], None)
+            checks.report_texts(context, f"{what} {i}", [text], [outputs], None)
     found = {row.what: row for row in read_rows(context.recorder.path)}
     assert {what: row.verdict for what, row in found.items()} == {
         "same 0": "ok", "same 1": "ok", "apart 0": "missed", "apart 1": "ok",
@@ -197,7 +196,7 @@ def test_the_section_is_skipped_without_a_gpu(context: Context, monkeypatch: pyt
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    run_guarded(context, "loop.greedy", loop.check_greedy)
+    run_guarded(context, "loop.greedy", checks.check_greedy)
     (row,) = read_rows(context.recorder.path)
     assert row.verdict == "skipped"
     assert "sees no GPU" in row.value
@@ -210,8 +209,8 @@ def test_the_section_on_a_gpu(context: Context) -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU")
     context.tiny = True
-    loop.check_greedy(context)
-    loop.check_graphs(context)
+    checks.check_greedy(context)
+    checks.check_graphs(context)
     rows = read_rows(context.recorder.path)
     assert {row.verdict for row in rows} == {"ok"}, rows
 

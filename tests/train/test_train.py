@@ -77,6 +77,14 @@ def trained(target: Path, prompts: Path, bundle: Path, tmp_path_factory: pytest.
 TEXTS = [f"{i} and {i * i} are {chr(65 + i % 26)}" for i in range(1, 9)]  # of a random target nothing else is known
 
 
+def test_an_output_that_is_a_link_to_itself_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("again")
+    (tmp_path / "again").symlink_to("loop")
+    for path in (tmp_path / "loop", tmp_path / "loop" / "head"):
+        with pytest.raises(OutputExistsError, match=r"(loop|again) is a link that leads to itself"):
+            run._check_output(path, "eagle3")
+
+
 @pytest.mark.bundle
 def test_what_was_learned_is_accepted(target: Path, trained: Any, tmp_path: Path) -> None:
     """Acceptance, not only equality: a head that learned nothing, or is read wrongly, drafts what is refused."""

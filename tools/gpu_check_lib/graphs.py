@@ -102,8 +102,3 @@ def measure(executor: Executor, tiny: bool) -> Measured:
     decode(executor, random_tokens(executor.vocab_size, 1, past), 8)
     plain = decode(executor, random_tokens(executor.vocab_size, 1, past), 16 if tiny else 100)
     return Measured(steps, plain.host_us, logits)
-
-
-def task(backend: str) -> Callable[[Context], None]:
-    """The task of one backend."""
-    return lambda context: compare_graphs(context, backend)

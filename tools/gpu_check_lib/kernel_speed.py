@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from tools.gpu_check_lib.context import Context
 from tools.gpu_check_lib.kernels import Case, expected, make_inputs
+from tools.gpu_check_lib.needs import require_gpu
 from tools.gpu_check_lib.rows import judge
 from tools.gpu_check_lib.timing import copy_bandwidth, gigabytes_per_second, kv_step_bytes, num_sets, time_rotating
 
@@ -38,18 +39,6 @@ def measure_kernels(context: Context) -> None:
             if context.has_time(what, 10):
                 measure_past(context, what, past)
         torch.cuda.empty_cache()
-
-
-def require_gpu() -> None:
-    """Skip the task (SkipTaskError) without torch, Triton and a GPU that torch sees."""
-    from tools.gpu_check_lib.context import SkipTaskError
-    from tools.gpu_check_lib.machine import require_modules
-
-    require_modules("torch", "triton")
-    import torch
-
-    if not torch.cuda.is_available():
-        raise SkipTaskError(f"torch {torch.__version__} sees no GPU")
 
 
 def measure_past(context: Context, what: str, past: int) -> None:
@@ -155,3 +144,24 @@ def _try_splits(context: Context, what: str, sets: "list[dict[str, Tensor]]", ch
             milliseconds, _ = time_rotating([call(tensors, splits) for tensors in sets])
             found.append(f"{splits}: {1e3 * milliseconds:.1f} us")
     context.recorder.row(f"{what}: other splits", ", ".join(found) or "no time", is_detail=True)
+
+
+def measure_flex(context: Context) -> None:
+    """``flex_attention`` for the shortest of the lengths: it compiles for a while, so it is a separate task."""
+    from tools.gpu_check_lib.torch_attention import flex
+
+    require_gpu()
+    past = PASTS[0]
+    case = case_of(past)
+    sets = [filled(case) for _ in range(3)]
+    make = flex(NUM_SEQS, past, NEW_TOKENS)
+    calls = [make(tensors) for tensors in sets]
+    right = expected(case, sets[0]["q"], sets[0]["k_cache"], sets[0]["v_cache"], HEAD_SIZE**-0.5)
+    require_right(calls[0](), right)
+    milliseconds, how = time_rotating(calls)
+    ours = context.recall(f"kernel-ms-{past}")
+    ratio = f"; ours is {milliseconds / ours:.2f}x as fast" if ours else ""
+    context.recorder.row(
+        f"attention, {past} past: torch flex_attention", f"{1e3 * milliseconds:.1f} us ({how}){ratio}",
+        milliseconds=milliseconds,
+    )  # fmt: skip

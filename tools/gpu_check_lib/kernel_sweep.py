@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tools.gpu_check_lib import kernel_speed as speed
 from tools.gpu_check_lib.context import Context
 from tools.gpu_check_lib.kernels import expected
+from tools.gpu_check_lib.needs import require_gpu
 from tools.gpu_check_lib.rows import judge, reason_of
 from tools.gpu_check_lib.timing import copy_bandwidth, gigabytes_per_second, kv_step_bytes, num_sets, time_rotating
 
@@ -37,7 +38,7 @@ def sweep(context: Context) -> None:
     """The best tiles of both sets, at every length."""
     import torch
 
-    speed.require_gpu()
+    require_gpu()
     gpu = torch.cuda.get_device_properties(0)
     sm = 10 * gpu.major + gpu.minor
     found: dict[bool, list[Timed]] = {True: [], False: []}

@@ -4,7 +4,8 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tools.gpu_check_lib.context import Context, SkipTaskError
+from tools.gpu_check_lib.context import Context
+from tools.gpu_check_lib.needs import require_device
 from tools.gpu_check_lib.rows import Verdict, judge
 
 if TYPE_CHECKING:
@@ -194,19 +195,3 @@ def check_all(context: Context) -> None:
                 value = f"largest error {found.error:.1e}" if found.error < float("inf") else "wrong entries or padding"
                 target = f"at most {found.tolerance:.0e}"
                 context.recorder.row(what, value, target=target, verdict=found.verdict, error=found.error)
-
-
-def require_device(context: Context) -> str:
-    """Where kernels run: ``"cuda"``, or ``"cpu"`` in a dry run that interprets them; SkipTaskError if neither."""
-    from tools.gpu_check_lib.machine import require_modules
-
-    require_modules("torch", "triton")
-    import torch
-    import triton
-
-    if torch.cuda.is_available():
-        return "cuda"
-    interprets: Any = triton.knobs.runtime.interpret
-    if context.tiny and interprets:
-        return "cpu"
-    raise SkipTaskError(f"torch {torch.__version__} sees no GPU")

@@ -1,16 +1,15 @@
 """Section 1: the machine, and which backends run on it, each tried for real."""
 
-import importlib.util
 import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 
 from specexport_runtime.bundle.entry import EngineFile
 from specexport_runtime.errors import SpecexportError
 from tools.gpu_check_lib.context import Context, SkipTaskError
+from tools.gpu_check_lib.needs import require_gpu, require_modules
 from tools.gpu_check_lib.rows import reason_of
 
 PACKAGES = (
@@ -90,17 +89,6 @@ MODULES = {
 }
 
 
-def require_modules(*names: str) -> None:
-    """Skip (SkipTaskError) what needs a module that is not here."""
-    for name in names:
-        try:
-            is_there = importlib.util.find_spec(name) is not None
-        except ModuleNotFoundError:  # its parent is missing
-            is_there = False
-        if not is_there:
-            raise SkipTaskError(f"the Python module {name} is not installed here")
-
-
 def _generate(context: Context, backend: str) -> str:
     require_modules(*MODULES[backend])
     if backend == "ort-cuda":
@@ -132,18 +120,9 @@ def _describe(file: EngineFile) -> str:
     return file.sm if file.report is None else f"{file.sm} (layers told by the {file.report.layers_from})"
 
 
-def backend_task(backend: str) -> Callable[[Context], None]:
-    """The task that tries one backend."""
-    return lambda context: try_backend(context, backend)
-
-
 def triton(context: Context) -> None:
     """Compile and run one Triton kernel of ours on the GPU."""
-    require_modules("torch", "triton")
-    import torch
-
-    if not torch.cuda.is_available():
-        raise SkipTaskError(f"torch {torch.__version__} sees no GPU")
+    require_gpu()
     from tools.gpu_check_lib.kernels import CASES, check_case
 
     found = check_case(CASES[0], "float16", device="cuda")

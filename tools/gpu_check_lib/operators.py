@@ -27,6 +27,7 @@ import numpy.typing as npt
 from specexport_runtime.errors import CheckFailedError
 from specexport_runtime.executors.paged import BLOCK_ENTRIES
 from tools.gpu_check_lib.context import Context
+from tools.gpu_check_lib.needs import require_gpu, require_modules
 from tools.gpu_check_lib.rows import judge
 
 if TYPE_CHECKING:
@@ -370,8 +371,6 @@ def read_output(text: str) -> list[Timing]:
 def measure_operators(context: Context) -> None:
     """One row for each way, and one for our own kernel."""
     context.require_backend("ort-cuda")
-    from tools.gpu_check_lib.machine import require_modules
-
     require_modules("onnxruntime", "onnx")
     found: dict[str, dict[str, tuple[float, float]]] = {}
     with context.part(OURS):
@@ -437,7 +436,6 @@ def measure_ours() -> list[Timing]:
 
     from specexport.kernels import launch
     from specexport.kernels.spec import KernelSpec
-    from tools.gpu_check_lib.kernel_speed import require_gpu
     from tools.gpu_check_lib.kernels import Case, expected, make_inputs
     from tools.gpu_check_lib.timing import num_sets, time_rotating
 

@@ -1,6 +1,6 @@
 """Section 2: the output of GPU engines against the CPU engine, float32, of the same weights."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -114,8 +114,3 @@ def _widest_gap(reference: Executor, other: Executor, prompts: Sequence[Sequence
 
 def _last_logits(executor: Executor, prompt: Sequence[int]) -> Float32Array:
     return np.array(ModelRunner(executor).step(0, [RowWork(list(prompt), 1)])[0], np.float32)
-
-
-def task(backend: str) -> Callable[[Context], None]:
-    """The task of one backend."""
-    return lambda context: check_outputs(context, backend)

@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
 
 from tools.gpu_check_lib.context import Context
 from tools.gpu_check_lib.runner import Task
@@ -20,42 +20,41 @@ SECTIONS = {
 }
 """Headings by name."""
 
-# task: (module, function or factory, seconds, needed to start). The order is that of running.
+# task: (module, here unless it is dotted, function, seconds, needed to start). The order is that of running.
 _BEFORE = {
     # What needs no carried package comes first.
     "machine.info": ("machine", "info", 30, 1),
     "machine.triton": ("machine", "triton", 60, 5),
     "kernels.correct": ("kernels", "check_all", 80, 15),
     "kernels.speed": ("kernel_speed", "measure_kernels", 80, 15),
-    "loop.greedy": ("loop", "check_greedy", 60, 5),
-    "loop.graphs": ("loop", "check_graphs", 60, 10),
-    "loop.speed": ("loop", "measure_loop", 150, 30),
-    "loop.verify": ("loop", "verify_loop", 60, 5),
+    "loop.greedy": ("tools.proof.checks", "check_greedy", 60, 5),
+    "loop.graphs": ("tools.proof.checks", "check_graphs", 60, 10),
+    "loop.speed": ("tools.proof.checks", "measure_loop", 150, 30),
+    "loop.verify": ("tools.proof.checks", "verify_loop", 60, 5),
     "kernels.sweep": ("kernel_sweep", "sweep", 120, 40),
-    "machine.ort-cpu": ("machine", "backend_task", 75, 15),
-    "machine.ort-cuda": ("machine", "backend_task", 75, 15),
+    "machine.ort-cpu": ("machine", "try_backend", 75, 15),
+    "machine.ort-cuda": ("machine", "try_backend", 75, 15),
     "operators.measure": ("operators", "measure_operators", 120, 30),
     "machine.rtx-probe": ("rtx_probe", "probe", 90, 15),
-    "machine.tensorrt-rtx": ("machine", "backend_task", 90, 15),
-    "machine.tensorrt": ("machine", "backend_task", 75, 15),
+    "machine.tensorrt-rtx": ("machine", "try_backend", 90, 15),
+    "machine.tensorrt": ("machine", "try_backend", 75, 15),
 }
 _PER_BACKEND = {
-    "outputs.{}": ("outputs", "task", 60, 10),
-    "outputs.verify-{}": ("verify", "verify_task", 90, 10),
-    "graphs.{}": ("graphs", "task", 60, 5),
-    "speed.build-{}": ("speed", "build_task", 180, 30),
-    "speed.measure-{}": ("speed", "measure_task", 150, 15),
+    "outputs.{}": ("outputs", "check_outputs", 60, 10),
+    "outputs.verify-{}": ("verify", "verify_bundle", 90, 10),
+    "graphs.{}": ("graphs", "compare_graphs", 60, 5),
+    "speed.build-{}": ("speed", "build_pair", 180, 30),
+    "speed.measure-{}": ("speed", "measure_speed", 150, 15),
 }
 _AFTER = {
     "operators.verdict": ("operator_choice", "conclude", 20, 1),
-    "kernels.flex": ("torch_attention", "measure_flex", 60, 20),
+    "kernels.flex": ("kernel_speed", "measure_flex", 60, 20),
 }
 # int4 engines of ort-cuda: before what takes longest.
 _INT4 = {
     "outputs.int4-ort-cuda": ("int4", "check_int4", 60, 15),
     "speed.int4-ort-cuda": ("int4", "measure_int4", 60, 10),
 }
-_FACTORIES = ("backend_task", "task", "verify_task", "build_task", "measure_task")
 _NEEDS_BACKEND = {"machine.rtx-probe": "tensorrt-rtx", "operators.measure": "ort-cuda", "operators.verdict": "ort-cuda"}
 
 _ESTIMATES = {
@@ -72,11 +71,11 @@ nothing is cut short by them."""
 
 
 def _entries(backends: Sequence[str]) -> dict[str, tuple[str, str, int, int, str]]:
-    """Every task for the backends: module, function, seconds, needed, backend."""
+    """Every task for the backends: module, function, seconds, needed, backend (empty: it takes none)."""
     found: dict[str, tuple[str, str, int, int, str]] = {}
     gpu = [backend for backend in backends if backend != CPU]
     for name, entry in _BEFORE.items():
-        backend = name.partition(".")[2] if entry[1] == "backend_task" else ""
+        backend = name.partition(".")[2] if entry[1] == "try_backend" else ""
         if backend in (*backends, CPU) if backend else _is_wanted(name, backends):
             found[name] = (*entry, backend)
     # The comparison of a backend with itself is a dry run's only.
@@ -84,7 +83,7 @@ def _entries(backends: Sequence[str]) -> dict[str, tuple[str, str, int, int, str
     for key in ("outputs.{}", "outputs.verify-{}", "graphs.{}"):
         found |= {key.format(backend): (*_PER_BACKEND[key], backend) for backend in gpu or backends}
     if "ort-cuda" in gpu:
-        found |= {name: (*entry, "ort-cuda") for name, entry in _INT4.items()}
+        found |= {name: (*entry, "") for name, entry in _INT4.items()}
     for backend in gpu or backends:
         found |= {key.format(backend): (*_PER_BACKEND[key], backend) for key in speeds}
     if gpu:
@@ -121,6 +120,6 @@ def function_of(name: str, backends: Sequence[str] = (*GPU_BACKENDS, CPU)) -> Ca
     """The code of a task; imports its module."""
     gpu_and_cpu = _entries(backends) | _entries((CPU,))
     module, attribute, _, _, backend = gpu_and_cpu[name]
-    found: Any = getattr(importlib.import_module(f"tools.gpu_check_lib.{module}"), attribute)
-    function: Callable[[Context], None] = found(backend) if attribute in _FACTORIES else found
-    return function
+    place = module if "." in module else f"tools.gpu_check_lib.{module}"
+    found: Callable[..., None] = getattr(importlib.import_module(place), attribute)
+    return partial(found, backend=backend) if backend else found

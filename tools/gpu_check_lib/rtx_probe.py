@@ -14,7 +14,7 @@ import numpy as np
 
 from specexport_runtime.errors import CheckFailedError
 from tools.gpu_check_lib.context import Context
-from tools.gpu_check_lib.machine import require_modules
+from tools.gpu_check_lib.needs import require_modules
 
 CURRENT = "CURRENT"
 PORTABLE = "portable"  # no architecture is set: one engine for several

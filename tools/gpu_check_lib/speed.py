@@ -227,13 +227,3 @@ def _report(context: Context, what: str, found: Decoded, plain: Decoded, *, is_d
         is_detail=is_detail, tokens_per_second=found.tokens_per_second, speedup=speedup, acceptance=acceptance,
         departed=found.departed, host_us=found.host_us, same_texts=same,
     )  # fmt: skip
-
-
-def build_task(backend: str) -> Callable[[Context], None]:
-    """The task that builds the pair for one backend."""
-    return lambda context: build_pair(context, backend)
-
-
-def measure_task(backend: str) -> Callable[[Context], None]:
-    """The task that measures one backend."""
-    return lambda context: measure_speed(context, backend)

@@ -8,8 +8,6 @@ way is checked against the float32 result before it counts.
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from tools.gpu_check_lib.context import Context, SkipTaskError
-
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -112,37 +110,16 @@ def _varlen(tensors: Mapping[str, "Tensor"]) -> Call:
     return run
 
 
-def measure_flex(context: Context) -> None:
-    """``flex_attention`` for the shortest of the lengths: it compiles for a while, so it is a separate task."""
+def flex(rows: int, past: int, new: int) -> Make:
+    """``flex_attention`` of rows of ``past + new`` entries: it compiles for a while, at the first call."""
     import torch
-
-    from tools.gpu_check_lib.kernel_speed import PASTS, case_of, filled, require_right
-    from tools.gpu_check_lib.kernels import expected
-    from tools.gpu_check_lib.timing import time_rotating
-
-    if not torch.cuda.is_available():
-        raise SkipTaskError(f"torch {torch.__version__} sees no GPU")
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    past = PASTS[0]
-    case = case_of(past)
-    sets = [filled(case) for _ in range(3)]
-    rows, _, _, entries = _shapes(sets[0])
-    new = entries - past
-    block_mask = create_block_mask(lambda _b, _h, i, j: j <= i + past, rows, None, new, entries, device="cuda")
+    block_mask = create_block_mask(lambda _b, _h, i, j: j <= i + past, rows, None, new, past + new, device="cuda")
     compiled = torch.compile(flex_attention)
 
     def make(tensors: Mapping[str, "Tensor"]) -> Call:
         q, k, v = _parts(tensors)
         return lambda: _packed(compiled(q, k, v, block_mask=block_mask, enable_gqa=True))
 
-    calls = [make(tensors) for tensors in sets]
-    right = expected(case, sets[0]["q"], sets[0]["k_cache"], sets[0]["v_cache"], case.head_size**-0.5)
-    require_right(calls[0](), right)
-    milliseconds, how = time_rotating(calls)
-    ours = context.recall(f"kernel-ms-{past}")
-    ratio = f"; ours is {milliseconds / ours:.2f}x as fast" if ours else ""
-    context.recorder.row(
-        f"attention, {past} past: torch flex_attention", f"{1e3 * milliseconds:.1f} us ({how}){ratio}",
-        milliseconds=milliseconds,
-    )  # fmt: skip
+    return make

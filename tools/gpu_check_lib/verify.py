@@ -1,7 +1,6 @@
 """What ``specexport verify`` proves, on the engines of this GPU: of a bundle, and of the proof engine's loop."""
 
 import importlib.util
-from collections.abc import Callable
 
 from specexport_runtime.executors.trt import TrtExecutor
 from tools.gpu_check_lib.context import Context, SkipTaskError
@@ -109,8 +108,3 @@ def check_loop(context: Context, target: TrtExecutor, draft: TrtExecutor, *, num
         drafters=[f"{run.drafter}, K={run.lookahead}" for run in found.runs],
         gaps=[item.gap for item in found.differences],
     )
-
-
-def verify_task(backend: str) -> Callable[[Context], None]:
-    """The task of one backend."""
-    return lambda context: verify_bundle(context, backend)

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specexport_runtime.cli.chat.command import chat as chat_command
-from specexport_runtime.cli.errors import SuggestingGroup
+from specexport_runtime.cli.lazy import LazyGroup, Mount
 from specexport_runtime.cli.options import (
     check_of_use,
     drafting_options,
@@ -28,12 +27,14 @@ if TYPE_CHECKING:
     from specexport_runtime.requests.results import Prompt
 
 
-@click.group(cls=SuggestingGroup, context_settings={"help_option_names": ["-h", "--help"]})
+_ANNEXES = {"chat": Mount("specexport_runtime.chat.command", "chat", "Talk with a bundle's model in the terminal.")}
+
+
+@click.group(cls=LazyGroup, mounts=_ANNEXES, context_settings={"help_option_names": ["-h", "--help"]})
 def runtime_cli() -> None:
     """Run specexport bundles."""
 
 
-runtime_cli.add_command(chat_command)
 runtime_cli.add_command(serve)
 
 

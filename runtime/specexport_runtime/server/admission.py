@@ -8,12 +8,12 @@ from typing import Any
 
 from starlette.types import Message, Receive, Scope
 
-from specexport_runtime.server import playground
 from specexport_runtime.server.config import ServerConfig, is_loopback_name
 from specexport_runtime.server.errors import ApiError, unavailable
+from specexport_runtime.server.page import find_page
 from specexport_runtime.server.state import ServerState
 
-PUBLIC_PATHS = frozenset({"/health", "/ready"}) | playground.PUBLIC_PATHS
+PUBLIC_PATHS = frozenset({"/health", "/ready"})
 """Paths that need no key: they tell nothing of the model."""
 
 Headers = Sequence[tuple[bytes, bytes]]
@@ -24,6 +24,8 @@ class Admission:
 
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
+        page = find_page(config)
+        self._public = PUBLIC_PATHS if page is None else PUBLIC_PATHS | page.PUBLIC_PATHS
         self._digests = [hashlib.sha256(key.encode()).digest() for key in config.api_keys]
         self._hosts = {name.lower().removesuffix(".") for name in (config.host, *config.allowed_hosts)}
         # Where a key is needed no web page gets in without one, whatever name it gives to this address.
@@ -35,7 +37,7 @@ class Admission:
         if self._checks_host:
             self._check_host(headers)
         owner = ""
-        if self._digests and scope["path"] not in PUBLIC_PATHS:
+        if self._digests and scope["path"] not in self._public:
             owner = self._check_key(headers)
         if has_body(headers):
             check_content(headers)

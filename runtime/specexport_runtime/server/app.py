@@ -11,12 +11,13 @@ from starlette.exceptions import HTTPException
 
 from specexport_runtime.async_engine import AsyncSpecEngine
 from specexport_runtime.metrics import EngineMetrics
-from specexport_runtime.server import chat, completions, playground, responses_api, tokens
+from specexport_runtime.server import chat, completions, responses_api, tokens
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.errors import ApiError, ErrorBody, as_api_error
 from specexport_runtime.server.guard import add_guards, refused
 from specexport_runtime.server.logs import add_logging
 from specexport_runtime.server.models import adapter_of, describe_models
+from specexport_runtime.server.page import find_page
 from specexport_runtime.server.state import ServerState, state_of
 
 _NO_TELEMETRY_OF_ITS_OWN: TelemetryConfig = {
@@ -49,8 +50,8 @@ def create_app(engine: AsyncSpecEngine | None, config: ServerConfig | None = Non
     app.include_router(chat.router)
     app.include_router(responses_api.router)
     app.include_router(tokens.router)
-    if settings.playground:
-        app.include_router(playground.router)
+    if (page := find_page(settings)) is not None:
+        app.include_router(page.router)
     app.add_exception_handler(ApiError, _answer)
     app.add_exception_handler(RequestValidationError, _answer_validation)
     app.add_exception_handler(HTTPException, _answer_http)

@@ -7,6 +7,7 @@ this package runs on a GPU is tried, and only NVIDIA's builder is not.
 from specexport_runtime.bundle.profiles import Profile
 from specexport_runtime.executors.trt import TrtExecutor
 from tools.gpu_check_lib.context import Context
+from tools.gpu_check_lib.needs import require_device
 from tools.gpu_check_lib.outputs import TOLERANCES
 from tools.gpu_check_lib.rows import judge
 from tools.gpu_check_lib.speed import Plan
@@ -31,7 +32,6 @@ def open_role(
     empty ``profiles`` stand for the step sizes that a build would plan. SkipTaskError: there is no GPU, and this is no
     dry run that interprets kernels.
     """
-    from tools.gpu_check_lib.kernels import require_device
     from tools.proof.devices import HostGpu
     from tools.proof.models import ensure_engine, profiles_of
     from tools.proof.opened import open_engine

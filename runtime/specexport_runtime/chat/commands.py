@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from specexport_runtime.cli.chat.session import Session, describe_tallies
+from specexport_runtime.chat.session import Session, describe_tallies
 from specexport_runtime.cli.errors import suggest
 from specexport_runtime.cli.options import OFF
 from specexport_runtime.cli.prompts import read_text

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from specexport_runtime.cli.chat.slips import Slips
+from specexport_runtime.chat.slips import Slips
 from specexport_runtime.cli.output import print_chunk, print_stats
 from specexport_runtime.errors import InvalidRequestError
 

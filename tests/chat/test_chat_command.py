@@ -17,10 +17,10 @@ import pytest
 from click.testing import CliRunner
 
 from specexport_runtime import SamplingParams
-from specexport_runtime.cli.chat import session
-from specexport_runtime.cli.chat.lines import Entry, read_entry
-from specexport_runtime.cli.chat.session import ChatOptions, Session, Thinking
-from specexport_runtime.cli.chat.slips import Slips
+from specexport_runtime.chat import session
+from specexport_runtime.chat.lines import Entry, read_entry
+from specexport_runtime.chat.session import ChatOptions, Session, Thinking
+from specexport_runtime.chat.slips import Slips
 from specexport_runtime.cli.command import runtime_cli
 from specexport_runtime.intake.chat import render_chat
 from tests.support.patience import HANG_S

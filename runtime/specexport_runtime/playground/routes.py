@@ -53,7 +53,7 @@ class StaticFile(NamedTuple):
 def static_file(path: str) -> StaticFile:
     """The file that is served at a path of ``PUBLIC_PATHS``."""
     name, media_type = _FILES[path]
-    content = resources.files("specexport_runtime.server").joinpath("static", name).read_bytes()
+    content = resources.files("specexport_runtime.playground").joinpath("static", name).read_bytes()
     return StaticFile(content, media_type, f'"{hashlib.sha256(content).hexdigest()[:32]}"')
 
 

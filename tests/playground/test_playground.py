@@ -6,14 +6,14 @@ from importlib import resources
 import httpx
 import pytest
 
-from specexport_runtime.server import playground
+from specexport_runtime.playground import routes
 from specexport_runtime.server.config import ServerConfig
 from tests.support import patience
 from tests.support.engine_of import engine_of
 from tests.support.serving import Served, fake_engine
 
-PATHS = sorted(playground.PUBLIC_PATHS)
-STATIC = resources.files("specexport_runtime.server").joinpath("static")
+PATHS = sorted(routes.PUBLIC_PATHS)
+STATIC = resources.files("specexport_runtime.playground").joinpath("static")
 TEXTS = {file.name: file.read_text(encoding="utf-8") for file in STATIC.iterdir()}
 
 
@@ -56,11 +56,11 @@ def test_a_file_that_is_known_is_not_sent_again(fake_served):
     [
         "/playground/",
         "/playground/index.html",
-        "/playground/../playground.py",
-        "/playground/%2e%2e/playground.py",
-        "/playground/..%2f..%2fconfig.py",
+        "/playground/../routes.py",
+        "/playground/%2e%2e/routes.py",
+        "/playground/..%2f..%2fserver/config.py",
         "/playground/%2e%2e%2f%2e%2e%2f%2e%2e%2f%2e%2e%2fetc/passwd",
-        "/playground/..%5cconfig.py",
+        "/playground/..%5croutes.py",
         "/playground/main.js%00.css",
         "/playground//etc/passwd",
         "/static/main.js",
@@ -145,6 +145,8 @@ def test_a_model_that_is_loading(fake_served):
 def test_the_page_can_be_left_out():
     with Served(fake_engine, ServerConfig(playground=False)) as served:
         assert [get(served, path).status_code for path in ("/", "/playground.json", "/playground/main.js")] == [404] * 3
+    with Served(fake_engine, ServerConfig(playground=False, api_keys=("secret",))) as served:
+        assert get(served, "/").status_code == 401, "as any path that is not there"
 
 
 def test_with_a_key_only_the_page_itself_is_open():

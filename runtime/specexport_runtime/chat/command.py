@@ -8,11 +8,11 @@ from typing import Any
 
 import click
 
+from specexport_runtime.chat.commands import Commands
+from specexport_runtime.chat.lines import ReadLine, piped_lines, read_entry, terminal_lines
+from specexport_runtime.chat.session import ChatOptions, Session
+from specexport_runtime.chat.slips import Slips
 from specexport_runtime.cli.any_text import typed
-from specexport_runtime.cli.chat.commands import Commands
-from specexport_runtime.cli.chat.lines import ReadLine, piped_lines, read_entry, terminal_lines
-from specexport_runtime.cli.chat.session import ChatOptions, Session
-from specexport_runtime.cli.chat.slips import Slips
 from specexport_runtime.cli.errors import format_error
 from specexport_runtime.cli.options import (
     check_of_use,
