@@ -19,7 +19,7 @@ from specexport.checkpoint import load_checkpoint
 from specexport.compile.check import text_sequences
 from specexport.compile.closeness import measure_closeness
 from specexport.passes.block_make import extreme_blocks
-from specexport.passes.quantize_weights import quantize_blocks
+from specexport.passes.symmetric_blocks import quantize_blocks
 from specexport.rounding import UNIT_ROUNDOFF, logit_tolerance
 from specexport.trace import reference_logits
 from specexport.verify.checkpoint import widen_weights

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from specexport.progress import Progress, StageClock
 from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.bundle.manifest import Manifest, load_manifest
+from specexport_runtime.bundle.quant_kinds import limits_of
 from specexport_runtime.errors import IncompatibleError, InvalidRequestError, OutputExistsError
 
 if TYPE_CHECKING:
@@ -20,10 +21,8 @@ BACKEND = "ort-cpu"
 CACHE_BACKENDS = ("tensorrt", "tensorrt-rtx")
 """Their engines show what they leave in the caches."""
 GraphKind = Literal["engine", "padded"]
-TOLERANCES = {
-    "float32": 1e-4, "float16": 0.02, "bfloat16": 0.1, "int8": 0.1, "int4": 0.5, "keep": 0.1, "int8 KV cache": 0.1,
-}  # fmt: skip
-"""Default tolerance by the dtype of the less exact graph, or by what is approximate in it."""
+TOLERANCES = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.1}
+"""Default tolerance by the dtype of the less exact graph, where nothing is approximate in it."""
 _TRACING = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript")
 
 
@@ -71,6 +70,10 @@ class DebugReport:
     comparison: "Comparison"
 
 
+def _tolerance(entry: ModelEntry) -> float:
+    return TOLERANCES[entry.dtype] if entry.approximation is None else limits_of(entry.approximation).tensor
+
+
 def debug_bundle(folder: Path, prompt: str, options: DebugOptions, *, progress: Progress | None = None) -> DebugReport:
     """Decode behind ``prompt`` up to the wanted step, and compare two graphs in it.
 
@@ -99,7 +102,7 @@ def debug_bundle(folder: Path, prompt: str, options: DebugOptions, *, progress: 
             _entry(other_manifest, None if options.against else folder, options),
         ]
         _check_same_checkpoint(folder, entries[0], options, entries[1])
-        tolerance = options.tolerance or max(TOLERANCES[entry.approximation or entry.dtype] for entry in entries)
+        tolerance = options.tolerance or max(map(_tolerance, entries))
     if entries[0].backend != BACKEND:
         return _debug_engine(bundle, entries, prompt, options, tolerance, clock)
     with clock.stage("read", options.role):
