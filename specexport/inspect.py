@@ -41,6 +41,7 @@ from specexport_runtime.abi import (
 from specexport_runtime.bundle.entry import AdapterEntry, DraftHeadEntry, EngineFile, Gates, ModelEntry
 from specexport_runtime.bundle.files import check_files
 from specexport_runtime.bundle.manifest import Manifest, load_manifest
+from specexport_runtime.bundle.quant_kinds import KEPT, KINDS
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.open import backend_of
 from specexport_runtime.executors.operators import kernels
@@ -248,15 +249,17 @@ def _kernels(entry: ModelEntry) -> str | None:
 
 
 def _describe_weights(entry: ModelEntry, dtype: str) -> Iterator[str]:
-    exact = ", exact" if entry.quantize == "keep" else ""
+    exact = ", exact" if entry.quantize == KEPT.name else ""
     formats = [
         f"{name} {count / 1e6:.1f} M ({8 * size / max(count, 1):.2f} bits each{exact})"
         for name, count, size in entry.engine.weight_formats
     ]
-    kept = "weights, exact" if dtype == entry.dtype else f"weights, rounded to {dtype}"
-    kinds = {"keep": "weights as the checkpoint has them", None: kept}
-    kind = kinds.get(entry.quantize, f"quantized: {entry.quantize} weights")
-    yield f"  {kind}{': ' if formats else ' in the linear layers'}{', '.join(formats)}{_saved(entry)}"
+    if entry.quantize is None:
+        says = "weights, exact" if dtype == entry.dtype else f"weights, rounded to {dtype}"
+    else:
+        kind = KINDS.get(entry.quantize)
+        says = (kind and kind.says) or f"quantized: {entry.quantize} weights"
+    yield f"  {says}{': ' if formats else ' in the linear layers'}{', '.join(formats)}{_saved(entry)}"
 
 
 def _saved(entry: ModelEntry) -> str:

@@ -15,13 +15,14 @@ from typing import Any, Literal
 from specexport.backends.base import ANY_ARCHITECTURE, AUTO_MODEL_LEN
 from specexport.backends.registry import BACKENDS, DEFAULT_BACKEND, find_backend
 from specexport_runtime.bundle.entry import MAX_ADAPTERS, MAX_LOOKAHEAD, MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_NUM_TOKENS
+from specexport_runtime.bundle.quant_kinds import INT8, KEPT, KINDS, either, kinds_of
 from specexport_runtime.cli.errors import suggest
 from specexport_runtime.errors import RecipeError
 
 Auto = Literal["auto"]
 
 MIN_MODEL_LEN = 16
-KEEP, FLOAT = "keep", "none"
+KEEP, FLOAT = KEPT.name, "none"
 """Quantizations that are none: weights as a quantized checkpoint has them, and float weights whatever it has."""
 AUTO, ALL = "auto", "all"
 """Of a draft: the build finds out what promises most; and an LM head of all tokens."""
@@ -202,13 +203,12 @@ class BuildRecipe:
             value = getattr(self, key)
             if value is None or (key, value) == ("draft_quantize", AUTO):
                 continue
-            known = dict.fromkeys(name for backend in BACKENDS.values() for name in backend.quantizations)
-            if value not in known and value != FLOAT:
-                names = ", ".join((*([AUTO] if key == "draft_quantize" else []), *known, FLOAT))
+            if value not in KINDS and value != FLOAT:
+                names = ", ".join((*([AUTO] if key == "draft_quantize" else []), *KINDS, FLOAT))
                 raise RecipeError(f"{key} is {value!r}.", f"use one of: {names}; or leave it out.")
-            if value != FLOAT and value not in find_backend(self.backend).quantizations:
-                own = find_backend(self.backend).quantizations
-                able = [backend.name for backend in BACKENDS.values() if value in backend.quantizations]
+            own = kinds_of(self.backend)
+            if value != FLOAT and value not in own:
+                able = [name for name in BACKENDS if name in KINDS[value].backends]
                 has = f"{' and '.join(own)} only" if own else "no quantized engines"
                 raise RecipeError(
                     f"{key} is {value!r}, and backend {self.backend} has {has}.",
@@ -239,7 +239,7 @@ class BuildRecipe:
             )
         if self.draft_quantize == KEEP:
             raise RecipeError(
-                "draft_quantize is 'keep', and draft heads hold float weights.", "use int8, int4 or none."
+                f"draft_quantize is {KEEP!r}, and draft heads hold float weights.", f"use {either(FLOAT)}."
             )
 
     def _check_draft_reductions(self) -> None:
@@ -369,15 +369,15 @@ def settle_quantization(recipe: BuildRecipe, *, quantized: Mapping[str, bool]) -
         if value == KEEP and not quantized.get(role, False):
             raise RecipeError(
                 f"{key} is {KEEP!r}, and the {role}'s checkpoint holds float weights.",
-                "use int8 or int4, or leave it out.",
+                f"use {either()}, or leave it out.",
             )
-        if value is None and quantized.get(role, False) and KEEP in find_backend(recipe.backend).quantizations:
+        if value is None and quantized.get(role, False) and KEEP in kinds_of(recipe.backend):
             value = KEEP
         recipe = with_quantization(recipe, role, None if value == FLOAT else value)
         if role == "target" and recipe.head is not None and recipe.draft_quantize is None:
             # Fast without flags: what is quantized for speed is drafted for in the same way.
-            own = find_backend(recipe.backend).quantizations
-            recipe = replace(recipe, draft_quantize="int8" if recipe.quantize and "int8" in own else FLOAT)
+            fast = INT8.name if recipe.backend in INT8.backends else FLOAT
+            recipe = replace(recipe, draft_quantize=fast if recipe.quantize else FLOAT)
     return recipe
 
 

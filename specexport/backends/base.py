@@ -103,10 +103,6 @@ class Backend:
         lowerings: forms of attention to choose from, the first is what ``"auto"`` means; empty where there is one.
         options: recipe fields that are this backend's own; for another they are refused.
         limits: ranges of the limits that engines fix when they are built; other limits are defaults for loading.
-        quantizations: how weights can be quantized.
-        quantize_operator: what makes int4 weights float in its engines, ``"MatMulNBits"`` or ``"DequantizeLinear"``;
-            empty for operators for CPUs, which quantize activations too.
-        quantize_block: inputs that share a scale in int4 there.
         own_operators: linear layers are operators of our own for CPUs, whatever their weights are.
         packs_linear: linear layers that share their input are packed into one.
         has_states: layers may keep a state instead of a KV cache.
@@ -128,9 +124,6 @@ class Backend:
     lowerings: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     limits: Mapping[str, tuple[int, int]] = {}
-    quantizations: tuple[str, ...] = ()
-    quantize_operator: str = ""
-    quantize_block: int = 0
     own_operators: bool = False
     packs_linear: bool = False
     has_states: bool = False

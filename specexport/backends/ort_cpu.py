@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from specexport.backends.base import AUTO_MODEL_LEN, Backend, BuildJob, RecipeFields, release_weights
 from specexport_runtime.abi import ITEM_BYTES
 from specexport_runtime.bundle.entry import NO_GATES, EngineEntry, Gates, PaddedGraph
+from specexport_runtime.bundle.quant_kinds import KEPT
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -19,7 +20,6 @@ class OrtCpu(Backend):
     modules = ("onnxruntime",)
     extra = "cpu"
     options = ("self_draft", "kv_cache_dtype")
-    quantizations = ("int8", "int4", "keep")
     own_operators = True
     packs_linear = True
     has_states = True
@@ -85,7 +85,7 @@ class OrtCpu(Backend):
             gates=gates,
             feature_size=feature_size,
             fused=tuple(fused),
-            weight_formats=() if recipe.quantization_of(role) == "keep" else formats,  # else those of the checkpoint
+            weight_formats=() if recipe.quantization_of(role) == KEPT.name else formats,  # else those of the checkpoint
             packed_bytes=(stored, count * ITEM_BYTES[self.computes]),
         )
 

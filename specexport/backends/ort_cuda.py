@@ -17,9 +17,6 @@ class OrtCuda(Backend):
     dtypes = ("float16", "bfloat16")
     modules = ("onnxruntime",)
     extra = "cuda"
-    quantizations = ("int4",)
-    quantize_operator = "MatMulNBits"
-    quantize_block = 32  # loses least, and the only one that the tensor-core kernel of ONNX Runtime's wheels takes
     options = ("self_draft",)
     head_kinds = ("eagle3", "eagle", "mtp", "medusa", "dflash")
     fixed_sizes = True
@@ -32,7 +29,7 @@ class OrtCuda(Backend):
         from specexport.lowering.feature_gate import feature_size
         from specexport.lowering.layer_gate import gate_layers
         from specexport.lowering.ort_cuda import lower_ort_cuda
-        from specexport.passes.quantize_weights import nbits_bytes
+        from specexport.passes.quantize_ort_cuda import nbits_bytes
         from specexport.passes.residual_blocks import find_residual_blocks
 
         with job.clock.stage("lower", job.role, self.name):

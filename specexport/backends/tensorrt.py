@@ -45,9 +45,6 @@ class TensorRt(Backend):
         "sm", "lowering", "lookahead", "max_model_len", "max_num_seqs", "max_num_tokens", "quantize_lm_head",
         "self_draft", "self_draft_skip",
     )  # fmt: skip
-    quantizations = ("int4",)
-    quantize_operator = "DequantizeLinear"
-    quantize_block = 64
     head_kinds = ("eagle3", "eagle", "mtp", "medusa", "dflash")
     fixed_sizes = True
 
@@ -145,7 +142,6 @@ class TensorRtRtx(TensorRt):
     modules = ("tensorrt_rtx",)
     extra = "tensorrt-rtx"
     lowerings = ("native-folded", "native")
-    quantize_block = 32  # twice as many scales lose a fifth less; that the full TensorRT takes them is not known
     needs_gpu = False
 
 

@@ -15,12 +15,13 @@ from specexport.checkpoint.gguf_rows import Conversion, RowReader, tensor_shape
 from specexport.checkpoint.source import Source
 from specexport.checkpoint.stored import WEIGHT_PREFIX, Stored, StoredWeight, WatchedFile
 from specexport.passes.block_weight import BlockWeight, join
+from specexport_runtime.bundle.quant_kinds import either
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 _SAMPLES = 16  # rows of each weight that are compared with the model's
 _ROUNDING = 1e-6  # of the largest value: an offset is added in float32
-_HOW_TO_CONVERT = "say how to quantize it anew: --quantize int8 or int4, or none for float weights."
+_HOW_TO_CONVERT = f"say how to quantize it anew: --quantize {either()}, or none for float weights."
 
 
 def check_formats(source: Source, reader: Any) -> None:

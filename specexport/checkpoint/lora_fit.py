@@ -17,6 +17,7 @@ from specexport.checkpoint.loaded import Checkpoint
 from specexport.checkpoint.lora import WEIGHTS, LoraSource, damaged
 from specexport.checkpoint.stored import WEIGHT_PREFIX, StoredWeight, WatchedFile
 from specexport.passes.low_rank import LowRank
+from specexport_runtime.bundle.quant_kinds import either
 from specexport_runtime.errors import CheckpointError
 
 _PREFIX = "base_model.model."
@@ -225,7 +226,7 @@ def merge_adapter(checkpoint: Checkpoint, adapter: LoraAdapter) -> None:
         raise CheckpointError(
             f"{adapter.source.where} cannot be merged into {kept.module}: its weights stay the integers of the "
             "quantized checkpoint.",
-            "say how to quantize the sum (--quantize int8, int4 or none), or let requests choose the adapter "
+            f"say how to quantize the sum (--quantize {either('none')}), or let requests choose the adapter "
             "(--lora-mode choose).",
         )
     parameters = dict(checkpoint.model.named_parameters())

@@ -19,6 +19,7 @@ from specexport.checkpoint.source import PACKED_PARTS, Source
 from specexport.checkpoint.stored import WEIGHT_PREFIX
 from specexport.checkpoint.tagged import SMALLEST_RANK, Tags
 from specexport.passes.block_weight import BlockWeight, join, with_offsets
+from specexport_runtime.bundle.quant_kinds import either
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 
 _FORMATS = {
@@ -177,7 +178,7 @@ def name_packed(weights: Mapping[str, BlockWeight], model: Any, name: str) -> di
         if parameter is None or tuple(parameter.shape) != weight.shape:
             raise UnsupportedModelError(
                 f"{layer} of {name} cannot be kept as it is stored: transformers makes another weight of it.",
-                "say how to quantize it anew: --quantize int8 or int4, or none for float weights.",
+                f"say how to quantize it anew: --quantize {either()}, or none for float weights.",
             )
         found[f"{WEIGHT_PREFIX}{layer}.weight"] = weight
     return found

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from specexport_runtime.bundle.quant_kinds import limits_of
 from specexport_runtime.executors.base import Float32Array
 
 DECIDED = float(np.log(2))
@@ -17,10 +18,6 @@ DECIDED = float(np.log(2))
 
 FEWEST_DECIDED = 20
 """Fewer decided positions (an untrained model has none) are judged by what is lost alone."""
-
-LEAST_AGREEMENT = {"int8": 0.9, "int4": 0.65, "keep": 0.9, "int8 KV cache": 0.9}
-MOST_LOST = {"int8": 0.05, "int4": 0.2, "keep": 0.05, "int8 KV cache": 0.05}
-"""Limits by what is approximate, two to three times the worst model measured; see ``docs/quantization.md``."""
 
 
 class Closeness(NamedTuple):
@@ -39,7 +36,8 @@ class Closeness(NamedTuple):
 
     def obstacle(self, approximation: str) -> str | None:
         """Why an engine that is approximate so must be broken; None if it need not be."""
-        least, most = LEAST_AGREEMENT[approximation], MOST_LOST[approximation]
+        limits = limits_of(approximation)
+        least, most = limits.agreement, limits.lost
         if not self.lost <= most:  # a NaN must fail
             return (
                 f"its distributions diverge by {self.divergence:.3g} nats, {self.lost:.3g} of what they tell (at most "

@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specexport.backends.registry import DEFAULT_BACKEND
+from specexport_runtime.bundle.quant_kinds import KEPT, rounding_kinds
 from specexport_runtime.cli.gone import gone
 
 if TYPE_CHECKING:
     from specexport.compile.built import EngineCheck
     from specexport.compile.pipeline import BuildResult
+
+_KINDS = "|".join((KEPT.name, *(kind.name for kind in rounding_kinds()), "none"))
 
 
 def _number_or(*words: str) -> Callable[[click.Context, click.Parameter, str | None], str | int | None]:
@@ -39,10 +42,8 @@ def _number_or(*words: str) -> Callable[[click.Context, click.Parameter, str | N
 @click.option("--name", help="Name of the bundle [default: the output folder's name].")
 @click.option("--backend", help=f"What runs the engines [default: {DEFAULT_BACKEND}].")
 @click.option("--dtype", help="Dtype of float weights, on GPUs of all else too [default: auto].")
-@click.option(
-    "--quantize", metavar="keep|int8|int4|none", help="Weights of the target [default: as its file has them]."
-)
-@click.option("--draft-quantize", metavar="auto|keep|int8|int4|none", help="The same for the draft [default: auto].")
+@click.option("--quantize", metavar=_KINDS, help="Weights of the target [default: as its file has them].")
+@click.option("--draft-quantize", metavar=f"auto|{_KINDS}", help="The same for the draft [default: auto].")
 @click.option("--draft-layers", type=int, metavar="N", help="Keep N of the draft's layers: those that change most.")
 @click.option(
     "--draft-vocab-size",

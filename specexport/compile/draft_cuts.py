@@ -17,7 +17,7 @@ import numpy as np
 
 from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.cli.prompts import json_lines, read_text
-from specexport_runtime.errors import InvalidRequestError, RecipeError
+from specexport_runtime.errors import InvalidRequestError, RecipeError, UnsupportedModelError
 from specexport_runtime.executors.base import Int32Array, Int64Array
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def cut_pieces(
     """Pieces of the texts, int64 token ids, spread evenly over all of them.
 
     A piece begins with the token that the tokenizer puts before a text. Tokens without a row are left out. Raises
-    RecipeError if no token is left.
+    RecipeError if no token is left, and UnsupportedModelError if the model can read none.
     """
     from tokenizers import Tokenizer
 
@@ -72,8 +72,18 @@ def cut_pieces(
     ids = np.concatenate(list(tokenize(texts, tokenizer)))
     ids = ids[ids < vocab_size]
     if not ids.size:
-        raise RecipeError("draft_vocab_texts has no token that the draft knows.", "give texts like those it will read.")
+        raise RecipeError(
+            "the texts to measure a model on have no token that it knows.",
+            "give a draft texts like those it will read (draft_vocab_texts), and any model the tokenizer it was "
+            "trained with.",
+        )
     length = min(piece_len, max_positions or piece_len, len(ids) + len(first)) - len(first)
+    if length < 1:
+        raise UnsupportedModelError(
+            f"the model reads {max_positions} tokens at most, of which {len(first)} begin each text: none are left to "
+            "measure it on.",
+            "take a model that reads longer texts.",
+        )
     count = min(num_pieces, len(ids) // length)
     starts = np.linspace(0, len(ids) - length, count).astype(int)
     return [np.array([*first, *ids[start : start + length]], np.int64) for start in starts]

@@ -18,6 +18,7 @@ from specexport.compile.draft_guesses import count_right, held_out, write_texts
 from specexport.progress import StageClock
 from specexport.recipe import KEEP
 from specexport_runtime.bundle.entry import FormTrial, ModelEntry, TriedForm
+from specexport_runtime.bundle.quant_kinds import rounding_kinds
 from specexport_runtime.costs.curves import StepCost
 from specexport_runtime.costs.prior import DRAFTER_OF, prior_costs
 from specexport_runtime.errors import SpecexportError
@@ -29,7 +30,6 @@ HEAD_SIZES = (65536, 32768, 16384, 8192)
 """LM heads that are tried, where the vocabulary has twice as many tokens."""
 MARGIN = 0.03
 """A form must promise so much more than a simpler one: a few hundred tokens tell no less."""
-_BYTES = {"int8": 34 / 32, "int4": 20 / 32}  # of a weight, with scales and zero points
 _SMALLER = 0.8
 """A form is tried if its weights take so much of the next simpler one's: it guesses no better."""
 _KERNELS = "avx512vnni"
@@ -79,13 +79,14 @@ class DraftTrial(NamedTuple):
     target: BuiltModel | None = None  # what writes; None as long as it is not built
     folder: Path = Path()  # of its engine
 
-    def others(self, kept_bytes: float | None) -> tuple[str, ...]:
+    def others(self, kept_bytes: float | None, backend: str) -> tuple[str, ...]:
         """Quantizations to try beside the simplest form, which takes so many bytes a weight; None for float weights."""
         found, last = [], kept_bytes or 2.0
-        for name, each in _BYTES.items():
-            if self.quantizes and each <= _SMALLER * last:
-                found.append(name)
-                last = each
+        kinds = [kind for kind in rounding_kinds() if backend in kind.backends]
+        for kind in sorted(kinds, key=lambda each: -each.stored_bytes):
+            if self.quantizes and kind.stored_bytes <= _SMALLER * last:
+                found.append(kind.name)
+                last = kind.stored_bytes
         return tuple(found)
 
 

@@ -43,6 +43,7 @@ from specexport_runtime.bundle.entry import (
     WeightFormat,
 )
 from specexport_runtime.bundle.files import hash_files
+from specexport_runtime.bundle.quant_kinds import INT8, KINDS, passes_of
 from specexport_runtime.errors import CheckpointError, MissingDependencyError, UnsupportedModelError
 from specexport_runtime.executors.base import Float32Array, Int32Array, Int64Array
 
@@ -56,7 +57,6 @@ STAGES = ("load", "reference", "trace", "passes", "lower", "build", "check")
 _NEEDED = ("torch", "transformers", "onnx", "onnx_ir", "onnxscript", "safetensors", "huggingface_hub")
 CALIBRATION_PIECES, CALIBRATION_LEN = 16, 64
 """1,024 tokens from all over the texts."""
-_QUANTIZED_BYTES = {"int8": 1.01, "int4": 0.65}  # of a weight, with its scales
 _SPACE_MARGIN = 1.05  # graph, tokenizer and alignment beside the weights
 
 
@@ -126,7 +126,7 @@ def build_model(
             clock.note(f"weights are rounded to {rounded}; activations and KV caches are {model_dtype(recipe)}")
         head_ids, trial = _head_ids(checkpoint, reductions.cut), reductions.trial
         form = DraftForm(recipe.quantization_of(source.role), head_ids)
-        others = () if trial is None else trial.others(_kept_share(checkpoint))
+        others = () if trial is None else trial.others(_kept_share(checkpoint), recipe.backend)
         each = [with_quantization(recipe, source.role, name) for name in (form.quantize, *others)]
         require_space(folder, sum(_needed_bytes(one, checkpoint, source.role) for one in each))
     dropped = _drop_layers(checkpoint, reductions.prune, source.role, clock)
@@ -273,10 +273,11 @@ def _needed_bytes(recipe: BuildRecipe, checkpoint: Any, role: str) -> int:
         stored = sum(weight.shape[0] * weight.shape[1] for weight in kept)
         size += sum(weight.stored_bytes for weight in kept) + item * (checkpoint.num_parameters - stored)
     else:
-        each = _QUANTIZED_BYTES.get(str(quantize), item)
-        of_table, held = item if quantize is None else _QUANTIZED_BYTES["int8"], sum(tables.values()) - outside
+        kind = None if quantize is None else KINDS[quantize]
+        each = item if kind is None else kind.stored_bytes
+        of_table, held = item if kind is None else INT8.stored_bytes, sum(tables.values()) - outside
         size += of_table * held + each * (checkpoint.num_parameters - held - outside)
-        if quantize == "int4" and len(tables) == 1:  # a large tied LM head has codes of its own
+        if each < of_table and len(tables) == 1:  # a large tied LM head has codes of its own
             size += each * held
     return int(size * copies * _SPACE_MARGIN)
 
@@ -395,7 +396,8 @@ def reads_texts(recipe: BuildRecipe, role: str) -> bool:
 
 def _weighs_inputs(recipe: BuildRecipe, role: str) -> bool:
     """Whether weights are rounded by what the inputs of a layer make of an error."""
-    return recipe.quantization_of(role) == "int4" and find_backend(recipe.backend).own_operators
+    form = passes_of(recipe.quantization_of(role), recipe.backend)
+    return form is not None and form.weighs_inputs
 
 
 def _calibrate(
@@ -509,8 +511,7 @@ def compile_graph(
             pack=recipe.fuse and backend.packs_linear,
             quantize=recipe.quantization_of(job.role),
             quantize_lm_head=recipe.quantize_lm_head,
-            quantize_operator=backend.quantize_operator,
-            quantize_block=backend.quantize_block,
+            backend=backend.name,
             head_ids=head_ids,
             ranges=ranges,
             kept=kept,

@@ -10,6 +10,7 @@ import click
 
 from specexport.debug.run import GRAPHS, STEPS
 from specexport.report import Column, print_json, print_report, terminal_table
+from specexport_runtime.bundle.quant_kinds import rounding_kinds
 from specexport_runtime.cli.options import engine_flag
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from specexport.debug.compare import Comparison, LayerRow
     from specexport.debug.run import DebugReport
 
+_LIMITS = "; ".join(f"{kind.name}: {kind.limits.tensor}" for kind in rounding_kinds())
 _ROLES = ("target", "draft")
 
 
@@ -32,7 +34,7 @@ _ROLES = ("target", "draft")
 @click.option("--role", type=click.Choice(_ROLES), default="target", show_default=True, help="Which model.")
 @click.option("--step", type=click.Choice(STEPS), default="verify", show_default=True, help="Which kind of step.")
 @click.option("--after", type=int, default=0, show_default=True, help="Tokens to decode before the step.")
-@click.option("--tolerance", type=float, help="Largest relative error.  [default: 1e-4; int8: 0.1; int4: 0.5]")
+@click.option("--tolerance", type=float, help=f"Largest relative error.  [default: 1e-4; {_LIMITS}]")
 @click.option("--layer", "layers", multiple=True, help="Rank these layers only; * stands for anything. Repeatable.")
 @click.option("--top", type=click.IntRange(min=1), default=10, show_default=True, help="Rows of the table.")
 @click.option("--save", type=click.Path(path_type=Path), help="New folder: both models and the step, for polygraphy.")

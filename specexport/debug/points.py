@@ -23,7 +23,7 @@ from specexport.passes.residual_blocks import cache_writers
 from specexport_runtime.abi import LOGITS
 
 _PRODUCTS = ("MatMul", "Gemm", "MatMulNBits", "BlockLinear")
-_FORMS = re.compile(r"(\.(int4|blocks\.\w+|transposed|weight))+$")
+_FORMS = re.compile(r"(\.(int\d|blocks\.\w+|transposed|weight))+$")
 _PART = ".part"
 _PACKED = ".packed"
 _STEM = re.compile(r"^(model\.)+")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from specexport.progress import Progress, StageClock
 from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.bundle.manifest import Manifest, load_manifest
+from specexport_runtime.bundle.quant_kinds import limits_of
 from specexport_runtime.errors import IncompatibleError, InvalidRequestError, OutputExistsError
 
 if TYPE_CHECKING:
@@ -22,10 +23,8 @@ CACHE_BACKENDS = ("tensorrt", "tensorrt-rtx")
 GraphKind = Literal["engine", "padded"]
 GRAPHS: tuple[GraphKind, ...] = get_args(GraphKind)
 STEPS = ("prefill", "decode", "verify")
-TOLERANCES = {
-    "float32": 1e-4, "float16": 0.02, "bfloat16": 0.1, "int8": 0.1, "int4": 0.5, "keep": 0.1, "int8 KV cache": 0.1,
-}  # fmt: skip
-"""Default tolerance by the dtype of the less exact graph, or by what is approximate in it."""
+TOLERANCES = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.1}
+"""Default tolerance by the dtype of the less exact graph, where nothing is approximate in it."""
 _TRACING = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript")
 
 
@@ -74,10 +73,7 @@ class DebugReport:
 
 
 def _tolerance(entry: ModelEntry) -> float:
-    kind = entry.approximation or entry.dtype
-    if kind not in TOLERANCES:
-        raise IncompatibleError(f"no tolerance is known for {kind}.", "give --tolerance, or upgrade specexport.")
-    return TOLERANCES[kind]
+    return TOLERANCES[entry.dtype] if entry.approximation is None else limits_of(entry.approximation).tensor
 
 
 def debug_bundle(folder: Path, prompt: str, options: DebugOptions, *, progress: Progress | None = None) -> DebugReport:

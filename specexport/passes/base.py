@@ -1,12 +1,16 @@
 """The base of all passes: an in-place ``onnx_ir`` pass that counts what it changed."""
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import onnx_ir as ir
 
 from specexport.ops.spec import RECURRENCES
+from specexport.passes.block_weight import BlockWeight
 from specexport_runtime.abi import OP_DOMAIN, OP_NAME
+from specexport_runtime.bundle.quant_kinds import BackendPasses, QuantKind
+from specexport_runtime.executors.base import Int32Array
 
 AS_STORED = "specexport.as_stored"
 """Marks a weight that is as its checkpoint has it, whatever the model's dtype is."""
@@ -33,6 +37,16 @@ class CountingPass(ir.passes.InPlacePass):
         """Run ``rewrite`` and keep its count (called by the pass infrastructure)."""
         self.changes = self.rewrite(model)
         return ir.passes.PassResult(model, modified=self.changes > 0)
+
+
+class Quantizing(NamedTuple):
+    """What the passes of a kind of quantization are made from; ``passes`` of ``form.module`` makes them."""
+
+    kind: QuantKind
+    form: BackendPasses  # the kind on the backend that is built for
+    lm_head: bool = True  # take the LM head too, and on ort-cpu the embedding
+    kept: Mapping[str, BlockWeight] | None = None  # a quantized checkpoint's weights by name in the traced graph
+    head_ids: Int32Array | None = None  # token ids that the LM head was cut to, int32 [N]; None if it was not
 
 
 def attention_nodes(model: ir.Model) -> Iterator[ir.Node]:

@@ -13,7 +13,7 @@ from specexport.channel_ranges import FloatVector
 from specexport.onnx_emit import part_of
 from specexport.passes.base import sizes_of
 from specexport.passes.block_weight import Blocks, BlockWeight, Form, Rows, Spread, Stored
-from specexport_runtime.errors import UnsupportedModelError
+from specexport.passes.quantize_sites import as_stored, too_large
 from specexport_runtime.executors.base import Float32Array
 
 BLOCK = 32
@@ -93,10 +93,7 @@ def _four_bits(importance: FloatVector | None, values: Float32Array) -> Blocks:
 def half_up(scales: Float32Array) -> np.ndarray:
     """The least float16 that is no smaller; raises ``UnsupportedModelError`` where there is none."""
     if scales.size and not float(scales.max()) <= _MOST:
-        raise UnsupportedModelError(
-            f"weights of up to {scales.max() * _LARGEST:.3g} are larger than quantization can store.",
-            "build without --quantize (for a draft: --draft-quantize).",
-        )
+        raise too_large(scales.max() * _LARGEST)
     near = scales.astype(np.float16)
     low = near.astype(np.float32) < scales
     up: np.ndarray = np.where(low, np.nextafter(near, np.float16(np.inf)), near)
@@ -123,7 +120,8 @@ def search_blocks(values: Float32Array, importance: Float32Array) -> tuple[np.nd
     weights = np.maximum(importance, np.maximum(importance.mean(axis=-1, keepdims=True) * 1e-3, 1e-12))
     for start in range(0, width, step):
         part = slice(start, start + step)
-        codes[part], scales[part], zeros[part] = _search(values[part], weights.astype(np.float32))
+        with np.errstate(over="ignore", invalid="ignore"):  # what is too large is refused as scales are stored
+            codes[part], scales[part], zeros[part] = _search(values[part], weights.astype(np.float32))
     return codes, scales, zeros
 
 
@@ -143,7 +141,7 @@ def _ends(values: Float32Array) -> tuple[np.ndarray, np.ndarray]:
 def _between(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Scales and zero points of codes that reach from ``low`` to ``high``."""
     scales = (high - low) / np.float32(LEVELS)
-    scales = np.where(scales > 0, scales, np.float32(1))
+    scales = np.where(scales == 0, np.float32(1), scales)
     return scales, np.clip(np.rint(-low / scales), 0, LEVELS)
 
 
@@ -168,11 +166,9 @@ def _search(values: Float32Array, weights: Float32Array) -> tuple[np.ndarray, np
 
 
 def _stored(scales: np.ndarray) -> Float32Array:
-    """As engines store them: codes are chosen by that."""
-    found: Float32Array = np.maximum(scales.astype(np.float16), np.finfo(np.float16).smallest_subnormal).astype(
-        np.float32
-    )
-    return found
+    """As engines store them: codes are chosen by that. ``UnsupportedModelError`` where they are beyond float16."""
+    half = as_stored(scales, np.float16, LEVELS)
+    return np.maximum(half, np.float32(np.finfo(np.float16).smallest_subnormal))
 
 
 def _steps(values: Float32Array, scales: np.ndarray, zeros: np.ndarray) -> Float32Array:

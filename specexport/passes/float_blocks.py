@@ -6,7 +6,7 @@ from specexport.onnx_emit import Emitter, part_of
 from specexport.passes.base import CountingPass, constant_of, sizes_of
 from specexport.passes.block_experts import put_float_experts
 from specexport.passes.block_linear import linear, of_floats, put_linear, put_lookup
-from specexport.passes.quantize_blocks import is_lookup
+from specexport.passes.quantize_ort_cpu import is_lookup
 from specexport.passes.quantize_sites import linear_site
 
 

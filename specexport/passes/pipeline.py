@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
 from specexport.channel_ranges import ChannelRanges
-from specexport.passes.base import CountingPass
+from specexport.passes.base import CountingPass, Quantizing
 from specexport.passes.block_weight import BlockWeight
 from specexport.passes.clean_up import (
     ConstantFoldPass,
@@ -23,6 +24,7 @@ from specexport.passes.lm_head_cut import LmHeadCutPass
 from specexport.passes.logit_row_select import LogitRowSelectPass
 from specexport.passes.precision_cast import PrecisionCastPass
 from specexport.passes.transpose_fold import TransposeFoldPass
+from specexport_runtime.bundle.quant_kinds import KINDS, either, passes_of
 from specexport_runtime.errors import CheckFailedError, RecipeError
 from specexport_runtime.executors.base import Int32Array
 
@@ -34,10 +36,9 @@ def default_passes(
     dtype: str,
     *,
     pack: bool = False,  # join linear layers that read the same tensor
-    quantize: str | None = None,  # "int8", "int4" or "keep"
+    quantize: str | None = None,  # name of a kind of quantization
     quantize_lm_head: bool = True,
-    quantize_operator: str = "",  # how the backend's engines take int4 weights; see :func:`quantizing_passes`
-    quantize_block: int = 0,  # inputs that share a scale there
+    backend: str = "ort-cpu",  # that is built for
     head_ids: Int32Array | None = None,  # token ids that the LM head keeps, int32 [N]; None for all
     # how large inputs get, by name of the weight, to weigh errors by; None: all alike
     ranges: Mapping[str, ChannelRanges] | None = None,
@@ -65,14 +66,8 @@ def default_passes(
         from specexport.passes.low_rank import LowRankMarkPass
 
         marking = [LowRankMarkPass(adapters)]
-    if kept:
-        from specexport.passes.quantize_kept import KeptExpertsPass, KeptWeightPass
-
-        quantizing = [KeptExpertsPass(kept), KeptWeightPass(kept, head_ids, lm_head=quantize_lm_head)]
-    elif quantize is not None:
-        quantizing = quantizing_passes(
-            quantize, lm_head=quantize_lm_head, operator=quantize_operator, block=quantize_block
-        )
+    if quantize is not None:
+        quantizing = quantizing_passes(quantize, backend, lm_head=quantize_lm_head, kept=kept, head_ids=head_ids)
     if own_operators:
         from specexport.passes.float_blocks import FloatBlocksPass
 
@@ -151,24 +146,19 @@ def _dump(ir_model: ir.Model, folder: Path, number: int, name: str) -> None:
             value.const_value = tensor
 
 
-def quantizing_passes(kind: str, *, lm_head: bool, operator: str = "", block: int = 0) -> list[CountingPass]:
-    """The passes of ``kind`` ``"int8"`` or ``"int4"``; RecipeError if there is no such kind for such engines.
-
-    ``operator`` is what makes int4 weights float in an engine, in blocks of ``block`` inputs that share a scale:
-    ``"MatMulNBits"``, or ``"DequantizeLinear"`` before a product. Empty takes our own operators for CPUs, which
-    quantize activations too; there ``lm_head`` also decides on the embedding.
-    """
-    if kind in ("int8", "int4") and not operator:
-        from specexport.passes.quantize_blocks import BlockQuantizePass, ExpertsQuantizePass
-
-        bits = int(kind.removeprefix("int"))
-        return [ExpertsQuantizePass(bits), BlockQuantizePass(bits, lm_head=lm_head)]
-    if kind == "int4" and operator == "MatMulNBits":
-        from specexport.passes.quantize_weights import Int4FusedPass
-
-        return [Int4FusedPass(block=block, lm_head=lm_head)]
-    if kind == "int4" and operator == "DequantizeLinear":
-        from specexport.passes.quantize_weights import Int4WeightPass
-
-        return [Int4WeightPass(block=block, lm_head=lm_head)]
-    raise RecipeError(f"there is no quantization {kind!r} for this backend.", "use int8 or int4, or leave it out.")
+def quantizing_passes(
+    kind: str,
+    backend: str,
+    *,
+    lm_head: bool = True,
+    kept: Mapping[str, BlockWeight] | None = None,
+    head_ids: Int32Array | None = None,
+) -> list[CountingPass]:
+    """The passes of a kind for a backend, see ``Quantizing``; RecipeError if the backend does not have the kind."""
+    form = passes_of(kind, backend)
+    if form is None:
+        raise RecipeError(f"there is no quantization {kind!r} for this backend.", f"use {either()}, or leave it out.")
+    made: list[CountingPass] = import_module(form.module).passes(
+        Quantizing(KINDS[kind], form, lm_head=lm_head, kept=kept, head_ids=head_ids)
+    )
+    return made

@@ -4,18 +4,25 @@ from collections.abc import Mapping
 
 import onnx_ir as ir
 
-from specexport.passes.base import CountingPass, constant_of, sizes_of
+from specexport.passes.base import CountingPass, Quantizing, constant_of, sizes_of
 from specexport.passes.block_experts import of_floats, of_kept, put_experts, weight_of
 from specexport.passes.block_linear import Packing, of_blocks, put_linear, put_lookup
 from specexport.passes.block_weight import BlockWeight, join
 from specexport.passes.experts_graph import ExpertsSite, experts_sites
 from specexport.passes.linear_pack import PARTS
 from specexport.passes.lm_head_cut import CUT
-from specexport.passes.quantize_blocks import is_lookup, quantize_router
+from specexport.passes.quantize_ort_cpu import is_lookup, quantize_router
 from specexport.passes.quantize_sites import LinearSite, head_node, linear_site
 from specexport.passes.transpose_fold import FOLDED
+from specexport_runtime.bundle.quant_kinds import either
 from specexport_runtime.errors import UnsupportedModelError
 from specexport_runtime.executors.base import Int32Array
+
+
+def passes(given: Quantizing) -> list[CountingPass]:
+    """The passes of a quantized checkpoint's weights."""
+    kept = given.kept or {}
+    return [KeptExpertsPass(kept), KeptWeightPass(kept, given.head_ids, lm_head=given.lm_head)]
 
 
 class KeptWeightPass(CountingPass):
@@ -104,7 +111,7 @@ class KeptExpertsPass(CountingPass):
             ):
                 raise UnsupportedModelError(
                     f"{name} cannot be kept as it is stored: no kernel takes it.",
-                    "say how to quantize it anew: --quantize int8 or int4, or none for float weights.",
+                    f"say how to quantize it anew: --quantize {either()}, or none for float weights.",
                 )
         return len(found)
 

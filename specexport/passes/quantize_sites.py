@@ -4,13 +4,15 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 
-from specexport.onnx_emit import has_parts, part_of
+from specexport.onnx_emit import Emitter, has_parts, part_of
 from specexport.passes.base import constant_of, sizes_of
 from specexport.passes.experts_graph import experts_read
 from specexport_runtime.abi import LOGITS
 from specexport_runtime.errors import UnsupportedModelError
+from specexport_runtime.executors.base import Float32Array
 
 BLOCK_LINEAR = "BlockLinear"
 """The operator for linear layers with weights in blocks; see ``block_linear.py``."""
@@ -164,3 +166,33 @@ def head_nodes(model: ir.Model, linear: set[ir.Node]) -> list[ir.Node]:
         inputs = [x for x in node.inputs if x is not None and constant_of(x) is None]
         values += inputs[::-1] if node.op_type == "Concat" else inputs[:1]
     return found
+
+
+def as_stored(scales: np.ndarray, dtype: npt.DTypeLike, steps: int) -> Float32Array:
+    """Scales rounded to a dtype, as float32; UnsupportedModelError if one, for ``steps`` codes, is beyond it."""
+    with np.errstate(over="ignore"):
+        found: Float32Array = scales.astype(dtype).astype(np.float32)
+    if not np.isfinite(found).all():
+        raise too_large(np.abs(scales).max() * steps)
+    return found
+
+
+def too_large(weight: float) -> UnsupportedModelError:
+    """What is raised for weights of up to this size."""
+    return UnsupportedModelError(
+        f"weights of up to {weight:.3g} are larger than quantization can store.",
+        "build without --quantize (for a draft: --draft-quantize).",
+    )
+
+
+def put_in_place(emit: Emitter, site: LinearSite, result: ir.Value) -> None:
+    """Put a layer's product ``result``, which ``emit`` has emitted, and its bias in the place of the layer."""
+    old = site.node.outputs[0]
+    if site.bias is not None:
+        result = emit.op("Add", result, site.bias)
+    emit.place(before=site.node)
+    name, result.shape = old.name, old.shape
+    ir.convenience.replace_all_uses_with(old, result, replace_graph_outputs=True)
+    emit.graph.remove(site.node, safe=True)
+    old.name = None
+    result.name = name

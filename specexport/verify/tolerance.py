@@ -11,27 +11,20 @@ from typing import NamedTuple
 import numpy as np
 
 from specexport.rounding import logit_tolerance
-from specexport_runtime.errors import IncompatibleError
+from specexport_runtime.bundle.quant_kinds import limits_of
 from specexport_runtime.executors.base import Float32Array
 from specexport_runtime.executors.open import backend_of
-
-PERPLEXITY_LIMIT: dict[str | None, float] = {
-    None: 1e-3, "int8": 0.05, "int4": 1.0, "keep": 0.02, "int8 KV cache": 0.02,
-}  # fmt: skip
-"""Largest relative rise of perplexity over the float model, by what is approximate."""
-
-DIVERGENCE_LIMIT: dict[str | None, float] = {
-    None: 1e-3, "int8": 0.1, "int4": 1.0, "keep": 0.02, "int8 KV cache": 0.02,
-}  # fmt: skip
-"""Largest mean divergence from the float model's distributions, in nats, by what is approximate: some three times the
-worst of three models (``docs/quantization.md``)."""
 
 
 class TextLimits(NamedTuple):
     """What an engine may lose on a text."""
 
-    perplexity: float  # largest relative rise
-    divergence: float  # largest mean divergence, in nats
+    perplexity: float  # largest relative rise over the float model
+    divergence: float  # largest mean divergence from the float model's distributions, in nats
+
+
+_EXACT = TextLimits(1e-3, 1e-3)
+"""Of an engine that is the float model."""
 
 
 def logit_scale(logits: Float32Array) -> float:
@@ -56,7 +49,6 @@ def text_limits(approximation: str | None, dtype: str, num_layers: int) -> TextL
 
     Raises IncompatibleError if no limit is known for ``approximation`` or ``dtype``.
     """
-    if approximation not in PERPLEXITY_LIMIT:
-        raise IncompatibleError(f"no limit is known for {approximation}.", "upgrade specexport.")
+    limits = _EXACT if approximation is None else limits_of(approximation)
     rounding = 0.0 if dtype == "float32" else logit_tolerance(dtype, num_layers).rms
-    return TextLimits(PERPLEXITY_LIMIT[approximation] + rounding, DIVERGENCE_LIMIT[approximation] + rounding)
+    return TextLimits(limits.perplexity + rounding, limits.divergence + rounding)

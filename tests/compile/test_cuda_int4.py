@@ -6,13 +6,12 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 
-from specexport.backends.ort_cpu import OrtCpu
-from specexport.backends.ort_cuda import OrtCuda
 from specexport.compile.pipeline import build_bundle
 from specexport.inspect import describe
 from specexport.recipe import BuildRecipe
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.bundle.manifest import load_manifest
+from specexport_runtime.bundle.quant_kinds import INT4
 from tests.support.pairs import TinyPair
 
 PROMPTS = ["def add(a, b):\n", "class Queue:\n    def __init__(self):\n"]
@@ -51,8 +50,7 @@ def test_an_int4_draft_is_accepted_nearly_as_often(
     tmp_path: Path, demo_pair: Path, demo_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The codes of ort-cuda in float32 on a CPU, which has the same operator: what a draft loses by them."""
-    monkeypatch.setattr(OrtCpu, "quantize_operator", OrtCuda.quantize_operator)
-    monkeypatch.setattr(OrtCpu, "quantize_block", OrtCuda.quantize_block)
+    monkeypatch.setitem(INT4.backends, "ort-cpu", INT4.backends["ort-cuda"])
     pair = {role: str(demo_pair / role) for role in ("target", "draft")}
     recipe = BuildRecipe(**pair, output=str(tmp_path / "int4"), draft_quantize="int4")
     made = build_bundle(recipe, use_cache=False)  # the key of an engine does not tell patched backends apart

@@ -16,7 +16,7 @@ from specexport.compile.pipeline import BuildResult, _find_models, _make_plan, b
 from specexport.recipe import make_recipe
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.engine import SpecEngine
-from specexport_runtime.errors import InvalidRequestError, RecipeError
+from specexport_runtime.errors import InvalidRequestError, RecipeError, UnsupportedModelError
 from specexport_runtime.sampling.params import SamplingParams
 from tests.support.pairs import TinyPair
 from tests.support.tiny_models import make_llama, make_tokenizer, save_checkpoint
@@ -219,7 +219,7 @@ def test_pieces_are_spread_over_the_texts(tmp_path: Path) -> None:
     assert [len(piece) for piece in cut_pieces(texts, tokenizer, 320, max_positions=9)] == [9] * NUM_PIECES
     without_c = int(short[2])
     assert all((piece < without_c).all() for piece in cut_pieces(texts, tokenizer, without_c))
-    with pytest.raises(RecipeError, match="no token that the draft knows"):
+    with pytest.raises(RecipeError, match="no token that it knows"):
         cut_pieces(["zz"], tokenizer, 5)
 
 
@@ -234,3 +234,16 @@ def test_a_piece_begins_as_the_tokenizer_begins_a_text(tmp_path: Path) -> None:
     assert [len(piece) for piece in pieces] == [PIECE_LEN] * 3
     assert [int(np.flatnonzero(piece == 1)[0]) for piece in pieces] == [0] * 3
     assert all((piece == 1).sum() == 1 for piece in pieces)
+
+
+def test_a_model_that_reads_no_text_behind_its_first_token_is_refused(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
+
+    make_tokenizer(tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    content = tokenizer.to_str().encode()
+    assert all(len(piece) == 2 for piece in cut_pieces(["abc"], content, 320, max_positions=2))
+    with pytest.raises(UnsupportedModelError, match="reads 1 tokens at most, of which 1 begin each text"):
+        cut_pieces(["abc"], content, 320, max_positions=1)

@@ -62,8 +62,8 @@ def test_what_is_not_clearly_better_than_what_is_simpler_is_not_chosen(speeds: t
     ("kept", "others"), [(None, ("int8", "int4")), (1.06, ("int4",)), (0.77, ()), (2.0, ("int8", "int4"))]
 )
 def test_only_what_is_smaller_is_tried(kept: float | None, others: tuple[str, ...]) -> None:
-    assert DraftTrial(True, True, (), False, 8).others(kept) == others
-    assert DraftTrial(False, True, (), False, 8).others(kept) == ()
+    assert DraftTrial(True, True, (), False, 8).others(kept, "ort-cpu") == others
+    assert DraftTrial(False, True, (), False, 8).others(kept, "ort-cpu") == ()
 
 
 def test_no_prompt_is_among_the_texts_that_are_counted() -> None:

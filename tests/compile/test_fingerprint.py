@@ -35,7 +35,7 @@ def test_what_decides_an_engine_is_in_its_key() -> None:
         "specexport_runtime.abi",
         "specexport_runtime.executors.paged",  # the layout of ort-cuda's caches
         "specexport.ops.spec",
-        "specexport.passes.quantize_blocks",
+        "specexport.passes.quantize_ort_cpu",
         "specexport.lowering.trt_native",
         "specexport.kernels.ragged_attention",
         "specexport.backends.trt_worker",  # named in a string only: it is another process

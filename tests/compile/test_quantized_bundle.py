@@ -9,7 +9,6 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from specexport.compile import closeness
 from specexport.compile.check import TEXT_LENS, check_engine, check_sequences, text_perplexity, text_sequences
 from specexport.compile.closeness import Closeness, measure_closeness
 from specexport.compile.command import summary
@@ -18,6 +17,7 @@ from specexport.passes.block_format import _places, layout
 from specexport.recipe import BuildRecipe
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.bundle.manifest import load_manifest
+from specexport_runtime.bundle.quant_kinds import KINDS
 from specexport_runtime.errors import CheckFailedError
 from tests.support.pairs import TinyPair, own_logits
 from tests.support.tiny_models import ARCHITECTURES, make_model, save_checkpoint
@@ -276,7 +276,7 @@ def test_what_is_no_number_is_never_close(bad: float) -> None:
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_both_limits_count(kind: str) -> None:
-    least, most = closeness.LEAST_AGREEMENT[kind], closeness.MOST_LOST[kind]
+    least, most = KINDS[kind].limits.agreement, KINDS[kind].limits.lost
     assert Closeness(least, 0.1, most).obstacle(kind) is None
     assert Closeness(None, 0.1, most).obstacle(kind) is None
     assert "best token" in str(Closeness(least - 0.01, 0.1, most).obstacle(kind))

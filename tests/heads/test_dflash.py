@@ -17,7 +17,7 @@ from specexport.heads.loaded import TargetTables
 from specexport.heads.probe import check_probe, probe_head, readings_of
 from specexport.heads.trace import trace_head
 from specexport.inspect import describe
-from specexport.passes.quantize_blocks import is_lookup
+from specexport.passes.quantize_ort_cpu import is_lookup
 from specexport.recipe import BuildRecipe
 from specexport.trace.layers import tapped
 from specexport.verify.logit_tree import HeadTree

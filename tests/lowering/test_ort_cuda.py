@@ -17,12 +17,11 @@ from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
 
-from specexport.backends.registry import find_backend
 from specexport.lowering.ort_cuda import attach_paged_attention, lower_ort_cuda
 from specexport.ops.reference import unpadded_attention
 from specexport.ops.spec import UNPADDED_ATTENTION
 from specexport.passes.pipeline import quantizing_passes
-from specexport.passes.quantize_weights import pack_channels
+from specexport.passes.quantize_ort_cuda import pack_channels
 from specexport.trace import reference_logits
 from specexport_runtime.abi import STEP_INPUTS, LayerGeometry, StepShape
 from specexport_runtime.bundle.entry import ModelEntry
@@ -453,10 +452,7 @@ def test_a_gpu_gives_the_logits_that_int4_weights_stand_for(dtype: str, tmp_path
 
 def quantize(model: ir.Model) -> None:
     """What a build with ``--quantize int4`` adds to the passes."""
-    backend = find_backend("ort-cuda")
-    for item in quantizing_passes(
-        "int4", lm_head=True, operator=backend.quantize_operator, block=backend.quantize_block
-    ):
+    for item in quantizing_passes("int4", "ort-cuda"):
         item(model)
 
 

@@ -17,8 +17,8 @@ from specexport.passes.block_experts import put_float_experts
 from specexport.passes.block_format import pack, packed_shape, unpack
 from specexport.passes.block_weight import BlockWeight
 from specexport.passes.clean_up import WeightRemovePass
-from specexport.passes.quantize_blocks import ExpertsQuantizePass
 from specexport.passes.quantize_kept import KeptExpertsPass
+from specexport.passes.quantize_ort_cpu import ExpertsQuantizePass
 from tests.support import chance
 from tests.support.linear_cases import random_weight
 from tests.support.sessions import session_of

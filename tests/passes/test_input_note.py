@@ -48,7 +48,7 @@ def layer(weight: np.ndarray, kind: str | None, ranges: ChannelRanges | None) ->
     model = ir.from_onnx_text(text, initializers=tensors)
     report = {}
     noting = [] if ranges is None else [InputNotePass({"weight": ranges})]
-    for item in [*noting, *([] if kind is None else quantizing_passes(kind, lm_head=True))]:
+    for item in [*noting, *([] if kind is None else quantizing_passes(kind, "ort-cpu"))]:
         item(model)
         report[item.name] = item.changes
     return session_of(model), model, report

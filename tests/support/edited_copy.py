@@ -1,4 +1,4 @@
-"""The runtime's sources with something added, run in another process: what a change takes is then what a test edits."""
+"""Our sources with something added, run in another process: what a change takes is then what a test edits."""
 
 import json
 import os
@@ -16,6 +16,26 @@ def copy_runtime(folder: Path) -> Path:
     return Path(shutil.copytree(RUNTIME, folder / RUNTIME.name, ignore=shutil.ignore_patterns("__pycache__")))
 
 
+def copy_sources(folder: Path) -> Path:
+    """A copy of compiler and runtime in ``folder``; returns the runtime's package."""
+    compiler = RUNTIME.parents[1] / "specexport"
+    shutil.copytree(compiler, folder / compiler.name, ignore=shutil.ignore_patterns("__pycache__"))
+    return copy_runtime(folder)
+
+
+def changed_lines(folder: Path) -> dict[str, int]:
+    """Lines that were added to a copy, by file; a new file counts as 0."""
+    found = {}
+    for path in folder.rglob("*.py"):
+        name = path.relative_to(folder)
+        old = (RUNTIME.parents[1] if name.parts[0] == "specexport" else RUNTIME.parent) / name
+        before = old.read_text(encoding="utf-8").splitlines() if old.exists() else None
+        now = path.read_text(encoding="utf-8").splitlines()
+        if now != before:
+            found[name.as_posix()] = 0 if before is None else len(now) - len(before)
+    return found
+
+
 def edit(path: Path, changes: dict[str, str]) -> None:
     """Replace texts of a file, each of which must be there."""
     text = path.read_text(encoding="utf-8")
@@ -26,7 +46,7 @@ def edit(path: Path, changes: dict[str, str]) -> None:
 
 
 def run_with(package: Path, program: str, *arguments: object) -> dict[str, Any]:
-    """Run a program over a copied package, beside the compiler's own sources; its last line is JSON."""
+    """Run a program over a copied package, with the compiler beside it or else our own; its last line is JSON."""
     places = (package.parent, RUNTIME.parents[1])
     done = subprocess.run(
         [sys.executable, "-c", program, *map(str, arguments)],

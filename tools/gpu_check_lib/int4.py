@@ -8,6 +8,7 @@ from unittest import mock
 
 import numpy as np
 
+from specexport_runtime.bundle.quant_kinds import INT4
 from tools.gpu_check_lib.context import Context
 from tools.gpu_check_lib.rows import judge
 
@@ -57,13 +58,7 @@ def check_int4(context: Context, backend: str = "ort-cuda") -> None:
 @contextmanager
 def same_codes() -> Iterator[None]:
     """Let builds for the CPU take the operator and the blocks of ``ort-cuda``."""
-    from specexport.backends.ort_cpu import OrtCpu
-    from specexport.backends.ort_cuda import OrtCuda
-
-    with (
-        mock.patch.object(OrtCpu, "quantize_operator", OrtCuda.quantize_operator),
-        mock.patch.object(OrtCpu, "quantize_block", OrtCuda.quantize_block),
-    ):
+    with mock.patch.dict(INT4.backends, {"ort-cpu": INT4.backends["ort-cuda"]}):
         yield
 
 

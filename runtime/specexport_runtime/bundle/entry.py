@@ -241,7 +241,7 @@ class ModelEntry:
     attention: AttentionEntry
     engine: EngineEntry
     states: tuple[StateGeometry, ...] = ()  # sizes of what each recurrence keeps of a row, in order
-    # Of the linear layers' weights: "int8", "int4", or "keep" for the integers of a quantized checkpoint.
+    # Of the linear layers' weights: a name of ``quant_kinds.KINDS``; None for float weights.
     quantize: str | None = None
     passes: tuple[tuple[str, int], ...] = ()  # what each compiler pass changed, in order: name, changes
     rope: Rope | None = None

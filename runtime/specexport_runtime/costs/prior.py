@@ -4,17 +4,16 @@ The rates are those of common machines. Lengths are chosen by ratios, which roun
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from specexport_runtime.abi import CACHE_BYTES, ITEM_BYTES, MLP
 from specexport_runtime.bundle.entry import ModelEntry
+from specexport_runtime.bundle.quant_kinds import KINDS, Flops
 from specexport_runtime.costs.curves import CostCurves, LayerShares, StepCost
 
 DRAFTER_OF = {"draft": "draft-model", "head": "head"}
 """The drafter that each model of a bundle besides the target is for."""
-_QUANTIZED_BYTES = {"int8": 1.0, "int4": 0.5625}
-"""Of a weight, with its share of the scales."""
 _STATE_FLOPS = 6
 """Of a number of a state and a token: it decays, takes in a product, and is multiplied with a query."""
 
@@ -24,17 +23,18 @@ class _Rates(NamedTuple):
 
     bytes: float  # read from memory
     layer_seconds: float  # of a layer, whatever it holds
-    flops: Mapping[str | None, float]  # in products with weights, by how those are quantized
+    flops: float  # in products with float weights
     cache_flops: float  # in products with the cache, which are narrow
     hidden: float  # of the time that weights take to arrive, the share in which products cost next to nothing
+    of_kind: Callable[[Flops], float] | None = None  # products with quantized weights; None: as with float ones
 
 
 # Two cores of an EPYC, a model of 1.5 billion: what counts is how much they multiply while they read a byte. With 256
 # bits products are the limit from the first token on; with AVX-512 and VNNI they hide behind the weights up to five.
-_NARROW = _Rates(2e10, 3e-5, {None: 1.2e11, "int8": 1.4e11, "int4": 1.7e11, "keep": 1.7e11}, 2.2e10, hidden=0)
-_WIDE = _Rates(2e10, 3e-5, {None: 2e11, "int8": 7e11, "int4": 6e11, "keep": 6e11}, 2.2e10, hidden=0.5)
+_NARROW = _Rates(2e10, 3e-5, 1.2e11, 2.2e10, hidden=0, of_kind=lambda kind: kind.narrow)
+_WIDE = _Rates(2e10, 3e-5, 2e11, 2.2e10, hidden=0.5, of_kind=lambda kind: kind.wide)
 _CPU = {"avx512vnni": _WIDE, "amx": _WIDE}
-_GPU = _Rates(1.5e12, 2e-5, {None: 1e14}, 1e13, hidden=0)
+_GPU = _Rates(1.5e12, 2e-5, 1e14, 1e13, hidden=0)
 
 
 def prior_costs(models: Mapping[str, ModelEntry], *, kernels: str | None) -> CostCurves:
@@ -52,6 +52,8 @@ def prior_costs(models: Mapping[str, ModelEntry], *, kernels: str | None) -> Cos
 
 def _cost(entry: ModelEntry, rates: _Rates) -> StepCost:
     parameters, attention = entry.parameters.step, entry.attention
+    kind = KINDS.get(entry.quantize or "")
+    flops = rates.flops if kind is None or rates.of_kind is None else rates.of_kind(kind.flops)
     experts, per_token, per_layer = entry.parameters.experts or (0, 0, 1)
     unchosen = 1 - per_token / per_layer
     weight_seconds = _bytes_of_weight(entry) / rates.bytes
@@ -63,7 +65,7 @@ def _cost(entry: ModelEntry, rates: _Rates) -> StepCost:
         products += max(attention.query_heads or layer.kv_heads, layer.kv_heads) * (layer.k_dim + layer.v_dim)
     return StepCost(
         reading=parameters * weight_seconds,
-        token=2 * (parameters - experts * unchosen) / rates.flops.get(entry.quantize, rates.flops[None]),
+        token=2 * (parameters - experts * unchosen) / flops,
         fixed=(len(attention.layers) + len(entry.states)) * rates.layer_seconds,
         hidden=rates.hidden,
         unchosen=experts * weight_seconds,
@@ -80,7 +82,8 @@ def _bytes_of_weight(entry: ModelEntry) -> float:
     if entry.engine.packed_bytes is not None:  # any mixture of formats
         stored, before = entry.engine.packed_bytes
         return item * stored / max(before, 1)
-    return _QUANTIZED_BYTES.get(entry.quantize or "", item)
+    kind = KINDS.get(entry.quantize or "")
+    return item if kind is None or kind.read_bytes is None else kind.read_bytes
 
 
 def _shares(entry: ModelEntry) -> LayerShares:

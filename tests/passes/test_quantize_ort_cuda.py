@@ -10,15 +10,22 @@ import onnx_ir as ir
 import pytest
 
 from specexport.passes.pipeline import default_passes, run_passes
-from specexport.passes.quantize_weights import nbits_bytes, pack_channels, quantize_blocks
+from specexport.passes.quantize_ort_cuda import nbits_bytes, pack_channels
+from specexport.passes.symmetric_blocks import quantize_blocks
+from specexport_runtime.bundle.quant_kinds import INT4
 from specexport_runtime.errors import UnsupportedModelError
-from tests.passes.test_quantize_blocks import build, verify_logits, worst_row
+from tests.passes.test_quantize_ort_cpu import build, verify_logits, worst_row
 from tests.support import engine_harness as harness
 from tests.support.tiny_models import make_llama
 from tests.support.tiny_traces import tiny_model, trace_of
 
-FORM: dict[str, Any] = {"quantize_operator": "MatMulNBits", "quantize_block": 64}
-"""Blocks of 64: 96 inputs, of which the tiny Llama has some, are then filled up."""
+FORM: dict[str, Any] = {"backend": "ort-cuda"}
+
+
+@pytest.fixture(autouse=True)
+def large_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 64: 96 inputs, of which the tiny Llama has some, are then filled up."""
+    monkeypatch.setitem(INT4.backends, "ort-cuda", INT4.backends["ort-cuda"]._replace(block=64))
 
 
 def stand_for(channels: np.ndarray, block: int, rounded: Any = np.float16) -> np.ndarray:

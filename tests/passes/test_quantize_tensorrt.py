@@ -10,14 +10,14 @@ import onnx_ir as ir
 import pytest
 
 from specexport.passes.pipeline import default_passes, quantizing_passes, run_passes
-from specexport.passes.quantize_weights import quantize_blocks
+from specexport.passes.symmetric_blocks import quantize_blocks
 from specexport_runtime.errors import RecipeError, UnsupportedModelError
-from tests.passes.test_quantize_blocks import build, verify_logits, worst_row
+from tests.passes.test_quantize_ort_cpu import build, verify_logits, worst_row
 from tests.support import engine_harness as harness
 from tests.support.tiny_models import make_llama
 from tests.support.tiny_traces import tiny_model, trace_of
 
-FORM = {"quantize_operator": "DequantizeLinear", "quantize_block": 64}
+FORM = {"backend": "tensorrt"}
 NUM_LINEAR = 13
 """Two layers of 7 and the LM head, less the two of 96 inputs, which blocks of 64 do not divide."""
 MATRIX = np.random.default_rng(5).standard_normal((256, 40)).astype(np.float32)
@@ -108,8 +108,20 @@ def test_a_model_that_no_block_divides_is_refused() -> None:
         run_passes(model, default_passes("float32", quantize="int4", **FORM))
 
 
-@pytest.mark.parametrize("operator", ["MatMulNBits", "DequantizeLinear"])
+@pytest.mark.parametrize("backend", ["ort-cuda", "tensorrt"])
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_what_engines_lack_is_refused(kind: str, operator: str) -> None:
+def test_what_engines_lack_is_refused(kind: str, backend: str) -> None:
     with pytest.raises(RecipeError, match=kind):
-        quantizing_passes(kind, lm_head=True, operator=operator, block=64)
+        quantizing_passes(kind, backend)
+
+
+@pytest.mark.parametrize("rounded", [np.float16, ml_dtypes.bfloat16])
+def test_weights_whose_scales_are_beyond_what_is_stored_are_refused(rounded: Any) -> None:
+    matrix = MATRIX * np.float32(1e5 if rounded is np.float16 else 1e15)
+    codes, scales = quantize_blocks(matrix, 32, rounded)
+    assert np.isfinite(scales).all()
+    assert np.abs(values_of(codes, scales) - matrix).max() < np.abs(matrix).max() / 7
+    for large in (np.inf, np.nan, *([-6e5] if rounded is np.float16 else [])):
+        matrix[40, 7] = large
+        with pytest.raises(UnsupportedModelError, match="larger than quantization can store"):
+            quantize_blocks(matrix, 32, rounded)

@@ -10,7 +10,7 @@ import pytest
 
 from specexport.passes.block_make import half_up, int4_weight, int8_weight
 from specexport.passes.pipeline import default_passes, quantizing_passes, run_passes
-from specexport.passes.quantize_blocks import HEAD_SHARE, BlockQuantizePass
+from specexport.passes.quantize_ort_cpu import HEAD_SHARE, BlockQuantizePass
 from specexport_runtime.errors import RecipeError, UnsupportedModelError
 from tests.support.engine_harness import Engine
 from tests.support.sessions import session_of
@@ -127,7 +127,7 @@ def test_batched_experts_are_refused_by_name(traced: Traced, name: str, kind: st
 
 def test_an_unknown_kind_is_refused() -> None:
     with pytest.raises(RecipeError, match=r"no quantization 'int3'.*int8 or int4"):
-        quantizing_passes("int3", lm_head=True)
+        quantizing_passes("int3", "ort-cpu")
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -160,6 +160,19 @@ def test_int4_blocks_are_within_a_step_and_keep_zeros() -> None:
         assert (np.abs(values[:, :80] - weight) <= steps).all()
         assert (values[:, :80][weight == 0] == 0).all()
         assert (values[:, 80:] == 0).all()
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_int4_weights_whose_scales_are_beyond_float16_are_refused(measured: bool) -> None:
+    weight = np.zeros((2, 64), np.float32)
+    weight[1, 40] = 9e5  # over 15 steps: below the largest float16, 65504
+    importance = np.ones(64, np.float32) if measured else None
+    found = int4_weight(ir.tensor(weight), turned=True, importance=importance).floats()
+    assert np.abs(found - weight).max() < 9e5 / 15
+    for large in (1e6, -1e6, np.inf, np.nan):
+        weight[1, 40] = large
+        with pytest.raises(UnsupportedModelError, match="larger than quantization can store"):
+            int4_weight(ir.tensor(weight), turned=True, importance=importance).read(np.arange(2))
 
 
 def test_scales_are_rounded_up_to_what_is_stored() -> None:

@@ -1,10 +1,10 @@
-"""Linear layers, routers, experts and embeddings rounded to blocks of integers, for CPUs."""
+"""Linear layers, routers, experts and embeddings rounded to blocks of integers, for our own operators for CPUs."""
 
 from collections.abc import Collection
 
 import onnx_ir as ir
 
-from specexport.passes.base import CountingPass, constant_of
+from specexport.passes.base import CountingPass, Quantizing, constant_of
 from specexport.passes.block_experts import of_rounded, put_experts, weight_of
 from specexport.passes.block_linear import of_blocks, put_linear, put_lookup
 from specexport.passes.block_make import int4_weight, int8_weight
@@ -19,6 +19,13 @@ HEAD_SHARE = 0.3
 much."""
 # Between the graph's token ids and the lookup; a draft head that fills blocks has entries without a token.
 _ID_STEPS = {"Cast", "Clip", "Identity", "Reshape", "Squeeze", "Unsqueeze"}
+
+
+def passes(given: Quantizing) -> list[CountingPass]:
+    """The passes of int8 and int4."""
+    bits = given.kind.bits
+    assert bits is not None  # noqa: S101 - the kinds that round
+    return [ExpertsQuantizePass(bits), BlockQuantizePass(bits, lm_head=given.lm_head)]
 
 
 class BlockQuantizePass(CountingPass):
