@@ -108,6 +108,7 @@ def test_texts_with_drafts_are_those_without(name: str, quantize: str | None, tm
     assert 0 < counts["draft-model accepted"] < counts["draft-model drafted"]
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.parametrize(
     ("name", "quantize"), [("qwen3_next", "int8"), ("bamba", "int8"), ("qwen3_moe", "int8"), ("qwen3_moe", None)]
 )
@@ -123,6 +124,7 @@ def test_a_model_that_drafts_for_itself_is_accepted_to_the_last_token(
             assert all(drafted == accepted > 0 for drafted, accepted in counts), (lookahead, counts)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("name", "seed", "number"), [("qwen3_next", 20, 7), ("bamba", 2, 1)])
 def test_sampled_texts_follow_the_target(name: str, seed: int, number: int, tmp_path: Path) -> None:
     """A gated delta rule and a state space, at temperature 1; chi-square over the first three tokens together.

@@ -60,6 +60,7 @@ def build_knowing(folder: Path, scale: float) -> Path:
     return folder / "b"
 
 
+@pytest.mark.whole
 def test_what_its_own_module_knows_is_accepted_to_the_last(tmp_path: Path) -> None:
     bundle = build_knowing(tmp_path, 0.0)
     entry = load_manifest(bundle).models["head"]
@@ -85,6 +86,7 @@ def open_engine(bundle: Path, rows: int, **options: Any) -> SpecEngine:
     return engine
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.parametrize(("rows", "options"), [(1, {}), (3, {}), (3, {"max_num_batched_tokens": 8})])
 def test_texts_are_those_of_plain_decoding(bundle: Path, rows: int, options: dict[str, Any]) -> None:
     """One by one, in ragged batches, and with prompts in pieces; log-probabilities to the last bit."""

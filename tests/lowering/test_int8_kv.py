@@ -71,6 +71,7 @@ def test_entries_are_the_float_ones_rounded(name: str, tmp_path: Path) -> None:
             assert (codes[row, 0, :, count:] == INT8_POISON).all()
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.parametrize("head_dim", [12, 16, 160])
 def test_no_result_depends_on_the_width_of_a_step(head_dim: int, tmp_path: Path) -> None:
     model = make_llama(head_dim=head_dim)
