@@ -127,7 +127,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return save_target(make_target(**SHARED), place / "target"), save_assistant(make_assistant(), place / "head")
 
 
-@pytest.mark.one_of_kind
+@pytest.mark.whole
 @pytest.mark.bundle
 @pytest.mark.parametrize("quantize", ["none", "int8"])
 def test_text_stays_the_targets_for_every_lookahead_and_batch(

@@ -86,7 +86,7 @@ def open_engine(bundle: Path, rows: int, **options: Any) -> SpecEngine:
     return engine
 
 
-@pytest.mark.one_of_kind
+@pytest.mark.whole
 @pytest.mark.parametrize(("rows", "options"), [(1, {}), (3, {}), (3, {"max_num_batched_tokens": 8})])
 def test_texts_are_those_of_plain_decoding(bundle: Path, rows: int, options: dict[str, Any]) -> None:
     """One by one, in ragged batches, and with prompts in pieces; log-probabilities to the last bit."""
@@ -103,6 +103,7 @@ def test_texts_are_those_of_plain_decoding(bundle: Path, rows: int, options: dic
         engine.check()
 
 
+@pytest.mark.whole
 def test_a_conversation_goes_on_behind_its_states_and_its_features(bundle: Path) -> None:
     params = SamplingParams(max_tokens=20, ignore_eos=True, logprobs=2)
     turns: list[tuple[Any, Any]] = []

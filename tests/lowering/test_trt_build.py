@@ -36,6 +36,7 @@ def geometry(model: ir.Model, layer: int) -> LayerGeometry:
     return LayerGeometry(keys[1], keys[3], values[3])
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.parametrize(("name", "dtype", "fold"), MODELS)
 def test_lowered_models_build_without_a_warning_that_matters(name: str, dtype: str, fold: int, tmp_path: Path) -> None:
     from specexport.backends.trt import TrtPlan, write_trt_engines

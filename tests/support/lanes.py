@@ -7,6 +7,9 @@ import pytest
 EVERY_DAY_MODELS = {"llama", "gemma3", "qwen3_moe", "gpt_oss", "qwen3_next", "mamba2"}
 """Plain, windows, experts, sinks, a hybrid with attention, states alone. The long lane has others of their kinds."""
 
+WALK, WALKED = "test_engine_logits_equal_eager_transformers", {"gpt2", "gemma2", "deepseek_v3", "bloom"}
+"""Learned positions, softcaps, latent attention and ALiBi too, in the tests of that name."""
+
 
 def keep_lanes(items: Sequence[pytest.Item], models: set[str]) -> None:
     """Mark for the long lane what stands beside a test of the same kind.
@@ -18,7 +21,8 @@ def keep_lanes(items: Sequence[pytest.Item], models: set[str]) -> None:
     for item in items:
         parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
         named = {value for value in parameters if isinstance(value, str) and value in models}
-        if named and not named & EVERY_DAY_MODELS:
+        every_day = EVERY_DAY_MODELS | (WALKED if item.name.startswith(WALK) else set())
+        if named and not named & every_day:
             item.add_marker("whole")
     seen = set()
     for item in items:
