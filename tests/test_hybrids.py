@@ -37,6 +37,7 @@ from tests.support.hybrid_pairs import (
 )
 from tests.support.rounds import check_every_round
 from tests.support.tiny_models import ARCHITECTURES, HYBRIDS, make_model, save_checkpoint
+from tests.support.tiny_traces import tiny_model
 
 LOOKAHEAD = 6
 TOLERANCE = 1e-4
@@ -51,8 +52,7 @@ FLOAT = [(name, None) for name in (NAMED if chance.FUZZ_SEED is not None else ("
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_engine_logits_equal_eager_transformers_behind_rollbacks(name: str, tmp_path: Path) -> None:
     """Rounds as decoding makes them: prompts in odd chunks, drafts of which some are right, idle rows, row moves."""
-    classes, config = HYBRIDS[name]
-    model = make_model(classes, config | {"vocab_size": KNOWN})
+    model = tiny_model(name, vocab_size=KNOWN)
     bundle = load_bundle(build(tmp_path / "bundle", save_checkpoint(model, tmp_path / "target"), None, None))
     entry = bundle.manifest.models["target"]
     random = np.random.default_rng(chance.seed(7))
