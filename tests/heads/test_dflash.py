@@ -108,7 +108,7 @@ class Watch:
     def on_finish(self, _: Any) -> None: ...
 
 
-@pytest.mark.one_of_kind
+@pytest.mark.whole
 @pytest.mark.bundle
 @pytest.mark.parametrize("dialect", ["z-lab", "sliding"])  # what is read, see above
 def test_a_bundle_drafts_what_the_published_equations_draft(
@@ -139,6 +139,7 @@ def test_a_bundle_drafts_what_the_published_equations_draft(
     engine.close()
 
 
+@pytest.mark.whole
 def test_only_the_block_goes_through_what_comes_behind_attention(target: Any, tmp_path: Path) -> None:
     zlab(tmp_path, target)
     head, seen = load(tmp_path, target).head, []

@@ -136,7 +136,7 @@ def test_a_lowered_head_computes_the_published_equations(
     assert max(run_steps(executor, ragged_steps(partial(equations, spec), loaded))) <= CLOSE
 
 
-@pytest.mark.one_of_kind
+@pytest.mark.whole
 @pytest.mark.parametrize("dialect", ["qwen3", "peagle", "medusa", "block-z-lab"])
 def test_heads_of_causal_attention_get_a_row_for_each_token(
     dialect: str, heads: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -147,7 +147,7 @@ def test_heads_of_causal_attention_get_a_row_for_each_token(
     assert max(run_steps(executor, ragged_steps(partial(equations, spec), loaded))) <= CLOSE
 
 
-@pytest.mark.one_of_kind
+@pytest.mark.whole
 @pytest.mark.parametrize("way", [CUDA, FOLDED])
 @pytest.mark.parametrize("family", ["qwen", "deepseek"])
 def test_a_lowered_module_computes_the_published_equations(
@@ -160,7 +160,7 @@ def test_a_lowered_module_computes_the_published_equations(
     assert max(run_steps(executor, reference)) <= CLOSE
 
 
-@pytest.mark.one_of_kind
+@pytest.mark.whole
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dialect", ["block-z-lab", "block-sliding"])
 def test_a_lowered_block_sees_all_of_its_row(

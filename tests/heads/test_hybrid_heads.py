@@ -27,7 +27,7 @@ PAIRS: dict[str, tuple[tuple[str, dict[str, Any]], Any, Any]] = {
 """Name to (the target, the head, and what drafts by its published equations)."""
 
 
-@pytest.mark.one_of_kind
+@pytest.mark.whole
 @pytest.mark.parametrize("pair", PAIRS)
 def test_a_bundle_drafts_what_the_published_equations_draft(pair: str, tmp_path: Path) -> None:
     """In ragged batches; hidden states between layers that keep a state are those that transformers has there."""

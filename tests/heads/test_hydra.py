@@ -107,7 +107,7 @@ def check_reference(bundle: Path, spec: HydraSpec) -> None:
     assert found.max_abs_error <= 1e-5
 
 
-@pytest.mark.one_of_kind
+@pytest.mark.whole
 @pytest.mark.bundle
 @pytest.mark.parametrize("dialect", ["hydra", "hydra-plus"])  # what is read, see above
 def test_a_bundle_drafts_what_the_published_equations_draft(dialect: str, target: Any, bundle_of: Any) -> None:
