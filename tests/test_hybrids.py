@@ -37,6 +37,7 @@ from tests.support.hybrid_pairs import (
 )
 from tests.support.rounds import check_every_round
 from tests.support.tiny_models import ARCHITECTURES, HYBRIDS, make_model, save_checkpoint
+from tests.support.tiny_traces import tiny_model
 
 LOOKAHEAD = 6
 TOLERANCE = 1e-4
@@ -51,8 +52,7 @@ FLOAT = [(name, None) for name in (NAMED if chance.FUZZ_SEED is not None else ("
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_engine_logits_equal_eager_transformers_behind_rollbacks(name: str, tmp_path: Path) -> None:
     """Rounds as decoding makes them: prompts in odd chunks, drafts of which some are right, idle rows, row moves."""
-    classes, config = HYBRIDS[name]
-    model = make_model(classes, config | {"vocab_size": KNOWN})
+    model = tiny_model(name, vocab_size=KNOWN)
     bundle = load_bundle(build(tmp_path / "bundle", save_checkpoint(model, tmp_path / "target"), None, None))
     entry = bundle.manifest.models["target"]
     random = np.random.default_rng(chance.seed(7))
@@ -108,6 +108,7 @@ def test_texts_with_drafts_are_those_without(name: str, quantize: str | None, tm
     assert 0 < counts["draft-model accepted"] < counts["draft-model drafted"]
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.parametrize(
     ("name", "quantize"), [("qwen3_next", "int8"), ("bamba", "int8"), ("qwen3_moe", "int8"), ("qwen3_moe", None)]
 )
@@ -123,6 +124,7 @@ def test_a_model_that_drafts_for_itself_is_accepted_to_the_last_token(
             assert all(drafted == accepted > 0 for drafted, accepted in counts), (lookahead, counts)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("name", "seed", "number"), [("qwen3_next", 20, 7), ("bamba", 2, 1)])
 def test_sampled_texts_follow_the_target(name: str, seed: int, number: int, tmp_path: Path) -> None:
     """A gated delta rule and a state space, at temperature 1; chi-square over the first three tokens together.

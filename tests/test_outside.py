@@ -39,6 +39,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 PROMPTS = ["abcabcabcabcabc", "x", "for i in range(10):\n    print(i)\nfor i in range(10):\n"]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("drafter", ["draft-model", "lookup"])
 def test_texts_with_drafts_are_those_of_plain_decoding(bundle: Path, drafter: str) -> None:
     with closing(SpecEngine.load(bundle, max_num_seqs=2, num_threads=1, spin=False, adaptive=False)) as engine:

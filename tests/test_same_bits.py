@@ -36,6 +36,7 @@ ALIKE = {
     "starcoder2",
 }
 """Architectures that have the operators of others."""
+TOLD_APART = [name for name in (*ARCHITECTURES, *HYBRIDS) if name not in ALIKE]
 NOT_IN_EIGHT_BITS = {"recurrent_gemma"}
 MIXED = {
     "attn_v.weight": "Q6_K",
@@ -112,14 +113,21 @@ def assert_same_bits(made: Made, where: str) -> None:
                 np.testing.assert_array_equal(found, expected[row], f"text {row} of {rows}, {threads} threads")
 
 
+def model_of(name: str) -> Any:
+    return tiny_model(name) if name in ARCHITECTURES else tiny_model(name, vocab_size=KNOWN)
+
+
 @pytest.mark.fuzz
-@pytest.mark.parametrize("name", [name for name in (*ARCHITECTURES, *HYBRIDS) if name not in ALIKE])
+@pytest.mark.parametrize("name", TOLD_APART)
 def test_every_architecture(name: str, tmp_path: Path) -> None:
-    classes, config = (ARCHITECTURES | HYBRIDS)[name]
-    model = tiny_model(name) if name in ARCHITECTURES else make_model(classes, config | {"vocab_size": KNOWN})
-    assert_same_bits((compiled(model, tmp_path), tmp_path), name)
-    if name not in NOT_IN_EIGHT_BITS:
-        assert_same_bits((compiled(model, tmp_path / "int8", quantize="int8"), tmp_path / "int8"), "")
+    assert_same_bits((compiled(model_of(name), tmp_path), tmp_path), name)
+
+
+@pytest.mark.fuzz
+@pytest.mark.one_of_kind
+@pytest.mark.parametrize("name", [name for name in TOLD_APART if name not in NOT_IN_EIGHT_BITS])
+def test_every_architecture_in_eight_bits(name: str, tmp_path: Path) -> None:
+    assert_same_bits((compiled(model_of(name), tmp_path, quantize="int8"), tmp_path), "")
 
 
 def built(folder: Path, source: Path | None = None, **values: Any) -> Made:

@@ -38,6 +38,7 @@ def test_values_are_those_of_the_format(method: str, bits: int) -> None:
     assert weight.form.has_offsets == (method not in ("w4a16", "w8a8"))
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.parametrize("method", SETTINGS)
 def test_a_checkpoint_is_kept_or_made_float(method: str, tmp_path: Path) -> None:
     folder = save_checkpoint(make_model("Qwen2", SIZES), tmp_path / "model")
@@ -61,6 +62,7 @@ def test_a_checkpoint_is_kept_or_made_float(method: str, tmp_path: Path) -> None
         assert plain.manifest.models["target"].quantize is None
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.parametrize(("name", "method"), [("qwen3_moe", "gptq"), ("mixtral", "awq"), ("qwen3_moe", "w8a8")])
 def test_experts_are_kept_where_transformers_stacks_them(name: str, method: str, tmp_path: Path) -> None:
     classes, config = ARCHITECTURES[name]

@@ -22,6 +22,7 @@ def draw(*lengths: int) -> list[list[int]]:
     return [random.integers(3, VOCAB, length).tolist() for length in lengths]
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.parametrize(("name", "max_len"), [("phi3_longrope", ORIGINAL), *((name, 48) for name in BY_LENGTH)])
 def test_engine_has_the_angles_that_transformers_takes_for_the_longest_sequence(
     name: str, max_len: int, tmp_path: Path
@@ -54,6 +55,7 @@ def test_a_short_text_under_the_long_table_is_not_what_transformers_gives() -> N
     np.testing.assert_array_equal(held, reference_logits(checkpoint, [sequence, *draw(48)])[0])
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.parametrize(
     ("name", "max_len", "text"),
     [

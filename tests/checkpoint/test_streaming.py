@@ -17,6 +17,7 @@ from specexport.trace import reference_logits, trace_checkpoint
 from specexport_runtime.errors import CheckpointError
 from tests.support.tiny_gguf import write_gguf
 from tests.support.tiny_models import ARCHITECTURES, GROUPED, make_llama, make_model, save_checkpoint
+from tests.support.tiny_traces import tiny_model
 
 SEQUENCES = [list(range(3, 40)), list(range(7, 19))]
 WHOLE = {"mixtral", "qwen3_moe", "deepseek_v3"}
@@ -54,7 +55,7 @@ def assert_same_model(path: Path, dtype: str = "float32") -> Checkpoint:
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_matrix_of_every_architecture_is_the_one_in_its_file(name: str, tmp_path: Path) -> None:
-    checkpoint = assert_same_model(save_checkpoint(make_model(*ARCHITECTURES[name]), tmp_path / "tiny"))
+    checkpoint = assert_same_model(save_checkpoint(tiny_model(name), tmp_path / "tiny"))
     matrices = {n for n, p in checkpoint.model.named_parameters(remove_duplicate=False) if p.ndim > 1}
     assert set(checkpoint.stored) == (set() if name in WHOLE else matrices)
     for weight, parameter in checkpoint.model.named_parameters(remove_duplicate=False):

@@ -9,6 +9,7 @@ from click.testing import CliRunner, Result
 from specexport.cli import main
 from specexport.compile.pipeline import build_bundle
 from tests.support.pairs import TinyPair, locked
+from tests.support.refusals import content_of, line_of
 from tests.support.tiny_models import make_llama, save_checkpoint
 
 
@@ -52,15 +53,9 @@ def refuse_cli(run_cli: Callable[..., Result], tmp_path: Path) -> Callable[..., 
     """Run a command that must be refused: exit code 2, one line, no traceback; returns the line."""
 
     def refuse(*args: object, exit_code: int = 2) -> str:
-        before = sorted(tmp_path.rglob("*"))
-        result = run_cli(*args)
-        assert result.exit_code == exit_code, result.output
-        assert result.stdout == ""
-        (line,) = result.stderr.splitlines()
-        assert line.startswith("error: ")
-        assert " Fix: " in line
-        assert "Traceback" not in line
-        assert sorted(tmp_path.rglob("*")) == before, "something was left behind"
+        before = content_of(tmp_path)
+        line = line_of(run_cli(*args), exit_code=exit_code)
+        assert content_of(tmp_path) == before, "something was left behind"
         return line
 
     return refuse

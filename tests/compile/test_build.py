@@ -77,6 +77,7 @@ def test_a_bundle_says_what_it_is(tiny_pair: TinyPair, tiny_bundle: Path) -> Non
         assert manifest.files[entry.engine.padded.path].size < 100_000, "its weights are the engine's"
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.parametrize(("dtype", "kind"), [("bfloat16", "bf16"), ("float16", "f16")])
 def test_weights_alone_are_rounded(tiny_pair: TinyPair, tmp_path: Path, dtype: str, kind: str) -> None:
     notes: list[str] = []
@@ -355,6 +356,7 @@ def test_a_half_written_folder_is_no_bundle(tiny_bundle: Path, tmp_path: Path) -
         load_manifest(tmp_path / "out")
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.exports
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_torch_weights_are_gone_before_the_check(

@@ -34,6 +34,7 @@ def acceptance(results: list[GenerationResult]) -> float:
     return sum(each.stats.accepted for each in results) / sum(each.stats.drafted for each in results)
 
 
+@pytest.mark.whole
 def test_the_right_half_of_the_vocabulary_is_enough_and_a_wrong_one_is_not(
     demo_bundle: Path, demo_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -106,6 +106,7 @@ def labels(rows: list[dict[str, Any]]) -> list[str]:
     return [row["label"] for row in rows]
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.parametrize("weight", ["layers.1.mlp.down_proj", "layers.0.self_attn.q_proj"])
 def test_a_damaged_layer_is_named(
     weight: str, tiny_bundle: Path, tmp_path: Path, debug_json: Callable[..., dict[str, Any]]
@@ -126,6 +127,7 @@ def test_a_damaged_layer_is_named(
     assert found["replayed_error"] < 1e-5
 
 
+@pytest.mark.whole
 def test_every_quantized_layer_is_ranked_by_what_it_does_to_the_logits(
     bundles: dict[str, Path], tiny_bundle: Path, debug_json: Callable[..., dict[str, Any]]
 ) -> None:
@@ -146,6 +148,7 @@ def test_every_quantized_layer_is_ranked_by_what_it_does_to_the_logits(
                for row in only["rows"] if row["label"] == name)  # fmt: skip
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.parametrize(
     ("graph", "role", "step"),
     [("padded", "target", "verify"), ("padded", "target", "prefill"), ("padded", "draft", "decode")],
@@ -166,6 +169,7 @@ def test_lowerings_of_one_model_agree(
     assert expected <= set(labels(found["rows"]))
 
 
+@pytest.mark.whole
 def test_layers_that_only_one_graph_has_packed_are_still_paired(bundles: dict[str, Path], gated_bundle: Path) -> None:
     graphs = [load_graph(folder / "target" / "model.onnx") for folder in (bundles["plain"], gated_bundle)]
     pairs = pair_points(*graphs, same_names=False)

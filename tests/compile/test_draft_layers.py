@@ -100,6 +100,7 @@ def test_layers_that_do_nothing_go_and_nothing_is_lost(without_idle: BuildResult
     assert shown["models"]["draft"]["kept_layers"] == [0, 2, 3]
 
 
+@pytest.mark.whole
 def test_the_layers_that_do_least_cost_less_acceptance_than_those_that_do_most(
     pair: TinyPair,
     lossy: Path,
@@ -126,6 +127,7 @@ def test_the_layers_that_do_least_cost_less_acceptance_than_those_that_do_most(
     assert wrong_accepted / wrong_drafted < 0.5 * accepted / drafted
 
 
+@pytest.mark.whole
 def test_verify_compares_with_the_layers_that_stayed(
     pair: TinyPair, lossy: Path, tmp_path: Path, run_cli: RunCli
 ) -> None:

@@ -155,7 +155,7 @@ def assert_priced(result: BuildResult, form: Any) -> None:
     assert chosen.step == pytest.approx(step, rel=1e-3)
 
 
-@pytest.mark.one_of_kind
+@pytest.mark.whole
 @pytest.mark.parametrize(("kinds", "tied"), [({"": "Q8_0"}, True), ({"output.weight": "Q8_0", "": "Q4_0"}, False)])
 def test_a_chosen_draft_is_accepted_as_often_as_the_trial_said(
     kinds: dict[str, str], tied: bool, tmp_path: Path, trying: pytest.MonkeyPatch
@@ -195,6 +195,7 @@ def test_a_chosen_draft_is_accepted_as_often_as_the_trial_said(
         assert (each.stats.accepted, each.stats.drafted) == (right, tries)
 
 
+@pytest.mark.whole
 def test_a_trial_is_done_once_and_always_ends_the_same(
     tiny_pair: TinyPair, tmp_path: Path, trying: pytest.MonkeyPatch
 ) -> None:
@@ -211,6 +212,7 @@ def test_a_trial_is_done_once_and_always_ends_the_same(
     assert "draft" not in other.reused, "another target writes other texts"
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.parametrize(
     ("work", "least", "why"),
     [(1.0, 0, "too large"), (6e12, 1 << 20, "its weights take 0."), (6e12, 0, "the draft breaks")],

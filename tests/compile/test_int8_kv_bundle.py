@@ -14,6 +14,7 @@ from specexport_runtime.executors.ort import OrtExecutor
 from tests.support.pairs import TinyPair
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.parametrize("quantize", ["int8", None])
 def test_caches_are_int8_whatever_the_weights_are(
     tiny_pair: TinyPair, tiny_bundle: Path, tmp_path: Path, quantize: str | None

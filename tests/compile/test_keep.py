@@ -41,6 +41,7 @@ def operators(folder: Path, role: str = "target", op_type: str = "BlockLinear") 
     return [node for node in graph.node if node.op_type == op_type]
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.parametrize("kind", BITS)
 def test_a_format_is_kept_without_being_asked_for(kind: str, tmp_path: Path) -> None:
     result = build(tmp_path, {"": kind})
@@ -56,6 +57,7 @@ def test_a_format_is_kept_without_being_asked_for(kind: str, tmp_path: Path) -> 
     assert len(operators(tmp_path / "out")) == 2 * 4 + 1
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_mixture_stays_a_mixture(tied: bool, tmp_path: Path) -> None:
     result = build(tmp_path, MIXED, tied=tied)
@@ -84,6 +86,7 @@ EXPERTS_KEPT = [
 ]
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.parametrize(("architecture", "kinds", "formats"), EXPERTS_KEPT, ids=["qwen3moe", "gpt-oss"])
 def test_experts_keep_their_formats(
     architecture: str, kinds: dict[str, str], formats: set[str], tmp_path: Path
@@ -112,6 +115,7 @@ def test_experts_keep_their_formats(
             np.testing.assert_allclose(values, wanted.T if experts.is_transposed else wanted, atol=1e-6)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("quantize", "lost"), [("int8", 0.02), ("int4", 0.2), ("none", None)])
 def test_experts_of_a_file_are_rounded_on_request(quantize: str, lost: float | None, tmp_path: Path) -> None:
     write_experts(tmp_path / "tiny.gguf", "qwen3moe", MIXED_EXPERTS)
@@ -148,6 +152,7 @@ def test_speculative_text_is_plain_text(tmp_path: Path) -> None:
         engine.close()
 
 
+@pytest.mark.whole
 def test_a_kept_draft_drafts_what_a_float_target_says(tmp_path: Path) -> None:
     write_gguf(make_model("Llama", WIDE), tmp_path / "one.gguf", architecture="llama", kinds={"": "Q5_K"})
     one = str(tmp_path / "one.gguf")
@@ -165,6 +170,7 @@ def test_a_kept_draft_drafts_what_a_float_target_says(tmp_path: Path) -> None:
         engine.close()
 
 
+@pytest.mark.whole
 def test_a_kept_draft_may_lose_layers(tmp_path: Path) -> None:
     model = make_model("Qwen2", WIDE | {"num_hidden_layers": 4})
     write_gguf(model, tmp_path / "four.gguf", kinds={"": "Q8_0"})
@@ -187,6 +193,7 @@ def test_float_weights_on_request_and_in_float_files(tmp_path: Path) -> None:
     assert build(other, {}).manifest.models["target"].quantize is None
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_lm_head_stays_float_on_request(tied: bool, tmp_path: Path) -> None:
     result = build(tmp_path, {"": "Q8_0"}, tied=tied, quantize_lm_head=False)
@@ -224,6 +231,7 @@ def test_float_checkpoints_have_nothing_to_keep(tmp_path: Path) -> None:
     assert settle_quantization(replace(recipe, quantize="int8"), quantized={"target": True}).quantize == "int8"
 
 
+@pytest.mark.whole
 def test_int8_caches_beside_kept_weights(tmp_path: Path) -> None:
     entry = build(tmp_path, {"": "Q8_0"}, kv_cache_dtype="int8").manifest.models["target"]
     assert (entry.quantize, entry.attention.cache_dtype) == ("keep", "int8")

@@ -64,6 +64,7 @@ def test_a_killed_build_is_cleared_away_by_the_next(leftover: Path, tiny_pair: T
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.whole
 def test_a_running_build_is_not_cleared_away(tiny_pair: TinyPair, tiny_bundle: Path, tmp_path: Path) -> None:
     (tmp_path / f".out.tmp-{os.getppid()}").mkdir()
     build_bundle(tiny_pair.recipe(tmp_path / "out"))

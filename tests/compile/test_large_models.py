@@ -33,6 +33,7 @@ def build(recipe: BuildRecipe, *, stream: bool) -> BuildResult:
         return build_bundle(recipe, use_cache=False)
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.parametrize(
     "values",
     [{}, {"quantize": "int8"}, {"quantize": "int4", "fuse": False}, {"quantize": "int8", "draft_vocab_size": 200}],
@@ -48,6 +49,7 @@ def test_weights_from_files_make_the_same_engine(values: dict[str, Any], tmp_pat
     assert data[0]
 
 
+@pytest.mark.whole
 def test_a_kept_gguf_file_makes_the_same_engine(tmp_path: Path) -> None:
     write_gguf(make_model("Llama", WIDE), tmp_path / "tiny.gguf", architecture="llama", kinds={"": "Q4_K"})
     found = []
@@ -90,6 +92,7 @@ def sequences_of(bundle: Path, entry: ModelEntry) -> list[np.ndarray]:
     return text_sequences((bundle / "tokenizer.json").read_bytes(), entry.vocab_size, entry.max_positions)
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.parametrize("quantize", [None, "int8", "int4", "keep"])
 @pytest.mark.parametrize("unpad_kv", [True, False])
 def test_parts_compute_what_the_whole_engine_does(
@@ -120,6 +123,7 @@ def test_parts_compute_what_the_whole_engine_does(
         np.testing.assert_array_equal(ours.logits, theirs.logits)
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_a_damaged_weight_is_found_in_parts_too(quantize: str | None, tmp_path: Path, tiny_pair: TinyPair) -> None:

@@ -60,7 +60,7 @@ def asked(adapters: dict[str, Path], *names: str) -> tuple[str, ...]:
     return tuple(f"{name}={adapters[name]}" for name in names or adapters)
 
 
-@pytest.fixture(scope="module", params=["none", "int8"])
+@pytest.fixture(scope="module", params=["none", pytest.param("int8", marks=pytest.mark.whole)])
 def bundle(
     request: pytest.FixtureRequest, tiny_pair: TinyPair, adapters: dict[str, Path], tmp_path_factory: Any
 ) -> Path:
@@ -325,6 +325,7 @@ def test_the_check_sees_the_wrong_adapter(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.whole
 def test_a_large_engine_is_checked_in_parts(
     tiny_pair: TinyPair, adapters: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -377,6 +378,7 @@ def test_what_cannot_be_done_with_adapters_is_refused(adapters: dict[str, Path])
             BuildRecipe(target="t", output="o", backend=backend, lora=both)
 
 
+@pytest.mark.whole
 def test_kept_weights_take_adapters_beside_them(tmp_path: Path) -> None:
     """They stay the checkpoint's integers, so that nothing can be merged into them."""
     from tests.support.tiny_gguf import write_gguf

@@ -25,6 +25,7 @@ from tests.support.tiny_models import ARCHITECTURES, make_model, save_checkpoint
 PROMPTS = ["abc abc abc abc ab", "the cat sat on the mat, the cat sat on"]
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_speculative_text_is_plain_text(kind: str, tmp_path: Path, tiny_pair: TinyPair) -> None:
     folder = tmp_path / "bundle"
@@ -44,6 +45,7 @@ def test_speculative_text_is_plain_text(kind: str, tmp_path: Path, tiny_pair: Ti
         engine.close()
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.parametrize(("name", "kind"), [("qwen3_moe", "none"), ("deepseek_v3", "int8"), ("gpt_oss", "int4")])
 def test_speculative_text_of_experts_is_plain_text(name: str, kind: str, tmp_path: Path, tiny_pair: TinyPair) -> None:
     (classes, config), gated = ARCHITECTURES[name], kind == "int8"
@@ -172,7 +174,7 @@ def quantized(session_dir: Path, demo_pair: Path) -> Callable[[str], tuple[Build
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "most_lost"), [("int8", 0.002), ("int4", 0.03)])
+@pytest.mark.parametrize(("kind", "most_lost"), [("int8", 0.002), pytest.param("int4", 0.03, marks=pytest.mark.whole)])
 def test_a_good_engine_is_close(
     kind: str, most_lost: float, quantized: Callable[[str], tuple[BuildResult, list[np.ndarray]]]
 ) -> None:
@@ -188,7 +190,13 @@ def test_a_good_engine_is_close(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "name", "damage"), DAMAGE, ids=[f"{kind}-{name}" for kind, name, _ in DAMAGE])
+@pytest.mark.parametrize(
+    ("kind", "name", "damage"),
+    [
+        pytest.param(*each, marks=[pytest.mark.whole] if each[0] == "int4" else [], id=f"{each[0]}-{each[1]}")
+        for each in DAMAGE
+    ],
+)
 def test_a_broken_engine_fails(
     kind: str,
     name: str,
@@ -206,6 +214,7 @@ def test_a_broken_engine_fails(
         check_engine(tmp_path, entry, sequences, references)
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_logits_of_other_positions_fail_for_an_untrained_model_too(
     kind: str, tmp_path: Path, tiny_pair: TinyPair

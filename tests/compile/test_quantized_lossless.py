@@ -30,7 +30,10 @@ WAYS: dict[str, dict[str, Any]] = {
 DEPTH, RUNS = 3, 400
 
 
-@pytest.fixture(scope="module", params=["int8", "int4", "none, int8 KV cache"])
+@pytest.fixture(
+    scope="module",
+    params=["int8", *(pytest.param(kind, marks=pytest.mark.whole) for kind in ("int4", "none, int8 KV cache"))],
+)
 def engine(
     request: pytest.FixtureRequest, tiny_pair: TinyPair, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SpecEngine]:

@@ -41,6 +41,7 @@ def test_a_length_beyond_all_tables_is_refused(checkpoint: Path, tmp_path: Path)
         build_bundle(recipe)
 
 
+@pytest.mark.whole
 def test_verify_holds_an_engine_against_its_own_table(checkpoint: Path) -> None:
     logits = {
         length: eager_references(EagerModel(str(checkpoint), "float32", rope_len=length), SEQUENCE)[0]

@@ -53,6 +53,7 @@ def manifest(rtx_bundle: Path) -> Manifest:
     return load_manifest(rtx_bundle)
 
 
+@pytest.mark.whole
 def test_an_engine_for_each_architecture_in_the_manifest(rtx_bundle: Path, manifest: Manifest) -> None:
     check_files(rtx_bundle, manifest.files)
     for role in ("target", "draft"):
@@ -75,12 +76,14 @@ def test_an_engine_for_each_architecture_in_the_manifest(rtx_bundle: Path, manif
     assert manifest.recipe["sm"] == ["89", "120"]
 
 
+@pytest.mark.whole
 def test_the_bundle_holds_nothing_else(rtx_bundle: Path, manifest: Manifest) -> None:
     found = {str(path.relative_to(rtx_bundle)) for path in rtx_bundle.rglob("*") if path.is_file()}
     assert found == {*manifest.files, "manifest.json"}, "no graph, no temporary file"
     assert not [path for path in rtx_bundle.rglob("*") if path.name.startswith(".")]
 
 
+@pytest.mark.whole
 def test_the_second_architecture_adds_its_kernels_only(rtx_bundle: Path, manifest: Manifest) -> None:
     """The weights of the tiny model are small: of a real one's engine less than a tenth is added (docs/gpu.md)."""
     first, second = manifest.models["target"].engine.files
@@ -90,6 +93,7 @@ def test_the_second_architecture_adds_its_kernels_only(rtx_bundle: Path, manifes
     assert manifest.files[second.path].size < 0.9 * len(whole)
 
 
+@pytest.mark.whole
 def test_inspect_tells_aliasing_fusion_and_precision(rtx_bundle: Path, run_cli: RunCli, manifest: Manifest) -> None:
     shown = json.loads(run_cli("inspect", rtx_bundle, "--json").stdout)
     target = shown["models"]["target"]["engine"]
@@ -123,6 +127,7 @@ def test_inspect_tells_aliasing_fusion_and_precision(rtx_bundle: Path, run_cli: 
     assert "sm120: target/model.sm120.delta (the rest is in target/model.sm89.engine), tensorrt-rtx" in text
 
 
+@pytest.mark.whole
 def test_what_is_not_folded_is_copied_to_be_verified(tiny_pair: TinyPair, rtx_bundle: Path, tmp_path: Path) -> None:
     """The bytes are really counted: without folding there are some."""
     plain = build_bundle(
@@ -135,6 +140,7 @@ def test_what_is_not_folded_is_copied_to_be_verified(tiny_pair: TinyPair, rtx_bu
     assert load_manifest(rtx_bundle).models["target"].engine.fused == (("folded", 2),)
 
 
+@pytest.mark.whole
 def test_a_model_that_float16_cannot_hold_is_refused_before_an_engine_is_built(
     tiny_pair: TinyPair, tmp_path: Path, refuse_cli: Refuse, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -152,6 +158,7 @@ def test_a_model_that_float16_cannot_hold_is_refused_before_an_engine_is_built(
     assert build_bundle(recipe, use_cache=False).manifest.models["target"].dtype == "bfloat16"
 
 
+@pytest.mark.whole
 def test_a_portable_engine_verifies_in_place_too(tiny_pair: TinyPair, tmp_path: Path) -> None:
     result = build_bundle(rtx_recipe(tiny_pair.target, tmp_path / "out", sm=["any"], max_num_seqs=1), use_cache=False)
     (engine,) = result.manifest.models["target"].engine.files
@@ -161,6 +168,7 @@ def test_a_portable_engine_verifies_in_place_too(tiny_pair: TinyPair, tmp_path: 
     assert copied["decode 1x1"] == copied["verify 1x4"] == 0
 
 
+@pytest.mark.whole
 def test_nothing_is_folded_where_the_masks_of_a_prefill_would_be_too_large(
     tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,6 +183,7 @@ def test_nothing_is_folded_where_the_masks_of_a_prefill_would_be_too_large(
     assert any("nothing is folded" in event.message and "--max-num-tokens" in event.message for event in events)
 
 
+@pytest.mark.whole
 def test_the_build_tells_its_memory_plan_and_how_far_tensorrt_is(tiny_pair: TinyPair, tmp_path: Path) -> None:
     events: list[ProgressEvent] = []
     result = build_bundle(
@@ -191,6 +200,7 @@ def event_is_build(events: list[ProgressEvent], note: str) -> bool:
     return any(event.stage == "build" and event.message == note for event in events)
 
 
+@pytest.mark.whole
 def test_a_second_build_does_nothing_and_the_cache_serves_another_output(
     tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,7 +215,7 @@ def test_a_second_build_does_nothing_and_the_cache_serves_another_output(
     assert not (tmp_path / "third").exists()
 
 
-@pytest.mark.one_of_kind
+@pytest.mark.whole
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(
     ("classes", "config", "copies"),
@@ -228,6 +238,7 @@ def test_other_attention_builds_too(
     assert all(row.float32_matmuls == () for row in engine.report.profiles)
 
 
+@pytest.mark.whole
 def test_int4_weights_are_read_by_the_products_themselves(tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 384, "vocab_size": 640}
     save_checkpoint(make_llama(0, **sizes), tmp_path / "target")

@@ -126,7 +126,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return save_target(make_target(**SHARED), place / "target"), save_assistant(make_assistant(), place / "head")
 
 
-@pytest.mark.one_of_kind
+@pytest.mark.whole
 @pytest.mark.bundle
 @pytest.mark.parametrize("quantize", ["none", "int8"])
 def test_text_stays_the_targets_for_every_lookahead_and_batch(
@@ -156,6 +156,7 @@ def test_text_stays_the_targets_for_every_lookahead_and_batch(
     engine.close()
 
 
+@pytest.mark.whole
 @pytest.mark.bundle
 def test_drafting_changes_nothing_in_the_targets_cache(folders: tuple[Path, Path], tmp_path: Path) -> None:
     bundle = build(*folders, tmp_path / "b", check=False)
@@ -202,6 +203,7 @@ def knowing_pair(place: Path) -> tuple[Path, Path]:
     return save_target(target, place / "target"), save_assistant(assistant, place / "head")
 
 
+@pytest.mark.whole
 @pytest.mark.bundle
 def test_an_assistant_that_knows_its_target_is_accepted(tmp_path: Path) -> None:
     bundle = build(*knowing_pair(tmp_path), tmp_path / "b")
@@ -224,6 +226,7 @@ def test_an_assistant_that_knows_its_target_is_accepted(tmp_path: Path) -> None:
     engine.close()
 
 
+@pytest.mark.whole
 @pytest.mark.bundle
 def test_an_assistant_at_chance_is_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"guesses .* of this target's tokens"):

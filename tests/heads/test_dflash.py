@@ -56,6 +56,7 @@ def edit(folder: Path, inner: dict[str, Any] | None = None, **values: Any) -> No
     path.write_text(json.dumps({key: value for key, value in whole.items() if value is not None}))
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_head_computes_the_published_equations(dialect: str, target: Any, tmp_path: Path) -> None:
     spec = DIALECTS[dialect](tmp_path, target)
@@ -107,7 +108,7 @@ class Watch:
     def on_finish(self, _: Any) -> None: ...
 
 
-@pytest.mark.one_of_kind
+@pytest.mark.whole
 @pytest.mark.bundle
 @pytest.mark.parametrize("dialect", ["z-lab", "sliding"])  # what is read, see above
 def test_a_bundle_drafts_what_the_published_equations_draft(
@@ -138,6 +139,7 @@ def test_a_bundle_drafts_what_the_published_equations_draft(
     engine.close()
 
 
+@pytest.mark.whole
 def test_only_the_block_goes_through_what_comes_behind_attention(target: Any, tmp_path: Path) -> None:
     zlab(tmp_path, target)
     head, seen = load(tmp_path, target).head, []
@@ -149,6 +151,7 @@ def test_only_the_block_goes_through_what_comes_behind_attention(target: Any, tm
     assert seen == [4] * 2 * len(head.body.layers)
 
 
+@pytest.mark.whole
 @pytest.mark.bundle
 def test_context_that_is_read_without_a_block_is_the_same(target: Any, target_folder: Path, tmp_path: Path) -> None:
     zlab(tmp_path / "head", target)
@@ -185,7 +188,7 @@ def check_reference(bundle: Path, spec: Any) -> None:
     assert check_head(opened.folder, opened.manifest.models["head"], HeadReference(steps)).max_abs_error <= 1e-5
 
 
-@pytest.mark.one_of_kind
+@pytest.mark.whole
 @pytest.mark.bundle
 @pytest.mark.parametrize("quantize", ["none", "int8"])
 def test_drafts_that_are_right_are_accepted_to_the_last(quantize: str, tmp_path: Path) -> None:
@@ -206,6 +209,7 @@ def test_drafts_that_are_right_are_accepted_to_the_last(quantize: str, tmp_path:
     engine.close()
 
 
+@pytest.mark.whole
 @pytest.mark.bundle
 def test_the_builds_own_check_and_sampled_text(target: Any, target_folder: Path, tmp_path: Path) -> None:
     """The check of the engine runs; sampled text has the target's distribution; a tree drafts as the drafter does."""
@@ -228,6 +232,7 @@ def test_the_builds_own_check_and_sampled_text(target: Any, target_folder: Path,
     engine.close()
 
 
+@pytest.mark.whole
 def test_the_probe_takes_the_hidden_states_that_are_meant(target: Any, tmp_path: Path) -> None:
     zlab(tmp_path, target)
     loaded = load(tmp_path, target)

@@ -136,6 +136,7 @@ def test_a_lowered_head_computes_the_published_equations(
     assert max(run_steps(executor, ragged_steps(partial(equations, spec), loaded))) <= CLOSE
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("dialect", ["qwen3", "peagle", "medusa", "block-z-lab"])
 def test_heads_of_causal_attention_get_a_row_for_each_token(
     dialect: str, heads: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -146,6 +147,7 @@ def test_heads_of_causal_attention_get_a_row_for_each_token(
     assert max(run_steps(executor, ragged_steps(partial(equations, spec), loaded))) <= CLOSE
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("way", [CUDA, FOLDED])
 @pytest.mark.parametrize("family", ["qwen", "deepseek"])
 def test_a_lowered_module_computes_the_published_equations(
@@ -158,6 +160,7 @@ def test_a_lowered_module_computes_the_published_equations(
     assert max(run_steps(executor, reference)) <= CLOSE
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dialect", ["block-z-lab", "block-sliding"])
 def test_a_lowered_block_sees_all_of_its_row(
@@ -181,6 +184,7 @@ def targets(target: Any, heads: Any) -> Any:
     return find
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("way", [CUDA, FOLDED])
 def test_a_lowered_target_gives_its_features_where_they_are_wanted(
     way: str, target: Any, heads: Any, targets: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -212,6 +216,7 @@ def test_a_lowered_target_gives_its_features_where_they_are_wanted(
     executor.close()
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("way", [CUDA, FOLDED])
 def test_engines_with_other_features_than_their_manifest_says_are_refused(
     way: str, heads: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -248,7 +253,7 @@ LOOPS = [
 ]
 
 
-@pytest.mark.one_of_kind
+@pytest.mark.whole
 @pytest.mark.slow
 @pytest.mark.parametrize(("dialect", "way"), LOOPS)
 def test_drafts_over_lowered_graphs_are_those_of_the_published_equations(

@@ -35,7 +35,7 @@ def pieces_of(row: CheckedRow) -> Iterator[CheckedRow]:
         yield CheckedRow(row.tokens[i : i + 1], row.features[i : i + 1], 1, row.logits[i : i + 1], row.handed_on)
 
 
-@pytest.mark.one_of_kind
+@pytest.mark.whole
 @pytest.mark.parametrize(("kind", "make"), list(zip(HEADS, MAKERS, strict=True)), ids=HEADS)
 def test_heads_have_the_same_bits_in_any_company(kind: str, make: Callable[[Path, Any], Any], tmp_path: Path) -> None:
     target = make_llama(seed=3, num_hidden_layers=tiny_heads.LAYERS, hidden_size=tiny_heads.HIDDEN)

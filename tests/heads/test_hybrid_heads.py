@@ -27,7 +27,7 @@ PAIRS: dict[str, tuple[tuple[str, dict[str, Any]], Any, Any]] = {
 """Name to (the target, the head, and what drafts by its published equations)."""
 
 
-@pytest.mark.one_of_kind
+@pytest.mark.whole
 @pytest.mark.parametrize("pair", PAIRS)
 def test_a_bundle_drafts_what_the_published_equations_draft(pair: str, tmp_path: Path) -> None:
     """In ragged batches; hidden states between layers that keep a state are those that transformers has there."""
@@ -60,6 +60,7 @@ def build_knowing(folder: Path, scale: float) -> Path:
     return folder / "b"
 
 
+@pytest.mark.whole
 def test_what_its_own_module_knows_is_accepted_to_the_last(tmp_path: Path) -> None:
     bundle = build_knowing(tmp_path, 0.0)
     entry = load_manifest(bundle).models["head"]
@@ -85,6 +86,7 @@ def open_engine(bundle: Path, rows: int, **options: Any) -> SpecEngine:
     return engine
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("rows", "options"), [(1, {}), (3, {}), (3, {"max_num_batched_tokens": 8})])
 def test_texts_are_those_of_plain_decoding(bundle: Path, rows: int, options: dict[str, Any]) -> None:
     """One by one, in ragged batches, and with prompts in pieces; log-probabilities to the last bit."""
@@ -101,6 +103,7 @@ def test_texts_are_those_of_plain_decoding(bundle: Path, rows: int, options: dic
         engine.check()
 
 
+@pytest.mark.whole
 def test_a_conversation_goes_on_behind_its_states_and_its_features(bundle: Path) -> None:
     params = SamplingParams(max_tokens=20, ignore_eos=True, logprobs=2)
     turns: list[tuple[Any, Any]] = []

@@ -55,6 +55,7 @@ def build(target_folder: Path, head: Path, output: Path, **settings: Any) -> Pat
     return output
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_heads_compute_the_published_equations(dialect: str, target: Any, tmp_path: Path) -> None:
     spec = DIALECTS[dialect](tmp_path, target)
@@ -106,7 +107,7 @@ def check_reference(bundle: Path, spec: HydraSpec) -> None:
     assert found.max_abs_error <= 1e-5
 
 
-@pytest.mark.one_of_kind
+@pytest.mark.whole
 @pytest.mark.bundle
 @pytest.mark.parametrize("dialect", ["hydra", "hydra-plus"])  # what is read, see above
 def test_a_bundle_drafts_what_the_published_equations_draft(dialect: str, target: Any, bundle_of: Any) -> None:
@@ -145,6 +146,7 @@ def check_prefix_is_left_out(bundle: Path) -> None:
     engine.close()
 
 
+@pytest.mark.whole
 @pytest.mark.bundle
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_quantized_heads_draft_and_the_distribution_stays_the_targets(
@@ -167,6 +169,7 @@ def test_quantized_heads_draft_and_the_distribution_stays_the_targets(
     engine.close()
 
 
+@pytest.mark.whole
 @pytest.mark.bundle
 def test_the_check_and_the_sampling_test_see_what_the_heads_say(target: Any, bundle_of: Any) -> None:
     bundle, spec = bundle_of("hydra")
@@ -220,6 +223,7 @@ def own_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head_module, "_pieces", lambda _: pieces)
 
 
+@pytest.mark.whole
 @pytest.mark.bundle
 def test_heads_that_know_their_target_are_accepted_as_far_as_they_know(
     following: Any, following_folder: Path, tmp_path: Path
@@ -241,6 +245,7 @@ def test_heads_that_know_their_target_are_accepted_as_far_as_they_know(
     engine.close()
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("own_texts")
 def test_the_probe_finds_the_hidden_state_and_refuses_chance(
     following: Any, following_folder: Path, tmp_path: Path

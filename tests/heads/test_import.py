@@ -50,6 +50,7 @@ def target_folder(target: Any, tmp_path_factory: pytest.TempPathFactory) -> Path
     return save_checkpoint(target, tmp_path_factory.mktemp("target"))
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_head_computes_the_published_equations(dialect: str, target: Any, tmp_path: Path) -> None:
     spec = DIALECTS[dialect](tmp_path, target)
@@ -84,6 +85,7 @@ def test_a_bundle_drafts_what_the_published_equations_draft(
     check_drafts(tmp_path / "b", lambda before, count, limit: draft(spec, target, before, count, limit))
 
 
+@pytest.mark.whole
 @pytest.mark.bundle
 def test_a_head_keeps_its_weights_where_those_of_the_target_are_rounded(
     target: Any, target_folder: Path, tmp_path: Path
@@ -218,6 +220,7 @@ def test_odd_configurations_are_told(values: dict[str, Any], message: str, tmp_p
         load(tmp_path, target)
 
 
+@pytest.mark.whole
 @pytest.mark.bundle
 def test_an_engine_that_computes_something_else_is_refused(target: Any, target_folder: Path, tmp_path: Path) -> None:
     spec = DIALECTS["speculators"](tmp_path / "head", target)

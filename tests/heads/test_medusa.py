@@ -117,6 +117,7 @@ def test_heads_that_know_their_target_are_accepted_as_far_as_they_know(
         assert max(stat.drafted / stat.rounds for stat in stats) <= min(lookahead, HEADS)
 
 
+@pytest.mark.whole
 @pytest.mark.bundle
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_quantized_heads_draft_and_the_distribution_stays_the_targets(quantize: str, tmp_path: Path) -> None:
@@ -137,6 +138,7 @@ def test_quantized_heads_draft_and_the_distribution_stays_the_targets(quantize: 
     engine.close()
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("own_texts")
 def test_the_hidden_state_before_the_norm_is_found_by_the_probe(
     target: Any, target_folder: Path, tmp_path: Path
@@ -209,6 +211,7 @@ def test_what_is_missing_or_misshapen_is_named(tmp_path: Path, plain_target: Any
         config_of(tmp_path / "d")
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_all_lm_heads_stay_float_where_one_would(quantize: str, tmp_path: Path, plain_target: Any) -> None:
     medusa(tmp_path, plain_target)

@@ -32,6 +32,7 @@ from tests.support.tiny_heads import write
 from tests.support.tiny_models import calm, make_llama, save_checkpoint
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.parametrize("family", tiny_modules.FAMILIES)
 def test_a_module_computes_the_published_equations(family: str, tmp_path: Path) -> None:
     module = tiny_modules.make(family, tmp_path)
@@ -62,6 +63,7 @@ def in_one_tensor(stored: dict[str, torch.Tensor]) -> None:
     stored[f"{place}down_proj"] = parts["down"]
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe in one tensor"])
 def test_a_module_of_a_hybrid_computes_the_published_equations(family: str, tmp_path: Path) -> None:
     """Gated attention, rotary embeddings in part, centred norms and shared experts, from the tensors of the file."""
@@ -119,7 +121,7 @@ def build(folder: Path, output: Path, **changes: Any) -> Any:
     return load_manifest(output).models["head"]
 
 
-@pytest.mark.one_of_kind
+@pytest.mark.whole
 @pytest.mark.bundle
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_what_a_module_knows_is_accepted(knowing: Path, tmp_path: Path, quantize: Any) -> None:
@@ -128,7 +130,7 @@ def test_what_a_module_knows_is_accepted(knowing: Path, tmp_path: Path, quantize
     assert accepted(tmp_path / "b", PROMPTS) > 0.99
 
 
-@pytest.mark.one_of_kind
+@pytest.mark.whole
 @pytest.mark.bundle
 @pytest.mark.parametrize("draft_quantize", [None, "int8"])
 def test_an_int8_target_keeps_its_law_and_its_text(knowing: Path, tmp_path: Path, draft_quantize: Any) -> None:
@@ -157,6 +159,7 @@ def test_an_int8_target_keeps_its_law_and_its_text(knowing: Path, tmp_path: Path
         engine.close()
 
 
+@pytest.mark.whole
 @pytest.mark.bundle
 def test_halves_in_the_other_order_are_found(knowing: Path, tmp_path: Path) -> None:
     halves = load_file(knowing / "model.safetensors")["mtp.fc.weight"].chunk(2, dim=1)
@@ -167,6 +170,7 @@ def test_halves_in_the_other_order_are_found(knowing: Path, tmp_path: Path) -> N
     assert accepted(tmp_path / "b", PROMPTS) > 0.99
 
 
+@pytest.mark.whole
 @pytest.mark.bundle
 def test_a_module_at_chance_is_refused_and_nothing_is_left(knowing: Path, tmp_path: Path) -> None:
     noise = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))

@@ -66,6 +66,7 @@ def converse(bundle: Path) -> tuple[list[Any], list[int | None], dict[int, int]]
     return found, cached, pages
 
 
+@pytest.mark.whole
 def test_drafts_and_texts_stay_and_windows_take_less_memory(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, _, all_pages = converse(bundle)
     monkeypatch.setattr(batch, "WAY_BACK", 64)

@@ -25,6 +25,7 @@ def target() -> Any:
     return make_llama(seed=3, num_hidden_layers=LAYERS, hidden_size=HIDDEN)
 
 
+@pytest.mark.whole
 def test_a_bundle_with_a_head_has_engines_of_both(tmp_path: Path) -> None:
     layers_of_target = 2
     target = make_llama(seed=3, num_hidden_layers=layers_of_target, hidden_size=HIDDEN)
@@ -56,6 +57,7 @@ def test_a_bundle_with_a_head_has_engines_of_both(tmp_path: Path) -> None:
     assert "catch-up 2x4" in "\n".join(describe(manifest))
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("make", "layers"),
     [(DIALECTS["medusa"], 0), (DIALECTS["peagle"], 2), (BLOCKS["sliding"], 3)],

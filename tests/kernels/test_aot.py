@@ -117,12 +117,14 @@ def test_float16_compiles_for_every_architecture(kernel: str, sm: int) -> None:
     check_compiled(compile_kernel(replace(SPEC, kernel=kernel, dtype="float16"), sm))
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_variant_compiles(name: str) -> None:
     # Four registers' worth at most: the assembler prefers that to one program less on a multiprocessor.
     check_compiled(compile_kernel(VARIANTS[name], 90), most_spilled=2 * 4 * 4)
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.parametrize("head_size", [64, 128, 256])
 def test_small_tiles_need_no_opt_in_to_shared_memory(head_size: int) -> None:
     spec = replace(SPEC, head_size=head_size, v_head_size=head_size, new_tokens=256)

@@ -80,6 +80,7 @@ def test_kernels_equal_reference(name: str, kernels: InterpretedKernels) -> None
     check(step, kernels.run(step))
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.fuzz
 @pytest.mark.parametrize("name", SPLIT)
 def test_any_number_of_splits_gives_the_same(name: str, kernels: InterpretedKernels) -> None:
@@ -92,6 +93,7 @@ def test_any_number_of_splits_gives_the_same(name: str, kernels: InterpretedKern
         np.testing.assert_allclose(parts[0], one, atol=1e-3, rtol=2**-10)
 
 
+@pytest.mark.whole
 @examples(30)
 @given(
     rows=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 12)), min_size=1, max_size=4),

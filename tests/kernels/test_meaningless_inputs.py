@@ -37,6 +37,7 @@ print("done")
 """
 
 
+@pytest.mark.whole
 @pytest.mark.fuzz
 def test_meaningless_lengths_touch_nothing_outside() -> None:
     paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])

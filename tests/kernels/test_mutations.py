@@ -108,6 +108,7 @@ def notices(kernels: InterpretedKernels, case: Case) -> bool:
     return False
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_mistake_is_noticed(name: str, kernels: InterpretedKernels, tmp_path: Path) -> None:
     mutation = MUTATIONS[name]

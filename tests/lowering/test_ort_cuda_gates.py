@@ -123,6 +123,7 @@ def decode(executor: Any, lookahead: int, rules: LayerRules | None = None) -> li
     return sequences
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.parametrize(("rules", "least"), RULES.values(), ids=RULES)
 def test_text_layers_and_accepted_drafts_are_those_of_the_cpu(
     executors: Executors, rules: LayerRules, least: int

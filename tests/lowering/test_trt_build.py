@@ -36,6 +36,7 @@ def geometry(model: ir.Model, layer: int) -> LayerGeometry:
     return LayerGeometry(keys[1], keys[3], values[3])
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.parametrize(("name", "dtype", "fold"), MODELS)
 def test_lowered_models_build_without_a_warning_that_matters(name: str, dtype: str, fold: int, tmp_path: Path) -> None:
     from specexport.backends.trt import TrtPlan, write_trt_engines
@@ -58,6 +59,7 @@ def test_lowered_models_build_without_a_warning_that_matters(name: str, dtype: s
     assert [row.fused_attention for row in report.profiles] == [fused] * len(PROFILES)
 
 
+@pytest.mark.whole
 def test_a_draft_step_has_no_kernel_of_the_layers_that_it_leaves_out(tmp_path: Path) -> None:
     from specexport.backends.trt import TrtPlan, write_trt_engines
 

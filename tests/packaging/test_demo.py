@@ -74,6 +74,7 @@ def test_without_the_examples_the_error_says_what_to_do(tmp_path: Path, monkeypa
         demo.find_demo_pair()
 
 
+@pytest.mark.whole
 @pytest.mark.slow
 def test_the_command_measures_a_real_bundle(demo_bundle: Path, tmp_path: Path) -> None:
     # `demo_bundle` has put the engines into the session's cache; the command makes its own bundle from them.

@@ -90,14 +90,8 @@ def run_block(block: Block, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(page, marks=[] if page == README else [pytest.mark.whole], id=page.name)
-        for page in PAGES
-        if runnable(page)
-    ],
-)
+@pytest.mark.whole
+@pytest.mark.parametrize("page", [page for page in PAGES if runnable(page)], ids=lambda page: page.name)
 def test_commands_run_as_written(page: Path, demo_bundle: Path, tmp_path: Path) -> None:
     # Waiting for `demo_bundle` puts the demo's engines into the session's cache, so that the README's build is quick.
     folder = tmp_path / "specexport"

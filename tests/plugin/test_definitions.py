@@ -178,6 +178,7 @@ def test_only_the_caches_are_aliased(trt: types.ModuleType) -> None:
     assert all(set(found) == {-1} for found in aliases.values())
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_outputs_have_the_models_type_and_partial_sums_float32(dtype: str, trt: types.ModuleType) -> None:
     for name, spec in SPECS.items():

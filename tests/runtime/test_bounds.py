@@ -8,6 +8,7 @@ from click.testing import CliRunner
 from specexport.cli import main
 from specexport_runtime.machine import most_threads
 from tests.runtime.test_manifest_values import MANIFEST, write
+from tests.support.refusals import line_of
 
 COMMANDS = {
     "generate": ["text"],
@@ -26,11 +27,7 @@ def refuse(tmp_path, monkeypatch):
 
     def run(name, *options):
         bundle = [] if name == "demo" else [str(tmp_path)]
-        result = CliRunner().invoke(main, [name, *bundle, *COMMANDS.get(name, ()), *map(str, options)])
-        assert result.exit_code == 2, result.output
-        (line,) = result.stderr.splitlines()
-        assert line.startswith("error: ")
-        return line
+        return line_of(CliRunner().invoke(main, [name, *bundle, *COMMANDS.get(name, ()), *map(str, options)]))
 
     return run
 

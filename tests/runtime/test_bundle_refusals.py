@@ -15,6 +15,7 @@ from specexport_runtime.bundle.manifest import Manifest, load_manifest
 from specexport_runtime.cli.command import runtime_cli
 from specexport_runtime.errors import BundleError, IncompatibleError, InvalidRequestError
 from specexport_runtime.executors import operators
+from tests.support.refusals import line_of
 
 
 @pytest.fixture
@@ -24,13 +25,7 @@ def bundle(demo_bundle, tmp_path):
 
 def refuse(bundle, exit_code: int = 2) -> str:
     """Run `generate` on the bundle; it must end in one line with a fix and without a traceback."""
-    result = CliRunner().invoke(runtime_cli, ["generate", str(bundle), "def f():"])
-    assert result.exit_code == exit_code, result.output
-    assert result.stderr.count("\n") == 1
-    assert result.stderr.startswith("error: ")
-    assert " Fix: " in result.stderr
-    assert not result.stdout
-    return result.stderr
+    return line_of(CliRunner().invoke(runtime_cli, ["generate", str(bundle), "def f():"]), exit_code=exit_code)
 
 
 def files(folder):

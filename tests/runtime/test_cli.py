@@ -9,6 +9,7 @@ from click.testing import CliRunner
 
 from specexport_runtime.cli.command import runtime_cli
 from specexport_runtime.cli.output import describe_drafters
+from tests.support.refusals import line_of
 
 PROMPT = "def read_lines(path):\n"
 
@@ -28,11 +29,7 @@ def run(demo_bundle):
 
 
 def refuse(run, *args, **options):
-    result = run(*args, exit_code=2, **options)
-    assert result.stderr.startswith("error: ")
-    assert result.stderr.count("\n") == 1
-    assert not result.stdout
-    return result.stderr
+    return line_of(run(*args, exit_code=2, **options))
 
 
 def records(result):

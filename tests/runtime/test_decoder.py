@@ -24,11 +24,10 @@ PROMPTS = [[3], [1, 2, 3, 4, 5], [16] * 9, [7, 0, 7], [2, 2], [11, 5, 0, 1]]
 
 
 @pytest.mark.parametrize("lookahead", range(1, 9))
-@pytest.mark.parametrize("kind", ["same", "good", "random", "adversarial"])
-def test_greedy_output_equals_plain_greedy(kind, lookahead):
+def test_a_draft_that_is_always_wrong_costs_no_token(lookahead):
     target = make_target()
     sequences = [make_sequence(i, prompt, SamplingParams(max_tokens=5 + 7 * i)) for i, prompt in enumerate(PROMPTS)]
-    run(make_decoder(target, make_draft(kind), lookahead), sequences)
+    run(make_decoder(target, make_draft("adversarial"), lookahead), sequences)
     for seq, prompt in zip(sequences, PROMPTS, strict=True):
         assert seq.output == greedy_reference(target, prompt, seq.params.max_tokens)
         assert seq.finish_reason == "length"

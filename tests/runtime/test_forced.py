@@ -11,13 +11,18 @@ from specexport_runtime.requests.results import make_chunk
 from specexport_runtime.sampling.distribution import Distribution
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.sampler import Sampler
-from tests.runtime.test_assistant_drafter import assistant_decoder
-from tests.runtime.test_block_head import block_decoder
-from tests.runtime.test_head import head_decoder
-from tests.runtime.test_hydra_drafter import hydra_decoder
-from tests.runtime.test_medusa_drafter import medusa_decoder
 from tests.runtime.test_sampling_exact import P_VALUE, p_value
-from tests.runtime.test_self_draft import LAYERS, chosen, gated, self_decoder
+from tests.support.drafter_kinds import (
+    LAYERS,
+    assistant_decoder,
+    block_decoder,
+    chosen,
+    gated,
+    head_decoder,
+    hydra_decoder,
+    medusa_decoder,
+    self_decoder,
+)
 from tests.support.goodput_fakes import curves
 from tests.support.loop import VOCAB, goodput_length, make_decoder, make_draft, make_sequence, make_target, run
 

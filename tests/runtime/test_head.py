@@ -2,69 +2,22 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from specexport_runtime.bundle.arrays import CutHead, MaskInput
+from specexport_runtime.bundle.arrays import MaskInput
 from specexport_runtime.drafters.head import HeadDrafter
 from specexport_runtime.drafters.head_kind import head_obstacle
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.records import DraftStage
 from specexport_runtime.sampling.params import SamplingParams
-from tests.support.chance import examples
+from tests.support.drafter_kinds import head_decoder
 from tests.support.heads_on_fakes import (
     PROMPTS,
-    check_cancelling,
     check_plain,
-    check_sampling_alone,
-    check_true_features,
-    check_wrong_features,
-    decoder_with,
     make_sequences,
     totals,
 )
 from tests.support.loop import VOCAB, make_sequence, make_target, run
-
-NOISES = {"same": 0.0, "good": 0.4, "random": 30.0}
-
-
-def head_decoder(lookahead, noise=0.0, rows=4, *, lm_head=None, **options):
-    return decoder_with(
-        lambda runner: HeadDrafter(runner, vocab_size=VOCAB, head=lm_head), lookahead, noise, rows, **options
-    )
-
-
-@pytest.mark.parametrize("lookahead", range(1, 9))
-@pytest.mark.parametrize("noise", NOISES)
-def test_greedy_text_equals_plain_greedy(noise, lookahead):
-    decoder, target, drafter = head_decoder(lookahead, NOISES[noise])
-    sequences = make_sequences(lambda i: 5 + 7 * i)
-    run(decoder, sequences)
-    check_plain(target, sequences)
-    drafted, accepted = totals(sequences)
-    assert drafted > 50
-    assert {"same": accepted == drafted, "good": accepted > drafted / 3, "random": accepted < drafted / 3}[noise]
-    drafter.runner.kv.check()
-    assert not drafter.runner.kv.num_committed
-
-
-@examples(40)
-@given(
-    lookahead=st.integers(1, 8),
-    rows=st.integers(1, 4),
-    max_chunk=st.integers(1, 10),
-    held=st.integers(1, 6),
-    lookup=st.booleans(),
-)
-def test_every_draft_is_made_of_true_features_whatever_the_chunks_and_the_neighbours(
-    lookahead, rows, max_chunk, held, lookup
-):
-    check_true_features(head_decoder, held, lookup=lookup, lookahead=lookahead, rows=rows, max_chunk=max_chunk)
-
-
-def test_wrong_features_are_seen_in_the_acceptance():
-    check_wrong_features(lambda kind: decoder_with(lambda runner: kind(runner, vocab_size=VOCAB), 4))
 
 
 def test_features_are_asked_for_only_where_a_head_may_draft():
@@ -78,23 +31,6 @@ def test_features_are_asked_for_only_where_a_head_may_draft():
     run(decoder, [make_sequence(1, [1, 2, 3], SamplingParams(max_tokens=6))])
     assert wanted[0] is True
     assert wanted[-1] is False
-
-
-def test_sampled_text_does_not_depend_on_the_batch():
-    check_sampling_alone(lambda: head_decoder(4, 0.4))
-
-
-def test_a_cut_lm_head_drafts_only_what_it_has():
-    ids = np.array([0, 2, 3, 5, 7, 8, 11, 16], np.int32)
-    decoder, target, drafter = head_decoder(4, 0.0, lm_head=CutHead(ids, VOCAB))
-    after = drafter.runner.executor.logits_after
-    drafter.runner.executor.logits_after = lambda tokens, mask=None: after(tokens, mask)[ids]
-    sequences = make_sequences(lambda _: 30)
-    events = run(decoder, sequences)
-    check_plain(target, sequences)
-    drafted = [token for event in events for token in event.proposal.tokens]
-    assert set(drafted) <= set(ids.tolist())
-    assert totals(sequences)[1] > 10
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -117,11 +53,6 @@ def test_a_parallel_head_drafts_all_tokens_in_one_step(rows, temperature):
     assert steps, "several places of a row get logits"
     assert len(drafter.runner.executor.calls) <= len(decoder.target.executor.calls)
     assert not parallel.runner.kv.num_committed
-
-
-def test_a_cancelled_sequence_leaves_nothing_and_its_neighbours_go_on():
-    decoder, target, drafter = head_decoder(4, 0.4, rows=3)
-    check_cancelling(decoder, target, drafter, drafter._held)
 
 
 def test_why_a_head_cannot_draft_is_said():

@@ -11,14 +11,17 @@ from specexport_runtime.requests.draft_exit import DraftExit, DraftExitParams
 from specexport_runtime.requests.layer_choice import LayerRules
 from specexport_runtime.requests.records import DraftStage
 from specexport_runtime.sampling.params import SamplingParams
-from tests.runtime.test_assistant_drafter import assistant_decoder
-from tests.runtime.test_block_head import block_decoder
-from tests.runtime.test_hydra_drafter import hydra_decoder
-from tests.runtime.test_medusa_drafter import medusa_decoder
 from tests.runtime.test_modes import PLANS
-from tests.runtime.test_self_draft import gated, self_decoder
 from tests.support import chance
-from tests.support.heads_on_fakes import decoder_with
+from tests.support.drafter_kinds import (
+    assistant_decoder,
+    block_decoder,
+    gated,
+    head_decoder,
+    hydra_decoder,
+    medusa_decoder,
+    self_decoder,
+)
 from tests.support.loop import MAX_MODEL_LEN, VOCAB, finish, make_decoder, make_draft, make_sequence, make_target
 
 PROMPT = [1, 2, 3, 4, 5, 1, 2, 3, 7, 11, 4, 5, 6]
@@ -31,14 +34,10 @@ def on_models(plan):
     )
 
 
-def head(rows, **options):
-    return decoder_with(lambda runner: HeadDrafter(runner, vocab_size=VOCAB), 4, 0.4, rows, **options)[0]
-
-
 DECODERS = {
     **{plan: on_models(plan) for plan in PLANS},
     "self": lambda rows, **options: self_decoder(gated(0.4, rows), 3, **options),
-    "head": head,
+    "head": lambda rows, **options: head_decoder(4, 0.4, rows, **options)[0],
     "block head": lambda rows, **options: block_decoder(4, 0.4, rows, **options)[0],
     "medusa": lambda rows, **options: medusa_decoder(3, 0.4, rows, **options)[0],
     "hydra": lambda rows, **options: hydra_decoder(3, 0.4, rows, **options)[0],
@@ -138,7 +137,7 @@ def test_what_is_kept_is_not_read_again():
 
 
 def test_a_head_forgets_what_it_held():
-    seq, decoder = interrupted(head, [14, 31])
+    seq, decoder = interrupted(DECODERS["head"], [14, 31])
     drafter = decoder.drafter.drafters["head"]
     del seq
     gc.collect()

@@ -13,52 +13,13 @@ from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.draft_exit import DraftExit, DraftExitParams
-from specexport_runtime.requests.layer_choice import LayerChoice, LayerRules
+from specexport_runtime.requests.layer_choice import LayerRules
 from specexport_runtime.requests.records import DraftStage
 from specexport_runtime.sampling.params import SamplingParams
 from tests.support.chance import examples
-from tests.support.loop import MAX_MODEL_LEN, VOCAB, greedy_reference, make_decoder, make_sequence, make_target, run
-
-LAYERS = 6
-PROMPTS = [[3], [1, 2, 3, 4, 5], [16] * 9, [7, 0, 7], [2, 2], [11, 5, 0, 1]]
-NOISES = {"same": 0.0, "good": 0.4, "random": 30.0}
-
-
-def gated(noise=0.4, rows=4, **options):
-    return make_target(rows, num_gates=2 * LAYERS, gate_noise=noise, **options)
-
-
-def self_decoder(target, lookahead, *, lookup=False, **options):
-    decoder = make_decoder(target, None, 0, **options)
-    decoder.drafter.drafters["self"] = SelfDrafter(decoder.target, vocab_size=VOCAB)
-    decoder.plan = (*([DraftStage("lookup", lookahead)] if lookup else []), DraftStage("self", lookahead))
-    return decoder
-
-
-def chosen(bits: int) -> LayerChoice:
-    """The choice whose mask has the binary digits of ``bits``."""
-    mask = [bool(bits >> i & 1) for i in range(2 * LAYERS)]
-    return LayerChoice(tuple(mask[::2]), tuple(mask[1::2]))
-
-
-def check_plain(target, sequences):
-    for seq in sequences:
-        prompt = seq.tokens[: seq.num_prompt_tokens]
-        assert seq.output == greedy_reference(target, prompt, seq.max_tokens)
-
-
-@pytest.mark.parametrize("lookahead", range(1, 9))
-@pytest.mark.parametrize("noise", NOISES)
-def test_greedy_text_equals_plain_greedy(noise, lookahead):
-    target = gated(NOISES[noise])
-    sequences = [make_sequence(i, prompt, SamplingParams(max_tokens=5 + 7 * i)) for i, prompt in enumerate(PROMPTS)]
-    decoder = self_decoder(target, lookahead)
-    run(decoder, sequences)
-    check_plain(target, sequences)
-    drafted, accepted = (sum(getattr(seq.stats, name) for seq in sequences) for name in ("drafted", "accepted"))
-    assert drafted > 50
-    assert {"same": accepted == drafted, "good": accepted > drafted / 3, "random": accepted < drafted / 3}[noise]
-    assert target.masks[-1] is None  # everything is on again
+from tests.support.drafter_kinds import LAYERS, chosen, gated, self_decoder
+from tests.support.heads_on_fakes import PROMPTS, check_plain
+from tests.support.loop import MAX_MODEL_LEN, VOCAB, make_sequence, make_target, run
 
 
 @examples(40)

@@ -9,25 +9,29 @@ EVERY_DAY_MODELS = {"llama", "gemma3", "qwen3_moe", "gpt_oss", "qwen3_next", "ma
 
 ANNEXES = {"chat", "playground", "ray_serve", "tools", "train"}
 """Folders of ``tests`` that are an annex's."""
+WALK, WALKED = "test_engine_logits_equal_eager_transformers", {"gpt2", "gemma2", "deepseek_v3", "bloom"}
+"""Learned positions, softcaps, latent attention and ALiBi too, in the tests of that name."""
 
 
 def keep_lanes(items: Sequence[pytest.Item], models: set[str]) -> None:
     """Mark what is an annex's, and for the long lane what stands beside a test of the same kind.
 
     Args:
-        items: all tests. Of those marked ``one_of_kind`` the first of a function's parameters runs every day.
+        items: all tests. Of those marked ``one_of_kind`` one runs every day: the first parameter that may.
         models: names of tiny models, which parameters of tests are.
     """
+    for item in items:
+        parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        named = {value for value in parameters if isinstance(value, str) and value in models}
+        every_day = EVERY_DAY_MODELS | (WALKED if item.name.startswith(WALK) else set())
+        if named and not named & every_day:
+            item.add_marker("whole")
     seen = set()
     for item in items:
         if item.path.parent.name in ANNEXES:
             item.add_marker("annex")
-        kind = item.nodeid.partition("[")[0]
-        if item.get_closest_marker("one_of_kind") is not None:
+        if item.get_closest_marker("one_of_kind") is not None and item.get_closest_marker("whole") is None:
+            kind = item.nodeid.partition("[")[0]
             if kind in seen:
                 item.add_marker("whole")
             seen.add(kind)
-        parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
-        named = {value for value in parameters if isinstance(value, str) and value in models}
-        if named and not named & EVERY_DAY_MODELS:
-            item.add_marker("whole")

@@ -14,7 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from tests.support.engine_harness import make_checkpoint
-from tests.support.tiny_models import ARCHITECTURES, make_model
+from tests.support.tiny_models import ARCHITECTURES, HYBRIDS, make_model
 
 _TRACES: WeakKeyDictionary[Any, dict[bool, Any]] = WeakKeyDictionary()
 _EXPORTS: dict[str, Any] = {}
@@ -49,9 +49,15 @@ def keep_operator_table() -> None:
 
 
 @cache
-def tiny_model(name: str) -> Any:
-    """The model of an architecture. Others use it too: who changes a model makes one with ``make_model``."""
-    return make_model(*ARCHITECTURES[name])
+def tiny_model(name: str, **config: Any) -> Any:
+    """The model of an architecture. Others use it too: who changes a model makes one with ``make_model``.
+
+    Args:
+        name: of ``ARCHITECTURES``, or of ``HYBRIDS``.
+        config: values in the place of the architecture's.
+    """
+    classes, given = (ARCHITECTURES | HYBRIDS)[name]
+    return make_model(classes, given | config)
 
 
 def trace_of(model: Any, *, group_experts: bool = False) -> Any:

@@ -83,6 +83,7 @@ def test_experts_without_gates_are_squared_or_stay_batched(activation: str, squa
     assert [gating_of(module) for module in expert_modules(model)] == [wanted]
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_no_token_of_a_quantized_model_depends_on_the_step(name: str, kind: str, tmp_path: Path) -> None:

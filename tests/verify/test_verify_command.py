@@ -123,9 +123,3 @@ def test_bad_input_is_refused(demo_bundle, demo_pair, tmp_path, monkeypatch, arg
     assert message in result.stderr
     assert "Traceback" not in result.output
     assert load_manifest(demo_bundle).verify is None
-
-
-def test_a_folder_that_is_no_bundle_is_refused(tmp_path):
-    result = run(tmp_path)
-    assert result.exit_code == 2
-    assert "not a bundle" in result.stderr
