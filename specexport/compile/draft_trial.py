@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -96,6 +96,14 @@ class Chosen(NamedTuple):
     entry: ModelEntry
 
 
+class MakeForm(Protocol):
+    """Builds the files of a form in a folder."""
+
+    def __call__(self, form: DraftForm, place: Path, clock: StageClock, *, last: bool) -> ModelEntry:
+        """Entry of the form; the last uses the traced graph up."""
+        ...
+
+
 class FormChoice(NamedTuple):
     """What a form is chosen from."""
 
@@ -103,7 +111,7 @@ class FormChoice(NamedTuple):
     simplest: Chosen  # the form that is in ``folder``
     others: Sequence[str]  # quantizations to try
     folder: Path  # of the draft
-    make: Callable[..., ModelEntry]  # builds the files of a form in a folder; ``last=True`` uses the traced graph up
+    make: MakeForm
     sizes: HeadSizes
     rank: Callable[[HeadCut], Int32Array]  # all token ids, in the order in which an LM head keeps them
 

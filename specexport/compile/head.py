@@ -1,7 +1,7 @@
-"""A draft head through the stages: what it reads of its target is settled first, for the target's engine gives it."""
+"""A draft head as a part of a bundle: what it reads of its target is settled first, for the target gives it."""
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -9,21 +9,26 @@ import numpy as np
 
 from specexport.backends.base import BuildJob
 from specexport.backends.registry import BACKENDS, find_backend
-from specexport.compile.built import TOKENIZER_NAME, BuiltModel
+from specexport.compile.built import TOKENIZER_NAME, BuiltModel, EngineCheck
+from specexport.compile.check import check_obstacle
 from specexport.compile.check_head import CHECK_LENS, HeadReference, causal_reference, check_head
 from specexport.compile.draft_cuts import cut_pieces, read_counting_texts
-from specexport.compile.model import ModelSource, compile_graph, load_source, resolve_for, save_lm_head_ids
+from specexport.compile.draft_trial import Chosen, DraftForm
+from specexport.compile.model import load_source, resolve_for, table_weights
+from specexport.compile.part import ModelSource, Part, Traits
 from specexport.compile.vocabulary import check_vocabularies, read_vocabulary
 from specexport.progress import StageClock
 from specexport.recipe import MTP, BuildRecipe, model_dtype
 from specexport_runtime.bundle.arrays import MASK_NAME
-from specexport_runtime.bundle.entry import AttentionEntry, DraftHeadEntry, ModelEntry, Parameters, SourceEntry
-from specexport_runtime.bundle.files import hash_files
+from specexport_runtime.bundle.entry import DraftHeadEntry, ModelEntry
+from specexport_runtime.bundle.files import FileEntry
 from specexport_runtime.bundle.profiles import head_steps
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
+    from specexport.checkpoint import Checkpoint
     from specexport.heads.config import HeadConfig
+    from specexport.heads.files import HeadFiles
     from specexport.heads.loaded import LoadedHead, TargetTables
     from specexport.heads.probe import Probe
     from specexport.trace.layers import FeatureRequest
@@ -33,22 +38,29 @@ PROBE_PIECES, PROBE_LEN = 6, 64
 
 
 class HeadPlan(NamedTuple):
-    """What is known of a head before its target is built."""
+    """What is known of a head before its target is built, and what it needs of the target's checkpoint afterwards."""
 
     config: "HeadConfig"  # what it computes, in the reading that was accepted
     request: "FeatureRequest"  # what the target is to give
     probe: "Probe | None"  # how often it guessed right; None if that was not looked at
+    files: "HeadFiles"
+    tables: "Callable[[], TargetTables]"  # reads the target's embedding and LM head
+    tokenizer_json: bytes  # of the target
+    max_positions: int | None  # of the target
+    recipe: BuildRecipe  # resolved
 
 
-def plan_head(recipe: BuildRecipe, source: ModelSource, target: ModelSource, clock: StageClock) -> HeadPlan:
-    """Read a head's configuration and look at how it guesses.
+def plan_head(
+    recipe: BuildRecipe, source: ModelSource, target: ModelSource, clock: StageClock
+) -> "tuple[HeadPlan, Checkpoint]":
+    """Read a head's configuration and look at how it guesses; gives the target too, which was loaded for that.
 
     Raises CheckpointError or UnsupportedModelError if it cannot be read, is for another target, or guesses at chance.
     """
     with clock.stage("probe", source.role, source.name):
         checkpoint = load_source(recipe, target)
         _check_tokenizer(source, checkpoint)
-        loaded = _load(recipe, source, checkpoint)
+        files, loaded = _load(recipe, source, checkpoint)
         _check_kind(recipe, source, loaded.config)
         _check_caches(recipe, loaded.config, source.name)
         probe, config = None, loaded.config
@@ -62,9 +74,12 @@ def plan_head(recipe: BuildRecipe, source: ModelSource, target: ModelSource, clo
             clock.note(describe_probe(probe.rate, probe.reading.change))
             config = probe.reading.config
         request = _request(config, loaded.projection)
-    del checkpoint, loaded
+    del loaded
     gc.collect()
-    return HeadPlan(config, request, probe)
+    # Weights that are in no files as they are must not be kept in memory beside an engine: they are loaded again.
+    tables = _stored_tables(checkpoint) or (lambda: _tables(load_source(recipe, target)))
+    of_target = checkpoint.tokenizer_json, checkpoint.max_positions, resolve_for(recipe, checkpoint)
+    return HeadPlan(config, request, probe, files, tables, *of_target), checkpoint
 
 
 def _check_kind(recipe: BuildRecipe, source: ModelSource, config: "HeadConfig") -> None:
@@ -100,7 +115,7 @@ def untaken_module(recipe: BuildRecipe) -> str | None:
     return f"{recipe.target} holds an MTP module: with `--head {MTP}` it drafts."
 
 
-def _check_tokenizer(source: ModelSource, checkpoint: Any) -> None:
+def _check_tokenizer(source: ModelSource, checkpoint: "Checkpoint") -> None:
     """Compare the head's tokenizer with the target's, where it has one."""
     from specexport.checkpoint.source import resolve_source
 
@@ -127,9 +142,7 @@ def _request(config: "HeadConfig", projection: Any) -> "FeatureRequest":
     return FeatureRequest(config.taps, projection, config.feature_size)
 
 
-def _load(
-    recipe: BuildRecipe, source: ModelSource, checkpoint: Any, config: "HeadConfig | None" = None
-) -> "LoadedHead":
+def _load(recipe: BuildRecipe, source: ModelSource, checkpoint: "Checkpoint") -> "tuple[HeadFiles, LoadedHead]":
     import torch
 
     from specexport.checkpoint.source import resolve_source
@@ -141,37 +154,48 @@ def _load(
 
     found, text = resolve_source(source.source, source.revision), checkpoint.model.config.get_text_config()
     files = open_mtp(found, text.to_dict()) if recipe.head == MTP else open_head(found)
-    if config is None:
-        config = read_config(
-            files,
-            num_layers=_num_layers(checkpoint),
-            target_hidden_size=int(text.hidden_size),
-            vocab_size=checkpoint.vocab_size,
-            target_layer=text.to_dict(),
-            lent=lent_caches(text) if is_assistant(files) else None,  # a model without attention has none
-        )
-    return load_head(files, config, _tables(checkpoint), getattr(torch, checkpoint.dtype))
+    config = read_config(
+        files,
+        num_layers=_num_layers(checkpoint),
+        target_hidden_size=int(text.hidden_size),
+        vocab_size=checkpoint.vocab_size,
+        target_layer=text.to_dict(),
+        lent=lent_caches(text) if is_assistant(files) else None,  # a model without attention has none
+    )
+    return files, load_head(files, config, _tables(checkpoint), getattr(torch, checkpoint.dtype))
 
 
-def _num_layers(checkpoint: Any) -> int:
+def _num_layers(checkpoint: "Checkpoint") -> int:
     return int(checkpoint.model.config.get_text_config().num_hidden_layers)
 
 
-def _tables(checkpoint: Any) -> "TargetTables":
+def _tables(checkpoint: "Checkpoint") -> "TargetTables":
     """Embedding and LM head of a target, read if they are in files."""
+    from specexport.heads.loaded import TargetTables
+
+    stored = _stored_tables(checkpoint)
+    return TargetTables(*(each.detach() for each in table_weights(checkpoint.model))) if stored is None else stored()
+
+
+def _stored_tables(checkpoint: "Checkpoint") -> "Callable[[], TargetTables] | None":
+    """What reads the embedding and LM head of a target from its files; None where they are in memory."""
     from specexport.checkpoint.stored import stored_by_id
     from specexport.heads.loaded import TargetTables
 
-    model, stored = checkpoint.model, stored_by_id(checkpoint.model, checkpoint.stored)
-    weights = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
-    found: dict[int, Any] = {}
-    for weight in weights:
-        if id(weight) not in found:
-            found[id(weight)] = stored[id(weight)].whole() if id(weight) in stored else weight.detach()
-    return TargetTables(*(found[id(weight)] for weight in weights))
+    stored = stored_by_id(checkpoint.model, checkpoint.stored)
+    weights = [stored.get(id(weight)) for weight in table_weights(checkpoint.model)]
+    embedding, lm_head = weights
+    if embedding is None or lm_head is None:
+        return None
+
+    def read() -> TargetTables:
+        table = embedding.whole()
+        return TargetTables(table, table if lm_head is embedding else lm_head.whole())
+
+    return read
 
 
-def _pieces(checkpoint: Any) -> Sequence[np.ndarray]:
+def _pieces(checkpoint: "Checkpoint") -> Sequence[np.ndarray]:
     return cut_pieces(
         read_counting_texts(None),
         checkpoint.tokenizer_json,
@@ -182,98 +206,92 @@ def _pieces(checkpoint: Any) -> Sequence[np.ndarray]:
     )
 
 
-def build_head(
-    recipe: BuildRecipe,  # ``"auto"`` allowed
-    source: ModelSource,
-    target: ModelSource,
-    plan: HeadPlan,
-    folder: Path,  # where the engine files go; created
-    *,
-    clock: StageClock,
-    dump_dir: Path | None = None,  # where to write the graph after each pass, if anywhere
-) -> BuiltModel:
-    """Build the engine of a head, which may share the target's embedding and LM head.
+class HeadPart(Part):
+    """A draft head, which may share the target's embedding and LM head."""
 
-    Raises CheckpointError if the head cannot be read, and CheckFailedError if the engine computes something else.
-    """
-    from specexport.heads.trace import trace_head
+    def __init__(self, source: ModelSource, plan: HeadPlan) -> None:
+        super().__init__(plan.recipe, source)
+        self._plan = plan
 
-    role = source.role
-    with clock.stage("load", role, source.name):
-        checkpoint = load_source(recipe, target)
-        recipe = resolve_for(recipe, checkpoint)
-        loaded = _load(recipe, source, checkpoint, plan.config)
-        tokenizer_json, max_positions = checkpoint.tokenizer_json, checkpoint.max_positions
-        del checkpoint
-    with clock.stage("reference", role):
-        reference = (
-            _reference(loaded) if recipe.check and find_backend(recipe.backend).check_obstacle(recipe) is None else None
+    def load(self, folder: Path, clock: StageClock) -> DraftForm:
+        """See ``Part.load``."""
+        import torch
+
+        from specexport.checkpoint.source import hash_source, resolve_source
+        from specexport.heads.load import load_head
+
+        del folder, clock
+        plan, source = self._plan, self.source
+        loaded = load_head(plan.files, plan.config, plan.tables(), getattr(torch, model_dtype(self.recipe)))
+        found = resolve_source(source.source, source.revision, remote_code=self.recipe.trust_remote_code)
+        if hash_source(found) != source.sha256:
+            raise CheckpointError(f"checkpoint {source.name} changed while it was read.", "build again.")
+        head = loaded.head
+        self._num_parameters = sum(parameter.numel() for parameter in head.parameters())
+        self._step_parameters, self._mask = head.step_parameters, loaded.mask_feature
+        self._loaded = loaded
+        return DraftForm(self.recipe.quantization_of(source.role), loaded.ids)
+
+    def refer(self) -> None:
+        """See ``Part.refer``."""
+        self._checked = _reference(self._loaded) if check_obstacle(self.recipe) is None else None
+
+    def trace(self) -> Any:
+        """See ``Part.trace``."""
+        from specexport.heads.trace import trace_head
+
+        backend = find_backend(self.recipe.backend)
+        traced = trace_head(self._loaded.head, fixed_sizes=backend.fixed_sizes, group_experts=backend.groups_experts)
+        self._layers = tuple(traced.layers)
+        del self._loaded  # the graph holds the weights now
+        return traced.ir_model.clone()
+
+    def job(self, recipe: BuildRecipe, form: DraftForm, folder: Path, clock: StageClock) -> BuildJob:
+        """See ``Part.job``."""
+        del form
+        config = self._plan.config
+        steps = head_steps(
+            recipe.lookahead,
+            num_draft_heads=0 if config.medusa is None else config.medusa.num_heads,
+            block_size=config.block_size,
+            has_mask=config.mask_token_id is not None,
         )
-    head, config = loaded.head, loaded.config
-    num_parameters, step_parameters = sum(parameter.numel() for parameter in head.parameters()), head.step_parameters
-    with clock.stage("trace", role):
-        backend = find_backend(recipe.backend)
-        traced = trace_head(head, fixed_sizes=backend.fixed_sizes, group_experts=backend.groups_experts)
-        ir_model, layers = traced.ir_model.clone(), tuple(traced.layers)
-        del traced, head
-        ids, mask = loaded.ids, loaded.mask_feature
-        del loaded
-    steps = head_steps(
-        recipe.lookahead,
-        num_draft_heads=0 if config.medusa is None else config.medusa.num_heads,
-        block_size=config.block_size,
-        has_mask=config.mask_token_id is not None,
-    )
-    job = BuildJob(
-        recipe, role, layers, step_parameters, max_positions, folder, clock,
-        first_only=config.hydra is not None, feature_size=config.feature_size, head_steps=steps,
-    )  # fmt: skip
-    compiled = compile_graph(ir_model, recipe, job, dump_dir)
-    if mask is not None:
-        np.save(folder / MASK_NAME, mask, allow_pickle=False)
-    gc.collect()
-    architecture = f"{config.kind} head of {config.source_format} ({config.layer_config['model_type']})"
-    dtype = model_dtype(recipe)
-    entry = ModelEntry(
-        backend=recipe.backend,
-        dtype=dtype,
-        vocab_size=config.vocab_size,
-        max_positions=max_positions,
-        source=SourceEntry(source.name, source.sha256, architecture),
-        parameters=Parameters(num_parameters, step_parameters, compiled.experts),
-        attention=AttentionEntry(
-            layers,
-            dtype,
+        return BuildJob(
+            recipe, self.source.role, self._layers, self._step_parameters, self._plan.max_positions, folder, clock,
+            first_only=config.hydra is not None, feature_size=config.feature_size, head_steps=steps,
+        )  # fmt: skip
+
+    def traits(self, form: DraftForm) -> Traits:
+        """See ``Part.traits``."""
+        del form
+        config, probe = self._plan.config, self._plan.probe
+        return Traits(
+            f"{config.kind} head of {config.source_format} ({config.layer_config['model_type']})",
+            config.vocab_size,
+            self._num_parameters,
+            self._step_parameters,
             config.layer_config.get("num_attention_heads"),
             target_layers=() if config.assistant is None else config.assistant.target_layers,
-        ),
-        engine=compiled.engine,
-        quantize=recipe.quantization_of(role),
-        passes=compiled.passes,
-        cut_lm_head=save_lm_head_ids(folder, ids),
-        draft_head=DraftHeadEntry(
-            config.kind,
-            config.taps,
-            guessed=None if plan.probe is None else plan.probe.rate,
-            reading=None if plan.probe is None else plan.probe.reading.change or None,
-            num_draft_heads=config.num_draft_heads,
-            mask_token_id=config.mask_token_id,
-            mask_path=None if mask is None else MASK_NAME,
-            block_size=config.block_size,
-        ),
-    )
-    with clock.stage("check", role, "" if reference is not None else "not checked"):
-        found = check_head(folder, entry, reference) if reference is not None else None
-    return BuiltModel(
-        entry=entry,
-        files=hash_files(folder, [path.name for path in folder.iterdir()]),
-        tokenizer_json=tokenizer_json,
-        chat_template=None,
-        special_tokens={},
-        bos_token_id=None,
-        eos_token_ids=(),
-        check=found,
-    )
+            draft_head=DraftHeadEntry(
+                config.kind,
+                config.taps,
+                guessed=None if probe is None else probe.rate,
+                reading=None if probe is None else probe.reading.change or None,
+                num_draft_heads=config.num_draft_heads,
+                mask_token_id=config.mask_token_id,
+                mask_path=None if self._mask is None else MASK_NAME,
+                block_size=config.block_size,
+            ),
+            mask=self._mask,
+        )
+
+    def check(self, folder: Path, chosen: Chosen) -> EngineCheck | None:
+        """See ``Part.check``."""
+        return None if self._checked is None else check_head(folder, chosen.entry, self._checked)
+
+    def built(self, entry: ModelEntry, files: Mapping[str, FileEntry], check: EngineCheck | None) -> BuiltModel:
+        """See ``Part.built``."""
+        return BuiltModel(entry, files, self._plan.tokenizer_json, check)
 
 
 def _reference(loaded: "LoadedHead") -> HeadReference:

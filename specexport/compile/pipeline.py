@@ -14,7 +14,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specexport.atomic import new_folder
 from specexport.backends.registry import find_backend
@@ -32,17 +32,10 @@ from specexport.compile.draft_cuts import (
 )
 from specexport.compile.draft_trial import LEAST_BYTES, DraftTrial
 from specexport.compile.fingerprint import BUNDLE_ROOT, ENGINE_ROOT, HEAD_ROOT, hash_sources, hash_values, tool_versions
-from specexport.compile.head import HeadPlan, build_head, plan_head
+from specexport.compile.head import HeadPart, HeadPlan, plan_head
 from specexport.compile.lora import find_adapters
-from specexport.compile.model import (
-    STAGES,
-    WHOLE,
-    ModelSource,
-    Reductions,
-    build_model,
-    reads_texts,
-    require_export_stack,
-)
+from specexport.compile.model import WHOLE, ModelPart, Reductions, reads_texts, require_export_stack
+from specexport.compile.part import STAGES, ModelSource, Part, build_part
 from specexport.compile.vocabulary import check_vocabularies, read_vocabulary
 from specexport.host import peak_memory_bytes, seldom_collected
 from specexport.progress import Progress, StageClock
@@ -50,6 +43,9 @@ from specexport.recipe import AUTO, MTP, BuildRecipe, resolve_recipe, settle_qua
 from specexport_runtime.bundle.entry import FormTrial
 from specexport_runtime.bundle.files import FileEntry
 from specexport_runtime.bundle.manifest import Manifest
+
+if TYPE_CHECKING:
+    from specexport.checkpoint import Checkpoint
 
 _NUM_COMMON_STAGES = 2  # plan and bundle
 
@@ -157,7 +153,7 @@ def build_bundle(
     cache = open_cache() if use_cache else None
     built: dict[str, BuiltModel] = {}
     reused: list[str] = []
-    heads = _Heads(recipe, plan.models, clock)
+    heads = _Heads(simplest, plan.models, clock)
     with new_folder(output, replace=exists) as folder:
         for model in plan.models:
             key, place = plan.engine_keys[model.role], folder / model.role
@@ -225,7 +221,7 @@ def _find_models(recipe: BuildRecipe) -> list[ModelSource]:
 
 
 class _Heads:
-    """What is known of a bundle's draft head, found out when an engine is built that depends on it.
+    """A bundle's draft head, looked at when an engine is built that depends on it; its target is loaded once for all.
 
     Args:
         recipe: the recipe.
@@ -236,18 +232,19 @@ class _Heads:
     def __init__(self, recipe: BuildRecipe, models: tuple[ModelSource, ...], clock: StageClock) -> None:
         self._recipe, self._clock = recipe, clock
         self._sources = {model.role: model for model in models}
-        self._plan: HeadPlan | None = None
+        self._found: tuple[HeadPlan, Checkpoint | None] | None = None
 
-    @property
-    def target(self) -> ModelSource:
-        """The target."""
-        return self._sources["target"]
+    def plan(self) -> "tuple[HeadPlan | None, Checkpoint | None]":
+        """What the target gives, and what the head computes, None where there is no head; and the target.
 
-    def plan(self) -> HeadPlan | None:
-        """What the target gives, and what the head computes; None where there is no head."""
-        if "head" in self._sources and self._plan is None:
-            self._plan = plan_head(self._recipe, self._sources["head"], self.target, self._clock)
-        return self._plan
+        The target is for the first that asks: its engine is built next, or the head alone, which needs it no more.
+        """
+        if "head" not in self._sources:
+            return None, None
+        if self._found is None:
+            self._found = plan_head(self._recipe, self._sources["head"], self._sources["target"], self._clock)
+        (plan, target), self._found = self._found, (self._found[0], None)
+        return plan, target
 
 
 def _make_plan(recipe: BuildRecipe, models: list[ModelSource]) -> _Plan:
@@ -371,18 +368,19 @@ def _build_anew(
     import torch  # noqa: F401 - what it brings is there from here on
 
     with seldom_collected():
-        plan = None if model.role == "draft" else heads.plan()
-        if plan is not None and model.role == "head":
-            built = build_head(recipe, model, heads.target, plan, folder, clock=clock, dump_dir=dump_dir)
-        else:
-            request = None if plan is None else plan.request
-            built = build_model(
-                recipe, model, folder, clock=clock, dump_dir=dump_dir, reductions=reductions, features=request
-            )
+        built = build_part(_part_of(recipe, model, reductions, heads), folder, clock=clock, dump_dir=dump_dir)
     # An engine that could have been checked and was not is not kept.
     if cache is not None and (built.check is not None or check_obstacle(replace(recipe, check=True))):
         cache.store(key, built, folder)
     return built
+
+
+def _part_of(recipe: BuildRecipe, model: ModelSource, reductions: Reductions, heads: _Heads) -> Part:
+    plan, target = heads.plan() if model.role != "draft" else (None, None)
+    if plan is not None and model.role == "head":
+        return HeadPart(model, plan)
+    features = None if plan is None else plan.request
+    return ModelPart(recipe, model, reductions, features=features, checkpoint=target)
 
 
 def _check_tokenizer_files(plan: _Plan) -> None:
