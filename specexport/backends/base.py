@@ -10,17 +10,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from specexport.progress import StageClock
 from specexport_runtime.abi import LayerGeometry, StateGeometry
-from specexport_runtime.bundle.entry import WeightFormat
 from specexport_runtime.bundle.profiles import HeadSteps
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from specexport.channel_ranges import CacheRange, ChannelRanges
-    from specexport.passes.block_weight import BlockWeight
+    from specexport.channel_ranges import CacheRange
     from specexport.passes.low_rank import Adapter
     from specexport_runtime.bundle.entry import EngineEntry, ModelEntry
-    from specexport_runtime.executors.base import Int32Array
 
 
 ANY_ARCHITECTURE = "any"
@@ -71,10 +68,6 @@ class BuildJob(NamedTuple):
         folder: where the engine files go.
         clock: times the stages and takes notes.
         cache_ranges: of each layer, where KV caches are int8; None where they have the model's dtype.
-        head_ids: token ids that the passes leave in the LM head, int32 [N]; None for all.
-        input_ranges: how large inputs get, by name of the weight, where the passes weigh errors by them.
-        kept: with ``"keep"``, the checkpoint's quantized weights by name in the traced graph.
-        kept_formats: their formats, the most weights first.
         first_only: its layers are of draft heads of which the first alone reads them.
         feature_size: E of a draft head; 0 for all others.
         head_steps: of a draft head, the steps that it runs between two rounds; None for all others.
@@ -95,10 +88,6 @@ class BuildJob(NamedTuple):
     head_steps: HeadSteps | None = None
     states: tuple[StateGeometry, ...] = ()
     adapters: "Sequence[Adapter]" = ()
-    head_ids: "Int32Array | None" = None
-    input_ranges: "Mapping[str, ChannelRanges] | None" = None
-    kept: "Mapping[str, BlockWeight] | None" = None
-    kept_formats: tuple[WeightFormat, ...] = ()
 
 
 class Backend:

@@ -89,7 +89,7 @@ class OrtCpu(Backend):
             gates=gates,
             feature_size=feature_size,
             fused=tuple(fused),
-            weight_formats=job.kept_formats or formats,
+            weight_formats=() if recipe.quantization_of(role) == "keep" else formats,  # else those of the checkpoint
             packed_bytes=(stored, count * ITEM_BYTES[self.computes]),
         )
 

@@ -31,13 +31,12 @@ class BuiltModel:
 
     entry: ModelEntry  # paths are relative to the model's own folder
     files: Mapping[str, FileEntry]  # engine files by path relative to that folder
-    tokenizer_json: bytes = field(repr=False)  # content of the checkpoint's ``tokenizer.json``
     check: EngineCheck | None  # None if it was not checked
-    # The rest is of a target or a draft
-    chat_template: str | None = None  # Jinja source
-    special_tokens: Mapping[str, str] = field(default_factory=dict)  # text by name
-    bos_token_id: int | None = None
-    eos_token_ids: tuple[int, ...] = ()  # ids that end a generation
+    tokenizer_json: bytes = field(repr=False)  # content of the checkpoint's ``tokenizer.json``
+    chat_template: str | None  # Jinja source; None for a head, which has nothing of the rest either
+    special_tokens: Mapping[str, str]  # text by name
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]  # ids that end a generation
 
     def to_json(self) -> dict[str, Any]:
         """JSON form; the tokenizer is a file beside it."""

@@ -1,27 +1,27 @@
 """A draft head as a part of a bundle: what it reads of its target is settled first, for the target gives it."""
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from specexport.backends.base import BuildJob
 from specexport.backends.registry import BACKENDS, find_backend
-from specexport.compile.built import TOKENIZER_NAME, BuiltModel, EngineCheck
+from specexport.compile.built import TOKENIZER_NAME, EngineCheck
 from specexport.compile.check import check_obstacle
 from specexport.compile.check_head import CHECK_LENS, HeadReference, causal_reference, check_head
-from specexport.compile.draft_cuts import cut_pieces, read_counting_texts
+from specexport.compile.draft_cuts import read_counting_texts
 from specexport.compile.draft_trial import Chosen, DraftForm
-from specexport.compile.model import load_source, resolve_for, table_weights
-from specexport.compile.part import ModelSource, Part, Traits
+from specexport.compile.model import load_source, pieces_for, resolve_for, table_weights
+from specexport.compile.part import ModelSource, Part, Texts
 from specexport.compile.vocabulary import check_vocabularies, read_vocabulary
 from specexport.progress import StageClock
 from specexport.recipe import MTP, BuildRecipe, model_dtype
 from specexport_runtime.bundle.arrays import MASK_NAME
-from specexport_runtime.bundle.entry import DraftHeadEntry, ModelEntry
-from specexport_runtime.bundle.files import FileEntry
+from specexport_runtime.bundle.entry import DraftHeadEntry
 from specexport_runtime.bundle.profiles import head_steps
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 
@@ -57,6 +57,8 @@ def plan_head(
 
     Raises CheckpointError or UnsupportedModelError if it cannot be read, is for another target, or guesses at chance.
     """
+    from specexport.trace.layers import FeatureRequest
+
     with clock.stage("probe", source.role, source.name):
         checkpoint = load_source(recipe, target)
         _check_tokenizer(source, checkpoint)
@@ -68,16 +70,18 @@ def plan_head(
             from specexport.checkpoint.streaming import streamed
             from specexport.heads.probe import check_probe, probe_head
 
+            pieces = pieces_for(checkpoint, read_counting_texts(None), PROBE_PIECES, PROBE_LEN)
             with streamed(checkpoint.model, checkpoint.stored):
-                probe = probe_head(checkpoint.model, loaded, _pieces(checkpoint), _num_layers(checkpoint))
+                probe = probe_head(checkpoint.model, loaded, pieces, _num_layers(checkpoint))
             check_probe(probe, source.name)
             clock.note(describe_probe(probe.rate, probe.reading.change))
             config = probe.reading.config
-        request = _request(config, loaded.projection)
+        request = FeatureRequest(config.taps, loaded.projection, config.feature_size)
     del loaded
     gc.collect()
-    # Weights that are in no files as they are must not be kept in memory beside an engine: they are loaded again.
-    tables = _stored_tables(checkpoint) or (lambda: _tables(load_source(recipe, target)))
+    tables = _tables(checkpoint)
+    if not checkpoint.stored:  # weights that are in no files as they are: none is kept in memory beside an engine
+        tables = partial(_tables_anew, recipe, target)
     of_target = checkpoint.tokenizer_json, checkpoint.max_positions, resolve_for(recipe, checkpoint)
     return HeadPlan(config, request, probe, files, tables, *of_target), checkpoint
 
@@ -136,12 +140,6 @@ def _check_caches(recipe: BuildRecipe, config: "HeadConfig", name: str) -> None:
         )
 
 
-def _request(config: "HeadConfig", projection: Any) -> "FeatureRequest":
-    from specexport.trace.layers import FeatureRequest
-
-    return FeatureRequest(config.taps, projection, config.feature_size)
-
-
 def _load(recipe: BuildRecipe, source: ModelSource, checkpoint: "Checkpoint") -> "tuple[HeadFiles, LoadedHead]":
     import torch
 
@@ -162,136 +160,95 @@ def _load(recipe: BuildRecipe, source: ModelSource, checkpoint: "Checkpoint") ->
         target_layer=text.to_dict(),
         lent=lent_caches(text) if is_assistant(files) else None,  # a model without attention has none
     )
-    return files, load_head(files, config, _tables(checkpoint), getattr(torch, checkpoint.dtype))
+    return files, load_head(files, config, _tables(checkpoint)(), getattr(torch, checkpoint.dtype))
 
 
 def _num_layers(checkpoint: "Checkpoint") -> int:
     return int(checkpoint.model.config.get_text_config().num_hidden_layers)
 
 
-def _tables(checkpoint: "Checkpoint") -> "TargetTables":
-    """Embedding and LM head of a target, read if they are in files."""
-    from specexport.heads.loaded import TargetTables
-
-    stored = _stored_tables(checkpoint)
-    return TargetTables(*(each.detach() for each in table_weights(checkpoint.model))) if stored is None else stored()
-
-
-def _stored_tables(checkpoint: "Checkpoint") -> "Callable[[], TargetTables] | None":
-    """What reads the embedding and LM head of a target from its files; None where they are in memory."""
-    from specexport.checkpoint.stored import stored_by_id
+def _tables(checkpoint: "Checkpoint") -> "Callable[[], TargetTables]":
+    """What reads the embedding and LM head of a target; the checkpoint's model may be gone then."""
+    from specexport.checkpoint.stored import StoredWeight, stored_by_id
     from specexport.heads.loaded import TargetTables
 
     stored = stored_by_id(checkpoint.model, checkpoint.stored)
-    weights = [stored.get(id(weight)) for weight in table_weights(checkpoint.model)]
-    embedding, lm_head = weights
-    if embedding is None or lm_head is None:
-        return None
+    weights = [stored.get(id(weight), weight) for weight in table_weights(checkpoint.model)]
 
     def read() -> TargetTables:
-        table = embedding.whole()
-        return TargetTables(table, table if lm_head is embedding else lm_head.whole())
+        found = {id(each): each.whole() if isinstance(each, StoredWeight) else each.detach() for each in weights}
+        return TargetTables(*(found[id(each)] for each in weights))
 
     return read
 
 
-def _pieces(checkpoint: "Checkpoint") -> Sequence[np.ndarray]:
-    return cut_pieces(
-        read_counting_texts(None),
-        checkpoint.tokenizer_json,
-        checkpoint.vocab_size,
-        max_positions=checkpoint.max_positions,
-        num_pieces=PROBE_PIECES,
-        piece_len=PROBE_LEN,
-    )
+def _tables_anew(recipe: BuildRecipe, target: ModelSource) -> "TargetTables":
+    return _tables(load_source(recipe, target))()
 
 
-class HeadPart(Part):
-    """A draft head, which may share the target's embedding and LM head."""
+def prepare_head(source: ModelSource, plan: HeadPlan, folder: Path, clock: StageClock) -> Part:
+    """Load a draft head, run it in torch, and trace it; ``folder`` is for its engine.
 
-    def __init__(self, source: ModelSource, plan: HeadPlan) -> None:
-        super().__init__(plan.recipe, source)
-        self._plan = plan
+    Raises CheckpointError if it cannot be read.
+    """
+    import torch
 
-    def load(self, folder: Path, clock: StageClock) -> DraftForm:
-        """See ``Part.load``."""
-        import torch
+    from specexport.checkpoint.source import hash_source, resolve_source
+    from specexport.heads.load import load_head
+    from specexport.heads.trace import trace_head
 
-        from specexport.checkpoint.source import hash_source, resolve_source
-        from specexport.heads.load import load_head
-
-        del folder, clock
-        plan, source = self._plan, self.source
-        loaded = load_head(plan.files, plan.config, plan.tables(), getattr(torch, model_dtype(self.recipe)))
-        found = resolve_source(source.source, source.revision, remote_code=self.recipe.trust_remote_code)
+    recipe, config, probe, role = plan.recipe, plan.config, plan.probe, source.role
+    with clock.stage("load", role, source.name):
+        loaded = load_head(plan.files, config, plan.tables(), getattr(torch, model_dtype(recipe)))
+        found = resolve_source(source.source, source.revision, remote_code=recipe.trust_remote_code)
         if hash_source(found) != source.sha256:
             raise CheckpointError(f"checkpoint {source.name} changed while it was read.", "build again.")
-        head = loaded.head
-        self._num_parameters = sum(parameter.numel() for parameter in head.parameters())
-        self._step_parameters, self._mask = head.step_parameters, loaded.mask_feature
-        self._loaded = loaded
-        return DraftForm(self.recipe.quantization_of(source.role), loaded.ids)
-
-    def refer(self) -> None:
-        """See ``Part.refer``."""
-        self._checked = _reference(self._loaded) if check_obstacle(self.recipe) is None else None
-
-    def trace(self) -> Any:
-        """See ``Part.trace``."""
-        from specexport.heads.trace import trace_head
-
-        backend = find_backend(self.recipe.backend)
-        traced = trace_head(self._loaded.head, fixed_sizes=backend.fixed_sizes, group_experts=backend.groups_experts)
-        self._layers = tuple(traced.layers)
-        del self._loaded  # the graph holds the weights now
-        return traced.ir_model.clone()
-
-    def job(self, recipe: BuildRecipe, form: DraftForm, folder: Path, clock: StageClock) -> BuildJob:
-        """See ``Part.job``."""
-        del form
-        config = self._plan.config
-        steps = head_steps(
-            recipe.lookahead,
-            num_draft_heads=0 if config.medusa is None else config.medusa.num_heads,
-            block_size=config.block_size,
-            has_mask=config.mask_token_id is not None,
-        )
-        return BuildJob(
-            recipe, self.source.role, self._layers, self._step_parameters, self._plan.max_positions, folder, clock,
+    with clock.stage("reference", role):
+        reference = _reference(loaded) if check_obstacle(recipe) is None else None
+    num_parameters = sum(parameter.numel() for parameter in loaded.head.parameters())
+    step_parameters, mask = loaded.head.step_parameters, loaded.mask_feature
+    with clock.stage("trace", role):
+        backend = find_backend(recipe.backend)
+        traced = trace_head(loaded.head, fixed_sizes=backend.fixed_sizes, group_experts=backend.groups_experts)
+    steps = head_steps(
+        recipe.lookahead,
+        num_draft_heads=0 if config.medusa is None else config.medusa.num_heads,
+        block_size=config.block_size,
+        has_mask=config.mask_token_id is not None,
+    )
+    return Part(
+        recipe=recipe,
+        source=source,
+        form=DraftForm(recipe.quantization_of(role), loaded.ids),
+        graph=traced.ir_model.clone(),
+        job=BuildJob(
+            recipe, role, tuple(traced.layers), step_parameters, plan.max_positions, folder, clock,
             first_only=config.hydra is not None, feature_size=config.feature_size, head_steps=steps,
-        )  # fmt: skip
+        ),
+        check=partial(_check_head, reference),
+        texts=Texts(plan.tokenizer_json),
+        architecture=f"{config.kind} head of {config.source_format} ({config.layer_config['model_type']})",
+        vocab_size=config.vocab_size,
+        num_parameters=num_parameters,
+        step_parameters=lambda _: step_parameters,
+        query_heads=config.layer_config.get("num_attention_heads"),
+        target_layers=() if config.assistant is None else config.assistant.target_layers,
+        draft_head=DraftHeadEntry(
+            config.kind,
+            config.taps,
+            guessed=None if probe is None else probe.rate,
+            reading=None if probe is None else probe.reading.change or None,
+            num_draft_heads=config.num_draft_heads,
+            mask_token_id=config.mask_token_id,
+            mask_path=None if mask is None else MASK_NAME,
+            block_size=config.block_size,
+        ),
+        mask=mask,
+    )  # fmt: skip
 
-    def traits(self, form: DraftForm) -> Traits:
-        """See ``Part.traits``."""
-        del form
-        config, probe = self._plan.config, self._plan.probe
-        return Traits(
-            f"{config.kind} head of {config.source_format} ({config.layer_config['model_type']})",
-            config.vocab_size,
-            self._num_parameters,
-            self._step_parameters,
-            config.layer_config.get("num_attention_heads"),
-            target_layers=() if config.assistant is None else config.assistant.target_layers,
-            draft_head=DraftHeadEntry(
-                config.kind,
-                config.taps,
-                guessed=None if probe is None else probe.rate,
-                reading=None if probe is None else probe.reading.change or None,
-                num_draft_heads=config.num_draft_heads,
-                mask_token_id=config.mask_token_id,
-                mask_path=None if self._mask is None else MASK_NAME,
-                block_size=config.block_size,
-            ),
-            mask=self._mask,
-        )
 
-    def check(self, folder: Path, chosen: Chosen) -> EngineCheck | None:
-        """See ``Part.check``."""
-        return None if self._checked is None else check_head(folder, chosen.entry, self._checked)
-
-    def built(self, entry: ModelEntry, files: Mapping[str, FileEntry], check: EngineCheck | None) -> BuiltModel:
-        """See ``Part.built``."""
-        return BuiltModel(entry, files, self._plan.tokenizer_json, check)
+def _check_head(reference: HeadReference | None, folder: Path, chosen: Chosen) -> EngineCheck | None:
+    return None if reference is None else check_head(folder, chosen.entry, reference)
 
 
 def _reference(loaded: "LoadedHead") -> HeadReference:

@@ -13,9 +13,11 @@ from specexport.atomic import require_space
 from specexport.backends.base import AUTO_MODEL_LEN, Backend, BuildJob
 from specexport.backends.registry import BACKENDS, find_backend
 from specexport.channel_ranges import CacheRange, ChannelRanges
-from specexport.compile.built import BuiltModel, EngineCheck
+from specexport.compile.built import EngineCheck
 from specexport.compile.check import check_engine, check_obstacle, check_sequences, text_perplexity, text_sequences
 from specexport.compile.draft_cuts import (
+    NUM_PIECES,
+    PIECE_LEN,
     HeadCut,
     LayerPrune,
     check_num_layers,
@@ -23,22 +25,13 @@ from specexport.compile.draft_cuts import (
     rank_head_ids,
     read_counting_texts,
 )
-from specexport.compile.draft_trial import (
-    Chosen,
-    DraftForm,
-    DraftTrial,
-    FormChoice,
-    HeadSizes,
-    MakeForm,
-    describe_trial,
-)
+from specexport.compile.draft_trial import Chosen, DraftForm, DraftTrial, FormChoice, HeadSizes
 from specexport.compile.lora import bind_adapters, describe_adapters
-from specexport.compile.part import ModelSource, Part, Traits
+from specexport.compile.part import ModelSource, Part, Texts, weighs_inputs
 from specexport.progress import StageClock
 from specexport.recipe import KEEP, BuildRecipe, model_dtype, resolve_recipe, rounding, with_quantization
 from specexport_runtime.abi import ITEM_BYTES
-from specexport_runtime.bundle.entry import DroppedLayer, ModelEntry, Rope, WeightFormat
-from specexport_runtime.bundle.files import FileEntry
+from specexport_runtime.bundle.entry import DroppedLayer, Rope, WeightFormat
 from specexport_runtime.errors import CheckpointError, MissingDependencyError, UnsupportedModelError
 from specexport_runtime.executors.base import Float32Array, Int32Array, Int64Array
 
@@ -73,147 +66,103 @@ class Reductions(NamedTuple):
 WHOLE = Reductions()
 
 
-class ModelPart(Part):
-    """A target or a draft."""
+def prepare_model(
+    recipe: BuildRecipe,  # ``"auto"`` allowed
+    source: ModelSource,
+    folder: Path,  # where the engine files go; created
+    clock: StageClock,
+    *,
+    reductions: Reductions = WHOLE,
+    features: "FeatureRequest | None" = None,  # what a target gives to a draft head; None for nothing
+    checkpoint: "Checkpoint | None" = None,  # of the source, if it was loaded already; used up
+) -> Part:
+    """Load a target or a draft, run it in torch, and trace it.
 
-    def __init__(
-        self,
-        recipe: BuildRecipe,
-        source: ModelSource,
-        reductions: Reductions = WHOLE,
-        *,
-        features: "FeatureRequest | None" = None,  # what a target gives to a draft head; None for nothing
-        checkpoint: "Checkpoint | None" = None,  # what it was loaded as, to be used up; None: not loaded yet
-    ) -> None:
-        super().__init__(recipe, source)
-        self._reductions, self._features, self._given = reductions, features, checkpoint
-        self.tries = reductions.trial is not None
-        self._dropped: tuple[DroppedLayer, ...] = ()
+    Raises CheckpointError, UnsupportedModelError or RecipeError if the checkpoint cannot be used, or not with this
+    recipe.
+    """
+    from specexport.trace import trace_checkpoint
 
-    def load(self, folder: Path, clock: StageClock) -> DraftForm:
-        """See ``Part.load``."""
-        recipe, source, (cut, prune, trial) = self.recipe, self.source, self._reductions
-        checkpoint = self._given or load_source(recipe, source, stream=prune is None)  # pruning runs it again and again
-        self._given = None
+    (cut, prune, trial), role = reductions, source.role
+    with clock.stage("load", role, source.name):
+        if checkpoint is None:
+            checkpoint = load_source(recipe, source, stream=prune is None)  # pruning runs the model again and again
         recipe = resolve_for(recipe, checkpoint)
         if checkpoint.rope is not None:
             clock.note(f"{checkpoint.rope.text}, for sequences of up to {checkpoint.rope.max_len} tokens")
-        if recipe.quantization_of(source.role) == KEEP and not checkpoint.kept:  # a GGUF file of float weights
-            recipe = with_quantization(recipe, source.role, None)
+        if recipe.quantization_of(role) == KEEP and not checkpoint.kept:  # a GGUF file of float weights
+            recipe = with_quantization(recipe, role, None)
         adapters = bind_adapters(checkpoint, source.adapters, merge=not recipe.chooses_adapters)
         if adapters.all and not recipe.chooses_adapters:
-            _round(checkpoint, recipe, source.role)  # weights are sums by now
-        rounded = rounding(recipe, source.role)
+            _round(checkpoint, recipe, role)  # weights are sums by now
+        rounded = rounding(recipe, role)
         if rounded is not None:
             clock.note(f"weights are rounded to {rounded}; activations and KV caches are {model_dtype(recipe)}")
-        form = DraftForm(recipe.quantization_of(source.role), _head_ids(checkpoint, cut))
-        self._others = () if trial is None else trial.others(_kept_share(checkpoint))
-        self._each = [with_quantization(recipe, source.role, name) for name in (form.quantize, *self._others)]
-        require_space(folder, sum(_needed_bytes(one, checkpoint, source.role) for one in self._each))
-        self.recipe, self._checkpoint, self._adapters = recipe, checkpoint, adapters
-        return form
-
-    def reduce(self, clock: StageClock) -> None:
-        """See ``Part.reduce``."""
-        self._dropped = _drop_layers(self._checkpoint, self._reductions.prune, self.source.role, clock)
-
-    def refer(self) -> None:
-        """See ``Part.refer``."""
-        obstacle, role = check_obstacle(self.recipe), self.source.role
-        self._references = {
-            on_texts: _eager_reference(self._checkpoint, self._adapters.chosen, on_texts=on_texts)
-            for on_texts in {_is_approximate(one, role) for one in self._each if obstacle is None}
+        form = DraftForm(recipe.quantization_of(role), _head_ids(checkpoint, cut))
+        others = () if trial is None else trial.others(_kept_share(checkpoint))
+        each = [with_quantization(recipe, role, name) for name in (form.quantize, *others)]
+        require_space(folder, sum(_needed_bytes(one, checkpoint, role) for one in each))
+    dropped = _drop_layers(checkpoint, prune, role, clock)
+    with clock.stage("reference", role):
+        obstacle = check_obstacle(recipe)
+        references = {
+            on_texts: _eager_reference(checkpoint, adapters.chosen, on_texts=on_texts)
+            for on_texts in {_is_approximate(one, role) for one in each if obstacle is None}
         }
-        if self.recipe.check and model_dtype(self.recipe) == "float16":
-            _refuse_overflow(self._checkpoint, next(iter(self._references.values()), None))
-
-    def measure(self, clock: StageClock) -> None:
-        """See ``Part.measure``."""
-        self._ranges, self._cache_ranges = _calibrate(self._checkpoint, self._each, self.source.role, clock)
-
-    def trace(self) -> Any:
-        """See ``Part.trace``."""
-        from specexport.trace import trace_checkpoint
-
-        checkpoint = self._checkpoint
-        self._sizes = _head_sizes(checkpoint)
-        grouped = find_backend(self.recipe.backend).groups_experts
-        traced = trace_checkpoint(checkpoint, self._features, group_experts=grouped)
-        self._layers, self._states, self._windows = tuple(traced.layers), traced.states, traced.windows
+        if recipe.check and model_dtype(recipe) == "float16":
+            _refuse_overflow(checkpoint, next(iter(references.values()), None))
+    sizes, formats, rope = _head_sizes(checkpoint), _weight_formats(checkpoint), checkpoint.rope
+    ranges, cached = _calibrate(checkpoint, each, role, clock)
+    with clock.stage("trace", role):
+        traced = trace_checkpoint(checkpoint, features, group_experts=find_backend(recipe.backend).groups_experts)
         # A copy of the graph (not of the weights): the exporter's own still refers to tied weights it has dropped.
-        ir_model = traced.ir_model.clone()
-        del traced, checkpoint.model  # the graph holds the weights now
+        traced = traced._replace(ir_model=traced.ir_model.clone())
+        del checkpoint.model  # the graph holds the weights now
         gc.collect()
-        return ir_model
+    count, positions, ends = checkpoint.num_parameters, checkpoint.max_positions, tuple(checkpoint.eos_token_ids)
+    texts = Texts(
+        checkpoint.tokenizer_json, checkpoint.chat_template, checkpoint.special_tokens, checkpoint.bos_token_id, ends
+    )
+    return Part(
+        recipe=recipe,
+        source=source,
+        form=form,
+        graph=traced.ir_model,
+        job=BuildJob(
+            recipe, role, traced.layers, count, positions, folder, clock,
+            cache_ranges=cached, states=traced.states, adapters=adapters.products,
+        ),
+        check=partial(_check_model, references, texts.tokenizer_json),
+        texts=texts,
+        architecture=checkpoint.architecture,
+        vocab_size=checkpoint.vocab_size,
+        num_parameters=count,
+        step_parameters=sizes.step,
+        query_heads=sizes.num_heads,
+        windows=traced.windows,
+        rope=None if rope is None else Rope(rope.text, rope.max_len),
+        dropped_layers=dropped,
+        adapters=describe_adapters(adapters.all, chosen=recipe.chooses_adapters),
+        ranges=ranges,
+        kept=checkpoint.kept,
+        kept_formats=formats,
+        choice=None if trial is None else FormChoice(trial, others, sizes, partial(_rank_ids, checkpoint)),
+    )  # fmt: skip
 
-    def job(self, recipe: BuildRecipe, form: DraftForm, folder: Path, clock: StageClock) -> BuildJob:
-        """See ``Part.job``."""
-        checkpoint, role = self._checkpoint, self.source.role
-        keeps = form.quantize == KEEP
-        return BuildJob(
-            recipe, role, self._layers, checkpoint.num_parameters, checkpoint.max_positions, folder, clock,
-            states=self._states,
-            adapters=self._adapters.products,
-            head_ids=form.head_ids,
-            input_ranges=self._ranges if _weighs_inputs(recipe, role) else None,
-            cache_ranges=self._cache_ranges,
-            kept=checkpoint.kept if keeps else None,
-            kept_formats=_weight_formats(checkpoint) if keeps else (),
-        )  # fmt: skip
 
-    def traits(self, form: DraftForm) -> Traits:
-        """See ``Part.traits``."""
-        checkpoint, rope = self._checkpoint, self._checkpoint.rope
-        return Traits(
-            checkpoint.architecture,
-            checkpoint.vocab_size,
-            checkpoint.num_parameters,
-            self._sizes.step(form.head_ids),
-            self._sizes.num_heads,
-            self._windows,
-            rope=None if rope is None else Rope(rope.text, rope.max_len),
-            dropped_layers=self._dropped,
-            adapters=describe_adapters(self._adapters.all, chosen=self.recipe.chooses_adapters),
-        )
-
-    def choose(self, first: Chosen, folder: Path, clock: StageClock, make: MakeForm) -> Chosen:
-        """See ``Part.choose``."""
-        trial = self._reductions.trial
-        if trial is None:
-            return first
-        with clock.stage("trial", self.source.role, steps=0):
-            rank = partial(_rank_ids, self._checkpoint)
-            chosen = FormChoice(trial, first, self._others, folder, make, self._sizes, rank).settle()
-            clock.note(describe_trial(chosen.entry)[0])
-        return chosen
-
-    def check(self, folder: Path, chosen: Chosen) -> EngineCheck | None:
-        """See ``Part.check``."""
-        form, entry = chosen
-        reference = self._references.get(entry.approximation is not None)
-        if reference is None:
-            return None
-        if form.head_ids is not None:
-            reference = reference._replace(logits=[logits[:, form.head_ids] for logits in reference.logits])
-        found = check_engine(folder, entry, *reference)
-        if entry.approximation is None or form.head_ids is not None:
-            return found
-        perplexity = text_perplexity(self._checkpoint.tokenizer_json, reference.sequences, reference.logits)
-        return found._replace(perplexity=perplexity)
-
-    def built(self, entry: ModelEntry, files: Mapping[str, FileEntry], check: EngineCheck | None) -> BuiltModel:
-        """See ``Part.built``."""
-        checkpoint = self._checkpoint
-        return BuiltModel(
-            entry=entry,
-            files=files,
-            tokenizer_json=checkpoint.tokenizer_json,
-            chat_template=checkpoint.chat_template,
-            special_tokens=dict(checkpoint.special_tokens),
-            bos_token_id=checkpoint.bos_token_id,
-            eos_token_ids=tuple(checkpoint.eos_token_ids),
-            check=check,
-        )
+def _check_model(
+    references: Mapping[bool, _Reference], tokenizer_json: bytes, folder: Path, chosen: Chosen
+) -> EngineCheck | None:
+    ids, entry = chosen.form.head_ids, chosen.entry
+    reference = references.get(entry.approximation is not None)
+    if reference is None:
+        return None
+    if ids is not None:
+        reference = reference._replace(logits=[logits[:, ids] for logits in reference.logits])
+    found = check_engine(folder, entry, *reference)
+    if entry.approximation is not None and ids is None:
+        found = found._replace(perplexity=text_perplexity(tokenizer_json, reference.sequences, reference.logits))
+    return found
 
 
 def _head_sizes(checkpoint: "Checkpoint") -> HeadSizes:
@@ -364,22 +313,14 @@ def _drop_layers(
     from specexport.trace import choose_layers, drop_layers
 
     with clock.stage("layers", role, f"{prune.num_layers} of {num_layers} stay", steps=0):
-        pieces = cut_pieces(
-            prune.texts, checkpoint.tokenizer_json, checkpoint.vocab_size, max_positions=checkpoint.max_positions
-        )
-        dropped = choose_layers(checkpoint, num_layers - prune.num_layers, pieces)
+        dropped = choose_layers(checkpoint, num_layers - prune.num_layers, pieces_for(checkpoint, prune.texts))
         drop_layers(checkpoint, [layer for layer, _ in dropped])
     return tuple(DroppedLayer(*each) for each in dropped)
 
 
 def reads_texts(recipe: BuildRecipe, role: str) -> bool:
     """Whether a model's engine depends on the built-in texts: something of it was measured on them."""
-    return _weighs_inputs(recipe, role) or recipe.kv_cache_dtype is not None
-
-
-def _weighs_inputs(recipe: BuildRecipe, role: str) -> bool:
-    """Whether weights are rounded by what the inputs of a layer make of an error."""
-    return recipe.quantization_of(role) == "int4" and find_backend(recipe.backend).own_operators
+    return weighs_inputs(recipe, role) or recipe.kv_cache_dtype is not None
 
 
 def _calibrate(
@@ -393,21 +334,22 @@ def _calibrate(
 
     ranges, cached = None, None
     with clock.stage("calibrate", role, steps=0):
-        pieces = cut_pieces(
-            read_counting_texts(None),
-            checkpoint.tokenizer_json,
-            checkpoint.vocab_size,
-            max_positions=checkpoint.max_positions,
-            num_pieces=CALIBRATION_PIECES,
-            piece_len=CALIBRATION_LEN,
-        )
-        if any(_weighs_inputs(one, role) for one in recipes):
+        pieces = pieces_for(checkpoint, read_counting_texts(None), CALIBRATION_PIECES, CALIBRATION_LEN)
+        if any(weighs_inputs(one, role) for one in recipes):
             ranges = activation_ranges(checkpoint, pieces)
         if recipe.kv_cache_dtype is not None:
             longest = max(AUTO_MODEL_LEN, int(recipe.max_model_len))
             max_len = min(longest, checkpoint.max_positions or longest)
             cached = cache_ranges(checkpoint, pieces, max_len=max_len)
     return ranges, cached
+
+
+def pieces_for(
+    checkpoint: "Checkpoint", texts: Sequence[str], num_pieces: int = NUM_PIECES, piece_len: int = PIECE_LEN
+) -> list[Int64Array]:
+    """Pieces of texts that a checkpoint can read, see :func:`cut_pieces`."""
+    known, room = (checkpoint.tokenizer_json, checkpoint.vocab_size), checkpoint.max_positions
+    return cut_pieces(texts, *known, max_positions=room, num_pieces=num_pieces, piece_len=piece_len)
 
 
 def _head_ids(checkpoint: "Checkpoint", cut: HeadCut | None) -> Int32Array | None:

@@ -1,11 +1,12 @@
-"""One part of a bundle through the stages: load, reference, trace, passes, lower, build, check.
+"""One part of a bundle from its graph to a checked engine: passes, lower, build, check.
 
-A part is a target, a draft or a draft head. What differs between them is a :class:`Part`; all that they have in common
-is here, once.
+A part is a target or a draft (``compile.model``), or a draft head (``compile.head``): they differ in how they are
+loaded, referred to torch and traced, and in what :class:`Part` says of them.
 """
 
 import gc
-from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,11 +15,12 @@ import numpy as np
 
 from specexport.backends.base import Backend, BuildJob, release_weights
 from specexport.backends.registry import BACKENDS, find_backend
+from specexport.channel_ranges import ChannelRanges
 from specexport.compile.built import BuiltModel, EngineCheck
 from specexport.compile.check import check_obstacle
-from specexport.compile.draft_trial import Chosen, DraftForm, MakeForm
+from specexport.compile.draft_trial import Chosen, DraftForm, FormChoice, describe_trial
 from specexport.progress import StageClock
-from specexport.recipe import BuildRecipe, model_dtype, with_quantization
+from specexport.recipe import KEEP, BuildRecipe, model_dtype, with_quantization
 from specexport_runtime.bundle.arrays import LM_HEAD_IDS_NAME, MASK_NAME
 from specexport_runtime.bundle.entry import (
     AdapterEntry,
@@ -32,15 +34,15 @@ from specexport_runtime.bundle.entry import (
     Parameters,
     Rope,
     SourceEntry,
+    WeightFormat,
 )
-from specexport_runtime.bundle.files import FileEntry, hash_files
+from specexport_runtime.bundle.files import hash_files
 from specexport_runtime.errors import UnsupportedModelError
-from specexport_runtime.executors.base import Float32Array
+from specexport_runtime.executors.base import Float32Array, Int32Array
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from specexport.checkpoint.lora import LoraSource
+    from specexport.passes.block_weight import BlockWeight
 
 STAGES = ("load", "reference", "trace", "passes", "lower", "build", "check")
 
@@ -59,146 +61,109 @@ class ModelSource(NamedTuple):
     weight_bytes: int = 0  # of its weights' files
 
 
-class Traits(NamedTuple):
-    """What a manifest says of a part beside its job and its engine."""
+class Texts(NamedTuple):
+    """What a bundle takes of a part's tokenizer; see ``BuiltModel``."""
 
+    tokenizer_json: bytes
+    chat_template: str | None = None
+    special_tokens: Mapping[str, str] = {}
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+
+@dataclass
+class Part:
+    """A part that was loaded and traced: what its engine is built of, and what ``ModelEntry`` says of it beside."""
+
+    recipe: BuildRecipe  # resolved
+    source: ModelSource
+    form: DraftForm  # to build first
+    graph: Any  # an ``ir.Model``, which is used up
+    job: BuildJob  # of the first form
+    check: Callable[[Path, Chosen], EngineCheck | None]  # compares the engine in a folder with torch, where it can be
+    texts: Texts
     architecture: str
     vocab_size: int  # V
     num_parameters: int  # tied ones counted once
-    step_parameters: int  # see ``Parameters.step``
+    step_parameters: Callable[[Int32Array | None], int]  # with an LM head of these ids
     query_heads: int | None  # of a layer; None if the checkpoint does not say
-    windows: tuple[int, ...] = ()  # see ``AttentionEntry``, and for the next
+    windows: tuple[int, ...] = ()
     target_layers: tuple[int, ...] = ()
     rope: Rope | None = None
     dropped_layers: tuple[DroppedLayer, ...] = ()
     adapters: tuple[AdapterEntry, ...] = ()
     draft_head: DraftHeadEntry | None = None
     mask: Float32Array | None = None  # the feature for tokens not known yet, [E]; None where there is none
+    ranges: Mapping[str, ChannelRanges] | None = None  # of inputs, by name of the weight, where int4 weighs errors
+    kept: "Mapping[str, BlockWeight] | None" = None  # quantized weights of the checkpoint, for a form that keeps them
+    kept_formats: tuple[WeightFormat, ...] = ()  # of these
+    choice: FormChoice | None = None  # of a draft whose form is to be found out
 
 
-class Part(ABC):
-    """What differs between the parts of a bundle; :func:`build_part` calls the methods in this order, each stage once.
+def build_part(part: Part, dump_dir: Path | None = None) -> BuiltModel:
+    """Build the engine of a part and check it; ``dump_dir`` gets the graph after each pass.
 
-    Attributes:
-        recipe: ``"auto"`` allowed until it is loaded, then resolved.
-        source: its checkpoint.
-        tries: :meth:`choose` builds other forms of it.
+    Raises CheckpointError, UnsupportedModelError or RecipeError if the checkpoint cannot be used with this recipe, and
+    CheckFailedError if the engine computes something else than torch.
     """
-
-    tries = False
-
-    def __init__(self, recipe: BuildRecipe, source: ModelSource) -> None:
-        self.recipe = recipe
-        self.source = source
-
-    @abstractmethod
-    def load(self, folder: Path, clock: StageClock) -> DraftForm:
-        """Read the checkpoint and settle the recipe; the form to build first. ``folder`` is for its engines."""
-
-    def reduce(self, clock: StageClock) -> None:
-        """Take out what the engine is to be without."""
-        del clock
-
-    @abstractmethod
-    def refer(self) -> None:
-        """Compute in torch what the engine will be held to, where it can be checked."""
-
-    def measure(self, clock: StageClock) -> None:
-        """Measure what passes or lowerings must know."""
-        del clock
-
-    @abstractmethod
-    def trace(self) -> Any:
-        """Its graph, an ``ir.Model``; what it was traced from is in no memory afterwards."""
-
-    @abstractmethod
-    def job(self, recipe: BuildRecipe, form: DraftForm, folder: Path, clock: StageClock) -> BuildJob:
-        """What becomes of the graph in a form, for which ``recipe`` is."""
-
-    @abstractmethod
-    def traits(self, form: DraftForm) -> Traits:
-        """What its manifest says of it."""
-
-    def choose(self, first: Chosen, folder: Path, clock: StageClock, make: MakeForm) -> Chosen:
-        """The form that stays in ``folder``, where the first is now; ``make`` builds others."""
-        del folder, clock, make
-        return first
-
-    @abstractmethod
-    def check(self, folder: Path, chosen: Chosen) -> EngineCheck | None:
-        """Hold the engine to :meth:`refer`; None if there is nothing to hold it to. CheckFailedError if it differs."""
-
-    @abstractmethod
-    def built(self, entry: ModelEntry, files: "Mapping[str, FileEntry]", check: EngineCheck | None) -> BuiltModel:
-        """All that a bundle must know of it."""
-
-
-def build_part(
-    part: Part,
-    folder: Path,  # where the engine files go; created
-    *,
-    clock: StageClock,
-    dump_dir: Path | None = None,  # where to write the graph after each pass, if anywhere
-) -> BuiltModel:
-    """Build the engine of a part.
-
-    Raises CheckpointError, UnsupportedModelError or RecipeError if the checkpoint cannot be used, or not with this
-    recipe, and CheckFailedError if the engine computes something else than torch.
-    """
-    role = part.source.role
-    with clock.stage("load", role, part.source.name):
-        form = part.load(folder, clock)
-    part.reduce(clock)
-    with clock.stage("reference", role):
-        part.refer()
-    part.measure(clock)
-    with clock.stage("trace", role):
-        graph = part.trace()
-    make = partial(_build_form, part, graph, dump_dir)
-    first = Chosen(form, make(form, folder, clock, last=not part.tries))
-    chosen = part.choose(first, folder, clock, make)
-    del graph, make
+    folder, clock, role = part.job.folder, part.job.clock, part.source.role
+    make = partial(_build_form, part, dump_dir)
+    chosen = Chosen(part.form, make(part.form, folder, clock, last=part.choice is None))
+    if part.choice is not None:
+        with clock.stage("trial", role, steps=0):
+            chosen = part.choice.settle(chosen, folder, make)
+            clock.note(describe_trial(chosen.entry)[0])
+    del part.graph
     gc.collect()  # the graph is gone: its weights must not be in memory beside the check's
     with clock.stage("check", role, check_obstacle(part.recipe) or ""):
         found = part.check(folder, chosen)
-    return part.built(chosen.entry, hash_files(folder, [path.name for path in folder.iterdir()]), found)
+    return BuiltModel(chosen.entry, hash_files(folder, [path.name for path in folder.iterdir()]), found, *part.texts)
 
 
 def _build_form(
-    part: Part, graph: Any, dump_dir: Path | None, form: DraftForm, place: Path, clock: StageClock, *, last: bool
+    part: Part, dump_dir: Path | None, form: DraftForm, place: Path, clock: StageClock, *, last: bool = False
 ) -> ModelEntry:
     """Files and entry of a form; the last uses the graph up."""
-    source, recipe = part.source, with_quantization(part.recipe, part.source.role, form.quantize)
-    job, traits, dtype = part.job(recipe, form, place, clock), part.traits(form), model_dtype(recipe)
+    source, ids, keeps = part.source, form.head_ids, form.quantize == KEEP
+    recipe = with_quantization(part.recipe, source.role, form.quantize)
+    job, dtype = part.job._replace(recipe=recipe, folder=place, clock=clock), model_dtype(recipe)
     _check_states(job, find_backend(recipe.backend))
-    compiled = compile_graph(graph if last else graph.clone(), recipe, job, dump_dir)
-    for name, array in ((LM_HEAD_IDS_NAME, form.head_ids), (MASK_NAME, traits.mask)):
+    compiled = compile_graph(
+        part.graph if last else part.graph.clone(),
+        recipe,
+        job,
+        dump_dir,
+        head_ids=ids if part.draft_head is None else None,  # a head comes with its own
+        ranges=part.ranges if weighs_inputs(recipe, source.role) else None,
+        kept=part.kept if keeps else None,
+    )
+    for name, array in ((LM_HEAD_IDS_NAME, ids), (MASK_NAME, part.mask)):
         if array is not None:
             np.save(place / name, array, allow_pickle=False)
+    cache_dtype = None if job.cache_ranges is None else recipe.kv_cache_dtype
     return ModelEntry(
         backend=recipe.backend,
         dtype=dtype,
-        vocab_size=traits.vocab_size,
+        vocab_size=part.vocab_size,
         max_positions=job.max_positions,
-        source=SourceEntry(source.name, source.sha256, traits.architecture),
-        parameters=Parameters(traits.num_parameters, traits.step_parameters, compiled.experts),
-        attention=AttentionEntry(
-            job.layers,
-            dtype if job.cache_ranges is None or recipe.kv_cache_dtype is None else recipe.kv_cache_dtype,
-            traits.query_heads,
-            traits.windows,
-            traits.target_layers,
-        ),
-        engine=compiled.engine,
+        source=SourceEntry(source.name, source.sha256, part.architecture),
+        parameters=Parameters(part.num_parameters, part.step_parameters(ids), compiled.experts),
+        attention=AttentionEntry(job.layers, cache_dtype or dtype, part.query_heads, part.windows, part.target_layers),
+        engine=replace(compiled.engine, weight_formats=part.kept_formats) if keeps else compiled.engine,
         states=job.states,
         quantize=form.quantize,
         passes=compiled.passes,
-        rope=traits.rope,
-        dropped_layers=traits.dropped_layers,
-        cut_lm_head=None if form.head_ids is None else CutLmHead(LM_HEAD_IDS_NAME, len(form.head_ids)),
-        draft_head=traits.draft_head,
-        adapters=traits.adapters,
+        rope=part.rope,
+        dropped_layers=part.dropped_layers,
+        cut_lm_head=None if ids is None else CutLmHead(LM_HEAD_IDS_NAME, len(ids)),
+        draft_head=part.draft_head,
+        adapters=part.adapters,
     )
+
+
+def weighs_inputs(recipe: BuildRecipe, role: str) -> bool:
+    """Whether weights are rounded by what the inputs of a layer make of an error."""
+    return recipe.quantization_of(role) == "int4" and find_backend(recipe.backend).own_operators
 
 
 def _check_states(job: BuildJob, backend: Backend) -> None:
@@ -224,6 +189,10 @@ def compile_graph(
     recipe: BuildRecipe,  # resolved
     job: BuildJob,
     dump_dir: Path | None,
+    *,
+    head_ids: Int32Array | None = None,  # the last three are for the passes, see ``passes.pipeline.default_passes``
+    ranges: Mapping[str, ChannelRanges] | None = None,
+    kept: "Mapping[str, BlockWeight] | None" = None,
 ) -> Compiled:
     """A traced graph to engine files; its weights are let go."""
     from specexport.passes.experts_graph import expert_sizes
@@ -239,9 +208,9 @@ def compile_graph(
             quantize_lm_head=recipe.quantize_lm_head,
             quantize_operator=backend.quantize_operator,
             quantize_block=backend.quantize_block,
-            head_ids=job.head_ids,
-            ranges=job.input_ranges,
-            kept=job.kept,
+            head_ids=head_ids,
+            ranges=ranges,
+            kept=kept,
             adapters=job.adapters,
             own_operators=backend.own_operators,
         )

@@ -70,7 +70,7 @@ def compiled(model: Any, folder: Path, kept: Any = None, **values: Any) -> Any:
     traced, count = trace_of(model, group_experts=True), model.num_parameters()
     recipe = resolve_recipe(BuildRecipe(target="tiny", output="tiny", **({"dtype": "float32"} | values)), [256])
     job = BuildJob(recipe, "target", tuple(traced.layers), count, 256, folder, StageClock(None, 1))
-    made = compile_graph(traced.ir_model, recipe, job._replace(states=traced.states, kept=kept), None)
+    made = compile_graph(traced.ir_model, recipe, job._replace(states=traced.states), None, kept=kept)
     return make_entry(
         vocab_size=int(model.get_output_embeddings().weight.shape[0]),
         max_positions=256,
