@@ -31,12 +31,12 @@ class BuiltModel:
 
     entry: ModelEntry  # paths are relative to the model's own folder
     files: Mapping[str, FileEntry]  # engine files by path relative to that folder
+    check: EngineCheck | None  # None if it was not checked
     tokenizer_json: bytes = field(repr=False)  # content of the checkpoint's ``tokenizer.json``
-    chat_template: str | None  # Jinja source
+    chat_template: str | None  # Jinja source; None for a head, which has nothing of the rest either
     special_tokens: Mapping[str, str]  # text by name
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]  # ids that end a generation
-    check: EngineCheck | None  # None if it was not checked
 
     def to_json(self) -> dict[str, Any]:
         """JSON form; the tokenizer is a file beside it."""

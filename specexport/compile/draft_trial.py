@@ -101,23 +101,20 @@ class FormChoice(NamedTuple):
     """What a form is chosen from."""
 
     trial: DraftTrial  # what is to be found out
-    simplest: Chosen  # the form that is in ``folder``
     others: Sequence[str]  # quantizations to try
-    folder: Path  # of the draft
-    make: Callable[..., ModelEntry]  # builds the files of a form in a folder; ``last=True`` uses the traced graph up
     sizes: HeadSizes
     rank: Callable[[HeadCut], Int32Array]  # all token ids, in the order in which an LM head keeps them
 
-    def settle(self) -> Chosen:
-        """Find the form that promises most, and leave its files in ``folder``.
+    def settle(self, simplest: Chosen, folder: Path, make: Callable[..., ModelEntry]) -> Chosen:
+        """Find the form that promises most, and leave its files in ``folder``, where those of the simplest are.
 
-        What goes wrong fails no build: the simplest form stays, and the entry says why.
+        ``make`` builds a form in a folder; ``last=True`` uses the traced graph up. What goes wrong fails no build: the
+        simplest form stays, and the entry says why.
         """
-        folder = self.folder
         try:
-            chosen, place, tried = self._choose()
+            chosen, place, tried = self._choose(simplest, folder, make)
         except SpecexportError as error:
-            chosen, place, tried = self.simplest, folder, FormTrial(0, (), error.message)
+            chosen, place, tried = simplest, folder, FormTrial(0, (), error.message)
         if place != folder:
             for file in [file for file in folder.iterdir() if file.is_file()]:
                 file.unlink()
@@ -127,10 +124,12 @@ class FormChoice(NamedTuple):
             shutil.rmtree(left)
         return Chosen(chosen.form, replace(chosen.entry, trial=tried))
 
-    def _choose(self) -> tuple[Chosen, Path, FormTrial]:
+    def _choose(
+        self, simplest: Chosen, folder: Path, make: Callable[..., ModelEntry]
+    ) -> tuple[Chosen, Path, FormTrial]:
         """The chosen form, where it is, and what was tried: heads first, then other weights with the best of them."""
-        trial, folder, sizes = self.trial, self.folder, self.sizes
-        target, (form, entry), tried = trial.target, self.simplest, list[TriedForm]()
+        trial, sizes = self.trial, self.sizes
+        target, (form, entry), tried = trial.target, simplest, list[TriedForm]()
         assert target is not None  # noqa: S101 - it is built first
         counted, prompts = held_out(trial.texts) if trial.own_texts else (trial.texts, ())
         texts = write_texts(trial.folder, target, prompts, num_ids=sizes.rows)
@@ -156,11 +155,11 @@ class FormChoice(NamedTuple):
         ids = heads.get(best.lm_head_rows, form.head_ids)
         if best.lm_head_rows in heads and counted != trial.texts:
             ids = heads_of(trial.texts, [best.lm_head_rows])[best.lm_head_rows]
-        built = {tried[0][:2]: (self.simplest, folder)}
+        built = {tried[0][:2]: (simplest, folder)}
 
         def build(quantize: str | None, *, last: bool = False) -> ModelEntry:
             place, other = folder / (quantize or "float"), DraftForm(quantize, ids)
-            made = self.make(other, place, StageClock(None, 0), last=last)
+            made = make(other, place, StageClock(None, 0), last=last)
             built[quantize, best.lm_head_rows] = Chosen(other, made), place
             return made
 

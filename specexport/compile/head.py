@@ -1,29 +1,34 @@
-"""A draft head through the stages: what it reads of its target is settled first, for the target's engine gives it."""
+"""A draft head as a part of a bundle: what it reads of its target is settled first, for the target gives it."""
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from specexport.backends.base import BuildJob
 from specexport.backends.registry import BACKENDS, find_backend
-from specexport.compile.built import TOKENIZER_NAME, BuiltModel
+from specexport.compile.built import TOKENIZER_NAME, EngineCheck
+from specexport.compile.check import check_obstacle
 from specexport.compile.check_head import CHECK_LENS, HeadReference, causal_reference, check_head
-from specexport.compile.draft_cuts import cut_pieces, read_counting_texts
-from specexport.compile.model import ModelSource, compile_graph, load_source, resolve_for, save_lm_head_ids
+from specexport.compile.draft_cuts import read_counting_texts
+from specexport.compile.draft_trial import Chosen, DraftForm
+from specexport.compile.model import load_source, pieces_for, resolve_for, table_weights
+from specexport.compile.part import ModelSource, Part, Texts
 from specexport.compile.vocabulary import check_vocabularies, read_vocabulary
 from specexport.progress import StageClock
 from specexport.recipe import MTP, BuildRecipe, model_dtype
 from specexport_runtime.bundle.arrays import MASK_NAME
-from specexport_runtime.bundle.entry import AttentionEntry, DraftHeadEntry, ModelEntry, Parameters, SourceEntry
-from specexport_runtime.bundle.files import hash_files
+from specexport_runtime.bundle.entry import DraftHeadEntry
 from specexport_runtime.bundle.profiles import head_steps
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
+    from specexport.checkpoint import Checkpoint
     from specexport.heads.config import HeadConfig
+    from specexport.heads.files import HeadFiles
     from specexport.heads.loaded import LoadedHead, TargetTables
     from specexport.heads.probe import Probe
     from specexport.trace.layers import FeatureRequest
@@ -33,22 +38,31 @@ PROBE_PIECES, PROBE_LEN = 6, 64
 
 
 class HeadPlan(NamedTuple):
-    """What is known of a head before its target is built."""
+    """What is known of a head before its target is built, and what it needs of the target's checkpoint afterwards."""
 
     config: "HeadConfig"  # what it computes, in the reading that was accepted
     request: "FeatureRequest"  # what the target is to give
     probe: "Probe | None"  # how often it guessed right; None if that was not looked at
+    files: "HeadFiles"
+    tables: "Callable[[], TargetTables]"  # reads the target's embedding and LM head
+    tokenizer_json: bytes  # of the target
+    max_positions: int | None  # of the target
+    recipe: BuildRecipe  # resolved
 
 
-def plan_head(recipe: BuildRecipe, source: ModelSource, target: ModelSource, clock: StageClock) -> HeadPlan:
-    """Read a head's configuration and look at how it guesses.
+def plan_head(
+    recipe: BuildRecipe, source: ModelSource, target: ModelSource, clock: StageClock
+) -> "tuple[HeadPlan, Checkpoint]":
+    """Read a head's configuration and look at how it guesses; gives the target too, which was loaded for that.
 
     Raises CheckpointError or UnsupportedModelError if it cannot be read, is for another target, or guesses at chance.
     """
+    from specexport.trace.layers import FeatureRequest
+
     with clock.stage("probe", source.role, source.name):
         checkpoint = load_source(recipe, target)
         _check_tokenizer(source, checkpoint)
-        loaded = _load(recipe, source, checkpoint)
+        files, loaded = _load(recipe, source, checkpoint)
         _check_kind(recipe, source, loaded.config)
         _check_caches(recipe, loaded.config, source.name)
         probe, config = None, loaded.config
@@ -56,15 +70,20 @@ def plan_head(recipe: BuildRecipe, source: ModelSource, target: ModelSource, clo
             from specexport.checkpoint.streaming import streamed
             from specexport.heads.probe import check_probe, probe_head
 
+            pieces = pieces_for(checkpoint, read_counting_texts(None), PROBE_PIECES, PROBE_LEN)
             with streamed(checkpoint.model, checkpoint.stored):
-                probe = probe_head(checkpoint.model, loaded, _pieces(checkpoint), _num_layers(checkpoint))
+                probe = probe_head(checkpoint.model, loaded, pieces, _num_layers(checkpoint))
             check_probe(probe, source.name)
             clock.note(describe_probe(probe.rate, probe.reading.change))
             config = probe.reading.config
-        request = _request(config, loaded.projection)
-    del checkpoint, loaded
+        request = FeatureRequest(config.taps, loaded.projection, config.feature_size)
+    del loaded
     gc.collect()
-    return HeadPlan(config, request, probe)
+    tables = _tables(checkpoint)
+    if not checkpoint.stored:  # weights that are in no files as they are: none is kept in memory beside an engine
+        tables = partial(_tables_anew, recipe, target)
+    of_target = checkpoint.tokenizer_json, checkpoint.max_positions, resolve_for(recipe, checkpoint)
+    return HeadPlan(config, request, probe, files, tables, *of_target), checkpoint
 
 
 def _check_kind(recipe: BuildRecipe, source: ModelSource, config: "HeadConfig") -> None:
@@ -100,7 +119,7 @@ def untaken_module(recipe: BuildRecipe) -> str | None:
     return f"{recipe.target} holds an MTP module: with `--head {MTP}` it drafts."
 
 
-def _check_tokenizer(source: ModelSource, checkpoint: Any) -> None:
+def _check_tokenizer(source: ModelSource, checkpoint: "Checkpoint") -> None:
     """Compare the head's tokenizer with the target's, where it has one."""
     from specexport.checkpoint.source import resolve_source
 
@@ -121,15 +140,7 @@ def _check_caches(recipe: BuildRecipe, config: "HeadConfig", name: str) -> None:
         )
 
 
-def _request(config: "HeadConfig", projection: Any) -> "FeatureRequest":
-    from specexport.trace.layers import FeatureRequest
-
-    return FeatureRequest(config.taps, projection, config.feature_size)
-
-
-def _load(
-    recipe: BuildRecipe, source: ModelSource, checkpoint: Any, config: "HeadConfig | None" = None
-) -> "LoadedHead":
+def _load(recipe: BuildRecipe, source: ModelSource, checkpoint: "Checkpoint") -> "tuple[HeadFiles, LoadedHead]":
     import torch
 
     from specexport.checkpoint.source import resolve_source
@@ -141,139 +152,103 @@ def _load(
 
     found, text = resolve_source(source.source, source.revision), checkpoint.model.config.get_text_config()
     files = open_mtp(found, text.to_dict()) if recipe.head == MTP else open_head(found)
-    if config is None:
-        config = read_config(
-            files,
-            num_layers=_num_layers(checkpoint),
-            target_hidden_size=int(text.hidden_size),
-            vocab_size=checkpoint.vocab_size,
-            target_layer=text.to_dict(),
-            lent=lent_caches(text) if is_assistant(files) else None,  # a model without attention has none
-        )
-    return load_head(files, config, _tables(checkpoint), getattr(torch, checkpoint.dtype))
+    config = read_config(
+        files,
+        num_layers=_num_layers(checkpoint),
+        target_hidden_size=int(text.hidden_size),
+        vocab_size=checkpoint.vocab_size,
+        target_layer=text.to_dict(),
+        lent=lent_caches(text) if is_assistant(files) else None,  # a model without attention has none
+    )
+    return files, load_head(files, config, _tables(checkpoint)(), getattr(torch, checkpoint.dtype))
 
 
-def _num_layers(checkpoint: Any) -> int:
+def _num_layers(checkpoint: "Checkpoint") -> int:
     return int(checkpoint.model.config.get_text_config().num_hidden_layers)
 
 
-def _tables(checkpoint: Any) -> "TargetTables":
-    """Embedding and LM head of a target, read if they are in files."""
-    from specexport.checkpoint.stored import stored_by_id
+def _tables(checkpoint: "Checkpoint") -> "Callable[[], TargetTables]":
+    """What reads the embedding and LM head of a target; the checkpoint's model may be gone then."""
+    from specexport.checkpoint.stored import StoredWeight, stored_by_id
     from specexport.heads.loaded import TargetTables
 
-    model, stored = checkpoint.model, stored_by_id(checkpoint.model, checkpoint.stored)
-    weights = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
-    found: dict[int, Any] = {}
-    for weight in weights:
-        if id(weight) not in found:
-            found[id(weight)] = stored[id(weight)].whole() if id(weight) in stored else weight.detach()
-    return TargetTables(*(found[id(weight)] for weight in weights))
+    stored = stored_by_id(checkpoint.model, checkpoint.stored)
+    weights = [stored.get(id(weight), weight) for weight in table_weights(checkpoint.model)]
+
+    def read() -> TargetTables:
+        found = {id(each): each.whole() if isinstance(each, StoredWeight) else each.detach() for each in weights}
+        return TargetTables(*(found[id(each)] for each in weights))
+
+    return read
 
 
-def _pieces(checkpoint: Any) -> Sequence[np.ndarray]:
-    return cut_pieces(
-        read_counting_texts(None),
-        checkpoint.tokenizer_json,
-        checkpoint.vocab_size,
-        max_positions=checkpoint.max_positions,
-        num_pieces=PROBE_PIECES,
-        piece_len=PROBE_LEN,
-    )
+def _tables_anew(recipe: BuildRecipe, target: ModelSource) -> "TargetTables":
+    return _tables(load_source(recipe, target))()
 
 
-def build_head(
-    recipe: BuildRecipe,  # ``"auto"`` allowed
-    source: ModelSource,
-    target: ModelSource,
-    plan: HeadPlan,
-    folder: Path,  # where the engine files go; created
-    *,
-    clock: StageClock,
-    dump_dir: Path | None = None,  # where to write the graph after each pass, if anywhere
-) -> BuiltModel:
-    """Build the engine of a head, which may share the target's embedding and LM head.
+def prepare_head(source: ModelSource, plan: HeadPlan, folder: Path, clock: StageClock) -> Part:
+    """Load a draft head, run it in torch, and trace it; ``folder`` is for its engine.
 
-    Raises CheckpointError if the head cannot be read, and CheckFailedError if the engine computes something else.
+    Raises CheckpointError if it cannot be read.
     """
+    import torch
+
+    from specexport.checkpoint.source import hash_source, resolve_source
+    from specexport.heads.load import load_head
     from specexport.heads.trace import trace_head
 
-    role = source.role
+    recipe, config, probe, role = plan.recipe, plan.config, plan.probe, source.role
     with clock.stage("load", role, source.name):
-        checkpoint = load_source(recipe, target)
-        recipe = resolve_for(recipe, checkpoint)
-        loaded = _load(recipe, source, checkpoint, plan.config)
-        tokenizer_json, max_positions = checkpoint.tokenizer_json, checkpoint.max_positions
-        del checkpoint
+        loaded = load_head(plan.files, config, plan.tables(), getattr(torch, model_dtype(recipe)))
+        found = resolve_source(source.source, source.revision, remote_code=recipe.trust_remote_code)
+        if hash_source(found) != source.sha256:
+            raise CheckpointError(f"checkpoint {source.name} changed while it was read.", "build again.")
     with clock.stage("reference", role):
-        reference = (
-            _reference(loaded) if recipe.check and find_backend(recipe.backend).check_obstacle(recipe) is None else None
-        )
-    head, config = loaded.head, loaded.config
-    num_parameters, step_parameters = sum(parameter.numel() for parameter in head.parameters()), head.step_parameters
+        reference = _reference(loaded) if check_obstacle(recipe) is None else None
+    num_parameters = sum(parameter.numel() for parameter in loaded.head.parameters())
+    step_parameters, mask = loaded.head.step_parameters, loaded.mask_feature
     with clock.stage("trace", role):
         backend = find_backend(recipe.backend)
-        traced = trace_head(head, fixed_sizes=backend.fixed_sizes, group_experts=backend.groups_experts)
-        ir_model, layers = traced.ir_model.clone(), tuple(traced.layers)
-        del traced, head
-        ids, mask = loaded.ids, loaded.mask_feature
-        del loaded
+        traced = trace_head(loaded.head, fixed_sizes=backend.fixed_sizes, group_experts=backend.groups_experts)
     steps = head_steps(
         recipe.lookahead,
         num_draft_heads=0 if config.medusa is None else config.medusa.num_heads,
         block_size=config.block_size,
         has_mask=config.mask_token_id is not None,
     )
-    job = BuildJob(
-        recipe, role, layers, step_parameters, max_positions, folder, clock,
-        first_only=config.hydra is not None, feature_size=config.feature_size, head_steps=steps,
-    )  # fmt: skip
-    compiled = compile_graph(ir_model, recipe, job, dump_dir)
-    if mask is not None:
-        np.save(folder / MASK_NAME, mask, allow_pickle=False)
-    gc.collect()
-    architecture = f"{config.kind} head of {config.source_format} ({config.layer_config['model_type']})"
-    dtype = model_dtype(recipe)
-    entry = ModelEntry(
-        backend=recipe.backend,
-        dtype=dtype,
-        vocab_size=config.vocab_size,
-        max_positions=max_positions,
-        source=SourceEntry(source.name, source.sha256, architecture),
-        parameters=Parameters(num_parameters, step_parameters, compiled.experts),
-        attention=AttentionEntry(
-            layers,
-            dtype,
-            config.layer_config.get("num_attention_heads"),
-            target_layers=() if config.assistant is None else config.assistant.target_layers,
+    return Part(
+        recipe=recipe,
+        source=source,
+        form=DraftForm(recipe.quantization_of(role), loaded.ids),
+        graph=traced.ir_model.clone(),
+        job=BuildJob(
+            recipe, role, tuple(traced.layers), step_parameters, plan.max_positions, folder, clock,
+            first_only=config.hydra is not None, feature_size=config.feature_size, head_steps=steps,
         ),
-        engine=compiled.engine,
-        quantize=recipe.quantization_of(role),
-        passes=compiled.passes,
-        cut_lm_head=save_lm_head_ids(folder, ids),
+        check=partial(_check_head, reference),
+        texts=Texts(plan.tokenizer_json),
+        architecture=f"{config.kind} head of {config.source_format} ({config.layer_config['model_type']})",
+        vocab_size=config.vocab_size,
+        num_parameters=num_parameters,
+        step_parameters=lambda _: step_parameters,
+        query_heads=config.layer_config.get("num_attention_heads"),
+        target_layers=() if config.assistant is None else config.assistant.target_layers,
         draft_head=DraftHeadEntry(
             config.kind,
             config.taps,
-            guessed=None if plan.probe is None else plan.probe.rate,
-            reading=None if plan.probe is None else plan.probe.reading.change or None,
+            guessed=None if probe is None else probe.rate,
+            reading=None if probe is None else probe.reading.change or None,
             num_draft_heads=config.num_draft_heads,
             mask_token_id=config.mask_token_id,
             mask_path=None if mask is None else MASK_NAME,
             block_size=config.block_size,
         ),
-    )
-    with clock.stage("check", role, "" if reference is not None else "not checked"):
-        found = check_head(folder, entry, reference) if reference is not None else None
-    return BuiltModel(
-        entry=entry,
-        files=hash_files(folder, [path.name for path in folder.iterdir()]),
-        tokenizer_json=tokenizer_json,
-        chat_template=None,
-        special_tokens={},
-        bos_token_id=None,
-        eos_token_ids=(),
-        check=found,
-    )
+        mask=mask,
+    )  # fmt: skip
+
+
+def _check_head(reference: HeadReference | None, folder: Path, chosen: Chosen) -> EngineCheck | None:
+    return None if reference is None else check_head(folder, chosen.entry, reference)
 
 
 def _reference(loaded: "LoadedHead") -> HeadReference:

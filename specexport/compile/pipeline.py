@@ -14,7 +14,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specexport.atomic import new_folder
 from specexport.backends.registry import find_backend
@@ -32,17 +32,10 @@ from specexport.compile.draft_cuts import (
 )
 from specexport.compile.draft_trial import LEAST_BYTES, DraftTrial
 from specexport.compile.fingerprint import BUNDLE_ROOT, ENGINE_ROOT, HEAD_ROOT, hash_sources, hash_values, tool_versions
-from specexport.compile.head import HeadPlan, build_head, plan_head
+from specexport.compile.head import HeadPlan, plan_head, prepare_head
 from specexport.compile.lora import find_adapters
-from specexport.compile.model import (
-    STAGES,
-    WHOLE,
-    ModelSource,
-    Reductions,
-    build_model,
-    reads_texts,
-    require_export_stack,
-)
+from specexport.compile.model import WHOLE, Reductions, prepare_model, reads_texts, require_export_stack
+from specexport.compile.part import STAGES, ModelSource, Part, build_part
 from specexport.compile.vocabulary import check_vocabularies, read_vocabulary
 from specexport.host import peak_memory_bytes, seldom_collected
 from specexport.progress import Progress, StageClock
@@ -50,6 +43,9 @@ from specexport.recipe import AUTO, MTP, BuildRecipe, resolve_recipe, settle_qua
 from specexport_runtime.bundle.entry import FormTrial
 from specexport_runtime.bundle.files import FileEntry
 from specexport_runtime.bundle.manifest import Manifest
+
+if TYPE_CHECKING:
+    from specexport.checkpoint import Checkpoint
 
 _NUM_COMMON_STAGES = 2  # plan and bundle
 
@@ -89,21 +85,13 @@ class BuildResult:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is known before any model is loaded.
+    """What is known before any model is loaded."""
 
-    Attributes:
-        models: checkpoint of each role, target first.
-        engine_keys: cache key of each role's engine.
-        build_key: hash of all that decides the bundle.
-        tools: tool versions.
-        reductions: what the draft is cut down by.
-    """
-
-    models: tuple[ModelSource, ...]
-    engine_keys: Mapping[str, str]
-    build_key: str
-    tools: Mapping[str, str]
-    reductions: Reductions
+    models: tuple[ModelSource, ...]  # the checkpoint of each role, target first
+    engine_keys: Mapping[str, str]  # cache key of each role's engine
+    build_key: str  # hash of all that decides the bundle
+    tools: Mapping[str, str]  # versions
+    reductions: Reductions  # what the draft is cut down by
 
 
 def build_bundle(
@@ -152,45 +140,47 @@ def build_bundle(
             _check_tokenizer_files(plan)
             _check_draft_sizes(plan)
     if present is not None and dump_passes is None:
-        return _result(output, present, clock, up_to_date=True)
+        return BuildResult(output, present, True, (), dict(clock.seconds), {}, peak_memory_bytes())
     # Dumping passes needs every pass to run, so engines are not taken from the cache then.
     cache = open_cache() if use_cache else None
     built: dict[str, BuiltModel] = {}
     reused: list[str] = []
-    heads = _Heads(recipe, plan.models, clock)
+    heads = _Heads(simplest, plan.models, clock)
     with new_folder(output, replace=exists) as folder:
         for model in plan.models:
             key, place = plan.engine_keys[model.role], folder / model.role
             found = _reuse(cache, key, model, place, clock) if cache is not None and dump_passes is None else None
             if found is not None:
                 reused.append(model.role)
-            built[model.role] = found or _build_anew(
-                simplest,
-                model,
-                place,
-                clock,
-                cache=cache,
-                key=key,
-                dump=dump_passes,
-                reductions=_reductions_of(model, plan, built, folder),
-                heads=heads,
-            )
+            else:
+                reductions = _reductions_of(model, plan, built, folder)
+                found = _build_anew(simplest, model, place, clock, reductions, heads, dump_passes)
+                # An engine that could have been checked and was not is not kept.
+                if cache is not None and (found.check is not None or check_obstacle(replace(simplest, check=True))):
+                    cache.store(key, found, place)
+            built[model.role] = found
         with clock.stage("bundle"):
             _check_built_vocabularies(built)
             if untried is not None:
                 draft = built["draft"]
                 built["draft"] = replace(draft, entry=replace(draft.entry, trial=FormTrial(0, (), untried)))
-            entries = [model.entry for model in built.values()]
-            limits = [each.max_positions for each in entries] + [each.rope.max_len for each in entries if each.rope]
-            resolved = resolve_recipe(simplest, limits)
-            if plan.reductions.trial is not None:
-                entry = built["draft"].entry
-                rows = None if entry.cut_lm_head is None else entry.cut_lm_head.num_rows
-                resolved = replace(resolved, draft_quantize=entry.quantize, draft_vocab_size=rows)
+            resolved = _resolve(simplest, built, tried=plan.reductions.trial is not None)
             backend.check_bundle(resolved, {role: model.entry for role, model in built.items()})
             manifest = write_bundle(folder, recipe=resolved, build_key=plan.build_key, tools=plan.tools, models=built)
     checks = {role: model.check for role, model in built.items()}
-    return _result(output, manifest, clock, reused=tuple(reused), checks=checks)
+    return BuildResult(output, manifest, False, tuple(reused), dict(clock.seconds), checks, peak_memory_bytes())
+
+
+def _resolve(recipe: BuildRecipe, built: Mapping[str, BuiltModel], *, tried: bool) -> BuildRecipe:
+    """The recipe with lengths that all parts support, and with the form of a draft that was tried."""
+    entries = [model.entry for model in built.values()]
+    limits = [each.max_positions for each in entries] + [each.rope.max_len for each in entries if each.rope]
+    resolved = resolve_recipe(recipe, limits)
+    if not tried:
+        return resolved
+    entry = built["draft"].entry
+    rows = None if entry.cut_lm_head is None else entry.cut_lm_head.num_rows
+    return replace(resolved, draft_quantize=entry.quantize, draft_vocab_size=rows)
 
 
 def _without_trial(recipe: BuildRecipe) -> BuildRecipe:
@@ -225,29 +215,20 @@ def _find_models(recipe: BuildRecipe) -> list[ModelSource]:
 
 
 class _Heads:
-    """What is known of a bundle's draft head, found out when an engine is built that depends on it.
-
-    Args:
-        recipe: the recipe.
-        models: the checkpoints.
-        clock: times the stage.
-    """
+    """A bundle's draft head, looked at when an engine is built that depends on it; its target is loaded once."""
 
     def __init__(self, recipe: BuildRecipe, models: tuple[ModelSource, ...], clock: StageClock) -> None:
         self._recipe, self._clock = recipe, clock
         self._sources = {model.role: model for model in models}
         self._plan: HeadPlan | None = None
 
-    @property
-    def target(self) -> ModelSource:
-        """The target."""
-        return self._sources["target"]
-
-    def plan(self) -> HeadPlan | None:
-        """What the target gives, and what the head computes; None where there is no head."""
+    def plan(self) -> "tuple[HeadPlan | None, Checkpoint | None]":
+        """What is known of the head, None where there is none; and its target, for the first that asks."""
+        target = None
         if "head" in self._sources and self._plan is None:
-            self._plan = plan_head(self._recipe, self._sources["head"], self.target, self._clock)
-        return self._plan
+            given = self._sources["head"], self._sources["target"], self._clock
+            self._plan, target = plan_head(self._recipe, *given)
+        return self._plan, target
 
 
 def _make_plan(recipe: BuildRecipe, models: list[ModelSource]) -> _Plan:
@@ -359,30 +340,27 @@ def _build_anew(
     model: ModelSource,
     folder: Path,
     clock: StageClock,
-    *,
-    cache: EngineCache | None,
-    key: str,
-    dump: Path | None,
     reductions: Reductions,
     heads: _Heads,
+    dump: Path | None,
 ) -> BuiltModel:
-    dump_dir = dump / model.role if dump is not None else None
     require_export_stack(find_backend(recipe.backend))
     import torch  # noqa: F401 - what it brings is there from here on
 
     with seldom_collected():
-        plan = None if model.role == "draft" else heads.plan()
-        if plan is not None and model.role == "head":
-            built = build_head(recipe, model, heads.target, plan, folder, clock=clock, dump_dir=dump_dir)
-        else:
-            request = None if plan is None else plan.request
-            built = build_model(
-                recipe, model, folder, clock=clock, dump_dir=dump_dir, reductions=reductions, features=request
-            )
-    # An engine that could have been checked and was not is not kept.
-    if cache is not None and (built.check is not None or check_obstacle(replace(recipe, check=True))):
-        cache.store(key, built, folder)
-    return built
+        part = _prepare(recipe, model, folder, clock, reductions, heads)
+        return build_part(part, dump / model.role if dump is not None else None)
+
+
+def _prepare(
+    recipe: BuildRecipe, model: ModelSource, folder: Path, clock: StageClock, reductions: Reductions, heads: _Heads
+) -> Part:
+    plan, target = heads.plan()
+    if plan is not None and model.role == "head":
+        del target  # from here on its weights are read from its files
+        return prepare_head(model, plan, folder, clock)
+    features = None if plan is None else plan.request
+    return prepare_model(recipe, model, folder, clock, reductions=reductions, features=features, checkpoint=target)
 
 
 def _check_tokenizer_files(plan: _Plan) -> None:
@@ -421,23 +399,3 @@ def _check_built_vocabularies(models: Mapping[str, BuiltModel]) -> None:
     )
     shared = min(built.entry.vocab_size for built in models.values())
     check_vocabularies(target, draft, num_shared_rows=shared)
-
-
-def _result(
-    output: Path,
-    manifest: Manifest,
-    clock: StageClock,
-    *,
-    up_to_date: bool = False,
-    reused: tuple[str, ...] = (),
-    checks: Mapping[str, EngineCheck | None] | None = None,
-) -> BuildResult:
-    return BuildResult(
-        path=output,
-        manifest=manifest,
-        up_to_date=up_to_date,
-        reused=reused,
-        seconds=dict(clock.seconds),
-        checks=checks or {},
-        peak_memory_bytes=peak_memory_bytes(),
-    )

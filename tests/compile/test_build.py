@@ -16,7 +16,7 @@ from specexport.compile import check
 from specexport.compile.built import EngineCheck
 from specexport.compile.cache import EngineCache
 from specexport.compile.check import check_engine, check_sequences
-from specexport.compile.model import STAGES
+from specexport.compile.part import STAGES
 from specexport.compile.pipeline import build_bundle
 from specexport.inspect import describe
 from specexport.progress import ProgressEvent

@@ -10,7 +10,7 @@ import pytest
 from click.testing import Result
 
 from specexport.backends.ort import DATA_NAME
-from specexport.compile import check, check_parts
+from specexport.compile import check, check_parts, part
 from specexport.compile import model as build_model
 from specexport.compile.check import check_engine, check_sequences, text_sequences
 from specexport.compile.pipeline import BuildResult, build_bundle
@@ -65,13 +65,13 @@ def test_a_checkpoint_that_changes_while_it_is_built_leaves_nothing(
 ) -> None:
     folder = save_checkpoint(make_llama(3), tmp_path / "changing")
     weights = folder / "model.safetensors"
-    compile_model = build_model.compile_graph
+    compile_model = part.compile_graph
 
     def change_and_compile(*args: Any, **named: Any) -> Any:
         weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0\0")
         return compile_model(*args, **named)
 
-    monkeypatch.setattr(build_model, "compile_graph", change_and_compile)
+    monkeypatch.setattr(part, "compile_graph", change_and_compile)
     result = run_cli("build", folder, "-o", tmp_path / "out", "--no-cache")
     assert result.exit_code == 2
     assert "checkpoint changing changed while it was read (model.safetensors)." in result.stderr.splitlines()[-1]
@@ -109,14 +109,14 @@ def test_parts_compute_what_the_whole_engine_does(
     wanted = check._run(bundle, entry, sequences, unpad_kv=unpad_kv)
     opened = []
     split = check_parts.split_graph
-    monkeypatch.setattr(check_parts, "split_graph", lambda path: (opened.append(part) or part for part in split(path)))
+    monkeypatch.setattr(check_parts, "split_graph", lambda path: (opened.append(each) or each for each in split(path)))
     monkeypatch.setattr(check_parts, "LARGE_BYTES", 0)
     monkeypatch.setattr(check_parts, "PART_BYTES", 20_000)
     before = sorted(bundle.rglob("*"))
     found = check._run(bundle, entry, sequences, unpad_kv=unpad_kv)
     assert sorted(bundle.rglob("*")) == before
     assert len(opened) > 3
-    sizes = [sum(map(check_parts._num_bytes, part.model.graph.initializer)) for part in opened]
+    sizes = [sum(map(check_parts._num_bytes, each.model.graph.initializer)) for each in opened]
     assert max(sizes) < 0.6 * sum(sizes)
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours.places == theirs.places

@@ -277,7 +277,7 @@ def test_heads_that_a_backend_has_no_form_of_are_refused_before_the_target_is_bu
     BLOCKS["block-z-lab"](tmp_path / "head", target)
     recipe = recipe_of(target, tmp_path, backend="ort-cuda")
     monkeypatch.setattr(OrtCuda, "head_kinds", ("eagle3", "medusa"))
-    monkeypatch.setattr("specexport.compile.pipeline.build_model", lambda *_, **__: pytest.fail("a target is built"))
+    monkeypatch.setattr("specexport.compile.pipeline.prepare_model", lambda *_, **__: pytest.fail("a target is built"))
     with pytest.raises(
         UnsupportedModelError, match="is a head of kind dflash: backend ort-cuda runs no dflash heads"
     ) as caught:

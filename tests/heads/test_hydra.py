@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from specexport.checkpoint.source import hash_checkpoint, resolve_source
 from specexport.compile import head as head_module
 from specexport.compile.check_head import check_head, hydra_steps
-from specexport.compile.model import ModelSource
+from specexport.compile.part import ModelSource
 from specexport.compile.pipeline import build_bundle
 from specexport.heads.hydra import heads_asked
 from specexport.heads.trace import causal_states
@@ -259,7 +259,7 @@ def test_the_probe_finds_the_hidden_state_and_refuses_chance(
             ModelSource(role, str(path), None, path.name, hash_checkpoint(str(path)))
             for role, path in (("head", folder), ("target", following_folder))
         )
-        return head_module.plan_head(recipe, head, whole, StageClock(None, 1))
+        return head_module.plan_head(recipe, head, whole, StageClock(None, 1))[0]
 
     found = plan("before", knowing(following, reads="before"))
     assert found.config.taps == (2,)

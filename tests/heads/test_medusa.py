@@ -144,7 +144,7 @@ def test_the_hidden_state_before_the_norm_is_found_by_the_probe(
     target: Any, target_folder: Path, tmp_path: Path
 ) -> None:
     from specexport.checkpoint.source import hash_checkpoint
-    from specexport.compile.model import ModelSource
+    from specexport.compile.part import ModelSource
     from specexport.progress import StageClock
 
     def plan(name: str, stored: dict[str, torch.Tensor]) -> Any:
@@ -154,7 +154,7 @@ def test_the_hidden_state_before_the_norm_is_found_by_the_probe(
             ModelSource(role, str(path), None, path.name, hash_checkpoint(str(path)))
             for role, path in (("head", folder), ("target", target_folder))
         )
-        return head_module.plan_head(recipe, head, whole, StageClock(None, 1))
+        return head_module.plan_head(recipe, head, whole, StageClock(None, 1))[0]
 
     found = plan("before", knowing(target, normed=False))
     assert found.config.taps == (2,)

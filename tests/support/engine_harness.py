@@ -61,7 +61,7 @@ def compiled(model: Any, folder: Path, kept: Any = None, **values: Any) -> Any:
         values: of the recipe.
     """
     from specexport.backends.base import BuildJob
-    from specexport.compile.model import compile_graph
+    from specexport.compile.part import compile_graph
     from specexport.progress import StageClock
     from specexport.recipe import BuildRecipe, resolve_recipe
     from tests.support.entries import make_entry

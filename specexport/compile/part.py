@@ -1,0 +1,244 @@
+"""One part of a bundle from its graph to a checked engine: passes, lower, build, check.
+
+A part is a target or a draft (``compile.model``), or a draft head (``compile.head``): they differ in how they are
+loaded, referred to torch and traced, and in what :class:`Part` says of them.
+"""
+
+import gc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from specexport.backends.base import Backend, BuildJob, release_weights
+from specexport.backends.registry import BACKENDS, find_backend
+from specexport.channel_ranges import ChannelRanges
+from specexport.compile.built import BuiltModel, EngineCheck
+from specexport.compile.check import check_obstacle
+from specexport.compile.draft_trial import Chosen, DraftForm, FormChoice, describe_trial
+from specexport.progress import StageClock
+from specexport.recipe import KEEP, BuildRecipe, model_dtype, with_quantization
+from specexport_runtime.bundle.arrays import LM_HEAD_IDS_NAME, MASK_NAME
+from specexport_runtime.bundle.entry import (
+    AdapterEntry,
+    AttentionEntry,
+    CutLmHead,
+    DraftHeadEntry,
+    DroppedLayer,
+    EngineEntry,
+    ExpertSizes,
+    ModelEntry,
+    Parameters,
+    Rope,
+    SourceEntry,
+    WeightFormat,
+)
+from specexport_runtime.bundle.files import hash_files
+from specexport_runtime.bundle.quant_kinds import passes_of
+from specexport_runtime.errors import UnsupportedModelError
+from specexport_runtime.executors.base import Float32Array, Int32Array
+
+if TYPE_CHECKING:
+    from specexport.checkpoint.lora import LoraSource
+    from specexport.passes.block_weight import BlockWeight
+
+STAGES = ("load", "reference", "trace", "passes", "lower", "build", "check")
+
+
+class ModelSource(NamedTuple):
+    """A checkpoint to build from, found and hashed."""
+
+    role: str  # ``"target"``, ``"draft"`` or ``"head"``
+    source: str  # checkpoint as it was given: a folder, a ``.gguf`` file or a hub id
+    revision: str | None  # of the hub
+    name: str  # for reports and the manifest; never a machine path
+    sha256: str  # over its files
+    quantized: bool = False  # it may hold quantized weights that can be kept
+    adapters: "tuple[LoraSource, ...]" = ()  # of a target
+    turns_by_length: bool = False  # it may have rotary tables that depend on the length
+    weight_bytes: int = 0  # of its weights' files
+
+
+class Texts(NamedTuple):
+    """What a bundle takes of a part's tokenizer; see ``BuiltModel``."""
+
+    tokenizer_json: bytes
+    chat_template: str | None = None
+    special_tokens: Mapping[str, str] = {}
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+
+@dataclass
+class Part:
+    """A part that was loaded and traced: what its engine is built of, and what ``ModelEntry`` says of it beside."""
+
+    recipe: BuildRecipe  # resolved
+    source: ModelSource
+    form: DraftForm  # to build first
+    graph: Any  # an ``ir.Model``, which is used up
+    job: BuildJob  # of the first form
+    check: Callable[[Path, Chosen], EngineCheck | None]  # compares the engine in a folder with torch, where it can be
+    texts: Texts
+    architecture: str
+    vocab_size: int  # V
+    num_parameters: int  # tied ones counted once
+    step_parameters: Callable[[Int32Array | None], int]  # with an LM head of these ids
+    query_heads: int | None  # of a layer; None if the checkpoint does not say
+    windows: tuple[int, ...] = ()
+    target_layers: tuple[int, ...] = ()
+    rope: Rope | None = None
+    dropped_layers: tuple[DroppedLayer, ...] = ()
+    adapters: tuple[AdapterEntry, ...] = ()
+    draft_head: DraftHeadEntry | None = None
+    mask: Float32Array | None = None  # the feature for tokens not known yet, [E]; None where there is none
+    ranges: Mapping[str, ChannelRanges] | None = None  # of inputs, by name of the weight, where int4 weighs errors
+    kept: "Mapping[str, BlockWeight] | None" = None  # quantized weights of the checkpoint, for a form that keeps them
+    kept_formats: tuple[WeightFormat, ...] = ()  # of these
+    choice: FormChoice | None = None  # of a draft whose form is to be found out
+
+
+def build_part(part: Part, dump_dir: Path | None = None) -> BuiltModel:
+    """Build the engine of a part and check it; ``dump_dir`` gets the graph after each pass.
+
+    Raises CheckpointError, UnsupportedModelError or RecipeError if the checkpoint cannot be used with this recipe, and
+    CheckFailedError if the engine computes something else than torch.
+    """
+    folder, clock, role = part.job.folder, part.job.clock, part.source.role
+    make = partial(_build_form, part, dump_dir)
+    chosen = Chosen(part.form, make(part.form, folder, clock, last=part.choice is None))
+    if part.choice is not None:
+        with clock.stage("trial", role, steps=0):
+            chosen = part.choice.settle(chosen, folder, make)
+            clock.note(describe_trial(chosen.entry)[0])
+    del part.graph
+    gc.collect()  # the graph is gone: its weights must not be in memory beside the check's
+    with clock.stage("check", role, check_obstacle(part.recipe) or ""):
+        found = part.check(folder, chosen)
+    return BuiltModel(chosen.entry, hash_files(folder, [path.name for path in folder.iterdir()]), found, *part.texts)
+
+
+def _build_form(
+    part: Part, dump_dir: Path | None, form: DraftForm, place: Path, clock: StageClock, *, last: bool = False
+) -> ModelEntry:
+    """Files and entry of a form; the last uses the graph up."""
+    source, ids, keeps = part.source, form.head_ids, form.quantize == KEEP
+    recipe = with_quantization(part.recipe, source.role, form.quantize)
+    job, dtype = part.job._replace(recipe=recipe, folder=place, clock=clock), model_dtype(recipe)
+    _check_states(job, find_backend(recipe.backend))
+    compiled = compile_graph(
+        part.graph if last else part.graph.clone(),
+        recipe,
+        job,
+        dump_dir,
+        head_ids=ids if part.draft_head is None else None,  # a head comes with its own
+        ranges=part.ranges if weighs_inputs(recipe, source.role) else None,
+        kept=part.kept if keeps else None,
+    )
+    for name, array in ((LM_HEAD_IDS_NAME, ids), (MASK_NAME, part.mask)):
+        if array is not None:
+            np.save(place / name, array, allow_pickle=False)
+    cache_dtype = None if job.cache_ranges is None else recipe.kv_cache_dtype
+    return ModelEntry(
+        backend=recipe.backend,
+        dtype=dtype,
+        vocab_size=part.vocab_size,
+        max_positions=job.max_positions,
+        source=SourceEntry(source.name, source.sha256, part.architecture),
+        parameters=Parameters(part.num_parameters, part.step_parameters(ids), compiled.experts),
+        attention=AttentionEntry(job.layers, cache_dtype or dtype, part.query_heads, part.windows, part.target_layers),
+        engine=replace(compiled.engine, weight_formats=part.kept_formats) if keeps else compiled.engine,
+        states=job.states,
+        quantize=form.quantize,
+        passes=compiled.passes,
+        rope=part.rope,
+        dropped_layers=part.dropped_layers,
+        cut_lm_head=None if ids is None else CutLmHead(LM_HEAD_IDS_NAME, len(ids)),
+        draft_head=part.draft_head,
+        adapters=part.adapters,
+    )
+
+
+def weighs_inputs(recipe: BuildRecipe, role: str) -> bool:
+    """Whether weights are rounded by what the inputs of a layer make of an error."""
+    form = passes_of(recipe.quantization_of(role), recipe.backend)
+    return form is not None and form.weighs_inputs
+
+
+def _check_states(job: BuildJob, backend: Backend) -> None:
+    """Refuse layers that keep a state where nothing can go back behind drafts."""
+    if job.states and not backend.has_states:
+        able = ", ".join(name for name, each in BACKENDS.items() if each.has_states)
+        raise UnsupportedModelError(
+            f"backend {backend.name} has no layers that keep a state, and this model has {len(job.states)}.",
+            f"build it for {able}.",
+        )
+
+
+class Compiled(NamedTuple):
+    """Engine files, and what the passes found and did on the way to them."""
+
+    engine: EngineEntry
+    passes: tuple[tuple[str, int], ...]  # what each changed: name, changes
+    experts: ExpertSizes | None
+
+
+def compile_graph(
+    ir_model: Any,
+    recipe: BuildRecipe,  # resolved
+    job: BuildJob,
+    dump_dir: Path | None,
+    *,
+    head_ids: Int32Array | None = None,  # the last three are for the passes, see ``passes.pipeline.default_passes``
+    ranges: Mapping[str, ChannelRanges] | None = None,
+    kept: "Mapping[str, BlockWeight] | None" = None,
+) -> Compiled:
+    """A traced graph to engine files; its weights are let go."""
+    from specexport.passes.experts_graph import expert_sizes
+    from specexport.passes.pipeline import default_passes, run_passes
+
+    backend, weights = find_backend(recipe.backend), list(ir_model.graph.initializers.values())
+    backend.check_memory(job)
+    with job.clock.stage("passes", job.role):
+        passes = default_passes(
+            model_dtype(recipe),
+            pack=recipe.fuse and backend.packs_linear,
+            quantize=recipe.quantization_of(job.role),
+            quantize_lm_head=recipe.quantize_lm_head,
+            backend=backend.name,
+            head_ids=head_ids,
+            ranges=ranges,
+            kept=kept,
+            adapters=job.adapters,
+            own_operators=backend.own_operators,
+        )
+        done = run_passes(ir_model, passes, dump_dir=dump_dir, on_pass=job.clock.note)
+    strip_metadata(ir_model)
+    experts = expert_sizes(ir_model)
+    engine = backend.build(ir_model, job)
+    release_weights([*weights, *ir_model.graph.initializers.values()])
+    return Compiled(engine, done, experts)
+
+
+def strip_metadata(ir_model: Any) -> None:
+    """Remove what the exporter notes beside nodes and values: stack traces with paths of this machine, half the file.
+
+    Dumped passes keep it: it shows where a node came from.
+    """
+    import onnx_ir as ir
+
+    for graph in (ir_model.graph, *ir_model.functions.values()):
+        graph.metadata_props.clear()
+        for value in graph.inputs:
+            value.metadata_props.clear()
+        for node in ir.traversal.RecursiveGraphIterator(graph):
+            node.metadata_props.clear()
+            node.doc_string = None
+            for value in node.outputs:
+                value.metadata_props.clear()
+    for initializer in ir_model.graph.initializers.values():
+        initializer.metadata_props.clear()
+    ir_model.metadata_props.clear()
