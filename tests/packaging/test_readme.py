@@ -157,5 +157,5 @@ def test_the_readme_begins_with_the_demo_and_the_tests() -> None:
 def test_the_short_lane_leaves_out_what_is_marked_and_the_long_one_nothing() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     recipes = dict(re.findall(r"^(test|test-all): .*\n((?:\t.*\n)+)", makefile, re.MULTILINE))
-    assert '-m "not whole"' in recipes["test"]
+    assert '-m "not whole and not annex"' in recipes["test"]
     assert "-m " not in recipes["test-all"]

@@ -1,13 +1,3 @@
-from collections.abc import Iterator
+from tests.support.served import demo_served, fake_served
 
-import pytest
-
-from specexport_runtime.server.config import ServerConfig
-from tests.support.serving import Served, fake_engine
-
-
-@pytest.fixture(scope="module")
-def fake_served() -> Iterator[Served]:
-    """An engine of fakes behind a socket."""
-    with Served(fake_engine, ServerConfig(model_name="fake")) as served:
-        yield served
+__all__ = ["demo_served", "fake_served"]
