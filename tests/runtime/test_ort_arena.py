@@ -20,6 +20,8 @@ needs_linux = pytest.mark.skipif(not CAN_GIVE_BACK, reason="memory goes back pag
 class Arena(ArenaRows):
     """The arena of no engine."""
 
+    prepare = execute = close = None
+
     def __init__(self, rows=4, capacity=100, gives_back=True, layers=LAYERS, dtype=np.float32):
         self.num_rows, self.kv_capacity, self.gives_back = rows, capacity, gives_back and CAN_GIVE_BACK
         self.make_arena(layers, dtype)

@@ -39,8 +39,8 @@ class Drafter(ABC):
     tokens that were never tested, on random draws that are still to be used, or on measured time: each of them would
     bias sampled text.
 
-    Needed are ``traits`` and :meth:`propose`. All else has a default that fits a drafter which keeps nothing by row and
-    reads nothing but the tokens of requests.
+    A class needs ``traits`` and :meth:`propose`. The other defaults fit a drafter that keeps nothing by row and reads
+    nothing but the tokens of requests.
     """
 
     @property
@@ -110,8 +110,8 @@ class Drafter(ABC):
     def can_restart(self, request: "Request") -> bool:
         """Whether a request may be paused.
 
-        One of which a drafter is told nothing but tokens always may be: it is found in a row of which there is nothing,
-        and caught up with. For others, say so where :meth:`restart` does what is needed.
+        By default, where the drafter reads neither its features nor its similarity: it then finds the request in a row
+        of which it has nothing, and catches up. One that reads them says True if :meth:`restart` does what is needed.
         """
         return not (self.wants_features(request) or self.wants_similarity(request))
 

@@ -42,15 +42,15 @@ class FakeExecutor(Executor):
             that is right most of the time.
         sharpness: standard deviation of the logits.
         negate: turn the logits upside down: an adversarial draft that is always wrong under greedy decoding.
-        num_gates: parts that can be switched off. Logits without some of them are the full ones
-            plus ``gate_noise`` of a third random function, of the tokens and of which parts are off. An entry that was
-            written with parts off serves steps with the same parts off, and no others.
+        num_gates: parts that can be switched off. Logits without some of them are the full ones plus ``gate_noise`` of
+            a third random function, of the tokens and of which parts are off. An entry that was written with parts off
+            serves steps with the same parts off, and no others.
         gate_noise: its standard deviation.
-        gives_features: the executor of a target for a draft head: a token's feature is the ids
-            of the last ``context`` tokens.
-        reads_features: the executor of a draft head: its logits are a function of the feature and
-            the token that an entry has, and of nothing else, so that a wrong feature shows. Fed what it handed on, it
-            is as good; with ``noise`` it is not.
+        gives_features: the executor of a target for a draft head: a token's feature is the ids of the last ``context``
+            tokens.
+        reads_features: the executor of a draft head: its logits are a function of the feature and the token that an
+            entry has, and of nothing else, so that a wrong feature shows. Fed what it handed on, it is as good; with
+            ``noise`` it is not.
         num_draft_heads: with ``reads_features``, the executor of so many Medusa heads: head i gives the logits of token
             i+2 behind a feature's tokens, if those in between are the likeliest.
         reads_draft: they are Hydra heads: a head's logits are a function of the feature and of the tokens that its row
@@ -61,8 +61,8 @@ class FakeExecutor(Executor):
         lender: with ``reads_features``, the executor of a head without a cache, which reads this one's: a step has one
             token a row, and its logits are a function of the lender's entries, of what was drafted behind them, which
             is what it hands on, and of the token.
-        num_adapters: LoRA adapters to choose from: with each of them logits are another function.
-            An entry that was written with one serves steps with the same one, and no others.
+        num_adapters: LoRA adapters to choose from: with each of them logits are another function. An entry that was
+            written with one serves steps with the same one, and no others.
     """
 
     copies_rows = True
