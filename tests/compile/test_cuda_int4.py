@@ -17,6 +17,7 @@ from tests.support.pairs import TinyPair
 PROMPTS = ["def add(a, b):\n", "class Queue:\n    def __init__(self):\n"]
 
 
+@pytest.mark.whole
 def test_a_bundle_says_what_was_quantized(tmp_path: Path, tiny_pair: TinyPair, run_cli: Callable[..., Result]) -> None:
     build_bundle(tiny_pair.recipe(tmp_path / "one", backend="ort-cuda", quantize="int4"))
     manifest = load_manifest(tmp_path / "one")

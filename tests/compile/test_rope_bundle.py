@@ -20,6 +20,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_checkpoint(make_model(*BY_LENGTH["phi3_longrope"]), tmp_path_factory.mktemp("rope") / "model")
 
 
+@pytest.mark.whole
 def test_a_bundle_has_the_table_of_its_length_and_says_so(checkpoint: Path, tmp_path: Path) -> None:
     notes: list[str] = []
     found = {}

@@ -77,6 +77,7 @@ def test_a_head_computes_the_published_equations(dialect: str, target: Any, tmp_
     assert (None if loaded.ids is None else loaded.ids.tolist()) == spec.ids
 
 
+@pytest.mark.whole
 def test_a_trace_says_which_layers_look_ahead_and_keeps_its_lookup(target: Any, tmp_path: Path) -> None:
     spec = DIALECTS["sliding"](tmp_path, target)
     nodes = list(trace_head(load(tmp_path, target).head).ir_model.graph)

@@ -263,6 +263,7 @@ def test_logits_and_token_ids_equal_eager_transformers(name: str) -> None:
     np.testing.assert_array_equal(outputs["token_ids"], wanted.argmax(axis=1))
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.parametrize(("name", "dtype"), ENGINES)
 def test_a_lowered_graph_lacks_nothing_but_the_kernel(name: str, dtype: str, tmp_path: Path) -> None:
     result, _ = traced(name, dtype)
@@ -310,6 +311,7 @@ def test_an_int4_graph_lacks_nothing_but_the_kernels(dtype: str, tmp_path: Path)
         onnxruntime.InferenceSession(str(tmp_path / "model.onnx"), providers=["CPUExecutionProvider"])
 
 
+@pytest.mark.whole
 def test_norms_with_float32_weights_have_inputs_of_one_dtype() -> None:
     result, _ = traced("gemma", "bfloat16")
     model = result.ir_model.clone()

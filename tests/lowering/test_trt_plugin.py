@@ -166,6 +166,7 @@ def lower_traced(traced: HalfModel) -> Any:
     return model
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.fuzz
 @pytest.mark.parametrize(("name", "dtype"), MODELS)
 def test_lowered_models_give_eager_logits(name: str, dtype: str) -> None:

@@ -89,6 +89,7 @@ def drawn(folder: Path, **environment: str) -> list[str]:
     return match[1].split()
 
 
+@pytest.mark.whole
 def test_runs_draw_the_same_and_fuzzing_draws_what_its_seed_says(tmp_path: Path) -> None:
     plain, first, again = (drawn(tmp_path, **more) for more in ({}, {chance.VARIABLE: "1"}, {chance.VARIABLE: "1"}))
     assert plain[1:] == ["100", "3", "7"]

@@ -6,6 +6,8 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 TESTS = """
@@ -25,6 +27,7 @@ def test_alone(number):
 """
 
 
+@pytest.mark.whole
 def test_all_tests_of_a_group_run_on_one_worker(tmp_path: Path) -> None:
     (tmp_path / "test_groups.py").write_text(TESTS)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")

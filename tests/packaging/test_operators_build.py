@@ -54,6 +54,7 @@ def compiler(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.whole
 def test_the_source_distribution_has_sources_and_hook_and_no_library(tmp_path: Path) -> None:
     done = hatchling("sdist", tmp_path)
     assert done.returncode == 0, done.stderr
@@ -66,6 +67,7 @@ def test_the_source_distribution_has_sources_and_hook_and_no_library(tmp_path: P
     assert not [name for name in names if Path(name).stem == "_operators"]
 
 
+@pytest.mark.whole
 def test_cxx_is_the_compiler_and_promises_this_machine_alone(
     build: ModuleType, compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,6 +108,7 @@ def test_an_editable_installation_has_the_library_beside_its_sources(
     assert data == {"pure_python": False, "tag": f"py3-none-{build.wheel_tag(build.this_target())}"}
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.parametrize(
     ("environment", "says"),
     [

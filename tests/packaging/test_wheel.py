@@ -12,6 +12,8 @@ from packaging.requirements import Requirement
 
 from tests.support.patience import HANG_S
 
+pytestmark = pytest.mark.whole
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = {"specexport": ROOT / "specexport", "specexport_runtime": ROOT / "runtime" / "specexport_runtime"}
 LIBRARY = {"darwin": "_operators.dylib", "win32": "_operators.dll"}.get(sys.platform, "_operators.so")
@@ -107,7 +109,6 @@ def production(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.whole
 @pytest.mark.xdist_group("production")  # one worker, one environment
 def test_production_environment_generates_from_a_bundle(production: Path, demo_bundle: Path, tmp_path: Path) -> None:
     for package in NOT_IN_PRODUCTION:
@@ -124,7 +125,6 @@ def test_production_environment_generates_from_a_bundle(production: Path, demo_b
 
 
 @pytest.mark.slow
-@pytest.mark.whole
 @pytest.mark.xdist_group("production")  # one worker, one environment
 def test_production_environment_names_the_missing_extra(production: Path, demo_pair: Path, tmp_path: Path) -> None:
     assert run([production / "specexport", "--help"], cwd=tmp_path).returncode == 0
@@ -137,7 +137,6 @@ def test_production_environment_names_the_missing_extra(production: Path, demo_p
 
 
 @pytest.mark.slow
-@pytest.mark.whole
 @pytest.mark.xdist_group("production")  # one worker, one environment
 def test_production_environment_serves_with_the_extra_and_asks_for_it_without(
     production: Path, wheel: Path, demo_bundle: Path, tmp_path: Path

@@ -211,6 +211,7 @@ def test_masks_do_not_depend_on_what_was_asked_before(engine):
             said += taken
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.parametrize("drafter", ["draft-model", "lookup"])
 def test_sampled_texts_follow_the_masked_distribution(engine, drafter):
     """Against plain decoding, whose law is the target's given that each token is allowed."""

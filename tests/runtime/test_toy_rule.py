@@ -58,6 +58,7 @@ def found(tmp_path: Path) -> dict:
     return run_with(package, PROGRAM)
 
 
+@pytest.mark.whole
 def test_a_rule_is_applied_checked_offered_and_served(found: dict) -> None:
     assert found["1000.0"] == [0, 1, 2, 3, 4]
     assert (found["0.6"], found["0.2"], found["0.0"]) == ([1, 2, 4], [1, 4], [1])

@@ -84,6 +84,7 @@ def open_lowered(folder, traced, gpu, fold):
     return TrtExecutor(entry, entry.engine.files[0], folder, num_rows=ROWS, driver=gpu, load=lambda *_: engine), engine
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.fuzz
 @pytest.mark.parametrize("fold", [1, LOOKAHEAD + 1])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])

@@ -55,6 +55,7 @@ def test_a_changed_gate_is_not_taken_for_the_usual_one(monkeypatch: pytest.Monke
     assert count_experts(trace_checkpoint(make_checkpoint(model), group_experts=True).ir_model) == 0
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.parametrize("name", LAYERS)
 def test_routing_is_the_models_own_at_all_widths(name: str, tmp_path: Path) -> None:
     model = tiny_model(name)

@@ -54,6 +54,7 @@ def check(model: Any, folder: Path, dtype: str, **options: Any) -> Any:
     )  # fmt: skip
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_transformers_computes_in_16_bits_passes(demo_pair: Path, dtype: str) -> None:
     model = load(demo_pair / "draft", dtype)
@@ -68,6 +69,7 @@ def test_what_transformers_computes_in_16_bits_passes(demo_pair: Path, dtype: st
     ).passed
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_position_off_by_one_fails(demo_pair: Path, dtype: str) -> None:
     found = check(load(demo_pair / "draft", dtype), demo_pair / "draft", dtype, shift=1)
