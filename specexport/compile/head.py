@@ -10,7 +10,7 @@ import numpy as np
 from specexport.backends.base import BuildJob
 from specexport.backends.registry import BACKENDS, find_backend
 from specexport.compile.built import TOKENIZER_NAME, BuiltModel
-from specexport.compile.check_head import CHECK_LENS, HeadReference, causal_reference, check_head
+from specexport.compile.check_head import check_head
 from specexport.compile.draft_cuts import cut_pieces, read_counting_texts
 from specexport.compile.model import ModelSource, compile_graph, load_source, resolve_for, save_lm_head_ids
 from specexport.compile.vocabulary import check_vocabularies, read_vocabulary
@@ -69,9 +69,12 @@ def plan_head(recipe: BuildRecipe, source: ModelSource, target: ModelSource, clo
 
 def _check_kind(recipe: BuildRecipe, source: ModelSource, config: "HeadConfig") -> None:
     """Refuse a head that a backend has no form of, before its target is built."""
-    obstacle = find_backend(recipe.backend).head_obstacle(config.kind, recipe)
+    from specexport.heads.kinds import kind_of
+
+    needs = kind_of(config).needs
+    obstacle = find_backend(recipe.backend).head_obstacle(config.kind, needs, recipe)
     if obstacle is not None:
-        able = [name for name, backend in BACKENDS.items() if config.kind in backend.head_kinds]
+        able = [name for name, backend in BACKENDS.items() if backend.meets(needs)]
         raise UnsupportedModelError(
             f"{source.name} is a head of kind {config.kind}: {obstacle}.",
             f"build with `--backend {' or '.join(able)}`.",
@@ -89,7 +92,7 @@ def untaken_module(recipe: BuildRecipe) -> str | None:
     from specexport.checkpoint.source import resolve_source
     from specexport.heads.mtp_files import holds_module
 
-    if recipe.draft is not None or recipe.head is not None or not find_backend(recipe.backend).head_kinds:
+    if recipe.draft is not None or recipe.head is not None or not find_backend(recipe.backend).runs_heads:
         return None
     try:
         source = resolve_source(recipe.target, recipe.revision)
@@ -113,7 +116,7 @@ def _check_tokenizer(source: ModelSource, checkpoint: Any) -> None:
 
 def _check_caches(recipe: BuildRecipe, config: "HeadConfig", name: str) -> None:
     """Refuse a head that reads caches of the target where these hold int8: only the target's graph has the scales."""
-    if config.assistant is not None and recipe.kv_cache_dtype is not None:
+    if config.target_layers and recipe.kv_cache_dtype is not None:
         raise UnsupportedModelError(
             f"the head {name} reads the target's KV caches, and these hold {recipe.kv_cache_dtype}, which it cannot "
             "read.",
@@ -133,23 +136,15 @@ def _load(
     import torch
 
     from specexport.checkpoint.source import resolve_source
-    from specexport.heads.files import open_head
-    from specexport.heads.load import load_head
+    from specexport.heads.config import TargetFacts
+    from specexport.heads.kinds import load_head, open_head, read_config
     from specexport.heads.mtp_files import open_mtp
-    from specexport.heads.read import read_config
-    from specexport.heads.read_assistant import is_assistant, lent_caches
 
     found, text = resolve_source(source.source, source.revision), checkpoint.model.config.get_text_config()
     files = open_mtp(found, text.to_dict()) if recipe.head == MTP else open_head(found)
     if config is None:
-        config = read_config(
-            files,
-            num_layers=_num_layers(checkpoint),
-            target_hidden_size=int(text.hidden_size),
-            vocab_size=checkpoint.vocab_size,
-            target_layer=text.to_dict(),
-            lent=lent_caches(text) if is_assistant(files) else None,  # a model without attention has none
-        )
+        facts = TargetFacts(_num_layers(checkpoint), int(text.hidden_size), checkpoint.vocab_size, text)
+        config = read_config(files, facts)
     return load_head(files, config, _tables(checkpoint), getattr(torch, checkpoint.dtype))
 
 
@@ -196,7 +191,7 @@ def build_head(
 
     Raises CheckpointError if the head cannot be read, and CheckFailedError if the engine computes something else.
     """
-    from specexport.heads.trace import trace_head
+    from specexport.heads.kinds import kind_of, trace_head
 
     role = source.role
     with clock.stage("load", role, source.name):
@@ -206,9 +201,8 @@ def build_head(
         tokenizer_json, max_positions = checkpoint.tokenizer_json, checkpoint.max_positions
         del checkpoint
     with clock.stage("reference", role):
-        reference = (
-            _reference(loaded) if recipe.check and find_backend(recipe.backend).check_obstacle(recipe) is None else None
-        )
+        checks = recipe.check and find_backend(recipe.backend).check_obstacle(recipe) is None
+        reference = kind_of(loaded.config).reference(loaded) if checks else None
     head, config = loaded.head, loaded.config
     num_parameters, step_parameters = sum(parameter.numel() for parameter in head.parameters()), head.step_parameters
     with clock.stage("trace", role):
@@ -220,13 +214,13 @@ def build_head(
         del loaded
     steps = head_steps(
         recipe.lookahead,
-        num_draft_heads=0 if config.medusa is None else config.medusa.num_heads,
+        num_draft_heads=0 if config.reads_draft else config.num_draft_heads,
         block_size=config.block_size,
         has_mask=config.mask_token_id is not None,
     )
     job = BuildJob(
         recipe, role, layers, step_parameters, max_positions, folder, clock,
-        first_only=config.hydra is not None, feature_size=config.feature_size, head_steps=steps,
+        first_only=config.reads_draft, feature_size=config.feature_size, head_steps=steps,
     )  # fmt: skip
     compiled = compile_graph(ir_model, recipe, job, dump_dir)
     if mask is not None:
@@ -245,7 +239,7 @@ def build_head(
             layers,
             dtype,
             config.layer_config.get("num_attention_heads"),
-            target_layers=() if config.assistant is None else config.assistant.target_layers,
+            target_layers=config.target_layers,
         ),
         engine=compiled.engine,
         quantize=recipe.quantization_of(role),
@@ -257,6 +251,7 @@ def build_head(
             guessed=None if plan.probe is None else plan.probe.rate,
             reading=None if plan.probe is None else plan.probe.reading.change or None,
             num_draft_heads=config.num_draft_heads,
+            reads_draft=config.reads_draft,
             mask_token_id=config.mask_token_id,
             mask_path=None if mask is None else MASK_NAME,
             block_size=config.block_size,
@@ -274,32 +269,3 @@ def build_head(
         eos_token_ids=(),
         check=found,
     )
-
-
-def _reference(loaded: "LoadedHead") -> HeadReference:
-    import torch
-
-    from specexport.heads.trace import causal_step
-
-    if loaded.config.kind == "assistant":
-        from specexport.compile.check_head import assistant_reference
-
-        return assistant_reference(loaded.head, loaded.config)
-    if loaded.config.kind == "dflash":
-        from specexport.compile.check_head import block_reference
-
-        return block_reference(loaded.head, loaded.config)
-    if loaded.config.kind == "hydra":
-        from specexport.compile.check_head import hydra_reference
-
-        return hydra_reference(loaded.head, loaded.config)
-    generator, medusa = np.random.default_rng(21), loaded.config.medusa
-    most = loaded.config.vocab_size if medusa is None else medusa.num_heads  # their ids are numbers of heads
-    tokens = [generator.integers(0, most, n) for n in CHECK_LENS]
-    features = [generator.normal(0, 1, (n, loaded.config.feature_size)).astype(np.float32) for n in CHECK_LENS]
-    runs = [
-        causal_step(loaded.head, torch.from_numpy(ids), torch.from_numpy(each).to(loaded.head.dtype))
-        for ids, each in zip(tokens, features, strict=True)
-    ]
-    logits, handed = ([run[at].float().numpy() for run in runs] for at in (0, 1))
-    return causal_reference(tokens, features, logits, handed)

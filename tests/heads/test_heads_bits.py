@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specexport.compile.check_head import CHECK_CAPACITY, CheckedRow
 from specexport.compile.head import _reference
 from specexport.compile.pipeline import build_bundle
+from specexport.heads.reference import CHECK_CAPACITY, CheckedRow
 from specexport.recipe import BuildRecipe
 from specexport_runtime.executors.ort import OrtExecutor
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork

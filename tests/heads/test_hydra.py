@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig
 
 from specexport.checkpoint.source import hash_checkpoint, resolve_source
 from specexport.compile import head as head_module
-from specexport.compile.check_head import check_head, hydra_steps
+from specexport.compile.check_head import check_head
 from specexport.compile.model import ModelSource
 from specexport.compile.pipeline import build_bundle
-from specexport.heads.hydra import heads_asked
+from specexport.heads.hydra import heads_asked, hydra_steps
 from specexport.heads.trace import causal_states
 from specexport.inspect import describe
 from specexport.progress import StageClock
@@ -60,7 +61,7 @@ def test_heads_compute_the_published_equations(dialect: str, target: Any, tmp_pa
     spec = DIALECTS[dialect](tmp_path, target)
     loaded = load(tmp_path, target)
     assert loaded.config.taps == tuple(AFTER_NORM if tap < 0 else tap for tap in spec.taps)
-    assert loaded.config.hydra.one_block == (dialect == "hydra-plus")
+    assert loaded.config.shape.one_block == (dialect == "hydra-plus")
     features = torch.randn(7, HIDDEN)
     found = causal_states(loaded.head, torch.zeros(7, dtype=torch.int64), features)
     wanted = stream(spec, features)
@@ -300,11 +301,11 @@ def test_odd_configurations_are_told(
 def test_heads_for_another_target_are_refused_by_what_differs(target: Any, tmp_path: Path) -> None:
     hydra_plus(tmp_path / "head", target)
     with pytest.raises(CheckpointError, match="reads hidden states of 64 values, and the target's have 128"):
-        config_of(tmp_path / "head", target_hidden_size=128)
+        config_of(tmp_path / "head", hidden_size=128)
     with pytest.raises(CheckpointError, match="for a vocabulary of 320 tokens, and the target has 4096"):
         config_of(tmp_path / "head", vocab_size=4096)
     with pytest.raises(UnsupportedModelError, match="this target's layers are of qwen3"):
-        config_of(tmp_path / "head", target_layer={"model_type": "qwen3"})
+        config_of(tmp_path / "head", text=AutoConfig.for_model("qwen3"))
 
 
 def test_what_is_misshapen_or_strange_is_named(target: Any, tmp_path: Path) -> None:
@@ -347,4 +348,4 @@ def test_pickled_heads_are_refused_with_what_converts_them(target: Any, tmp_path
     command = caught.value.hint.split('python -c "')[1].split('" FILE')[0]
     subprocess.run([sys.executable, "-c", command, "hydra_lm_head.pt"], check=True, cwd=tmp_path)
     assert set(load_file(tmp_path / "model.safetensors")) == set(own)
-    assert config_of(tmp_path)[1].hydra == (2, 2, True, False)
+    assert config_of(tmp_path)[1].shape == (2, True, False)

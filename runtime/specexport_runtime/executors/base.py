@@ -193,10 +193,10 @@ class HeadExecutor(Executor, Protocol):
     feature_size: int
     """E."""
     num_draft_heads: int
-    """Of Medusa and Hydra heads: how many there are, each for a place of a draft. 0 for other heads."""
+    """How many heads it is of, each for a place of a draft. 0 for a kind that is one head."""
     reads_draft: bool
-    """They are Hydra heads: as many tokens as a row ends in, so many its head reads. Of Medusa heads, a token is the
-    number of a head."""
+    """Each of its heads reads what those before it guessed: as many tokens as a row ends in, so many its head reads.
+    Where several heads do not, a token is the number of a head."""
     borrows_cache: bool
     """It reads caches of the target and has none: a step attends to the target's entries and adds none of its own."""
 

@@ -44,10 +44,10 @@ class FakeExecutor:
         reads_features: the executor of a draft head (``HeadExecutor``): its logits are a function of the feature and
             the token that an entry has, and of nothing else, so that a wrong feature shows. Fed what it handed on, it
             is as good; with ``noise`` it is not.
-        num_draft_heads: with ``reads_features``, the executor of so many Medusa heads: head i gives the logits of token
-            i+2 behind a feature's tokens, if those in between are the likeliest.
-        reads_draft: they are Hydra heads: a head's logits are a function of the feature and of the tokens that its row
-            ends in, and of nothing else.
+        num_draft_heads: with ``reads_features``, the executor of so many heads, asked by number: head i gives the
+            logits of token i+2 behind a feature's tokens, if those in between are the likeliest.
+        reads_draft: each of them reads what those before it guessed: its logits are a function of the feature and of
+            the tokens that its row ends in, and of nothing else.
         fills_blocks: it is a head that fills blocks: entries have a feature, or are of a block, and each place's logits
             are a function of the whole context, of the block's first token, and of what the places before it guess.
         page_entries: entries of a page of its memory, of which each takes ``ENTRY_BYTES`` (``PagedExecutor``).
@@ -304,7 +304,7 @@ class FakeExecutor:
     def _guess(
         self, features: Float32Array, numbers: npt.NDArray[np.int64], begin: int, count: int
     ) -> dict[int, Float32Array]:
-        """Logits of Medusa heads ``numbers``, each over its own feature."""
+        """Logits of the heads ``numbers``, each over its own feature."""
         _require(bool((numbers[:count] < self.num_draft_heads).all()), "tokens are numbers of heads")
         found = {}
         for j in range(count):
@@ -323,7 +323,7 @@ class FakeExecutor:
         features: Float32Array,
         handed: Float32Array,
     ) -> dict[int, Float32Array]:
-        """Logits of a row of Hydra heads: at its last entry, of the head that reads the tokens it ends in."""
+        """Logits of a row of heads that read the draft: at its last entry, of the head for the tokens it ends in."""
         count = len(tokens)
         known = int((tokens == CONTEXT_ID).sum())
         _require(bool((tokens[:known] == CONTEXT_ID).all()), "context comes before the tokens")

@@ -1,0 +1,66 @@
+"""A kind of draft head, as one record: what the compiler asks of each. ``kinds`` lists them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specexport.backends.base import HeadNeed
+from specexport.heads.config import HeadConfig, TargetFacts
+from specexport.heads.files import HeadFiles
+from specexport.heads.files import our_name as plain_name
+from specexport.heads.loaded import LoadedHead, TargetTables
+from specexport.heads.readings import Reading
+from specexport.heads.reference import HeadReference
+from specexport.trace.export import TracedModel
+
+Caches = Sequence[tuple[Tensor, Tensor]]
+"""Keys and values [1, H, n, D] of each cache of the target that a head reads, in the order of its configuration."""
+
+
+class Text(NamedTuple):
+    """A text with all that a head reads of it."""
+
+    tokens: Tensor  # int64 [T]
+    features: Tensor  # [T-1, E] of all tokens but the last
+    caches: Caches  # none for a head that has its own
+
+
+def read_logits(model: Any, ids: Tensor, config: HeadConfig) -> tuple[Tensor, Caches]:  # noqa: ARG001
+    """The target's logits [T, V] of a text of token ids [1, T], and no cache of it.
+
+    ``model`` is a transformers causal language model.
+    """
+    return model(input_ids=ids, use_cache=False).logits[0], ()
+
+
+@dataclass(frozen=True)
+class HeadKind:
+    """One kind of draft head. All functions may raise what a checkpoint is refused by."""
+
+    name: str  # in manifests and reports
+    called: str  # in sentences: "an MTP module"
+    # whether files are of this kind, where they do not say so by a name of speculators; earlier kinds are asked first
+    recognizes: Callable[[HeadFiles], bool]
+    # what it computes; CheckpointError if it was made for another target, UnsupportedModelError for a variant
+    read: Callable[[HeadFiles, TargetFacts], HeadConfig]
+    load: Callable[[HeadFiles, HeadConfig, TargetTables, torch.dtype], LoadedHead]
+    # its graph, by ``head, fixed_sizes, group_experts``: see ``kinds.trace_head``
+    trace: Callable[..., TracedModel]
+    # what its engine is checked against, in the published equations
+    reference: Callable[[LoadedHead], HeadReference]
+    # logits [n, N] of the first guesses and of the second, and the places of the text behind which they are
+    guesses: Callable[[LoadedHead, Text], Iterator[tuple[Tensor, slice]]]
+    # ways to read its files, by the number of the target's layers; the files' own first
+    readings: Callable[[HeadConfig, int], Sequence[Reading]]
+    read_target: Callable[[Any, Tensor, HeadConfig], tuple[Tensor, Caches]] = read_logits
+    needs: frozenset[HeadNeed] = frozenset()  # of a backend
+    speculators: tuple[str, ...] = ()  # names that speculators has for it
+    our_name: Callable[[str], str | None] = plain_name  # of a tensor in a folder of speculators
+    prefixes: tuple[str, ...] = ()  # what writers put before the names of its tensors
+    # of a kind that can be trained and written: a module without weights, speculators' class, its names of tensors
+    make: Callable[[HeadConfig], Any] | None = None
+    architecture: str | None = None
+    stored_name: Callable[[str], str] = str
