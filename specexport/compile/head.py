@@ -92,7 +92,7 @@ def untaken_module(recipe: BuildRecipe) -> str | None:
     from specexport.checkpoint.source import resolve_source
     from specexport.heads.mtp_files import holds_module
 
-    if recipe.draft is not None or recipe.head is not None or not find_backend(recipe.backend).runs_heads:
+    if recipe.draft is not None or recipe.head is not None or find_backend(recipe.backend).head_needs is None:
         return None
     try:
         source = resolve_source(recipe.target, recipe.revision)

@@ -21,7 +21,6 @@ from specexport.heads.config import HeadConfig, TargetFacts
 from specexport.heads.files import CONFIG_NAME, OTHER_TARGET, HeadFiles, check_target, read_size
 from specexport.heads.kind import Caches, HeadKind, Text
 from specexport.heads.loaded import LoadedHead, TargetTables, fill_module, load_projection, modules_of
-from specexport.heads.readings import only_reading
 from specexport.heads.reference import CHECK_CAPACITY, CheckedRow, HeadReference, LentRows
 from specexport.heads.trace import trace_head_step
 from specexport.trace.attention import AttentionContext, LayerCall, ScoreTerms, attention_hook, unpadded_attention
@@ -436,7 +435,6 @@ KIND = HeadKind(
     trace=_trace,
     reference=_reference,
     guesses=_guesses,
-    readings=only_reading,  # transformers has the one that there is
     read_target=_read_caches,
     needs=frozenset(["lent caches"]),
 )

@@ -11,7 +11,7 @@ top level; ``target_layer_ids`` counts layers whose *output* is read. speculator
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,11 +19,10 @@ from torch import Tensor, nn
 
 from specexport.heads.config import HeadConfig, TargetFacts
 from specexport.heads.files import HeadFiles, is_named
-from specexport.heads.kind import HeadKind, Text
+from specexport.heads.kind import HeadKind, Reading, Text, reversed_taps, shifted_taps
 from specexport.heads.layered import body_of, check_taps, load_layered, plain_layers, read_layered, said_of_layers
 from specexport.heads.loaded import LoadedHead, TargetTables
 from specexport.heads.modules import DraftHead, FeatureProjection, RunModule, norm_class
-from specexport.heads.readings import Reading, reversed_taps, shifted_taps
 from specexport.heads.reference import CheckedRow, HeadReference
 from specexport.heads.trace import trace_layers
 from specexport.trace.export import TracedModel
@@ -54,12 +53,6 @@ GUESS_STEP, GUESS_ROWS = 2, 5
 """Where guesses are looked at: every second place, and blocks as a draft of 4 tokens has them."""
 
 
-class BlockShape(NamedTuple):
-    """What a head that fills blocks has beside others."""
-
-    causal_layers: tuple[bool, ...]  # which layers hide the rest of the block from each of its tokens
-
-
 class ContextProjection(FeatureProjection):
     """From hidden states of the target to the context that every layer reads: ``hidden_norm(fc(.))``."""
 
@@ -76,11 +69,11 @@ class ContextProjection(FeatureProjection):
 class BlockHead(DraftHead):
     """A head that reads context entries, which have a feature and no token, and a block of tokens behind them."""
 
-    def __init__(self, config: HeadConfig) -> None:
+    def __init__(self, config: HeadConfig) -> None:  # its ``shape``: which layers hide from tokens what follows them
         super().__init__(config)
         # compute the rows of context entries too, so that no size depends on a value: a CUDA graph can hold it
         self.every_row = False
-        for layer, causal in zip(self.body.layers, config.shape.causal_layers, strict=True):
+        for layer, causal in zip(self.body.layers, config.shape, strict=True):
             layer.self_attn.is_causal = causal
             whole = layer.self_attn.o_proj
             layer.self_attn.o_proj = _OfBlock(whole.in_features, whole.out_features, whole.bias is not None)
@@ -170,18 +163,11 @@ def _read(files: HeadFiles, target: TargetFacts) -> HeadConfig:
     layer, layers = said_of_layers(files), plain_layers(files)
     layers |= _windows(files, layer) | {"model_type": body_of(files)}
     key, ids, shift = _layer_ids(files)
-    config = read_layered(
-        files,
-        target,
-        kind="dflash",
-        layers=layers,
-        taps=check_taps(files, target.num_layers, ids, key=key, shift=shift),
-        projects=True,
-        source_format="z-lab",
-    )
+    taps = check_taps(files, target.num_layers, ids, key=key, shift=shift)
+    config = read_layered(files, target, "dflash", layers, taps, "z-lab", projects=True)
     size, mask = _block(files, layer, target.vocab_size)
-    shape = BlockShape(_causal_layers(files, layer, layers["num_hidden_layers"]))
-    return replace(config, block_size=size, mask_token_id=mask, shape=shape)
+    causal = _causal_layers(files, layer, layers["num_hidden_layers"])
+    return replace(config, block_size=size, mask_token_id=mask, shape=causal)
 
 
 def _windows(files: HeadFiles, layer: Mapping[str, Any]) -> dict[str, Any]:

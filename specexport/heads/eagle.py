@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from specexport.heads.config import HeadConfig, TargetFacts
 from specexport.heads.files import OTHER_TARGET, HeadFiles, is_named
-from specexport.heads.kind import HeadKind
+from specexport.heads.kind import HeadKind, Reading, before_norm, other_flag, reversed_taps, shifted_taps, swapped
 from specexport.heads.layered import (
     check_taps,
     layered_guesses,
@@ -24,7 +24,6 @@ from specexport.heads.layered import (
 )
 from specexport.heads.loaded import LoadedHead, TargetTables
 from specexport.heads.modules import DraftHead, RunModule, norm_class, through_layer
-from specexport.heads.readings import Reading, before_norm, other_flag, reversed_taps, shifted_taps, swapped
 from specexport.heads.trace import trace_layers
 from specexport_runtime.abi import AFTER_NORM
 from specexport_runtime.errors import CheckpointError
@@ -81,27 +80,12 @@ def default_taps(num_layers: int) -> tuple[int, ...]:
 
 
 def _read_eagle(files: HeadFiles, target: TargetFacts) -> HeadConfig:
-    return read_layered(
-        files,
-        target,
-        kind="eagle",
-        layers=plain_layers(files),
-        taps=(AFTER_NORM,),
-        projects=False,
-        source_format=_format_of(files),
-    )
+    return read_layered(files, target, "eagle", plain_layers(files), (AFTER_NORM,), _format_of(files))
 
 
 def _read_eagle3(files: HeadFiles, target: TargetFacts) -> HeadConfig:
-    config = read_layered(
-        files,
-        target,
-        kind="eagle3",
-        layers=plain_layers(files),
-        taps=_taps(files, target.num_layers),
-        projects=True,
-        source_format=_format_of(files),
-    )
+    layers, taps = plain_layers(files), _taps(files, target.num_layers)
+    config = read_layered(files, target, "eagle3", layers, taps, _format_of(files), projects=True)
     return replace(config, mask_token_id=_mask_token(files, target.vocab_size))
 
 

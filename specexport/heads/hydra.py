@@ -18,6 +18,7 @@ decoder layer of Hydra++, with the target's own sizes.
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,13 +28,11 @@ from torch.nn import functional
 
 from specexport.heads.config import HeadConfig, TargetFacts
 from specexport.heads.files import OTHER_TARGET, HeadFiles, check_target, read_size
-from specexport.heads.kind import HeadKind, Text
+from specexport.heads.kind import HeadKind, Text, other_last_states
 from specexport.heads.loaded import LoadedHead, TargetTables, fill_module, load_projection, modules_of
 from specexport.heads.modules import RunModule, answer_by_head, make_body, through_layer
-from specexport.heads.readings import other_last_states
 from specexport.heads.reference import CheckedRow, HeadReference
 from specexport.heads.trace import HeadStep, causal_states, trace_layers
-from specexport.trace.export import TracedModel
 from specexport_runtime.abi import AFTER_NORM, CONTEXT_ID
 from specexport_runtime.bundle.entry import MAX_LOOKAHEAD
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
@@ -163,10 +162,6 @@ class HydraStep(HeadStep):
         """See ``HeadStep.read``."""
         input_ids, _, logit_rows, _, cu_new_tokens, *_ = step
         return read_rows(self.model, state, features.to(self.model.dtype), input_ids, logit_rows, cu_new_tokens)
-
-
-def _trace(heads: HydraHeads, *, fixed_sizes: bool, group_experts: bool) -> TracedModel:  # noqa: ARG001
-    return trace_layers(heads, HydraStep, group_experts=group_experts)
 
 
 def _load(files: HeadFiles, config: HeadConfig, tables: TargetTables, dtype: torch.dtype) -> LoadedHead:
@@ -396,7 +391,7 @@ KIND = HeadKind(
     recognizes=_recognizes,
     read=_read,
     load=_load,
-    trace=_trace,
+    trace=partial(trace_layers, step=HydraStep),
     reference=_reference,
     guesses=_guesses,
     readings=other_last_states,

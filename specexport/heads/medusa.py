@@ -23,11 +23,10 @@ from torch.nn import functional
 
 from specexport.heads.config import HeadConfig, TargetFacts
 from specexport.heads.files import CONFIG_NAME, HeadFiles, check_target, is_named, read_size
-from specexport.heads.kind import HeadKind, Text
+from specexport.heads.kind import HeadKind, Text, other_last_states
 from specexport.heads.layered import compare_steps
 from specexport.heads.loaded import LoadedHead, TargetTables, fill_module, load_projection, modules_of
 from specexport.heads.modules import answer_by_head
-from specexport.heads.readings import other_last_states
 from specexport.heads.reference import HeadReference
 from specexport.heads.trace import trace_head_step
 from specexport.trace.export import TracedModel

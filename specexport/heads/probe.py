@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from specexport.heads.config import HeadConfig
-from specexport.heads.kind import Caches, Text
+from specexport.heads.kind import Caches, Reading, Text
 from specexport.heads.kinds import kind_of
 from specexport.heads.loaded import LoadedHead
-from specexport.heads.readings import Reading
 from specexport.trace.layers import tapped
 from specexport_runtime.errors import CheckpointError
 
