@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from specexport.heads.config import HeadConfig, TargetFacts
 from specexport.heads.files import HeadFiles, is_named
-from specexport.heads.kind import HeadKind, Reading, Text, reversed_taps, shifted_taps
+from specexport.heads.kind import Caches, HeadKind, Reading, reversed_taps, shifted_taps
 from specexport.heads.layered import body_of, check_taps, load_layered, plain_layers, read_layered, said_of_layers
-from specexport.heads.loaded import LoadedHead, TargetTables
+from specexport.heads.loaded import LoadedHead, TargetTables, refuse_variant
 from specexport.heads.modules import DraftHead, FeatureProjection, RunModule, norm_class
 from specexport.heads.reference import CheckedRow, HeadReference
 from specexport.heads.trace import trace_layers
@@ -46,6 +46,7 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "conv_kernel_size": (None, 0),
 }
 """Keys of variants (DSpark, Domino, DFlash 2, windows and sinks of other writers): the values that ask for none."""
+_PLAIN_HEAD = "give a plain DFlash head, or an EAGLE-3 or P-EAGLE head."
 _AGAIN = "give the complete head, with the config.json that belongs to its weights."
 BLOCK_STEPS = (((5, 3), (2, 2)), ((1, 3), (3, 4)), ((2, 2), (1, 3)))
 """New context entries and tokens of the block, of each row in each step of the build's proof."""
@@ -195,15 +196,15 @@ def _block(files: HeadFiles, layer: Mapping[str, Any], vocab_size: int) -> tuple
         if value not in plain:
             raise UnsupportedModelError(
                 f"{files.name} sets {key} to {value!r}, a variant of DFlash that cannot be imported.",
-                "give a plain DFlash head, or an EAGLE-3 or P-EAGLE head.",
+                _PLAIN_HEAD,
             )
     size = _value(files, "block_size", 16)
-    if not _is_whole(size) or size < 2:
+    if type(size) is not int or size < 2:
         raise CheckpointError(
             f"{files.name}: block_size is {size!r}; a block has 2 tokens or more, the newest and one to guess.", _AGAIN
         )
     mask = _value(files, "mask_token_id")
-    if not _is_whole(mask) or not 0 <= mask < vocab_size:
+    if type(mask) is not int or not 0 <= mask < vocab_size:
         raise CheckpointError(
             f"{files.name}: mask_token_id is {mask!r}, no token of {vocab_size}; a DFlash head reads it in the place "
             "of each token that it guesses.",
@@ -246,20 +247,10 @@ def _value(files: HeadFiles, key: str, default: Any = None) -> Any:
     return default
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _load(files: HeadFiles, config: HeadConfig, tables: TargetTables, dtype: torch.dtype) -> LoadedHead:
     loaded = load_layered(BlockHead, files, config, tables, dtype, projection=ContextProjection)
     known = {name.removeprefix("body.") for name in loaded.head.state_dict()} | {*loaded.projection.state_dict(), "d2t"}
-    unknown = sorted(files.shapes.keys() - known)
-    if unknown:  # they compute something else: a head without them would be slow, not wrong
-        raise UnsupportedModelError(
-            f"the head {files.name} has {len(unknown)} tensors that its kind does not have, for example {unknown[0]}: "
-            "it is a variant that cannot be imported.",
-            "give a plain DFlash head, or an EAGLE-3 or P-EAGLE head.",
-        )
+    refuse_variant(files, files.shapes.keys() - known, "its kind does not have", _PLAIN_HEAD)
     return loaded
 
 
@@ -304,10 +295,10 @@ def first_guesses(head: DraftHead, tokens: Tensor, features: Tensor, *, step: in
     return logits
 
 
-def _guesses(loaded: LoadedHead, text: Text) -> Iterator[tuple[Tensor, slice]]:
+def _guesses(loaded: LoadedHead, tokens: Tensor, features: Tensor, _: Caches) -> Iterator[tuple[Tensor, slice]]:
     """Each second place takes a block of its own; second guesses come with the first."""
     rows = min(loaded.config.block_size or GUESS_ROWS, GUESS_ROWS)
-    yield first_guesses(loaded.head, text.tokens, text.features, step=GUESS_STEP, rows=rows), slice(1, None, GUESS_STEP)
+    yield first_guesses(loaded.head, tokens, features, step=GUESS_STEP, rows=rows), slice(1, None, GUESS_STEP)
 
 
 def _readings(config: HeadConfig, num_layers: int) -> Sequence[Reading]:

@@ -31,14 +31,6 @@ class Reading(NamedTuple):
     change: str = ""  # how it differs from what the files say; empty for that itself
 
 
-class Text(NamedTuple):
-    """A text with all that a head reads of it."""
-
-    tokens: Tensor  # int64 [T]
-    features: Tensor  # [T-1, E] of all tokens but the last
-    caches: Caches  # none for a head that has its own
-
-
 def read_logits(model: Any, ids: Tensor, config: HeadConfig) -> tuple[Tensor, Caches]:  # noqa: ARG001
     """The target's logits [T, V] of a text of token ids [1, T], and no cache of it.
 
@@ -62,8 +54,9 @@ class HeadKind:
     trace: Callable[..., TracedModel]
     # what its engine is checked against, in the published equations
     reference: Callable[[LoadedHead], HeadReference]
-    # logits [n, N] of the first guesses and of the second, and the places of the text behind which they are
-    guesses: Callable[[LoadedHead, Text], Iterator[tuple[Tensor, slice]]]
+    # logits [n, N] of the first guesses and of the second, and the places of the text behind which they are: of its
+    # tokens int64 [T], the features [T-1, E] of all but the last, and the caches that it reads
+    guesses: Callable[[LoadedHead, Tensor, Tensor, Caches], Iterator[tuple[Tensor, slice]]]
     # ways to read its files, by the number of the target's layers: what they leave open, or may say wrongly; their own
     # first
     readings: Callable[[HeadConfig, int], Sequence[Reading]] = lambda config, _: [Reading(config)]
@@ -106,11 +99,6 @@ def reversed_taps(config: HeadConfig) -> list[Reading]:
 def swapped(config: HeadConfig) -> Reading:
     """Embedding and feature in the other order."""
     return Reading(replace(config, feature_first=not config.feature_first), SWAPPED)
-
-
-def before_norm(config: HeadConfig, num_layers: int) -> Reading:
-    """The last hidden state without its norm."""
-    return Reading(replace(config, taps=(num_layers,)), BEFORE_NORM)
 
 
 def other_flag(config: HeadConfig, name: str) -> Reading:

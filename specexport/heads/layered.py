@@ -5,6 +5,7 @@ by one key, the layers that feed a head above all, this is where it is settled (
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,14 +15,13 @@ from torch.nn import functional
 
 from specexport.heads.config import HeadConfig, TargetFacts
 from specexport.heads.files import OTHER_TARGET, HeadFiles, check_target, is_named, read_size
-from specexport.heads.kind import Text
-from specexport.heads.loaded import LoadedHead, TargetTables, fill_module, load_projection, modules_of
+from specexport.heads.kind import Caches, HeadKind
+from specexport.heads.loaded import LoadedHead, TargetTables, fill_module, kept_ids, load_projection, modules_of
 from specexport.heads.modules import DraftHead, FeatureProjection, make_body
 from specexport.heads.reference import CHECK_LENS, HeadReference, causal_reference
-from specexport.heads.trace import causal_step
+from specexport.heads.trace import causal_step, trace_layers
 from specexport.trace.layers import hidden_of
 from specexport_runtime.errors import CheckpointError
-from specexport_runtime.executors.base import Int32Array
 
 _LAYER_KEYS = (
     "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -137,7 +137,9 @@ def load_layered(
     shared = {"embed_tokens.weight", "lm_head.weight"} - files.shapes.keys()
     fill_module(head, files, {name: stored for name, stored in names.items() if name not in shared})
     made = load_projection(files, config, dtype, projection)
-    ids = _head_ids(files, config)
+    # offsets from each row's own number
+    kept = kept_ids(files, config, "d2t", lambda offsets: np.arange(len(offsets)) + offsets)
+    ids = None if kept is None or len(kept) == config.vocab_size else np.sort(kept)
     if shared and tables.embedding.shape[1] != config.hidden_size:
         raise CheckpointError(
             f"the head {files.name} lacks {sorted(shared)[0]}, and the target's does not fit: it has "
@@ -149,36 +151,10 @@ def load_layered(
     if "lm_head.weight" in shared:
         rows = tables.lm_head if ids is None else tables.lm_head[torch.from_numpy(ids.astype(np.int64))]
         head.lm_head.weight = torch.nn.Parameter(rows, requires_grad=False)
-    elif "d2t" in files.shapes:  # rows in the order of their ids
-        order = torch.from_numpy(np.argsort(_row_ids(files), kind="stable"))
+    elif kept is not None:  # rows in the order of their ids
+        order = torch.from_numpy(np.argsort(kept, kind="stable"))
         head.lm_head.weight.data = head.lm_head.weight.data[order]
     return LoadedHead(config, head.to(dtype).eval().requires_grad_(False), made, ids)
-
-
-def _row_ids(files: HeadFiles) -> np.ndarray:
-    """Token id of each row of the LM head: ``d2t`` holds offsets from the row's own number."""
-    offsets: np.ndarray = files.tensor("d2t").long().numpy()
-    ids: np.ndarray = np.arange(len(offsets)) + offsets
-    return ids
-
-
-def _head_ids(files: HeadFiles, config: HeadConfig) -> Int32Array | None:
-    if "d2t" not in files.shapes:
-        if config.draft_vocab_size != config.vocab_size:
-            raise CheckpointError(
-                f"the head {files.name} has {config.draft_vocab_size} of {config.vocab_size} tokens, and no d2t that "
-                "says which.",
-                "give the complete head.",
-            )
-        return None
-    ids = np.sort(_row_ids(files))
-    if len(ids) != config.draft_vocab_size or (np.diff(ids) <= 0).any() or ids[0] < 0 or ids[-1] >= config.vocab_size:
-        raise CheckpointError(
-            f"the head {files.name}: d2t does not name {config.draft_vocab_size} different tokens below "
-            f"{config.vocab_size}.",
-            "give the complete head.",
-        )
-    return None if len(ids) == config.vocab_size else ids.astype(np.int32)
 
 
 def layered_reference(loaded: LoadedHead) -> HeadReference:
@@ -201,11 +177,15 @@ def compare_steps(
     return causal_reference(tokens, features, logits, handed)
 
 
-def layered_guesses(loaded: LoadedHead, text: Text) -> Iterator[tuple[Tensor, slice]]:
+def layered_guesses(loaded: LoadedHead, tokens: Tensor, features: Tensor, _: Caches) -> Iterator[tuple[Tensor, slice]]:
     """See ``HeadKind.guesses``: two steps, or the first guesses of a head that drafts all tokens in one."""
     steps = 2 if loaded.head.head_config.mask_token_id is None else 1
-    for step in unroll(loaded.head, text.tokens[None], text.features[None], torch.tensor([len(text.tokens)]), steps):
+    for step in unroll(loaded.head, tokens[None], features[None], torch.tensor([len(tokens)]), steps):
         yield step.logits[0][step.valid[0]], slice(step.offset, None)
+
+
+layered_kind = partial(HeadKind, trace=trace_layers, reference=layered_reference, guesses=layered_guesses)
+"""A kind of heads whose module says all, in ``DraftHead.hidden``."""
 
 
 class StepResult(NamedTuple):
@@ -217,9 +197,9 @@ class StepResult(NamedTuple):
 
 
 def unroll(head: DraftHead, tokens: Tensor, features: Tensor, lengths: Tensor, steps: int) -> Iterator[StepResult]:
-    """Draft at every place of the texts at once, ``steps`` tokens deep, fed the text's own tokens: training-time test
-    (Li et al. 2025, section 3.1).
+    """Draft at every place of the texts at once, ``steps`` tokens deep, fed the text's own tokens.
 
+    This is training-time test (Li et al. 2025, section 3.1).
     Step ``s`` at place ``i`` sees the true features of places up to ``i``, and what the head itself gave at this place
     in the steps before: as it will when it drafts. ``tokens`` is int64 [B, T], ``features`` [B, T-1, E] are of all
     tokens but the last, ``lengths`` int64 [B] counts the tokens of each text.

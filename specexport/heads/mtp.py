@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from specexport.checkpoint.load import quiet_transformers
 from specexport.heads.config import HeadConfig, TargetFacts
 from specexport.heads.files import HeadFiles, is_named
-from specexport.heads.kind import BEFORE_NORM, SWAPPED, HeadKind, Reading
-from specexport.heads.layered import layered_guesses, layered_reference, load_layered, read_layered, said_of_layers
+from specexport.heads.kind import BEFORE_NORM, SWAPPED, Reading
+from specexport.heads.layered import layered_kind, load_layered, read_layered, said_of_layers
 from specexport.heads.modules import DraftHead, RunModule, body_config, norm_class
 from specexport.heads.mtp_files import EMBED_NORM, name_beside_module, stored_name
-from specexport.heads.trace import trace_layers
 from specexport_runtime.abi import AFTER_NORM
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 
@@ -122,15 +121,12 @@ def _readings(config: HeadConfig, num_layers: int) -> Sequence[Reading]:
     return found
 
 
-KIND = HeadKind(
+KIND = layered_kind(
     name="mtp",
     called="an MTP module",
     recognizes=lambda files: not is_named(files) and EMBED_NORM in files.shapes,
     read=_read,
     load=partial(load_layered, MtpHead, load_body=load_body),
-    trace=trace_layers,
-    reference=layered_reference,
-    guesses=layered_guesses,
     readings=_readings,
     speculators=("mtp",),
     our_name=name_beside_module,
