@@ -57,13 +57,13 @@ class TensorSpec(NamedTuple):
 
 
 CONTEXT_ID = -1
-"""In ``input_ids`` of heads that fill blocks, and of Hydra heads: an entry that has a feature and no token."""
+"""In ``input_ids`` of heads that fill blocks, or read the draft: an entry that has a feature and no token."""
 INPUT_IDS = TensorSpec(
     "input_ids",
     "int64",
     ("T",),
     "token",
-    "the step's new tokens of all sequences, concatenated; of a draft head that fills blocks, and of Hydra heads, -1 "
+    "the step's new tokens of all sequences, concatenated; of a draft head that fills blocks, or reads the draft, -1 "
     "for an entry that has a feature alone",
 )
 POSITIONS = TensorSpec("positions", "int64", ("T",), "token", "absolute position of each token in its sequence")

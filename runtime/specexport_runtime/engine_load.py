@@ -43,7 +43,7 @@ def load_engine_parts(path: Path, options: EngineOptions) -> EngineParts:
     check_adapter(options.lora, bundle.manifest.models["target"].chosen_adapters)
     defaults = _draft_defaults(bundle, options)
     drafting = [bundle.manifest.models[role] for role in ("draft", "head") if role in bundle.manifest.models]
-    draft_head = load_cut_head(bundle.folder, drafting[0]) if drafting else None
+    cut_head = load_cut_head(bundle.folder, drafting[0]) if drafting else None
     mask = load_mask(bundle.folder, drafting[0]) if drafting else None
     executors: dict[str, Executor] = {}
     try:
@@ -59,7 +59,7 @@ def load_engine_parts(path: Path, options: EngineOptions) -> EngineParts:
                 gives_back=options.kv_bytes is not None,
                 target=executors.get("target"),
             )
-        parts = _parts_of(bundle, executors, defaults, options)._replace(draft_head=draft_head, mask=mask)
+        parts = _parts_of(bundle, executors, defaults, options)._replace(cut_head=cut_head, mask=mask)
         if not options.adaptive and "auto" not in (defaults.drafter, defaults.lookahead):
             return parts
         return parts._replace(costs=_load_costs(bundle, backend, options))

@@ -49,7 +49,7 @@ class EngineParts(NamedTuple):
     max_num_seqs: int | None = None  # sequences that run at a time; None takes all rows of the target
     max_num_batched_tokens: int = DEFAULT_BATCHED_TOKENS  # of one step
     draft_vocab_size: int | None = None  # ids below it may be drafted; None takes the target's LM head
-    draft_head: "CutHead | None" = None  # token ids of the LM head of draft or head; None where it has all
+    cut_head: "CutHead | None" = None  # token ids of the LM head of draft or head; None where it has all
     mask: "MaskInput | None" = None  # for unknown tokens, of a head that drafts all tokens in one step
     eos_token_ids: Sequence[int] = ()  # end a text
     chat_template: str | None = None  # Jinja source, of the checkpoint
@@ -96,7 +96,7 @@ def assemble(parts: EngineParts, options: EngineOptions) -> Assembly:
             parts.draft_vocab_size or target.vocab_size,
             parts.draft_defaults.match_length,
             None if parts.suffixes is None else parts.suffixes.store,
-            parts.draft_head,
+            parts.cut_head,
             drafting.get("head"),
             parts.mask,
         ),

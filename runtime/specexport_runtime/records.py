@@ -66,6 +66,7 @@ _RULES: Mapping[Any, Rule] = {
     int: whole(0, 1 << 62),
     float: lambda value: None if type(value) in (int, float) else "a number",
     str: text,
+    bool: lambda value: None if isinstance(value, bool) else "true or false",
     bytes: lambda value: None if isinstance(value, bytes) else "bytes",  # given beside the JSON
     Any: lambda _: None,
 }

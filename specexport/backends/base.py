@@ -26,6 +26,11 @@ AUTO_MODEL_LEN = 4096
 """``max_model_len = "auto"`` takes what the models support, but no more than this: the KV cache grows with it."""
 
 
+HeadNeed = Literal["later tokens", "earlier guesses", "lent caches"]
+"""What a kind of draft head may need beside a causal step over features: tokens of a block see those behind them; a
+row's logits are of all tokens that it ends in; its attention reads the target's caches."""
+
+
 class RecipeFields(Protocol):
     """What a backend may know of a ``BuildRecipe``; see there."""
 
@@ -109,7 +114,8 @@ class Backend:
         chooses_adapters: requests can choose between several LoRA adapters of a target.
         groups_experts: a layer's experts are one operator, which reads each expert once a step; otherwise they are
             batched products, with a copy of its experts' weights for every token.
-        head_kinds: kinds of draft heads that can be built, and targets that give features to them; empty for none.
+        head_needs: what draft heads may need beside a causal step over features; None where none can be built, nor
+            targets that give features to them.
         fixed_sizes: no size in a graph may depend on a value, because steps are recorded as CUDA graphs.
         needs_gpu: engines are built only where the GPU is that they are for.
         key_fields: recipe fields that decide an engine, besides those that decide every backend's.
@@ -129,7 +135,7 @@ class Backend:
     has_states: bool = False
     chooses_adapters: bool = False
     groups_experts: bool = False
-    head_kinds: tuple[str, ...] = ()
+    head_needs: frozenset[HeadNeed] | None = None
     fixed_sizes: bool = False
     needs_gpu: bool = False
     key_fields: tuple[str, ...] = ()
@@ -154,10 +160,14 @@ class Backend:
         """What decides an engine beyond the model, its role and the dtype; plain values."""
         return {name: getattr(recipe, name) for name in self.key_fields}
 
-    def head_obstacle(self, kind: str, recipe: RecipeFields) -> str | None:
+    def meets(self, needs: frozenset[HeadNeed]) -> bool:
+        """Whether draft heads with these needs can be built."""
+        return self.head_needs is not None and needs <= self.head_needs
+
+    def head_obstacle(self, kind: str, needs: frozenset[HeadNeed], recipe: RecipeFields) -> str | None:
         """Why a kind of draft head cannot be built; None if it can."""
         del recipe
-        return None if kind in self.head_kinds else f"backend {self.name} runs no {kind} heads"
+        return None if self.meets(needs) else f"backend {self.name} runs no {kind} heads"
 
     def check_memory(self, job: BuildJob) -> None:
         """Refuse a model that this machine cannot build, or its GPU cannot hold; called before the passes.

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from specexport.backends.base import AUTO_MODEL_LEN, Backend, BuildJob, RecipeFields, release_weights
+from specexport.backends.base import AUTO_MODEL_LEN, Backend, BuildJob, HeadNeed, RecipeFields, release_weights
 from specexport_runtime.abi import ITEM_BYTES
 from specexport_runtime.bundle.entry import NO_GATES, EngineEntry, Gates, PaddedGraph
 from specexport_runtime.bundle.quant_kinds import KEPT
@@ -25,7 +25,7 @@ class OrtCpu(Backend):
     has_states = True
     chooses_adapters = True
     groups_experts = True
-    head_kinds = ("eagle3", "eagle", "mtp", "medusa", "hydra", "dflash", "assistant")
+    head_needs: frozenset[HeadNeed] | None = frozenset(["later tokens", "earlier guesses", "lent caches"])
     key_fields = ("quantize_lm_head", "fuse", "self_draft", "kv_cache_dtype")
 
     def engine_key(self, recipe: RecipeFields) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from specexport.backends.base import Backend, BuildJob, RecipeFields
+from specexport.backends.base import Backend, BuildJob, HeadNeed, RecipeFields
 from specexport.backends.present_gpu import gpu_check_obstacle
 from specexport_runtime.bundle.entry import NO_GATES, EngineEntry, Gates
 
@@ -18,7 +18,7 @@ class OrtCuda(Backend):
     modules = ("onnxruntime",)
     extra = "cuda"
     options = ("self_draft",)
-    head_kinds = ("eagle3", "eagle", "mtp", "medusa", "dflash")
+    head_needs: frozenset[HeadNeed] | None = frozenset(["later tokens"])
     fixed_sizes = True
     key_fields = ("quantize_lm_head", "self_draft")
 

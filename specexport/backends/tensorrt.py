@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from specexport.backends.base import Backend, BuildJob, RecipeFields
+from specexport.backends.base import Backend, BuildJob, HeadNeed, RecipeFields
 from specexport.backends.present_gpu import gpu_check_obstacle
 from specexport.backends.profiles import engine_kv_capacity, kv_bytes, most_new_tokens, plan_profiles
 from specexport.backends.trt_package import PACKAGES, resolve_architectures
@@ -45,7 +45,7 @@ class TensorRt(Backend):
         "sm", "lowering", "lookahead", "max_model_len", "max_num_seqs", "max_num_tokens", "quantize_lm_head",
         "self_draft", "self_draft_skip",
     )  # fmt: skip
-    head_kinds = ("eagle3", "eagle", "mtp", "medusa", "dflash")
+    head_needs: frozenset[HeadNeed] | None = frozenset(["later tokens"])
     fixed_sizes = True
 
     def defaults(self, recipe: RecipeFields) -> dict[str, Any]:
@@ -56,11 +56,11 @@ class TensorRt(Backend):
             "max_num_tokens": recipe.max_num_tokens or DEFAULT_MAX_NUM_TOKENS,
         }
 
-    def head_obstacle(self, kind: str, recipe: RecipeFields) -> str | None:
+    def head_obstacle(self, kind: str, needs: frozenset[HeadNeed], recipe: RecipeFields) -> str | None:
         """See ``Backend.head_obstacle``."""
-        if kind == "dflash" and recipe.lowering == "plugin":
-            return "the attention plugin is causal, and tokens of a dflash head see later ones: use another lowering"
-        return super().head_obstacle(kind, recipe)
+        if "later tokens" in needs and recipe.lowering == "plugin":
+            return f"the attention plugin is causal, and tokens of a {kind} head see later ones: use another lowering"
+        return super().head_obstacle(kind, needs, recipe)
 
     def settle(self, recipe: RecipeFields) -> dict[str, Any]:
         """The architectures to build for. See ``Backend.settle``."""

@@ -6,13 +6,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
 from specexport.backends.base import BuildJob
 from specexport.backends.registry import BACKENDS, find_backend
 from specexport.compile.built import TOKENIZER_NAME, EngineCheck
 from specexport.compile.check import check_obstacle
-from specexport.compile.check_head import CHECK_LENS, HeadReference, causal_reference, check_head
+from specexport.compile.check_head import check_head
 from specexport.compile.draft_cuts import read_counting_texts
 from specexport.compile.draft_trial import Chosen, DraftForm
 from specexport.compile.model import load_source, pieces_for, resolve_for, table_weights
@@ -31,6 +29,7 @@ if TYPE_CHECKING:
     from specexport.heads.files import HeadFiles
     from specexport.heads.loaded import LoadedHead, TargetTables
     from specexport.heads.probe import Probe
+    from specexport.heads.reference import HeadReference
     from specexport.trace.layers import FeatureRequest
 
 PROBE_PIECES, PROBE_LEN = 6, 64
@@ -88,9 +87,12 @@ def plan_head(
 
 def _check_kind(recipe: BuildRecipe, source: ModelSource, config: "HeadConfig") -> None:
     """Refuse a head that a backend has no form of, before its target is built."""
-    obstacle = find_backend(recipe.backend).head_obstacle(config.kind, recipe)
+    from specexport.heads.kinds import kind_of
+
+    needs = kind_of(config).needs
+    obstacle = find_backend(recipe.backend).head_obstacle(config.kind, needs, recipe)
     if obstacle is not None:
-        able = [name for name, backend in BACKENDS.items() if config.kind in backend.head_kinds]
+        able = [name for name, backend in BACKENDS.items() if backend.meets(needs)]
         raise UnsupportedModelError(
             f"{source.name} is a head of kind {config.kind}: {obstacle}.",
             f"build with `--backend {' or '.join(able)}`.",
@@ -108,7 +110,7 @@ def untaken_module(recipe: BuildRecipe) -> str | None:
     from specexport.checkpoint.source import resolve_source
     from specexport.heads.mtp_files import holds_module
 
-    if recipe.draft is not None or recipe.head is not None or not find_backend(recipe.backend).head_kinds:
+    if recipe.draft is not None or recipe.head is not None or find_backend(recipe.backend).head_needs is None:
         return None
     try:
         source = resolve_source(recipe.target, recipe.revision)
@@ -132,7 +134,7 @@ def _check_tokenizer(source: ModelSource, checkpoint: "Checkpoint") -> None:
 
 def _check_caches(recipe: BuildRecipe, config: "HeadConfig", name: str) -> None:
     """Refuse a head that reads caches of the target where these hold int8: only the target's graph has the scales."""
-    if config.assistant is not None and recipe.kv_cache_dtype is not None:
+    if config.target_layers and recipe.kv_cache_dtype is not None:
         raise UnsupportedModelError(
             f"the head {name} reads the target's KV caches, and these hold {recipe.kv_cache_dtype}, which it cannot "
             "read.",
@@ -144,23 +146,16 @@ def _load(recipe: BuildRecipe, source: ModelSource, checkpoint: "Checkpoint") ->
     import torch
 
     from specexport.checkpoint.source import resolve_source
-    from specexport.heads.files import open_head
-    from specexport.heads.load import load_head
+    from specexport.heads.config import TargetFacts
+    from specexport.heads.kinds import kind_of, open_head, read_config
     from specexport.heads.mtp_files import open_mtp
-    from specexport.heads.read import read_config
-    from specexport.heads.read_assistant import is_assistant, lent_caches
 
     found, text = resolve_source(source.source, source.revision), checkpoint.model.config.get_text_config()
     files = open_mtp(found, text.to_dict()) if recipe.head == MTP else open_head(found)
     config = read_config(
-        files,
-        num_layers=_num_layers(checkpoint),
-        target_hidden_size=int(text.hidden_size),
-        vocab_size=checkpoint.vocab_size,
-        target_layer=text.to_dict(),
-        lent=lent_caches(text) if is_assistant(files) else None,  # a model without attention has none
+        files, TargetFacts(_num_layers(checkpoint), int(text.hidden_size), checkpoint.vocab_size, text)
     )
-    return files, load_head(files, config, _tables(checkpoint)(), getattr(torch, checkpoint.dtype))
+    return files, kind_of(config).load(files, config, _tables(checkpoint)(), getattr(torch, checkpoint.dtype))
 
 
 def _num_layers(checkpoint: "Checkpoint") -> int:
@@ -194,17 +189,16 @@ def prepare_head(source: ModelSource, plan: HeadPlan, folder: Path, clock: Stage
     import torch
 
     from specexport.checkpoint.source import hash_source, resolve_source
-    from specexport.heads.load import load_head
-    from specexport.heads.trace import trace_head
+    from specexport.heads.kinds import kind_of, trace_head
 
     recipe, config, probe, role = plan.recipe, plan.config, plan.probe, source.role
     with clock.stage("load", role, source.name):
-        loaded = load_head(plan.files, config, plan.tables(), getattr(torch, model_dtype(recipe)))
+        loaded = kind_of(config).load(plan.files, config, plan.tables(), getattr(torch, model_dtype(recipe)))
         found = resolve_source(source.source, source.revision, remote_code=recipe.trust_remote_code)
         if hash_source(found) != source.sha256:
             raise CheckpointError(f"checkpoint {source.name} changed while it was read.", "build again.")
     with clock.stage("reference", role):
-        reference = _reference(loaded) if check_obstacle(recipe) is None else None
+        reference = kind_of(config).reference(loaded) if check_obstacle(recipe) is None else None
     num_parameters = sum(parameter.numel() for parameter in loaded.head.parameters())
     step_parameters, mask = loaded.head.step_parameters, loaded.mask_feature
     with clock.stage("trace", role):
@@ -212,7 +206,7 @@ def prepare_head(source: ModelSource, plan: HeadPlan, folder: Path, clock: Stage
         traced = trace_head(loaded.head, fixed_sizes=backend.fixed_sizes, group_experts=backend.groups_experts)
     steps = head_steps(
         recipe.lookahead,
-        num_draft_heads=0 if config.medusa is None else config.medusa.num_heads,
+        num_draft_heads=0 if config.reads_draft else config.num_draft_heads,
         block_size=config.block_size,
         has_mask=config.mask_token_id is not None,
     )
@@ -223,7 +217,7 @@ def prepare_head(source: ModelSource, plan: HeadPlan, folder: Path, clock: Stage
         graph=traced.ir_model.clone(),
         job=BuildJob(
             recipe, role, tuple(traced.layers), step_parameters, plan.max_positions, folder, clock,
-            first_only=config.hydra is not None, feature_size=config.feature_size, head_steps=steps,
+            first_only=config.reads_draft, feature_size=config.feature_size, head_steps=steps,
         ),
         check=partial(_check_head, reference),
         texts=Texts(plan.tokenizer_json),
@@ -232,13 +226,14 @@ def prepare_head(source: ModelSource, plan: HeadPlan, folder: Path, clock: Stage
         num_parameters=num_parameters,
         step_parameters=lambda _: step_parameters,
         query_heads=config.layer_config.get("num_attention_heads"),
-        target_layers=() if config.assistant is None else config.assistant.target_layers,
+        target_layers=config.target_layers,
         draft_head=DraftHeadEntry(
             config.kind,
             config.taps,
             guessed=None if probe is None else probe.rate,
             reading=None if probe is None else probe.reading.change or None,
             num_draft_heads=config.num_draft_heads,
+            reads_draft=config.reads_draft,
             mask_token_id=config.mask_token_id,
             mask_path=None if mask is None else MASK_NAME,
             block_size=config.block_size,
@@ -247,34 +242,5 @@ def prepare_head(source: ModelSource, plan: HeadPlan, folder: Path, clock: Stage
     )  # fmt: skip
 
 
-def _check_head(reference: HeadReference | None, folder: Path, chosen: Chosen) -> EngineCheck | None:
+def _check_head(reference: "HeadReference | None", folder: Path, chosen: Chosen) -> EngineCheck | None:
     return None if reference is None else check_head(folder, chosen.entry, reference)
-
-
-def _reference(loaded: "LoadedHead") -> HeadReference:
-    import torch
-
-    from specexport.heads.trace import causal_step
-
-    if loaded.config.kind == "assistant":
-        from specexport.compile.check_head import assistant_reference
-
-        return assistant_reference(loaded.head, loaded.config)
-    if loaded.config.kind == "dflash":
-        from specexport.compile.check_head import block_reference
-
-        return block_reference(loaded.head, loaded.config)
-    if loaded.config.kind == "hydra":
-        from specexport.compile.check_head import hydra_reference
-
-        return hydra_reference(loaded.head, loaded.config)
-    generator, medusa = np.random.default_rng(21), loaded.config.medusa
-    most = loaded.config.vocab_size if medusa is None else medusa.num_heads  # their ids are numbers of heads
-    tokens = [generator.integers(0, most, n) for n in CHECK_LENS]
-    features = [generator.normal(0, 1, (n, loaded.config.feature_size)).astype(np.float32) for n in CHECK_LENS]
-    runs = [
-        causal_step(loaded.head, torch.from_numpy(ids), torch.from_numpy(each).to(loaded.head.dtype))
-        for ids, each in zip(tokens, features, strict=True)
-    ]
-    logits, handed = ([run[at].float().numpy() for run in runs] for at in (0, 1))
-    return causal_reference(tokens, features, logits, handed)

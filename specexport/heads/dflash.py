@@ -3,17 +3,55 @@
 In every layer, keys and values come from the target's projected hidden states, one entry for each token so far, and
 from the block; queries come from the block alone: the newest token, and a mask for each token to guess. All of the
 block sees all of the context and all of the block, unless a layer is causal.
+
+Configurations have two dialects. Its authors (z-lab) have keys of their own in ``dflash_config``, some of them at the
+top level; ``target_layer_ids`` counts layers whose *output* is read. speculators has them at the top level;
+``aux_hidden_state_layer_ids`` counts hidden states.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from specexport.heads.config import HeadConfig
+from specexport.heads.config import HeadConfig, TargetFacts
+from specexport.heads.files import HeadFiles, is_named
+from specexport.heads.kind import Caches, HeadKind, Reading, reversed_taps, shifted_taps
+from specexport.heads.layered import body_of, check_taps, load_layered, plain_layers, read_layered, said_of_layers
+from specexport.heads.loaded import LoadedHead, TargetTables, refuse_variant
 from specexport.heads.modules import DraftHead, FeatureProjection, RunModule, norm_class
+from specexport.heads.reference import CheckedRow, HeadReference
+from specexport.heads.trace import trace_layers
+from specexport.trace.export import TracedModel
 from specexport_runtime.abi import CONTEXT_ID
+from specexport_runtime.errors import CheckpointError, UnsupportedModelError
+
+_ARCHITECTURE = "DFlashDraftModel"
+_SLIDING = "sliding_attention"
+_PLAIN: Mapping[str, tuple[Any, ...]] = {
+    "use_swa": (None, False),
+    "attention_sink_bias": (None, False),
+    "add_swa_attention_sink_bias": (None, False),
+    "sample_from_anchor": (None, False),
+    "shift_label": (None, False),
+    "projector_type": (None, "dflash"),
+    "input_embedding_scale": (None, 1, 1.0),
+    "output_multiplier": (None, 1, 1.0),
+    "final_logit_softcapping": (None, 0, 0.0),
+    "markov_rank": (None, 0),
+    "selector_rank": (None, 0),
+    "conv_kernel_size": (None, 0),
+}
+"""Keys of variants (DSpark, Domino, DFlash 2, windows and sinks of other writers): the values that ask for none."""
+_PLAIN_HEAD = "give a plain DFlash head, or an EAGLE-3 or P-EAGLE head."
+_AGAIN = "give the complete head, with the config.json that belongs to its weights."
+BLOCK_STEPS = (((5, 3), (2, 2)), ((1, 3), (3, 4)), ((2, 2), (1, 3)))
+"""New context entries and tokens of the block, of each row in each step of the build's proof."""
+GUESS_STEP, GUESS_ROWS = 2, 5
+"""Where guesses are looked at: every second place, and blocks as a draft of 4 tokens has them."""
 
 
 class ContextProjection(FeatureProjection):
@@ -32,11 +70,11 @@ class ContextProjection(FeatureProjection):
 class BlockHead(DraftHead):
     """A head that reads context entries, which have a feature and no token, and a block of tokens behind them."""
 
-    def __init__(self, config: HeadConfig) -> None:
+    def __init__(self, config: HeadConfig) -> None:  # its ``shape``: which layers hide from tokens what follows them
         super().__init__(config)
         # compute the rows of context entries too, so that no size depends on a value: a CUDA graph can hold it
         self.every_row = False
-        for layer, causal in zip(self.body.layers, config.causal_layers, strict=True):
+        for layer, causal in zip(self.body.layers, config.shape, strict=True):
             layer.self_attn.is_causal = causal
             whole = layer.self_attn.o_proj
             layer.self_attn.o_proj = _OfBlock(whole.in_features, whole.out_features, whole.bias is not None)
@@ -115,15 +153,168 @@ def block_states(head: DraftHead, features: Tensor, starts: Tensor, blocks: Tens
     return state.view(count, width, -1)
 
 
+def _recognizes(files: HeadFiles) -> bool:
+    """Whether a configuration is of a DFlash head, in the dialect of its authors."""
+    named = files.values.get("architectures")
+    of_authors = (isinstance(named, list) and _ARCHITECTURE in named) or "dflash_config" in files.values
+    return of_authors and not is_named(files)
+
+
+def _read(files: HeadFiles, target: TargetFacts) -> HeadConfig:
+    layer, layers = said_of_layers(files), plain_layers(files)
+    layers |= _windows(files, layer) | {"model_type": body_of(files)}
+    key, ids, shift = _layer_ids(files)
+    taps = check_taps(files, target.num_layers, ids, key=key, shift=shift)
+    config = read_layered(files, target, "dflash", layers, taps, "z-lab", projects=True)
+    size, mask = _block(files, layer, target.vocab_size)
+    causal = _causal_layers(files, layer, layers["num_hidden_layers"])
+    return replace(config, block_size=size, mask_token_id=mask, shape=causal)
+
+
+def _windows(files: HeadFiles, layer: Mapping[str, Any]) -> dict[str, Any]:
+    """What its layers' configuration has besides that of other heads: which have windows.
+
+    Raises UnsupportedModelError if it has windows, and does not say where.
+    """
+    default = layer.get("model_type") not in ("qwen2", "qwen3")  # the others have no such switch
+    windows = bool(layer.get("use_sliding_window", default))
+    if layer.get("use_sliding_window") and layer.get("layer_types") is None:
+        raise UnsupportedModelError(
+            f"{files.name} sets use_sliding_window and has no layer_types that say which layers have a window.", _AGAIN
+        )
+    return {"use_sliding_window": windows}
+
+
+def _block(files: HeadFiles, layer: Mapping[str, Any], vocab_size: int) -> tuple[int, int]:
+    """Block size and mask token.
+
+    ``layer`` configures the head's layers. Raises CheckpointError if a value is out of range or a needed one is
+    missing, and UnsupportedModelError if it is a variant that computes something else.
+    """
+    for key, plain in _PLAIN.items():
+        value = _value(files, key, layer.get(key))
+        if value not in plain:
+            raise UnsupportedModelError(
+                f"{files.name} sets {key} to {value!r}, a variant of DFlash that cannot be imported.",
+                _PLAIN_HEAD,
+            )
+    size = _value(files, "block_size", 16)
+    if type(size) is not int or size < 2:
+        raise CheckpointError(
+            f"{files.name}: block_size is {size!r}; a block has 2 tokens or more, the newest and one to guess.", _AGAIN
+        )
+    mask = _value(files, "mask_token_id")
+    if type(mask) is not int or not 0 <= mask < vocab_size:
+        raise CheckpointError(
+            f"{files.name}: mask_token_id is {mask!r}, no token of {vocab_size}; a DFlash head reads it in the place "
+            "of each token that it guesses.",
+            _AGAIN,
+        )
+    return size, mask
+
+
+def _layer_ids(files: HeadFiles) -> tuple[str, Any, int]:
+    """Which layers of the target feed it: the key that says so, its value, and what to add for hidden states.
+
+    Raises CheckpointError if nothing says so.
+    """
+    for key, shift in (("aux_hidden_state_layer_ids", 0), ("target_layer_ids", 1)):
+        ids = _value(files, key)
+        if ids is not None:
+            return key, ids, shift
+    raise CheckpointError(f"{files.name}: target_layer_ids, the target's layers that it reads, are not given.", _AGAIN)
+
+
+def _causal_layers(files: HeadFiles, layer: Mapping[str, Any], count: int) -> tuple[bool, ...]:
+    """Layers with a window are causal, unless something else is said; the others never are."""
+    types = layer.get("layer_types") or ["full_attention"] * count
+    if not isinstance(types, list) or len(types) != count:
+        raise CheckpointError(f"{files.name}: layer_types is {types!r}, and there are {count} layers.", _AGAIN)
+    told = [_value(files, key) for key in ("causal", "is_causal")]
+    for value in told:
+        if value is not None:
+            return (bool(value),) * count
+    non_causal = bool(files.values.get("sliding_window_non_causal", False))
+    return tuple(kind == _SLIDING and not non_causal for kind in types)
+
+
+def _value(files: HeadFiles, key: str, default: Any = None) -> Any:
+    """A value of ``dflash_config``, or else of the top level."""
+    inner = files.values.get("dflash_config")
+    for values in (inner if isinstance(inner, dict) else {}, files.values):
+        if values.get(key) is not None:
+            return values[key]
+    return default
+
+
+def _load(files: HeadFiles, config: HeadConfig, tables: TargetTables, dtype: torch.dtype) -> LoadedHead:
+    loaded = load_layered(BlockHead, files, config, tables, dtype, projection=ContextProjection)
+    known = {name.removeprefix("body.") for name in loaded.head.state_dict()} | {*loaded.projection.state_dict(), "d2t"}
+    refuse_variant(files, files.shapes.keys() - known, "its kind does not have", _PLAIN_HEAD)
+    return loaded
+
+
+def _trace(head: BlockHead, *, fixed_sizes: bool, group_experts: bool) -> TracedModel:
+    head.every_row = fixed_sizes
+    return trace_layers(head, group_experts=group_experts)
+
+
+def block_reference(loaded: LoadedHead) -> HeadReference:
+    """Steps with random features and tokens, and what the head computes of them in torch, a sequence at a time."""
+    generator, head, config = np.random.default_rng(21), loaded.head, loaded.config
+    dtype = head.dtype
+    known = [np.zeros((0, config.feature_size), np.float32) for _ in BLOCK_STEPS[0]]
+    steps = []
+    for sizes in BLOCK_STEPS:
+        rows = []
+        for row, (context, width) in enumerate(sizes):
+            fresh = generator.normal(0, 1, (context, config.feature_size)).astype(np.float32)
+            known[row] = np.concatenate([known[row], fresh])
+            block = generator.integers(0, config.vocab_size, width)
+            with torch.no_grad():
+                features = torch.from_numpy(known[row]).to(dtype)
+                starts = torch.tensor([len(features)])
+                states = block_states(head, features, starts, torch.from_numpy(block)[None])[0]
+                logits, handed_on = (each.float().numpy() for each in head.read(states))
+            tokens = np.concatenate([np.full(context, CONTEXT_ID), block])
+            fed = np.concatenate([fresh, np.zeros((width, config.feature_size), np.float32)])
+            rows.append(CheckedRow(tokens, fed, context, logits, handed_on))
+        steps.append(rows)
+    return HeadReference(steps)
+
+
 def first_guesses(head: DraftHead, tokens: Tensor, features: Tensor, *, step: int, rows: int) -> Tensor:
     """Logits [A, N] of the token behind each ``step``-th token of a text [T], from the second one on.
 
     ``features`` [T-1, E] are of all its tokens but the last. ``rows`` is the length of each block, as a draft has them.
     """
-    mask = head.head_config.mask_token_id
     starts = torch.arange(1, len(tokens), step)
-    blocks = torch.full((len(starts), rows), 0 if mask is None else mask)
+    blocks = torch.full((len(starts), rows), head.head_config.mask_token_id)
     blocks[:, 0] = tokens[starts]
-    with torch.no_grad():
-        logits: Tensor = head.read(block_states(head, features, starts, blocks)[:, 1])[0]
+    logits: Tensor = head.read(block_states(head, features, starts, blocks)[:, 1])[0]
     return logits
+
+
+def _guesses(loaded: LoadedHead, tokens: Tensor, features: Tensor, _: Caches) -> Iterator[tuple[Tensor, slice]]:
+    """Each second place takes a block of its own; second guesses come with the first."""
+    rows = min(loaded.config.block_size or GUESS_ROWS, GUESS_ROWS)
+    yield first_guesses(loaded.head, tokens, features, step=GUESS_STEP, rows=rows), slice(1, None, GUESS_STEP)
+
+
+def _readings(config: HeadConfig, num_layers: int) -> Sequence[Reading]:
+    return [Reading(config), *shifted_taps(config, num_layers), *reversed_taps(config)]
+
+
+KIND = HeadKind(
+    name="dflash",
+    called="a DFlash head",
+    recognizes=_recognizes,
+    read=_read,
+    load=_load,
+    trace=_trace,
+    reference=block_reference,
+    guesses=_guesses,
+    readings=_readings,
+    needs=frozenset(["later tokens"]),
+    speculators=("dflash",),
+)

@@ -1,8 +1,4 @@
-"""Draft heads in torch: the published equations over transformers' own decoder layers. What is traced and trained.
-
-EAGLE reads the embedding of a token and the feature before it (Li et al. 2024, 2025). Heads of other kinds are in files
-of their own.
-"""
+"""What draft heads in torch are made of: transformers' own decoder layers, and what several kinds of heads have."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -38,21 +34,28 @@ class FeatureProjection(nn.Module):  # type: ignore[misc]  # torch is not follow
         return joined if self.fc is None else self.fc(joined)
 
 
-class DraftHead(nn.Module):  # type: ignore[misc]
-    """A head over features: embedding, decoder layers, last norm, LM head. Each kind has its own way through them."""
+class HeadModule(nn.Module):  # type: ignore[misc]
+    """What traces and loads see of a head of any kind."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         self.head_config = config
-        # transformers' model of the layers' kind, for its layers, rotary embedding and last norm
-        self.body = make_body(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)  # token embedding [V, H]
-        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)  # [N, H]
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the weights."""
-        return self.lm_head.weight.dtype
+        return next(self.parameters()).dtype
+
+
+class DraftHead(HeadModule):
+    """A head over features: embedding, decoder layers, last norm, LM head. Each kind has its own way through them."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__(config)
+        # transformers' model of the layers' kind, for its layers, rotary embedding and last norm
+        self.body = make_body(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)  # token embedding [V, H]
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)  # [N, H]
 
     @property
     def step_parameters(self) -> int:
@@ -117,48 +120,6 @@ def norm_class(config: HeadConfig) -> Callable[[int], Any]:
         kind = type(make_body(config).norm)
     eps = float(config.layer_config.get("rms_norm_eps", 1e-6))
     return lambda width: kind(width, eps=eps)
-
-
-class EagleHead(DraftHead):
-    """EAGLE-1 and 2: a linear layer joins both, and decoder layers follow, without a norm before or behind them."""
-
-    def __init__(self, config: HeadConfig) -> None:
-        super().__init__(config)
-        bias = bool(config.layer_config.get("bias", True))
-        self.fc = nn.Linear(config.target_hidden_size + config.hidden_size, config.hidden_size, bias=bias)
-        self.body.layers[0].input_layernorm = nn.Identity()  # the file has none
-        self.body.norm = nn.Identity()
-
-    def hidden(self, embedded: Tensor, features: Tensor, run: RunModule) -> Tensor:
-        """See :meth:`DraftHead.hidden`."""
-        state: Tensor = self.fc(self.side_by_side(embedded, features))
-        for layer in self.body.layers:
-            state = through_layer(layer, state, run)
-        return state
-
-
-class Eagle3Head(DraftHead):
-    """EAGLE-3 and P-EAGLE: the attention of the first layer reads both side by side."""
-
-    def __init__(self, config: HeadConfig) -> None:
-        super().__init__(config)
-        width, first = config.hidden_size, self.body.layers[0]
-        first.hidden_norm = norm_class(config)(width)
-        for name in ("q_proj", "k_proj", "v_proj"):
-            old = getattr(first.self_attn, name)
-            setattr(first.self_attn, name, nn.Linear(2 * width, old.out_features, bias=old.bias is not None))
-
-    def hidden(self, embedded: Tensor, features: Tensor, run: RunModule) -> Tensor:
-        """See :meth:`DraftHead.hidden`."""
-        first, *others = self.body.layers
-        normed = first.hidden_norm(features)
-        both = self.side_by_side(first.input_layernorm(embedded), normed)
-        residual = normed if self.head_config.norm_before_residual else features
-        state: Tensor = residual + run(first.self_attn, both)
-        state = state + first.mlp(first.post_attention_layernorm(state))
-        for layer in others:
-            state = through_layer(layer, state, run)
-        return state
 
 
 def answer_by_head(numbers: Tensor, count: int, answer: Callable[[int, Tensor], Tensor]) -> Tensor:

@@ -2,18 +2,26 @@
 
 DeepSeek-V3 (DeepSeek-AI 2024, section 2.2): ``h' = layer(M [norm(h_i), norm(emb(t_{i+1}))])``, and the LM head behind a
 norm. Which of the two comes first in the file's matrix, and whether the norm is before or behind what the next step
-reads, differs by writer.
+reads, differs by writer. ``mtp_files`` finds modules in checkpoints, and knows their names.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from specexport.checkpoint.load import quiet_transformers
-from specexport.heads.config import HeadConfig
-from specexport.heads.files import HeadFiles
+from specexport.heads.config import HeadConfig, TargetFacts
+from specexport.heads.files import HeadFiles, is_named
+from specexport.heads.kind import BEFORE_NORM, SWAPPED, Reading
+from specexport.heads.layered import layered_kind, load_layered, read_layered, said_of_layers
 from specexport.heads.modules import DraftHead, RunModule, body_config, norm_class
+from specexport.heads.mtp_files import EMBED_NORM, name_beside_module, stored_name
+from specexport_runtime.abi import AFTER_NORM
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 
 
@@ -73,3 +81,56 @@ def load_body(files: HeadFiles, config: HeadConfig, dtype: torch.dtype) -> Any:
     body = getattr(model, kind.base_model_prefix)
     del body.embed_tokens
     return body
+
+
+def _read(files: HeadFiles, target: TargetFacts) -> HeadConfig:
+    config = read_layered(files, target, "mtp", _layers(files), (AFTER_NORM,), "the target's checkpoint")
+    # What writers of these names mean, as far as it is known; a checkpoint says nothing of it.
+    stored = {key.rpartition(".")[0].rpartition(".")[2] for _, key in files.stored.values()}
+    norm_output = bool(files.values.get("norm_output", "enorm" not in stored))
+    return replace(config, norm_output=norm_output, feature_first="token_layernorm" in stored and not is_named(files))
+
+
+def _layers(files: HeadFiles) -> dict[str, Any]:
+    """Configuration of the module's one layer: the target's own, with the kind of layer that its tensors have."""
+    sparse = any(".experts." in name for name in files.shapes)
+    config = {key: value for key, value in said_of_layers(files).items() if value is not None}
+    config["num_hidden_layers"] = 1
+    choices: dict[str, Any] = {
+        "layer_types": ["full_attention"],
+        "mlp_layer_types": ["sparse" if sparse else "dense"],
+        "first_k_dense_replace": 0 if sparse else 1,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [] if sparse else [0],
+    }
+    return config | {key: value for key, value in choices.items() if key in config}
+
+
+def _readings(config: HeadConfig, num_layers: int) -> Sequence[Reading]:
+    """All there are: checkpoints say nothing of these, and one wrong choice hides what another is worth."""
+    found = []
+    firsts, outputs = ((own, not own) for own in (config.feature_first, config.norm_output))
+    for taps, first, output in product((config.taps, (num_layers,)), firsts, outputs):
+        changes = [
+            BEFORE_NORM if taps != config.taps else "",
+            SWAPPED if first != config.feature_first else "",
+            f"norm_output {str(output).lower()}" if output != config.norm_output else "",
+        ]
+        reading = replace(config, taps=taps, feature_first=first, norm_output=output)
+        found.append(Reading(reading, ", ".join(filter(None, changes))))
+    return found
+
+
+KIND = layered_kind(
+    name="mtp",
+    called="an MTP module",
+    recognizes=lambda files: not is_named(files) and EMBED_NORM in files.shapes,
+    read=_read,
+    load=partial(load_layered, MtpHead, load_body=load_body),
+    readings=_readings,
+    speculators=("mtp",),
+    our_name=name_beside_module,
+    make=MtpHead,
+    architecture="MTPDraftModel",
+    stored_name=stored_name,
+)

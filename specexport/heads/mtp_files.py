@@ -1,15 +1,65 @@
-"""MTP modules in a target's own checkpoint: where they are, and by which names.
+"""MTP modules in a target's own checkpoint: where they are, and by which names. Imports no torch.
 
 A checkpoint may hold several modules, one for each further token. The first is taken, and run again for all of them.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from specexport.checkpoint.source import PACKED_PARTS, Source
-from specexport.heads.files import CONFIG_NAME, EMBED_NORM, HeadFiles, name_in_module, read_names
+from specexport.heads.files import CONFIG_NAME, HeadFiles, our_name, read_names
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
+
+EMBED_NORM = "embed_norm.weight"
+"""What every MTP module has, and no other head."""
+_PLACES = (r"(?:.+\.)?mtp_layers\.0", r"(?:.+\.)?mtp\.layers\.0", r"(?:.+\.)?mtp")
+_NAMES = {
+    "enorm": "embed_norm", "pre_fc_norm_embedding": "embed_norm", "token_layernorm": "embed_norm",
+    "hnorm": "feature_norm", "pre_fc_norm_hidden": "feature_norm", "hidden_layernorm": "feature_norm",
+    "eh_proj": "fc", "input_proj": "fc", "fc": "fc",
+    "shared_head.norm": "norm", "final_layernorm": "norm", "norm": "norm",
+    "shared_head.head": "lm_head", "embed_tokens": "embed_tokens",
+    "pre_mlp_layernorm": "layers.0.post_attention_layernorm",
+}  # fmt: skip
+
+
+def name_in_module(key: str, num_layers: int | None = None) -> str | None:
+    """Our name of a tensor of the first MTP module; None for a tensor that is not of it.
+
+    DeepSeek and GLM store the module as one decoder layer more than there are, Qwen3-Next and EXAONE as ``mtp``, MiMo
+    and speculators as ``mtp_layers.0`` or ``mtp.layers.0``. ``num_layers`` counts the decoder layers of the target's
+    checkpoint that holds the module; None for a module in a separate file.
+    """
+    places = _PLACES if num_layers is None else (*_PLACES, rf"(?:model\.|language_model\.)*layers\.{num_layers}")
+    for place in places:
+        if found := re.fullmatch(place + r"\.(?P<rest>.+)", key):
+            stem, _, kind = found["rest"].rpartition(".")
+            if stem in _NAMES:
+                return f"{_NAMES[stem]}.{kind}"
+            # Below `mtp` itself, what is left is a layer behind the first.
+            return None if stem.startswith("layers.") else f"layers.0.{found['rest']}"
+    return None
+
+
+def name_beside_module(key: str) -> str | None:
+    """Our name of a tensor in a folder of speculators that holds an MTP module, and tables beside it."""
+    name = name_in_module(key)
+    return name if name is not None or "layers" in key else our_name(key)
+
+
+def stored_name(name: str) -> str:
+    """The name that speculators has for a tensor of an MTP module in our form."""
+    stem, _, kind = name.rpartition(".")
+    if stem == "lm_head":
+        return name
+    return f"mtp_layers.0.{_OF_SPECULATORS.get(stem, stem.removeprefix('layers.0.'))}.{kind}"
+
+
+_OF_SPECULATORS = {
+    "embed_norm": "token_layernorm", "feature_norm": "hidden_layernorm", "fc": "input_proj", "norm": "final_layernorm",
+}  # fmt: skip
 
 
 def open_mtp(source: Source, values: Mapping[str, Any]) -> HeadFiles:
@@ -54,28 +104,3 @@ def holds_module(source: Source) -> bool:
     except (OSError, ValueError, TypeError, AttributeError, KeyError, CheckpointError, UnsupportedModelError):
         return False
     return True
-
-
-def module_config(files: HeadFiles, layer: Mapping[str, Any]) -> dict[str, Any]:
-    """Configuration of the module's one layer: the target's own, with the kind of layer that its tensors have."""
-    sparse = any(".experts." in name for name in files.shapes)
-    config = {key: value for key, value in layer.items() if value is not None}
-    config["num_hidden_layers"] = 1
-    choices: dict[str, Any] = {
-        "layer_types": ["full_attention"],
-        "mlp_layer_types": ["sparse" if sparse else "dense"],
-        "first_k_dense_replace": 0 if sparse else 1,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [] if sparse else [0],
-    }
-    return config | {key: value for key, value in choices.items() if key in config}
-
-
-def conventions_of(files: HeadFiles) -> dict[str, bool]:
-    """What writers of these names mean, as far as it is known; a checkpoint says nothing of it."""
-    stored = {key.rpartition(".")[0].rpartition(".")[2] for _, key in files.stored.values()}
-    by_speculators = "speculators_model_type" in files.values
-    return {
-        "norm_output": not stored & {"enorm"},
-        "feature_first": "token_layernorm" in stored and not by_speculators,
-    }

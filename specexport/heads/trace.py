@@ -1,5 +1,6 @@
 """From a draft head in torch to a packed ONNX graph, by the same way that a target goes."""
 
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,7 +12,7 @@ from specexport.trace.attention import AttentionContext, LayerCall, ScoreTerms, 
 from specexport.trace.experts import traceable_experts
 from specexport.trace.export import TracedModel, trace_step
 from specexport.trace.layers import hidden_of
-from specexport_runtime.abi import LOGITS, NEXT_FEATURES, STEP_INPUTS, TOKEN_FEATURES
+from specexport_runtime.abi import LOGITS, NEXT_FEATURES, STEP_INPUTS, TOKEN_FEATURES, LayerGeometry
 
 
 class HeadStep(torch.nn.Module):  # type: ignore[misc]  # torch is not followed
@@ -44,17 +45,6 @@ class HeadStep(torch.nn.Module):  # type: ignore[misc]  # torch is not followed
         return self.model.read(state.index_select(0, step[2]))
 
 
-class HydraStep(HeadStep):
-    """Hydra heads, which read the tokens of their rows too."""
-
-    def read(self, state: Tensor, features: Tensor, step: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """See ``HeadStep.read``."""
-        from specexport.heads.hydra import read_rows
-
-        input_ids, _, logit_rows, _, cu_new_tokens, *_ = step
-        return read_rows(self.model, state, features.to(self.model.dtype), input_ids, logit_rows, cu_new_tokens)
-
-
 def run_layers(
     head: DraftHead, context: AttentionContext, input_ids: Tensor, positions: Tensor, features: Tensor
 ) -> Tensor:
@@ -77,12 +67,8 @@ def run_layers(
 def causal_step(head: Any, input_ids: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
     """A head over one sequence from its beginning, with attention as transformers computes it; nothing is packed.
 
-    ``input_ids`` [T] is the token behind each feature [T, E]; of Medusa heads, the number of the head that is asked.
-    Gives logits [T, N], and what the head hands on [T, E].
+    ``input_ids`` [T] is the token behind each feature [T, E]. Gives logits [T, N], and what the head hands on [T, E].
     """
-    if head.head_config.kind == "medusa":
-        with torch.no_grad():
-            return head(input_ids, features), features
     state = causal_states(head, input_ids, features)
     with torch.no_grad():
         logits, handed_on = head.read(state)
@@ -120,30 +106,32 @@ def probe_calls(head: DraftHead) -> tuple[LayerCall, ...]:
     return tuple(context.calls)
 
 
-def trace_head(head: Any, *, fixed_sizes: bool = False, group_experts: bool = False) -> TracedModel:
+def trace_layers(
+    head: Any,
+    step: Callable[[Any], HeadStep] = HeadStep,
+    *,
+    fixed_sizes: bool = False,  # noqa: ARG001 - no size depends on a value
+    group_experts: bool = False,
+) -> TracedModel:
     """Trace a head (eval mode) to ONNX IR with one ``specexport::UnpaddedAttention`` a layer.
 
-    With ``fixed_sizes`` no size of the graph depends on a value; see ``Backend.fixed_sizes`` and
-    ``Backend.groups_experts``.
+    ``step`` makes of the head what the contract sees; for the others see ``kinds.trace_head``.
     """
-    if head.head_config.kind == "medusa":
-        from specexport.heads.medusa import trace_medusa
-
-        return trace_medusa(head, fixed_sizes=fixed_sizes)
-    if head.head_config.kind == "assistant":
-        from specexport.heads.assistant import trace_assistant
-
-        return trace_assistant(head)
-    if head.head_config.kind == "dflash":
-        head.every_row = fixed_sizes
-    calls, step = probe_calls(head), HydraStep if head.head_config.kind == "hydra" else HeadStep
+    calls = probe_calls(head)
     with nullcontext() if head.body is None else traceable_experts(head.body, grouped=group_experts):
-        ir_model = trace_step(
-            step(head).eval(),
-            head.dtype,
-            [call.geometry for call in calls],
-            [*STEP_INPUTS, TOKEN_FEATURES],
-            [LOGITS, NEXT_FEATURES],
-            {"E": head.head_config.feature_size},
-        )
+        ir_model = trace_head_step(step(head), [call.geometry for call in calls])
     return TracedModel(ir_model, tuple(call.geometry for call in calls))
+
+
+def trace_head_step(step: Any, caches: Sequence[LayerGeometry], **options: Any) -> Any:
+    """The graph of what the contract sees of a head, ``step.model``: step inputs, features and ``caches`` in."""
+    head = step.model
+    return trace_step(
+        step.eval(),
+        head.dtype,
+        caches,
+        [*STEP_INPUTS, TOKEN_FEATURES],
+        [LOGITS, NEXT_FEATURES],
+        {"E": head.head_config.feature_size},
+        **options,
+    )

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from specexport.atomic import write_file, write_text
 from specexport.heads.config import HeadConfig
-from specexport.heads.files import CONFIG_NAME, stored_name
+from specexport.heads.files import CONFIG_NAME
+from specexport.heads.kinds import KINDS, kind_of
 from specexport.heads.modules import DraftHead, FeatureProjection
 from specexport_runtime.errors import UnsupportedModelError
 from specexport_runtime.executors.base import Int32Array
@@ -22,9 +23,6 @@ from specexport_runtime.executors.base import Int32Array
 WEIGHTS_NAME = "model.safetensors"
 FORMAT_VERSION = "0.9.0"
 """Of speculators, whose names and meanings these are."""
-
-
-_ARCHITECTURES = {"eagle3": "Eagle3DraftModel", "mtp": "MTPDraftModel"}
 
 
 def write_head(
@@ -37,20 +35,18 @@ def write_head(
     verifier: str,  # name of the target
     lookahead: int,  # draft tokens a round that it was trained for
 ) -> None:
-    """Write an EAGLE-3 head or an MTP module, in bfloat16 and without the embedding: that is the target's.
+    """Write a head that was trained here, in bfloat16 and without the embedding: that is the target's.
 
     Raises UnsupportedModelError if the format has no name for its kind, and UserInputError if a file cannot be written.
     """
-    if config.kind not in _ARCHITECTURES:
-        raise UnsupportedModelError(
-            f"a head of kind {config.kind!r} cannot be written.", "write an EAGLE-3 head or an MTP module."
-        )
+    kind = kind_of(config)
+    if kind.architecture is None:
+        able = " or ".join(other.called for other in KINDS if other.architecture is not None)
+        raise UnsupportedModelError(f"a head of kind {config.kind!r} cannot be written.", f"write {able}.")
     state = {name.removeprefix("body."): value for name, value in head.state_dict().items()}
     state.pop("embed_tokens.weight")
     state |= projection.state_dict()
-    if config.kind == "mtp":
-        state = {stored_name(name): value for name, value in state.items()}
-    tensors = {name: value.detach().bfloat16().contiguous() for name, value in state.items()}
+    tensors = {kind.stored_name(name): value.detach().bfloat16().contiguous() for name, value in state.items()}
     if ids is not None:
         offsets = ids.astype(np.int64) - np.arange(len(ids))
         known = np.zeros(config.vocab_size, np.bool_)
@@ -58,7 +54,9 @@ def write_head(
         tensors |= {"d2t": torch.from_numpy(offsets), "t2d": torch.from_numpy(known)}
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(folder / WEIGHTS_NAME, tensors)
-    write_text(folder / CONFIG_NAME, json.dumps(_values(config, verifier, lookahead), indent=2) + "\n")
+    write_text(
+        folder / CONFIG_NAME, json.dumps(_values(config, kind.architecture, verifier, lookahead), indent=2) + "\n"
+    )
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
@@ -76,13 +74,13 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     write_file(path, write)
 
 
-def _values(config: HeadConfig, verifier: str, lookahead: int) -> dict[str, Any]:
+def _values(config: HeadConfig, architecture: str, verifier: str, lookahead: int) -> dict[str, Any]:
     """``config.json``."""
     proposal = {
         "proposal_type": "greedy", "speculative_tokens": lookahead, "accept_tolerance": 0.0, "verifier_accept_k": 1,
     }  # fmt: skip
     return {
-        "architectures": [_ARCHITECTURES[config.kind]],
+        "architectures": [architecture],
         "speculators_model_type": config.kind,
         "speculators_version": FORMAT_VERSION,
         "speculators_config": {
@@ -98,7 +96,7 @@ def _values(config: HeadConfig, verifier: str, lookahead: int) -> dict[str, Any]
         "norm_before_fc": config.norm_before_fc,
         "fc_norm": config.fc_norm,
         "norm_output": config.norm_output,
-        **({"eagle_aux_hidden_state_layer_ids": list(config.taps)} if config.kind == "eagle3" else {}),
+        **({"eagle_aux_hidden_state_layer_ids": list(config.taps)} if config.projects else {}),
         "embed_requires_grad": False,
         "tie_word_embeddings": False,
     }

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from specexport.heads.config import HeadConfig, HeadKind, default_taps
-from specexport.heads.loaded import make_head
+from specexport.heads.config import HeadConfig
+from specexport.heads.eagle import default_taps
+from specexport.heads.kinds import kind_of
+from specexport.heads.layered import StepResult, unroll
 from specexport.heads.modules import DraftHead, FeatureProjection
-from specexport.heads.unroll import StepResult, unroll
 from specexport.heads.write import write_head
 from specexport.train.options import TrainOptions
 from specexport.train.student import Batch, Described, Guess, at_offset
@@ -105,7 +106,9 @@ class HeadPlan:
     def make(self, note: Callable[[str], None]) -> HeadStudent:  # noqa: ARG002  # it is made at once
         """A random head over the target's embedding, with the target's rows in its LM head."""
         model: Any = self._model
-        head, projection = make_head(self._config), FeatureProjection(self._config)
+        make = kind_of(self._config).make
+        assert make is not None  # noqa: S101 - the options allow kinds that can be trained
+        head, projection = make(self._config), FeatureProjection(self._config)
         table, rows = model.get_input_embeddings().weight.detach(), model.get_output_embeddings().weight.detach()
         head.embed_tokens.weight.data = table
         kept = torch.from_numpy(self._ids.astype(np.int64))
@@ -137,7 +140,7 @@ class HeadPlan:
         )
 
 
-def new_config(kind: HeadKind, target: Any, vocab_size: int, draft_vocab_size: int) -> HeadConfig:
+def new_config(kind: str, target: Any, vocab_size: int, draft_vocab_size: int) -> HeadConfig:
     """A head of one layer for a target. An EAGLE-3 head has a norm for each hidden state that it reads.
 
     ``target`` is the target's configuration as transformers has it.
@@ -168,6 +171,7 @@ def new_config(kind: HeadKind, target: Any, vocab_size: int, draft_vocab_size: i
         target_hidden_size=width,
         vocab_size=vocab_size,
         draft_vocab_size=draft_vocab_size,
+        projects=several,
         norm_before_residual=several,
         fc_norm=several,
         norm_output=not several,  # as the target's own, which an MTP module reads

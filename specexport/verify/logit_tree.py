@@ -28,17 +28,22 @@ class LogitTree:
     """Logits after ``context`` (token ids, at least one) and a path, from the engine.
 
     Cache row 0 belongs to the tree until its last new path: nothing else may run meanwhile. Ids below ``vocab_size``
-    have a logit; None takes the engine's. ``head`` holds the token ids of an LM head that was cut: the others have the
-    logit -inf.
+    have a logit; None takes the engine's. ``cut_head`` holds the token ids of an LM head that was cut: the others have
+    the logit -inf.
     """
 
     def __init__(
-        self, executor: Executor, context: Sequence[int], *, vocab_size: int | None = None, head: CutHead | None = None
+        self,
+        executor: Executor,
+        context: Sequence[int],
+        *,
+        vocab_size: int | None = None,
+        cut_head: CutHead | None = None,
     ) -> None:
         self._runner = ModelRunner(executor)
-        self._known = executor.vocab_size if head is None else head.vocab_size
+        self._known = executor.vocab_size if cut_head is None else cut_head.vocab_size
         self.vocab_size = vocab_size or self._known
-        self._head = head
+        self._cut_head = cut_head
         self._rows: dict[Path, Float32Array] = {}
         self._begin(context)
 
@@ -47,7 +52,7 @@ class LogitTree:
         row = self._rows.get(path)
         if row is None:
             logits = self._logits(path)
-            whole = logits if self._head is None else self._head.widen(logits)
+            whole = logits if self._cut_head is None else self._cut_head.widen(logits)
             row = self._rows[path] = whole[: self.vocab_size].copy()
         return row
 
@@ -181,7 +186,7 @@ class HeadTree(LogitTree):
         context: Sequence[int],  # token ids, at least two
         *,
         vocab_size: int | None = None,  # ids below it have a logit; None takes the head's
-        lm_head: CutHead | None = None,  # the token ids of the head's LM head, if that was cut
+        cut_head: CutHead | None = None,  # the token ids of its LM head, if that was cut
         # of a head that drafts all tokens in one step: what it reads for unknown tokens; its logits of a place then do
         # not depend on the path
         mask: MaskInput | None = None,
@@ -191,7 +196,7 @@ class HeadTree(LogitTree):
         self._num_heads, self._reads_draft = head.num_draft_heads, head.reads_draft
         self._places = places if mask is None or mask.most is None else min(places, mask.most)
         self._at_once: Float32Array | None = None
-        super().__init__(head, context, vocab_size=vocab_size, head=lm_head)
+        super().__init__(head, context, vocab_size=vocab_size, cut_head=cut_head)
 
     def _begin(self, context: Sequence[int]) -> None:
         features = _features(self._target, context[:-1])
@@ -228,13 +233,13 @@ class HeadTree(LogitTree):
                 logits = self._runner.step(0, [RowWork(tokens, 1, feature)])[0].copy()
                 self._runner.kv.commit(0, self._runner.kv.kv_len(0) + 1)
                 if token is not None:
-                    tokens, feature = [token], executor.next_features.copy()
+                    tokens, feature = [token], self._runner.executor.next_features.copy()
         finally:
             self._runner.kv.commit(0, start)
         return logits
 
     def _continue(self, path: Path) -> Float32Array:
-        """What the Hydra head of a place says of the path to it; behind the last head, that of its last tokens."""
+        """What the head of a place says of the path to it; behind the last head, that of its last tokens."""
         logits: Float32Array = self._runner.step(0, [RowWork(self._last, 1, self._feature)])[0].copy()
         if path:
             state = self._runner.executor.next_features.copy()
@@ -243,7 +248,7 @@ class HeadTree(LogitTree):
         return logits
 
     def _guess(self, path: Path) -> Float32Array:
-        """What a Medusa head says of its place, whatever the tokens before it; behind the last head, that one's."""
+        """What the head of a place says, whatever the tokens before it; behind the last head, that one."""
         number = min(len(path), self._num_heads - 1)
         logits: Float32Array = self._runner.step(0, [RowWork([number], 1, self._feature)])[0]
         return logits

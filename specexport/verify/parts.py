@@ -70,9 +70,9 @@ def run_perplexity(
         if executor is None or reference is None:
             continue
         with clock.stage("perplexity", role):
-            head = engine.draft_head if role == "draft" else None
+            cut_head = engine.cut_head if role == "draft" else None
             score = score_engine(
-                executor, windows, lookahead=manifest.lookahead, head=head, reference=reference.likeliest
+                executor, windows, lookahead=manifest.lookahead, cut_head=cut_head, reference=reference.likeliest
             )
         entry = manifest.models[role]
         results.append(
@@ -80,7 +80,7 @@ def run_perplexity(
                 role,
                 score,
                 reference.loss,
-                count_predicted(windows, head),
+                count_predicted(windows, cut_head),
                 approximation=entry.approximation,
                 limits=text_limits(entry.approximation, entry.dtype, len(entry.attention.layers)),
                 reference=reference.source,

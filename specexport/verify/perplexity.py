@@ -60,23 +60,23 @@ class TextScore(NamedTuple):
 class TextScorer:
     """Adds up a score, a step's logits at a time.
 
-    With ``head``, an LM head that was cut, distributions are over its tokens, and places where another token comes are
-    left out. ``reference`` holds the other model's distributions at the same places; None keeps this one's.
+    With ``cut_head``, an LM head that was cut, distributions are over its tokens, and places where another token comes
+    are left out. ``reference`` holds the other model's distributions at the same places; None keeps this one's.
     """
 
-    def __init__(self, head: CutHead | None = None, reference: Likeliest | None = None) -> None:
-        self._head, self._reference = head, reference
+    def __init__(self, cut_head: CutHead | None = None, reference: Likeliest | None = None) -> None:
+        self._cut_head, self._reference = cut_head, reference
         self._loss, self._divergence, self._agreed, self._count = 0.0, 0.0, 0, 0
         self._kept: list[tuple[npt.NDArray[np.int32], Float32Array]] = []
 
     def add(self, logits: Float32Array, tokens: Sequence[int]) -> None:
         """Read n places: logits [n, V], or [n, N] from an engine with a cut head, and the n tokens that came."""
         for row, token in zip(logits, tokens, strict=True):
-            if self._head is None:
+            if self._cut_head is None:
                 self._read(row, token)
-            elif token in self._head.ids:
-                own = row if len(row) == len(self._head.ids) else row[self._head.ids]
-                self._read(own, int(self._head.ids.searchsorted(token)))
+            elif token in self._cut_head.ids:
+                own = row if len(row) == len(self._cut_head.ids) else row[self._cut_head.ids]
+                self._read(own, int(self._cut_head.ids.searchsorted(token)))
 
     def _read(self, row: Float32Array, token: int) -> None:
         wide = row.astype(np.float64)
@@ -172,15 +172,15 @@ def score_engine(
     windows: Sequence[Sequence[int]],  # token ids, at least two each; the first of each is only read
     *,
     lookahead: int,  # K: engines with profiles compute the logits of K+1 tokens a step, and no more
-    head: CutHead | None = None,  # see ``TextScorer``
+    cut_head: CutHead | None = None,  # see ``TextScorer``
     reference: Likeliest | None = None,  # of :func:`score_logits` or another engine, to be compared with
 ) -> TextScore:
     """What an engine makes of a text; nothing else may use the engine meanwhile."""
     runner = ModelRunner(executor)
     most = runner.max_chunk if executor.max_num_tokens is None else lookahead + 1
     size = max(1, min(most, _LOGIT_BYTES // (4 * executor.vocab_size)))
-    scorer = TextScorer(head, reference)
-    count_predicted(windows, head)  # refuses a text of which nothing is predicted
+    scorer = TextScorer(cut_head, reference)
+    count_predicted(windows, cut_head)  # refuses a text of which nothing is predicted
     for window in windows:
         runner.kv.release(0)
         for start in range(0, len(window) - 1, size):
@@ -192,24 +192,24 @@ def score_engine(
 
 
 def score_logits(
-    logits: Iterator[Float32Array], windows: Sequence[Sequence[int]], head: CutHead | None = None
+    logits: Iterator[Float32Array], windows: Sequence[Sequence[int]], cut_head: CutHead | None = None
 ) -> TextScore:
     """What a model makes of a text, of its logits [len, V] for each window in turn."""
-    scorer = TextScorer(head)
-    count_predicted(windows, head)
+    scorer = TextScorer(cut_head)
+    count_predicted(windows, cut_head)
     for rows, window in zip(logits, windows, strict=True):
         scorer.add(rows[:-1], window[1:])
     return scorer.result()
 
 
-def count_predicted(windows: Sequence[Sequence[int]], head: CutHead | None = None) -> int:
+def count_predicted(windows: Sequence[Sequence[int]], cut_head: CutHead | None = None) -> int:
     """Tokens of all windows but the first of each; with a cut LM head, only the tokens that it has.
 
     Raises InvalidRequestError if the head has none of them.
     """
-    if head is None:
+    if cut_head is None:
         return sum(len(window) - 1 for window in windows)
-    known = sum(int(np.isin(window[1:], head.ids).sum()) for window in windows)
+    known = sum(int(np.isin(window[1:], cut_head.ids).sum()) for window in windows)
     if not known:
         raise InvalidRequestError("the draft's LM head has no token of the text.", "give a text of the kind it drafts.")
     return known

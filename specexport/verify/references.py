@@ -95,7 +95,7 @@ def collect_references(
     sources = _find_checkpoints(bundle, manifest, options, found, adapter)
     for role, source in sources.items():
         entry = manifest.models[role]
-        head = load_cut_head(bundle, entry)
+        cut_head = load_cut_head(bundle, entry)
         model = EagerModel(
             source,
             entry.dtype,
@@ -108,15 +108,15 @@ def collect_references(
         )
         with clock.stage("eager reference", role):
             if wants_loss(manifest, role, options) and role not in found.losses:
-                score = eager_score(model, windows, head)
+                score = eager_score(model, windows, cut_head)
                 found.losses[role] = FloatScore(score.loss, score.likeliest, EAGER)
             if entry.approximation is None:
                 sequences = make_sequences(
                     prompts, entry.vocab_size, lookahead=manifest.lookahead, max_model_len=manifest.max_model_len
                 )
                 logits = eager_references(model, sequences)
-                if head is not None:
-                    logits = [rows[:, head.ids] for rows in logits]
+                if cut_head is not None:
+                    logits = [rows[:, cut_head.ids] for rows in logits]
                 found.logits[role] = Reference(sequences, logits)
     return found
 
@@ -193,9 +193,9 @@ def _losses_of_bundle(
                 f"--reference {reference}: its {role} was built with other LoRA adapters.",
                 "give a bundle built with the same --lora.",
             )
-        head = load_cut_head(bundle, entry)
+        cut_head = load_cut_head(bundle, entry)
         theirs = load_cut_head(reference, model)
-        if theirs is not None and (head is None or not np.array_equal(theirs.ids, head.ids)):
+        if theirs is not None and (cut_head is None or not np.array_equal(theirs.ids, cut_head.ids)):
             raise InvalidRequestError(
                 f"--reference {reference}: its {role} has an LM head of {len(theirs.ids)} other tokens.",
                 f"give a bundle built from {entry.source.name} without --draft-vocab-size.",
@@ -208,7 +208,7 @@ def _losses_of_bundle(
                 if role == "target" and adapter is not None and adapter.chosen is not None:
                     number = entry.chosen_adapters.index(adapter.chosen) + 1  # the same, by hash
                     executor.default_adapter = number
-                score = score_engine(executor, windows, lookahead=other.lookahead, head=head)
+                score = score_engine(executor, windows, lookahead=other.lookahead, cut_head=cut_head)
             finally:
                 executor.close()
             found.losses[role] = FloatScore(score.loss, score.likeliest, f"bundle {other.name}")

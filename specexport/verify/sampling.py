@@ -119,14 +119,14 @@ def check_sampling(
         target = LogitTree(engine.target, tokens)
         draft = None
         if engine.draft is not None:
-            draft = LogitTree(engine.draft, tokens, vocab_size=draft_vocab_size, head=engine.draft_head)
+            draft = LogitTree(engine.draft, tokens, vocab_size=draft_vocab_size, cut_head=engine.cut_head)
         elif engine.head is not None and len(tokens) > 1:  # a head begins with the second token
             draft = HeadTree(
                 engine.target,
                 engine.head,
                 tokens,
                 vocab_size=draft_vocab_size,
-                lm_head=engine.draft_head,
+                cut_head=engine.cut_head,
                 mask=engine.mask,
                 places=engine.lookahead,
             )

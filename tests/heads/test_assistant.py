@@ -10,13 +10,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specexport.checkpoint.source import resolve_source
-from specexport.compile.check_head import CHECK_CAPACITY, CheckedRow, HeadReference, LentRows, check_head
+from specexport.compile.check_head import check_head
 from specexport.compile.pipeline import build_bundle
-from specexport.heads.files import open_head
-from specexport.heads.load import load_head
+from specexport.heads import assistant
+from specexport.heads.assistant import LentCache, lent_caches
+from specexport.heads.config import TargetFacts
+from specexport.heads.kinds import open_head, read_config
 from specexport.heads.loaded import TargetTables
-from specexport.heads.read import read_config
-from specexport.heads.read_assistant import LentCache, lent_caches
+from specexport.heads.reference import CHECK_CAPACITY, CheckedRow, HeadReference, LentRows
 from specexport.inspect import describe
 from specexport.recipe import BuildRecipe
 from specexport.verify.sampling import Setting, check_sampling
@@ -27,6 +28,7 @@ from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 from tests.support import tiny_assistants
 from tests.support.drafted import PROMPTS, check_drafts
+from tests.support.loading import load_head
 from tests.support.tiny_assistants import (
     HIDDEN,
     LAYERS,
@@ -248,23 +250,24 @@ LENT = {
 }
 
 
-def read(folder: Path, **changes: Any) -> Any:
+def read(folder: Path, lent: Any = LENT, **changes: Any) -> Any:
     files = open_head(resolve_source(str(folder), None))
-    sizes = {"num_layers": LAYERS, "target_hidden_size": HIDDEN, "vocab_size": VOCAB, "lent": LENT} | changes
-    return files, read_config(files, **sizes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assistant, "lent_caches", lambda _: lent)
+        return files, read_config(files, TargetFacts(LAYERS, HIDDEN, VOCAB, text="the target's")._replace(**changes))
 
 
 def load(folder: Path) -> Any:
     files, config = read(folder)
     table = torch.zeros(VOCAB, HIDDEN)
-    return load_head(files, config, TargetTables(table, table), torch.float32)
+    return load_head(files, config, TargetTables(table, table))
 
 
 def test_an_assistant_for_another_target_is_refused_by_what_differs(folders: tuple[Path, Path]) -> None:
     _, head = folders
-    assert read(head)[1].assistant.target_layers == (1, 2)
+    assert read(head)[1].target_layers == (1, 2)
     with pytest.raises(CheckpointError, match="reads hidden states of 64 values, and the target's have 128"):
-        read(head, target_hidden_size=128)
+        read(head, hidden_size=128)
     with pytest.raises(CheckpointError, match="for a vocabulary of 259 tokens, and the target has 4096"):
         read(head, vocab_size=4096)
     with pytest.raises(

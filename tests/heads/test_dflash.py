@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from specexport.compile.check_head import BLOCK_STEPS, CheckedRow, HeadReference, check_head
+from specexport.compile.check_head import check_head
 from specexport.compile.pipeline import build_bundle
-from specexport.heads import probe as probe_module
-from specexport.heads.dflash import block_states
-from specexport.heads.load import load_head
+from specexport.heads import dflash
+from specexport.heads.dflash import BLOCK_STEPS, KIND, block_states
+from specexport.heads.kinds import trace_head
 from specexport.heads.loaded import TargetTables
-from specexport.heads.probe import check_probe, probe_head, readings_of
-from specexport.heads.trace import trace_head
+from specexport.heads.probe import check_probe, probe_head
+from specexport.heads.reference import CheckedRow, HeadReference
 from specexport.inspect import describe
 from specexport.passes.quantize_ort_cpu import is_lookup
 from specexport.recipe import BuildRecipe
@@ -29,7 +29,7 @@ from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from tests.support.drafted import PROMPTS
-from tests.support.loading import config_of, load
+from tests.support.loading import config_of, load, load_head
 from tests.support.reference_dflash import context_of, draft, forward
 from tests.support.reference_head import doubled
 from tests.support.tiny_dflash import DIALECTS, MASK, zlab
@@ -63,7 +63,7 @@ def test_a_head_computes_the_published_equations(dialect: str, target: Any, tmp_
     loaded = load(tmp_path, target)
     config = loaded.config
     assert (config.taps, config.block_size) == (spec.taps, spec.block_size)
-    assert (config.mask_token_id, config.causal_layers) == (spec.mask, tuple(spec.causal))
+    assert (config.mask_token_id, config.shape) == (spec.mask, tuple(spec.causal))
     states = [torch.randn(9, HIDDEN) for _ in spec.taps]
     context = loaded.projection(states)
     torch.testing.assert_close(context, context_of(spec, states), rtol=0, atol=1e-5)
@@ -237,7 +237,7 @@ def test_the_builds_own_check_and_sampled_text(target: Any, target_folder: Path,
 def test_the_probe_takes_the_hidden_states_that_are_meant(target: Any, tmp_path: Path) -> None:
     zlab(tmp_path, target)
     loaded = load(tmp_path, target)
-    changes = [reading.change for reading in readings_of(loaded.config, LAYERS)]
+    changes = [reading.change for reading in KIND.readings(loaded.config, LAYERS)]
     assert changes == [
         "", "hidden states [0, 2, 4] in the place of [1, 3, 5]", "hidden states [2, 4, 6] in the place of [1, 3, 5]",
         "hidden states in the order [5, 3, 1]",
@@ -245,7 +245,7 @@ def test_the_probe_takes_the_hidden_states_that_are_meant(target: Any, tmp_path:
     pieces = [np.array([5, 9, 200, 17, 8, 3, 77, 250, 12, 13, 14, 15]), np.array([9, 8, 7, 6, 100, 101])]
     for right in ((1, 3, 5), (2, 4, 6), (5, 3, 1), None):
         patch = pytest.MonkeyPatch()
-        patch.setattr(probe_module, "first_guesses", oracle(target, loaded, right))
+        patch.setattr(dflash, "first_guesses", oracle(target, loaded, right))
         try:
             probe = probe_head(target, loaded, pieces, LAYERS)
         finally:
@@ -285,7 +285,7 @@ def test_causal_blocks_and_windows_are_read_as_their_writers_mean_them(target: A
         ({"sliding_window_non_causal": False}, (True, True, False)),
     ):
         edit(folder, **change)
-        assert config_of(folder)[1].causal_layers == wanted
+        assert config_of(folder)[1].shape == wanted
     windows = [layer.self_attn.sliding_window for layer in load(folder, target).head.body.layers]
     assert windows == [6, 6, None]
     edit(folder, use_sliding_window=False)  # what transformers makes of it, and so what z-lab trained
@@ -359,4 +359,4 @@ def test_a_head_of_another_width_needs_tables_of_its_own(target: Any, tmp_path: 
     files, config = config_of(tmp_path)
     tables = TargetTables(torch.zeros(VOCAB, 32), torch.zeros(VOCAB, 32))
     with pytest.raises(CheckpointError, match="it has 32 values a token, and the head 64"):
-        load_head(files, config, tables, torch.float32)
+        load_head(files, config, tables)

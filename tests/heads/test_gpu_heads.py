@@ -14,8 +14,10 @@ from torch import Tensor
 from specexport.backends.ort_cuda import OrtCuda
 from specexport.backends.present_gpu import present_architecture
 from specexport.backends.registry import find_backend
-from specexport.compile.check_head import CHECK_LENS, HeadReference, block_reference, causal_reference
 from specexport.compile.pipeline import build_bundle
+from specexport.heads.dflash import KIND as DFLASH
+from specexport.heads.dflash import block_reference
+from specexport.heads.reference import CHECK_LENS, HeadReference, causal_reference
 from specexport.recipe import BuildRecipe
 from specexport_runtime import SpecEngine
 from specexport_runtime.errors import IncompatibleError, RecipeError, UnsupportedModelError
@@ -93,7 +95,7 @@ def modules(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def ragged_steps(run: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], loaded: Any) -> HeadReference:
     """Steps of two rows, and what ``run`` gives of whole texts; of a head that fills blocks, what it gives in torch."""
     if loaded.config.block_size is not None:
-        return block_reference(loaded.head, loaded.config)
+        return block_reference(loaded)
     generator = np.random.default_rng(4)
     tokens = [generator.integers(0, VOCAB, n) for n in CHECK_LENS]
     features = [generator.normal(0, 1, (n, loaded.config.feature_size)).astype(np.float32) for n in CHECK_LENS]
@@ -276,7 +278,7 @@ def test_heads_that_a_backend_has_no_form_of_are_refused_before_the_target_is_bu
 ) -> None:
     BLOCKS["block-z-lab"](tmp_path / "head", target)
     recipe = recipe_of(target, tmp_path, backend="ort-cuda")
-    monkeypatch.setattr(OrtCuda, "head_kinds", ("eagle3", "medusa"))
+    monkeypatch.setattr(OrtCuda, "head_needs", frozenset())
     monkeypatch.setattr("specexport.compile.pipeline.prepare_model", lambda *_, **__: pytest.fail("a target is built"))
     with pytest.raises(
         UnsupportedModelError, match="is a head of kind dflash: backend ort-cuda runs no dflash heads"
@@ -284,17 +286,17 @@ def test_heads_that_a_backend_has_no_form_of_are_refused_before_the_target_is_bu
         build_bundle(recipe, use_cache=False)
     assert "--backend ort-cpu or tensorrt or tensorrt-rtx" in str(caught.value)
     assert not (tmp_path / "b").exists()
-    monkeypatch.setattr(OrtCuda, "head_kinds", ())
+    monkeypatch.setattr(OrtCuda, "head_needs", None)
     with pytest.raises(RecipeError, match="backend ort-cuda runs no draft heads"):
         replace(recipe, output=str(tmp_path / "c"))
 
 
 def test_the_plugin_takes_no_head_whose_tokens_see_later_ones(target: Any, tmp_path: Path) -> None:
     recipe = recipe_of(target, tmp_path, backend="tensorrt", lowering="plugin")
-    backend = find_backend("tensorrt")
-    assert "the attention plugin is causal" in str(backend.head_obstacle("dflash", recipe))
-    assert backend.head_obstacle("eagle3", recipe) is None
-    assert backend.head_obstacle("dflash", replace(recipe, lowering="native")) is None
+    backend, later = find_backend("tensorrt"), DFLASH.needs
+    assert "the attention plugin is causal" in str(backend.head_obstacle("dflash", later, recipe))
+    assert backend.head_obstacle("eagle3", frozenset(), recipe) is None
+    assert backend.head_obstacle("dflash", later, replace(recipe, lowering="native")) is None
 
 
 def test_steps_that_are_recorded_are_those_of_rounds() -> None:

@@ -4,6 +4,7 @@ import functools
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig
 
 from specexport.checkpoint.source import hash_checkpoint, resolve_source
 from specexport.compile import head as head_module
-from specexport.compile.check_head import check_head, hydra_steps
+from specexport.compile.check_head import check_head
 from specexport.compile.part import ModelSource
 from specexport.compile.pipeline import build_bundle
-from specexport.heads.hydra import heads_asked
+from specexport.heads.hydra import heads_asked, hydra_steps
 from specexport.heads.trace import causal_states
 from specexport.inspect import describe
 from specexport.progress import StageClock
@@ -32,7 +34,7 @@ from specexport_runtime.errors import CheckFailedError, CheckpointError, Unsuppo
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from tests.support.drafted import PROMPTS, check_drafts
 from tests.support.following_target import behind, make_target, rows_behind
-from tests.support.loading import config_of, load
+from tests.support.loading import config_of, load, load_head, tables_of
 from tests.support.reference_hydra import HydraSpec, draft, guess, stream
 from tests.support.tiny_heads import HIDDEN, LAYERS, VOCAB, write
 from tests.support.tiny_hydra import DIALECTS, config_of_heads, hydra, hydra_plus, hydra_tensors, with_dropout
@@ -61,7 +63,7 @@ def test_heads_compute_the_published_equations(dialect: str, target: Any, tmp_pa
     spec = DIALECTS[dialect](tmp_path, target)
     loaded = load(tmp_path, target)
     assert loaded.config.taps == tuple(AFTER_NORM if tap < 0 else tap for tap in spec.taps)
-    assert loaded.config.hydra.one_block == (dialect == "hydra-plus")
+    assert loaded.config.shape.one_block == (dialect == "hydra-plus")
     features = torch.randn(7, HIDDEN)
     found = causal_states(loaded.head, torch.zeros(7, dtype=torch.int64), features)
     wanted = stream(spec, features)
@@ -305,11 +307,11 @@ def test_odd_configurations_are_told(
 def test_heads_for_another_target_are_refused_by_what_differs(target: Any, tmp_path: Path) -> None:
     hydra_plus(tmp_path / "head", target)
     with pytest.raises(CheckpointError, match="reads hidden states of 64 values, and the target's have 128"):
-        config_of(tmp_path / "head", target_hidden_size=128)
+        config_of(tmp_path / "head", hidden_size=128)
     with pytest.raises(CheckpointError, match="for a vocabulary of 320 tokens, and the target has 4096"):
         config_of(tmp_path / "head", vocab_size=4096)
     with pytest.raises(UnsupportedModelError, match="this target's layers are of qwen3"):
-        config_of(tmp_path / "head", target_layer={"model_type": "qwen3"})
+        config_of(tmp_path / "head", text=AutoConfig.for_model("qwen3"))
 
 
 def test_what_is_misshapen_or_strange_is_named(target: Any, tmp_path: Path) -> None:
@@ -321,6 +323,22 @@ def test_what_is_misshapen_or_strange_is_named(target: Any, tmp_path: Path) -> N
     write(tmp_path / "b", config, {**spec.tensors, "hydra_mlp.1.gate.weight": torch.ones(1, 1)})
     with pytest.raises(UnsupportedModelError, match=r"do not have, for example hydra_mlp\.1\.gate"):
         load(tmp_path / "b", target)
+
+
+@pytest.mark.parametrize("broken", [{"num_attention_heads": 0, "head_dim": None}, {"hidden_act": "unheard-of"}])
+def test_a_prefix_layer_that_cannot_be_made_is_told(target: Any, tmp_path: Path, broken: dict[str, Any]) -> None:
+    hydra_plus(tmp_path, target)
+    files, config = config_of(tmp_path, text=target.config)
+    odd = replace(config, layer_config={**config.layer_config, **broken})
+    with pytest.raises(CheckpointError, match="no prefix layer can be made of the target's configuration"):
+        load_head(files, odd, tables_of(target))
+
+
+def test_an_lm_head_that_is_no_matrix_is_named(target: Any, tmp_path: Path) -> None:
+    spec = hydra(tmp_path / "head", target)
+    write(tmp_path / "a", config_of_heads(3, 2), {**spec.tensors, "hydra_lm_head.0.weight": torch.ones(64)})
+    with pytest.raises(CheckpointError, match=r"hydra_lm_head.0.weight is \[64\], .* it would be \[320, 64\]"):
+        load(tmp_path / "a", target)
 
 
 def test_a_block_that_is_run_again_may_be_stored_once(target: Any, tmp_path: Path) -> None:
@@ -352,4 +370,4 @@ def test_pickled_heads_are_refused_with_what_converts_them(target: Any, tmp_path
     command = caught.value.hint.split('python -c "')[1].split('" FILE')[0]
     subprocess.run([sys.executable, "-c", command, "hydra_lm_head.pt"], check=True, cwd=tmp_path)
     assert set(load_file(tmp_path / "model.safetensors")) == set(own)
-    assert config_of(tmp_path)[1].hydra == (2, 2, True, False)
+    assert config_of(tmp_path)[1].shape == (2, True, False)

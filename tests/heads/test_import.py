@@ -10,10 +10,11 @@ import torch
 
 from specexport.checkpoint.source import resolve_source
 from specexport.compile import pipeline as pipeline_module
-from specexport.compile.check_head import CHECK_LENS, causal_reference, check_head
+from specexport.compile.check_head import check_head
 from specexport.compile.pipeline import build_bundle
-from specexport.heads.files import open_head
-from specexport.heads.read import read_config
+from specexport.heads.config import TargetFacts
+from specexport.heads.kinds import open_head, read_config
+from specexport.heads.reference import CHECK_LENS, causal_reference
 from specexport.heads.trace import causal_step
 from specexport.inspect import describe
 from specexport.recipe import BuildRecipe, make_recipe
@@ -59,7 +60,10 @@ def test_a_head_computes_the_published_equations(dialect: str, target: Any, tmp_
     states = [torch.randn(7, HIDDEN) for _ in spec.taps or [0]]
     features, tokens = loaded.projection(states), torch.tensor([5, 6, 7, 200, 9, 10, 319])
     torch.testing.assert_close(features, project(spec, states), rtol=0, atol=1e-5)
-    logits, handed_on = causal_step(loaded.head, tokens, features)
+    if loaded.config.kind == "medusa":  # tokens are numbers of heads
+        logits, handed_on = loaded.head(tokens, features), features
+    else:
+        logits, handed_on = causal_step(loaded.head, tokens, features)
     wanted_logits, wanted = forward(spec, tokens.tolist(), features)
     torch.testing.assert_close(handed_on, wanted, rtol=0, atol=1e-5)
     torch.testing.assert_close(logits, wanted_logits, rtol=0, atol=1e-5)
@@ -117,11 +121,11 @@ def test_a_head_for_another_target_is_refused_by_what_differs(tmp_path: Path, ta
     speculators(tmp_path, target)
     files = open_head(resolve_source(str(tmp_path), None))
     with pytest.raises(CheckpointError, match="reads hidden states of 64 values, and the target's have 128"):
-        read_config(files, num_layers=LAYERS, target_hidden_size=128, vocab_size=VOCAB)
+        read_config(files, TargetFacts(LAYERS, 128, VOCAB))
     with pytest.raises(CheckpointError, match="for a vocabulary of 320 tokens, and the target has 4096"):
-        read_config(files, num_layers=LAYERS, target_hidden_size=HIDDEN, vocab_size=4096)
+        read_config(files, TargetFacts(LAYERS, HIDDEN, 4096))
     with pytest.raises(CheckpointError, match=r"reads layers \[1, 3, 4\], and the target has 3"):
-        read_config(files, num_layers=3, target_hidden_size=HIDDEN, vocab_size=VOCAB)
+        read_config(files, TargetFacts(3, HIDDEN, VOCAB))
 
 
 def edit(folder: Path, **values: Any) -> None:

@@ -14,9 +14,8 @@ from safetensors.torch import load_file
 from specexport.checkpoint.source import resolve_source
 from specexport.compile import head as head_module
 from specexport.compile.pipeline import build_bundle
-from specexport.heads.files import open_head
-from specexport.heads.read import read_config
-from specexport.heads.trace import trace_head
+from specexport.heads.config import TargetFacts
+from specexport.heads.kinds import open_head, read_config, trace_head
 from specexport.inspect import describe
 from specexport.passes.pipeline import default_passes, run_passes
 from specexport.recipe import BuildRecipe
@@ -184,9 +183,9 @@ def test_heads_for_another_target_are_refused_by_what_differs(tmp_path: Path, pl
     medusa(tmp_path, plain_target)
     files = open_head(resolve_source(str(tmp_path), None))
     with pytest.raises(CheckpointError, match="reads hidden states of 64 values, and the target's have 128"):
-        read_config(files, num_layers=LAYERS, target_hidden_size=128, vocab_size=VOCAB)
+        read_config(files, TargetFacts(LAYERS, 128, VOCAB))
     with pytest.raises(CheckpointError, match="for a vocabulary of 320 tokens, and the target has 4096"):
-        read_config(files, num_layers=LAYERS, target_hidden_size=HIDDEN, vocab_size=4096)
+        read_config(files, TargetFacts(LAYERS, HIDDEN, 4096))
     edit(tmp_path, medusa_num_heads=65)
     with pytest.raises(CheckpointError, match="has 65 Medusa heads of 2 blocks; 1 to 64"):
         config_of(tmp_path)
@@ -259,4 +258,4 @@ def test_pickled_heads_are_refused_with_what_converts_them(tmp_path: Path) -> No
 
     subprocess.run([sys.executable, "-c", command, "medusa_lm_head.pt"], check=True, cwd=tmp_path)
     assert set(load_file(tmp_path / "model.safetensors")) == set(numbered(medusa_tensors(3, 1), 1))
-    assert config_of(tmp_path)[1].medusa.num_heads == 3
+    assert config_of(tmp_path)[1].num_draft_heads == 3

@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from specexport.checkpoint.source import Source, resolve_source
 from specexport.compile.head import untaken_module
 from specexport.compile.pipeline import build_bundle
-from specexport.heads.files import name_in_module
-from specexport.heads.mtp_files import holds_module, open_mtp
+from specexport.heads.mtp_files import holds_module, name_in_module, open_mtp
 from specexport.heads.trace import causal_step
 from specexport.inspect import contract_of
 from specexport.recipe import BuildRecipe

@@ -86,7 +86,7 @@ HEAD = ModelEntry(
     parameters=Parameters(900, 900),
     attention=AttentionEntry((), "float32"),
     engine=EngineEntry("target/model.onnx", ("input_ids",), feature_size=8),
-    draft_head=DraftHeadEntry("eagle3", (2, -1), 0.5, "otherwise", 3, 7, "head/mask.npy", 4),
+    draft_head=DraftHeadEntry("eagle3", (2, -1), 0.5, "otherwise", 3, 7, "head/mask.npy", 4, reads_draft=True),
 )
 FILES = (
     "draft/lm_head_ids.npy",
@@ -216,6 +216,7 @@ def test_the_manifest_of_these_tests_loads(tmp_path):
             "head/x.npy",
             "a file of models.head is 'head/x.npy', not among",
         ),
+        (("models", "head", "draft_head", "reads_draft"), 1, "draft_head.reads_draft is 1, not true or false"),
         (
             ("models", "draft", "parameters", "experts", "per_token"),
             9,

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models
 
 from specexport.backends.ort import write_onnx
 from specexport.backends.profiles import engine_kv_capacity, most_new_tokens, plan_profiles
-from specexport.heads.trace import trace_head
+from specexport.heads.kinds import trace_head
 from specexport.lowering import trt_native
 from specexport.lowering.common import step_inputs
 from specexport.lowering.feature_gate import feature_size
@@ -82,7 +82,7 @@ def read_head(write: Callable[[Path, Any], Any], folder: Path, target: Any) -> t
 def steps_of(config: Any, lookahead: int) -> HeadSteps:
     return head_steps(
         lookahead,
-        num_draft_heads=0 if config.medusa is None else config.medusa.num_heads,
+        num_draft_heads=config.num_draft_heads,
         block_size=config.block_size,
         has_mask=config.mask_token_id is not None,
     )
@@ -95,7 +95,7 @@ def entry_fields(config: Any) -> dict[str, Any]:
         "kind": config.kind,
         "mask_token_id": config.mask_token_id,
         "block_size": config.block_size,
-        "num_draft_heads": 0 if config.medusa is None else config.medusa.num_heads,
+        "num_draft_heads": config.num_draft_heads,
         "cut_lm_head": None
         if config.draft_vocab_size == VOCAB
         else CutLmHead("lm_head_ids.npy", config.draft_vocab_size),
@@ -213,6 +213,6 @@ def open_engine(
         head=executors[1],
         max_model_len=MAX_MODEL_LEN,
         lookahead=lookahead,
-        draft_head=None if loaded.ids is None else CutHead(loaded.ids, VOCAB),
+        cut_head=None if loaded.ids is None else CutHead(loaded.ids, VOCAB),
         mask=mask,
     )

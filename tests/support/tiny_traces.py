@@ -20,7 +20,7 @@ _TRACES: WeakKeyDictionary[Any, dict[bool, Any]] = WeakKeyDictionary()
 _EXPORTS: dict[str, Any] = {}
 _LARGEST = 5_000_000
 """Weights of a model whose export is kept, at most: it keeps the first model's weights in memory."""
-_EXPORTERS = ("trace.export", "heads.trace", "heads.medusa", "heads.assistant")
+_EXPORTERS = ("trace.export", "heads.trace")
 _NOT_EXPORTED = {"name_or_path", "_name_or_path", "generation_config", "_parameters", "_buffers", "_modules"}
 shares_exports = True
 """Whether the test that runs takes part; set by ``conftest.py``."""

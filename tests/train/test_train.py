@@ -17,11 +17,10 @@ from safetensors.torch import load_file, save_file
 from specexport.checkpoint import load_checkpoint
 from specexport.checkpoint.source import resolve_source
 from specexport.compile.pipeline import build_bundle
-from specexport.heads.files import open_head
-from specexport.heads.load import load_head
+from specexport.heads.config import TargetFacts
+from specexport.heads.kinds import open_head, read_config
 from specexport.heads.loaded import TargetTables
 from specexport.heads.probe import check_probe, probe_head
-from specexport.heads.read import read_config
 from specexport.recipe import BuildRecipe
 from specexport.train import run
 from specexport.train.head import count_ids, draft_size, new_config
@@ -32,6 +31,7 @@ from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.abi import AFTER_NORM
 from specexport_runtime.errors import CheckpointError, InvalidRequestError, OutputExistsError, UnsupportedModelError
 from tests.support.acceptance import accepted
+from tests.support.loading import load_head
 from tests.support.tiny_models import HYBRIDS, calm, make_llama, make_model, save_checkpoint
 
 LAYERS = 6
@@ -155,9 +155,9 @@ PLANTED: dict[str, tuple[Any, dict[str, Any]]] = {
 def probe(target: Path, folder: Path, pieces: list[np.ndarray]) -> Any:
     model: Any = load_checkpoint(str(target), dtype="float32").model
     files = open_head(resolve_source(str(folder), None))
-    config = read_config(files, num_layers=LAYERS, target_hidden_size=64, vocab_size=320)
+    config = read_config(files, TargetFacts(LAYERS, 64, 320))
     tables = TargetTables(*(t.weight.detach() for t in (model.get_input_embeddings(), model.get_output_embeddings())))
-    return probe_head(model, load_head(files, config, tables, torch.float32), pieces, LAYERS)
+    return probe_head(model, load_head(files, config, tables), pieces, LAYERS)
 
 
 @pytest.mark.bundle
@@ -216,7 +216,7 @@ def test_an_mtp_module_learns_too_and_is_taken_back(target: Path, prompts: Path,
     )
     assert result.curve[-1]["rates"][0] > 0.4
     files = open_head(resolve_source(str(folder), None))
-    config = read_config(files, num_layers=LAYERS, target_hidden_size=64, vocab_size=320)
+    config = read_config(files, TargetFacts(LAYERS, 64, 320))
     assert (config.kind, config.taps, config.draft_vocab_size) == ("mtp", (AFTER_NORM,), 200)
     assert (config.feature_first, config.norm_output, config.source_format) == (False, True, "speculators")
     build_bundle(
@@ -272,7 +272,7 @@ def test_the_head_is_in_the_format_of_speculators(
     assert told["peak_memory_bytes"] > 1 << 26
     assert told["tokens_per_second"] > 0
     files = open_head(resolve_source(str(tmp_path / "head"), None))
-    config = read_config(files, num_layers=LAYERS, target_hidden_size=64, vocab_size=320)
+    config = read_config(files, TargetFacts(LAYERS, 64, 320))
     assert (config.source_format, config.taps, config.draft_vocab_size) == ("speculators", (2, 3), 100)
     assert "embed_tokens.weight" not in files.shapes
     modes = {(tmp_path / "head" / name).stat().st_mode & 0o777 for name in ("config.json", "model.safetensors")}

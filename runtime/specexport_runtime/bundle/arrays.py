@@ -78,8 +78,8 @@ class MaskInput(NamedTuple):
 
     token: int  # its id
     feature: npt.NDArray[np.float32]  # [E], what comes with it
-    # Of a head that fills blocks (DFlash): most tokens of a block, the newest and those to guess. None for a head whose
-    # entries all have a token and a feature (P-EAGLE).
+    # Of a head that fills blocks: most tokens of a block, the newest and those to guess. None for a head whose entries
+    # all have a token and a feature.
     block_size: int | None = None
 
     @property

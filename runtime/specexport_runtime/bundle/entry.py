@@ -14,8 +14,6 @@ MAX_NUM_SEQS = 4096
 MAX_NUM_TOKENS = 1 << 20
 MAX_ADAPTERS = 64
 """What a recipe may ask for, and a manifest may say."""
-HYDRA = "hydra"
-"""``DraftHeadEntry.kind`` of heads that read what those before them guessed."""
 SMALL_DRAFT_PARAMETERS = 20_000_000
 """Below this a draft's step is mostly fixed cost per operator: threads do not share it, fewer operators help."""
 
@@ -191,11 +189,13 @@ class DraftHeadEntry(NamedTuple):
     taps: tuple[Annotated[int, whole(-1, 1 << 20)], ...] = ()
     guessed: Share | None = None  # share of first guesses that were right when it was built
     reading: str | None = None  # how it was read otherwise than its files say
-    num_draft_heads: Annotated[int, whole(0, MAX_LOOKAHEAD)] = 0  # Medusa and Hydra heads, each for a place of a draft
+    # How many heads it is, each for a place of a draft; 0 for a kind that is one head.
+    num_draft_heads: Annotated[int, whole(0, MAX_LOOKAHEAD)] = 0
     mask_token_id: TokenId | None = None  # if it drafts all tokens in one step: stands for tokens not known yet
     mask_path: InnerPath | None = None  # the feature that comes with it, see ``bundle.arrays``; None: none does
     # If it fills blocks: most tokens of one, the newest and those to guess.
     block_size: Annotated[int, whole(2, 1 << 16)] | None = None
+    reads_draft: bool = False  # each of its heads reads what those before it guessed
 
 
 class AdapterEntry(NamedTuple):

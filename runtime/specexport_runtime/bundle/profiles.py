@@ -12,9 +12,9 @@ are not known yet (see ``drafters.at_once``)::
 
                        not read    stand-ins                 logits
     token by token     1 … K+1     none                      1        then one entry a step
-    P-EAGLE            1 … K+1     K-1 masks                 K
-    DFlash             1 … K+1     the newest, and K masks   K
-    Medusa             none        K numbers of heads        K
+    with masks         1 … K+1     K-1 masks                 K
+    in blocks          1 … K+1     the newest, and K masks   K
+    heads by number    none        K numbers of heads        K
 
 After a round up to K+1 features are new: those of the tokens that were accepted.
 """
@@ -113,8 +113,8 @@ def head_steps(
 ) -> HeadSteps:
     """The steps of a head that drafts up to ``lookahead`` tokens (K); K is less where the head has no more to give.
 
-    ``num_draft_heads`` counts Medusa heads, ``block_size`` is the most tokens of a block (DFlash), and ``has_mask``
-    says that the head drafts all tokens in one step.
+    ``num_draft_heads`` counts heads that are asked by number, ``block_size`` is the most tokens of a block, and
+    ``has_mask`` says that the head drafts all tokens in one step.
     """
     if num_draft_heads:
         drafted = min(lookahead, num_draft_heads)

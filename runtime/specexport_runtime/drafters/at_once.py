@@ -2,14 +2,14 @@
 
 ::
 
-    P-EAGLE (K = 3)   feature:  fa   fb   m    m        the tokens so far are a b c, and c is the newest
+    masks (K = 3)     feature:  fa   fb   m    m        the tokens so far are a b c, and c is the newest
                       token:    b    c    M    M        the last three places give the draft
-    DFlash (K = 3)    feature:  fa   fb   .    .    .    .
+    block (K = 3)     feature:  fa   fb   .    .    .    .
                       token:    .    .    c    M    M    M
 
-A P-EAGLE entry has a token and a feature, the learned one beside a mask. A DFlash entry has either: features are
-context, and behind them comes a block that begins with the newest token. What stands for unknown tokens is forgotten
-after the step, and so is the whole block.
+With masks (P-EAGLE), an entry has a token and a feature, the learned one beside a mask. In a block (DFlash), an entry
+has either: features are context, and behind them comes a block that begins with the newest token. What stands for
+unknown tokens is forgotten after the step, and so is the whole block.
 """
 
 from collections.abc import Sequence

@@ -190,7 +190,7 @@ class DrafterParts(NamedTuple):
         vocab_size: ids below it may be drafted.
         match_length: fewest tokens that a copy must match.
         store: what was generated before; None lets the drafter that remembers begin with nothing.
-        draft_head: the token ids of the LM head of the draft model, or the draft head; None where it has all.
+        cut_head: the token ids of the LM head of the draft model, or the draft head; None where it has all.
         head: the draft head; None if there is none.
         mask: of a head that drafts all tokens in one step: what stands for unknown tokens.
     """
@@ -200,7 +200,7 @@ class DrafterParts(NamedTuple):
     vocab_size: int
     match_length: int
     store: "SuffixStore | None" = None
-    draft_head: "CutHead | None" = None
+    cut_head: "CutHead | None" = None
     head: "ModelRunner | None" = None
     mask: "MaskInput | None" = None
 

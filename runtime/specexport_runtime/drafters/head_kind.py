@@ -1,23 +1,30 @@
-"""Which drafter drafts with a draft head: the kind of its engine decides."""
+"""Which drafter drafts with a draft head: what its engine reads decides. A new one is a line here."""
+
+from collections.abc import Callable
 
 from specexport_runtime.drafters.base import NO_HEAD, Drafter, DrafterKind, DrafterParts, Obstacle
 from specexport_runtime.drafters.head import HeadDrafter, HydraDrafter
 from specexport_runtime.drafters.last_feature import AssistantDrafter, MedusaDrafter
 from specexport_runtime.errors import SpecexportError
+from specexport_runtime.executors.base import Executor
 from specexport_runtime.packing.batch import ModelRunner
+
+_DRAFTERS: tuple[tuple[Callable[[Executor], bool], Callable[..., Drafter]], ...] = (
+    (lambda head: head.reads_draft, HydraDrafter),
+    (lambda head: head.num_draft_heads > 0, MedusaDrafter),
+    (lambda head: head.borrows_cache, AssistantDrafter),
+)
+"""What engines each of these drafts with; the first that fits. ``HeadDrafter`` takes all others."""
 
 
 def _make(parts: DrafterParts) -> Drafter:
     if parts.head is None:
         raise SpecexportError("there is no draft head to draft with.")
-    executor = parts.head.executor
-    if executor.reads_draft:
-        return HydraDrafter(parts.head, vocab_size=parts.vocab_size, head=parts.draft_head)
-    if executor.num_draft_heads:
-        return MedusaDrafter(parts.head, vocab_size=parts.vocab_size, head=parts.draft_head)
-    if executor.borrows_cache:
-        return AssistantDrafter(parts.head, vocab_size=parts.vocab_size, head=parts.draft_head)
-    return HeadDrafter(parts.head, vocab_size=parts.vocab_size, head=parts.draft_head, mask=parts.mask)
+    executor, common = parts.head.executor, {"vocab_size": parts.vocab_size, "head": parts.cut_head}
+    for fits, drafter in _DRAFTERS:
+        if fits(executor):
+            return drafter(parts.head, **common)
+    return HeadDrafter(parts.head, mask=parts.mask, **common)
 
 
 def head_obstacle(target: ModelRunner, has_head: bool) -> Obstacle | None:

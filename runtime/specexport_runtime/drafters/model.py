@@ -70,7 +70,7 @@ class ModelDrafter(OwnCacheDrafter):
 def _make(parts: DrafterParts) -> ModelDrafter:
     if parts.draft is None:
         raise SpecexportError("there is no draft model to draft with.")
-    return ModelDrafter(parts.draft, vocab_size=parts.vocab_size, head=parts.draft_head)
+    return ModelDrafter(parts.draft, vocab_size=parts.vocab_size, head=parts.cut_head)
 
 
 def _obstacle(offer: DraftOffer) -> Obstacle | None:

@@ -223,10 +223,10 @@ class Executor(ABC):
     reads_features: bool = False
     """It is a draft head's: each token of a step comes with a feature, ``StepBuffers.token_features``."""
     num_draft_heads: int = 0
-    """Of Medusa and Hydra heads: how many there are, each for a place of a draft. 0 for other heads."""
+    """How many heads a draft head is of, each for a place of a draft. 0 for a kind that is one head."""
     reads_draft: bool = False
-    """They are Hydra heads: as many tokens as a row ends in, so many its head reads. Of Medusa heads, a token is the
-    number of a head."""
+    """Each of its heads reads what those before it guessed: as many tokens as a row ends in, so many its head reads.
+    Where several heads do not, a token is the number of a head."""
 
     @property
     def next_features(self) -> Float32Array:

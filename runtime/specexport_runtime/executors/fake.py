@@ -46,15 +46,15 @@ class FakeExecutor(Executor):
             a third random function, of the tokens and of which parts are off. An entry that was written with parts off
             serves steps with the same parts off, and no others.
         gate_noise: its standard deviation.
-        gives_features: the executor of a target for a draft head: a token's feature is the ids of the last ``context``
-            tokens.
-        reads_features: the executor of a draft head: its logits are a function of the feature and the token that an
-            entry has, and of nothing else, so that a wrong feature shows. Fed what it handed on, it is as good; with
-            ``noise`` it is not.
-        num_draft_heads: with ``reads_features``, the executor of so many Medusa heads: head i gives the logits of token
-            i+2 behind a feature's tokens, if those in between are the likeliest.
-        reads_draft: they are Hydra heads: a head's logits are a function of the feature and of the tokens that its row
-            ends in, and of nothing else.
+        gives_features: the executor of a target for a draft head: a token's feature is the ids
+            of the last ``context`` tokens.
+        reads_features: the executor of a draft head: its logits are a function of the feature and
+            the token that an entry has, and of nothing else, so that a wrong feature shows. Fed what it handed on, it
+            is as good; with ``noise`` it is not.
+        num_draft_heads: with ``reads_features``, the executor of so many heads, asked by number: head i gives the
+            logits of token i+2 behind a feature's tokens, if those in between are the likeliest.
+        reads_draft: each of them reads what those before it guessed: its logits are a function of the feature and of
+            the tokens that its row ends in, and of nothing else.
         fills_blocks: it is a head that fills blocks: entries have a feature, or are of a block, and each place's logits
             are a function of the whole context, of the block's first token, and of what the places before it guess.
         page_entries: entries of a page of its memory, of which each takes ``ENTRY_BYTES``.
@@ -311,7 +311,7 @@ class FakeExecutor(Executor):
     def _guess(
         self, features: Float32Array, numbers: npt.NDArray[np.int64], begin: int, count: int
     ) -> dict[int, Float32Array]:
-        """Logits of Medusa heads ``numbers``, each over its own feature."""
+        """Logits of the heads ``numbers``, each over its own feature."""
         _require(bool((numbers[:count] < self.num_draft_heads).all()), "tokens are numbers of heads")
         found = {}
         for j in range(count):
@@ -330,7 +330,7 @@ class FakeExecutor(Executor):
         features: Float32Array,
         handed: Float32Array,
     ) -> dict[int, Float32Array]:
-        """Logits of a row of Hydra heads: at its last entry, of the head that reads the tokens it ends in."""
+        """Logits of a row of heads that read the draft: at its last entry, of the head for the tokens it ends in."""
         count = len(tokens)
         known = int((tokens == CONTEXT_ID).sum())
         _require(bool((tokens[:known] == CONTEXT_ID).all()), "context comes before the tokens")

@@ -26,7 +26,7 @@ from specexport_runtime.abi import (
     StepShape,
     num_pending,
 )
-from specexport_runtime.bundle.entry import HYDRA, SMALL_DRAFT_PARAMETERS, ModelEntry
+from specexport_runtime.bundle.entry import SMALL_DRAFT_PARAMETERS, ModelEntry
 from specexport_runtime.errors import BundleError, IncompatibleError, SpecexportError
 from specexport_runtime.executors.base import (
     CacheLender,
@@ -109,7 +109,7 @@ class OrtExecutor(ArenaRows, GatedByInputs, WithFeatures):
         self._tell_features(self._features)
         self.num_adapters = len(entry.chosen_adapters)
         self.num_draft_heads = 0 if head is None else head.num_draft_heads
-        self.reads_draft = head is not None and head.kind == HYDRA
+        self.reads_draft = head is not None and head.reads_draft
         self.borrows_cache = bool(attention.target_layers)
         self._lent: dict[str, npt.NDArray[Any]] = {}
         self.num_pending = num_pending(lookahead, drafts_itself=self.num_gates > 0) if entry.states else 0

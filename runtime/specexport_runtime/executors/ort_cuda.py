@@ -117,7 +117,7 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
         self._features: OrtFeatures = OrtFeatures(self._session, entry.engine.feature_size, path, on_gpu=True)
         self._tell_features(self._features)
         self.num_draft_heads = 0 if entry.draft_head is None else entry.draft_head.num_draft_heads
-        self._paged = bool(entry.attention.layers)  # Medusa heads have no attention
+        self._paged = bool(entry.attention.layers)  # heads over one feature have no attention
         self._inputs = [spec for spec in STEP_INPUTS if spec.name in entry.engine.inputs]
         self._element_type, self._cache_bytes = _CACHE_TYPES[entry.dtype]
         self._row_blocks = np.arange(num_rows * -(-kv_capacity // BLOCK_ENTRIES), dtype=np.int32).reshape(num_rows, -1)
