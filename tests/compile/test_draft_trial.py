@@ -78,7 +78,7 @@ def _built(bundle: Path, role: str) -> BuiltModel:
     manifest = load_manifest(bundle)
     vocabulary, tokenizer = manifest.vocabulary, (bundle / "tokenizer.json").read_bytes()
     ends = tuple(vocabulary.eos_token_ids)
-    return BuiltModel(manifest.models[role], {}, tokenizer, None, {}, vocabulary.bos_token_id, ends, None)
+    return BuiltModel(manifest.models[role], {}, None, tokenizer, None, {}, vocabulary.bos_token_id, ends)
 
 
 def test_what_the_target_writes_and_who_guesses_it(tiny_bundle: Path) -> None:

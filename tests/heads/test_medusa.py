@@ -66,7 +66,7 @@ CONFIG = {"medusa_num_heads": HEADS, "medusa_num_layers": 1}
 def own_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The probe's texts are such as this target writes: a Medusa head does not see what follows its hidden state."""
     pieces = [np.array([behind(start, i) for i in range(64)]) for start in (5, 60, 200)]
-    monkeypatch.setattr(head_module, "_pieces", lambda _: pieces)
+    monkeypatch.setattr(head_module, "pieces_for", lambda *_: pieces)
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,7 @@ def recipe(tmp_path: Path) -> BuildRecipe:
     return BuildRecipe(**folders, output=str(tmp_path / "out"), max_model_len=64, check=False)
 
 
+@pytest.mark.exports
 @pytest.mark.parametrize(("stream", "loads"), [(True, 1), (False, 2)], ids=["from-files", "in-memory"])
 def test_a_target_is_loaded_once_and_gone_before_its_check(
     stream: bool, loads: int, recipe: BuildRecipe, monkeypatch: pytest.MonkeyPatch
