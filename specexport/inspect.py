@@ -86,7 +86,7 @@ def contract_of(entry: ModelEntry) -> list[TensorSpec]:
     extra = (_GPU_OUTPUTS if backend is not None and backend.on_gpu else ()) + (
         (SIMILARITY,) if gates.kinds and not gates.skipped_layers else ()
     )
-    caches = CACHE_INPUTS if attention.layers else ()  # Medusa heads have none
+    caches = CACHE_INPUTS if attention.layers else ()  # heads over one feature have none
     outputs = OUTPUTS if attention.layers and not attention.target_layers else (LOGITS,)
     if entry.states:
         caches, outputs = (*caches, *STATE_INPUTS), (*outputs, *STATE_OUTPUTS)

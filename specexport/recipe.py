@@ -231,8 +231,8 @@ class BuildRecipe:
                 "head and self_draft are both given: a head reads layers that such drafts leave out.",
                 "give one of them.",
             )
-        if not find_backend(self.backend).runs_heads:
-            able = [backend.name for backend in BACKENDS.values() if backend.runs_heads]
+        if find_backend(self.backend).head_needs is None:
+            able = [backend.name for backend in BACKENDS.values() if backend.head_needs is not None]
             raise RecipeError(
                 f"head is given, and backend {self.backend} runs no draft heads.",
                 f"build with `--backend {' or '.join(able)}`.",

@@ -167,11 +167,6 @@ class Backend:
         """What decides an engine beyond the model, its role and the dtype; plain values."""
         return {name: getattr(recipe, name) for name in self.key_fields}
 
-    @property
-    def runs_heads(self) -> bool:
-        """Whether there are draft heads that can be built."""
-        return self.head_needs is not None
-
     def meets(self, needs: frozenset[HeadNeed]) -> bool:
         """Whether draft heads with these needs can be built."""
         return self.head_needs is not None and needs <= self.head_needs

@@ -92,7 +92,7 @@ def untaken_module(recipe: BuildRecipe) -> str | None:
     from specexport.checkpoint.source import resolve_source
     from specexport.heads.mtp_files import holds_module
 
-    if recipe.draft is not None or recipe.head is not None or not find_backend(recipe.backend).runs_heads:
+    if recipe.draft is not None or recipe.head is not None or find_backend(recipe.backend).head_needs is None:
         return None
     try:
         source = resolve_source(recipe.target, recipe.revision)
@@ -137,7 +137,7 @@ def _load(
 
     from specexport.checkpoint.source import resolve_source
     from specexport.heads.config import TargetFacts
-    from specexport.heads.kinds import load_head, open_head, read_config
+    from specexport.heads.kinds import kind_of, open_head, read_config
     from specexport.heads.mtp_files import open_mtp
 
     found, text = resolve_source(source.source, source.revision), checkpoint.model.config.get_text_config()
@@ -145,7 +145,7 @@ def _load(
     if config is None:
         facts = TargetFacts(_num_layers(checkpoint), int(text.hidden_size), checkpoint.vocab_size, text)
         config = read_config(files, facts)
-    return load_head(files, config, _tables(checkpoint), getattr(torch, checkpoint.dtype))
+    return kind_of(config).load(files, config, _tables(checkpoint), getattr(torch, checkpoint.dtype))
 
 
 def _num_layers(checkpoint: Any) -> int:

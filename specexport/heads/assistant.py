@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from specexport.heads.config import HeadConfig, TargetFacts
 from specexport.heads.files import CONFIG_NAME, OTHER_TARGET, HeadFiles, check_target, read_size
-from specexport.heads.kind import Caches, HeadKind, Text
+from specexport.heads.kind import Caches, HeadKind
 from specexport.heads.loaded import LoadedHead, TargetTables, fill_module, load_projection, modules_of
-from specexport.heads.readings import only_reading
+from specexport.heads.modules import HeadModule
 from specexport.heads.reference import CHECK_CAPACITY, CheckedRow, HeadReference, LentRows
 from specexport.heads.trace import trace_head_step
 from specexport.trace.attention import AttentionContext, LayerCall, ScoreTerms, attention_hook, unpadded_attention
@@ -79,12 +79,11 @@ class GroupedLmHead(nn.Module):  # type: ignore[misc]  # torch is not followed
         return rest.expand(-1, self.vocab_size).scatter(1, ids, logits)
 
 
-class AssistantHead(nn.Module):  # type: ignore[misc]
+class AssistantHead(HeadModule):
     """A Gemma-4 assistant: layers between two projections, the target's embedding, and an LM head."""
 
     def __init__(self, config: HeadConfig, name: str = "assistant") -> None:
-        super().__init__()
-        self.head_config = config
+        super().__init__(config)
         width, hidden = config.target_hidden_size, config.hidden_size
         self.body = _make_body(name, config.layer_config)  # transformers' model of its layers
         self.embed_tokens = nn.Embedding(config.vocab_size, width)  # the target's [V, E]
@@ -93,11 +92,6 @@ class AssistantHead(nn.Module):  # type: ignore[misc]
         self.lm_head = nn.Linear(hidden, config.vocab_size, bias=False)  # [V, H]
         # chooses among the rows of ``lm_head``; None where all are multiplied
         self.masked_embedding = GroupedLmHead(config) if config.shape.num_centroids else None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the weights."""
-        return self.lm_head.weight.dtype
 
     @property
     def step_parameters(self) -> int:
@@ -182,26 +176,23 @@ def _trace(head: AssistantHead, *, fixed_sizes: bool, group_experts: bool) -> Tr
     return TracedModel(trace_head_step(AssistantStep(head), geometries, reads_only=True), geometries)
 
 
-class Places(NamedTuple):
-    """Where drafts go on from in one text: at each place, all entries before it are known."""
-
-    positions: Tensor  # of the newest token of each draft [A], at least 1
-    caches: Caches  # of the whole text, see :data:`Caches`
-
-
-def draft_steps(head: AssistantHead, tokens: Tensor, features: Tensor, places: Places) -> tuple[Tensor, Tensor]:
+def draft_steps(
+    head: AssistantHead, tokens: Tensor, features: Tensor, positions: Tensor, caches: Caches
+) -> tuple[Tensor, Tensor]:
     """One draft step at many places of a text, with attention as transformers computes it.
 
     Each place is fed a token [A] and features [A, E]. Gives logits [A, V], and what the assistant hands on [A, E].
+    ``positions`` [A] are of the newest token of each draft, at least 1: all entries before it are known. ``caches`` are
+    of the whole text.
     """
-    entries = torch.arange(places.caches[0][0].shape[2])[None]
-    at = places.positions[:, None]
+    entries = torch.arange(caches[0][0].shape[2])[None]
+    at = positions[:, None]
     known = entries < at
     near = entries >= at - entries_seen(head.body.config.sliding_window)
     seen = {FULL: known, SLIDING: known & near}
     masks = {kind: mask[None, None] for kind, mask in seen.items()}
     with torch.no_grad():
-        logits, handed_on = head.read(head.states(tokens, places.positions, features, places.caches, **masks))
+        logits, handed_on = head.read(head.states(tokens, positions, features, caches, **masks))
     return logits, handed_on
 
 
@@ -268,15 +259,6 @@ def lent_caches(text: Any) -> dict[str, LentCache]:
 
 
 def _read(files: HeadFiles, target: TargetFacts) -> HeadConfig:
-    return read_assistant(files, target, {} if target.text is None else lent_caches(target.text))
-
-
-def read_assistant(files: HeadFiles, target: TargetFacts, lent: Mapping[str, LentCache]) -> HeadConfig:
-    """What an assistant computes; ``lent`` has the target's caches by the kind of layer that fills them.
-
-    Raises CheckpointError if it was made for another target, or its configuration holds no sizes, and
-    UnsupportedModelError if it is a variant.
-    """
     values = files.values
     text = values.get("text_config")
     if not isinstance(text, dict):
@@ -291,10 +273,12 @@ def read_assistant(files: HeadFiles, target: TargetFacts, lent: Mapping[str, Len
     check_target(files, target, width=width, vocab_size=read_size(files, text, "vocab_size"))
     own = {**text, **dict.fromkeys(_ABSENT, 0), "enable_moe_block": False, "use_double_wide_mlp": False}
     own["model_type"] = text.get("model_type", "gemma4_text")
+    own["num_hidden_layers"] = read_size(files, text, "num_hidden_layers")
+    lent = {} if target.text is None else lent_caches(target.text)
     caches, shape = _shape(files, own, lent, target.vocab_size)
     return HeadConfig(
         kind="assistant",
-        layer_config=own | {"num_hidden_layers": read_size(files, text, "num_hidden_layers")},
+        layer_config=own,
         taps=(AFTER_NORM,),
         target_hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
@@ -408,22 +392,21 @@ def _reference(loaded: LoadedHead) -> HeadReference:
             tokens = generator.integers(0, config.vocab_size, min(entries, 1))
             fed = generator.standard_normal((len(tokens), config.feature_size), np.float32)
             own = [torch.from_numpy(cache[row]).to(head.dtype) for cache in caches.values()]
-            places = Places(torch.full((len(tokens),), entries), list(zip(own[::2], own[1::2], strict=True)))
+            positions, pairs = torch.full((len(tokens),), entries), list(zip(own[::2], own[1::2], strict=True))
             logits, handed_on = np.zeros((0, config.vocab_size), np.float32), fed
             if len(tokens):
-                found = draft_steps(head, torch.from_numpy(tokens), torch.from_numpy(fed), places)
+                found = draft_steps(head, torch.from_numpy(tokens), torch.from_numpy(fed), positions, pairs)
                 logits, handed_on = (each.float().numpy() for each in found)
             rows.append(CheckedRow(tokens, fed, 0, logits, handed_on))
         steps.append(rows)
     return HeadReference(steps, LentRows(caches, _LENS))
 
 
-def _guesses(loaded: LoadedHead, text: Text) -> Iterator[tuple[Tensor, slice]]:
-    fed, length = text.features, len(text.tokens)
+def _guesses(loaded: LoadedHead, tokens: Tensor, features: Tensor, caches: Caches) -> Iterator[tuple[Tensor, slice]]:
     for first in (1, 2):
-        places = Places(torch.arange(1, length - first + 1), text.caches)
-        logits, handed_on = draft_steps(loaded.head, text.tokens[first:], fed, places)
-        fed = handed_on[:-1]
+        positions = torch.arange(1, len(tokens) - first + 1)
+        logits, handed_on = draft_steps(loaded.head, tokens[first:], features, positions, caches)
+        features = handed_on[:-1]
         yield logits, slice(first, None)
 
 
@@ -436,7 +419,6 @@ KIND = HeadKind(
     trace=_trace,
     reference=_reference,
     guesses=_guesses,
-    readings=only_reading,  # transformers has the one that there is
     read_target=_read_caches,
     needs=frozenset(["lent caches"]),
 )

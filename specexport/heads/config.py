@@ -53,8 +53,3 @@ class HeadConfig:
     def feature_size(self) -> int:
         """E, the width of what it reads: its own, or the target's where nothing is projected."""
         return self.hidden_size if self.projects else self.target_hidden_size
-
-    @property
-    def num_layers(self) -> int:
-        """Decoder layers."""
-        return int(self.layer_config["num_hidden_layers"])

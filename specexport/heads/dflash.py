@@ -11,7 +11,7 @@ top level; ``target_layer_ids`` counts layers whose *output* is read. speculator
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,11 +19,10 @@ from torch import Tensor, nn
 
 from specexport.heads.config import HeadConfig, TargetFacts
 from specexport.heads.files import HeadFiles, is_named
-from specexport.heads.kind import HeadKind, Text
+from specexport.heads.kind import Caches, HeadKind, Reading, reversed_taps, shifted_taps
 from specexport.heads.layered import body_of, check_taps, load_layered, plain_layers, read_layered, said_of_layers
-from specexport.heads.loaded import LoadedHead, TargetTables
+from specexport.heads.loaded import LoadedHead, TargetTables, refuse_variant
 from specexport.heads.modules import DraftHead, FeatureProjection, RunModule, norm_class
-from specexport.heads.readings import Reading, reversed_taps, shifted_taps
 from specexport.heads.reference import CheckedRow, HeadReference
 from specexport.heads.trace import trace_layers
 from specexport.trace.export import TracedModel
@@ -47,17 +46,12 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "conv_kernel_size": (None, 0),
 }
 """Keys of variants (DSpark, Domino, DFlash 2, windows and sinks of other writers): the values that ask for none."""
+_PLAIN_HEAD = "give a plain DFlash head, or an EAGLE-3 or P-EAGLE head."
 _AGAIN = "give the complete head, with the config.json that belongs to its weights."
 BLOCK_STEPS = (((5, 3), (2, 2)), ((1, 3), (3, 4)), ((2, 2), (1, 3)))
 """New context entries and tokens of the block, of each row in each step of the build's proof."""
 GUESS_STEP, GUESS_ROWS = 2, 5
 """Where guesses are looked at: every second place, and blocks as a draft of 4 tokens has them."""
-
-
-class BlockShape(NamedTuple):
-    """What a head that fills blocks has beside others."""
-
-    causal_layers: tuple[bool, ...]  # which layers hide the rest of the block from each of its tokens
 
 
 class ContextProjection(FeatureProjection):
@@ -76,11 +70,11 @@ class ContextProjection(FeatureProjection):
 class BlockHead(DraftHead):
     """A head that reads context entries, which have a feature and no token, and a block of tokens behind them."""
 
-    def __init__(self, config: HeadConfig) -> None:
+    def __init__(self, config: HeadConfig) -> None:  # its ``shape``: which layers hide from tokens what follows them
         super().__init__(config)
         # compute the rows of context entries too, so that no size depends on a value: a CUDA graph can hold it
         self.every_row = False
-        for layer, causal in zip(self.body.layers, config.shape.causal_layers, strict=True):
+        for layer, causal in zip(self.body.layers, config.shape, strict=True):
             layer.self_attn.is_causal = causal
             whole = layer.self_attn.o_proj
             layer.self_attn.o_proj = _OfBlock(whole.in_features, whole.out_features, whole.bias is not None)
@@ -170,18 +164,11 @@ def _read(files: HeadFiles, target: TargetFacts) -> HeadConfig:
     layer, layers = said_of_layers(files), plain_layers(files)
     layers |= _windows(files, layer) | {"model_type": body_of(files)}
     key, ids, shift = _layer_ids(files)
-    config = read_layered(
-        files,
-        target,
-        kind="dflash",
-        layers=layers,
-        taps=check_taps(files, target.num_layers, ids, key=key, shift=shift),
-        projects=True,
-        source_format="z-lab",
-    )
+    taps = check_taps(files, target.num_layers, ids, key=key, shift=shift)
+    config = read_layered(files, target, "dflash", layers, taps, "z-lab", projects=True)
     size, mask = _block(files, layer, target.vocab_size)
-    shape = BlockShape(_causal_layers(files, layer, layers["num_hidden_layers"]))
-    return replace(config, block_size=size, mask_token_id=mask, shape=shape)
+    causal = _causal_layers(files, layer, layers["num_hidden_layers"])
+    return replace(config, block_size=size, mask_token_id=mask, shape=causal)
 
 
 def _windows(files: HeadFiles, layer: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,15 +196,15 @@ def _block(files: HeadFiles, layer: Mapping[str, Any], vocab_size: int) -> tuple
         if value not in plain:
             raise UnsupportedModelError(
                 f"{files.name} sets {key} to {value!r}, a variant of DFlash that cannot be imported.",
-                "give a plain DFlash head, or an EAGLE-3 or P-EAGLE head.",
+                _PLAIN_HEAD,
             )
     size = _value(files, "block_size", 16)
-    if not _is_whole(size) or size < 2:
+    if type(size) is not int or size < 2:
         raise CheckpointError(
             f"{files.name}: block_size is {size!r}; a block has 2 tokens or more, the newest and one to guess.", _AGAIN
         )
     mask = _value(files, "mask_token_id")
-    if not _is_whole(mask) or not 0 <= mask < vocab_size:
+    if type(mask) is not int or not 0 <= mask < vocab_size:
         raise CheckpointError(
             f"{files.name}: mask_token_id is {mask!r}, no token of {vocab_size}; a DFlash head reads it in the place "
             "of each token that it guesses.",
@@ -260,20 +247,10 @@ def _value(files: HeadFiles, key: str, default: Any = None) -> Any:
     return default
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _load(files: HeadFiles, config: HeadConfig, tables: TargetTables, dtype: torch.dtype) -> LoadedHead:
     loaded = load_layered(BlockHead, files, config, tables, dtype, projection=ContextProjection)
     known = {name.removeprefix("body.") for name in loaded.head.state_dict()} | {*loaded.projection.state_dict(), "d2t"}
-    unknown = sorted(files.shapes.keys() - known)
-    if unknown:  # they compute something else: a head without them would be slow, not wrong
-        raise UnsupportedModelError(
-            f"the head {files.name} has {len(unknown)} tensors that its kind does not have, for example {unknown[0]}: "
-            "it is a variant that cannot be imported.",
-            "give a plain DFlash head, or an EAGLE-3 or P-EAGLE head.",
-        )
+    refuse_variant(files, files.shapes.keys() - known, "its kind does not have", _PLAIN_HEAD)
     return loaded
 
 
@@ -318,10 +295,10 @@ def first_guesses(head: DraftHead, tokens: Tensor, features: Tensor, *, step: in
     return logits
 
 
-def _guesses(loaded: LoadedHead, text: Text) -> Iterator[tuple[Tensor, slice]]:
+def _guesses(loaded: LoadedHead, tokens: Tensor, features: Tensor, _: Caches) -> Iterator[tuple[Tensor, slice]]:
     """Each second place takes a block of its own; second guesses come with the first."""
     rows = min(loaded.config.block_size or GUESS_ROWS, GUESS_ROWS)
-    yield first_guesses(loaded.head, text.tokens, text.features, step=GUESS_STEP, rows=rows), slice(1, None, GUESS_STEP)
+    yield first_guesses(loaded.head, tokens, features, step=GUESS_STEP, rows=rows), slice(1, None, GUESS_STEP)
 
 
 def _readings(config: HeadConfig, num_layers: int) -> Sequence[Reading]:

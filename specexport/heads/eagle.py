@@ -13,19 +13,10 @@ from torch import Tensor, nn
 
 from specexport.heads.config import HeadConfig, TargetFacts
 from specexport.heads.files import OTHER_TARGET, HeadFiles, is_named
-from specexport.heads.kind import HeadKind
-from specexport.heads.layered import (
-    check_taps,
-    layered_guesses,
-    layered_reference,
-    load_layered,
-    plain_layers,
-    read_layered,
-)
+from specexport.heads.kind import BEFORE_NORM, Reading, other_flag, reversed_taps, shifted_taps, swapped
+from specexport.heads.layered import check_taps, layered_kind, load_layered, plain_layers, read_layered
 from specexport.heads.loaded import LoadedHead, TargetTables
 from specexport.heads.modules import DraftHead, RunModule, norm_class, through_layer
-from specexport.heads.readings import Reading, before_norm, other_flag, reversed_taps, shifted_taps, swapped
-from specexport.heads.trace import trace_layers
 from specexport_runtime.abi import AFTER_NORM
 from specexport_runtime.errors import CheckpointError
 
@@ -81,27 +72,12 @@ def default_taps(num_layers: int) -> tuple[int, ...]:
 
 
 def _read_eagle(files: HeadFiles, target: TargetFacts) -> HeadConfig:
-    return read_layered(
-        files,
-        target,
-        kind="eagle",
-        layers=plain_layers(files),
-        taps=(AFTER_NORM,),
-        projects=False,
-        source_format=_format_of(files),
-    )
+    return read_layered(files, target, "eagle", plain_layers(files), (AFTER_NORM,), _format_of(files))
 
 
 def _read_eagle3(files: HeadFiles, target: TargetFacts) -> HeadConfig:
-    config = read_layered(
-        files,
-        target,
-        kind="eagle3",
-        layers=plain_layers(files),
-        taps=_taps(files, target.num_layers),
-        projects=True,
-        source_format=_format_of(files),
-    )
+    layers, taps = plain_layers(files), _taps(files, target.num_layers)
+    config = read_layered(files, target, "eagle3", layers, taps, _format_of(files), projects=True)
     return replace(config, mask_token_id=_mask_token(files, target.vocab_size))
 
 
@@ -151,7 +127,7 @@ def _load_eagle3(files: HeadFiles, config: HeadConfig, tables: TargetTables, dty
 
 
 def _readings(config: HeadConfig, num_layers: int) -> Sequence[Reading]:
-    return [Reading(config), swapped(config), before_norm(config, num_layers)]
+    return [Reading(config), swapped(config), Reading(replace(config, taps=(num_layers,)), BEFORE_NORM)]
 
 
 def _readings3(config: HeadConfig, num_layers: int) -> Sequence[Reading]:
@@ -161,22 +137,19 @@ def _readings3(config: HeadConfig, num_layers: int) -> Sequence[Reading]:
     return [*found, *reversed_taps(config), swapped(config)]
 
 
-EAGLE3 = HeadKind(
+EAGLE3 = layered_kind(
     name="eagle3",
     called="an EAGLE-3 or P-EAGLE head",
     recognizes=lambda files: not is_named(files) and "layers.0.hidden_norm.weight" in files.shapes,
     read=_read_eagle3,
     load=_load_eagle3,
-    trace=trace_layers,
-    reference=layered_reference,
-    guesses=layered_guesses,
     readings=_readings3,
     speculators=("eagle3", "peagle"),
     prefixes=("eagle_module.", "eagle."),
     make=Eagle3Head,
     architecture="Eagle3DraftModel",
 )
-EAGLE = HeadKind(
+EAGLE = layered_kind(
     name="eagle",
     called="an EAGLE-1 or EAGLE-2 head",
     recognizes=lambda files: (
@@ -184,9 +157,6 @@ EAGLE = HeadKind(
     ),
     read=_read_eagle,
     load=partial(load_layered, EagleHead),
-    trace=trace_layers,
-    reference=layered_reference,
-    guesses=layered_guesses,
     readings=_readings,
     speculators=("eagle",),
 )

@@ -18,6 +18,7 @@ decoder layer of Hydra++, with the target's own sizes.
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,13 +28,11 @@ from torch.nn import functional
 
 from specexport.heads.config import HeadConfig, TargetFacts
 from specexport.heads.files import OTHER_TARGET, HeadFiles, check_target, read_size
-from specexport.heads.kind import HeadKind, Text
-from specexport.heads.loaded import LoadedHead, TargetTables, fill_module, load_projection, modules_of
-from specexport.heads.modules import RunModule, answer_by_head, make_body, through_layer
-from specexport.heads.readings import other_last_states
+from specexport.heads.kind import Caches, HeadKind, other_last_states
+from specexport.heads.loaded import LoadedHead, TargetTables, fill_module, load_projection, modules_of, refuse_variant
+from specexport.heads.modules import HeadModule, RunModule, answer_by_head, make_body, through_layer
 from specexport.heads.reference import CheckedRow, HeadReference
 from specexport.heads.trace import HeadStep, causal_states, trace_layers
-from specexport.trace.export import TracedModel
 from specexport_runtime.abi import AFTER_NORM, CONTEXT_ID
 from specexport_runtime.bundle.entry import MAX_LOOKAHEAD
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
@@ -50,10 +49,6 @@ _OTHERS = "give Hydra heads of the architecture 'mlp' or 'prefix-mlp', or anothe
 READ = ((5, 2), (1, 3), (2, 1))
 """New features of each row in each step of first heads in the build's proof. Behind it come steps of later ones, as in
 a draft."""
-
-Equations = Callable[[np.ndarray, Sequence[int]], tuple[np.ndarray, np.ndarray]]
-"""Logits [N] and the hidden state handed on [H], for all features of a sequence [n, H] and the tokens that the head
-reads: the newest and the guessed ones."""
 
 
 class HydraShape(NamedTuple):
@@ -86,21 +81,15 @@ class HydraHead(nn.Module):  # type: ignore[misc]  # torch is not followed
         return logits
 
 
-class HydraHeads(nn.Module):  # type: ignore[misc]
+class HydraHeads(HeadModule):
     """Heads over a hidden state and tokens."""
 
     def __init__(self, config: HeadConfig) -> None:
-        super().__init__()
-        self.head_config = config
+        super().__init__(config)
         # transformers' model of the prefix layer, for its layer, rotary embedding and last norm; None without one
         self.body = make_body(config) if config.shape.has_prefix else None
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)  # token embedding [V, H]
         self.heads = nn.ModuleList(HydraHead(config, number) for number in range(config.num_draft_heads))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the weights."""
-        return self.embed_tokens.weight.dtype
 
     @property
     def step_parameters(self) -> int:
@@ -165,10 +154,6 @@ class HydraStep(HeadStep):
         return read_rows(self.model, state, features.to(self.model.dtype), input_ids, logit_rows, cu_new_tokens)
 
 
-def _trace(heads: HydraHeads, *, fixed_sizes: bool, group_experts: bool) -> TracedModel:  # noqa: ARG001
-    return trace_layers(heads, HydraStep, group_experts=group_experts)
-
-
 def _load(files: HeadFiles, config: HeadConfig, tables: TargetTables, dtype: torch.dtype) -> LoadedHead:
     shape: HydraShape = config.shape
     with modules_of(files, what="prefix layer", whose="the target's configuration"):
@@ -177,18 +162,13 @@ def _load(files: HeadFiles, config: HeadConfig, tables: TargetTables, dtype: tor
         if heads.body is not None:
             heads.body.rotary_emb = make_body(config).rotary_emb  # its buffers are in no file
     names = _names(files, heads)
-    unknown = sorted(
+    unknown = {
         name
         for name in files.shapes.keys() - names.values()
         if not UNREAD.fullmatch(name)
         and not (shape.one_block and _is_copy(name, files, config.num_draft_heads, shape.num_blocks))
-    )
-    if unknown:
-        raise UnsupportedModelError(
-            f"the head {files.name} has {len(unknown)} tensors that Hydra heads do not have, for example {unknown[0]}: "
-            "it is a variant that cannot be imported.",
-            "give Hydra heads as their authors write them.",
-        )
+    }
+    refuse_variant(files, unknown, "Hydra heads do not have", "give Hydra heads as their authors write them.")
     fill_module(heads, files, names)
     if EMBEDDING not in files.shapes:
         heads.embed_tokens.weight = nn.Parameter(tables.embedding, requires_grad=False)
@@ -354,8 +334,16 @@ def _reference(loaded: LoadedHead) -> HeadReference:
     return hydra_steps(compute, config.num_draft_heads, config.feature_size, config.vocab_size)
 
 
-def hydra_steps(compute: Equations, num_heads: int, feature_size: int, vocab_size: int) -> HeadReference:
-    """Steps with random features [n, E] and tokens, and what ``compute`` says of them."""
+def hydra_steps(
+    compute: Callable[[np.ndarray, Sequence[int]], tuple[np.ndarray, np.ndarray]],
+    num_heads: int,
+    feature_size: int,
+    vocab_size: int,
+) -> HeadReference:
+    """Steps with random features and tokens; ``compute`` gives logits [N] and what is handed on [H].
+
+    It is given all features of a sequence [n, H], and the tokens that a head reads.
+    """
     generator = np.random.default_rng(21)
     known = [np.zeros((0, feature_size), np.float32) for _ in READ[0]]
     steps = []
@@ -381,10 +369,9 @@ def hydra_steps(compute: Equations, num_heads: int, feature_size: int, vocab_siz
     return HeadReference(steps)
 
 
-def _guesses(loaded: LoadedHead, text: Text) -> Iterator[tuple[Tensor, slice]]:
+def _guesses(loaded: LoadedHead, tokens: Tensor, features: Tensor, _: Caches) -> Iterator[tuple[Tensor, slice]]:
     """One head after the other at every place, each fed the text's own tokens."""
-    heads, tokens = loaded.head, text.tokens
-    states = causal_states(heads, tokens[1:], text.features)
+    heads, states = loaded.head, causal_states(loaded.head, tokens[1:], features)
     for number in range(min(2, loaded.config.num_draft_heads)):
         windows = tokens[1:].unfold(0, number + 1, 1)
         yield heads.guess(number, states[: len(windows)], heads.embed_tokens(windows)), slice(1 + number, None)
@@ -396,7 +383,7 @@ KIND = HeadKind(
     recognizes=_recognizes,
     read=_read,
     load=_load,
-    trace=_trace,
+    trace=partial(trace_layers, step=HydraStep),
     reference=_reference,
     guesses=_guesses,
     readings=other_last_states,

@@ -1,17 +1,14 @@
 """The kinds of draft heads, and what goes through their records. A new one is a file of its own and a line here."""
 
 import json
-from collections.abc import Iterable
+from functools import reduce
 from typing import Any
-
-import torch
 
 from specexport.checkpoint.source import Source
 from specexport.heads import assistant, dflash, eagle, hydra, medusa, mtp
 from specexport.heads.config import HeadConfig, TargetFacts
 from specexport.heads.files import CONFIG_NAME, HeadFiles, our_name, read_names
 from specexport.heads.kind import HeadKind
-from specexport.heads.loaded import LoadedHead, TargetTables
 from specexport.trace.export import TracedModel
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 
@@ -57,14 +54,8 @@ def open_head(source: Source) -> HeadFiles:
     named = values.get("speculators_model_type")
     name_of = next((kind.our_name for kind in KINDS if named in kind.speculators), our_name)
     prefixes = ("model.", *(prefix for kind in KINDS for prefix in kind.prefixes))
-    shapes, stored = read_names(source, lambda key: name_of(_without(key, prefixes)))
+    shapes, stored = read_names(source, lambda key: name_of(reduce(str.removeprefix, prefixes, key)))
     return HeadFiles(source.name, values, shapes, stored)
-
-
-def _without(name: str, prefixes: Iterable[str]) -> str:
-    for prefix in prefixes:
-        name = name.removeprefix(prefix)
-    return name
 
 
 def read_config(files: HeadFiles, target: TargetFacts) -> HeadConfig:
@@ -104,15 +95,6 @@ def _refuse_lossy(files: HeadFiles) -> None:
                     f"{files.name} sets {key} to {value}, which accepts tokens that the target did not choose.",
                     f"take {key} out of {CONFIG_NAME}: text must stay the target's.",
                 )
-
-
-def load_head(files: HeadFiles, config: HeadConfig, tables: TargetTables, dtype: torch.dtype) -> LoadedHead:
-    """Load a head; an embedding or LM head that its files lack is the target's.
-
-    Raises CheckpointError if tensors are missing, or have other shapes than the configuration says, and
-    UnsupportedModelError if there are tensors of a variant.
-    """
-    return kind_of(config).load(files, config, tables, dtype)
 
 
 def trace_head(head: Any, *, fixed_sizes: bool = False, group_experts: bool = False) -> TracedModel:

@@ -5,22 +5,23 @@ by one key, the layers that feed a head above all, this is where it is settled (
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from specexport.heads.config import HeadConfig, TargetFacts
 from specexport.heads.files import OTHER_TARGET, HeadFiles, check_target, is_named, read_size
-from specexport.heads.kind import Text
-from specexport.heads.loaded import LoadedHead, TargetTables, fill_module, load_projection, modules_of
+from specexport.heads.kind import Caches, HeadKind
+from specexport.heads.loaded import LoadedHead, TargetTables, fill_module, kept_ids, load_projection, modules_of
 from specexport.heads.modules import DraftHead, FeatureProjection, make_body
 from specexport.heads.reference import CHECK_LENS, HeadReference, causal_reference
-from specexport.heads.trace import causal_step
-from specexport.heads.unroll import unroll
+from specexport.heads.trace import causal_step, trace_layers
+from specexport.trace.layers import hidden_of
 from specexport_runtime.errors import CheckpointError
-from specexport_runtime.executors.base import Int32Array
 
 _LAYER_KEYS = (
     "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -58,12 +59,12 @@ def body_of(files: HeadFiles) -> str:
 def read_layered(
     files: HeadFiles,
     target: TargetFacts,
-    *,
     kind: str,
     layers: Mapping[str, Any],  # transformers' configuration of the head's layers
     taps: tuple[int, ...],
-    projects: bool,  # what it reads goes through a linear layer, and has any width
     source_format: str,  # of files without a name of speculators
+    *,
+    projects: bool = False,  # what it reads goes through a linear layer, and has any width
 ) -> HeadConfig:
     """What a head computes; CheckpointError if it was made for another target, or a size is none."""
     layer, values = said_of_layers(files), files.values
@@ -136,7 +137,9 @@ def load_layered(
     shared = {"embed_tokens.weight", "lm_head.weight"} - files.shapes.keys()
     fill_module(head, files, {name: stored for name, stored in names.items() if name not in shared})
     made = load_projection(files, config, dtype, projection)
-    ids = _head_ids(files, config)
+    # offsets from each row's own number
+    kept = kept_ids(files, config, "d2t", lambda offsets: np.arange(len(offsets)) + offsets)
+    ids = None if kept is None or len(kept) == config.vocab_size else np.sort(kept)
     if shared and tables.embedding.shape[1] != config.hidden_size:
         raise CheckpointError(
             f"the head {files.name} lacks {sorted(shared)[0]}, and the target's does not fit: it has "
@@ -148,36 +151,10 @@ def load_layered(
     if "lm_head.weight" in shared:
         rows = tables.lm_head if ids is None else tables.lm_head[torch.from_numpy(ids.astype(np.int64))]
         head.lm_head.weight = torch.nn.Parameter(rows, requires_grad=False)
-    elif "d2t" in files.shapes:  # rows in the order of their ids
-        order = torch.from_numpy(np.argsort(_row_ids(files), kind="stable"))
+    elif kept is not None:  # rows in the order of their ids
+        order = torch.from_numpy(np.argsort(kept, kind="stable"))
         head.lm_head.weight.data = head.lm_head.weight.data[order]
     return LoadedHead(config, head.to(dtype).eval().requires_grad_(False), made, ids)
-
-
-def _row_ids(files: HeadFiles) -> np.ndarray:
-    """Token id of each row of the LM head: ``d2t`` holds offsets from the row's own number."""
-    offsets: np.ndarray = files.tensor("d2t").long().numpy()
-    ids: np.ndarray = np.arange(len(offsets)) + offsets
-    return ids
-
-
-def _head_ids(files: HeadFiles, config: HeadConfig) -> Int32Array | None:
-    if "d2t" not in files.shapes:
-        if config.draft_vocab_size != config.vocab_size:
-            raise CheckpointError(
-                f"the head {files.name} has {config.draft_vocab_size} of {config.vocab_size} tokens, and no d2t that "
-                "says which.",
-                "give the complete head.",
-            )
-        return None
-    ids = np.sort(_row_ids(files))
-    if len(ids) != config.draft_vocab_size or (np.diff(ids) <= 0).any() or ids[0] < 0 or ids[-1] >= config.vocab_size:
-        raise CheckpointError(
-            f"the head {files.name}: d2t does not name {config.draft_vocab_size} different tokens below "
-            f"{config.vocab_size}.",
-            "give the complete head.",
-        )
-    return None if len(ids) == config.vocab_size else ids.astype(np.int32)
 
 
 def layered_reference(loaded: LoadedHead) -> HeadReference:
@@ -200,8 +177,68 @@ def compare_steps(
     return causal_reference(tokens, features, logits, handed)
 
 
-def layered_guesses(loaded: LoadedHead, text: Text) -> Iterator[tuple[Tensor, slice]]:
+def layered_guesses(loaded: LoadedHead, tokens: Tensor, features: Tensor, _: Caches) -> Iterator[tuple[Tensor, slice]]:
     """See ``HeadKind.guesses``: two steps, or the first guesses of a head that drafts all tokens in one."""
     steps = 2 if loaded.head.head_config.mask_token_id is None else 1
-    for step in unroll(loaded.head, text.tokens[None], text.features[None], torch.tensor([len(text.tokens)]), steps):
+    for step in unroll(loaded.head, tokens[None], features[None], torch.tensor([len(tokens)]), steps):
         yield step.logits[0][step.valid[0]], slice(step.offset, None)
+
+
+layered_kind = partial(HeadKind, trace=trace_layers, reference=layered_reference, guesses=layered_guesses)
+"""A kind of heads whose module says all, in ``DraftHead.hidden``."""
+
+
+class StepResult(NamedTuple):
+    """One draft step at every place of the batch."""
+
+    logits: Tensor  # of the head [B, T-1, N]: at place ``i``, of the token ``i + 2 + step``
+    valid: Tensor  # places whose target is known, bool [B, T-1]
+    offset: int  # the target's hidden state for place ``i`` is ``last[:, i + offset]``
+
+
+def unroll(head: DraftHead, tokens: Tensor, features: Tensor, lengths: Tensor, steps: int) -> Iterator[StepResult]:
+    """Draft at every place of the texts at once, ``steps`` tokens deep, fed the text's own tokens.
+
+    This is training-time test (Li et al. 2025, section 3.1).
+    Step ``s`` at place ``i`` sees the true features of places up to ``i``, and what the head itself gave at this place
+    in the steps before: as it will when it drafts. ``tokens`` is int64 [B, T], ``features`` [B, T-1, E] are of all
+    tokens but the last, ``lengths`` int64 [B] counts the tokens of each text.
+    """
+    count, width = features.shape[:2]
+    past: dict[int, tuple[Tensor, Tensor]] = {}
+    causal = torch.full((width, width), float("-inf")).triu(1)
+    diagonal = torch.full((width, width), float("-inf")).fill_diagonal_(0.0)
+    places = torch.arange(width)
+    for step in range(steps):
+        shifted = functional.pad(tokens[:, 1 + step :], (0, step))[:, :width]
+        positions = (places + step)[None].expand(count, -1)
+        rotary = head.body.rotary_emb(features, positions)
+        mask = torch.cat([causal, *[diagonal] * step], dim=1)
+        state = head.hidden(head.embed(shifted).detach(), features, _Run(past, rotary, mask[None, None]))
+        logits, features = head.read(state)
+        valid = places[None] + 1 + step < lengths[:, None]
+        yield StepResult(logits, valid, 1 + step)
+
+
+class _Run:
+    """Runs modules with attention over the keys and values of all steps so far."""
+
+    def __init__(self, past: dict[int, tuple[Tensor, Tensor]], rotary: tuple[Tensor, Tensor], mask: Tensor) -> None:
+        self._past, self._rotary, self._mask = past, rotary, mask
+
+    def __call__(self, module: Any, hidden: Tensor) -> Tensor:
+        output = module(
+            hidden_states=hidden,
+            position_embeddings=self._rotary,
+            attention_mask=self._mask.to(hidden.dtype),
+            past_key_values=self,
+        )
+        return hidden_of(output)
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """As transformers' cache: these behind those of the steps before."""
+        if layer in self._past:
+            old_keys, old_values = self._past[layer]
+            keys, values = torch.cat([old_keys, keys], dim=2), torch.cat([old_values, values], dim=2)
+        self._past[layer] = keys, values
+        return keys, values

@@ -1,16 +1,17 @@
 """A draft head in memory, and giving modules the tensors of its files."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from specexport.heads.config import HeadConfig
 from specexport.heads.files import HeadFiles
 from specexport.heads.modules import FeatureProjection
-from specexport_runtime.errors import CheckpointError
+from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 from specexport_runtime.executors.base import Float32Array, Int32Array
 
 
@@ -78,3 +79,39 @@ def modules_of(files: HeadFiles, *, what: str = "layers", whose: str = "its conf
             f"the head {files.name}: no {what} can be made of {whose} ({type(error).__name__}: {error}).",
             "fetch the head again.",
         ) from error
+
+
+def refuse_variant(files: HeadFiles, unknown: Set[str], lacking: str, hint: str) -> None:
+    """Refuse tensors that compute something else: a head without them would be slow, not wrong."""
+    if unknown:
+        raise UnsupportedModelError(
+            f"the head {files.name} has {len(unknown)} tensors that {lacking}, for example {min(unknown)}: it is a "
+            "variant that cannot be imported.",
+            hint,
+        )
+
+
+def kept_ids(
+    files: HeadFiles, config: HeadConfig, name: str, ids_of: Callable[[np.ndarray], np.ndarray] = np.asarray
+) -> Int32Array | None:
+    """Token id of each row of an LM head, in their order, as the tensor ``name`` says; None where it is not there.
+
+    ``ids_of`` makes ids of its values. Raises CheckpointError if rows have no ids, or the same ones.
+    """
+    if name not in files.shapes:
+        if config.draft_vocab_size == config.vocab_size:
+            return None
+        raise CheckpointError(
+            f"the head {files.name} has {config.draft_vocab_size} of {config.vocab_size} tokens, and no {name} that "
+            "says which.",
+            "give the complete head.",
+        )
+    ids = ids_of(files.tensor(name).flatten().long().numpy())
+    known = np.unique(ids)
+    if not len(known) == len(ids) == config.draft_vocab_size or known[0] < 0 or known[-1] >= config.vocab_size:
+        raise CheckpointError(
+            f"the head {files.name}: {name} does not name {config.draft_vocab_size} different tokens below "
+            f"{config.vocab_size}.",
+            "give the complete head.",
+        )
+    return ids.astype(np.int32)

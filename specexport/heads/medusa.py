@@ -23,18 +23,16 @@ from torch.nn import functional
 
 from specexport.heads.config import HeadConfig, TargetFacts
 from specexport.heads.files import CONFIG_NAME, HeadFiles, check_target, is_named, read_size
-from specexport.heads.kind import HeadKind, Text
+from specexport.heads.kind import Caches, HeadKind, other_last_states
 from specexport.heads.layered import compare_steps
-from specexport.heads.loaded import LoadedHead, TargetTables, fill_module, load_projection, modules_of
-from specexport.heads.modules import answer_by_head
-from specexport.heads.readings import other_last_states
+from specexport.heads.loaded import LoadedHead, TargetTables, fill_module, kept_ids, load_projection, modules_of
+from specexport.heads.modules import HeadModule, answer_by_head
 from specexport.heads.reference import HeadReference
 from specexport.heads.trace import trace_head_step
 from specexport.trace.export import TracedModel
 from specexport_runtime.abi import AFTER_NORM, STEP_INPUTS
 from specexport_runtime.bundle.entry import MAX_LOOKAHEAD
 from specexport_runtime.errors import CheckpointError
-from specexport_runtime.executors.base import Int32Array
 
 TOKEN_MAP, ONE_LM_HEAD = "token_map", "lm_head.weight"
 _NUMBERED = re.compile(r"(\d+)\.(\d+)\.(linear\.)?weight")
@@ -51,14 +49,14 @@ class MedusaShape(NamedTuple):
     logit_scale: float = 1.0  # what logits are multiplied by
 
 
-class MedusaHeads(nn.Module):  # type: ignore[misc]  # torch is not followed
+class MedusaHeads(HeadModule):
     """Heads side by side over one hidden state."""
 
     def __init__(self, config: HeadConfig) -> None:
-        super().__init__()
+        super().__init__(config)
         shape: MedusaShape = config.shape
         width, num_heads = config.hidden_size, config.num_draft_heads
-        self.head_config, self.shape = config, shape
+        self.shape = shape
         self.blocks = nn.ModuleList(  # linear layers of the residual blocks, by head
             nn.ModuleList(nn.Linear(width, width, bias=shape.bias) for _ in range(shape.num_blocks))
             for _ in range(num_heads)
@@ -66,11 +64,6 @@ class MedusaHeads(nn.Module):  # type: ignore[misc]  # torch is not followed
         count = 1 if shape.one_lm_head else num_heads
         # [N, H] of each head, or the one that all share
         self.lm_heads = nn.ModuleList(nn.Linear(width, config.draft_vocab_size, bias=False) for _ in range(count))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the weights."""
-        return self.lm_heads[0].weight.dtype
 
     @property
     def step_parameters(self) -> int:
@@ -136,7 +129,7 @@ def _trace(heads: MedusaHeads, *, fixed_sizes: bool, group_experts: bool) -> Tra
 
 
 def _load(files: HeadFiles, config: HeadConfig, tables: TargetTables, dtype: torch.dtype) -> LoadedHead:
-    kept = _kept_ids(files, config)
+    kept = None if config.draft_vocab_size == config.vocab_size else kept_ids(files, config, TOKEN_MAP)
     ids = None if kept is None else np.sort(kept)
     names: dict[str, str] = {}
     with modules_of(files), torch.device("meta"):
@@ -163,29 +156,6 @@ def _load(files: HeadFiles, config: HeadConfig, tables: TargetTables, dtype: tor
         lm_head.weight = nn.Parameter(rows, requires_grad=False)
     heads = heads.to(dtype).eval().requires_grad_(False)
     return LoadedHead(config, heads, load_projection(files, config, dtype), ids)
-
-
-def _kept_ids(files: HeadFiles, config: HeadConfig) -> Int32Array | None:
-    """Token id of each row of the LM heads, in their order; None where they have all."""
-    if config.draft_vocab_size == config.vocab_size:
-        return None
-    if TOKEN_MAP not in files.shapes:
-        raise CheckpointError(
-            f"the head {files.name} has {config.draft_vocab_size} of {config.vocab_size} tokens, and no {TOKEN_MAP} "
-            "that says which.",
-            "give the complete head.",
-        )
-    ids = files.tensor(TOKEN_MAP).flatten().long().numpy()
-    known = np.unique(ids)
-    whole = len(known) == len(ids) == config.draft_vocab_size
-    if not whole or known[0] < 0 or known[-1] >= config.vocab_size:
-        raise CheckpointError(
-            f"the head {files.name}: {TOKEN_MAP} does not name {config.draft_vocab_size} different tokens below "
-            f"{config.vocab_size}.",
-            "give the complete head.",
-        )
-    kept: Int32Array = ids.astype(np.int32)
-    return kept
 
 
 def _recognizes(files: HeadFiles) -> bool:
@@ -301,9 +271,9 @@ def _reference(loaded: LoadedHead) -> HeadReference:
     return compare_steps(loaded, loaded.config.num_draft_heads, compute)
 
 
-def _guesses(loaded: LoadedHead, text: Text) -> Iterator[tuple[Tensor, slice]]:
+def _guesses(loaded: LoadedHead, _: Tensor, features: Tensor, __: Caches) -> Iterator[tuple[Tensor, slice]]:
     for number in range(min(2, loaded.config.num_draft_heads)):
-        known = text.features[: len(text.features) - number]
+        known = features[: len(features) - number]
         yield loaded.head(torch.full((len(known),), number), known), slice(1 + number, None)
 
 

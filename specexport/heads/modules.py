@@ -34,21 +34,28 @@ class FeatureProjection(nn.Module):  # type: ignore[misc]  # torch is not follow
         return joined if self.fc is None else self.fc(joined)
 
 
-class DraftHead(nn.Module):  # type: ignore[misc]
-    """A head over features: embedding, decoder layers, last norm, LM head. Each kind has its own way through them."""
+class HeadModule(nn.Module):  # type: ignore[misc]
+    """What traces and loads see of a head of any kind."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         self.head_config = config
-        # transformers' model of the layers' kind, for its layers, rotary embedding and last norm
-        self.body = make_body(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)  # token embedding [V, H]
-        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)  # [N, H]
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the weights."""
-        return self.lm_head.weight.dtype
+        return next(self.parameters()).dtype
+
+
+class DraftHead(HeadModule):
+    """A head over features: embedding, decoder layers, last norm, LM head. Each kind has its own way through them."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__(config)
+        # transformers' model of the layers' kind, for its layers, rotary embedding and last norm
+        self.body = make_body(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)  # token embedding [V, H]
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)  # [N, H]
 
     @property
     def step_parameters(self) -> int:

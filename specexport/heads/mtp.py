@@ -17,12 +17,10 @@ from torch import Tensor, nn
 from specexport.checkpoint.load import quiet_transformers
 from specexport.heads.config import HeadConfig, TargetFacts
 from specexport.heads.files import HeadFiles, is_named
-from specexport.heads.kind import HeadKind
-from specexport.heads.layered import layered_guesses, layered_reference, load_layered, read_layered, said_of_layers
+from specexport.heads.kind import BEFORE_NORM, SWAPPED, Reading
+from specexport.heads.layered import layered_kind, load_layered, read_layered, said_of_layers
 from specexport.heads.modules import DraftHead, RunModule, body_config, norm_class
 from specexport.heads.mtp_files import EMBED_NORM, name_beside_module, stored_name
-from specexport.heads.readings import BEFORE_NORM, SWAPPED, Reading
-from specexport.heads.trace import trace_layers
 from specexport_runtime.abi import AFTER_NORM
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 
@@ -86,19 +84,11 @@ def load_body(files: HeadFiles, config: HeadConfig, dtype: torch.dtype) -> Any:
 
 
 def _read(files: HeadFiles, target: TargetFacts) -> HeadConfig:
-    config = read_layered(
-        files,
-        target,
-        kind="mtp",
-        layers=_layers(files),
-        taps=(AFTER_NORM,),
-        projects=False,
-        source_format="the target's checkpoint",
-    )
-    conventions = _conventions(files)
-    if "norm_output" in files.values:
-        conventions["norm_output"] = config.norm_output
-    return replace(config, norm_output=conventions["norm_output"], feature_first=conventions["feature_first"])
+    config = read_layered(files, target, "mtp", _layers(files), (AFTER_NORM,), "the target's checkpoint")
+    # What writers of these names mean, as far as it is known; a checkpoint says nothing of it.
+    stored = {key.rpartition(".")[0].rpartition(".")[2] for _, key in files.stored.values()}
+    norm_output = bool(files.values.get("norm_output", "enorm" not in stored))
+    return replace(config, norm_output=norm_output, feature_first="token_layernorm" in stored and not is_named(files))
 
 
 def _layers(files: HeadFiles) -> dict[str, Any]:
@@ -116,15 +106,6 @@ def _layers(files: HeadFiles) -> dict[str, Any]:
     return config | {key: value for key, value in choices.items() if key in config}
 
 
-def _conventions(files: HeadFiles) -> dict[str, bool]:
-    """What writers of these names mean, as far as it is known; a checkpoint says nothing of it."""
-    stored = {key.rpartition(".")[0].rpartition(".")[2] for _, key in files.stored.values()}
-    return {
-        "norm_output": not stored & {"enorm"},
-        "feature_first": "token_layernorm" in stored and not is_named(files),
-    }
-
-
 def _readings(config: HeadConfig, num_layers: int) -> Sequence[Reading]:
     """All there are: checkpoints say nothing of these, and one wrong choice hides what another is worth."""
     found = []
@@ -140,15 +121,12 @@ def _readings(config: HeadConfig, num_layers: int) -> Sequence[Reading]:
     return found
 
 
-KIND = HeadKind(
+KIND = layered_kind(
     name="mtp",
     called="an MTP module",
     recognizes=lambda files: not is_named(files) and EMBED_NORM in files.shapes,
     read=_read,
     load=partial(load_layered, MtpHead, load_body=load_body),
-    trace=trace_layers,
-    reference=layered_reference,
-    guesses=layered_guesses,
     readings=_readings,
     speculators=("mtp",),
     our_name=name_beside_module,

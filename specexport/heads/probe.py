@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from specexport.heads.config import HeadConfig
-from specexport.heads.kind import Caches, Text
+from specexport.heads.kind import Caches, Reading
 from specexport.heads.kinds import kind_of
 from specexport.heads.loaded import LoadedHead
-from specexport.heads.readings import Reading
 from specexport.trace.layers import tapped
 from specexport_runtime.errors import CheckpointError
 
@@ -109,7 +108,7 @@ def _hits(loaded: LoadedHead, config: HeadConfig, text: _Seen) -> list[Tensor]:
     try:
         with torch.no_grad():
             features = loaded.projection([text.states[tap][:, :-1] for tap in config.taps])
-            for logits, places in kind_of(config).guesses(loaded, Text(text.tokens, features[0], text.caches)):
+            for logits, places in kind_of(config).guesses(loaded, text.tokens, features[0], text.caches):
                 rows = logits.argmax(-1)
                 ids = rows if loaded.ids is None else torch.from_numpy(loaded.ids).long()[rows]
                 found.append(ids == text.best[places])

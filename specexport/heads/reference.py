@@ -48,14 +48,13 @@ def causal_reference(
 
     Of each sequence: token ids int64 [n], features float32 [n, E], logits [n, N] and what it hands on [n, E].
     """
-    steps, done = [], [0, 0]
+    steps: list[list[CheckedRow]] = []
+    done = [0, 0]
     for counts in CHECK_STEPS:
-        spans = [slice(start, start + count) for start, count in zip(done, counts, strict=True)]
-        steps.append(
-            [
-                CheckedRow(tokens[row][span], features[row][span], counts[row], logits[row][span], handed_on[row][span])
-                for row, span in enumerate(spans)
-            ]
-        )
-        done = [start + count for start, count in zip(done, counts, strict=True)]
+        steps.append([])
+        for row, count in enumerate(counts):
+            span = slice(done[row], done[row] + count)
+            given = tokens[row][span], features[row][span], count
+            steps[-1].append(CheckedRow(*given, logits[row][span], handed_on[row][span]))
+            done[row] += count
     return HeadReference(steps)

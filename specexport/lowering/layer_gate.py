@@ -9,7 +9,7 @@ That is what the runtime does, not what ONNX promises; a test pins it.
 Draft on the Fly (ASD, Metel et al. 2024) chooses layers by the cosine similarity of the stream before and after each
 attention, so the graph computes that of all mixers too, for steps that ask for it.
 
-The decoder layer in front of Hydra heads has a gate too. The first head of a draft reads a new hidden state, and the
+The decoder layer in front of draft heads has a gate too. The first head of a draft reads a new hidden state, and the
 later ones read the same again. So a step that asks later heads alone needs no decoder layer: an ``If`` passes on what
 the step was fed, and the caches (``layer_gate``).
 """

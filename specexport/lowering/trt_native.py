@@ -105,7 +105,7 @@ def replace_attention(
 ) -> tuple[str, ...]:
     """The attention part of ``lower_trt_native``, for graphs without logits; same arguments, result and errors."""
     layers = [read_attention(n, i) for i, n in enumerate(_attention_nodes(ir_model))]
-    if not layers:  # Medusa heads
+    if not layers:  # heads over one feature
         return ()
     ahead = not all(layer.causal for layer in layers)
     forms = tuple(choose_form(layer, fold=fold, sees_ahead=ahead) for layer in layers)

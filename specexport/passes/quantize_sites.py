@@ -132,7 +132,7 @@ def _stored(value: ir.Value | None) -> Iterator[ir.Value]:
 
 
 def head_sites(model: ir.Model) -> list[LinearSite]:
-    """The LM head, if it is a linear layer; of Medusa heads, each of theirs."""
+    """The LM head, if it is a linear layer; of several draft heads, each of theirs."""
     sites = {site.node: site for node in model.graph if (site := linear_site(node)) is not None}
     return [sites[head] for head in head_nodes(model, set(sites))]
 

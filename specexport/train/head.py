@@ -14,8 +14,8 @@ from torch.nn import functional
 from specexport.heads.config import HeadConfig
 from specexport.heads.eagle import default_taps
 from specexport.heads.kinds import kind_of
+from specexport.heads.layered import StepResult, unroll
 from specexport.heads.modules import DraftHead, FeatureProjection
-from specexport.heads.unroll import StepResult, unroll
 from specexport.heads.write import write_head
 from specexport.train.options import TrainOptions
 from specexport.train.student import Batch, Described, Guess, at_offset

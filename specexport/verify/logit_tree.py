@@ -193,9 +193,10 @@ class HeadTree(LogitTree):
         places: int = 1,  # tokens that such a head drafts in one step
     ) -> None:
         self._target, self._mask = target, mask
-        own = as_head(head)
-        self._num_heads = 0 if own is None else own.num_draft_heads
-        self._reads_draft = own is not None and own.reads_draft
+        engine = as_head(head)
+        if engine is None:
+            raise SpecexportError("a head tree needs the engine of a draft head.")
+        self._engine, self._num_heads, self._reads_draft = engine, engine.num_draft_heads, engine.reads_draft
         self._places = places if mask is None or mask.most is None else min(places, mask.most)
         self._at_once: Float32Array | None = None
         super().__init__(head, context, vocab_size=vocab_size, cut_head=cut_head)
@@ -225,9 +226,6 @@ class HeadTree(LogitTree):
 
     def _follow(self, path: Path) -> Float32Array:
         """One step for each token, each fed what the one before handed on; then all of them are forgotten."""
-        executor = as_head(self._runner.executor)
-        if executor is None:
-            raise SpecexportError("a head tree needs the engine of a draft head.")
         tokens, feature, start = self._last, self._feature, self._runner.kv.kv_len(0)
         logits = np.empty(0, np.float32)
         try:
@@ -235,19 +233,16 @@ class HeadTree(LogitTree):
                 logits = self._runner.step(0, [RowWork(tokens, 1, feature)])[0].copy()
                 self._runner.kv.commit(0, self._runner.kv.kv_len(0) + 1)
                 if token is not None:
-                    tokens, feature = [token], executor.next_features.copy()
+                    tokens, feature = [token], self._engine.next_features.copy()
         finally:
             self._runner.kv.commit(0, start)
         return logits
 
     def _continue(self, path: Path) -> Float32Array:
         """What the head of a place says of the path to it; behind the last head, that of its last tokens."""
-        executor = as_head(self._runner.executor)
-        if executor is None:
-            raise SpecexportError("a head tree needs the engine of a draft head.")
         logits: Float32Array = self._runner.step(0, [RowWork(self._last, 1, self._feature)])[0].copy()
         if path:
-            state, tokens = executor.next_features.copy(), [self._newest, *self._stand_in(path)][-self._num_heads :]
+            state, tokens = self._engine.next_features.copy(), [self._newest, *self._stand_in(path)][-self._num_heads :]
             logits = self._runner.step(0, [RowWork(tokens, 1, np.tile(state, (len(tokens), 1)))])[0].copy()
         return logits
 

@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 from specexport.checkpoint.source import resolve_source
 from specexport.compile.check_head import check_head
 from specexport.compile.pipeline import build_bundle
-from specexport.heads.assistant import LentCache, lent_caches, read_assistant
+from specexport.heads import assistant
+from specexport.heads.assistant import LentCache, lent_caches
 from specexport.heads.config import TargetFacts
-from specexport.heads.kinds import load_head, open_head
+from specexport.heads.kinds import open_head, read_config
 from specexport.heads.loaded import TargetTables
 from specexport.heads.reference import CHECK_CAPACITY, CheckedRow, HeadReference, LentRows
 from specexport.inspect import describe
@@ -28,6 +29,7 @@ from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 from specexport_runtime.executors.base import as_receding
 from tests.support import tiny_assistants
 from tests.support.drafted import PROMPTS, check_drafts
+from tests.support.loading import load_head
 from tests.support.tiny_assistants import (
     HIDDEN,
     LAYERS,
@@ -248,13 +250,15 @@ LENT = {
 
 def read(folder: Path, lent: Any = LENT, **changes: Any) -> Any:
     files = open_head(resolve_source(str(folder), None))
-    return files, read_assistant(files, TargetFacts(LAYERS, HIDDEN, VOCAB)._replace(**changes), lent)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assistant, "lent_caches", lambda _: lent)
+        return files, read_config(files, TargetFacts(LAYERS, HIDDEN, VOCAB, text="the target's")._replace(**changes))
 
 
 def load(folder: Path) -> Any:
     files, config = read(folder)
     table = torch.zeros(VOCAB, HIDDEN)
-    return load_head(files, config, TargetTables(table, table), torch.float32)
+    return load_head(files, config, TargetTables(table, table))
 
 
 def test_an_assistant_for_another_target_is_refused_by_what_differs(folders: tuple[Path, Path]) -> None:

@@ -12,7 +12,7 @@ from specexport.compile.check_head import check_head
 from specexport.compile.pipeline import build_bundle
 from specexport.heads import dflash
 from specexport.heads.dflash import BLOCK_STEPS, KIND, block_states
-from specexport.heads.kinds import load_head, trace_head
+from specexport.heads.kinds import trace_head
 from specexport.heads.loaded import TargetTables
 from specexport.heads.probe import check_probe, probe_head
 from specexport.heads.reference import CheckedRow, HeadReference
@@ -29,7 +29,7 @@ from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from tests.support.drafted import PROMPTS
-from tests.support.loading import config_of, load
+from tests.support.loading import config_of, load, load_head
 from tests.support.reference_dflash import context_of, draft, forward
 from tests.support.reference_head import doubled
 from tests.support.tiny_dflash import DIALECTS, MASK, zlab
@@ -62,7 +62,7 @@ def test_a_head_computes_the_published_equations(dialect: str, target: Any, tmp_
     loaded = load(tmp_path, target)
     config = loaded.config
     assert (config.taps, config.block_size) == (spec.taps, spec.block_size)
-    assert (config.mask_token_id, config.shape.causal_layers) == (spec.mask, tuple(spec.causal))
+    assert (config.mask_token_id, config.shape) == (spec.mask, tuple(spec.causal))
     states = [torch.randn(9, HIDDEN) for _ in spec.taps]
     context = loaded.projection(states)
     torch.testing.assert_close(context, context_of(spec, states), rtol=0, atol=1e-5)
@@ -279,7 +279,7 @@ def test_causal_blocks_and_windows_are_read_as_their_writers_mean_them(target: A
         ({"sliding_window_non_causal": False}, (True, True, False)),
     ):
         edit(folder, **change)
-        assert config_of(folder)[1].causal_layers == wanted
+        assert config_of(folder)[1].shape == wanted
     windows = [layer.self_attn.sliding_window for layer in load(folder, target).head.body.layers]
     assert windows == [6, 6, None]
     edit(folder, use_sliding_window=False)  # what transformers makes of it, and so what z-lab trained
@@ -353,4 +353,4 @@ def test_a_head_of_another_width_needs_tables_of_its_own(target: Any, tmp_path: 
     files, config = config_of(tmp_path)
     tables = TargetTables(torch.zeros(VOCAB, 32), torch.zeros(VOCAB, 32))
     with pytest.raises(CheckpointError, match="it has 32 values a token, and the head 64"):
-        load_head(files, config, tables, torch.float32)
+        load_head(files, config, tables)

@@ -4,6 +4,7 @@ import functools
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from specexport_runtime.errors import CheckFailedError, CheckpointError, Unsuppo
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from tests.support.drafted import PROMPTS, check_drafts
 from tests.support.following_target import behind, make_target, rows_behind
-from tests.support.loading import config_of, load
+from tests.support.loading import config_of, load, load_head, tables_of
 from tests.support.reference_hydra import HydraSpec, draft, guess, stream
 from tests.support.tiny_heads import HIDDEN, LAYERS, VOCAB, write
 from tests.support.tiny_hydra import DIALECTS, config_of_heads, hydra, hydra_plus, hydra_tensors, with_dropout
@@ -317,6 +318,22 @@ def test_what_is_misshapen_or_strange_is_named(target: Any, tmp_path: Path) -> N
     write(tmp_path / "b", config, {**spec.tensors, "hydra_mlp.1.gate.weight": torch.ones(1, 1)})
     with pytest.raises(UnsupportedModelError, match=r"do not have, for example hydra_mlp\.1\.gate"):
         load(tmp_path / "b", target)
+
+
+@pytest.mark.parametrize("broken", [{"num_attention_heads": 0, "head_dim": None}, {"hidden_act": "unheard-of"}])
+def test_a_prefix_layer_that_cannot_be_made_is_told(target: Any, tmp_path: Path, broken: dict[str, Any]) -> None:
+    hydra_plus(tmp_path, target)
+    files, config = config_of(tmp_path, text=target.config)
+    odd = replace(config, layer_config={**config.layer_config, **broken})
+    with pytest.raises(CheckpointError, match="no prefix layer can be made of the target's configuration"):
+        load_head(files, odd, tables_of(target))
+
+
+def test_an_lm_head_that_is_no_matrix_is_named(target: Any, tmp_path: Path) -> None:
+    spec = hydra(tmp_path / "head", target)
+    write(tmp_path / "a", config_of_heads(3, 2), {**spec.tensors, "hydra_lm_head.0.weight": torch.ones(64)})
+    with pytest.raises(CheckpointError, match=r"hydra_lm_head.0.weight is \[64\], .* it would be \[320, 64\]"):
+        load(tmp_path / "a", target)
 
 
 def test_a_block_that_is_run_again_may_be_stored_once(target: Any, tmp_path: Path) -> None:

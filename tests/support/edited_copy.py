@@ -1,4 +1,4 @@
-"""The runtime's sources with something added, run in another process: what a change takes is then what a test edits."""
+"""Our own sources with something added, run in another process: what a change takes is then what a test edits."""
 
 import json
 import os
@@ -8,12 +8,25 @@ import sys
 from pathlib import Path
 from typing import Any
 
-RUNTIME = Path(__file__).parents[2] / "runtime" / "specexport_runtime"
+ROOT = Path(__file__).parents[2]
+RUNTIME, COMPILER = ROOT / "runtime" / "specexport_runtime", ROOT / "specexport"
 
 
-def copy_runtime(folder: Path) -> Path:
-    """A copy of the package in ``folder``."""
-    return Path(shutil.copytree(RUNTIME, folder / RUNTIME.name, ignore=shutil.ignore_patterns("__pycache__")))
+def copy_runtime(folder: Path, package: Path = RUNTIME) -> Path:
+    """A copy of the runtime, or of another package, in ``folder``."""
+    return Path(shutil.copytree(package, folder / package.name, ignore=shutil.ignore_patterns("__pycache__")))
+
+
+def changed_files(copy: Path, package: Path) -> dict[str, int]:
+    """The files that a copy of a package has otherwise, and how many lines of each are new."""
+    found = {}
+    for path in sorted(copy.rglob("*.py")):
+        name = path.relative_to(copy)
+        old = (package / name).read_text(encoding="utf-8").splitlines() if (package / name).is_file() else []
+        new = [line for line in path.read_text(encoding="utf-8").splitlines() if line not in old]
+        if new:
+            found[str(name)] = len(new)
+    return found
 
 
 def edit(path: Path, changes: dict[str, str]) -> None:
@@ -27,7 +40,7 @@ def edit(path: Path, changes: dict[str, str]) -> None:
 
 def run_with(package: Path, program: str, *arguments: object) -> dict[str, Any]:
     """Run a program over a copied package, beside the compiler's own sources; its last line is JSON."""
-    places = (package.parent, RUNTIME.parents[1])
+    places = (package.parent, RUNTIME.parent, ROOT)
     done = subprocess.run(
         [sys.executable, "-c", program, *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, places))},

@@ -36,9 +36,9 @@ from specexport_runtime.executors import ort_cuda
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.executors.ort_cuda import OrtCudaExecutor
 from specexport_runtime.executors.paged import CUDNN_SWITCH
-from tests import entries
 from tests.lowering.test_ort_cuda import ReferenceSession
 from tests.runtime.test_trt_whole import GraphEngine
+from tests.support import entries
 from tests.support.engine_harness import make_checkpoint
 from tests.support.engine_of import engine_of
 from tests.support.fake_onnxruntime import FakeOrt

@@ -8,7 +8,7 @@ import torch
 from specexport.checkpoint import load_checkpoint
 from specexport.checkpoint.source import resolve_source
 from specexport.heads.config import TargetFacts
-from specexport.heads.kinds import load_head, open_head, read_config
+from specexport.heads.kinds import kind_of, open_head, read_config
 from specexport.heads.loaded import TargetTables
 from specexport.heads.mtp_files import open_mtp
 from tests.support.tiny_heads import HIDDEN, LAYERS, VOCAB
@@ -20,13 +20,17 @@ def config_of(folder: Path, **changes: Any) -> Any:
     return files, read_config(files, TargetFacts(LAYERS, HIDDEN, VOCAB)._replace(**changes))
 
 
+def load_head(files: Any, config: Any, tables: TargetTables) -> Any:
+    return kind_of(config).load(files, config, tables, torch.float32)
+
+
 def load_module(folder: Path, num_layers: int) -> tuple[Any, Any]:
     """The target of a folder and the MTP module in it."""
     model: Any = load_checkpoint(str(folder), dtype="float32").model
     text = model.config.get_text_config()
     files = open_mtp(resolve_source(str(folder), None), text.to_dict())
     config = read_config(files, TargetFacts(num_layers, text.hidden_size, text.vocab_size))
-    return model, load_head(files, config, tables_of(model), torch.float32)
+    return model, load_head(files, config, tables_of(model))
 
 
 def tables_of(model: Any) -> TargetTables:
@@ -36,4 +40,4 @@ def tables_of(model: Any) -> TargetTables:
 def load(folder: Path, target: Any) -> Any:
     """A head in memory, with the tables of ``target`` where its files lack some."""
     files, config = config_of(folder, text=target.config)
-    return load_head(files, config, tables_of(target), torch.float32)
+    return load_head(files, config, tables_of(target))

@@ -25,7 +25,7 @@ from specexport_runtime.executors.gpu import ALIGNMENT, GpuInfo, out_of_memory
 from specexport_runtime.executors.trt import TrtExecutor
 from specexport_runtime.executors.trt_engine import EngineTensor
 from specexport_runtime.executors.trt_pack import SPECS
-from tests import entries
+from tests.support import entries
 
 BASE = 0x7F0000000000
 POISON = 0xFF  # NaN in every float type, -1 in every integer

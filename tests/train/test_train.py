@@ -18,7 +18,7 @@ from specexport.checkpoint import load_checkpoint
 from specexport.checkpoint.source import resolve_source
 from specexport.compile.pipeline import build_bundle
 from specexport.heads.config import TargetFacts
-from specexport.heads.kinds import load_head, open_head, read_config
+from specexport.heads.kinds import open_head, read_config
 from specexport.heads.loaded import TargetTables
 from specexport.heads.probe import check_probe, probe_head
 from specexport.recipe import BuildRecipe
@@ -31,6 +31,7 @@ from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.abi import AFTER_NORM
 from specexport_runtime.errors import CheckpointError, InvalidRequestError, OutputExistsError, UnsupportedModelError
 from tests.support.acceptance import accepted
+from tests.support.loading import load_head
 from tests.support.tiny_models import HYBRIDS, calm, make_llama, make_model, save_checkpoint
 
 LAYERS = 6
@@ -148,7 +149,7 @@ def probe(target: Path, folder: Path, pieces: list[np.ndarray]) -> Any:
     files = open_head(resolve_source(str(folder), None))
     config = read_config(files, TargetFacts(LAYERS, 64, 320))
     tables = TargetTables(*(t.weight.detach() for t in (model.get_input_embeddings(), model.get_output_embeddings())))
-    return probe_head(model, load_head(files, config, tables, torch.float32), pieces, LAYERS)
+    return probe_head(model, load_head(files, config, tables), pieces, LAYERS)
 
 
 @pytest.mark.bundle
