@@ -37,7 +37,7 @@ def test_a_module_computes_the_published_equations(family: str, tmp_path: Path) 
     module = tiny_modules.make(family, tmp_path)
     _, loaded = load_module(tmp_path, tiny_modules.LAYERS)
     config = loaded.config
-    assert (config.kind, config.taps, config.num_layers) == ("mtp", (AFTER_NORM,), 1)
+    assert (config.kind, config.taps, config.layer_config["num_hidden_layers"]) == ("mtp", (AFTER_NORM,), 1)
     assert (config.feature_first, config.norm_output) == (module.feature_first, module.norm_output)
     features, tokens = torch.randn(7, config.hidden_size), torch.tensor([5, 6, 7, 200, 9, 10, 319])
     with torch.no_grad():
