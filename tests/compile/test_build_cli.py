@@ -14,6 +14,7 @@ from specexport import cli
 from specexport.progress import ProgressEvent, StageClock, show_progress
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.cli.errors import SuggestingGroup, format_error
+from specexport_runtime.cli.lazy import Mount
 from specexport_runtime.errors import CheckFailedError, IncompatibleError, MissingDependencyError, RecipeError
 from specexport_runtime.executors.operators import kernels
 
@@ -43,7 +44,7 @@ def test_every_command_of_the_table_can_be_used(run_cli: RunCli, name: str) -> N
 
 
 def test_a_missing_part_hides_its_command_only(run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(cli.COMMANDS, "fly", cli._Mount("specexport.no.such.part", "fly", "Fly."))
+    monkeypatch.setitem(cli.COMMANDS, "fly", Mount("specexport.no.such.part", "fly", "Fly."))
     result = run_cli("--help")
     assert result.exit_code == 0
     assert "build" in result.output
