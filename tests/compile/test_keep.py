@@ -186,6 +186,7 @@ def test_a_kept_draft_may_lose_layers(tmp_path: Path) -> None:
     assert draft.engine.weight_formats[0].weights < target.engine.weight_formats[0].weights
 
 
+@pytest.mark.whole
 def test_float_weights_on_request_and_in_float_files(tmp_path: Path) -> None:
     assert build(tmp_path, MIXED, quantize="none").manifest.models["target"].quantize is None
     other = tmp_path / "float"

@@ -80,6 +80,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.whole
 @pytest.mark.slow
 def test_a_file_and_a_line_are_a_kind_everywhere(tmp_path: Path, tiny_pair: TinyPair) -> None:
     copy = tmp_path / "sources"

@@ -62,7 +62,7 @@ def build(target: Path, head: Path, output: Path, **settings: Any) -> Path:
     return output
 
 
-@pytest.mark.one_of_kind
+@pytest.mark.whole
 @pytest.mark.bundle
 @pytest.mark.parametrize("pair", PAIRS)
 def test_a_bundle_drafts_what_transformers_drafts(pair: str, tmp_path: Path) -> None:

@@ -230,6 +230,7 @@ def test_a_gguf_file_has_no_module_that_is_read(tmp_path: Path) -> None:
         open_mtp(source, {"num_hidden_layers": 2})
 
 
+@pytest.mark.whole
 def test_a_folder_of_speculators_holds_a_module(knowing: Path, tmp_path: Path) -> None:
     stored, names = load_file(knowing / "model.safetensors"), {"fc": "input_proj", "norm": "final_layernorm"}
     names |= {"pre_fc_norm_embedding": "token_layernorm", "pre_fc_norm_hidden": "hidden_layernorm"}

@@ -26,7 +26,9 @@ def recipe(tmp_path: Path) -> BuildRecipe:
 
 
 @pytest.mark.exports
-@pytest.mark.parametrize(("stream", "loads"), [(True, 1), (False, 2)], ids=["from-files", "in-memory"])
+@pytest.mark.parametrize(
+    ("stream", "loads"), [(True, 1), pytest.param(False, 2, marks=pytest.mark.whole)], ids=["from-files", "in-memory"]
+)
 def test_a_target_is_loaded_once_and_gone_before_its_check(
     stream: bool, loads: int, recipe: BuildRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,6 +60,7 @@ def test_a_target_is_loaded_once_and_gone_before_its_check(
     assert len(checked) == 2
 
 
+@pytest.mark.whole
 def test_a_head_that_changes_while_its_target_is_built_is_refused(
     recipe: BuildRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.edited_copy import COMPILER, RUNTIME, changed_files, copy_runtime, edit, run_with
+from tests.support.edited_copy import COMPILER, RUNTIME, changed_lines, copy_sources, edit, run_with
 from tests.support.tiny_heads import HIDDEN, LAYER, LAYERS, tensors, write
 from tests.support.tiny_models import make_llama, save_checkpoint
 
@@ -66,6 +66,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.whole
 @pytest.mark.bundle
 def test_a_new_kind_is_one_file_and_one_line_of_the_table(tmp_path: Path) -> None:
     target = make_llama(seed=3, num_hidden_layers=LAYERS, hidden_size=HIDDEN)
@@ -78,19 +79,18 @@ def test_a_new_kind_is_one_file_and_one_line_of_the_table(tmp_path: Path) -> Non
         write(tmp_path / "strange", LAYER, own),
         tmp_path / "bundle",
     ]
-    package = copy_runtime(tmp_path / "copy", COMPILER)
-    (package / "heads" / "adding.py").write_text(KIND)
+    runtime = copy_sources(tmp_path / "copy")
+    heads = runtime.parent / "specexport" / "heads"
+    (heads / "adding.py").write_text(KIND)
     edit(
-        package / "heads" / "kinds.py",
+        heads / "kinds.py",
         {
             "import assistant, dflash,": "import adding, assistant, dflash,",
             "    eagle.EAGLE,\n": "    eagle.EAGLE,\n    adding.KIND,\n",
         },
     )
-    changed = changed_files(package, COMPILER)
-    assert changed.keys() == {"heads/adding.py", "heads/kinds.py"}
-    assert changed["heads/kinds.py"] == 2, "its import and its line"
-    found = run_with(package, PROGRAM, *folders)
+    assert changed_lines(runtime.parent) == {"specexport/heads/adding.py": 0, "specexport/heads/kinds.py": 1}
+    found = run_with(runtime, PROGRAM, *folders)
     assert (
         "MTP module, a DFlash head, an EAGLE-3 or P-EAGLE head, an EAGLE-1 or EAGLE-2 head or a head that adds"
         in (found["refused"])

@@ -14,7 +14,7 @@ from tests.support.chance import many, seed
 from tests.support.experts_cases import Layer
 from tests.support.linear_cases import ALL
 
-KERNELS = ["portable", "avx2", "avxvnni", "avx512vnni", "neon_dot"]
+KERNELS = [pytest.param("portable", marks=pytest.mark.whole), "avx2", "avxvnni", "avx512vnni", "neon_dot"]
 LAYERS = [
     Layer("int8", "int8", 6, 2, 64, 96),
     Layer("group4_32_f16_zero", "int8", 5, 3, 96, 48, 1, 1.702, 1.0, 1.5, True),

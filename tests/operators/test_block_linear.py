@@ -14,7 +14,7 @@ from specexport.passes.block_format import pack_float, packed_shape
 from tests.support import linear_cases as cases
 from tests.support.chance import many, seed
 
-KERNELS = ["portable", "avx2", "avxvnni", "avx512vnni", "amx", "neon_dot"]
+KERNELS = [pytest.param("portable", marks=pytest.mark.whole), "avx2", "avxvnni", "avx512vnni", "amx", "neon_dot"]
 ROOT = Path(__file__).parents[2]
 
 

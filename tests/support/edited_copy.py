@@ -12,27 +12,14 @@ ROOT = Path(__file__).parents[2]
 RUNTIME, COMPILER = ROOT / "runtime" / "specexport_runtime", ROOT / "specexport"
 
 
-def copy_runtime(folder: Path, package: Path = RUNTIME) -> Path:
-    """A copy of the runtime, or of another package, in ``folder``."""
-    return Path(shutil.copytree(package, folder / package.name, ignore=shutil.ignore_patterns("__pycache__")))
-
-
-def changed_files(copy: Path, package: Path) -> dict[str, int]:
-    """The files that a copy of a package has otherwise, and how many lines of each are new."""
-    found = {}
-    for path in sorted(copy.rglob("*.py")):
-        name = path.relative_to(copy)
-        old = (package / name).read_text(encoding="utf-8").splitlines() if (package / name).is_file() else []
-        new = [line for line in path.read_text(encoding="utf-8").splitlines() if line not in old]
-        if new:
-            found[str(name)] = len(new)
-    return found
+def copy_runtime(folder: Path) -> Path:
+    """A copy of the package in ``folder``."""
+    return Path(shutil.copytree(RUNTIME, folder / RUNTIME.name, ignore=shutil.ignore_patterns("__pycache__")))
 
 
 def copy_sources(folder: Path) -> Path:
     """A copy of compiler and runtime in ``folder``; returns the runtime's package."""
-    compiler = RUNTIME.parents[1] / "specexport"
-    shutil.copytree(compiler, folder / compiler.name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(COMPILER, folder / COMPILER.name, ignore=shutil.ignore_patterns("__pycache__"))
     return copy_runtime(folder)
 
 
@@ -41,7 +28,7 @@ def changed_lines(folder: Path) -> dict[str, int]:
     found = {}
     for path in folder.rglob("*.py"):
         name = path.relative_to(folder)
-        old = (RUNTIME.parents[1] if name.parts[0] == "specexport" else RUNTIME.parent) / name
+        old = (ROOT if name.parts[0] == COMPILER.name else RUNTIME.parent) / name
         before = old.read_text(encoding="utf-8").splitlines() if old.exists() else None
         now = path.read_text(encoding="utf-8").splitlines()
         if now != before:

@@ -148,6 +148,7 @@ def test_a_model_that_mixes_tokens_outside_attention_is_refused() -> None:
         trace_checkpoint(make_checkpoint(model))
 
 
+@pytest.mark.whole
 def test_half_precision_is_held_to_what_it_can_keep() -> None:
     for dtype in (torch.float16, torch.bfloat16):
         model = make_model(*ARCHITECTURES["gpt_oss"]).to(dtype)

@@ -28,6 +28,7 @@ def run(*args):
     return CliRunner().invoke(main, ["verify", *map(str, args)])
 
 
+@pytest.mark.whole
 @pytest.mark.slow
 def test_the_demo_bundle_is_verified(bundle, demo_pair, tmp_path):
     before = load_manifest(bundle)
@@ -63,6 +64,7 @@ def test_the_demo_bundle_is_verified(bundle, demo_pair, tmp_path):
     assert SpecEngine.load(bundle, max_num_seqs=1).generate("def f(", SamplingParams(max_tokens=3))[0].token_ids
 
 
+@pytest.mark.whole
 def test_without_checkpoints_the_result_is_incomplete(bundle, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     prompts = tmp_path / "prompts.jsonl"
