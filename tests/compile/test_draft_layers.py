@@ -82,6 +82,7 @@ def decode(bundle: Path) -> tuple[list[tuple[int, ...]], int, int]:
     return tokens, sum(each.stats.drafted for each in drafted), sum(each.stats.accepted for each in drafted)
 
 
+@pytest.mark.whole
 def test_layers_that_do_nothing_go_and_nothing_is_lost(without_idle: BuildResult, whole: Path, run_cli: RunCli) -> None:
     entries = load_manifest(without_idle.path).models
     assert entries["draft"].dropped_layers == ((IDLE, 1.0),)

@@ -83,7 +83,7 @@ def test_a_module_of_a_hybrid_computes_the_published_equations(family: str, tmp_
     torch.testing.assert_close(logits, wanted_logits, rtol=0, atol=1e-5)
 
 
-@pytest.mark.one_of_kind
+@pytest.mark.whole
 @pytest.mark.bundle
 @pytest.mark.parametrize("family", ["deepseek", "qwen", "qwen3_next", "mimo-v2"])  # what is read, see above
 def test_a_bundle_drafts_what_the_module_drafts(family: str, tmp_path: Path) -> None:

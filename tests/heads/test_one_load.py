@@ -25,6 +25,7 @@ def recipe(tmp_path: Path) -> BuildRecipe:
     return BuildRecipe(**folders, output=str(tmp_path / "out"), max_model_len=64, check=False)
 
 
+@pytest.mark.whole
 @pytest.mark.exports
 @pytest.mark.parametrize(
     ("stream", "loads"), [(True, 1), pytest.param(False, 2, marks=pytest.mark.whole)], ids=["from-files", "in-memory"]

@@ -81,6 +81,7 @@ def test_drafts_and_texts_stay_and_windows_take_less_memory(bundle: Path, monkey
     assert all_pages[window] == all_pages[-1] == pages[-1]
 
 
+@pytest.mark.whole
 def test_caches_that_a_head_reads_are_kept(bundle: Path) -> None:
     from specexport_runtime.executors.ort import OrtExecutor
 

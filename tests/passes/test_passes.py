@@ -145,6 +145,7 @@ def test_a_shared_weight_behind_a_transpose_is_a_linear_layer_and_stored_once(
     assert not any(node.op_type in ("MatMul", "Gemm") for node in model.graph)
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.parametrize("also_whole", [False, True])
 def test_layers_of_a_stack_become_weights_of_their_own(traced: Traced, also_whole: bool) -> None:
     model = traced("jetmoe")

@@ -39,6 +39,7 @@ class Timed(Controller):
         super().took(sequences, drafted, self.real.target.seconds(rows + drafted, rows))
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize(
     ("told", "real", "draft_kind"),

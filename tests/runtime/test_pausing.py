@@ -254,6 +254,7 @@ class Crowd:
         return self.decoder.target.kv.kv_len(seq.row) if seq.row >= 0 else -1
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.fuzz
 @pytest.mark.parametrize(
     ("name", "reuse", "events"),

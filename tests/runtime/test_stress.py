@@ -104,6 +104,7 @@ class World:
         return fresh
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.fuzz
 @pytest.mark.parametrize(
     ("unpad_kv", "unpad_input", "reuse"), [(True, True, False), (False, False, False), (True, True, True)]
@@ -129,6 +130,7 @@ def test_random_events(unpad_kv, unpad_input, reuse):
         assert counts.copied > counts.hits / 10
 
 
+@pytest.mark.one_of_kind
 @pytest.mark.fuzz
 @pytest.mark.parametrize("reuse", [False, True])
 def test_random_events_within_a_budget(reuse):
