@@ -35,7 +35,7 @@ test-annex: $(VENV)/.installed-dev ## the tests of one annex: ANNEX=chat, playgr
 	$(TEST_ENV) $(PYTEST) tests/$(or $(ANNEX),$(error say which: make test-annex ANNEX=chat)) $(PYTEST_ARGS)
 
 check: lint ## lint, types and the tests that matter while editing: the runtime's, without bundles and drawn inputs
-	$(TEST_ENV) $(PYTEST) -q -m "not slow and not fuzz and not bundle" tests/runtime tests/simulate tests/explain \
+	$(TEST_ENV) $(PYTEST) -q -m "not slow and not fuzz and not bundle and not whole" tests/runtime tests/simulate tests/explain \
 		tests/packaging/test_imports.py $(PYTEST_ARGS)
 
 # Expands once: each expansion is another number.
