@@ -15,7 +15,7 @@ from specexport_runtime.cli.any_text import take_any_text
 from specexport_runtime.cli.command import generate
 from specexport_runtime.cli.errors import SuggestingGroup
 from specexport_runtime.errors import BundleError
-from tests.support.any_text import texts_are_utf8
+from tests.support.any_text import assert_texts_are_utf8
 
 TEXT = "é 日本 😀 \ud800"
 C_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
@@ -90,7 +90,7 @@ def test_texts_and_folders_in_other_letters(environment: dict[str, str], bundle:
 
 def test_texts_of_the_command_line_are_utf8_whatever_the_locale() -> None:
     """An option that is no path, file or name takes its text as the prompt does."""
-    texts_are_utf8(generate)
+    assert_texts_are_utf8(generate)
 
 
 def test_a_folder_whose_name_is_no_utf8_is_refused(bundle: Path, tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def cut(executor, ids=IDS):
 
 
 def make_drafter(draft, ids=IDS, vocab_size=VOCAB):
-    return ModelDrafter(ModelRunner(draft), vocab_size=vocab_size, max_backlog=9, head=CutHead(ids, VOCAB))
+    return ModelDrafter(ModelRunner(draft), vocab_size=vocab_size, max_backlog=9, cut_head=CutHead(ids, VOCAB))
 
 
 def make_decoder(draft, ids=IDS, vocab_size=VOCAB):
@@ -158,7 +158,7 @@ def sampled_p_value(drafter_class, count):
     target, draft = FakeExecutor(SMALL, 8, 16, context=1, sharpness=1.0), FakeExecutor(SMALL, 8, 16, context=1, seed=4)
     params = SamplingParams(temperature=0.9, max_tokens=3, top_p=0.97)
     head = CutHead(SMALL_IDS, SMALL)
-    drafter = drafter_class(ModelRunner(cut(draft, SMALL_IDS)), vocab_size=SMALL, max_backlog=9, head=head)
+    drafter = drafter_class(ModelRunner(cut(draft, SMALL_IDS)), vocab_size=SMALL, max_backlog=9, cut_head=head)
     decoder = Decoder(ModelRunner(target), ChainDrafter({"draft-model": drafter}))
     decoding = [
         Request(i, [2, 4], params, vocab_size=SMALL, max_model_len=12, draft_plan=PLAN, seed=i) for i in range(count)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.edited_copy import copy_runtime, edit, run_with
+from tests.support.edited_copy import changed_lines, copy_runtime, edit, run_with
 
 DRAFTER = """
 from specexport_runtime.drafters.base import Drafter, DrafterKind, DrafterTraits
@@ -67,6 +67,10 @@ def found(tmp_path: Path, demo_bundle: Path) -> dict:
             '"self": self_draft.KIND,\n': '"self": self_draft.KIND,\n    "repeat": repeat.KIND,\n',
         },
     )
+    assert changed_lines(tmp_path) == {
+        "specexport_runtime/drafters/repeat.py": 0,
+        "specexport_runtime/drafters/registry.py": 1,
+    }
     return run_with(package, PROGRAM, demo_bundle)
 
 

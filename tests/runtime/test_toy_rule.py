@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.edited_copy import copy_runtime, edit, run_with
+from tests.support.edited_copy import changed_lines, copy_runtime, edit, run_with
 
 RULE = """
 import numpy as np
@@ -55,6 +55,10 @@ def found(tmp_path: Path) -> dict:
             "cut_field(MIN_P)\n": "cut_field(MIN_P)\n    gap: float = cut_field(GAP)\n",
         },
     )
+    assert changed_lines(tmp_path) == {
+        "specexport_runtime/sampling/gap.py": 0,
+        "specexport_runtime/sampling/params.py": 2,  # its import too
+    }
     return run_with(package, PROGRAM)
 
 

@@ -3,7 +3,7 @@
 import click
 
 
-def texts_are_utf8(command: click.Command) -> None:
+def assert_texts_are_utf8(command: click.Command) -> None:
     options = {each.name: each.type for each in command.params if getattr(each, "metavar", None) == "TEXT"}
     assert options
     for name, kind in options.items():

@@ -30,7 +30,9 @@ Made = tuple[Any, FakeExecutor, Any]
 
 
 def head_decoder(lookahead, noise=0.0, rows=4, *, lm_head=None, kind=HeadDrafter, **options):
-    return decoder_with(lambda runner: kind(runner, vocab_size=VOCAB, head=lm_head), lookahead, noise, rows, **options)
+    return decoder_with(
+        lambda runner: kind(runner, vocab_size=VOCAB, cut_head=lm_head), lookahead, noise, rows, **options
+    )
 
 
 def block_decoder(lookahead, noise=0.0, rows=4, *, block_size=8, kind=HeadDrafter, **options):
@@ -51,7 +53,7 @@ def hydra_decoder(lookahead=3, noise=0.0, rows=4, **options):
 
 def medusa_decoder(lookahead, noise=0.0, rows=4, *, lm_head=None, **options):
     def make(runner):
-        return MedusaDrafter(runner, vocab_size=VOCAB, head=lm_head)
+        return MedusaDrafter(runner, vocab_size=VOCAB, cut_head=lm_head)
 
     return decoder_with(make, lookahead, noise, rows, fake={"num_draft_heads": HEADS}, **options)
 

@@ -92,8 +92,8 @@ class Draft:
         if self.distributions is not None:
             self.distributions.append(None)
 
-    def draw(self, logits: Float32Array, head: "CutHead | None" = None) -> None:
-        """Append the token that ``logits`` [V] (of ids ``head`` [N]) give; end the draft behind it if it is not sure.
+    def draw(self, logits: Float32Array, cut_head: "CutHead | None" = None) -> None:
+        """Append the token that ``logits`` [V], or [N] of ``cut_head``, give; end the draft if it is not sure of it.
 
         The token is kept then: to leave it out because of *what it is* would make the text follow another distribution.
         CheckFailedError: the logits hold NaN or +inf. InvalidRequestError: every token is banned.
@@ -101,14 +101,14 @@ class Draft:
         req, top = self.request, 1.0
         draft_exit = self._exit if self._steps + 1 < self.limit else None
         plain = req.sampler.is_plain_greedy
-        if head is not None and not plain:  # penalties and bias go by token id
-            logits = head.widen(logits)
+        if cut_head is not None and not plain:  # penalties and bias go by token id
+            logits = cut_head.widen(logits)
         if self.distributions is None:
             token = _plain_greedy(logits) if plain else req.sampler.greedy_token(logits, self.tokens)
             if draft_exit is not None:  # with penalties: of the token they chose, but before them
                 top = _probability(logits, token)
-            if head is not None and plain:
-                token = int(head.ids[token])
+            if cut_head is not None and plain:
+                token = int(cut_head.ids[token])
         else:
             distribution = req.sampler.distribution(logits, self.tokens)
             token = sample_token(distribution, req.draws(len(self.tokens)).draft)
@@ -165,11 +165,11 @@ def run_drafts(
     drafts: Sequence[Draft],  # in ascending rows
     vocab_size: int,  # ids that may be drafted; logits beyond it are cut off
     pending: Callable[[Draft], RowWork],  # what is fed for a draft as it stands: what the model has not seen
-    head: "CutHead | None" = None,  # ids below ``vocab_size`` of the LM head's rows; None where it has all
+    cut_head: "CutHead | None" = None,  # ids below ``vocab_size`` of the LM head's rows; None where it has all
     is_kept: Callable[[Draft], bool] = lambda _: True,  # whether what is fed for a draft as it stands is committed
 ) -> None:
     """Fill all drafts, one packed step of the model for each depth. Rows without an open draft sit a step out."""
-    num_rows = vocab_size if head is None else len(head.ids)
+    num_rows = vocab_size if cut_head is None else len(cut_head.ids)
     while active := [draft for draft in drafts if draft.is_open]:
         for draft in active:
             draft.begin_step()
@@ -182,12 +182,12 @@ def run_drafts(
             logits = _step(runner, work, kept, "logits")[:, :num_rows]
             _carry(runner, active)
             for draft, row in zip(active, logits, strict=True):
-                _draw(draft, row, head)
+                _draw(draft, row, cut_head)
         else:
             ids = _step(runner, work, kept, "token_ids").tolist()
             _carry(runner, active)
             for draft, token in zip(active, ids, strict=True):
-                _take(draft, token, num_rows, head)
+                _take(draft, token, num_rows, cut_head)
 
 
 def draft_at_once(
@@ -195,18 +195,18 @@ def draft_at_once(
     drafts: Sequence[Draft],
     work: "Sequence[AtOnce]",
     vocab_size: int,
-    head: "CutHead | None" = None,
+    cut_head: "CutHead | None" = None,
 ) -> None:
     """Fill all drafts, open ones in ascending rows, from one packed step, whose last rows are of the draft's places.
 
-    ``work`` wants as many logits for each draft as it has places; ``head`` has the ids below ``vocab_size`` of the LM
-    head's rows, None where it has all.
+    ``work`` wants as many logits for each draft as it has places; ``cut_head`` has the ids below ``vocab_size`` of the
+    LM head's rows, None where it has all.
     """
     first = drafts[0].request.row
     rows = [IDLE] * (drafts[-1].request.row - first + 1)
     for draft, given in zip(drafts, work, strict=True):
         rows[draft.request.row - first] = given.work
-    num_rows = vocab_size if head is None else len(head.ids)
+    num_rows = vocab_size if cut_head is None else len(cut_head.ids)
     with_logits = any(draft.request.draft_exit is not None or draft.needs_logits for draft in drafts)
     output = runner.step(first, rows, "logits" if with_logits else "token_ids")
     for draft, given in zip(drafts, work, strict=True):
@@ -217,30 +217,30 @@ def draft_at_once(
             if not draft.is_open:
                 break
             if with_logits:
-                _draw(draft, output[at, :num_rows], head)
+                _draw(draft, output[at, :num_rows], cut_head)
             else:
-                _take(draft, int(output[at]), num_rows, head)
+                _take(draft, int(output[at]), num_rows, cut_head)
 
 
-def _draw(draft: Draft, logits: Float32Array, head: "CutHead | None") -> None:
+def _draw(draft: Draft, logits: Float32Array, cut_head: "CutHead | None") -> None:
     """Let a draft draw its next token; what goes wrong concerns its request alone."""
     try:
         if not draft.step_waiting():
-            draft.draw(logits, head)
+            draft.draw(logits, cut_head)
     except Exception as error:  # whatever it is, it concerns this request alone
-        if head is not None and isinstance(error, InvalidRequestError):
+        if cut_head is not None and isinstance(error, InvalidRequestError):
             draft.has_ended = True  # the request bans all that this head has; the target has more
         else:
             draft.error = error
 
 
-def _take(draft: Draft, token: int, num_rows: int, head: "CutHead | None") -> None:
+def _take(draft: Draft, token: int, num_rows: int, cut_head: "CutHead | None") -> None:
     """Append the greedy token of a row of logits."""
     if token == NO_TOKEN:
         draft.error = CheckFailedError(_NAN)
     else:  # an id that may not be drafted: a wrong guess costs a rejection, nothing else
         row_id = token if token < num_rows else 0
-        draft.append(row_id if head is None else int(head.ids[row_id]))
+        draft.append(row_id if cut_head is None else int(cut_head.ids[row_id]))
 
 
 def _carry(runner: ModelRunner, active: Sequence[Draft]) -> None:

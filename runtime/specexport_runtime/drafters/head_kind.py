@@ -20,7 +20,7 @@ _DRAFTERS: tuple[tuple[Callable[[Executor], bool], Callable[..., Drafter]], ...]
 def _make(parts: DrafterParts) -> Drafter:
     if parts.head is None:
         raise SpecexportError("there is no draft head to draft with.")
-    executor, common = parts.head.executor, {"vocab_size": parts.vocab_size, "head": parts.cut_head}
+    executor, common = parts.head.executor, {"vocab_size": parts.vocab_size, "cut_head": parts.cut_head}
     for fits, drafter in _DRAFTERS:
         if fits(executor):
             return drafter(parts.head, **common)

@@ -144,7 +144,7 @@ class MedusaDrafter(LastFeatureDrafter):
         drafts = open_drafts(requests, lookaheads, begun, most=self.num_heads, one_by_one=True)
         if opened := [draft for draft in drafts if draft.is_open]:
             work = [self._asked(draft) for draft in opened]
-            draft_at_once(self.runner, opened, work, self.vocab_size, self._head)
+            draft_at_once(self.runner, opened, work, self.vocab_size, self._cut_head)
         return [draft.proposal(HEAD) for draft in drafts]
 
     def _asked(self, draft: Draft) -> AtOnce:
@@ -175,7 +175,7 @@ class AssistantDrafter(LastFeatureDrafter):
         A request whose prompt the target has not read to its end drafts nothing.
         """
         drafts = open_drafts(requests, lookaheads, begun, one_by_one=True)
-        run_drafts(self.runner, drafts, self.vocab_size, self._pending, self._head)
+        run_drafts(self.runner, drafts, self.vocab_size, self._pending, self._cut_head)
         return [draft.proposal(HEAD) for draft in drafts]
 
     def _pending(self, draft: Draft) -> RowWork:

@@ -41,7 +41,7 @@ class ModelDrafter(OwnCacheDrafter):
         """
         # A new prompt's first token should not wait for the draft model to read the prompt.
         drafts = open_drafts(requests, lookaheads, begun)
-        run_drafts(self.runner, drafts, self.vocab_size, self._pending, self._head)
+        run_drafts(self.runner, drafts, self.vocab_size, self._pending, self._cut_head)
         return [draft.proposal(DRAFT_MODEL) for draft in drafts]
 
     def _pending(self, draft: Draft) -> RowWork:
@@ -70,7 +70,7 @@ class ModelDrafter(OwnCacheDrafter):
 def _make(parts: DrafterParts) -> ModelDrafter:
     if parts.draft is None:
         raise SpecexportError("there is no draft model to draft with.")
-    return ModelDrafter(parts.draft, vocab_size=parts.vocab_size, head=parts.cut_head)
+    return ModelDrafter(parts.draft, vocab_size=parts.vocab_size, cut_head=parts.cut_head)
 
 
 def _obstacle(offer: DraftOffer) -> Obstacle | None:

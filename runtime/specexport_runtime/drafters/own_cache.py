@@ -23,12 +23,12 @@ class OwnCacheDrafter(Drafter):
         # A request with more tokens to catch up on is prefilled alone first, so that the packed step stays narrow; cut
         # to what lets every row catch up in one step of the engine.
         max_backlog: int = MAX_BACKLOG,
-        head: "CutHead | None" = None,  # the token ids of the model's LM head; None where it has all
+        cut_head: "CutHead | None" = None,  # the token ids of the model's LM head; None where it has all
     ) -> None:
         self.runner = runner
-        self._known_ids = runner.executor.vocab_size if head is None else head.vocab_size
+        self._known_ids = runner.executor.vocab_size if cut_head is None else cut_head.vocab_size
         self.vocab_size = min(vocab_size, self._known_ids)
-        self._head = None if head is None else head.below(self.vocab_size)
+        self._cut_head = None if cut_head is None else cut_head.below(self.vocab_size)
         self.max_backlog = self._most_new_tokens(max_backlog)
 
     def _most_new_tokens(self, wanted: int, behind: int = 0) -> int:

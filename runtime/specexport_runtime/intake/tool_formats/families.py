@@ -7,7 +7,13 @@ from typing import Any
 
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.intake.tool_formats.base import Feed, Marks, Reading, Style, ToolFormat
-from specexport_runtime.intake.tool_formats.objects import list_rule, read_arguments, read_list, read_object
+from specexport_runtime.intake.tool_formats.objects import (
+    list_rule,
+    read_arguments,
+    read_list,
+    read_object,
+    read_objects,
+)
 
 _CALL, _END_OF_CALL = "<tool_call>", "</tool_call>"
 
@@ -67,14 +73,7 @@ class Llama3Json(ToolFormat):
 
     def read(self, feed: Feed, names: frozenset[str]) -> Reading:
         """See ``ToolFormat.read``."""
-        while True:
-            yield from feed.skip_space()
-            if not (yield from read_object(feed, names)):
-                return False
-            feed.mark = feed.at
-            yield from feed.skip_space()
-            if not (yield from feed.takes(";")):
-                return True
+        return (yield from read_objects(feed, names, ";"))
 
     def rules(self, names: Sequence[str], style: Style, marks: Marks, *, opener: str, several: bool) -> str:  # noqa: ARG002
         """See ``ToolFormat.rules``; the tag is not written, as the template does not write it for functions."""

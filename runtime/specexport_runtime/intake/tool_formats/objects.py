@@ -121,20 +121,26 @@ def _refuse(name: str) -> NoReturn:
     raise ValueError(name)
 
 
-def read_list(feed: Feed, names: frozenset[str]) -> Reading:
-    """A list of calls, or one; ``feed`` stands before it. What is behind the last good one is left."""
-    if feed.next == "{":
-        return (yield from read_object(feed, names))
-    if not (yield from feed.takes("[")):
-        return False
+def read_objects(feed: Feed, names: frozenset[str], separator: str) -> Reading:
+    """Calls with a separator between them, at least one; what is behind the last good one is left."""
     while True:
         yield from feed.skip_space()
         if not (yield from read_object(feed, names)):
             return False
         feed.mark = feed.at
         yield from feed.skip_space()
-        if not (yield from feed.takes(",")):
-            break
+        if not (yield from feed.takes(separator)):
+            return True
+
+
+def read_list(feed: Feed, names: frozenset[str]) -> Reading:
+    """A list of calls, or one; ``feed`` stands before it. What is behind the last good one is left."""
+    if feed.next == "{":
+        return (yield from read_object(feed, names))
+    if not (yield from feed.takes("[")):
+        return False
+    if not (yield from read_objects(feed, names, ",")):
+        return False
     yield from feed.takes("]")
     return True
 
