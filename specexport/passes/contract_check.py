@@ -177,8 +177,16 @@ def _check_weights(model: ir.Model) -> Iterator[str]:
             yield f"weight {value.name} has no data"
         elif value.meta.get(AS_STORED):
             continue  # scales of a quantized checkpoint, which are made float before a product reads them
+        elif _is_repeated_table(value):
+            continue
         elif tensor.dtype in _FLOATS | {ir.DataType.DOUBLE} and _is_matrix(tensor) and tensor.dtype != dtype:
             yield f"weight {value.name} is {tensor.dtype}, the model {dtype}"
+
+
+def _is_repeated_table(weight: ir.Value) -> bool:
+    """Whether all that reads a matrix repeats it for each token: so GPT-J holds its rotary angles, in float32."""
+    readers = [use.node.op_type for use in weight.uses()]
+    return bool(readers) and all(reader in {"Expand", "Tile"} for reader in readers)
 
 
 def _is_matrix(tensor: ir.TensorProtocol) -> bool:
