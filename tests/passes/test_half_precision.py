@@ -69,7 +69,7 @@ def test_logits_leave_as_float32(traced: Any) -> None:
 
 
 def test_half_logits_are_allowed_until_the_cast_and_never_after_it() -> None:
-    from specexport.trace import trace_checkpoint
+    from specexport.trace.check import trace_checkpoint
     from tests.support.engine_harness import make_checkpoint
 
     raw = trace_checkpoint(make_checkpoint(load("llama", "bfloat16"))).ir_model
