@@ -27,10 +27,11 @@ from specexport_runtime.executors.base import (
 )
 from specexport_runtime.executors.features import WithFeatures
 from specexport_runtime.executors.gpu import GpuDriver
+from specexport_runtime.executors.gpu_memory import HostBlock
 from specexport_runtime.executors.trt_engine import EngineContext, load_engine
 from specexport_runtime.executors.trt_graphs import GraphKey
 from specexport_runtime.executors.trt_load import EngineLoader, TrtParts, load_parts
-from specexport_runtime.executors.trt_memory import HostBlock, lay_out_inputs
+from specexport_runtime.executors.trt_memory import lay_out_inputs
 from specexport_runtime.executors.trt_pack import Plan, Window, fill_step, place_step, plan_step, start_plan
 
 MAX_SHAPES = 256
@@ -148,15 +149,14 @@ class TrtExecutor(WithFeatures):
         plan = self._plan(step, step.buffers)
         self._gather(step, plan, step.buffers)
         parts, output = self._parts, self._parts.logits if want == "logits" else self._parts.token_ids
-        output.open()
         rows = len(step.buffers.logit_rows)
         start = time.perf_counter()
         self._run(step)
         source = parts.at.logits if want == "logits" else parts.at.token_ids
-        parts.driver.copy_out(output.address, source, rows * output.row_bytes)
-        parts.features.copy_out(step.window.shape)
+        output.fetch(source, rows)
+        parts.features.copy_out(step.window.shape, parts.at.features)
         parts.driver.synchronize()
-        self._bound = parts.features.bound(plan, rows)
+        self._bound = parts.features.bound(plan.tokens, rows)
         self.engine_seconds += time.perf_counter() - start
         if self.graphs.enabled and plan.window.fill != "ranged":
             self._record(step)  # after the result is here: nothing runs while a step is recorded
