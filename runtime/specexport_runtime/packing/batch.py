@@ -160,6 +160,21 @@ class ModelRunner:
         ids int64 [R], those of ``work[i]`` from ``logit_starts[i]`` on; the next step overwrites them.
         SpecexportError if a row cannot hold the new tokens.
         """
+        self._pack(first_row, work)
+        return self.executor.execute(want)
+
+    @property
+    def chains(self) -> bool:
+        """Whether steps can follow each other without a look at what they give."""
+        return self.executor.chains and self.unpad_input and not self.has_states
+
+    def enqueue(self, first_row: int, work: Sequence[RowWork], *, fed: bool) -> None:
+        """Put one packed step on the device; see :meth:`step`, and ``Executor.enqueue`` for ``fed``."""
+        self._pack(first_row, work)
+        self.executor.enqueue(fed=fed)
+
+    def _pack(self, first_row: int, work: Sequence[RowWork]) -> None:
+        """Prepare a step and fill its inputs."""
         self.step_padding = 0
         if not self.unpad_input and len(work) > 1:
             given = sum(len(row.tokens) for row in work)
@@ -186,7 +201,6 @@ class ModelRunner:
         self.logit_starts = [0] * len(work)
         for i in range(1, len(work)):
             self.logit_starts[i] = self.logit_starts[i - 1] + counts[i - 1][1]
-        return self.executor.execute(want)
 
     def _step_states(self, first_row: int, work: Sequence[RowWork]) -> Int64Array | None:
         """What the step does with states; None for a model without."""
