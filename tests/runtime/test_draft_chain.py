@@ -190,16 +190,16 @@ def test_a_nan_is_the_error_of_its_draft(opened: Callable[..., Opened]) -> None:
 def test_a_chain_that_breaks_off_leaves_nothing_behind(opened: Callable[..., Opened]) -> None:
     gpu = opened(make_draft("same", 1))
     runner, model = ModelRunner(gpu.executor), make_draft("same", 1)
-    runner.enqueue(0, [RowWork([3, 4], 1)], fed=False)
-    runner.kv.commit(0, 2)
-    runner.enqueue(0, [RowWork([0], 1)], fed=True)
+    gpu.executor.collect, collect = None, gpu.executor.collect
+    with pytest.raises(TypeError):
+        runner.chain(0, [RowWork([3, 4], 1)], 3)
+    gpu.executor.collect = collect
     runner.kv.commit(0, 2)
     token = int(model.logits_after([3, 4]).argmax())
     np.testing.assert_array_equal(runner.step(0, [RowWork([token], 1)])[0], model.logits_after([3, 4, token]))
-    assert gpu.executor.collect() == []
-    runner.enqueue(0, [RowWork([5], 1)], fed=False)
-    (ids,) = gpu.executor.collect()
-    assert ids.tolist() == [int(model.logits_after([3, 4, 5]).argmax())]
+    runner.kv.commit(0, 3)
+    (ids,) = runner.chain(0, [RowWork([5], 1)], 1)
+    assert ids.tolist() == [int(model.logits_after([3, 4, token, 5]).argmax())]
 
 
 def test_an_engine_that_does_not_chain_says_so() -> None:

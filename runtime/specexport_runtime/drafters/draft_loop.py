@@ -8,7 +8,7 @@ import numpy as np
 
 from specexport_runtime.errors import CheckFailedError, InvalidRequestError
 from specexport_runtime.executors.base import NO_TOKEN, Float32Array, StepOutput, Want
-from specexport_runtime.packing.batch import IDLE, PADDING_TOKEN, ModelRunner, RowWork
+from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
 from specexport_runtime.requests.records import Begun, DraftEnd, Proposal
 from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.distribution import Distribution, sample_token
@@ -211,12 +211,7 @@ def _chain(
 ) -> None:
     """Run ``count`` steps, the first with ``work``; what a step was fed that no draft has is not committed."""
     before = [runner.kv.kv_len(row) + len(given.tokens) for row, given in work]
-    for depth in range(count):
-        runner.enqueue(work[0][0], _with_idle_rows(work), fed=depth > 0)
-        for i, (row, _) in enumerate(work):
-            runner.kv.commit(row, before[i] + depth)
-        work = [(row, given._replace(tokens=(PADDING_TOKEN,))) for row, given in work]
-    steps = [ids.tolist() for ids in runner.executor.collect()]
+    steps = [ids.tolist() for ids in runner.chain(work[0][0], _with_idle_rows(work), count)]
     for i, draft in enumerate(active):
         for depth, ids in enumerate(steps):
             _take(draft, ids[i], num_rows, None)
