@@ -10,6 +10,7 @@ from specexport_runtime.packing.batch import ModelRunner, RowWork
 from tools.gpu_check_lib.context import Context
 
 HOST_US_TARGET = 100.0
+LOOKAHEAD = 4
 PAST = 256
 LONG_PASTS = (2048, 8192)
 """Entries behind which one sequence alone is timed too."""
@@ -28,7 +29,9 @@ def compare_graphs(context: Context, backend: str) -> None:
     context.require_backend(backend)
     from tools.gpu_check_lib.bundles import get_bundle, open_executor
 
-    bundle = get_bundle(context, "tiny" if context.tiny else "small", backend)
+    tiny = get_bundle(context, "tiny", backend)  # it has a draft model
+    compare_chains(context, backend, lambda role: open_executor(context, tiny, role, graphs=True))
+    bundle = tiny if context.tiny else get_bundle(context, "small", backend)
     compare(context, backend, lambda graphs: open_executor(context, bundle, "target", graphs=graphs))
 
 
@@ -70,6 +73,42 @@ def compare(context: Context, backend: str, open_engine: Callable[[bool], Execut
             verdict=context.judge_time(measured.host_us, at_most=HOST_US_TARGET) if graphs else "info",
             host_us=measured.host_us,
         )
+
+
+def compare_chains(context: Context, backend: str, open_role: Callable[[str], Executor]) -> None:
+    """Greedy drafts whose steps follow each other on the device, and the same with a wait behind each step.
+
+    ``open_role`` opens the target or the draft of a pair, for four rows or more.
+    """
+    from tools.gpu_check_lib.forced import decode
+    from tools.gpu_check_lib.steps import random_tokens
+
+    target, draft = open_role("target"), open_role("draft")
+    if not draft.chains:
+        context.recorder.row(f"{backend}: drafts in a chain", "this engine has none", verdict="skipped")
+    for batch in (1, 4) if draft.chains else ():
+        with context.part(f"{backend}: drafts in a chain, batch {batch}"):
+            prompts, count = random_tokens(target.vocab_size, batch, 8 if context.tiny else 32, seed=5), 12
+            found = {}
+            for chains in (False, True):
+                draft.chains = chains
+                decode(target, prompts, count, draft=draft, lookahead=LOOKAHEAD, rate=None)  # records its graphs
+                count = 12 if context.tiny else 100
+                found[chains] = decode(target, prompts, count, draft=draft, lookahead=LOOKAHEAD, rate=None)
+            waits, chained = found[False], found[True]
+            same = (waits.outputs, waits.tested, waits.accepted) == (chained.outputs, chained.tested, chained.accepted)
+            context.recorder.row(
+                f"{backend}: texts and accepted drafts of chains, batch {batch}", "equal" if same else "differ",
+                target="equal", verdict="ok" if same else "missed", acceptance=chained.acceptance,
+            )  # fmt: skip
+            times = ", ".join(
+                f"{what} {each.seconds / each.rounds * 1e3:.3f} ms, {each.host_us:.0f} us of it outside the engines"
+                for what, each in (("chained", chained), ("a wait a step", waits))
+            )
+            context.recorder.row(f"{backend}: a speculative round, batch {batch}, K={LOOKAHEAD}", times,
+                                 host_us=chained.host_us, host_us_before=waits.host_us)  # fmt: skip
+    draft.close()
+    target.close()
 
 
 def step_name(past: int, rows: int, new: int) -> str:
