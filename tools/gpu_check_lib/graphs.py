@@ -1,7 +1,8 @@
 """Section 5: recorded CUDA graphs against one kernel at a time, and what the host costs."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -93,7 +94,7 @@ def compare_chains(context: Context, backend: str, open_role: Callable[[str], Ex
             for chains in (False, True):
                 draft.chains = chains
                 decode(target, prompts, count, draft=draft, lookahead=LOOKAHEAD, rate=None)  # records its graphs
-                count = 12 if context.tiny else 100
+                count, spent = 12 if context.tiny else 100, time_calls(draft, ("enqueue", "collect"))
                 found[chains] = decode(target, prompts, count, draft=draft, lookahead=LOOKAHEAD, rate=None)
             waits, chained = found[False], found[True]
             same = (waits.outputs, waits.tested, waits.accepted) == (chained.outputs, chained.tested, chained.accepted)
@@ -107,8 +108,31 @@ def compare_chains(context: Context, backend: str, open_role: Callable[[str], Ex
             )
             context.recorder.row(f"{backend}: a speculative round, batch {batch}, K={LOOKAHEAD}", times,
                                  host_us=chained.host_us, host_us_before=waits.host_us)  # fmt: skip
+            put, wait = (1e6 * float(np.median(spent[name])) for name in ("enqueue", "collect"))
+            context.recorder.row(
+                f"{backend}: a chain, batch {batch}, K={LOOKAHEAD}",
+                f"{put:.0f} us to put a step on the device, {wait:.0f} us to wait for all", put_us=put, wait_us=wait,
+            )  # fmt: skip
     draft.close()
     target.close()
+
+
+def time_calls(executor: Executor, names: Sequence[str]) -> dict[str, list[float]]:
+    """Seconds of each call of some of an executor's methods from here on, by name."""
+    spent: dict[str, list[float]] = {name: [] for name in names}
+
+    def timed(name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            start = time.perf_counter()
+            result = inner(*arguments, **options)
+            spent[name].append(time.perf_counter() - start)
+            return result
+
+        return call
+
+    for name in names:
+        setattr(executor, name, timed(name, getattr(executor, name)))
+    return spent
 
 
 def step_name(past: int, rows: int, new: int) -> str:
