@@ -277,8 +277,7 @@ def _describe_engines(entry: ModelEntry) -> Iterator[str]:
         yield "  profiles: " + ", ".join(profile.name for profile in limits.profiles)
     for engine in entry.engine.files:
         memory = "" if engine.memory_bytes is None else f", {_size(engine.memory_bytes)} of activations"
-        rest = "" if engine.base is None else f" (the rest is in {engine.base})"
-        yield f"  {engine.sm}: {engine.path}{rest}, {engine.builder} {engine.builder_version}{memory}"
+        yield f"  {engine.sm}: {engine.path}, {engine.builder} {engine.builder_version}{memory}"
         yield f"    {_attention(engine, len(entry.attention.layers))}"
 
 

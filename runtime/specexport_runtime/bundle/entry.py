@@ -62,8 +62,6 @@ class EngineFile:
     builder_version: str  # an engine loads only under the version that built it
     memory_bytes: int | None = None  # device memory for the activations of the largest profile; None: not known
     report: EngineReport | None = None
-    # Engine in the same folder that ``path`` is the difference from (``bundle.delta``); None where ``path`` is whole.
-    base: InnerPath | None = None
 
 
 class PaddedGraph(NamedTuple):

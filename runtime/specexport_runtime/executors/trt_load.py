@@ -14,7 +14,6 @@ from specexport_runtime.executors.trt_engine import (
     Engine,
     EngineContext,
     EngineTensor,
-    engine_size,
     load_engine,
     odd_tensors,
 )
@@ -234,7 +233,7 @@ def _allocate(
 ) -> TrtParts:
     path = folder / file.path
     gpu = driver.info()
-    plan_memory(entry, sizes, engine_size(path, file), file.memory_bytes or 0).check(str(path), gpu)
+    plan_memory(entry, sizes, path.stat().st_size, file.memory_bytes or 0).check(str(path), gpu)
     engine = load(path, file, gpu.name)
     stack.callback(engine.close)
     caches, kv_bytes = lay_out_caches(
