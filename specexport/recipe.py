@@ -67,7 +67,7 @@ class BuildRecipe:
         trust_remote_code: let the hub's Python code run while loading.
         check: compare each engine's logits with eager transformers before the bundle is kept.
         sm: TensorRT: GPU architectures to build for, for example ``("89", "120")``; empty takes this machine's GPU.
-        lowering: TensorRT: the form of attention: ``"native-folded"``, ``"native"``, ``"plugin"`` or ``"auto"``.
+        lowering: tensorrt: ``"plugin"`` puts our attention kernels into the engine; ``"auto"`` takes TensorRT's own.
         max_num_seqs: most sequences at a time; None takes 8. Engines of TensorRT are built for it; elsewhere it is the
             default when the bundle is loaded.
         max_num_tokens: most tokens of one step; None takes 512. As ``max_num_seqs``.
@@ -293,7 +293,7 @@ class BuildRecipe:
         if self.self_draft and self.lowering == "plugin":
             raise RecipeError(
                 "self_draft is given, and with lowering 'plugin' no layer can be left out.",
-                "use lowering native-folded, or leave self_draft out.",
+                "leave one of them out.",
             )
         if self.self_draft_skip and not self.self_draft:
             raise RecipeError(

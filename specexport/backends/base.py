@@ -105,7 +105,7 @@ class Backend:
             all have that.
         modules: Python modules that building needs besides the export stack.
         extra: the distribution's extra that installs them.
-        lowerings: forms of attention to choose from, the first is what ``"auto"`` means; empty where there is one.
+        lowerings: forms of attention that may be asked for in the place of its own.
         options: recipe fields that are this backend's own; for another they are refused.
         limits: ranges of the limits that engines fix when they are built; other limits are defaults for loading.
         own_operators: linear layers are operators of our own for CPUs, whatever their weights are.

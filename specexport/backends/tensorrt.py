@@ -36,7 +36,7 @@ class TensorRt(Backend):
     dtypes = ("float16", "bfloat16")
     modules = ("tensorrt",)
     extra = "tensorrt"
-    lowerings: tuple[str, ...] = ("native-folded", "native", "plugin")
+    lowerings: tuple[str, ...] = ("plugin",)
     options = ("sm", "gpu_memory_gb", "self_draft", "self_draft_skip")
     limits = {"max_num_seqs": (1, 256), "max_num_tokens": (1, 8192)}  # noqa: RUF012 never changed
     needs_gpu = True
@@ -51,7 +51,6 @@ class TensorRt(Backend):
     def defaults(self, recipe: RecipeFields) -> dict[str, Any]:
         """See ``Backend.defaults``."""
         return {
-            "lowering": self.lowerings[0] if recipe.lowering == "auto" else recipe.lowering,
             "max_num_seqs": recipe.max_num_seqs or DEFAULT_MAX_NUM_SEQS,
             "max_num_tokens": recipe.max_num_tokens or DEFAULT_MAX_NUM_TOKENS,
         }
@@ -59,7 +58,7 @@ class TensorRt(Backend):
     def head_obstacle(self, kind: str, needs: frozenset[HeadNeed], recipe: RecipeFields) -> str | None:
         """See ``Backend.head_obstacle``."""
         if "later tokens" in needs and recipe.lowering == "plugin":
-            return f"the attention plugin is causal, and tokens of a {kind} head see later ones: use another lowering"
+            return f"the attention plugin is causal, and tokens of a {kind} head see later ones: leave --lowering out"
         return super().head_obstacle(kind, needs, recipe)
 
     def settle(self, recipe: RecipeFields) -> dict[str, Any]:
@@ -87,13 +86,14 @@ class TensorRt(Backend):
 
         recipe, role, rows = job.recipe, job.role, int(job.recipe.max_num_seqs or 1)
         capacity = _capacity(recipe, job.head_steps)
-        with job.clock.stage("lower", role, f"{self.name}, {recipe.lowering}"):
+        plugin = recipe.lowering == "plugin"
+        with job.clock.stage("lower", role, f"{self.name}, plugin" if plugin else self.name):
             LinearFlattenPass()(ir_model)
-            fold = _fold(ir_model, job) if recipe.lowering == "native-folded" else 1
+            fold = 1 if plugin else _fold(ir_model, job)
             blocks = find_residual_blocks(ir_model) if recipe.self_draft and role == "target" else ResidualBlocks(None)
             layers = choose_skipped(recipe, len(job.layers)) if blocks.blocks else ()
             skipped = [block for block in blocks.blocks if block.layer in layers]
-            forms = lower_tensorrt(ir_model, lowering=recipe.lowering, kv_capacity=capacity, fold=fold, skipped=skipped)
+            forms = lower_tensorrt(ir_model, kv_capacity=capacity, fold=fold, plugin=plugin, skipped=skipped)
             inputs, given = step_inputs(ir_model), feature_size(ir_model)
         with job.clock.stage("build", role):
             profiles = plan_profiles(
@@ -110,7 +110,7 @@ class TensorRt(Backend):
         return EngineEntry(
             path=engines[0].path,
             inputs=inputs,
-            lowering=recipe.lowering,
+            lowering="plugin" if plugin else "native",
             files=engines,
             limits=EngineLimits(profiles, capacity, rows),
             gates=Gates(blocks.gate_kinds, blocks.obstacle, layers),
@@ -141,7 +141,7 @@ class TensorRtRtx(TensorRt):
     name = "tensorrt-rtx"
     modules = ("tensorrt_rtx",)
     extra = "tensorrt-rtx"
-    lowerings = ("native-folded", "native")
+    lowerings = ()
     needs_gpu = False
 
 

@@ -70,7 +70,7 @@ def _number_or(*words: str) -> Callable[[click.Context, click.Parameter, str | N
 @click.option(
     "--sm", multiple=True, metavar="NN", help="TensorRT: GPU architecture to build for, or any; repeat for more."
 )
-@click.option("--lowering", help="TensorRT: attention: native-folded, native or plugin [default: auto].")
+@click.option("--lowering", metavar="plugin", help="tensorrt: attention by our kernels [default: TensorRT's own].")
 @click.option("--max-num-seqs", type=int, help="Most sequences at a time [default: 8].")
 @click.option("--max-num-tokens", type=int, help="Most tokens of one step [default: 512].")
 @click.option("--gpu-memory-gb", type=float, help="TensorRT: refuse what a GPU of this memory cannot hold.")

@@ -1,4 +1,4 @@
-"""Lowering ``native`` for TensorRT: its own KV-cache update and attention, no plugin.
+"""TensorRT's own KV-cache update and attention, no plugin.
 
 Each row's new keys and values are written packed, straight to the row's own entries (``TRT_KVCacheUpdate``, form
 ``packed_nhd``). Attention has no packed form for queries that builds, so the step's tokens are gathered into a tile [B,
@@ -9,7 +9,7 @@ A layer takes one of these forms (``choose_form``):
 
 ``folded``        ``TRT_Attention`` over queries [B, Hq*F, W/F, D] with a Boolean mask: each head stands F times, for F
                   tokens of a row. F is what a row has in a verify step, K+1, so that a head has one query to decode or
-                  verify, and TensorRT then reads the caches in place. In lowering ``native-folded`` only.
+                  verify, and TensorRT then reads the caches in place.
 ``fused-causal``  ``TRT_Attention`` with ``causal_kind=lower_right`` and the rows' lengths.
 ``fused-masked``  ``TRT_Attention`` with a Boolean mask, made once a step for each window: sliding windows, and all
                   layers of a graph in which tokens of some layer see later ones. There a row's length must be its own,
@@ -17,7 +17,9 @@ A layer takes one of these forms (``choose_form``):
 ``explicit``      matmuls, masking and softmax written out: softcap, sinks, and sizes or dtypes for
                   which there is no fused kernel.
 
-In the fused forms TensorRT copies a layer's keys and values before its attention reads them, repeated for every query
+The fused forms are for what is not folded: where the masks would be too large (``mask_bytes``), or F is 1.
+
+There TensorRT copies a layer's keys and values before its attention reads them, repeated for every query
 head, where a row has more than one query. Folded, nothing is copied to decode or verify, nor for a prefill from compute
 capability 8.9 on (8.0 copies). Two things are given for that. Each head needs a separate mask, which grows with the
 tokens of a prefill (``mask_bytes``). And the queries are outputs of the graph, all in one memory: TensorRT copies the
@@ -87,7 +89,7 @@ def lower_trt_native(
 ) -> tuple[str, ...]:
     """Replace every ``UnpaddedAttention``, fix the cache shapes, add ``token_ids``, drop unread step inputs, in place.
 
-    Returns each layer's form; UnsupportedModelError if none is exact. ``fold`` is F, 1 for ``native``.
+    Returns each layer's form; UnsupportedModelError if none is exact. ``fold`` is F.
     """
     forms = replace_attention(ir_model, kv_capacity=kv_capacity, fold=fold, skipped=skipped)
     add_token_ids(ir_model)

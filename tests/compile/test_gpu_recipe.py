@@ -45,14 +45,8 @@ def test_every_spelling_of_an_architecture(given: object) -> None:
 
 def test_the_defaults_of_a_gpu_recipe() -> None:
     recipe = resolve_recipe(make_recipe(GIVEN | {"sm": ["89", "120"]}), [None])
-    assert (recipe.dtype, recipe.lowering, recipe.max_num_seqs, recipe.max_num_tokens) == (
-        "float16",
-        "native-folded",
-        8,
-        512,
-    )
+    assert (recipe.dtype, recipe.max_num_seqs, recipe.max_num_tokens) == ("float16", 8, 512)
     assert recipe.settings()["sm"] == ["89", "120"]
-    assert resolve_recipe(make_recipe(GIVEN | {"backend": "tensorrt"}), [None]).lowering == "native-folded"
 
 
 @pytest.mark.parametrize(
@@ -60,7 +54,8 @@ def test_the_defaults_of_a_gpu_recipe() -> None:
     [
         ({"sm": "ninety"}, "sm 'ninety' is not a compute capability"),
         ({"dtype": "float32"}, "dtype 'float32' cannot be built for backend tensorrt-rtx"),
-        ({"lowering": "plugin"}, "lowering 'plugin' cannot be built for backend tensorrt-rtx"),
+        ({"lowering": "plugin"}, "lowering is given, and backend tensorrt-rtx fixes nothing of the kind"),
+        ({"backend": "tensorrt", "lowering": "native"}, "lowering 'native' cannot be built for backend tensorrt"),
         ({"max_num_seqs": 0}, "max_num_seqs is 0, outside 1 to 256"),
         ({"max_num_seqs": 2.5}, "max_num_seqs is 2.5, not a whole number"),
         ({"max_num_tokens": 10**6}, "max_num_tokens is 1000000, outside"),
@@ -68,7 +63,7 @@ def test_the_defaults_of_a_gpu_recipe() -> None:
         ({"backend": "ort-cpu", "sm": "89"}, "sm is given, and backend ort-cpu fixes nothing of the kind"),
         ({"backend": "ort-cuda", "max_num_seqs": 0}, "max_num_seqs is 0, outside 1 to 4096"),
         ({"backend": "ort-cuda", "sm": "89"}, "sm is given, and backend ort-cuda fixes nothing of the kind"),
-        ({"backend": "ort-cpu", "lowering": "native"}, "lowering is given"),
+        ({"backend": "ort-cpu", "lowering": "plugin"}, "lowering is given"),
     ],
 )
 def test_values_that_are_refused(values: dict[str, Any], words: str) -> None:

@@ -33,7 +33,7 @@ from tests.support.gpu_heads import (
     CUDA_ROWS,
     EXPLICIT,
     FOLDED,
-    NATIVE,
+    UNFOLDED,
     open_engine,
     open_graph,
     read_head,
@@ -53,7 +53,7 @@ ENTRY = make_entry()
 BLOCKS = {f"block-{name}": write for name, write in BLOCK_DIALECTS.items()}
 GRAPHS = ("speculators", "norm-before-fc", "qwen3", "eagle", "peagle", "medusa", "medusa-one-lm-head")
 """Dialects whose graphs differ; the others differ in how they are read."""
-WAYS = (CUDA, FOLDED, NATIVE, EXPLICIT)
+WAYS = (CUDA, FOLDED, UNFOLDED, EXPLICIT)
 CLOSE = 1e-4
 
 
@@ -296,7 +296,7 @@ def test_the_plugin_takes_no_head_whose_tokens_see_later_ones(target: Any, tmp_p
     backend, later = find_backend("tensorrt"), DFLASH.needs
     assert "the attention plugin is causal" in str(backend.head_obstacle("dflash", later, recipe))
     assert backend.head_obstacle("eagle3", frozenset(), recipe) is None
-    assert backend.head_obstacle("dflash", later, replace(recipe, lowering="native")) is None
+    assert backend.head_obstacle("dflash", later, replace(recipe, lowering="auto")) is None
 
 
 def test_steps_that_are_recorded_are_those_of_rounds() -> None:

@@ -42,7 +42,7 @@ def test_lowered_models_build_without_a_warning_that_matters(name: str, dtype: s
     from specexport.backends.trt import TrtPlan, write_trt_engines
 
     model = trace(name, dtype).ir_model.clone()
-    forms = lower_tensorrt(model, lowering="native-folded", kv_capacity=CAPACITY, fold=fold)
+    forms = lower_tensorrt(model, kv_capacity=CAPACITY, fold=fold)
     assert forms == MODELS[name, dtype, fold]
     layers = tuple(geometry(model, i) for i in range(2))
     profiles = tuple(profile._replace(fold=fold) for profile in PROFILES)
@@ -65,7 +65,7 @@ def test_a_draft_step_has_no_kernel_of_the_layers_that_it_leaves_out(tmp_path: P
 
     model = trace("llama", "float16").ir_model.clone()
     skipped = find_residual_blocks(model).blocks  # of both layers: they may not share what is cut
-    lower_tensorrt(model, lowering="native-folded", kv_capacity=CAPACITY, fold=5, skipped=skipped)
+    lower_tensorrt(model, kv_capacity=CAPACITY, fold=5, skipped=skipped)
     layers = tuple(geometry(model, i) for i in range(2))
     profiles = tuple(profile._replace(fold=5) for profile in (Profile("self", 2, 1, 2, 2), *PROFILES))
     plan = TrtPlan("tensorrt-rtx", ("89",), profiles, layers, CAPACITY)

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -12,8 +11,7 @@ import pytest
 
 from specexport.lowering import trt_native
 from specexport.lowering.common import add_token_ids
-from specexport.lowering.tensorrt import lower_tensorrt
-from specexport_runtime.errors import RecipeError, UnsupportedModelError
+from specexport_runtime.errors import UnsupportedModelError
 from tests.ops.test_unpadded_attention import CAPACITY, CASES, Case, expect, make_inputs, one_node_model
 from tests.support import chance
 from tests.support.half_models import trace
@@ -254,20 +252,6 @@ def test_what_cannot_be_exact_is_refused_by_name() -> None:
         trt_native.replace_attention(model, kv_capacity=CAPACITY)
     with pytest.raises(UnsupportedModelError, match="attention layer 0 has 4 query heads on 3"):
         lower(replace(CASES["ragged"], kv_heads=3))
-
-
-@pytest.mark.parametrize(
-    ("named", "words"),
-    [
-        ({"lowering": "gqa", "kv_capacity": 8}, "has no lowering 'gqa'"),
-        ({"lowering": None, "kv_capacity": 8}, "has no lowering None"),
-        ({"lowering": "native", "kv_capacity": None}, "needs the KV capacity"),
-        ({"lowering": "native", "kv_capacity": 0}, "needs the KV capacity"),
-    ],
-)
-def test_arguments_that_tensorrt_cannot_use(named: dict[str, Any], words: str) -> None:
-    with pytest.raises(RecipeError, match=words):
-        lower_tensorrt(one_node_model(CASES["ragged"]), **named)
 
 
 def greedy_ids(rows: Sequence[Sequence[float]]) -> list[int]:

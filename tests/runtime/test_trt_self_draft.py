@@ -170,7 +170,7 @@ def test_the_lowered_graph_drafts_as_the_cpu_does(tmp_path: Any, monkeypatch: An
     result, capacity = trace("llama", "float32"), engine_kv_capacity(64, LOOKAHEAD)
     model = result.ir_model.clone()
     blocks = find_residual_blocks(model).blocks
-    lower_tensorrt(model, lowering="native-folded", kv_capacity=capacity, fold=fold, skipped=blocks[2:])
+    lower_tensorrt(model, kv_capacity=capacity, fold=fold, skipped=blocks[2:])
     profiles = plan_profiles(
         "target", lookahead=LOOKAHEAD, max_num_seqs=2, max_num_tokens=16, fold=fold, self_draft=True
     )

@@ -104,8 +104,7 @@ class EngineEntry:
 
     path: InnerPath  # engine file; the first of ``files`` where there are some
     inputs: tuple[str, ...]  # step inputs that the lowered graph takes (names of the contract)
-    # What stands behind attention: "function" (ort-cpu), "paged" (ort-cuda), or for TensorRT "native-folded", "native"
-    # or "plugin".
+    # What stands behind attention: "function" (ort-cpu), "paged" (ort-cuda), or for TensorRT "native" or "plugin".
     lowering: str = "function"
     padded: PaddedGraph | None = None
     files: tuple[EngineFile, ...] = ()  # by GPU architecture; empty where ``path`` is the one engine
