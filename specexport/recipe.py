@@ -89,9 +89,7 @@ class BuildRecipe:
         lora: LoRA adapters of the target: name and folder of each; texts ``"NAME=FOLDER"`` are taken too.
         lora_mode: ``"merge"`` adds the one adapter to the weights, ``"choose"`` lets each request choose one of them or
             none (ort-cpu); ``"auto"`` merges one, and lets choose between several.
-        self_draft: let the target draft with some of its own layers.
-        self_draft_skip: TensorRT: the layers (from 0) that these drafts leave out; empty takes every third, but not the
-            last two.
+        self_draft: let the target draft with some of its own layers (ort-cpu, ort-cuda).
 
     Raises:
         RecipeError: a value is out of its range or of the wrong type.
@@ -125,7 +123,6 @@ class BuildRecipe:
     kv_cache_dtype: str | None = None
     fuse: bool = True
     self_draft: bool = False
-    self_draft_skip: tuple[int, ...] = ()
     lora: tuple[tuple[str, str], ...] = ()
     lora_mode: str = "auto"
 
@@ -133,7 +130,6 @@ class BuildRecipe:
         self._check_types()
         self._check_revisions()
         object.__setattr__(self, "sm", normalize_architectures(self.sm))
-        object.__setattr__(self, "self_draft_skip", normalize_layers(self.self_draft_skip))
         object.__setattr__(self, "lora", normalize_adapters(self.lora))
         object.__setattr__(self, "dtype", canonical_dtype(self.dtype))
         object.__setattr__(self, "draft_vocab_size", None if self.draft_vocab_size == ALL else self.draft_vocab_size)
@@ -290,15 +286,6 @@ class BuildRecipe:
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
                 raise RecipeError(f"{name} is {value}, outside {low} to {high}.", f"give {name} in that range.")
-        if self.self_draft and self.lowering == "plugin":
-            raise RecipeError(
-                "self_draft is given, and with lowering 'plugin' no layer can be left out.",
-                "leave one of them out.",
-            )
-        if self.self_draft_skip and not self.self_draft:
-            raise RecipeError(
-                "self_draft_skip is given and self_draft is not.", "give `--self-draft` too, or leave both out."
-            )
         if self.gpu_memory_gb is not None and self.gpu_memory_gb <= 0:
             raise RecipeError(f"gpu_memory_gb is {self.gpu_memory_gb}.", "give the GPU's memory in GB, for example 24.")
 
@@ -342,7 +329,7 @@ class BuildRecipe:
     def settings(self) -> dict[str, Any]:
         """The recipe without the places it reads from and writes to: what belongs into hashes and manifests."""
         data = asdict(self)
-        data |= {"sm": list(self.sm), "self_draft_skip": list(self.self_draft_skip)}  # as they read back from JSON
+        data["sm"] = list(self.sm)  # as it reads back from JSON
         data["lora"] = [name for name, _ in self.lora]
         data["has_draft"] = self.draft is not None
         data["has_head"] = self.head is not None
@@ -544,19 +531,6 @@ def normalize_architectures(values: object) -> tuple[str, ...]:
             )
         found.append(match[1] + match[2])
     return tuple(dict.fromkeys(found))
-
-
-def normalize_layers(values: object) -> tuple[int, ...]:
-    """Numbers of layers (from 0), ascending and each once.
-
-    Raises:
-        RecipeError: a value is no number of a layer.
-    """
-    items: Iterable[Any] = values if isinstance(values, (list, tuple)) else [values]
-    for item in items:
-        if not isinstance(item, int) or isinstance(item, bool) or item < 0:
-            raise RecipeError(f"self_draft_skip has {item!r}.", "give numbers of layers, the first is 0.")
-    return tuple(sorted(set(items)))
 
 
 def normalize_adapters(values: object) -> tuple[tuple[str, str], ...]:

@@ -56,8 +56,6 @@ class RecipeFields(Protocol):
     def fuse(self) -> bool: ...  # noqa: D102
     @property
     def self_draft(self) -> bool: ...  # noqa: D102
-    @property
-    def self_draft_skip(self) -> tuple[int, ...]: ...  # noqa: D102
     def quantization_of(self, role: str) -> str | None: ...  # noqa: D102
 
 

@@ -10,10 +10,9 @@ from specexport.backends.profiles import engine_kv_capacity, kv_bytes, most_new_
 from specexport.backends.trt_package import PACKAGES, resolve_architectures
 from specexport.host import memory_bytes
 from specexport_runtime.abi import ITEM_BYTES, LayerGeometry
-from specexport_runtime.bundle.entry import EngineEntry, EngineLimits, Gates, ModelEntry
+from specexport_runtime.bundle.entry import EngineEntry, EngineLimits, ModelEntry
 from specexport_runtime.bundle.profiles import HeadSteps
-from specexport_runtime.errors import IncompatibleError, RecipeError
-from specexport_runtime.requests.layer_choice import LayerRules, choose_layers
+from specexport_runtime.errors import IncompatibleError
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -37,13 +36,12 @@ class TensorRt(Backend):
     modules = ("tensorrt",)
     extra = "tensorrt"
     lowerings: tuple[str, ...] = ("plugin",)
-    options = ("sm", "gpu_memory_gb", "self_draft", "self_draft_skip")
+    options = ("sm", "gpu_memory_gb")
     limits = {"max_num_seqs": (1, 256), "max_num_tokens": (1, 8192)}  # noqa: RUF012 never changed
     needs_gpu = True
     # Engines are built for step sizes and architectures.
     key_fields = (
         "sm", "lowering", "lookahead", "max_model_len", "max_num_seqs", "max_num_tokens", "quantize_lm_head",
-        "self_draft", "self_draft_skip",
     )  # fmt: skip
     head_needs: frozenset[HeadNeed] | None = frozenset(["later tokens"])
     fixed_sizes = True
@@ -82,7 +80,6 @@ class TensorRt(Backend):
         from specexport.lowering.tensorrt import lower_tensorrt
         from specexport.lowering.trt_native import FOLDED
         from specexport.passes.linear_flatten import LinearFlattenPass
-        from specexport.passes.residual_blocks import ResidualBlocks, find_residual_blocks
 
         recipe, role, rows = job.recipe, job.role, int(job.recipe.max_num_seqs or 1)
         capacity = _capacity(recipe, job.head_steps)
@@ -90,10 +87,7 @@ class TensorRt(Backend):
         with job.clock.stage("lower", role, f"{self.name}, plugin" if plugin else self.name):
             LinearFlattenPass()(ir_model)
             fold = 1 if plugin else _fold(ir_model, job)
-            blocks = find_residual_blocks(ir_model) if recipe.self_draft and role == "target" else ResidualBlocks(None)
-            layers = choose_skipped(recipe, len(job.layers)) if blocks.blocks else ()
-            skipped = [block for block in blocks.blocks if block.layer in layers]
-            forms = lower_tensorrt(ir_model, kv_capacity=capacity, fold=fold, plugin=plugin, skipped=skipped)
+            forms = lower_tensorrt(ir_model, kv_capacity=capacity, fold=fold, plugin=plugin)
             inputs, given = step_inputs(ir_model), feature_size(ir_model)
         with job.clock.stage("build", role):
             profiles = plan_profiles(
@@ -102,7 +96,6 @@ class TensorRt(Backend):
                 max_num_seqs=rows,
                 max_num_tokens=int(recipe.max_num_tokens or 1),
                 fold=fold if FOLDED in forms else 1,
-                self_draft=bool(layers),
                 head=job.head_steps,
             )
             plan = TrtPlan(self.name, recipe.sm, profiles, job.layers, capacity, job.feature_size)
@@ -113,7 +106,6 @@ class TensorRt(Backend):
             lowering="plugin" if plugin else "native",
             files=engines,
             limits=EngineLimits(profiles, capacity, rows),
-            gates=Gates(blocks.gate_kinds, blocks.obstacle, layers),
             feature_size=given or job.feature_size,
             fused=tuple(sorted(Counter(forms).items())),
         )
@@ -162,23 +154,6 @@ def _fold(ir_model: "ir.Model", job: BuildJob) -> int:
         "--max-num-seqs or --max-model-len folds."
     )
     return 1
-
-
-def choose_skipped(recipe: RecipeFields, num_layers: int) -> tuple[int, ...]:
-    """Layers (from 0) that drafts of a target of ``num_layers`` layers leave out; RecipeError if that cannot be."""
-    asked = recipe.self_draft_skip
-    if asked and (asked[-1] >= num_layers or len(asked) == num_layers):
-        raise RecipeError(
-            f"self_draft_skip is {', '.join(map(str, asked))}, and the target has {num_layers} layers.",
-            f"give some of 0 to {num_layers - 1}.",
-        )
-    chosen = asked or choose_layers((), LayerRules(threshold=None), num_layers).removed_mlp
-    if not chosen:
-        raise RecipeError(
-            f"a target of {num_layers} layers has none to leave out by the usual rule.",
-            "name them with --self-draft-skip, or build it without --self-draft.",
-        )
-    return chosen
 
 
 def _memory_plan(

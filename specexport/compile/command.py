@@ -65,9 +65,6 @@ def _number_or(*words: str) -> Callable[[click.Context, click.Parameter, str | N
 @click.option("--lora-mode", metavar="merge|choose", help="What becomes of adapters [default: merge one].")
 @click.option("--self-draft", is_flag=True, default=None, help="Let the target draft with some of its own layers.")
 @click.option(
-    "--self-draft-skip", multiple=True, type=int, metavar="N", help="TensorRT: layer such drafts leave out; repeatable."
-)
-@click.option(
     "--sm", multiple=True, metavar="NN", help="TensorRT: GPU architecture to build for, or any; repeat for more."
 )
 @click.option("--lowering", metavar="plugin", help="tensorrt: attention by our kernels [default: TensorRT's own].")
@@ -115,7 +112,7 @@ def build(
     from specexport.recipe import make_recipe
     from specexport.report import print_json
 
-    flags |= {name: flags[name] or None for name in ("sm", "self_draft_skip", "lora")}
+    flags |= {name: flags[name] or None for name in ("sm", "lora")}
     recipe = make_recipe(flags | {"check": False if no_check else None}, recipe_file)
     map_large_blocks()
     with show_progress(sys.stderr, quiet=quiet) as progress:

@@ -1,12 +1,9 @@
 """Attention for TensorRT: its own operators, or the unpadded-KV plugin."""
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import onnx_ir as ir
-
-    from specexport.passes.residual_blocks import ResidualBlock
 
 
 def lower_tensorrt(
@@ -15,7 +12,6 @@ def lower_tensorrt(
     kv_capacity: int,  # L, the entries of a cache row, which is fixed in the engine
     fold: int = 1,  # tokens of a verify step's row that are taken for heads; as in the profiles; not for the plugin
     plugin: bool = False,
-    skipped: "Sequence[ResidualBlock]" = (),  # blocks that draft steps leave out; not for the plugin
 ) -> tuple[str, ...]:
     """Give every ``UnpaddedAttention`` node its body, in place; returns the form that each layer took, in order."""
     from specexport.lowering.common import unify_norm_types
@@ -27,4 +23,4 @@ def lower_tensorrt(
         return lower_trt_plugin(ir_model, kv_capacity=kv_capacity)
     from specexport.lowering.trt_native import lower_trt_native
 
-    return lower_trt_native(ir_model, kv_capacity=kv_capacity, fold=fold, skipped=skipped)
+    return lower_trt_native(ir_model, kv_capacity=kv_capacity, fold=fold)

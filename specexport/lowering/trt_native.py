@@ -36,11 +36,9 @@ Written out, matmuls run in the model's dtype; scores are float32 from the first
 that share a key/value head are folded into the query axis, so that neither keys nor values are repeated.
 """
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from specexport.lowering.common import add_token_ids, drop_unused_step_inputs, is_causal, refuse_slopes, take_place
-from specexport.lowering.layer_extent import add_extent, shorten_blocks
 from specexport.lowering.trt_step import AlignedStep, Attention, MaskKind, emit_step
 from specexport.onnx_emit import Emitter
 from specexport.ops.spec import DIM_NAMES, UNPADDED_ATTENTION
@@ -49,8 +47,6 @@ from specexport_runtime.errors import CheckFailedError, UnsupportedModelError
 
 if TYPE_CHECKING:
     import onnx_ir as ir
-
-    from specexport.passes.residual_blocks import ResidualBlock
 
 FOLDED, FUSED_CAUSAL, FUSED_MASKED, EXPLICIT = "folded", "fused-causal", "fused-masked", "explicit"
 
@@ -84,22 +80,18 @@ def mask_kind(attention: Attention, form: str) -> MaskKind:
     return MaskKind(attention.window, attention.num_heads if form == FOLDED else 0, attention.causal)
 
 
-def lower_trt_native(
-    ir_model: "ir.Model", *, kv_capacity: int, fold: int = 1, skipped: "Sequence[ResidualBlock]" = ()
-) -> tuple[str, ...]:
+def lower_trt_native(ir_model: "ir.Model", *, kv_capacity: int, fold: int = 1) -> tuple[str, ...]:
     """Replace every ``UnpaddedAttention``, fix the cache shapes, add ``token_ids``, drop unread step inputs, in place.
 
     Returns each layer's form; UnsupportedModelError if none is exact. ``fold`` is F.
     """
-    forms = replace_attention(ir_model, kv_capacity=kv_capacity, fold=fold, skipped=skipped)
+    forms = replace_attention(ir_model, kv_capacity=kv_capacity, fold=fold)
     add_token_ids(ir_model)
     drop_unused_step_inputs(ir_model)
     return forms
 
 
-def replace_attention(
-    ir_model: "ir.Model", *, kv_capacity: int, fold: int = 1, skipped: "Sequence[ResidualBlock]" = ()
-) -> tuple[str, ...]:
+def replace_attention(ir_model: "ir.Model", *, kv_capacity: int, fold: int = 1) -> tuple[str, ...]:
     """The attention part of ``lower_trt_native``, for graphs without logits; same arguments, result and errors."""
     layers = [read_attention(n, i) for i, n in enumerate(_attention_nodes(ir_model))]
     if not layers:  # heads over one feature
@@ -107,20 +99,14 @@ def replace_attention(
     ahead = not all(layer.causal for layer in layers)
     forms = tuple(choose_form(layer, fold=fold, sees_ahead=ahead) for layer in layers)
     kinds = {mask_kind(layer, form) for layer, form in zip(layers, forms, strict=True) if form != FUSED_CAUSAL}
-    first = ir_model.graph[0]
     step = emit_step(ir_model, sorted(kinds), kv_capacity, fold)
-    extent = add_extent(ir_model, step, kv_capacity, first) if skipped else None
-    short = {block.layer for block in skipped}
     for i, (layer, form) in enumerate(zip(layers, forms, strict=True)):
         emit = Emitter(ir_model.graph, f"attention.{i}.{form}")
-        own = extent.step if extent is not None and i in short else step
-        queries = _lower_layer(ir_model, layer, form, own, emit, kv_capacity)
+        queries = _lower_layer(ir_model, layer, form, step, emit, kv_capacity)
         if form == FOLDED:
             # An output only so that TensorRT does not take its layout apart: it would copy the caches to fit it.
             queries.name = QUERY.name.format(i=i)
             ir_model.graph.outputs.append(queries)
-    if extent is not None:
-        shorten_blocks(ir_model, skipped, extent)
     return forms
 
 

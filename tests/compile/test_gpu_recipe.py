@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from specexport.backends import present_gpu, tensorrt, trt_package
-from specexport.backends.tensorrt import choose_skipped, plan_memory, require_gpu_memory, require_host_memory
+from specexport.backends.tensorrt import plan_memory, require_gpu_memory, require_host_memory
 from specexport.backends.trt_package import TENSORRT, TENSORRT_RTX, known_architectures, resolve_architectures
 from specexport.compile import model, pipeline
 from specexport.recipe import make_recipe, resolve_recipe
@@ -169,33 +169,13 @@ def test_memory_is_planned_before_the_build() -> None:
     assert "--max-num-seqs" in str(caught.value.hint)
 
 
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ({"self_draft_skip": [1]}, "self_draft_skip is given and self_draft is not"),
-        ({"self_draft": True, "self_draft_skip": [-1]}, "self_draft_skip has -1"),
-        ({"self_draft": True, "self_draft_skip": [True]}, "self_draft_skip has True"),
-        ({"self_draft": True, "self_draft_skip": [1], "backend": "ort-cuda"}, "fixes nothing of the kind"),
-        ({"self_draft": True, "backend": "tensorrt", "lowering": "plugin"}, "no layer can be left out"),
-        ({"self_draft": "yes"}, "not true or false"),
-    ],
-)
-def test_layers_to_leave_out_that_make_no_sense_are_refused(values: dict[str, Any], words: str) -> None:
-    with pytest.raises(RecipeError, match=words):
-        make_recipe(GIVEN | values)
-
-
-def test_which_layers_a_draft_leaves_out() -> None:
-    recipe = make_recipe(GIVEN | {"self_draft": True})
-    assert choose_skipped(recipe, 8) == (2, 5)
-    named = make_recipe(GIVEN | {"self_draft": True, "self_draft_skip": [3, 1, 3]})
-    assert choose_skipped(named, 4) == (1, 3)
-    assert named.settings()["self_draft_skip"] == [1, 3]
-    with pytest.raises(RecipeError, match="give some of 0 to 2"):
-        choose_skipped(named, 3)
-    with pytest.raises(RecipeError, match="none to leave out"):
-        choose_skipped(recipe, 4)
-    assert make_recipe(GIVEN | {"backend": "ort-cpu", "self_draft": True}).self_draft
+@pytest.mark.parametrize("backend", ["tensorrt", "tensorrt-rtx"])
+def test_a_target_of_tensorrt_does_not_draft_with_its_own_layers(backend: str) -> None:
+    with pytest.raises(RecipeError, match=f"self_draft is given, and backend {backend}") as caught:
+        make_recipe(GIVEN | {"backend": backend, "self_draft": True})
+    assert "build for one of: ort-cpu, ort-cuda." in str(caught.value)
+    with pytest.raises(RecipeError, match="not true or false"):
+        make_recipe(GIVEN | {"self_draft": "yes"})
 
 
 @pytest.mark.parametrize("backend", ["ort-cuda", "tensorrt", "tensorrt-rtx"])

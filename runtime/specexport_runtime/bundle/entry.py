@@ -84,7 +84,6 @@ class Gates(NamedTuple):
 
     kinds: tuple[GateKind, ...] = ()  # [G], what each is; empty where none can
     obstacle: str | None = None  # why no layer can be skipped exactly; None where not asked for, or one can
-    skipped_layers: tuple[int, ...] = ()  # that drafts leave out, where the engine fixes them; else prompts decide
 
 
 NO_GATES = Gates()

@@ -17,7 +17,6 @@ from specexport_runtime.bundle.entry import EngineFile, ModelEntry
 from specexport_runtime.bundle.profiles import choose_profile
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import (
-    BoolArray,
     Float32Array,
     Int32Array,
     Int64Array,
@@ -106,11 +105,6 @@ class TrtExecutor(WithFeatures):
         self._packed, self._dtype = engine.lowering == "plugin", entry.dtype
         self._ends: Int32Array = np.zeros((sizes.arena_rows, 1), np.int32)
         self._last_position = (entry.max_positions or sizes.kv_capacity) - 1
-        self.gate_kinds, skipped = engine.gates.kinds, engine.gates.skipped_layers
-        self.num_gates = len(self.gate_kinds) if skipped else 0  # 0 unless the engine has draft steps
-        if self.num_gates:
-            self.fixed_layers = np.repeat(~np.isin(np.arange(self.num_gates // 2), skipped), 2)
-        self._skips = False
         self._steps: OrderedDict[StepShape, PlacedStep] = OrderedDict()
         self._current: PlacedStep | None = None
 
@@ -126,7 +120,6 @@ class TrtExecutor(WithFeatures):
 
     def prepare(self, shape: StepShape) -> StepBuffers:
         """Choose a profile for ``shape`` (IncompatibleError if none is large enough). See ``Executor.prepare``."""
-        shape = shape._replace(skips=self._skips)
         step = self._steps.get(shape)
         if step is None:
             step = self._place(shape)
@@ -161,20 +154,6 @@ class TrtExecutor(WithFeatures):
         if self.graphs.enabled and plan.window.fill != "ranged":
             self._record(step)  # after the result is here: nothing runs while a step is recorded
         return output.array[:rows]
-
-    def set_layers(self, mask: BoolArray | None) -> None:
-        """See ``Executor.set_layers``; holds for steps that are prepared from here on, of one token a row.
-
-        SpecexportError if the engine was built to leave out other layers.
-        """
-        if mask is not None and not np.array_equal(mask, self.fixed_layers):  # type: ignore[arg-type]
-            raise SpecexportError("this engine leaves out the layers that it was built for, and no others.")
-        self._skips = mask is not None
-
-    def measure_similarity(self, wanted: bool) -> None:
-        """See ``Executor.measure_similarity``; SpecexportError if it is wanted: these engines measure none."""
-        if wanted:
-            raise SpecexportError("TensorRT engines measure no similarity: their layers are fixed.")
 
     def capture(self, shapes: list[StepShape]) -> None:
         """Record the steps of ``shapes`` that run in fixed profiles, the largest first.
