@@ -36,7 +36,7 @@ def require_causal(node: "ir.Node", backend: str) -> None:
     if not is_causal(node):
         raise UnsupportedModelError(
             f"{node.name}: tokens of this attention see later ones, and {backend} has causal attention only.",
-            "build it without `--lowering plugin`, or for `ort-cpu`.",
+            "build it for `ort-cpu`, or for TensorRT without `--lowering plugin`.",
         )
 
 

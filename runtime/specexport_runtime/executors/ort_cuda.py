@@ -336,7 +336,6 @@ def _round_shapes(request: EngineRequest) -> list[StepShape]:
         steps = head_steps(
             request.lookahead,
             num_draft_heads=head.num_draft_heads,
-            block_size=head.block_size,
             has_mask=head.mask_token_id is not None,
         )
         sizes = [(width, steps.logits, 1 if steps.fresh else rows) for width in steps.widths]
