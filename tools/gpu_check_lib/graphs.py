@@ -29,7 +29,7 @@ def compare_graphs(context: Context, backend: str) -> None:
     from tools.gpu_check_lib.bundles import get_bundle, open_executor
 
     bundle = get_bundle(context, "tiny" if context.tiny else "small", backend)
-    compare(context, backend, lambda graphs: open_executor(context, bundle, "target", graphs=graphs))
+    compare(context, backend, lambda graphs: open_executor(bundle, "target", graphs=graphs))
 
 
 def compare(context: Context, backend: str, open_engine: Callable[[bool], Executor]) -> None:
