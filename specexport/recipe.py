@@ -59,7 +59,7 @@ class BuildRecipe:
         backend: what runs the engines.
         dtype: dtype of weights, activations and KV caches, or ``"auto"``; ``"fp16"`` and the like get their long names.
             On ort-cpu of float weights alone: ``"auto"`` and ``"float32"`` keep every value, the others round it.
-        lookahead: K, the most draft tokens a round, 1 to 64.
+        lookahead: K, the most draft tokens a round, 1 to 64; None takes 8, and 4 for tensorrt-rtx.
         max_model_len: most tokens of one sequence, or ``"auto"``.
         revision: hub revision of the target.
         draft_revision: hub revision of the draft.
@@ -70,7 +70,8 @@ class BuildRecipe:
         lowering: tensorrt: ``"plugin"`` puts our attention kernels into the engine; ``"auto"`` takes TensorRT's own.
         max_num_seqs: most sequences at a time; None takes 8. Engines of TensorRT are built for it; elsewhere it is the
             default when the bundle is loaded.
-        max_num_tokens: most tokens of one step; None takes 512. As ``max_num_seqs``.
+        max_num_tokens: most tokens of one step; None takes 512, or what TensorRT's masks leave room for. As
+            ``max_num_seqs``.
         gpu_memory_gb: TensorRT: refuse engines and caches that a GPU of this memory (GB) cannot hold.
         quantize: weights of the target's linear layers: ``"int8"`` (ort-cpu), ``"int4"`` (TensorRT too), ``"keep"``
             (ort-cpu: those of a quantized checkpoint as they are) or ``"none"`` (float). None keeps them where that can
@@ -102,7 +103,7 @@ class BuildRecipe:
     name: str = ""
     backend: str = DEFAULT_BACKEND
     dtype: str = "auto"
-    lookahead: int = 8
+    lookahead: int = None  # type: ignore[assignment]  # None until the recipe is made
     max_model_len: int | Auto = "auto"
     revision: str | None = None
     draft_revision: str | None = None
@@ -128,6 +129,8 @@ class BuildRecipe:
 
     def __post_init__(self) -> None:
         self._check_types()
+        if self.lookahead is None:
+            object.__setattr__(self, "lookahead", find_backend(self.backend).default_lookahead)
         self._check_revisions()
         object.__setattr__(self, "sm", normalize_architectures(self.sm))
         object.__setattr__(self, "lora", normalize_adapters(self.lora))
@@ -300,7 +303,8 @@ class BuildRecipe:
                 _require_type(key, getattr(self, key), str, "text")
         for key in ("trust_remote_code", "check", "quantize_lm_head", "fuse", "self_draft"):
             _require_type(key, getattr(self, key), bool, "true or false")
-        _require_type("lookahead", self.lookahead, int, "a whole number")
+        if self.lookahead is not None:
+            _require_type("lookahead", self.lookahead, int, "a whole number")
         for key in ("max_num_seqs", "max_num_tokens", "draft_layers", "draft_vocab_size"):
             words = (None, AUTO, ALL) if key == "draft_vocab_size" else (None,)
             if getattr(self, key) not in words:

@@ -105,6 +105,7 @@ class Backend:
         extra: the distribution's extra that installs them.
         lowerings: forms of attention that may be asked for in the place of its own.
         options: recipe fields that are this backend's own; for another they are refused.
+        default_lookahead: K where a recipe gives none.
         limits: ranges of the limits that engines fix when they are built; other limits are defaults for loading.
         own_operators: linear layers are operators of our own for CPUs, whatever their weights are.
         packs_linear: linear layers that share their input are packed into one.
@@ -127,6 +128,7 @@ class Backend:
     extra: str
     lowerings: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
+    default_lookahead: int = 8
     limits: Mapping[str, tuple[int, int]] = {}
     own_operators: bool = False
     packs_linear: bool = False

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specexport.backends.base import Backend, BuildJob, HeadNeed, RecipeFields
 from specexport.backends.present_gpu import gpu_check_obstacle
-from specexport.backends.profiles import engine_kv_capacity, kv_bytes, most_new_tokens, plan_profiles
+from specexport.backends.profiles import SMALLEST_PREFILL, engine_kv_capacity, kv_bytes, most_new_tokens, plan_profiles
 from specexport.backends.trt_package import PACKAGES, resolve_architectures
 from specexport.host import memory_bytes
 from specexport_runtime.abi import ITEM_BYTES, LayerGeometry
@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_NUM_SEQS = 8
 DEFAULT_MAX_NUM_TOKENS = 512
+"""Of the largest prefill, where its masks leave room for it (:func:`plan_folding`)."""
 MAX_MASK_BYTES = 1 << 29
-"""Most bytes of masks that folded attention may need in the largest prefill; beyond it nothing is folded."""
+"""Most bytes of masks that folded attention may need in the largest prefill."""
 
 BUILD_FACTOR = 3.5
 """Host memory at the builder's peak, in sizes of the model's weights (docs/gpu.md has the measurement)."""
@@ -48,10 +49,7 @@ class TensorRt(Backend):
 
     def defaults(self, recipe: RecipeFields) -> dict[str, Any]:
         """See ``Backend.defaults``."""
-        return {
-            "max_num_seqs": recipe.max_num_seqs or DEFAULT_MAX_NUM_SEQS,
-            "max_num_tokens": recipe.max_num_tokens or DEFAULT_MAX_NUM_TOKENS,
-        }
+        return {"max_num_seqs": recipe.max_num_seqs or DEFAULT_MAX_NUM_SEQS}
 
     def head_obstacle(self, kind: str, needs: frozenset[HeadNeed], recipe: RecipeFields) -> str | None:
         """See ``Backend.head_obstacle``."""
@@ -86,7 +84,8 @@ class TensorRt(Backend):
         plugin = recipe.lowering == "plugin"
         with job.clock.stage("lower", role, f"{self.name}, plugin" if plugin else self.name):
             LinearFlattenPass()(ir_model)
-            fold = 1 if plugin else _fold(ir_model, job)
+            tokens = recipe.max_num_tokens or DEFAULT_MAX_NUM_TOKENS
+            fold, tokens, _ = Folding(1, tokens) if plugin else _plan_folding(ir_model, job)
             forms = lower_tensorrt(ir_model, kv_capacity=capacity, fold=fold, plugin=plugin)
             inputs, given = step_inputs(ir_model), feature_size(ir_model)
         with job.clock.stage("build", role):
@@ -94,7 +93,7 @@ class TensorRt(Backend):
                 role,
                 lookahead=recipe.lookahead,
                 max_num_seqs=rows,
-                max_num_tokens=int(recipe.max_num_tokens or 1),
+                max_num_tokens=tokens,
                 fold=fold if FOLDED in forms else 1,
                 head=job.head_steps,
             )
@@ -135,25 +134,62 @@ class TensorRtRtx(TensorRt):
     extra = "tensorrt-rtx"
     lowerings = ()
     needs_gpu = False
+    # Its attention does the work of a verify step in every step: K+1 queries for each token that is decoded.
+    default_lookahead = 4
 
 
-def _fold(ir_model: "ir.Model", job: BuildJob) -> int:
-    """Tokens of a row to fold: those of a verify step, unless the masks of a prefill would be too large."""
-    from specexport.lowering.trt_native import mask_bytes
+class Folding(NamedTuple):
+    """How attention is folded, and the largest prefill that its masks leave room for."""
 
-    recipe = job.recipe
-    fold = most_new_tokens(job.role, recipe.lookahead, job.head_steps)
-    rows, tokens = int(recipe.max_num_seqs or 1), int(recipe.max_num_tokens or 1)
-    capacity = _capacity(recipe, job.head_steps)
-    needed = mask_bytes(ir_model, num_rows=rows, num_tokens=tokens, kv_capacity=capacity, fold=fold)
-    if needed <= MAX_MASK_BYTES:
-        return fold
-    job.clock.note(
-        f"nothing is folded: a prefill of {tokens} tokens beside {rows - 1} other rows would need "
-        f"{needed / 1e9:.2f} GB of masks (at most {MAX_MASK_BYTES / 1e9:.2f} are allowed). A lower --max-num-tokens, "
-        "--max-num-seqs or --max-model-len folds."
+    fold: int  # tokens of a row that are taken for heads; 1 where nothing is folded
+    max_num_tokens: int
+    note: str = ""  # for people, where something gave way
+
+
+def plan_folding(
+    fold: int,  # tokens of a row in a verify step
+    heads: int,  # query heads of all masks (``trt_native.mask_heads``)
+    *,
+    max_num_seqs: int,  # rows
+    kv_capacity: int,  # L
+    max_num_tokens: int | None,  # of a prefill; None for the most that can be folded, up to the default
+) -> Folding:
+    """Fold what a verify step has, within ``MAX_MASK_BYTES`` for the masks of the largest prefill.
+
+    A smaller prefill costs a long prompt some more steps, and nothing that is folded costs every verify step a copy of
+    each layer's keys and values. So the default gives way, down to the smallest prefill; a size that was asked for
+    stays.
+    """
+    slot_bytes = heads * max_num_seqs * kv_capacity
+    wanted = max_num_tokens or DEFAULT_MAX_NUM_TOKENS
+    most = MAX_MASK_BYTES // max(slot_bytes, 1) // fold * fold
+    if -(-wanted // fold) * fold <= most:
+        return Folding(fold, wanted)
+    needed, allowed = f"{wanted * slot_bytes / 1e9:.2f} GB of masks", f"{MAX_MASK_BYTES / 1e9:.2f} are allowed"
+    if max_num_tokens is None and most >= SMALLEST_PREFILL:
+        return Folding(fold, most, f"steps have up to {most} tokens: {wanted} would need {needed}, {allowed}")
+    return Folding(
+        1,
+        wanted,
+        f"nothing is folded: a prefill of {wanted} tokens beside {max_num_seqs - 1} other rows would need {needed} "
+        f"({allowed}). A lower --max-num-tokens, --max-num-seqs or --max-model-len folds.",
     )
-    return 1
+
+
+def _plan_folding(ir_model: "ir.Model", job: BuildJob) -> Folding:
+    from specexport.lowering.trt_native import mask_heads
+
+    recipe, fold = job.recipe, most_new_tokens(job.role, job.recipe.lookahead, job.head_steps)
+    found = plan_folding(
+        fold,
+        mask_heads(ir_model, fold=fold),
+        max_num_seqs=int(recipe.max_num_seqs or 1),
+        kv_capacity=_capacity(recipe, job.head_steps),
+        max_num_tokens=recipe.max_num_tokens,
+    )
+    if found.note:
+        job.clock.note(found.note)
+    return found
 
 
 def _memory_plan(

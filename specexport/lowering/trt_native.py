@@ -17,12 +17,12 @@ A layer takes one of these forms (``choose_form``):
 ``explicit``      matmuls, masking and softmax written out: softcap, sinks, and sizes or dtypes for
                   which there is no fused kernel.
 
-The fused forms are for what is not folded: where the masks would be too large (``mask_bytes``), or F is 1.
+The fused forms are for what is not folded: where the masks would be too large (``mask_heads``), or F is 1.
 
 There TensorRT copies a layer's keys and values before its attention reads them, repeated for every query
 head, where a row has more than one query. Folded, nothing is copied to decode or verify, nor for a prefill from compute
 capability 8.9 on (8.0 copies). Two things are given for that. Each head needs a separate mask, which grows with the
-tokens of a prefill (``mask_bytes``). And the queries are outputs of the graph, all in one memory: TensorRT copies the
+tokens of a prefill (``mask_heads``). And the queries are outputs of the graph, all in one memory: TensorRT copies the
 caches for the sake of a layout that it chooses for the queries, and cannot choose where others see them.
 
 Fused attention is emitted with ``TRT_decomposable=0``: where TensorRT has no kernel, the build fails and nothing runs
@@ -110,12 +110,11 @@ def replace_attention(ir_model: "ir.Model", *, kv_capacity: int, fold: int = 1) 
     return forms
 
 
-def mask_bytes(ir_model: "ir.Model", *, num_rows: int, num_tokens: int, kv_capacity: int, fold: int) -> int:
-    """Bytes of the masks of a prefill, were the layers folded: one byte a query head, slot and cache entry."""
+def mask_heads(ir_model: "ir.Model", *, fold: int) -> int:
+    """Query heads of all masks, were the layers folded: a mask has a byte for each head, row, slot and cache entry."""
     layers = [read_attention(node, i) for i, node in enumerate(_attention_nodes(ir_model))]
     kinds = {mask_kind(layer, FOLDED) for layer in layers if choose_form(layer, fold=fold) == FOLDED}
-    width = -(-num_tokens // fold) * fold
-    return sum(kind.heads for kind in kinds) * num_rows * width * kv_capacity
+    return sum(kind.heads for kind in kinds)
 
 
 def _attention_nodes(ir_model: "ir.Model") -> "list[ir.Node]":

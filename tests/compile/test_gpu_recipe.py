@@ -8,12 +8,17 @@ from typing import Any
 import pytest
 
 from specexport.backends import present_gpu, tensorrt, trt_package
-from specexport.backends.tensorrt import plan_memory, require_gpu_memory, require_host_memory
+from specexport.backends.profiles import engine_kv_capacity, most_new_tokens, plan_profiles
+from specexport.backends.registry import BACKENDS
+from specexport.backends.tensorrt import plan_folding, plan_memory, require_gpu_memory, require_host_memory
 from specexport.backends.trt_package import TENSORRT, TENSORRT_RTX, known_architectures, resolve_architectures
 from specexport.compile import model, pipeline
+from specexport.lowering import trt_native
+from specexport.lowering.trt_native import mask_heads
 from specexport.recipe import make_recipe, resolve_recipe
 from specexport_runtime.abi import LayerGeometry
 from specexport_runtime.errors import IncompatibleError, MissingDependencyError, RecipeError
+from tests.ops.test_unpadded_attention import Case, one_node_model
 from tests.support.pairs import locked
 from tests.support.tiny_models import ARCHITECTURES, HYBRIDS, make_model, save_checkpoint
 
@@ -45,8 +50,55 @@ def test_every_spelling_of_an_architecture(given: object) -> None:
 
 def test_the_defaults_of_a_gpu_recipe() -> None:
     recipe = resolve_recipe(make_recipe(GIVEN | {"sm": ["89", "120"]}), [None])
-    assert (recipe.dtype, recipe.max_num_seqs, recipe.max_num_tokens) == ("float16", 8, 512)
+    assert (recipe.dtype, recipe.max_num_seqs, recipe.max_num_tokens) == ("float16", 8, None)
+    assert {name: make_recipe(GIVEN | {"backend": name}).lookahead for name in BACKENDS} == {
+        "ort-cpu": 8, "ort-cuda": 8, "tensorrt": 8, "tensorrt-rtx": 4,
+    }  # fmt: skip
+    assert make_recipe(GIVEN | {"lookahead": 8}).lookahead == 8
     assert recipe.settings()["sm"] == ["89", "120"]
+
+
+def masks(heads: int, size: int, fold: int) -> int:
+    """Query heads of the masks of a layer of that geometry."""
+    model = one_node_model(Case(((0, 1),), heads=heads, kv_heads=2, k_dim=size, v_dim=size))
+    return mask_heads(model, fold=fold)
+
+
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("heads", [8, 12, 14, 16, 20, 24, 28, 32, 40])
+@pytest.mark.parametrize(
+    ("backend", "role"), [("tensorrt-rtx", "target"), ("tensorrt-rtx", "draft"), ("tensorrt", "target")]
+)
+def test_every_usual_geometry_is_folded_by_the_defaults(
+    backend: str, role: str, heads: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trt_native, "_FUSED_DTYPES", ("FLOAT",))
+    recipe = resolve_recipe(make_recipe(GIVEN | {"backend": backend}), [None])
+    fold, capacity = most_new_tokens(role, recipe.lookahead), engine_kv_capacity(recipe.max_model_len, recipe.lookahead)
+    limits = {"max_num_seqs": recipe.max_num_seqs, "kv_capacity": capacity, "max_num_tokens": recipe.max_num_tokens}
+    count = masks(heads, size, fold)
+    found = plan_folding(fold, count, **limits)
+    assert count == heads
+    assert found.fold == fold
+    assert found.max_num_tokens == 512 if heads < 32 else 400 <= found.max_num_tokens < 512
+    profile = plan_profiles(
+        role, lookahead=recipe.lookahead, max_num_seqs=8, max_num_tokens=found.max_num_tokens, fold=fold
+    )[-1]
+    width = profile.largest.tile_width
+    assert heads * 8 * width * capacity <= tensorrt.MAX_MASK_BYTES
+    assert bool(found.note) == (found.max_num_tokens < 512)
+
+
+def test_a_prefill_that_was_asked_for_stays_and_nothing_is_folded_below_the_smallest() -> None:
+    limits = {"max_num_seqs": 8, "kv_capacity": 4112}
+    asked = plan_folding(5, 32, **limits, max_num_tokens=512)
+    assert (asked.fold, asked.max_num_tokens) == (1, 512)
+    assert "nothing is folded: a prefill of 512 tokens beside 7 other rows" in asked.note
+    assert plan_folding(5, 32, **limits, max_num_tokens=510) == (5, 510, "")
+    long = plan_folding(5, 32, max_num_seqs=8, kv_capacity=32784, max_num_tokens=None)
+    assert (long.fold, long.max_num_tokens) == (1, 512), "60 tokens would fit"
+    assert plan_folding(5, 32, max_num_seqs=4, kv_capacity=32784, max_num_tokens=None)[:2] == (5, 125)
+    assert plan_folding(5, 0, **limits, max_num_tokens=None) == (5, 512, ""), "written out: there are no masks"
 
 
 @pytest.mark.parametrize(

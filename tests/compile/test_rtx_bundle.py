@@ -172,6 +172,21 @@ def test_nothing_is_folded_where_the_masks_of_a_prefill_would_be_too_large(
 
 
 @pytest.mark.whole
+def test_the_default_prefill_is_as_large_as_its_masks_may_be(
+    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensorrt, "MAX_MASK_BYTES", 4 * 2 * 80 * 157)  # heads, rows, entries, tokens
+    events: list[ProgressEvent] = []
+    recipe = rtx_recipe(tiny_pair.target, tmp_path / "out", max_num_tokens=None)
+    manifest = build_bundle(recipe, progress=events.append, use_cache=False).manifest
+    entry = manifest.models["target"]
+    assert entry.engine.fused == (("folded", 2),)
+    assert [profile.num_tokens for profile in entry.engine.limits.profiles if not profile.is_fixed] == [64, 128, 156]
+    assert manifest.max_num_tokens is None
+    assert any("steps have up to 156 tokens: 512 would need" in event.message for event in events)
+
+
+@pytest.mark.whole
 def test_the_build_tells_its_memory_plan_and_how_far_tensorrt_is(tiny_pair: TinyPair, tmp_path: Path) -> None:
     events: list[ProgressEvent] = []
     result = build_bundle(
