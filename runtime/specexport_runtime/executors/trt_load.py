@@ -10,6 +10,7 @@ from specexport_runtime.bundle.entry import EngineFile, ModelEntry
 from specexport_runtime.bundle.profiles import Profile
 from specexport_runtime.errors import IncompatibleError
 from specexport_runtime.executors.gpu import GpuDriver
+from specexport_runtime.executors.gpu_memory import GpuFeatures, HostBlock, HostOutput, InputTensor
 from specexport_runtime.executors.trt_engine import (
     Engine,
     EngineContext,
@@ -20,12 +21,8 @@ from specexport_runtime.executors.trt_engine import (
 from specexport_runtime.executors.trt_graphs import GraphPool
 from specexport_runtime.executors.trt_memory import (
     CacheTensor,
-    HostBlock,
-    HostOutput,
-    InputTensor,
     KvMemory,
     MemoryPlan,
-    TrtFeatures,
     feature_rows,
     lay_out_caches,
     lay_out_inputs,
@@ -177,9 +174,15 @@ class TrtParts(NamedTuple):
     graphs: GraphPool
     logits: HostOutput
     token_ids: HostOutput
-    features: TrtFeatures
+    features: GpuFeatures
     blocks: dict[int, HostBlock]
     """By profile number; ranged profiles have the same one."""
+
+    def make_host(self) -> tuple[HostBlock, HostOutput]:
+        """Pinned memory for the inputs and ids of a step of any profile, given back with all else."""
+        ids = HostOutput(self.driver, (), "int64", self.sizes.max_logit_rows)
+        self.resources.callback(ids.close)
+        return _make_block(max(len(block.memory) for block in self.blocks.values()), self.driver, self.resources), ids
 
 
 def load_parts(
@@ -257,12 +260,13 @@ def _allocate(
         allocate(queries, "queries") if queries else 0,
         allocate(features, "features") if features else 0,
     )
-    logits = HostOutput(driver, (sizes.max_logit_rows, entry.lm_head_rows), "float32")
-    token_ids = HostOutput(driver, (sizes.max_logit_rows,), "int64")
-    wide = HostOutput(driver, (features // max(4 * entry.engine.feature_size, 1), entry.engine.feature_size), "float32")
-    for output in (logits, token_ids, wide):
+    logits = HostOutput(driver, (entry.lm_head_rows,), "float32", sizes.max_logit_rows)
+    token_ids = HostOutput(driver, (), "int64", sizes.max_logit_rows)
+    shapes = {tensor.name: tensor.shape for tensor in engine.tensors}
+    rows = feature_rows(entry, [profile for _, profile in sizes.profiles])
+    given = GpuFeatures(shapes, entry.engine.feature_size, path, driver, rows)
+    for output in (logits, token_ids, given):
         stack.callback(output.close)
-    given = TrtFeatures(engine.tensors, entry.engine.feature_size, str(path), driver, at.features, wide)
     contexts = ContextPool(engine, driver, kv, at)
     stack.callback(contexts.close)
     graphs = GraphPool(driver, enabled=use_graphs)
@@ -278,17 +282,17 @@ def _query_bytes(engine: Engine, sizes: EngineSizes, item_bytes: int) -> int:
     return max((tensor.shape[1] * tensor.shape[3] for tensor in query_tensors(engine)), default=0) * slots * item_bytes
 
 
-def _make_blocks(entry: ModelEntry, sizes: EngineSizes, driver: GpuDriver, stack: ExitStack) -> dict[int, HostBlock]:
-    def make(num_bytes: int) -> HostBlock:
-        memory = driver.allocate_host(num_bytes)
-        stack.callback(driver.free_host, memory)
-        return HostBlock(memory)
+def _make_block(num_bytes: int, driver: GpuDriver, stack: ExitStack) -> HostBlock:
+    memory = driver.allocate_host(num_bytes)
+    stack.callback(driver.free_host, memory)
+    return HostBlock(memory)
 
+
+def _make_blocks(entry: ModelEntry, sizes: EngineSizes, driver: GpuDriver, stack: ExitStack) -> dict[int, HostBlock]:
     # One block for all ranged profiles: their steps have many sizes, and each is written whole.
-    shared = make(_input_bytes(entry, sizes))
+    shared = _make_block(_input_bytes(entry, sizes), driver, stack)
+    names, width = entry.engine.inputs, entry.engine.feature_size
     return {
-        i: make(lay_out_inputs(entry.engine.inputs, profile.largest, entry.engine.feature_size)[1])
-        if profile.is_fixed
-        else shared
+        i: _make_block(lay_out_inputs(names, profile.largest, width)[1], driver, stack) if profile.is_fixed else shared
         for i, profile in sizes.profiles
     }
