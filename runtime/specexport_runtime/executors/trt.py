@@ -231,8 +231,25 @@ class TrtExecutor(WithFeatures):
 
     def move_row(self, source: int, destination: int, kv_len: int) -> None:
         """Copy the first ``kv_len`` cache entries of a row to another, in every layer."""
+        self.copy_row(source, destination, kv_len)
+
+    copies_rows = True
+
+    def copy_row(self, source: int, destination: int, kv_len: int, floor: int = 0) -> None:  # noqa: ARG002
+        """See ``Executor.copy_row``; dummies of later steps go behind what is there."""
         self._parts.kv.copy_row(source, destination, kv_len)
         self._ends[destination] = kv_len
+
+    def swap_rows(
+        self,
+        one: int,
+        other: int,
+        kv_lens: tuple[int, int],
+        floors: tuple[int, int] = (0, 0),  # noqa: ARG002
+    ) -> None:
+        """See ``Executor.swap_rows``."""
+        self._parts.kv.swap_rows(one, other, kv_lens)
+        self._ends[[other, one], 0] = kv_lens
 
     def clear_row(self, row: int) -> None:
         """Zero the row: attention reads entries beyond its length, hidden, and 0 times NaN is NaN."""
