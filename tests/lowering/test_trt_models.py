@@ -37,7 +37,7 @@ def sequences() -> list[list[int]]:
 
 def lower(traced: HalfModel) -> tuple[Any, tuple[str, ...]]:
     model = traced.ir_model.clone()
-    forms = lower_tensorrt(model, lowering="native", kv_capacity=CAPACITY)
+    forms = lower_tensorrt(model, kv_capacity=CAPACITY)
     return model, forms
 
 

@@ -162,7 +162,7 @@ def sequences() -> list[list[int]]:
 
 def lower_traced(traced: HalfModel) -> Any:
     model = traced.ir_model.clone()
-    lower_tensorrt(model, lowering="plugin", kv_capacity=MODEL_CAPACITY)
+    lower_tensorrt(model, plugin=True, kv_capacity=MODEL_CAPACITY)
     return model
 
 

@@ -207,7 +207,6 @@ def test_few_tokens_get_a_row_each_and_steps_of_the_same_sizes_share_a_graph(ort
         (120, "0", {}, False),
         (0, None, {}, False),
         (90, None, {"windows": (-1, 64)}, False),
-        (90, None, {"block_size": 4}, False),
         (90, None, {"num_draft_heads": 3}, False),
         (90, None, {"inputs": (*INPUTS, "row_totals")}, False),
         (90, None, {"layers": ()}, False),

@@ -6,14 +6,12 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
-from specexport.backends.engine_delta import store_as_delta
 from specexport_runtime.bundle.entry import EngineFile
 from specexport_runtime.errors import BundleError, IncompatibleError, MissingDependencyError, SpecexportError
 from specexport_runtime.executors.cuda_driver import CudaDriver
-from specexport_runtime.executors.trt_engine import engine_size, load_engine
+from specexport_runtime.executors.trt_engine import load_engine
 
 
 def has_gpu() -> bool:
@@ -247,25 +245,10 @@ def test_what_tensorrt_says_decides_whose_fault_it_is(stand_in, complaint, error
     assert fix in caught.value.hint
 
 
-@pytest.mark.parametrize("damage", [None, "cut", "no base"])
-def test_an_engine_stored_as_a_difference_is_whole_when_tensorrt_gets_it(stand_in, tmp_path, damage):
-    whole = np.random.default_rng(0).bytes(50_000)
-    (tmp_path / "base").write_bytes(whole)
-    (tmp_path / "made").write_bytes(b"other kernels" + whole)
-    store_as_delta(tmp_path / "made", tmp_path / "base", tmp_path / "engine")
-    file = EngineFile("target/engine", "sm89", "tensorrt-rtx", "11.4", base="target/base")
-    assert engine_size(tmp_path / "engine", file) == 50_013
-    package, _ = stand_in()
-    if damage == "cut":
-        (tmp_path / "engine").write_bytes((tmp_path / "engine").read_bytes()[:-1])
-    elif damage == "no base":
-        (tmp_path / "base").unlink()
-    if damage is None:
-        load_engine(tmp_path / "engine", file, "NVIDIA L4")
-        assert package.given == b"other kernels" + whole
-        return
-    with pytest.raises(BundleError, match=damage if damage == "cut" else "base is missing"):
-        load_engine(tmp_path / "engine", file, "NVIDIA L4")
+def test_tensorrt_gets_the_file_as_it_is(stand_in):
+    package, load = stand_in()
+    load()
+    assert package.given == b"12345"
 
 
 def test_a_context_of_rtx_keeps_compiled_kernels_and_records_no_graphs_itself(stand_in, tmp_path):

@@ -15,7 +15,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from specexport_runtime.bundle.delta import apply_delta, delta_size
 from specexport_runtime.bundle.entry import EngineFile
 from specexport_runtime.errors import BundleError, IncompatibleError, MissingDependencyError, SpecexportError
 from specexport_runtime.executors.gpu import MEMORY_HINT
@@ -149,7 +148,7 @@ def load_engine(path: Path, file: EngineFile, gpu_name: str) -> Engine:
     trt = _import_package(file)
     messages: list[str] = []
     logger = _make_logger(trt, messages)
-    data = read_engine(path, file)
+    data = path.read_bytes()
     with _undisturbed():
         runtime = trt.Runtime(logger)
         engine = runtime.deserialize_cuda_engine(data) if data else None
@@ -162,22 +161,6 @@ def load_engine(path: Path, file: EngineFile, gpu_name: str) -> Engine:
     return LoadedEngine(
         trt, runtime, engine, logger, messages, RtxKernels(path, file, gpu_name) if file.builder == RTX else None
     )
-
-
-def read_engine(path: Path, file: EngineFile) -> bytes | bytearray:
-    """The engine of ``path``; BundleError if it is a difference, and that or its base is cut or missing."""
-    if file.base is None:
-        return path.read_bytes()
-    return apply_delta(path, _base_of(path, file.base))
-
-
-def engine_size(path: Path, file: EngineFile) -> int:
-    """Bytes of the engine of ``path``; BundleError if it should be stored as a difference, and is not."""
-    return path.stat().st_size if file.base is None else delta_size(path)
-
-
-def _base_of(path: Path, base: str) -> Path:
-    return path.parent / Path(base).name
 
 
 def _import_package(file: EngineFile) -> Any:

@@ -15,7 +15,6 @@ from specexport_runtime.executors.trt_engine import (
     Engine,
     EngineContext,
     EngineTensor,
-    engine_size,
     load_engine,
     odd_tensors,
 )
@@ -24,6 +23,7 @@ from specexport_runtime.executors.trt_memory import (
     CacheTensor,
     KvMemory,
     MemoryPlan,
+    aside_bytes,
     feature_rows,
     lay_out_caches,
     lay_out_inputs,
@@ -149,7 +149,7 @@ def size_engine(entry: ModelEntry, what: str, num_rows: int) -> EngineSizes:
     if num_rows > most:
         raise IncompatibleError(
             f"{what} was built for {most} sequences at a time; max_num_seqs is {num_rows}.",
-            f"use --max-num-seqs {most} or less, or build it again with a larger --max-num-seqs.",
+            f"use --max-num-seqs {most} or less (--prefix-rows count), or build it again with a larger --max-num-seqs.",
         )
     fixed = [profile for profile in limits.profiles if profile.is_fixed]
     arena_rows = min((profile.num_seqs for profile in fixed if profile.num_seqs >= num_rows), default=num_rows)
@@ -209,9 +209,11 @@ def load_parts(
 
 def plan_memory(entry: ModelEntry, sizes: EngineSizes, weights: int, activations: int) -> MemoryPlan:
     """Bytes that an executor will need on the device, of which the engine's weights and activations are given."""
-    _, kv_bytes = lay_out_caches(entry.attention.layers, sizes.arena_rows, sizes.kv_capacity, ITEM_BYTES[entry.dtype])
+    caches, kv_bytes = lay_out_caches(
+        entry.attention.layers, sizes.arena_rows, sizes.kv_capacity, ITEM_BYTES[entry.dtype]
+    )
     outputs = sizes.max_logit_rows * (4 * entry.lm_head_rows + 8)
-    buffers = _input_bytes(entry, sizes) + outputs + _feature_bytes(entry, sizes)
+    buffers = _input_bytes(entry, sizes) + outputs + _feature_bytes(entry, sizes) + aside_bytes(caches)
     return MemoryPlan(weights, kv_bytes, activations, buffers, sizes.arena_rows)
 
 
@@ -237,7 +239,7 @@ def _allocate(
 ) -> TrtParts:
     path = folder / file.path
     gpu = driver.info()
-    plan_memory(entry, sizes, engine_size(path, file), file.memory_bytes or 0).check(str(path), gpu)
+    plan_memory(entry, sizes, path.stat().st_size, file.memory_bytes or 0).check(str(path), gpu)
     engine = load(path, file, gpu.name)
     stack.callback(engine.close)
     caches, kv_bytes = lay_out_caches(
@@ -252,7 +254,8 @@ def _allocate(
 
     queries = _query_bytes(engine, sizes, ITEM_BYTES[entry.dtype])
     features = _feature_bytes(entry, sizes)
-    kv = KvMemory(driver, caches, kv_bytes, allocate(kv_bytes, f"the KV cache of {sizes.arena_rows} rows"))
+    arena, aside = allocate(kv_bytes, f"the KV cache of {sizes.arena_rows} rows"), aside_bytes(caches)
+    kv = KvMemory(driver, caches, kv_bytes, arena, allocate(aside, "room to exchange rows") if aside else 0)
     at = DeviceAddresses(
         allocate(engine.activation_bytes, "activations"),
         allocate(_input_bytes(entry, sizes), "step inputs"),

@@ -56,5 +56,5 @@ def choose_engine(entry: ModelEntry, what: str, gpu: GpuInfo) -> EngineFile:
     )
 
 
-BACKEND = EngineBackend(open_trt_executor, on_gpu=True, has_gates=True, modules=("tensorrt", "cuda"))
+BACKEND = EngineBackend(open_trt_executor, on_gpu=True, copies_rows=True, modules=("tensorrt", "cuda"))
 BACKEND_RTX = BACKEND._replace(modules=("tensorrt_rtx", "cuda"))
