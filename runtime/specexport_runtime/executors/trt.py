@@ -7,6 +7,7 @@ neither CUDA nor TensorRT: ``cuda_driver`` and ``trt_engine`` do, when an execut
 
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,8 +26,10 @@ from specexport_runtime.executors.base import (
     StepOutput,
     Want,
 )
+from specexport_runtime.executors.device_rows import DeviceRows, open_sampler
 from specexport_runtime.executors.features import WithFeatures
 from specexport_runtime.executors.gpu import GpuDriver
+from specexport_runtime.executors.row_kernels import RowAsk
 from specexport_runtime.executors.trt_engine import EngineContext, load_engine
 from specexport_runtime.executors.trt_graphs import GraphKey
 from specexport_runtime.executors.trt_load import EngineLoader, TrtParts, load_parts
@@ -97,6 +100,10 @@ class TrtExecutor(WithFeatures):
         ranged = [profile.num_tokens for _, profile in sizes.profiles if not profile.is_fixed]
         self.max_num_tokens = max(ranged or [profile.num_tokens for _, profile in sizes.profiles])
         self.graphs = self._parts.graphs
+        self.rows = open_sampler(
+            driver, self._parts.at.logits, width=self.vocab_size, max_rows=sizes.max_logit_rows, num_slots=num_rows
+        )
+        self.keeps_rows = self.rows is not None
         engine, head = entry.engine, entry.draft_head
         self._sizes, self._names = sizes, engine.inputs
         self._features = self._parts.features
@@ -142,18 +149,29 @@ class TrtExecutor(WithFeatures):
 
     def execute(self, want: Want = "logits") -> StepOutput:
         """Run the prepared step; SpecexportError if the GPU or TensorRT failed. See ``Executor.execute``."""
+        return self._execute(want == "logits")
+
+    def execute_rows(self, asks: Sequence[RowAsk]) -> DeviceRows:
+        """See ``Executor.execute_rows``; the kernels run behind the step, and it has one wait."""
+        if self.rows is None:
+            return super().execute_rows(asks)
+        return self.rows.take(asks, self._execute(with_logits=False, asks=asks))
+
+    def _execute(self, with_logits: bool, asks: Sequence[RowAsk] = ()) -> StepOutput:
         step = self._current
         if step is None or step.buffers is None:
             raise SpecexportError("execute() was called before prepare().")
         plan = self._plan(step, step.buffers)
         self._gather(step, plan, step.buffers)
-        parts, output = self._parts, self._parts.logits if want == "logits" else self._parts.token_ids
+        parts, output = self._parts, self._parts.logits if with_logits else self._parts.token_ids
         output.open()
         rows = len(step.buffers.logit_rows)
         start = time.perf_counter()
         self._run(step)
-        source = parts.at.logits if want == "logits" else parts.at.token_ids
+        source = parts.at.logits if with_logits else parts.at.token_ids
         parts.driver.copy_out(output.address, source, rows * output.row_bytes)
+        if self.rows is not None and asks:
+            self.rows.put(asks)
         parts.features.copy_out(step.window.shape)
         parts.driver.synchronize()
         self._bound = parts.features.bound(plan, rows)
@@ -221,6 +239,8 @@ class TrtExecutor(WithFeatures):
         self._steps.clear()
         self._current = None
         with suppress(SpecexportError):
+            if self.rows is not None:
+                self.rows.close()
             self._parts.resources.close()
 
     def _place(self, shape: StepShape) -> PlacedStep:

@@ -12,7 +12,7 @@ An idle row names one token of another row: attention needs something to compute
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -29,7 +29,11 @@ from specexport_runtime.executors.base import (
     StepOutput,
     Want,
 )
+from specexport_runtime.executors.row_kernels import NOTHING, RowAsk
 from specexport_runtime.packing.kv import KvArena, PaddedKvArena, StateArena
+
+if TYPE_CHECKING:
+    from specexport_runtime.executors.device_rows import DeviceRows
 
 
 class RowWork(NamedTuple):
@@ -45,6 +49,7 @@ class RowWork(NamedTuple):
     # The step may let tokens into a state, all but ``drafts``. False where some layers are off: nothing may, for the
     # states of those layers would lack it, and the states of the others would have been given other inputs.
     settles: bool = True
+    asks: Sequence[RowAsk] = ()  # of its rows of logits, in order; those without are asked nothing
 
 
 IDLE = RowWork((), 0)
@@ -67,7 +72,7 @@ def pad_work(work: Sequence[RowWork]) -> list[RowWork]:
     width = max(len(row.tokens) for row in work)
     lacking = [width - len(row.tokens) for row in work]
     return [
-        RowWork([*row.tokens, *[PADDING_TOKEN] * count], row.num_logits + count, adapter=row.adapter)
+        RowWork([*row.tokens, *[PADDING_TOKEN] * count], row.num_logits + count, adapter=row.adapter, asks=row.asks)
         for row, count in zip(work, lacking, strict=True)
     ]
 
@@ -153,6 +158,12 @@ class ModelRunner:
         """Go on in an empty row behind ``count`` tokens of the text in its memory, :meth:`least_len` or more."""
         self.kv.restore(row, count, self._state_lens[row])
 
+    def step_rows(self, first_row: int, work: Sequence[RowWork]) -> "DeviceRows":
+        """As :meth:`step`, with logits that stay on the device: needs ``Executor.keeps_rows``."""
+        work = self._prepare(first_row, work)
+        asks = [ask for row in work for ask in (*row.asks, *[NOTHING] * (row.num_logits - len(row.asks)))]
+        return self.executor.execute_rows(asks)
+
     def step(self, first_row: int, work: Sequence[RowWork], want: Want = "logits") -> StepOutput:
         """Run one packed step of consecutive rows, with at least one token and one logit row in all.
 
@@ -160,6 +171,11 @@ class ModelRunner:
         ids int64 [R], those of ``work[i]`` from ``logit_starts[i]`` on; the next step overwrites them.
         SpecexportError if a row cannot hold the new tokens.
         """
+        self._prepare(first_row, work)
+        return self.executor.execute(want)
+
+    def _prepare(self, first_row: int, work: Sequence[RowWork]) -> Sequence[RowWork]:
+        """Bind and fill a step; the work as it is fed."""
         self.step_padding = 0
         if not self.unpad_input and len(work) > 1:
             given = sum(len(row.tokens) for row in work)
@@ -186,7 +202,7 @@ class ModelRunner:
         self.logit_starts = [0] * len(work)
         for i in range(1, len(work)):
             self.logit_starts[i] = self.logit_starts[i - 1] + counts[i - 1][1]
-        return self.executor.execute(want)
+        return work
 
     def _step_states(self, first_row: int, work: Sequence[RowWork]) -> Int64Array | None:
         """What the step does with states; None for a model without."""
