@@ -8,9 +8,9 @@ from typing import Any
 from specexport.kernels.compile import (
     COMPILE_OPTIONS,
     SCRATCH_PARAMETERS,
-    import_triton,
     drop_trailing_parameters,
     entry_parameters,
+    import_triton,
 )
 from specexport_runtime.errors import CheckFailedError
 from specexport_runtime.executors.row_kernels import ARGUMENTS, CONSTANTS, ptx_path

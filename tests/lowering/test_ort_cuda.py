@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -417,13 +416,13 @@ def test_executor_and_graph_together_equal_eager_transformers(
     name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     traced(name, dtype)  # while onnxruntime is itself: transformers looks for it
-    monkeypatch.setitem(sys.modules, "onnxruntime", FakeOrt(lambda _, path: ReferenceSession(path)))
+    FakeOrt(lambda _, path: ReferenceSession(path)).install(monkeypatch)
     check_engine(name, dtype, tmp_path, cuda_graphs=False)
 
 
 def test_int4_weights_give_the_logits_of_what_they_stand_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     traced("llama", "bfloat16")
-    monkeypatch.setitem(sys.modules, "onnxruntime", FakeOrt(lambda _, path: ReferenceSession(path)))
+    FakeOrt(lambda _, path: ReferenceSession(path)).install(monkeypatch)
     check_engine("llama", "bfloat16", tmp_path, cuda_graphs=False, int4=True)
 
 
@@ -518,7 +517,7 @@ def test_a_row_for_each_token_gives_the_same_logits(
     """Ragged rows beside rows of one token and idle ones, over the end of a block, before and after a row is moved."""
     result, _ = traced(name, dtype)
     monkeypatch.delenv(CUDNN_SWITCH, raising=False)
-    monkeypatch.setitem(sys.modules, "onnxruntime", FakeOrt(lambda _, path: ReferenceSession(path)))
+    FakeOrt(lambda _, path: ReferenceSession(path)).install(monkeypatch)
     model = result.ir_model.clone()
     lower_ort_cuda(model)
     ir.save(model, tmp_path / "model.onnx")

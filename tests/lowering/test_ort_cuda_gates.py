@@ -1,6 +1,5 @@
 """Self-drafting over the paged graph: the GPU executor drafts as ONNX Runtime on the CPU does over its own graph."""
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -80,7 +79,7 @@ def executors(tmp_path_factory: pytest.TempPathFactory) -> Executors:
     cpu = OrtExecutor(folder / "cpu" / "model.onnx", build(folder / "cpu", "float32"), num_rows=2, kv_capacity=LENGTH)
     entry = build(folder / "gpu", "float16")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "onnxruntime", FakeOrt(lambda _, path: GatedSession(path)))
+        FakeOrt(lambda _, path: GatedSession(path)).install(patch)
         patch.delenv(CUDNN_SWITCH, raising=False)
         patch.setattr(ort_cuda, "compute_capability", lambda device_id: 90)  # a row for each token to verify
         return Executors(cpu, OrtCudaExecutor(folder / "gpu" / "model.onnx", entry, num_rows=2, kv_capacity=LENGTH))

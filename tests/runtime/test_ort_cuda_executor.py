@@ -9,7 +9,7 @@ import pytest
 
 from specexport_runtime.abi import STEP_INPUTS, LayerGeometry, StepShape
 from specexport_runtime.errors import BundleError, IncompatibleError, MissingDependencyError, SpecexportError
-from specexport_runtime.executors import ort_cuda, ort_cuda_graphs
+from specexport_runtime.executors import ort_cuda
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.executors.ort_cuda import OrtCudaExecutor
 from specexport_runtime.executors.ort_cuda_session import reason_of
@@ -55,12 +55,14 @@ class FakeSession:
     def io_binding(self):
         return FakeBinding()
 
+    def refuse(self, options):
+        if self.records is False and options.config.get("gpu_graph_id") != "-1":
+            raise RuntimeError("operation not permitted\nwhen stream is capturing")
+
     def run_with_iobinding(self, binding, options):
         if self.broken is not None:
             raise RuntimeError(self.broken)
-        if self.records is False and options.config.get("gpu_graph_id") != "-1":
-            raise RuntimeError("operation not permitted\nwhen stream is capturing")
-        self.ort.runs.append((binding, options.config))
+        self.ort.runs.append((binding, {k: v for k, v in options.config.items() if k == "gpu_graph_id"}))
         assert set(binding.inputs) == set(self.names)
         step = {name: view(binding.inputs[name], binding.inputs[name][1]) for name in self.names if name not in CACHES}
         assert binding.inputs["attention_metadata"][:3] == ("cpu", np.int32, (3,))
@@ -92,8 +94,7 @@ class FakeSession:
 def ort(monkeypatch):
     module = FakeOrt(lambda ort, path: FakeSession(ort, ort.inputs))
     module.inputs = [*INPUTS, "block_table", "attention_metadata", *CACHES]
-    monkeypatch.setitem(sys.modules, "onnxruntime", module)
-    return module
+    return module.install(monkeypatch)
 
 
 def make_executor(entry=ENTRY, **arguments):
@@ -108,6 +109,11 @@ def fill(executor, shape, counts, kv_lens, tokens):
     buffers.kv_lens[:, 0] = kv_lens
     buffers.cu_new_tokens[:] = [0, *np.cumsum(counts)]
     return buffers
+
+
+def fill_cache(executor, value):
+    executor.driver.synchronize()
+    view(("cuda", np.uint16, (executor.kv_bytes // 2,), executor._arena), np.uint16)[:] = value
 
 
 @pytest.fixture
@@ -216,9 +222,10 @@ def test_a_moved_row_is_not_copied(ort):
     executor = make_executor()
     runner = ModelRunner(executor)
     runner.prefill(2, [5, 6, 7])
-    before = len(ort.log)
+    (gpu,) = ort.gpus
+    before = gpu.waits, list(gpu.copies_in), len(gpu._queue)
     runner.move_row(2, 0)
-    assert len(ort.log) == before
+    assert (gpu.waits, gpu.copies_in, len(gpu._queue)) == before
     runner.release_row(2)
     runner.prefill(2, [1, 2, 3, 4])  # the row it came from is another's now
     (logits,) = runner.step(0, [RowWork([8], 1)])
@@ -232,27 +239,73 @@ def test_only_the_output_that_is_wanted_comes_back(ort):
     logits = executor.execute()
     assert logits.dtype == np.float32
     assert logits.shape == (3, VOCAB)
-    down = {entry for entry in ort.log if entry[0] == "down"}
-    ort.log.clear()
+    (gpu,) = ort.gpus
+    assert gpu.copies_out == [3 * VOCAB * 4]
+    expected = logits.argmax(axis=1).tolist()
     ids = executor.execute(want="token_ids")
     assert ids.dtype == np.int64
-    assert ids.tolist() == logits.argmax(axis=1).tolist()
-    (back,) = (entry for entry in ort.log if entry[0] == "down")
-    assert back not in down
+    assert ids.tolist() == expected
+    assert gpu.copies_out[1:] == [3 * 8]
+    assert view(("cuda", np.float32, (3, VOCAB), executor.logits_address), np.float32).argmax(axis=1).tolist() == (
+        expected
+    ), "the logits stay on the device"
 
 
-def test_a_size_keeps_its_device_memory_whatever_the_rows(ort):
+def test_a_step_costs_one_copy_each_way_and_one_wait(ort):
     executor = make_executor()
+    (gpu,) = ort.gpus
     for first_row, kv_len in ((0, 0), (2, 0), (2, 1), (1, 0)):
         fill(executor, StepShape(first_row, 2, 2, 1, 2), [1, 1], [kv_len] * 2, [3, 4])
-        executor.execute()
-    assert len({id(binding) for binding, _ in ort.runs}) == 1
-    # Four steps: five inputs each, and the table where the rows changed; making them copied zeros before.
-    step_values = {id(value) for value in executor._steps[StepShape(0, 2, 2, 1, 2), False].inputs.values()}
-    table = id(executor._steps[StepShape(0, 2, 2, 1, 2), False].table)
-    ups = [value for kind, value in ort.log if kind == "up"]
-    assert sum(value in step_values for value in ups) == 5 * 5
-    assert sum(value == table for value in ups) == 1 + 3
+        executor.execute("token_ids")
+    before = gpu.waits
+    fill(executor, StepShape(0, 2, 2, 1, 2), [1, 1], [1, 1], [3, 4])
+    executor.execute("token_ids")
+    assert gpu.waits == before + 1
+    assert len(gpu.copies_in) == len(gpu.copies_out) == 5
+    bound = [[item for item in binding.inputs.items() if item[1][0] == "cuda"] for binding, _ in ort.runs]
+    assert bound == bound[:1] * 5, "a size keeps its device memory, whatever the rows"
+    assert all(config == {"gpu_graph_id": "-1"} for _, config in ort.runs)
+
+
+def test_steps_of_all_sizes_share_one_buffer_of_each_kind(ort):
+    """64 sizes, each of which had logits of its own."""
+    executor = make_executor(cuda_graphs=True)
+    sizes = [StepShape(0, rows, rows * new, new, rows * new) for rows in range(1, 5) for new in range(1, 17)]
+    executor.capture(sizes)
+    (gpu,) = ort.gpus
+    used = gpu._used
+    for shape in (*sizes, *sizes):
+        counts = [shape.max_new_tokens] * shape.num_seqs
+        fill(executor, shape, counts, [0] * shape.num_seqs, np.arange(shape.num_tokens) % 7)
+        logits = executor.execute()
+        np.testing.assert_array_equal(logits[0], FakeExecutor(VOCAB, 1, 1).logits_after([0]))
+    assert len({binding.outputs["logits"][3] for binding, _ in ort.runs}) == 1
+    assert {config["gpu_graph_id"] for _, config in ort.runs} == {str(2 * i) for i in range(1, 65)}
+    pinned = 4 * 16 * VOCAB * 4 + executor._host._block.memory.nbytes
+    assert gpu._used - used == pinned, "nothing more on the device than before the first step"
+
+
+def test_a_larger_step_moves_the_buffers_and_graphs_keep_theirs(ort):
+    executor, model = make_executor(cuda_graphs=True), FakeExecutor(VOCAB, 1, 1)
+    small, large = StepShape(0, 1, 1, 1, 1), StepShape(1, 1, 40, 40, 40)
+    executor.capture([small])
+    tokens = (np.arange(40) % 9).tolist()
+    (gpu,) = ort.gpus
+    addresses = []
+    for turn in range(3):
+        fill(executor, small, [1], [0], [5 + turn])
+        np.testing.assert_array_equal(executor.execute()[0], model.logits_after([5 + turn]))
+        addresses.append(executor.logits_address)
+        fill(executor, large._replace(num_logit_rows=20 * (turn + 1)), [40], [0], tokens).logit_rows[:] = (
+            np.arange(20 * (turn + 1)) % 40
+        )
+        logits = executor.execute()
+        for row in (0, 19, 20 * turn + 19):
+            np.testing.assert_array_equal(logits[row], model.logits_after(tokens[: row % 40 + 1]))
+        assert executor.logits_address != addresses[0]
+    assert addresses == addresses[:1] * 3
+    executor.close()
+    assert gpu.closed
 
 
 def test_host_arrays_are_each_shapes_own(ort):
@@ -269,7 +322,8 @@ def test_the_arena_is_whole_blocks_and_zeroed(ort):
     expected = sum(blocks * BLOCK_ENTRIES * layer.kv_heads * paged_head_size(layer) * 2 * 2 for layer in LAYERS)
     assert executor.kv_bytes == expected
     assert [paged_head_size(layer) for layer in LAYERS] == [16, 24]
-    assert all((cache.array == 0).all() for cache in executor._caches.values())
+    executor.driver.synchronize()
+    assert not view(("cuda", np.uint8, (executor.kv_bytes,), executor._arena), np.uint8).any()
 
 
 def test_exact_bounds_without_graphs_and_bounds_for_every_replay_with(ort):
@@ -278,7 +332,7 @@ def test_exact_bounds_without_graphs_and_bounds_for_every_replay_with(ort):
         executor = make_executor(cuda_graphs=graphs)
         executor.capture([shape])
         fill(executor, StepShape(1, *shape[1:]), [3, 1], [6, 5], [1, 2, 3, 4])
-        executor._caches["k_cache.1"].array[:] = 1
+        fill_cache(executor, 1)
         executor.execute()
         binding, config = ort.runs[-1]
         assert view(binding.inputs["attention_metadata"], np.int32).tolist() == expected
@@ -346,25 +400,15 @@ def test_long_rows_of_one_token_have_a_graph_in_which_their_entries_are_split(or
     executor, shape = make_executor(kv_capacity=600), StepShape(0, 2, 2, 1, 2)
     executor.capture([shape])
     for kv_len, expected in ((511, ([1, 600, 0], "2")), (512, ([1, 600, 513], "3")), (511, ([1, 600, 0], "2"))):
-        executor._caches["k_cache.1"].array[:] = 1
+        fill_cache(executor, 1)
         fill(executor, shape, [1, 1], [3, kv_len], [4, 5])
         executor.execute()
         binding, config = ort.runs[-1]
         assert (view(binding.inputs["attention_metadata"], np.int32).tolist(), config["gpu_graph_id"]) == expected
 
 
-def test_graphs_keep_so_much_memory_and_no_more(ort, monkeypatch):
-    monkeypatch.setattr(ort_cuda_graphs, "_MOST_BYTES", 3 * (VOCAB * 4 + 8))
-    executor = make_executor(cuda_graphs=True)
-    executor.capture([StepShape(0, count, count, 1, count) for count in (1, 2, 3)])
-    for count, graph_id in ((2, "4"), (3, "-1"), (1, "2"), (3, "-1")):
-        fill(executor, StepShape(0, count, count, 1, count), [1] * count, [0] * count, [3] * count)
-        executor.execute()
-        assert ort.runs[-1][1] == {"gpu_graph_id": graph_id}
-
-
 def test_what_a_graph_was_captured_with_stays(ort, monkeypatch):
-    monkeypatch.setattr("specexport_runtime.executors.ort_cuda._MAX_DEVICE_SHAPES", 2)
+    monkeypatch.setattr("specexport_runtime.executors.ort_cuda._MAX_SHAPES", 2)
     executor = make_executor(cuda_graphs=True)
     shape = StepShape(0, 1, 1, 1, 1)
     executor.capture([shape])
@@ -411,7 +455,7 @@ def test_the_package_that_is_installed_here_is_refused_or_has_no_gpu():
 
 
 def test_no_gpu_is_exit_3_and_prints_nothing(ort, capsys):
-    ort.free_bytes = 0
+    ort.has_gpu = False
     with pytest.raises(IncompatibleError, match="no GPU 0 for this bundle: CUDA failure 2") as caught:
         make_executor()
     assert caught.value.exit_code == 3
@@ -434,10 +478,11 @@ def test_errors_of_onnxruntime_are_cut_to_what_they_say(text, reason):
 
 
 def test_an_arena_that_does_not_fit_says_so(ort):
-    ort.free_bytes = 100_000
-    with pytest.raises(IncompatibleError, match=r"the GPU gives no \d+ MiB: CUDA failure 2") as caught:
+    ort.gpu_bytes = 100_000
+    with pytest.raises(IncompatibleError, match=r"the KV cache of 4 rows wants .* of GPU memory") as caught:
         make_executor()
-    assert "max_num_seqs" in str(caught.value)
+    assert "--max-num-seqs" in str(caught.value)
+    assert ort.gpus[0].closed, "what was there is given back"
 
 
 def test_an_engine_that_does_not_load_or_match_is_refused(ort):

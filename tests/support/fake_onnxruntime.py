@@ -1,61 +1,70 @@
-"""What the GPU executor uses of ``onnxruntime``, with "device" memory in numpy. Sessions are the test's own."""
+"""What the GPU executor uses of ``onnxruntime``, on GPUs that a CPU plays. Sessions are the test's own.
+
+Work runs when its stream is synchronized; what is in host memory is read when a run is called. A run with a number of a
+graph goes on with what was bound when that number first ran.
+"""
 
 import ctypes
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 
+from specexport_runtime.executors import cuda_driver
+from tools.proof.devices import HostGpu
 
-class FakeValue:
-    """A tensor on the "device"; the log says what crossed the bus."""
 
-    def __init__(self, ort, shape, element_type, device="cpu", device_id=0):
-        if ort.free_bytes is not None:
-            ort.free_bytes -= int(np.prod(shape)) * np.dtype(element_type).itemsize
-            if ort.free_bytes < 0:
-                raise RuntimeError("CUDA failure 2: out of memory")
-        assert (device, device_id) == ("cuda", 0)
-        self.ort = ort
-        self.array = np.full(shape, 77, element_type)  # device memory is not zeroed
+class CountedGpu(HostGpu):
+    """A GPU that counts what the host asks of it."""
 
-    def update_inplace(self, data):
-        assert isinstance(data, np.ndarray)
-        assert data.shape == self.array.shape
-        assert data.dtype == self.array.dtype
-        self.ort.log.append(("up", id(self)))
-        self.array[...] = data
+    def __init__(self, stream=1, total_bytes=1 << 30):
+        super().__init__(total_bytes)
+        self.stream = stream
+        self.copies_in, self.copies_out, self.waits, self.closed = [], [], 0, False
 
-    def numpy(self):
-        self.ort.log.append(("down", id(self)))
-        return self.array.copy()
+    def copy_in(self, destination, source, num_bytes):
+        self.copies_in.append(num_bytes)
+        super().copy_in(destination, source, num_bytes)
 
-    def data_ptr(self):
-        return self.array.ctypes.data
+    def copy_out(self, destination, source, num_bytes):
+        self.copies_out.append(num_bytes)
+        super().copy_out(destination, source, num_bytes)
 
-    def shape(self):
-        return list(self.array.shape)
+    def synchronize(self):
+        self.waits += 1
+        super().synchronize()
 
-    def tensor_size_in_bytes(self):
-        return self.array.nbytes
+    def close(self):
+        super().close()
+        assert not self._memory, "memory was not given back"
+        self.closed = True
 
 
 class FakeBinding:
+    """Pointers only."""
+
     def __init__(self):
-        self.inputs, self.outputs = {}, {}
+        self.inputs, self.outputs, self.kept = {}, {}, []
 
     def bind_input(self, name, device, device_id, element_type, shape, pointer):
+        assert device_id == 0
+        assert pointer % (4 if device == "cuda" else 1) == 0
         self.inputs[name] = (device, element_type, tuple(shape), pointer)
 
     def bind_output(self, name, device, device_id, element_type, shape, pointer):
+        assert device_id == 0
         self.outputs[name] = (device, element_type, tuple(shape), pointer)
 
-    def bind_ortvalue_input(self, name, value):
-        assert value.array.dtype.name in ("int64", "int32", "float32")
-        self.inputs[name] = ("cuda", value.array.dtype.type, value.array.shape, value.data_ptr())
-
-    def bind_ortvalue_output(self, name, value):
-        self.outputs[name] = ("cuda", value.array.dtype.type, value.array.shape, value.data_ptr())
+    def read_host(self):
+        """The same with what host memory holds now."""
+        found = FakeBinding()
+        found.inputs, found.outputs = dict(self.inputs), self.outputs
+        for name, (device, element_type, shape, _) in self.inputs.items():
+            if device == "cpu":
+                found.kept.append(view(self.inputs[name], element_type).copy())
+                found.inputs[name] = (device, element_type, shape, found.kept[-1].ctypes.data)
+        return found
 
 
 def view(bound, dtype):
@@ -65,18 +74,33 @@ def view(bound, dtype):
 
 
 class FakeOrt:
-    """What the executor uses of the module ``onnxruntime``."""
+    """What the executor uses of the module ``onnxruntime``; :meth:`install` it."""
 
     __version__ = "1.31.0"
 
     def __init__(self, make_session):
         self.make_session = make_session
-        self.log, self.runs, self.sessions = [], [], []
+        self.runs, self.sessions, self.gpus = [], [], []
         self.providers = ["CUDAExecutionProvider", "CPUExecutionProvider"]
-        self.free_bytes, self.element_type, self.failure = None, 10, None
+        self.has_gpu, self.gpu_bytes, self.element_type, self.failure = True, 1 << 30, 10, None
         self.refuses_graphs = False
-        self.OrtValue = SimpleNamespace(ortvalue_from_shape_and_type=lambda *args: FakeValue(self, *args))
+        self.OrtValue = SimpleNamespace(ortvalue_from_shape_and_type=self._try_gpu)
         self.SessionOptions = SimpleNamespace
+
+    def install(self, patch):
+        """Put it in the place of the module, and its GPUs in that of the CUDA driver."""
+        patch.setitem(sys.modules, "onnxruntime", self)
+        patch.setattr(cuda_driver, "CudaDriver", self._make_gpu)
+        return self
+
+    def _make_gpu(self):
+        self.gpus.append(CountedGpu(1000 + len(self.gpus), self.gpu_bytes))
+        return self.gpus[-1]
+
+    def _try_gpu(self, shape, element_type, device, device_id):
+        assert (device, device_id) == ("cuda", 0)
+        if not self.has_gpu:
+            raise RuntimeError("CUDA failure 2: out of memory")
 
     def get_available_providers(self):
         return self.providers
@@ -91,7 +115,23 @@ class FakeOrt:
     def InferenceSession(self, path, options, providers):
         if self.failure is not None:
             raise RuntimeError(self.failure)
-        if self.refuses_graphs and providers[0][1]["enable_cuda_graph"] == "1":
+        assert options.enable_mem_pattern is False
+        provider = providers[0][1]
+        if self.refuses_graphs and provider["enable_cuda_graph"] == "1":
             raise RuntimeError("cannot use the graph capture feature")
         self.sessions.append(providers)
-        return self.make_session(self, path)
+        session = self.make_session(self, path)
+        (gpu,) = (gpu for gpu in self.gpus if str(gpu.stream) == provider["user_compute_stream"])
+        session.run_with_iobinding = partial(self._run, gpu, session, session.run_with_iobinding, {})
+        return session
+
+    def _run(self, gpu, session, compute, recorded, binding, options):
+        number = options.config.get("gpu_graph_id", "-1")
+        if number not in recorded and hasattr(session, "refuse"):
+            session.refuse(options)
+        bound = recorded.get(number) or binding.read_host()
+        if number != "-1":
+            recorded[number] = bound
+        gpu.put(gpu.stream, lambda: compute(bound, options))
+        if options.config.get("disable_synchronize_execution_providers") != "1":
+            gpu.synchronize()

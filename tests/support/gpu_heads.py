@@ -5,7 +5,6 @@ stand-in with "device" memory in numpy, and TensorRT's a fake GPU whose engine e
 the sizes that its profile allows.
 """
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -129,8 +128,8 @@ def _open_cuda(traced: Traced, folder: Path, patch: pytest.MonkeyPatch, config: 
     model = traced.ir_model.clone()
     attach_paged_attention(model)
     write_onnx(model, folder)
-    patch.setitem(ort_cuda._CACHE_TYPES, "float32", (1, np.uint32))
-    patch.setitem(sys.modules, "onnxruntime", FakeOrt(lambda _, path: ReferenceSession(path)))
+    patch.setitem(ort_cuda._CACHE_TYPES, "float32", (1, "uint32"))
+    FakeOrt(lambda _, path: ReferenceSession(path)).install(patch)
     fields = {"feature_size": feature_size(model)} if config is None else entry_fields(config)
     entry = entries.make_entry(
         backend="ort-cuda", vocab_size=VOCAB, layers=traced.layers, inputs=step_inputs(model), lowering="paged",

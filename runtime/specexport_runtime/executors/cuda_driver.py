@@ -23,7 +23,7 @@ class CudaDriver:
         except ImportError as missing:
             raise MissingDependencyError(
                 "cuda-python is not installed, and engines for NVIDIA GPUs run through it.",
-                "pip install 'specexport[tensorrt-rtx]' or 'specexport[tensorrt]'.",
+                "pip install 'specexport[cuda]', 'specexport[tensorrt-rtx]' or 'specexport[tensorrt]'.",
             ) from missing
         self._cuda: Any = runtime
         error, count = runtime.cudaGetDeviceCount()

@@ -35,6 +35,8 @@ Int64Array = npt.NDArray[np.int64]
 _log = logging.getLogger(__name__)
 _FEW_BYTES = 8 * FEW  # ids int32, and logits float32
 _FOUND_BYTES = 8 * FOUND
+LEAST_ROWS = 64
+"""Rows of a step for which there is memory at the least."""
 
 
 class RowCounts:
@@ -65,56 +67,60 @@ def load_kernels(driver: GpuDriver) -> dict[str, Kernel]:
     return found
 
 
-def open_sampler(driver: GpuDriver, address: int, *, width: int, max_rows: int, num_slots: int) -> "RowSampler | None":
-    """What draws from an executor's rows; None where the driver runs no kernels, or not these."""
+def open_sampler(driver: GpuDriver, width: int, num_slots: int) -> "RowSampler | None":
+    """What draws from an executor's rows of ``width`` logits; None where the driver runs no kernels, or not these."""
     if not driver.runs_kernels or width > BLOCK * PARTS:
         return None
     try:
-        return RowSampler(driver, address, width=width, max_rows=max_rows, num_slots=num_slots)
+        return RowSampler(driver, width, num_slots)
     except SpecexportError as error:
         _log.warning("tokens are drawn on the host: %s", error)
         return None
 
 
 class RowSampler:
-    """Draws from the rows of logits [R, V] float32 that the steps of one executor leave at one address."""
+    """Draws from the rows of logits [R, V] float32 that the steps of one executor leave on the device."""
 
-    def __init__(self, driver: GpuDriver, address: int, *, width: int, max_rows: int, num_slots: int) -> None:
+    def __init__(self, driver: GpuDriver, width: int, num_slots: int) -> None:
         self.counts = RowCounts()
         self.width, self.generation = width, 0
-        self._driver, self._address, self._max_rows, self._num_slots = driver, address, max_rows, num_slots
+        self._driver, self._num_slots = driver, num_slots
         self._kernels = load_kernels(driver)
         self._blocks = -(-width // BLOCK)
+        self._address = 0  # of the last step's logits
+        self._max_rows = 0  # for which there is memory
         self._slots: list[int] = []  # addresses of ``num_slots`` rows each
         self._memory: list[int] = []
         self._pinned: list[ByteArray] = []
-        self._rows: dict[int, Float32Array] = {}  # pinned memory of fetched rows, by place
-        self._is_open = False
+        self._rows: dict[int, ByteArray] = {}  # pinned memory of fetched rows, by place
 
-    def put(self, asks: Sequence[RowAsk]) -> None:
-        """Put on the stream, behind a step, what is asked of its rows."""
-        self._open()
-        self.generation += 1
+    def put(self, asks: Sequence[RowAsk], logits: int) -> None:
+        """Put on the stream, behind a step, what is asked of its rows, which lie at an address."""
         rows = len(asks)
+        if rows > self._max_rows:
+            self._allocate(max(rows, 2 * self._max_rows, LEAST_ROWS))
+        self.generation += 1
+        self._address = logits
         self._asks[:rows] = [ask[:ASK] for ask in asks]
-        driver, logits = self._driver, self._address
+        driver = self._driver
         if any(ask.temperature for ask in asks):
             driver.copy_in(self._at_asks, self._host_asks, 8 * ASK * rows)
-            self._launch("weigh", (rows, self._blocks), logits, self._at_asks, self._at_tops, self._at_sums, self.width,
-                         self._blocks)  # fmt: skip
-            self._launch("draw", (rows, 1), logits, self._at_asks, self._at_tops, self._at_sums, self._at_found,
-                         self._at_bins, self.width, self._blocks)  # fmt: skip
+            parts = (self._at_asks, self._at_tops, self._at_sums)
+            self._launch("weigh", (rows, self._blocks), logits, *parts, self.width, self._blocks)
+            found = (self._at_found, self._at_bins)
+            self._launch("draw", (rows, 1), logits, *parts, *found, self.width, self._blocks)
             size = _FOUND_BYTES * rows
             if any(ask.cuts for ask in asks):
                 size += _FEW_BYTES * rows
                 self._put_cuts(asks)
             driver.copy_out(self._host_found, self._at_found, size)
             self.counts.bytes += size
+        row_bytes = 4 * self.width
         for i, ask in enumerate(asks):
             if ask.slot >= 0:
-                driver.copy_rows(self._slot(ask.slot), logits + 4 * i * self.width, 4 * self.width, 1, 4 * self.width)
+                driver.copy_rows(self._slot(ask.slot), logits + i * row_bytes, row_bytes, 1, row_bytes)
             if ask.comes:
-                self._put_row(i, logits + 4 * i * self.width)
+                self._put_row(i, logits + i * row_bytes)
         self.counts.steps += 1
 
     def _put_cuts(self, asks: Sequence[RowAsk]) -> None:
@@ -150,17 +156,15 @@ class RowSampler:
         """A row [V], in memory of that place that the next fetch overwrites; waits."""
         self._put_row(place, address)
         self.wait()
-        return self._rows[place]
+        return self.come(place)
 
     def come(self, place: int) -> Float32Array:
         """A row [V] that came with its step."""
-        return self._rows[place]
+        return self._rows[place].view(np.float32)
 
     def _put_row(self, place: int, address: int) -> None:
         if place not in self._rows:
-            memory = self._driver.allocate_host(4 * self.width)
-            self._pinned.append(memory)
-            self._rows[place] = memory.view(np.float32)
+            self._rows[place] = self._driver.allocate_host(4 * self.width)
         self._driver.copy_out(int(self._rows[place].ctypes.data), address, 4 * self.width)
         self.counts.bytes += 4 * self.width
         self.counts.fetches += 1
@@ -183,7 +187,6 @@ class RowSampler:
 
     def surplus(self, target: int, draft: int, ask: Sequence[float]) -> tuple[float, int]:
         """The sum of max(0, w q - p) and the token at a uniform of it; of rows at two addresses. Waits."""
-        self._open()
         self._surplus_ask[:] = ask
         self._driver.copy_in(self._at_surplus_ask, int(self._surplus_ask.ctypes.data), 8 * SURPLUS_ASK)
         at = (target, draft, self._at_surplus_ask, self._at_surplus_sums)
@@ -202,46 +205,48 @@ class RowSampler:
         """Where a kept row lies."""
         group, place = divmod(slot, self._num_slots)
         while len(self._slots) <= group:
-            size = 4 * self.width * self._num_slots
-            self._slots.append(self._driver.allocate(size, "logits of drafts"))
-            self._memory.append(self._slots[-1])
+            self._slots.append(self._driver.allocate(4 * self.width * self._num_slots, "logits of drafts"))
         return self._slots[group] + 4 * place * self.width
 
-    def _open(self) -> None:
-        """Allocate what steps need, when the first one does."""
-        if self._is_open:
-            return
-        self._is_open = True
-        rows, blocks = self._max_rows, self._blocks
-        found = rows * (_FOUND_BYTES + _FEW_BYTES)
+    def _allocate(self, rows: int) -> None:
+        """Memory for steps of up to so many rows, in place of what there was."""
+        self._free()
+        blocks, found = self._blocks, rows * (_FOUND_BYTES + _FEW_BYTES)
         sizes = (
             8 * ASK * rows, 4 * rows * blocks, 8 * rows * blocks, 8 * rows * BINS, found, 8 * MANY * rows,
             8 * SURPLUS_ASK, 8 * blocks, 16,
         )  # fmt: skip
         places = np.cumsum([0, *[-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]]).tolist()
-        base = self._driver.allocate(places[-1], "draws from logits")
-        self._memory.append(base)
+        self._memory.append(self._driver.allocate(places[-1], "draws from logits"))
         (
             self._at_asks, self._at_tops, self._at_sums, self._at_bins, self._at_found, self._at_many,
             self._at_surplus_ask, self._at_surplus_sums, self._at_surplus,
-        ) = [base + place for place in places[:-1]]  # fmt: skip
+        ) = [self._memory[0] + place for place in places[:-1]]  # fmt: skip
         self._asks = self._pin(8 * ASK * rows).reshape(rows, ASK)
         self._found, self._many = self._pin(found), self._pin(8 * MANY)
         self._surplus_ask, self._surplus = self._pin(8 * SURPLUS_ASK), self._pin(16)
         self._host_asks, self._host_found = int(self._asks.ctypes.data), int(self._found.ctypes.data)
+        self._max_rows = rows
 
     def _pin(self, num_bytes: int) -> npt.NDArray[np.float64]:
         self._pinned.append(self._driver.allocate_host(num_bytes))
         return self._pinned[-1].view(np.float64)
 
-    def close(self) -> None:
-        """Give everything back; no row may be used any more."""
+    def _free(self) -> None:
         for address in self._memory:
             self._driver.free(address)
-        self._rows.clear()
         for memory in self._pinned:
             self._driver.free_host(memory)
-        self._memory, self._pinned, self._slots, self._is_open = [], [], [], False
+        self._memory, self._pinned, self._max_rows = [], [], 0
+
+    def close(self) -> None:
+        """Give everything back; no row may be used any more."""
+        self._free()
+        for address in self._slots:
+            self._driver.free(address)
+        for memory in self._rows.values():
+            self._driver.free_host(memory)
+        self._slots, self._rows = [], {}
 
 
 class DeviceRow:

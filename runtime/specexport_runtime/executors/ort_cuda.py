@@ -3,19 +3,31 @@
 The engine's attention is ``com.microsoft.PagedAttention``: each cache is a pool of blocks of 256 entries, and a table
 says which blocks each row of the step has. So the whole arena is bound once and stays where it is; a step on rows
 [r, r+B) is a matter of the table, and a row moves by exchanging blocks. Verify steps may have a row for each token
-(``paged``). Imports onnxruntime when an executor is made.
+(``paged``). Imports onnxruntime and cuda-python when an executor is made.
 """
 
 import os
 import time
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from specexport_runtime.abi import CACHE_INPUTS, CU_NEW_TOKENS, KV_LENS, LOGITS, STEP_INPUTS, TOKEN_IDS, StepShape
+from specexport_runtime.abi import (
+    CACHE_INPUTS,
+    CU_NEW_TOKENS,
+    KV_LENS,
+    LOGITS,
+    STEP_INPUTS,
+    TOKEN_FEATURES,
+    TOKEN_IDS,
+    StepShape,
+    with_feature_size,
+)
 from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.bundle.profiles import head_steps
 from specexport_runtime.errors import BundleError, IncompatibleError, InvalidRequestError, SpecexportError
@@ -28,15 +40,14 @@ from specexport_runtime.executors.base import (
     StepOutput,
     Want,
 )
+from specexport_runtime.executors.device_rows import DeviceRows, open_sampler
 from specexport_runtime.executors.features import WithFeatures
+from specexport_runtime.executors.gpu import GpuDriver
+from specexport_runtime.executors.gpu_memory import GpuFeatures, HostOutput, lay_out
 from specexport_runtime.executors.ort_cuda_graphs import SPLIT_BOUND, StepGraphs, say_graphs_are_off
-from specexport_runtime.executors.ort_cuda_session import (
-    compute_capability,
-    import_onnxruntime,
-    open_session,
-    reason_of,
-)
-from specexport_runtime.executors.ort_features import OrtFeatures
+from specexport_runtime.executors.ort_cuda_memory import INPUTS, HostStep, StepLayout, StepMemory
+from specexport_runtime.executors.ort_cuda_session import compute_capability, import_onnxruntime, open_session
+from specexport_runtime.executors.ort_features import feature_shapes
 from specexport_runtime.executors.ort_gates import GatedByInputs, OrtGates, is_gate
 from specexport_runtime.executors.paged import (
     ATTENTION_METADATA,
@@ -48,37 +59,38 @@ from specexport_runtime.executors.paged import (
     token_row_shapes,
     token_rows,
 )
+from specexport_runtime.executors.row_kernels import RowAsk
 
-_CACHE_TYPES: dict[str, tuple[int, type]] = {"float16": (10, np.uint16), "bfloat16": (16, np.uint16)}
-"""ONNX TensorProto.DataType, and bytes of its size: numpy has no bfloat16."""
+_CACHE_TYPES = {"float16": (10, "uint16"), "bfloat16": (16, "uint16")}
+"""ONNX TensorProto.DataType, and a numpy type of its size: numpy has no bfloat16."""
+_DEVICE_ID = 0
+_DEVICE = ("cuda", _DEVICE_ID)
 _MEMORY_HINT = "if its memory is full, lower `max_num_seqs` or `max_model_len`."
 _MAX_SHAPES = 256
-_MAX_DEVICE_SHAPES = 64
 
 
 class _DeviceStep(NamedTuple):
     """What the steps of one size share on the device, whatever rows they are on."""
 
     binding: Any
-    inputs: dict[str, Any]
-    table: Any
+    layout: StepLayout
+    at: Mapping[str, int]
+    """Addresses of its buffers."""
     metadata: npt.NDArray[np.int32]
-    outputs: dict[str, Any]
     options: tuple[Any, Any]
     replayed: bool
     similarity: Float32Array
-    rows: list[int]
-    """Cache rows whose blocks ``table`` holds now."""
 
 
 class OrtCudaExecutor(GatedByInputs, WithFeatures):
-    """Runs one engine with ONNX Runtime on an NVIDIA GPU.
+    """Runs one engine with ONNX Runtime on an NVIDIA GPU, on a stream of its own.
 
-    Step inputs are copied into memory that stays bound; only the output that is asked for comes back. Gates are in host
-    memory, where ONNX Runtime reads them.
+    A step costs the host its inputs gathered in pinned memory, one copy to the device, one run, which waits for
+    nothing, one copy of the output that is asked for, and one wait. Gates are in host memory, where ONNX Runtime reads
+    them; runs of an engine with gates wait themselves.
 
     IncompatibleError without a GPU, driver or enough memory, InvalidRequestError for CUDA graphs with gates,
-    BundleError if ONNX Runtime cannot load the engine.
+    BundleError if ONNX Runtime cannot load the engine, MissingDependencyError without it or cuda-python.
     """
 
     def __init__(
@@ -91,7 +103,7 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
         # Let the provider record the shapes given to :meth:`capture` and replay them. None does so where it can: the
         # engine has no gates, and ONNX Runtime does not refuse.
         cuda_graphs: bool | None = None,
-        device_id: int = 0,
+        driver: GpuDriver | None = None,  # stream and memory, closed with the executor; None makes a ``CudaDriver``
     ) -> None:
         if entry.dtype not in _CACHE_TYPES:
             raise IncompatibleError(f"{path}: there is no paged attention for {entry.dtype}.", "build it for float16.")
@@ -104,46 +116,77 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
         self.vocab_size = entry.lm_head_rows
         self.num_rows = num_rows
         self.kv_capacity = kv_capacity
-        self._device = ("cuda", device_id)
-        self._ort = import_onnxruntime(device_id)
+        self._ort = import_onnxruntime(_DEVICE_ID)
+        if driver is None:
+            from specexport_runtime.executors.cuda_driver import CudaDriver
+
+            driver = CudaDriver()
+        self.driver = driver
+        self._session: Any = None
+        self._steps: OrderedDict[tuple[StepShape, bool], _DeviceStep] = OrderedDict()
+        self._buffers: OrderedDict[StepShape, StepBuffers] = OrderedDict()
+        self._current: StepShape | None = None
+        self._last: _DeviceStep | None = None
+        with ExitStack() as stack:
+            stack.callback(driver.close)
+            self._load(path, entry, cuda_graphs, stack)
+            self._resources = stack.pop_all()
+
+    def _load(self, path: Path, entry: ModelEntry, cuda_graphs: bool | None, stack: ExitStack) -> None:
+        """Open the session and allocate everything around it; ``stack`` gives it back."""
+        driver, num_rows = self.driver, self.num_rows
         self._session, self._graphs = self._open(path, entry, cuda_graphs)
+        stack.callback(self._forget_session)
         self._check_contract(path, entry)
         # Steps of few tokens are handed to the engine as a row for each token.
-        self.splits_rows = pays(entry, compute_capability(device_id), os.environ)
+        self.splits_rows = pays(entry, compute_capability(_DEVICE_ID), os.environ)
         self.gate_kinds = entry.engine.gates.kinds
         self.num_gates = len(self.gate_kinds)
         self._gates = OrtGates(self._session, self.num_gates, path, separate=True)
         self._similarity: Float32Array = np.zeros((self.num_gates // 2, 0), np.float32)
-        self._features: OrtFeatures = OrtFeatures(self._session, entry.engine.feature_size, path, on_gpu=True)
+        size = entry.engine.feature_size
+        self._features: GpuFeatures = GpuFeatures(feature_shapes(self._session), size, path, driver)
         self._tell_features(self._features)
         self.num_draft_heads = 0 if entry.draft_head is None else entry.draft_head.num_draft_heads
         self._paged = bool(entry.attention.layers)  # heads over one feature have no attention
-        self._inputs = [spec for spec in STEP_INPUTS if spec.name in entry.engine.inputs]
-        self._element_type, self._cache_bytes = _CACHE_TYPES[entry.dtype]
-        self._row_blocks = np.arange(num_rows * -(-kv_capacity // BLOCK_ENTRIES), dtype=np.int32).reshape(num_rows, -1)
-        self._caches: dict[str, Any] = {}
-        for i, layer in enumerate(entry.attention.layers):
-            shape = (self._row_blocks.size, BLOCK_ENTRIES, layer.kv_heads, paged_head_size(layer))
-            for spec in CACHE_INPUTS:
-                # Zeros, because 0 times anything finite is 0.
-                self._caches[spec.name.format(i=i)] = self._to_device(np.zeros(shape, self._cache_bytes))
-        self._steps: OrderedDict[tuple[StepShape, bool], _DeviceStep] = OrderedDict()
-        self._buffers: OrderedDict[StepShape, StepBuffers] = OrderedDict()
-        self._current: StepShape | None = None
+        read = [TOKEN_FEATURES] if self.reads_features else []
+        specs = [spec for spec in STEP_INPUTS if spec.name in entry.engine.inputs]
+        self._inputs = [*specs, *(with_feature_size(spec, size) for spec in read)]
+        blocks = np.arange(num_rows * -(-self.kv_capacity // BLOCK_ENTRIES), dtype=np.int32)
+        self._row_blocks = blocks.reshape(num_rows, -1)
+        self._element_type, cache_bytes = _CACHE_TYPES[entry.dtype]
+        shapes = {
+            spec.name.format(i=i): (self._row_blocks.size, BLOCK_ENTRIES, layer.kv_heads, paged_head_size(layer))
+            for i, layer in enumerate(entry.attention.layers)
+            for spec in CACHE_INPUTS
+        }
+        self._caches, self.kv_bytes = lay_out((name, shape, cache_bytes) for name, shape in shapes.items())
+        self._arena = driver.allocate(self.kv_bytes, f"{path}: the KV cache of {num_rows} rows")
+        stack.callback(driver.free, self._arena)
+        driver.clear(self._arena, self.kv_bytes)  # because 0 times anything finite is 0
+        self._memory = StepMemory(driver, path)
+        self._logits = HostOutput(driver, (self.vocab_size,), "float32")
+        self._host = HostStep(driver)
+        for each in (self._memory, self._logits, self._features, self._host):
+            stack.callback(each.close)
+        self.rows = open_sampler(driver, self.vocab_size, num_rows)
+        self.keeps_rows = self.rows is not None
+        if self.rows is not None:
+            stack.callback(self.rows.close)
 
     def _open(self, path: Path, entry: ModelEntry, cuda_graphs: bool | None) -> tuple[Any, StepGraphs]:
         """The session, for graphs where they are wanted or can be had, and their numbers."""
-        optional, device_id = cuda_graphs is None, self._device[1]
-        enabled = not entry.engine.gates.kinds if cuda_graphs is None else cuda_graphs
+        optional, has_gates = cuda_graphs is None, bool(entry.engine.gates.kinds)
+        enabled = not has_gates if cuda_graphs is None else cuda_graphs
         try:
-            session = open_session(self._ort, path, device_id, enabled)
+            session = open_session(self._ort, path, _DEVICE_ID, self.driver.stream, enabled)
         except BundleError as error:
             if not (optional and enabled):
                 raise
             enabled = False
-            session = open_session(self._ort, path, device_id, enabled)
+            session = open_session(self._ort, path, _DEVICE_ID, self.driver.stream, enabled)
             say_graphs_are_off(error)
-        return session, StepGraphs(self._ort, enabled=enabled, optional=optional)
+        return session, StepGraphs(self._ort, self.driver, enabled=enabled, optional=optional, waits=has_gates)
 
     def _check_contract(self, path: Path, entry: ModelEntry) -> None:
         expected = {spec.name.format(i=i) for i in range(len(entry.attention.layers)) for spec in CACHE_INPUTS}
@@ -154,9 +197,9 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
             raise IncompatibleError(f"{path}: inputs differ from the manifest's: {', '.join(odd)}.", "build it again.")
 
     @property
-    def kv_bytes(self) -> int:
-        """Bytes of device memory that the KV arena takes."""
-        return sum(int(cache.tensor_size_in_bytes()) for cache in self._caches.values())
+    def logits_address(self) -> int:
+        """Where the logits of the last step [R, V], float32, lie on the device until the next one; 0 before any."""
+        return 0 if self._last is None else self._last.at[LOGITS.name]
 
     def prepare(self, shape: StepShape) -> StepBuffers:
         """The host arrays of ``shape``, to be filled. See ``Executor.prepare``."""
@@ -169,7 +212,8 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
             while len(self._buffers) >= _MAX_SHAPES:
                 self._buffers.popitem(last=False)
             arrays = {spec.name: np.zeros(shape.shape_of(spec), spec.dtype) for spec in STEP_INPUTS}
-            buffers = StepBuffers(**arrays, token_features=self._features.host_rows(shape.num_tokens))
+            features = np.zeros((shape.num_tokens, self.feature_size), np.float32) if self.reads_features else None
+            buffers = StepBuffers(**arrays, token_features=features)
             self._buffers[shape] = buffers
         else:
             self._buffers.move_to_end(shape)
@@ -178,55 +222,67 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
 
     def execute(self, want: Want = "logits") -> StepOutput:
         """Run the prepared step: logits [R, V] float32, or each row's greedy token, int64 [R], -1 for a NaN."""
+        return self._execute(want == "logits")
+
+    def execute_rows(self, asks: Sequence[RowAsk]) -> DeviceRows:
+        """See ``Executor.execute_rows``; the kernels run behind the step, and it has one wait."""
+        if self.rows is None:
+            return super().execute_rows(asks)
+        return self.rows.take(asks, self._execute(with_logits=False, asks=asks))
+
+    def _execute(self, with_logits: bool, asks: Sequence[RowAsk] = ()) -> StepOutput:
         shape = self._current
         if shape is None:
             raise SpecexportError("execute() was called before prepare().")
         start = time.perf_counter()
         size = self._size_of(shape)
         step = self._device_step(size)
+        output, name = (self._logits, LOGITS.name) if with_logits else (self._host.ids, TOKEN_IDS.name)
         try:
-            if not self._run(step, size, shape):
-                self._steps.clear()
-                step = self._device_step(size)
-                self._run(step, size, shape)
-            result: StepOutput = step.outputs[want].numpy()
-            self._bound = self._features.fetch(step.outputs)
+            step = self._run(step, size, shape)
+            output.fetch(step.at[name], size.num_logit_rows)
+            if self.rows is not None and asks:
+                self.rows.put(asks, self.logits_address)
+            self._features.copy_out(size, step.at.get(self._features.output or "", 0))
+            self.driver.synchronize()
         except Exception as error:  # onnxruntime raises its own types, bare Exceptions in part
             raise SpecexportError(f"ONNX Runtime failed on the GPU in {shape}: {error}", _MEMORY_HINT) from error
+        self._bound = self._features.bound(slice(size.num_tokens), size.num_logit_rows)
         self.engine_seconds += time.perf_counter() - start
         self._similarity = step.similarity
-        return result
+        return output.array[: size.num_logit_rows]
 
     def _size_of(self, shape: StepShape) -> StepShape:
         """The step's size as the engine sees it, whatever rows it is on."""
         return (token_rows(shape) if self.splits_rows else None) or shape._replace(first_row=0)
 
-    def _run(self, step: _DeviceStep, size: StepShape, shape: StepShape) -> bool:
-        """Run a step on the device; False if it was to be recorded and cannot be."""
+    def _run(self, step: _DeviceStep, size: StepShape, shape: StepShape) -> _DeviceStep:
+        """Put a step on the stream; gives the one that was, where this one was to be recorded and cannot be."""
         is_long = self._fill(step, size, shape)
+        self._host.send(step.at[INPUTS], step.layout.sizes[INPUTS])
         try:
             self._session.run_with_iobinding(step.binding, step.options[is_long])
-        except Exception as error:  # as below
-            if self._graphs.give_up(size, is_long, error):
-                return False
-            raise
+        except Exception as error:  # as above
+            if not self._graphs.give_up(size, is_long, error):
+                raise
+            self._steps.clear()
+            return self._run(self._device_step(size), size, shape)
         self._graphs.note(size, is_long)
-        return True
+        self._last = step
+        return step
 
     def _fill(self, step: _DeviceStep, size: StepShape, shape: StepShape) -> bool:
-        """Bring the prepared arrays to the device; returns whether the step is one for which entries are split."""
+        """Gather the prepared arrays in pinned memory; returns whether the step is one for which entries are split."""
         buffers = self._buffers[shape]
-        rows, kv_lens, cu_new_tokens = np.arange(shape.num_seqs), buffers.kv_lens, buffers.cu_new_tokens
+        kv_lens, cu_new_tokens = buffers.kv_lens, buffers.cu_new_tokens
+        blocks = self._row_blocks[shape.first_row : shape.first_row + shape.num_seqs]
         if size.max_new_tokens != shape.max_new_tokens:
             rows, kv_lens, cu_new_tokens = spread(buffers)
-        by_row = {KV_LENS.name: kv_lens, CU_NEW_TOKENS.name: cu_new_tokens}
-        for name, value in step.inputs.items():
-            value.update_inplace(by_row[name] if name in by_row else getattr(buffers, name))
-        blocks = self._row_blocks[shape.first_row + rows]
-        firsts = blocks[:, 0].tolist()
-        if step.rows != firsts:
-            step.table.update_inplace(blocks)
-            step.rows[:] = firsts
+            blocks = blocks[rows]
+        by_row = {KV_LENS.name: kv_lens, CU_NEW_TOKENS.name: cu_new_tokens, BLOCK_TABLE.name: blocks}
+        for name, array in self._host.arrays(size, step.layout).items():
+            array[...] = by_row[name] if name in by_row else getattr(buffers, name)
+        # ONNX Runtime reads the metadata while it launches a step, and not of one that is replayed.
         if not step.replayed:
             counts = np.diff(cu_new_tokens)
             longest = int((kv_lens[:, 0] + counts).max())
@@ -241,6 +297,7 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
         """With CUDA graphs, the next step of each of ``shapes`` is recorded, for any rows; nothing runs before."""
         for size in self._graphs.add(map(self._size_of, shapes)):
             self._steps.pop((size, False), None)
+            self._make_room(self._lay_out(size))
 
     def move_row(self, source: int, destination: int, kv_len: int) -> None:  # noqa: ARG002
         """Give row ``destination`` the entries of row ``source`` by exchanging their blocks; nothing is copied."""
@@ -254,22 +311,16 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
         raise SpecexportError(f"backend ort-cuda cannot move {len(entries)} entries of row {row}.", "use unpadded KV.")
 
     def close(self) -> None:
-        """Release the session and the arena."""
-        self._steps.clear()
+        """Release the session and its memory. A GPU that has failed cannot give anything back any more."""
         self._buffers.clear()
-        self._caches.clear()
         self._current = None
-        self._session = None
+        with suppress(SpecexportError):
+            self._resources.close()
 
-    def _to_device(self, array: npt.NDArray[Any]) -> Any:
-        """A device value with the content of ``array``."""
-        try:
-            value = self._ort.OrtValue.ortvalue_from_shape_and_type(array.shape, array.dtype.type, *self._device)
-            value.update_inplace(array)
-        except Exception as error:  # as above
-            size = array.nbytes / 2**20
-            raise IncompatibleError(f"the GPU gives no {size:.0f} MiB: {reason_of(error)}.", _MEMORY_HINT) from error
-        return value
+    def _forget_session(self) -> None:
+        """Drop the session and what refers to it, before its stream goes."""
+        self._steps.clear()
+        self._last = self._session = None
 
     def _device_step(self, size: StepShape) -> _DeviceStep:
         key = (size, self._gates.wanted)
@@ -277,40 +328,52 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
         if step is not None:
             self._steps.move_to_end(key)
             return step
-        # A graph keeps the addresses that it was recorded with: those stay.
+        layout = self._lay_out(size)
+        self._make_room(layout)
         others = [old for old in self._steps if old[0] not in self._graphs.sizes]
-        if len(others) >= _MAX_DEVICE_SHAPES:
+        if len(others) >= _MAX_SHAPES:
             del self._steps[others[0]]
-        step = self._bind(*key)
-        self._steps[key] = step
+        step = self._steps[key] = self._bind(size, layout, key[1])
         return step
 
-    def _bind(self, size: StepShape, measured: bool) -> _DeviceStep:
-        binding = self._session.io_binding()
-        values = {s.name: self._to_device(np.zeros(size.shape_of(s), s.dtype)) for s in self._inputs}
-        values |= self._features.device_inputs(size, self._to_device)
-        table = self._to_device(np.zeros((size.num_seqs, self._row_blocks.shape[1]), np.int32))
-        for name, value in (*values.items(), *([(BLOCK_TABLE.name, table)] if self._paged else [])):
-            binding.bind_ortvalue_input(name, value)
+    def _lay_out(self, size: StepShape) -> StepLayout:
+        table = [(BLOCK_TABLE.name, (size.num_seqs, self._row_blocks.shape[1]), "int32")] if self._paged else []
+        inputs, num_bytes = lay_out([*((s.name, size.shape_of(s), s.dtype) for s in self._inputs), *table])
+        outputs = {LOGITS.name: 4 * size.num_logit_rows * self.vocab_size, TOKEN_IDS.name: 8 * size.num_logit_rows}
+        if self._features.output is not None:
+            outputs[self._features.output] = 4 * self._features.num_rows(size) * self.feature_size
+        return StepLayout(inputs, {INPUTS: num_bytes, **outputs})
+
+    def _make_room(self, layout: StepLayout) -> None:
+        """Buffers that hold a step. Where one moves, steps are bound anew, but for those with a graph over it."""
+        if self._memory.lacks(layout.sizes):
+            has_graphs = self._graphs.has_recorded
+            for key in [old for old in self._steps if not (has_graphs and old[0] in self._graphs.sizes)]:
+                del self._steps[key]
+            self._memory.grow(layout.sizes, keeps=has_graphs)
+
+    def _bind(self, size: StepShape, layout: StepLayout, measured: bool) -> _DeviceStep:
+        binding, at = self._session.io_binding(), dict(self._memory.addresses)
+        for tensor in layout.inputs:
+            kind = np.dtype(tensor.dtype).type
+            binding.bind_input(tensor.name, *_DEVICE, kind, tensor.shape, at[INPUTS] + tensor.offset)
         # Bounds for every replay; the last one has a graph for each value. Without replay, each step writes its own.
         metadata = np.array([size.max_new_tokens, self.kv_capacity, 0], np.int32)
         if self._paged:
             binding.bind_input(ATTENTION_METADATA.name, "cpu", 0, np.int32, metadata.shape, metadata.ctypes.data)
-        for name, cache in self._caches.items():
-            bound = (*self._device, self._element_type, cache.shape(), cache.data_ptr())
-            binding.bind_input(name, *bound)
-            binding.bind_output(name.replace("_cache.", "_cache_out."), *bound)
-        outputs = {
-            LOGITS.name: self._to_device(np.zeros((size.num_logit_rows, self.vocab_size), np.float32)),
-            TOKEN_IDS.name: self._to_device(np.zeros(size.num_logit_rows, np.int64)),
-            **self._features.device_outputs(size, self._to_device),
-        }
-        for name, value in outputs.items():
-            binding.bind_ortvalue_output(name, value)
-        replayed = self._graphs.keep(size, sum(int(value.tensor_size_in_bytes()) for value in outputs.values()))
-        options = self._graphs.options(size)
+        for cache in self._caches:
+            bound = (*_DEVICE, self._element_type, cache.shape, self._arena + cache.offset)
+            binding.bind_input(cache.name, *bound)
+            binding.bind_output(cache.name.replace("_cache.", "_cache_out."), *bound)
+        rows = size.num_logit_rows
+        binding.bind_output(LOGITS.name, *_DEVICE, np.float32, (rows, self.vocab_size), at[LOGITS.name])
+        binding.bind_output(TOKEN_IDS.name, *_DEVICE, np.int64, (rows,), at[TOKEN_IDS.name])
+        if (features := self._features.output) is not None:
+            shape = (self._features.num_rows(size), self.feature_size)
+            binding.bind_output(features, *_DEVICE, np.float32, shape, at[features])
         similarity = self._gates.bind(binding, size, measured)
-        return _DeviceStep(binding, values, table, metadata, outputs, options, replayed, similarity, [])
+        options = self._graphs.options(size)
+        return _DeviceStep(binding, layout, at, metadata, options, size in self._graphs.sizes, similarity)
 
 
 def open_ort_cuda_executor(request: EngineRequest) -> OrtCudaExecutor:
@@ -352,6 +415,6 @@ BACKEND = EngineBackend(
     open_ort_cuda_executor,
     on_gpu=True,
     has_gates=True,
-    modules=("onnxruntime",),
+    modules=("onnxruntime", "cuda"),
     provider="CUDAExecutionProvider",
 )

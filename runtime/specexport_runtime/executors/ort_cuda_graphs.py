@@ -5,27 +5,37 @@ A graph is recorded when its number first runs, once by itself and once into the
 
 import logging
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 from specexport_runtime.abi import StepShape
+from specexport_runtime.errors import SpecexportError
+from specexport_runtime.executors.gpu import GpuDriver
 
 SPLIT_BOUND = 513
 """Entries from which ONNX Runtime splits the attention of rows of one token. A graph is recorded with or without."""
-_MOST_BYTES = 1 << 30
 _EAGER = "-1"
 
 _log = logging.getLogger(__name__)
 
 
 class StepGraphs:
-    """Numbers of graphs by the size of a step; where ``optional`` recording fails, steps run without."""
+    """Numbers of graphs by the size of a step; where ``optional`` recording fails, steps run without.
 
-    def __init__(self, ort: Any, *, enabled: bool, optional: bool) -> None:
+    Runs return before the device has done them, unless it ``waits``.
+    """
+
+    def __init__(self, ort: Any, driver: GpuDriver, *, enabled: bool, optional: bool, waits: bool) -> None:
         self.sizes: dict[StepShape, int] = {}  # what is recorded, with the number of each
-        self._ort, self._enabled, self._optional = ort, enabled, optional
+        self._ort, self._driver, self._enabled, self._optional, self._waits = ort, driver, enabled, optional, waits
         self._takes_more = enabled
         self._recorded: set[tuple[StepShape, bool]] = set()
-        self._bytes = self._count = 0
+        self._count = 0
+
+    @property
+    def has_recorded(self) -> bool:
+        """Whether a graph has addresses of memory."""
+        return bool(self._recorded)
 
     def add(self, sizes: Iterable[StepShape]) -> list[StepShape]:
         """Record steps of these sizes from now on; returns the sizes that are new."""
@@ -35,16 +45,6 @@ class StepGraphs:
             self.sizes[size] = self._count
         return new
 
-    def keep(self, size: StepShape, num_bytes: int) -> bool:
-        """Whether a step is recorded, whose memory of ``num_bytes`` is then kept: a graph has its addresses."""
-        if size not in self.sizes:
-            return False
-        if self._bytes + num_bytes > _MOST_BYTES:
-            del self.sizes[size]
-            return False
-        self._bytes += num_bytes
-        return True
-
     def options(self, size: StepShape) -> tuple[Any, Any]:
         """``RunOptions`` of a step: those for few entries, and those from ``SPLIT_BOUND`` entries on."""
         number = self.sizes.get(size)
@@ -53,6 +53,8 @@ class StepGraphs:
         for each, graph_id in zip(found, ids, strict=True):
             if self._enabled:
                 each.add_run_config_entry("gpu_graph_id", graph_id)
+            if not self._waits:
+                each.add_run_config_entry("disable_synchronize_execution_providers", "1")
         return found[0], found[1]
 
     def note(self, size: StepShape, is_long: bool) -> None:
@@ -65,6 +67,8 @@ class StepGraphs:
         if not self._optional or size not in self.sizes or (size, is_long) in self._recorded:
             return False
         say_graphs_are_off(error)
+        with suppress(SpecexportError):  # else the stream goes on recording
+            self._driver.free_graph(self._driver.end_capture())
         self.sizes.clear()
         self._takes_more = False
         return True

@@ -65,12 +65,14 @@ def compute_capability(device_id: int) -> int:
     return 0 if failed else 10 * major.value + minor.value
 
 
-def open_session(ort: Any, path: Path, device_id: int, cuda_graphs: bool) -> Any:
-    """A session on a GPU; with ``cuda_graphs``, runs with a ``gpu_graph_id`` are captured and replayed."""
+def open_session(ort: Any, path: Path, device_id: int, stream: int, cuda_graphs: bool) -> Any:
+    """A session on a stream of a GPU; with ``cuda_graphs``, runs with a ``gpu_graph_id`` are captured and replayed."""
     options = ort.SessionOptions()
     options.log_severity_level = 3
+    options.enable_mem_pattern = False  # a pattern is kept for each combination of sizes
     # use_tf32 is for float32 products only: logits heads and routers that keep them lose no digits.
     provider = {"device_id": str(device_id), "use_tf32": "0", "enable_cuda_graph": str(int(cuda_graphs))}
+    provider["user_compute_stream"] = str(stream)
     provider["arena_extend_strategy"] = "kSameAsRequested"  # by default weights may take twice their memory
     try:
         model = session_model(path, options)

@@ -29,11 +29,12 @@ from specexport_runtime.executors.base import (
 from specexport_runtime.executors.device_rows import DeviceRows, open_sampler
 from specexport_runtime.executors.features import WithFeatures
 from specexport_runtime.executors.gpu import GpuDriver
+from specexport_runtime.executors.gpu_memory import HostBlock
 from specexport_runtime.executors.row_kernels import RowAsk
 from specexport_runtime.executors.trt_engine import EngineContext, load_engine
 from specexport_runtime.executors.trt_graphs import GraphKey
 from specexport_runtime.executors.trt_load import EngineLoader, TrtParts, load_parts
-from specexport_runtime.executors.trt_memory import HostBlock, lay_out_inputs
+from specexport_runtime.executors.trt_memory import lay_out_inputs
 from specexport_runtime.executors.trt_pack import Plan, Window, fill_step, place_step, plan_step, start_plan
 
 MAX_SHAPES = 256
@@ -100,9 +101,7 @@ class TrtExecutor(WithFeatures):
         ranged = [profile.num_tokens for _, profile in sizes.profiles if not profile.is_fixed]
         self.max_num_tokens = max(ranged or [profile.num_tokens for _, profile in sizes.profiles])
         self.graphs = self._parts.graphs
-        self.rows = open_sampler(
-            driver, self._parts.at.logits, width=self.vocab_size, max_rows=sizes.max_logit_rows, num_slots=num_rows
-        )
+        self.rows = open_sampler(driver, self.vocab_size, num_rows)
         self.keeps_rows = self.rows is not None
         engine, head = entry.engine, entry.draft_head
         self._sizes, self._names = sizes, engine.inputs
@@ -164,17 +163,15 @@ class TrtExecutor(WithFeatures):
         plan = self._plan(step, step.buffers)
         self._gather(step, plan, step.buffers)
         parts, output = self._parts, self._parts.logits if with_logits else self._parts.token_ids
-        output.open()
         rows = len(step.buffers.logit_rows)
         start = time.perf_counter()
         self._run(step)
-        source = parts.at.logits if with_logits else parts.at.token_ids
-        parts.driver.copy_out(output.address, source, rows * output.row_bytes)
+        output.fetch(parts.at.logits if with_logits else parts.at.token_ids, rows)
         if self.rows is not None and asks:
-            self.rows.put(asks)
-        parts.features.copy_out(step.window.shape)
+            self.rows.put(asks, parts.at.logits)
+        parts.features.copy_out(step.window.shape, parts.at.features)
         parts.driver.synchronize()
-        self._bound = parts.features.bound(plan, rows)
+        self._bound = parts.features.bound(plan.tokens, rows)
         self.engine_seconds += time.perf_counter() - start
         if self.graphs.enabled and plan.window.fill != "ranged":
             self._record(step)  # after the result is here: nothing runs while a step is recorded

@@ -10,6 +10,7 @@ from specexport_runtime.bundle.entry import EngineFile, ModelEntry
 from specexport_runtime.bundle.profiles import Profile
 from specexport_runtime.errors import IncompatibleError
 from specexport_runtime.executors.gpu import GpuDriver
+from specexport_runtime.executors.gpu_memory import GpuFeatures, HostBlock, HostOutput, InputTensor
 from specexport_runtime.executors.trt_engine import (
     Engine,
     EngineContext,
@@ -21,12 +22,8 @@ from specexport_runtime.executors.trt_engine import (
 from specexport_runtime.executors.trt_graphs import GraphPool
 from specexport_runtime.executors.trt_memory import (
     CacheTensor,
-    HostBlock,
-    HostOutput,
-    InputTensor,
     KvMemory,
     MemoryPlan,
-    TrtFeatures,
     feature_rows,
     lay_out_caches,
     lay_out_inputs,
@@ -178,7 +175,7 @@ class TrtParts(NamedTuple):
     graphs: GraphPool
     logits: HostOutput
     token_ids: HostOutput
-    features: TrtFeatures
+    features: GpuFeatures
     blocks: dict[int, HostBlock]
     """By profile number; ranged profiles have the same one."""
 
@@ -258,12 +255,13 @@ def _allocate(
         allocate(queries, "queries") if queries else 0,
         allocate(features, "features") if features else 0,
     )
-    logits = HostOutput(driver, (sizes.max_logit_rows, entry.lm_head_rows), "float32")
-    token_ids = HostOutput(driver, (sizes.max_logit_rows,), "int64")
-    wide = HostOutput(driver, (features // max(4 * entry.engine.feature_size, 1), entry.engine.feature_size), "float32")
-    for output in (logits, token_ids, wide):
+    logits = HostOutput(driver, (entry.lm_head_rows,), "float32", sizes.max_logit_rows)
+    token_ids = HostOutput(driver, (), "int64", sizes.max_logit_rows)
+    shapes = {tensor.name: tensor.shape for tensor in engine.tensors}
+    rows = feature_rows(entry, [profile for _, profile in sizes.profiles])
+    given = GpuFeatures(shapes, entry.engine.feature_size, path, driver, rows)
+    for output in (logits, token_ids, given):
         stack.callback(output.close)
-    given = TrtFeatures(engine.tensors, entry.engine.feature_size, str(path), driver, at.features, wide)
     contexts = ContextPool(engine, driver, kv, at)
     stack.callback(contexts.close)
     graphs = GraphPool(driver, enabled=use_graphs)

@@ -1,11 +1,10 @@
-"""Memory of one TensorRT executor: the KV arena, step inputs and outputs, and the plan that comes before any of it.
+"""Memory of one TensorRT executor: the KV arena, step inputs, and the plan that comes before any of it.
 
-Everything belongs to one executor and stays where it is, because CUDA graphs keep addresses. Features of a target are
-copied to pinned memory where they are wanted, a head's always.
+Everything belongs to one executor and stays where it is, because CUDA graphs keep addresses.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,15 +22,9 @@ from specexport_runtime.abi import (
 from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.bundle.profiles import Profile
 from specexport_runtime.errors import IncompatibleError
-from specexport_runtime.executors.features import BoundFeatures, EngineFeatures
 from specexport_runtime.executors.gpu import ALIGNMENT, MEMORY_HINT, ByteArray, GpuDriver, GpuInfo, gib
-from specexport_runtime.executors.trt_engine import EngineTensor
-from specexport_runtime.executors.trt_pack import SPECS, Plan
-
-
-def aligned(num_bytes: int) -> int:
-    """``num_bytes`` rounded up to ``ALIGNMENT``."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+from specexport_runtime.executors.gpu_memory import InputTensor, aligned, lay_out
+from specexport_runtime.executors.trt_pack import SPECS
 
 
 class MemoryPlan(NamedTuple):
@@ -156,90 +149,12 @@ def _as_float32(memory: ByteArray, dtype: str) -> npt.NDArray[np.float32]:
     return memory.view(dtype).astype(np.float32)
 
 
-class InputTensor(NamedTuple):
-    """A step input in a block of memory that is copied to the device as one."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    offset: int
-
-
 def lay_out_inputs(
     names: Sequence[str], shape: StepShape, feature_size: int = 0
 ) -> tuple[tuple[InputTensor, ...], int]:
     """Step inputs of one size, one behind the other, and the bytes of all; ``feature_size`` is E of a draft head."""
-    tensors, offset = [], 0
-    for name in names:
-        size = shape.shape_of(with_feature_size(SPECS[name], feature_size))
-        tensors.append(InputTensor(name, size, SPECS[name].dtype, offset))
-        offset += aligned(int(np.prod(size)) * np.dtype(SPECS[name].dtype).itemsize)
-    return tuple(tensors), offset
-
-
-class HostBlock:
-    """Pinned memory that step inputs are gathered in. A fixed profile has one to itself, ranged ones share one."""
-
-    def __init__(self, memory: ByteArray) -> None:
-        self._memory = memory
-        self.address = int(memory.ctypes.data)
-        self.plan: object = None  # of the step whose constant inputs it holds
-
-    def views(self, tensors: Sequence[InputTensor]) -> Mapping[str, npt.NDArray[Any]]:
-        """Arrays over the block."""
-        return {
-            tensor.name: np.ndarray(tensor.shape, tensor.dtype, buffer=self._memory.data, offset=tensor.offset)
-            for tensor in tensors
-        }
-
-
-class HostOutput:
-    """Pinned memory for the largest output of a kind, allocated when first needed: greedy decoding needs no logits."""
-
-    def __init__(self, driver: GpuDriver, shape: tuple[int, ...], dtype: str) -> None:
-        self._driver, self._shape, self._dtype = driver, shape, np.dtype(dtype)
-        self._memory: ByteArray | None = None
-        self.row_bytes = int(np.prod(shape[1:])) * self._dtype.itemsize
-        self.address = 0
-        self.array: npt.NDArray[Any] = np.empty((0, *shape[1:]), self._dtype)
-
-    def open(self) -> None:
-        """Allocate it, if that has not been done."""
-        if self._memory is None:
-            self._memory = self._driver.allocate_host(self.row_bytes * self._shape[0])
-            self.address = int(self._memory.ctypes.data)
-            self.array = np.ndarray(self._shape, self._dtype, buffer=self._memory.data)
-
-    def close(self) -> None:
-        """Give the memory back; views of it must not be used any more."""
-        if self._memory is not None:
-            self.array = self.array[:0].copy()
-            self._driver.free_host(self._memory)
-            self._memory = None
-
-
-class TrtFeatures(EngineFeatures):
-    """The features of one engine; at ``address`` and in ``host`` is room for the largest step."""
-
-    def __init__(
-        self, tensors: Sequence[EngineTensor], size: int, where: str, driver: GpuDriver, address: int, host: HostOutput
-    ) -> None:
-        super().__init__({tensor.name: tensor.shape for tensor in tensors}, size, where, gated=False)
-        self.address = address
-        self._driver, self._host = driver, host
-
-    def copy_out(self, shape: StepShape) -> None:
-        """Put the copy of a step's features on the stream, if they are needed; ``shape`` is the step in the engine."""
-        if self.reads or (self.gives and self.wanted):
-            self._host.open()
-            rows = shape.num_tokens if self.gives else shape.num_logit_rows
-            self._driver.copy_out(self._host.address, self.address, rows * self._host.row_bytes)
-
-    def bound(self, plan: Plan, num_logit_rows: int) -> BoundFeatures:
-        """What was copied of a step that is done, without the rows of dummies: R is that of the step before padding."""
-        if self.reads:
-            return BoundFeatures(handed_on=self._host.array[:num_logit_rows])
-        return BoundFeatures(given=self._host.array[plan.tokens] if self.gives and self.wanted else None)
+    specs = [with_feature_size(SPECS[name], feature_size) for name in names]
+    return lay_out((spec.name, shape.shape_of(spec), spec.dtype) for spec in specs)
 
 
 def feature_rows(entry: ModelEntry, profiles: Sequence[Profile]) -> int:
