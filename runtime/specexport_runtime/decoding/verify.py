@@ -29,11 +29,10 @@ def wanted(target: ModelRunner, requests: Sequence[Request], *, scores: bool) ->
 def row_asks(req: Request, proposal: Proposal, width: int) -> list[RowAsk]:
     """What is asked of the rows of logits [K+1, ``width``] that test a draft, if they stay on the device."""
     drafted = proposal.tokens
-    if req.logprobs is not None:
-        return [whole_row(width)] * (len(drafted) + 1)
-    if req.sampler.is_plain_greedy:
-        return []
-    return [req.sampler.ask(req.draws.peek(j).resample, width, token) for j, token in enumerate([*drafted, NO_TOKEN])]
+    if req.sampler.is_greedy:
+        return [whole_row(width)] * (len(drafted) + 1) if req.needs_logits else []
+    asks = [req.sampler.ask(req.draws.peek(j).resample, width, token) for j, token in enumerate([*drafted, NO_TOKEN])]
+    return asks if req.logprobs is None else [ask._replace(comes=True) for ask in asks]
 
 
 def row_work(target: ModelRunner, req: Request, count: int, proposal: Proposal | None) -> RowWork:

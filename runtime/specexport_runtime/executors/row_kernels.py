@@ -18,7 +18,7 @@ PER_BIN = 0.5
 """Nats of a bin."""
 FEW = 128
 """Candidates of a cut that come along with a step."""
-MANY = 1024
+MANY = 4096
 """Candidates that are kept on the device; of more, the whole row is fetched."""
 
 

@@ -77,7 +77,7 @@ class Sampler:
 
     def law(self, row: DeviceRow, drafted: Sequence[int] = ()) -> Law:
         """As :meth:`distribution`, of a row that stays on a device and was asked by :meth:`ask`."""
-        if self.is_plain and not self.is_greedy and not row.ask.comes:
+        if row.ask.temperature:
             return row_law(row, self.params)
         return self.distribution(row.fetch(), drafted)
 
