@@ -281,7 +281,7 @@ def test_steps_of_all_sizes_share_one_buffer_of_each_kind(ort):
         np.testing.assert_array_equal(logits[0], FakeExecutor(VOCAB, 1, 1).logits_after([0]))
     assert len({binding.outputs["logits"][3] for binding, _ in ort.runs}) == 1
     assert {config["gpu_graph_id"] for _, config in ort.runs} == {str(2 * i) for i in range(1, 65)}
-    pinned = 4 * 16 * VOCAB * 4 + executor._host._block.memory.nbytes
+    pinned = 4 * 16 * VOCAB * 4 + executor._hosts[0]._block.memory.nbytes
     assert gpu._used - used == pinned, "nothing more on the device than before the first step"
 
 

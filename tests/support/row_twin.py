@@ -59,7 +59,7 @@ def draw(at, grid, logits, asks, tops, sums, found, bins, pitch, blocks):
 @np.errstate(all="ignore")
 def spread(at, grid, logits, asks, found, bins, pitch):
     for row, ask, values in _rows(at, grid, logits, asks, pitch):
-        if ask[6] > 0:
+        if ask[6] > 0 and np.isfinite(at(found, "float64")[row * FOUND + 1]):
             below = (at(found, "float64")[row * FOUND] - values.astype(np.float64)) / ask[0]
             places = np.minimum(below / PER_BIN, BINS - 1).astype(int)
             at(bins, "float64")[row * BINS :][:BINS] += np.bincount(places, np.exp(-below), BINS)

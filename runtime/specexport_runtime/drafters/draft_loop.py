@@ -63,6 +63,14 @@ class Draft:
         may_exit = self._exit is not None and self._steps + 1 < self.limit
         return may_exit or not self.request.sampler.is_plain_greedy
 
+    @property
+    def plain_steps(self) -> int:
+        """Steps that feed the model the id that the step before gave; 0 where more than ids is looked at."""
+        if self._one_by_one or self.waiting or self._exit is not None or not self.request.sampler.is_plain_greedy:
+            return 0
+        steps = self.limit - self._steps
+        return min(steps, self._room - len(self.tokens)) if self._room else steps
+
     def since(self, position: int) -> list[int]:
         """The tokens of the request and of its draft from a position on."""
         known = self.request.tokens
@@ -193,12 +201,20 @@ def run_drafts(
     cut_head: "CutHead | None" = None,  # ids below ``vocab_size`` of the LM head's rows; None where it has all
     is_kept: Callable[[Draft], bool] = lambda _: True,  # whether what is fed for a draft as it stands is committed
 ) -> None:
-    """Fill all drafts, one packed step of the model for each depth. Rows without an open draft sit a step out."""
+    """Fill all drafts, one packed step of the model for each depth. Rows without an open draft sit a step out.
+
+    Where all that a step needs of the one before are its ids, steps follow each other on the device.
+    """
+    can_chain = runner.chains and cut_head is None and not runner.executor.reads_features
     num_rows = vocab_size if cut_head is None else len(cut_head.ids)
     while active := [draft for draft in drafts if draft.is_open]:
         for draft in active:
             draft.begin_step()
         work = [(draft.request.row, pending(draft)) for draft in active]
+        count = min(draft.plain_steps for draft in active) if can_chain else 0
+        if count > 1:
+            _chain(runner, active, work, num_rows, count)
+            continue
         if runner.has_states:
             drafted = [len(draft.tokens) for draft in active]
             work = [(row, given._replace(drafts=count)) for (row, given), count in zip(work, drafted, strict=True)]
@@ -226,8 +242,8 @@ def _draw_on_device(
         (row, given._replace(asks=[draft.ask(width, num_rows)]))
         for draft, (row, given) in zip(active, work, strict=True)
     ]
-    first, filled = _packed(asked)
-    rows = runner.step_rows(first, filled)
+    first = work[0][0]
+    rows = runner.step_rows(first, _with_idle_rows(asked))
     _count_seen(runner, work, kept)
     _carry(runner, active)
     for draft in active:
@@ -236,6 +252,20 @@ def _draw_on_device(
                 draft.draw_row(rows[runner.logit_starts[draft.request.row - first]], width)
         except Exception as error:  # whatever it is, it concerns this request alone
             draft.error = error
+
+
+def _chain(
+    runner: ModelRunner, active: Sequence[Draft], work: Sequence[tuple[int, RowWork]], num_rows: int, count: int
+) -> None:
+    """Run ``count`` steps, the first with ``work``; what a step was fed that no draft has is not committed."""
+    before = [runner.kv.kv_len(row) + len(given.tokens) for row, given in work]
+    steps = [ids.tolist() for ids in runner.chain(work[0][0], _with_idle_rows(work), count)]
+    for i, draft in enumerate(active):
+        for depth, ids in enumerate(steps):
+            _take(draft, ids[i], num_rows, None)
+            if draft.error is not None or draft.tokens[-1] != ids[i]:  # what comes behind it followed another token
+                runner.kv.commit(work[i][0], before[i] + depth)
+                break
 
 
 def draft_at_once(
@@ -300,21 +330,20 @@ def _carry(runner: ModelRunner, active: Sequence[Draft]) -> None:
 
 def _step(runner: ModelRunner, fed: Sequence[tuple[int, RowWork]], kept: Sequence[bool], want: Want) -> StepOutput:
     """Feed tokens to A rows, and count the kept ones as seen; logits [A, V] or token ids [A]."""
-    first, work = _packed(fed)
-    output = runner.step(first, work, want)
+    first = fed[0][0]
+    output = runner.step(first, _with_idle_rows(fed), want)
     _count_seen(runner, fed, kept)
     if len(output) > len(fed):  # a runner that pads its input returns logits of padding too
         output = output[[runner.logit_starts[row - first] for row, _ in fed]]
     return output
 
 
-def _packed(fed: Sequence[tuple[int, RowWork]]) -> tuple[int, list[RowWork]]:
-    """The first row of a step, and the work of all its rows."""
+def _with_idle_rows(fed: Sequence[tuple[int, RowWork]]) -> list[RowWork]:
     first = fed[0][0]
     work = [IDLE] * (fed[-1][0] - first + 1)
     for row, given in fed:
         work[row - first] = given
-    return first, work
+    return work
 
 
 def _count_seen(runner: ModelRunner, fed: Sequence[tuple[int, RowWork]], kept: Sequence[bool]) -> None:

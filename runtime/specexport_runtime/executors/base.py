@@ -130,6 +130,23 @@ class Executor(ABC):
         """As :meth:`execute`, with what is asked of each row of logits."""
         raise SpecexportError("logits of this engine do not stay on a device.")
 
+    # ---- steps that wait for none before them ----
+
+    chains: bool = False
+    """Steps can be put on the device one behind the other."""
+
+    def enqueue(self, *, fed: bool) -> None:
+        """Put the prepared step on the device; its result is the greedy token of each row of logits.
+
+        Args:
+            fed: its T input ids are those that the step before gives, of as many rows of logits. False begins a chain.
+        """
+        raise SpecexportError("steps of this engine cannot be chained.")
+
+    def collect(self) -> list[Int64Array]:
+        """Wait for the steps of a chain: token ids [R] of each, as ``execute`` gives them."""
+        return []
+
     # ---- copies of rows ----
 
     copies_rows: bool = False

@@ -9,8 +9,8 @@ says which blocks each row of the step has. So the whole arena is bound once and
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ import numpy.typing as npt
 from specexport_runtime.abi import (
     CACHE_INPUTS,
     CU_NEW_TOKENS,
+    INPUT_IDS,
     KV_LENS,
     LOGITS,
     STEP_INPUTS,
@@ -127,6 +128,8 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
         self._buffers: OrderedDict[StepShape, StepBuffers] = OrderedDict()
         self._current: StepShape | None = None
         self._last: _DeviceStep | None = None
+        self._hosts: list[HostStep] = []
+        self._chain: list[int] = []  # rows of logits of each step that was not collected
         with ExitStack() as stack:
             stack.callback(driver.close)
             self._load(path, entry, cuda_graphs, stack)
@@ -142,6 +145,7 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
         self.splits_rows = pays(entry, compute_capability(_DEVICE_ID), os.environ)
         self.gate_kinds = entry.engine.gates.kinds
         self.num_gates = len(self.gate_kinds)
+        self.chains = not self.num_gates  # runs with gates wait
         self._gates = OrtGates(self._session, self.num_gates, path, separate=True)
         self._similarity: Float32Array = np.zeros((self.num_gates // 2, 0), np.float32)
         size = entry.engine.feature_size
@@ -166,8 +170,7 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
         driver.clear(self._arena, self.kv_bytes)  # because 0 times anything finite is 0
         self._memory = StepMemory(driver, path)
         self._logits = HostOutput(driver, (self.vocab_size,), "float32")
-        self._host = HostStep(driver)
-        for each in (self._memory, self._logits, self._features, self._host):
+        for each in (self._memory, self._logits, self._features):
             stack.callback(each.close)
         self.rows = open_sampler(driver, self.vocab_size, num_rows)
         self.keeps_rows = self.rows is not None
@@ -231,47 +234,102 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
         return self.rows.take(asks, self._execute(with_logits=False, asks=asks))
 
     def _execute(self, with_logits: bool, asks: Sequence[RowAsk] = ()) -> StepOutput:
-        shape = self._current
-        if shape is None:
-            raise SpecexportError("execute() was called before prepare().")
+        shape = self._prepared()
+        self._end_chain()
         start = time.perf_counter()
-        size = self._size_of(shape)
-        step = self._device_step(size)
-        output, name = (self._logits, LOGITS.name) if with_logits else (self._host.ids, TOKEN_IDS.name)
-        try:
-            step = self._run(step, size, shape)
+        host = self._host_step(0)
+        output, name = (self._logits, LOGITS.name) if with_logits else (host.ids, TOKEN_IDS.name)
+        with self._named_errors():
+            step, size = self._run(shape, host)
             output.fetch(step.at[name], size.num_logit_rows)
             if self.rows is not None and asks:
                 self.rows.put(asks, self.logits_address)
             self._features.copy_out(size, step.at.get(self._features.output or "", 0))
             self.driver.synchronize()
-        except Exception as error:  # onnxruntime raises its own types, bare Exceptions in part
-            raise SpecexportError(f"ONNX Runtime failed on the GPU in {shape}: {error}", _MEMORY_HINT) from error
         self._bound = self._features.bound(slice(size.num_tokens), size.num_logit_rows)
         self.engine_seconds += time.perf_counter() - start
         self._similarity = step.similarity
         return output.array[: size.num_logit_rows]
 
+    def enqueue(self, *, fed: bool) -> None:
+        """See ``Executor.enqueue``."""
+        shape = self._prepared()
+        if not fed:
+            self._end_chain()
+        start = time.perf_counter()
+        host, before = self._host_step(len(self._chain)), self._last if fed else None
+        with self._named_errors():
+            step, size = self._run(shape, host, before)
+            host.ids.fetch(step.at[TOKEN_IDS.name], size.num_logit_rows)
+        self._chain.append(size.num_logit_rows)
+        self.engine_seconds += time.perf_counter() - start
+
+    def collect(self) -> list[Int64Array]:
+        """See ``Executor.collect``."""
+        start = time.perf_counter()
+        rows, self._chain = self._chain, []
+        with self._named_errors():
+            self.driver.synchronize()
+        self.engine_seconds += time.perf_counter() - start
+        return [self._hosts[i].ids.array[:count] for i, count in enumerate(rows)]
+
+    def _prepared(self) -> StepShape:
+        if self._current is None:
+            raise SpecexportError("execute() was called before prepare().")
+        return self._current
+
+    def _end_chain(self) -> None:
+        """Wait for steps that were never collected: their pinned memory is used again."""
+        if self._chain:
+            self.collect()
+
+    def _host_step(self, i: int) -> HostStep:
+        """Pinned memory of the i-th step of a chain."""
+        if i == len(self._hosts):
+            self._hosts.append(HostStep(self.driver))
+            self._resources.callback(self._hosts[i].close)
+        return self._hosts[i]
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except IncompatibleError:  # a GPU without memory has said so
+            raise
+        except Exception as error:  # onnxruntime raises its own types, bare Exceptions in part
+            message = f"ONNX Runtime failed on the GPU in {self._current}: {error}"
+            raise SpecexportError(message, _MEMORY_HINT) from error
+
     def _size_of(self, shape: StepShape) -> StepShape:
         """The step's size as the engine sees it, whatever rows it is on."""
         return (token_rows(shape) if self.splits_rows else None) or shape._replace(first_row=0)
 
-    def _run(self, step: _DeviceStep, size: StepShape, shape: StepShape) -> _DeviceStep:
-        """Put a step on the stream; gives the one that was, where this one was to be recorded and cannot be."""
-        is_long = self._fill(step, size, shape)
-        self._host.send(step.at[INPUTS], step.layout.sizes[INPUTS])
+    def _run(
+        self, shape: StepShape, host: HostStep, before: _DeviceStep | None = None
+    ) -> tuple[_DeviceStep, StepShape]:
+        """Put the prepared step on the stream, fed with the ids of ``before``; what it is on the device, and its size.
+
+        One that was to be recorded and cannot be runs without a graph.
+        """
+        size = self._size_of(shape)
+        step = self._device_step(size)
+        is_long = self._fill(step, size, shape, host)
+        host.send(step.at[INPUTS], step.layout.sizes[INPUTS])
+        if before is not None:
+            width = 8 * size.num_tokens
+            self.driver.copy_rows(step.at[INPUTS] + step.layout.ids, before.at[TOKEN_IDS.name], width, 1, width)
         try:
             self._session.run_with_iobinding(step.binding, step.options[is_long])
         except Exception as error:  # as above
             if not self._graphs.give_up(size, is_long, error):
                 raise
             self._steps.clear()
-            return self._run(self._device_step(size), size, shape)
+            return self._run(shape, host, before)
         self._graphs.note(size, is_long)
         self._last = step
-        return step
+        return step, size
 
-    def _fill(self, step: _DeviceStep, size: StepShape, shape: StepShape) -> bool:
+    def _fill(self, step: _DeviceStep, size: StepShape, shape: StepShape, host: HostStep) -> bool:
         """Gather the prepared arrays in pinned memory; returns whether the step is one for which entries are split."""
         buffers = self._buffers[shape]
         kv_lens, cu_new_tokens = buffers.kv_lens, buffers.cu_new_tokens
@@ -280,7 +338,7 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
             rows, kv_lens, cu_new_tokens = spread(buffers)
             blocks = blocks[rows]
         by_row = {KV_LENS.name: kv_lens, CU_NEW_TOKENS.name: cu_new_tokens, BLOCK_TABLE.name: blocks}
-        for name, array in self._host.arrays(size, step.layout).items():
+        for name, array in host.arrays(size, step.layout).items():
             array[...] = by_row[name] if name in by_row else getattr(buffers, name)
         # ONNX Runtime reads the metadata while it launches a step, and not of one that is replayed.
         if not step.replayed:
@@ -342,7 +400,8 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
         outputs = {LOGITS.name: 4 * size.num_logit_rows * self.vocab_size, TOKEN_IDS.name: 8 * size.num_logit_rows}
         if self._features.output is not None:
             outputs[self._features.output] = 4 * self._features.num_rows(size) * self.feature_size
-        return StepLayout(inputs, {INPUTS: num_bytes, **outputs})
+        ids = next(tensor.offset for tensor in inputs if tensor.name == INPUT_IDS.name)
+        return StepLayout(inputs, {INPUTS: num_bytes, **outputs}, ids)
 
     def _make_room(self, layout: StepLayout) -> None:
         """Buffers that hold a step. Where one moves, steps are bound anew, but for those with a graph over it."""
@@ -350,7 +409,7 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
             has_graphs = self._graphs.has_recorded
             for key in [old for old in self._steps if not (has_graphs and old[0] in self._graphs.sizes)]:
                 del self._steps[key]
-            self._memory.grow(layout.sizes, keeps=has_graphs)
+            self._memory.grow(layout.sizes, keeps=has_graphs or bool(self._chain))
 
     def _bind(self, size: StepShape, layout: StepLayout, measured: bool) -> _DeviceStep:
         binding, at = self._session.io_binding(), dict(self._memory.addresses)

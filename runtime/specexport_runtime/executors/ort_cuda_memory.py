@@ -22,6 +22,7 @@ class StepLayout(NamedTuple):
 
     inputs: tuple[InputTensor, ...]
     sizes: Mapping[str, int]  # bytes of each buffer: ``INPUTS``, and outputs by name
+    ids: int  # where the input ids begin among the inputs
 
 
 class StepMemory:

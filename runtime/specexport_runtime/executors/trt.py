@@ -7,13 +7,15 @@ neither CUDA nor TensorRT: ``cuda_driver`` and ``trt_engine`` do, when an execut
 
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from specexport_runtime.abi import STEP_INPUTS, StepShape
+from specexport_runtime.abi import INPUT_IDS, STEP_INPUTS, StepShape
 from specexport_runtime.bundle.entry import EngineFile, ModelEntry
 from specexport_runtime.bundle.profiles import choose_profile
 from specexport_runtime.errors import SpecexportError
@@ -29,12 +31,12 @@ from specexport_runtime.executors.base import (
 from specexport_runtime.executors.device_rows import DeviceRows, open_sampler
 from specexport_runtime.executors.features import WithFeatures
 from specexport_runtime.executors.gpu import GpuDriver
-from specexport_runtime.executors.gpu_memory import HostBlock
+from specexport_runtime.executors.gpu_memory import HostBlock, HostOutput
 from specexport_runtime.executors.row_kernels import RowAsk
 from specexport_runtime.executors.trt_engine import EngineContext, load_engine
 from specexport_runtime.executors.trt_graphs import GraphKey
 from specexport_runtime.executors.trt_load import EngineLoader, TrtParts, load_parts
-from specexport_runtime.executors.trt_memory import lay_out_inputs
+from specexport_runtime.executors.trt_memory import copy_ids, lay_out_inputs
 from specexport_runtime.executors.trt_pack import Plan, Window, fill_step, place_step, plan_step, start_plan
 
 MAX_SHAPES = 256
@@ -63,11 +65,17 @@ class PlacedStep:
     ) -> None:
         self.profile, self.window, self.block = profile, window, block
         self.ends = ends[window.shape.first_row :][: window.shape.num_seqs]
-        # The engine's inputs in the block, and its bytes that are copied.
+        # The engine's inputs in a block, and its bytes that are copied.
         self.tensors, self.num_bytes = lay_out_inputs(names, window.shape, feature_size)
-        self.arrays = block.views(self.tensors)
+        self._views: dict[int, Mapping[str, npt.NDArray[Any]]] = {}
         self.plans: dict[bytes, Plan] = {}  # by counts of new tokens and logit rows
         self.buffers: StepBuffers | None = None  # of the step as it really is
+
+    def arrays(self, block: HostBlock) -> Mapping[str, npt.NDArray[Any]]:
+        """The engine's inputs in a block."""
+        if block.address not in self._views:
+            self._views[block.address] = block.views(self.tensors)
+        return self._views[block.address]
 
 
 class TrtExecutor(WithFeatures):
@@ -119,6 +127,8 @@ class TrtExecutor(WithFeatures):
         self._skips = False
         self._steps: OrderedDict[StepShape, PlacedStep] = OrderedDict()
         self._current: PlacedStep | None = None
+        self._hosts: list[tuple[HostBlock, HostOutput]] = []  # of the steps of a chain
+        self._chain: list[tuple[PlacedStep, int]] = []  # steps that were not collected, and their rows of logits
 
     @property
     def _read_size(self) -> int:
@@ -157,15 +167,14 @@ class TrtExecutor(WithFeatures):
         return self.rows.take(asks, self._execute(with_logits=False, asks=asks))
 
     def _execute(self, with_logits: bool, asks: Sequence[RowAsk] = ()) -> StepOutput:
-        step = self._current
-        if step is None or step.buffers is None:
-            raise SpecexportError("execute() was called before prepare().")
-        plan = self._plan(step, step.buffers)
-        self._gather(step, plan, step.buffers)
+        self._end_chain()
+        step, buffers = self._prepared()
+        plan = self._plan(step, buffers)
+        self._gather(step, plan, buffers, step.block)
         parts, output = self._parts, self._parts.logits if with_logits else self._parts.token_ids
-        rows = len(step.buffers.logit_rows)
+        rows = len(buffers.logit_rows)
         start = time.perf_counter()
-        self._run(step)
+        self._run(step, step.block)
         output.fetch(parts.at.logits if with_logits else parts.at.token_ids, rows)
         if self.rows is not None and asks:
             self.rows.put(asks, parts.at.logits)
@@ -173,9 +182,47 @@ class TrtExecutor(WithFeatures):
         parts.driver.synchronize()
         self._bound = parts.features.bound(plan.tokens, rows)
         self.engine_seconds += time.perf_counter() - start
-        if self.graphs.enabled and plan.window.fill != "ranged":
-            self._record(step)  # after the result is here: nothing runs while a step is recorded
+        self._record_new([step])
         return output.array[:rows]
+
+    chains = True
+
+    def enqueue(self, *, fed: bool) -> None:
+        """See ``Executor.enqueue``."""
+        if not fed:
+            self._end_chain()
+        step, buffers = self._prepared()
+        if len(self._chain) == len(self._hosts):
+            self._hosts.append(self._parts.make_host())
+        block, ids = self._hosts[len(self._chain)]
+        plan = self._plan(step, buffers)
+        self._gather(step, plan, buffers, block)
+        rows = len(buffers.logit_rows)
+        start = time.perf_counter()
+        self._run(step, block, plan.tokens if fed else None)
+        ids.fetch(self._parts.at.token_ids, rows)
+        self.engine_seconds += time.perf_counter() - start
+        self._chain.append((step, rows))
+
+    def collect(self) -> list[Int64Array]:
+        """See ``Executor.collect``."""
+        chain, self._chain = self._chain, []
+        start = time.perf_counter()
+        self._parts.driver.synchronize()
+        self.engine_seconds += time.perf_counter() - start
+        self._record_new([step for step, _ in chain])
+        return [ids.array[:rows] for (_, ids), (_, rows) in zip(self._hosts, chain, strict=False)]
+
+    def _end_chain(self) -> None:
+        """Wait for steps that were never collected: their pinned memory is used again."""
+        if self._chain:
+            self.collect()
+
+    def _prepared(self) -> tuple[PlacedStep, StepBuffers]:
+        step = self._current
+        if step is None or step.buffers is None:
+            raise SpecexportError("execute() was called before prepare().")
+        return step, step.buffers
 
     def set_layers(self, mask: BoolArray | None) -> None:
         """See ``Executor.set_layers``; holds for steps that are prepared from here on, of one token a row.
@@ -234,6 +281,7 @@ class TrtExecutor(WithFeatures):
     def close(self) -> None:
         """Release the engine and its memory. A GPU that has failed cannot give anything back any more."""
         self._steps.clear()
+        self._hosts.clear()
         self._current = None
         with suppress(SpecexportError):
             if self.rows is not None:
@@ -258,22 +306,35 @@ class TrtExecutor(WithFeatures):
             )
         return plan
 
-    def _gather(self, step: PlacedStep, plan: Plan, buffers: StepBuffers) -> None:
-        if step.block.plan is not plan:
-            start_plan(plan, step.arrays)
-            step.block.plan = plan
-        fill_step(plan, buffers, step.arrays, step.ends, self._last_position)
+    def _gather(self, step: PlacedStep, plan: Plan, buffers: StepBuffers, block: HostBlock) -> None:
+        arrays = step.arrays(block)
+        if block.plan is not plan:
+            start_plan(plan, arrays)
+            block.plan = plan
+        fill_step(plan, buffers, arrays, step.ends, self._last_position)
 
-    def _run(self, step: PlacedStep) -> None:
-        """Put one step on the stream: inputs, then the graph or the engine."""
+    def _run(self, step: PlacedStep, block: HostBlock, fed: Int64Array | None = None) -> None:
+        """Put one step on the stream: inputs, then the graph or the engine.
+
+        ``fed`` are the places of tokens whose ids are those that the step before gave.
+        """
         parts, shape = self._parts, step.window.shape
-        parts.driver.copy_in(parts.at.inputs, step.block.address, step.num_bytes)
+        parts.driver.copy_in(parts.at.inputs, block.address, step.num_bytes)
+        if fed is not None:
+            offset = next(tensor.offset for tensor in step.tensors if tensor.name == INPUT_IDS.name)
+            copy_ids(parts.driver, parts.at.token_ids, parts.at.inputs + offset, fed)
         if step.window.fill == "ranged" or not self.graphs.launch(GraphKey(step.profile, shape.first_row)):
             self._bind(step).enqueue(parts.driver.stream)
 
     def _bind(self, step: PlacedStep) -> EngineContext:
         is_fixed = step.window.fill != "ranged"
         return self._parts.contexts.bind(step.profile, step.window.shape, step.tensors, is_fixed=is_fixed)
+
+    def _record_new(self, steps: Sequence[PlacedStep]) -> None:
+        """Record steps that ran for the first time, after their results are here: nothing runs meanwhile."""
+        for step in steps:
+            if self.graphs.enabled and step.window.fill != "ranged":
+                self._record(step)
 
     def _record(self, step: PlacedStep) -> None:
         key = GraphKey(step.profile, step.window.shape.first_row)
@@ -286,7 +347,6 @@ class TrtExecutor(WithFeatures):
         """Run a fixed profile with no sequence in it: engines set themselves up in their first run."""
         nothing = plan_step(step.window, [], np.empty(0, np.int64), self._names)
         step.block.plan = None
-        start_plan(nothing, step.arrays)
-        fill_step(nothing, make_buffers(_NO_TOKENS, self._read_size), step.arrays, step.ends, self._last_position)
-        self._run(step)
+        self._gather(step, nothing, make_buffers(_NO_TOKENS, self._read_size), step.block)
+        self._run(step, step.block)
         self._parts.driver.synchronize()

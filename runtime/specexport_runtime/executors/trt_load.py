@@ -179,6 +179,12 @@ class TrtParts(NamedTuple):
     blocks: dict[int, HostBlock]
     """By profile number; ranged profiles have the same one."""
 
+    def make_host(self) -> tuple[HostBlock, HostOutput]:
+        """Pinned memory for the inputs and ids of a step of any profile, given back with all else."""
+        ids = HostOutput(self.driver, (), "int64", self.sizes.max_logit_rows)
+        self.resources.callback(ids.close)
+        return _make_block(max(len(block.memory) for block in self.blocks.values()), self.driver, self.resources), ids
+
 
 def load_parts(
     entry: ModelEntry,
@@ -277,17 +283,17 @@ def _query_bytes(engine: Engine, sizes: EngineSizes, item_bytes: int) -> int:
     return max((tensor.shape[1] * tensor.shape[3] for tensor in query_tensors(engine)), default=0) * slots * item_bytes
 
 
-def _make_blocks(entry: ModelEntry, sizes: EngineSizes, driver: GpuDriver, stack: ExitStack) -> dict[int, HostBlock]:
-    def make(num_bytes: int) -> HostBlock:
-        memory = driver.allocate_host(num_bytes)
-        stack.callback(driver.free_host, memory)
-        return HostBlock(memory)
+def _make_block(num_bytes: int, driver: GpuDriver, stack: ExitStack) -> HostBlock:
+    memory = driver.allocate_host(num_bytes)
+    stack.callback(driver.free_host, memory)
+    return HostBlock(memory)
 
+
+def _make_blocks(entry: ModelEntry, sizes: EngineSizes, driver: GpuDriver, stack: ExitStack) -> dict[int, HostBlock]:
     # One block for all ranged profiles: their steps have many sizes, and each is written whole.
-    shared = make(_input_bytes(entry, sizes))
+    shared = _make_block(_input_bytes(entry, sizes), driver, stack)
+    names, width = entry.engine.inputs, entry.engine.feature_size
     return {
-        i: make(lay_out_inputs(entry.engine.inputs, profile.largest, entry.engine.feature_size)[1])
-        if profile.is_fixed
-        else shared
+        i: _make_block(lay_out_inputs(names, profile.largest, width)[1], driver, stack) if profile.is_fixed else shared
         for i, profile in sizes.profiles
     }

@@ -72,7 +72,7 @@ def pad_work(work: Sequence[RowWork]) -> list[RowWork]:
     width = max(len(row.tokens) for row in work)
     lacking = [width - len(row.tokens) for row in work]
     return [
-        RowWork([*row.tokens, *[PADDING_TOKEN] * count], row.num_logits + count, adapter=row.adapter, asks=row.asks)
+        RowWork([*row.tokens, *[PADDING_TOKEN] * count], row.num_logits + count, adapter=row.adapter)
         for row, count in zip(work, lacking, strict=True)
     ]
 
@@ -160,8 +160,9 @@ class ModelRunner:
 
     def step_rows(self, first_row: int, work: Sequence[RowWork]) -> "DeviceRows":
         """As :meth:`step`, with logits that stay on the device: needs ``Executor.keeps_rows``."""
-        work = self._prepare(first_row, work)
-        asks = [ask for row in work for ask in (*row.asks, *[NOTHING] * (row.num_logits - len(row.asks)))]
+        asks = [NOTHING] * len(self._pack(first_row, work).logit_rows)
+        for start, row in zip(self.logit_starts, work, strict=True):
+            asks[start : start + len(row.asks)] = row.asks
         return self.executor.execute_rows(asks)
 
     def step(self, first_row: int, work: Sequence[RowWork], want: Want = "logits") -> StepOutput:
@@ -171,11 +172,42 @@ class ModelRunner:
         ids int64 [R], those of ``work[i]`` from ``logit_starts[i]`` on; the next step overwrites them.
         SpecexportError if a row cannot hold the new tokens.
         """
-        self._prepare(first_row, work)
+        self._pack(first_row, work)
         return self.executor.execute(want)
 
-    def _prepare(self, first_row: int, work: Sequence[RowWork]) -> Sequence[RowWork]:
-        """Bind and fill a step; the work as it is fed."""
+    @property
+    def chains(self) -> bool:
+        """Whether steps can follow each other without a look at what they give."""
+        return self.executor.chains and self.unpad_input and not self.has_states
+
+    def chain(self, first_row: int, work: Sequence[RowWork], count: int) -> list[Int64Array]:
+        """Run ``count`` steps with one wait: one with ``work``, then each with the ids that the one before gave.
+
+        ``work`` asks for the logits of the last token of each row that is not idle. Entries of all that was fed are
+        committed. Gives the ids of each step [rows that are not idle], until the next step; errors as :meth:`step`.
+        """
+        buffers = self._pack(first_row, work)
+        self.executor.enqueue(fed=False)
+        active = [row for row, given in enumerate(work, start=first_row) if given.tokens]
+        for row in active:
+            self.kv.commit(row, self.kv.kv_len(row) + len(work[row - first_row].tokens))
+        if count > 1:
+            work = [given._replace(tokens=(PADDING_TOKEN,)) if given.tokens else given for given in work]
+            buffers = self._pack(first_row, work)
+            self.kv.write(first_row, [count - 1 if given.tokens else 1 for given in work])
+            self.executor.enqueue(fed=True)
+        grown = np.array([[len(given.tokens)] for given in work], np.int32)
+        for _ in range(2, count):  # the same step, one entry further
+            for lengths in (buffers.kv_lens, buffers.row_totals):
+                np.add(lengths, grown, out=lengths)
+            np.add(buffers.positions, 1, out=buffers.positions)
+            self.executor.enqueue(fed=True)
+        for row in active if count > 1 else ():
+            self.kv.commit(row, self.kv.kv_len(row) + count - 1)
+        return self.executor.collect()
+
+    def _pack(self, first_row: int, work: Sequence[RowWork]) -> StepBuffers:
+        """Prepare a step and fill its inputs."""
         self.step_padding = 0
         if not self.unpad_input and len(work) > 1:
             given = sum(len(row.tokens) for row in work)
@@ -202,7 +234,7 @@ class ModelRunner:
         self.logit_starts = [0] * len(work)
         for i in range(1, len(work)):
             self.logit_starts[i] = self.logit_starts[i - 1] + counts[i - 1][1]
-        return work
+        return buffers
 
     def _step_states(self, first_row: int, work: Sequence[RowWork]) -> Int64Array | None:
         """What the step does with states; None for a model without."""

@@ -1,0 +1,210 @@
+"""Greedy drafts whose steps follow each other on the device: one wait a draft, and everything else as without."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from specexport_runtime.abi import StepShape
+from specexport_runtime.drafters.draft_loop import open_drafts, run_drafts
+from specexport_runtime.drafters.model import ModelDrafter
+from specexport_runtime.errors import CheckFailedError, SpecexportError
+from specexport_runtime.executors.fake import FakeExecutor
+from specexport_runtime.executors.ort_cuda import OrtCudaExecutor
+from specexport_runtime.packing.batch import ModelRunner, RowWork
+from specexport_runtime.requests.draft_exit import DraftExit, DraftExitParams
+from specexport_runtime.sampling.params import SamplingParams
+from tests.runtime.test_ort_cuda_executor import CACHES, ENTRY, INPUTS, FakeSession
+from tests.support.entries import changed
+from tests.support.fake_onnxruntime import FakeOrt
+from tests.support.loop import CAPACITY, VOCAB, make_decoder, make_draft, make_sequence, make_target, run
+from tests.support.trt_fakes import PLUGIN, make_entry, open_fake
+
+LOOKAHEAD = 4
+PROMPTS = [[3], [1, 2, 3, 4, 5], [16] * 9, [7, 0, 7], [2, 2], [11, 5, 0, 1]]
+
+
+class Opened(NamedTuple):
+    """A draft model on a GPU that a CPU plays."""
+
+    executor: Any
+    waits: Callable[[], int]
+    launches: Callable[[], int]
+
+
+def open_trt(folder: Path, patch: pytest.MonkeyPatch, model: FakeExecutor, **lowering: Any) -> Opened:
+    del patch
+    entry = make_entry(LOOKAHEAD, model.num_rows, draft=True, **lowering)
+    executor, gpu, engine = open_fake(folder, entry, model)
+    return Opened(executor, lambda: gpu.calls["synchronize"], lambda: len(engine.runs))
+
+
+def open_cuda(folder: Path, patch: pytest.MonkeyPatch, model: FakeExecutor) -> Opened:
+    del folder
+
+    def session(ort: Any, _path: str) -> FakeSession:
+        made = FakeSession(ort, [*INPUTS, "block_table", "attention_metadata", *CACHES])
+        made.model = model
+        return made
+
+    ort = FakeOrt(session).install(patch)
+    entry = changed(ENTRY, vocab_size=VOCAB)
+    executor = OrtCudaExecutor(Path("model.onnx"), entry, num_rows=model.num_rows, kv_capacity=CAPACITY)
+    rows = range(1, model.num_rows + 1)
+    executor.capture([StepShape(0, count, count * new, new, count) for count in rows for new in (1, 2)])
+    return Opened(executor, lambda: ort.gpus[0].waits, lambda: len(ort.runs))
+
+
+WAYS = {
+    "ort-cuda": open_cuda,
+    "trt native": open_trt,
+    "trt plugin": lambda *args: open_trt(*args, lowering="plugin", inputs=PLUGIN),
+}
+
+
+@pytest.fixture(params=WAYS)
+def opened(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Opened]:
+    return lambda model: WAYS[request.param](tmp_path, monkeypatch, model)
+
+
+def begun(row: int, prompt: list[int], params: SamplingParams | None = None, **options: Any) -> Any:
+    """A request that has its first token."""
+    seq = make_sequence(row, prompt, params or SamplingParams(max_tokens=30), **options)
+    seq.row = row
+    seq.commit([1])
+    return seq
+
+
+class Counted(NamedTuple):
+    texts: list[Any]
+    steps: int
+    chained: int
+
+
+def decode(executor: Any, params: Callable[[int], SamplingParams], **options: Any) -> Counted:
+    """Texts and drafts, with the steps of the draft model, all and of chains."""
+    steps = []
+    for name in ("execute", "enqueue"):
+        inner = getattr(executor, name)
+        setattr(executor, name, lambda *a, _inner=inner, _name=name, **o: (steps.append(_name), _inner(*a, **o))[1])
+    sequences = [make_sequence(i, prompt, params(i), seed=i, **options) for i, prompt in enumerate(PROMPTS)]
+    run(make_decoder(make_target(), executor, LOOKAHEAD), sequences)
+    texts = [(seq.output, seq.stats.drafted, seq.stats.accepted, seq.stats.rounds) for seq in sequences]
+    return Counted(texts, len(steps), steps.count("enqueue"))
+
+
+def greedy(i: int) -> SamplingParams:
+    return SamplingParams(max_tokens=8 + 5 * i)
+
+
+def mixed(i: int) -> SamplingParams:
+    return greedy(i) if i % 2 else SamplingParams(max_tokens=14, temperature=0.9, top_k=9)
+
+
+@pytest.mark.parametrize("params", [greedy, mixed])
+@pytest.mark.parametrize("kind", ["good", "same", "adversarial"])
+def test_texts_drafts_and_steps_are_those_without_chains(opened: Callable[..., Opened], kind: str, params: Any) -> None:
+    expected = decode(make_draft(kind), params)
+    assert expected.chained == 0
+    found = decode(opened(make_draft(kind)).executor, params)
+    assert (found.texts, found.steps) == (expected.texts, expected.steps)
+    assert found.chained > found.steps // (2 if params is greedy else 8)
+
+
+def test_a_draft_of_any_length_waits_once(opened: Callable[..., Opened]) -> None:
+    gpu = opened(make_draft("good", 2))
+    runner = ModelRunner(gpu.executor)
+    drafter = ModelDrafter(runner, vocab_size=VOCAB)
+    sequences = [begun(0, [3, 4]), begun(1, [5, 6, 7])]
+    drafter.propose(sequences, [2, 2])
+    drafter.commit(sequences)
+    waits, launches = gpu.waits(), gpu.launches()
+    proposals = drafter.propose(sequences, [LOOKAHEAD, LOOKAHEAD])
+    assert [len(each.tokens) for each in proposals] == [LOOKAHEAD] * 2
+    assert (gpu.waits() - waits, gpu.launches() - launches) == (1, LOOKAHEAD)
+    drafter.commit(sequences)
+    # The shorter draft sits out behind its limit: two chains.
+    waits = gpu.waits()
+    proposals = drafter.propose(sequences, [2, LOOKAHEAD])
+    assert [len(each.tokens) for each in proposals] == [2, LOOKAHEAD]
+    assert gpu.waits() - waits == 2
+
+
+def test_a_greedy_round_waits_twice(opened: Callable[..., Opened]) -> None:
+    """Once for the draft of K steps, once for the target's."""
+    target, draft = opened(make_target(1)), opened(make_draft("good", 1))
+    decoder = make_decoder(target.executor, draft.executor, LOOKAHEAD)
+    seq = make_sequence(0, [3, 4, 5], SamplingParams(max_tokens=40))
+    decoder.add(seq)
+    while seq.num_generated < 6:
+        decoder.step()
+    for _ in range(4):
+        before = target.waits() + draft.waits(), target.launches() + draft.launches()
+        decoder.step()
+        assert target.waits() + draft.waits() == before[0] + 2
+        assert target.launches() + draft.launches() == before[1] + LOOKAHEAD + 1
+
+
+@pytest.mark.parametrize("what", ["exit", "sampled", "cut head"])
+def test_what_looks_at_logits_in_between_is_not_chained(opened: Callable[..., Opened], what: str) -> None:
+    gpu = opened(make_draft("good", 1))
+    gpu.executor.enqueue = None
+    params = SamplingParams(max_tokens=30, temperature=0.8 if what == "sampled" else 0.0)
+    seq = begun(0, [3, 4], params, draft_exit=DraftExit(DraftExitParams(gamma=0.1)) if what == "exit" else None)
+    drafts = open_drafts([seq], [3])
+    head = SimpleNamespace(ids=np.arange(VOCAB), widen=lambda logits: logits) if what == "cut head" else None
+    run_drafts(ModelRunner(gpu.executor), drafts, VOCAB, lambda draft: RowWork(draft.since(0)[-1:], 1), head)
+    assert drafts[0].tokens
+
+
+def test_an_id_that_may_not_be_drafted_ends_a_chain_and_not_the_draft(opened: Callable[..., Opened]) -> None:
+    """Ids from 9 on are drafted as 0, and what follows follows 0."""
+    proposals = []
+    for executor in (make_draft("good", 2), opened(make_draft("good", 2)).executor):
+        drafter = ModelDrafter(ModelRunner(executor), vocab_size=9)
+        found, kv_lens = [], []
+        for turn in range(6):
+            sequences = [begun(0, [3, 4, turn]), begun(1, [turn, 5])]
+            found += [each.tokens for each in drafter.propose(sequences, [6, 5])]
+            kv_lens += [drafter.runner.kv.kv_len(row) for row in (0, 1)]
+            for row in (0, 1):
+                drafter.release_row(row)
+        proposals.append((found, kv_lens))
+    assert proposals[0] == proposals[1]
+    assert any(0 in tokens for tokens in proposals[0][0])
+
+
+def test_a_nan_is_the_error_of_its_draft(opened: Callable[..., Opened]) -> None:
+    gpu = opened(make_draft("good", 1))
+    collect = gpu.executor.collect
+    gpu.executor.collect = lambda: [np.full_like(ids, -1) if i == 1 else ids for i, ids in enumerate(collect())]
+    seq = begun(0, [3, 4])
+    (proposal,) = ModelDrafter(ModelRunner(gpu.executor), vocab_size=VOCAB).propose([seq], [4])
+    assert isinstance(proposal.error, CheckFailedError)
+    assert "NaN" in str(proposal.error)
+
+
+def test_a_chain_that_breaks_off_leaves_nothing_behind(opened: Callable[..., Opened]) -> None:
+    gpu = opened(make_draft("same", 1))
+    runner, model = ModelRunner(gpu.executor), make_draft("same", 1)
+    gpu.executor.collect, collect = None, gpu.executor.collect
+    with pytest.raises(TypeError):
+        runner.chain(0, [RowWork([3, 4], 1)], 3)
+    gpu.executor.collect = collect
+    runner.kv.commit(0, 2)
+    token = int(model.logits_after([3, 4]).argmax())
+    np.testing.assert_array_equal(runner.step(0, [RowWork([token], 1)])[0], model.logits_after([3, 4, token]))
+    runner.kv.commit(0, 3)
+    (ids,) = runner.chain(0, [RowWork([5], 1)], 1)
+    assert ids.tolist() == [int(model.logits_after([3, 4, token, 5]).argmax())]
+
+
+def test_an_engine_that_does_not_chain_says_so() -> None:
+    executor = make_draft("same", 1)
+    assert not ModelRunner(executor).chains
+    with pytest.raises(SpecexportError, match="cannot be chained"):
+        executor.enqueue(fed=False)
+    assert executor.collect() == []
