@@ -84,7 +84,7 @@ class CompiledKernel(NamedTuple):
     spill_bytes: int  # bytes stored to and loaded from local memory because registers ran out, added up
 
 
-def _import_triton() -> Any:
+def import_triton() -> Any:
     """Triton, able to compile."""
     try:
         import triton
@@ -155,7 +155,7 @@ def compile_kernel(spec: KernelSpec, sm: int, *, tiles: TileConfig | None = None
     UserInputError for an unknown ``sm``; CheckFailedError if it needs scratch memory or too much shared memory.
     """
     check_sm(sm)
-    triton = _import_triton()
+    triton = import_triton()
     from triton.backends.compiler import GPUTarget
 
     tiles = tiles or spec.tiles(sm)
