@@ -11,7 +11,13 @@ import pytest
 
 from specexport.backends.engine_delta import store_as_delta
 from specexport_runtime.bundle.entry import EngineFile
-from specexport_runtime.errors import BundleError, IncompatibleError, MissingDependencyError, SpecexportError
+from specexport_runtime.errors import (
+    BundleError,
+    IncompatibleError,
+    MissingDependencyError,
+    SpecexportError,
+    pip_install,
+)
 from specexport_runtime.executors.cuda_driver import CudaDriver
 from specexport_runtime.executors.trt_engine import engine_size, load_engine
 
@@ -129,7 +135,7 @@ def test_a_package_that_is_not_installed_is_named(monkeypatch, tmp_path, builder
     monkeypatch.setitem(sys.modules, builder.replace("-", "_"), None)
     with pytest.raises(MissingDependencyError, match=f"{builder} is not installed") as caught:
         load_engine(tmp_path / "absent", file_for(builder), "NVIDIA L4")
-    assert caught.value.hint == f"pip install 'specexport[{builder}]'."
+    assert caught.value.hint == pip_install(builder)
 
 
 def test_an_unknown_builder(tmp_path):

@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from specexport_runtime.errors import BundleError, IncompatibleError, MissingDependencyError
+from specexport_runtime.errors import BundleError, IncompatibleError, MissingDependencyError, pip_install
 from specexport_runtime.executors.external_data import session_model
+from specexport_runtime.executors.gpu import OLDEST_DRIVER
+from specexport_runtime.executors.ort_cuda_package import CUDA, lacks_code, reinstall
 
-_CUDA = "CUDAExecutionProvider"
 _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
 
 
@@ -26,27 +27,36 @@ def reason_of(error: Exception) -> str:
 
 def import_onnxruntime(device_id: int) -> Any:
     """The onnxruntime module, if it has the CUDA provider and a GPU to run it on (else IncompatibleError)."""
-    install = "pip uninstall onnxruntime, then pip install 'specexport[cuda]'."
     try:
         import onnxruntime
     except ImportError as error:
-        raise MissingDependencyError("onnxruntime-gpu is not installed.", "pip install 'specexport[cuda]'.") from error
-    if _CUDA not in onnxruntime.get_available_providers():
+        raise MissingDependencyError("onnxruntime-gpu is not installed.", pip_install("cuda")) from error
+    if CUDA not in onnxruntime.get_available_providers():
         raise MissingDependencyError(
             f"the installed onnxruntime {onnxruntime.__version__} is the CPU package; `onnxruntime` and "
             "`onnxruntime-gpu` provide the same module, and the last one installed stays.",
-            install,
+            reinstall(),
         )
     with contextlib.redirect_stdout(io.StringIO()):
         onnxruntime.preload_dlls()  # the CUDA libraries of the nvidia packages; it prints what it does not find
     try:
         onnxruntime.OrtValue.ortvalue_from_shape_and_type([1], np.uint8, "cuda", device_id)
     except Exception as error:  # onnxruntime raises its own types, bare Exceptions in part
-        raise IncompatibleError(
-            f"no GPU {device_id} for this bundle: {reason_of(error)}.",
-            "install an NVIDIA driver and `onnxruntime-gpu[cuda,cudnn]`, or build for backend ort-cpu.",
-        ) from error
+        raise _no_gpu(device_id, reason_of(error)) from error
+    if reason := lacks_code(onnxruntime.__version__, compute_capability(device_id)):
+        raise IncompatibleError(f"{reason}.", "build the bundle with --backend tensorrt, or take another GPU.")
     return onnxruntime
+
+
+def _no_gpu(device_id: int, reason: str) -> IncompatibleError:
+    """The error where not even a byte can be had on a GPU."""
+    if "out of memory" in reason:
+        return IncompatibleError(f"GPU {device_id} has no memory left: {reason}.", "end other programs on the GPU.")
+    return IncompatibleError(
+        f"no GPU {device_id} for this bundle: {reason}.",
+        f"`specexport doctor` says what is missing: an NVIDIA GPU, its driver ({OLDEST_DRIVER} or newer) or a library. "
+        "For CPUs, build with --backend ort-cpu.",
+    )
 
 
 def compute_capability(device_id: int) -> int:
@@ -74,9 +84,9 @@ def open_session(ort: Any, path: Path, device_id: int, cuda_graphs: bool) -> Any
     provider["arena_extend_strategy"] = "kSameAsRequested"  # by default weights may take twice their memory
     try:
         model = session_model(path, options)
-        session = ort.InferenceSession(model, options, providers=[(_CUDA, provider), "CPUExecutionProvider"])
+        session = ort.InferenceSession(model, options, providers=[(CUDA, provider), "CPUExecutionProvider"])
     except Exception as error:  # onnxruntime raises its own types, bare Exceptions in part
         raise BundleError(f"{path}: ONNX Runtime cannot load this engine: {error}", "build it again.") from error
-    if _CUDA not in session.get_providers():
+    if CUDA not in session.get_providers():
         raise IncompatibleError(f"{path}: ONNX Runtime fell back to the CPU.", "check the NVIDIA driver.")
     return session

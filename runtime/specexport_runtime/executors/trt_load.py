@@ -17,6 +17,7 @@ from specexport_runtime.executors.trt_engine import (
     engine_size,
     load_engine,
     odd_tensors,
+    rebuild,
 )
 from specexport_runtime.executors.trt_graphs import GraphPool
 from specexport_runtime.executors.trt_memory import (
@@ -107,7 +108,7 @@ def feature_outputs(engine: Engine) -> list[str]:
     return [tensor.name for tensor in engine.tensors if tensor.name in names and not tensor.is_input]
 
 
-def check_tensors(engine: Engine, what: str, inputs: Sequence[str], caches: Sequence[CacheTensor]) -> None:
+def check_tensors(engine: Engine, what: str, inputs: Sequence[str], caches: Sequence[CacheTensor], hint: str) -> None:
     """Refuse an engine whose names of tensors or sizes of caches are not the manifest's (IncompatibleError)."""
     names = [*inputs, LOGITS.name, TOKEN_IDS.name, *(tensor.name for tensor in query_tensors(engine))]
     names += feature_outputs(engine)  # whose sizes are compared by EngineFeatures
@@ -115,7 +116,7 @@ def check_tensors(engine: Engine, what: str, inputs: Sequence[str], caches: Sequ
         names += [cache.name, cache.out_name]
     odd = odd_tensors(engine, names)
     if odd:
-        raise IncompatibleError(f"{what}: tensors differ from the manifest's: {', '.join(odd)}.", "build it again.")
+        raise IncompatibleError(f"{what}: tensors differ from the manifest's: {', '.join(odd)}.", hint)
     shapes = {tensor.name: tensor.shape for tensor in engine.tensors}
     for cache in caches:
         # [B, H, L, D], or with a 1 behind B: the same memory.
@@ -124,7 +125,7 @@ def check_tensors(engine: Engine, what: str, inputs: Sequence[str], caches: Sequ
             raise IncompatibleError(
                 f"{what}: {cache.name} is {list(shapes[cache.name])}, the manifest says [B, "
                 f"{', '.join(map(str, cache.shape))}].",
-                "build it again.",
+                hint,
             )
 
 
@@ -240,7 +241,7 @@ def _allocate(
     caches, kv_bytes = lay_out_caches(
         entry.attention.layers, sizes.arena_rows, sizes.kv_capacity, ITEM_BYTES[entry.dtype]
     )
-    check_tensors(engine, str(path), entry.engine.inputs, caches)
+    check_tensors(engine, str(path), entry.engine.inputs, caches, rebuild(file))
 
     def allocate(num_bytes: int, what: str) -> int:
         address = driver.allocate(num_bytes, f"{path}: {what}")
