@@ -131,6 +131,22 @@ def test_a_recording_becomes_a_graph_that_can_be_launched(runtime):
     assert runtime.names.count("cudaStreamDestroy") == 1
 
 
+@pytest.mark.parametrize(
+    ("function", "call"),
+    [
+        ("cudaMallocHost", lambda driver: driver.allocate_host(64)),
+        ("cudaGraphInstantiate", lambda driver: driver.end_capture()),
+    ],
+)
+def test_memory_that_cannot_be_had_names_what_to_lower(runtime, function, call):
+    driver = CudaDriver()
+    runtime.failing[function] = real.cudaError_t.cudaErrorMemoryAllocation
+    with pytest.raises(IncompatibleError, match=f"{function} failed on the GPU: cudaErrorMemoryAllocation") as caught:
+        call(driver)
+    assert "--max-num-seqs" in caught.value.hint
+    assert "cudaGetLastError" in runtime.names, "it is remembered, and the next call would report it again"
+
+
 @pytest.mark.parametrize("function", ["cudaStreamEndCapture", "cudaGraphInstantiate"])
 def test_a_recording_that_fails_leaves_no_graph_behind(runtime, function):
     driver = CudaDriver()

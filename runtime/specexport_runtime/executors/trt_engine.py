@@ -5,6 +5,7 @@ meets a shape, which are kept in a file between runs. The file holds code that t
 only where no other user could have written it. Imports either package when an engine is loaded.
 """
 
+import ctypes
 import gc
 import hashlib
 import importlib
@@ -169,7 +170,8 @@ def load_engine(path: Path, file: EngineFile, gpu_name: str) -> Engine:
     data = read_engine(path, file)
     with _undisturbed():
         runtime = trt.Runtime(logger)
-        # Without a usable driver TensorRT complains and gives a null runtime; calling that ends the process.
+        if messages:  # without a usable driver it is a null pointer: to call or to release it ends the process
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(runtime))
         engine = runtime.deserialize_cuda_engine(data) if data and not messages else None
         if engine is None:
             del runtime  # or the error's traceback would keep it, to be released at any time
