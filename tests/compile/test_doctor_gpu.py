@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
@@ -229,8 +228,8 @@ def has_gpu() -> bool:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not has_gpu(), reason="no NVIDIA GPU")
-def test_this_gpu_runs_a_step() -> None:
+def test_this_gpu_runs_a_step(run_cli: RunCli) -> None:
     if ort_cuda_package.CUDA not in onnxruntime.get_available_providers():
         pytest.skip("onnxruntime-gpu is not installed")
     assert found()["ort-cuda"].state == "ok", found()["ort-cuda"]
-    assert subprocess.run([sys.executable, "-m", "specexport.cli", "doctor"], check=False).returncode == 0
+    assert json.loads(run_cli("doctor", "--json").stdout)["can"]["run ort-cuda bundles"]

@@ -425,6 +425,17 @@ def test_no_gpu_is_exit_3_and_prints_nothing(ort, capsys, failure, message, hint
     assert hint in caught.value.hint
     assert caught.value.exit_code == 3
     assert capsys.readouterr() == ("", "")
+    assert ort.log_severity == 2, "onnxruntime logs as before"
+
+
+def test_a_library_that_the_provider_lacks_is_named(ort, monkeypatch, tmp_path):
+    """Without a driver it is ``libcuda.so.1``, which onnxruntime says in its log alone."""
+    monkeypatch.setattr(ort, "__file__", str(tmp_path / "__init__.py"), raising=False)
+    (tmp_path / "capi").mkdir()
+    (tmp_path / "capi" / "libonnxruntime_providers_cuda.so").write_bytes(b"no library")
+    ort.free_bytes = 0
+    with pytest.raises(IncompatibleError, match=r"no GPU 0 for this bundle: .*libonnxruntime_providers_cuda\.so: "):
+        make_executor()
 
 
 def test_a_gpu_that_the_package_has_no_code_for_is_refused_by_name(ort, monkeypatch):

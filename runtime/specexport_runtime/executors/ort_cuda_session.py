@@ -15,6 +15,7 @@ from specexport_runtime.executors.external_data import session_model
 from specexport_runtime.executors.gpu import OLDEST_DRIVER
 from specexport_runtime.executors.ort_cuda_package import CUDA, lacks_code, reinstall
 
+_WARNING, _FATAL = 2, 4  # severities of onnxruntime's log; it begins with the first
 _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
 
 
@@ -39,13 +40,28 @@ def import_onnxruntime(device_id: int) -> Any:
         )
     with contextlib.redirect_stdout(io.StringIO()):
         onnxruntime.preload_dlls()  # the CUDA libraries of the nvidia packages; it prints what it does not find
+    onnxruntime.set_default_logger_severity(_FATAL)  # the error below says it
     try:
         onnxruntime.OrtValue.ortvalue_from_shape_and_type([1], np.uint8, "cuda", device_id)
     except Exception as error:  # onnxruntime raises its own types, bare Exceptions in part
-        raise _no_gpu(device_id, reason_of(error)) from error
+        raise _no_gpu(device_id, _missing_library(onnxruntime) or reason_of(error)) from error
+    finally:
+        onnxruntime.set_default_logger_severity(_WARNING)
     if reason := lacks_code(onnxruntime.__version__, compute_capability(device_id)):
         raise IncompatibleError(f"{reason}.", "build the bundle with --backend tensorrt, or take another GPU.")
     return onnxruntime
+
+
+def _missing_library(onnxruntime: Any) -> str | None:
+    """What the loader says of the CUDA provider, such as ``libcuda.so.1`` without a driver; None if it loads."""
+    folder = Path(onnxruntime.__file__).parent / "capi"
+    libraries = [folder / f"libonnxruntime_providers_{name}.so" for name in ("shared", "cuda")]
+    try:
+        for library in filter(Path.exists, libraries):
+            ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        return str(error)
+    return None
 
 
 def _no_gpu(device_id: int, reason: str) -> IncompatibleError:
