@@ -428,6 +428,22 @@ def test_no_gpu_is_exit_3_and_prints_nothing(ort, capsys, failure, message, hint
     assert ort.log_severity == 2, "onnxruntime logs as before"
 
 
+@pytest.mark.parametrize(
+    ("failure", "kind", "message", "hint"),
+    [
+        ("x.cc:1 f CUDA failure 2: out of memory ; GPU=0", IncompatibleError, "do not fit", "--quantize int4"),
+        ("a.cc:9 (F) Failed to allocate memory for buffer of 9", IncompatibleError, "do not fit", "--quantize int4"),
+        ("CUDA failure 209: no kernel image is available", IncompatibleError, "no code for this GPU", "doctor"),
+        ("Protobuf parsing failed.", BundleError, "cannot load this engine", "specexport build --backend ort-cuda"),
+    ],
+)
+def test_an_engine_that_gives_no_session_has_its_remedy(ort, monkeypatch, failure, kind, message, hint):
+    monkeypatch.setattr(ort, "InferenceSession", lambda *_, **__: (_ for _ in ()).throw(RuntimeError(failure)))
+    with pytest.raises(kind, match=message) as caught:
+        make_executor()
+    assert hint in caught.value.hint
+
+
 def test_a_library_that_the_provider_lacks_is_named(ort, monkeypatch, tmp_path):
     """Without a driver it is ``libcuda.so.1``, which onnxruntime says in its log alone."""
     monkeypatch.setattr(ort, "__file__", str(tmp_path / "__init__.py"), raising=False)

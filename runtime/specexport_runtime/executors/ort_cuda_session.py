@@ -10,7 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from specexport_runtime.errors import BundleError, IncompatibleError, MissingDependencyError, pip_install
+from specexport_runtime.errors import (
+    BundleError,
+    IncompatibleError,
+    MissingDependencyError,
+    SpecexportError,
+    pip_install,
+)
 from specexport_runtime.executors.external_data import session_model
 from specexport_runtime.executors.gpu import OLDEST_DRIVER
 from specexport_runtime.executors.ort_cuda_package import CUDA, lacks_code, reinstall
@@ -102,7 +108,26 @@ def open_session(ort: Any, path: Path, device_id: int, cuda_graphs: bool) -> Any
         model = session_model(path, options)
         session = ort.InferenceSession(model, options, providers=[(CUDA, provider), "CPUExecutionProvider"])
     except Exception as error:  # onnxruntime raises its own types, bare Exceptions in part
-        raise BundleError(f"{path}: ONNX Runtime cannot load this engine: {error}", "build it again.") from error
+        raise _cannot_load(path, error) from error
     if CUDA not in session.get_providers():
-        raise IncompatibleError(f"{path}: ONNX Runtime fell back to the CPU.", "check the NVIDIA driver.")
+        raise IncompatibleError(f"{path}: ONNX Runtime fell back to the CPU.", "`specexport doctor` says why.")
     return session
+
+
+def _cannot_load(path: Path, error: Exception) -> SpecexportError:
+    """The error for an engine that gave no session: the GPU's fault, or the file's."""
+    reason = reason_of(error)
+    if re.search("out of memory|failed to allocate memory", f"{error}", re.IGNORECASE):
+        return IncompatibleError(
+            f"{path}: the weights do not fit into the GPU's free memory: {reason}.",
+            "end other programs on the GPU, or build the bundle again with --quantize int4.",
+        )
+    if "no kernel image" in reason:
+        return IncompatibleError(
+            f"{path}: the installed onnxruntime-gpu has no code for this GPU: {reason}.",
+            "`specexport doctor` says for which it has.",
+        )
+    return BundleError(
+        f"{path}: ONNX Runtime cannot load this engine: {error}",
+        "build it again with `specexport build --backend ort-cuda`.",
+    )
