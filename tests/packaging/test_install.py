@@ -1,4 +1,5 @@
 import importlib.util
+import re
 import subprocess
 import sys
 import tomllib
@@ -8,6 +9,8 @@ from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
+
+from specexport_runtime import errors
 
 ROOT = Path(__file__).parents[2]
 LINUX = {"sys_platform": "linux", "platform_system": "Linux", "platform_machine": "x86_64", "python_version": "3.11"}
@@ -112,6 +115,24 @@ def test_markers_agree_with_packaging(install: ModuleType, marker: str) -> None:
 @pytest.mark.parametrize("marker", ["not python", "__import__('os')", "platform_system ~= 'Linux'"])
 def test_unreadable_marker_counts_as_true(install: ModuleType, marker: str) -> None:
     assert install.marker_holds(marker, LINUX)
+
+
+def test_hints_install_from_where_the_package_came(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A clone has its command; a copy in site-packages may be of a clone or of a wheel."""
+    assert errors.pip_install("cpu", "serve") == "pip install -e '.[cpu,serve]' in the clone of specexport."
+    monkeypatch.setattr(errors, "__file__", str(tmp_path / "site-packages" / "specexport_runtime" / "errors.py"))
+    assert errors.pip_install("cuda") == (
+        "pip install '.[cuda]' in a clone of specexport, or 'WHEEL[cuda]' with the path of its wheel."
+    )
+
+
+def test_nothing_says_that_an_index_has_specexport() -> None:
+    places = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    for folder in ("specexport", "runtime", "docs", "docker", "examples", "engines/recipes", "benchmarks", "tools"):
+        places += [path for path in (ROOT / folder).rglob("*") if path.suffix in {".py", ".md", ".toml", ".Dockerfile"}]
+    assert len(places) > 400
+    said = [path for path in places if re.search(r"install [^\n`]*\bspecexport\[", path.read_text(encoding="utf-8"))]
+    assert said == []
 
 
 def test_pinned_torch_lies_in_the_declared_range(install: ModuleType) -> None:
