@@ -143,7 +143,10 @@ def size_engine(entry: ModelEntry, what: str, num_rows: int) -> EngineSizes:
     """Sizes of an executor of ``num_rows`` cache rows; IncompatibleError if the engine was built for fewer."""
     limits = entry.engine.limits
     if limits is None or not limits.profiles or entry.dtype not in ITEM_BYTES:
-        raise IncompatibleError(f"{what}: the manifest does not describe a TensorRT engine.", "build it again.")
+        raise IncompatibleError(
+            f"{what}: the manifest does not describe a TensorRT engine.",
+            f"build it again with `specexport build --backend {entry.backend}`.",
+        )
     unknown = sorted(set(entry.engine.inputs) - set(SPECS))
     if unknown:
         raise IncompatibleError(

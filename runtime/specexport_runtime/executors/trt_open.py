@@ -55,13 +55,10 @@ def choose_engine(entry: ModelEntry, what: str, gpu: GpuInfo) -> EngineFile:
                 return file
     built = ", ".join(file.sm for file in entry.engine.files) or "none"
     wanted = gpu.sm.removeprefix("sm")
-    is_open = entry.backend != RTX or wanted in map(str, RTX_SM)
-    raise IncompatibleError(
-        f"{what} has engines for {built}; {gpu.name} is {gpu.sm}.",
-        f"build it again with `specexport build --backend {entry.backend} --sm {wanted}`."
-        if is_open
-        else f"build it again with `specexport build --backend ort-cuda`: {RTX} is not for {gpu.sm}.",
-    )
+    hint = f"build it again with `specexport build --backend {entry.backend} --sm {wanted}`."
+    if entry.backend == RTX and wanted not in map(str, RTX_SM):
+        hint = f"build it again with `specexport build --backend ort-cuda`: {RTX} is not for {gpu.sm}."
+    raise IncompatibleError(f"{what} has engines for {built}; {gpu.name} is {gpu.sm}.", hint)
 
 
 BACKEND = EngineBackend(open_trt_executor, on_gpu=True, has_gates=True, modules=("tensorrt", "cuda"))
