@@ -33,7 +33,7 @@ from specexport.recipe import KEEP, BuildRecipe, model_dtype, resolve_recipe, ro
 from specexport_runtime.abi import ITEM_BYTES
 from specexport_runtime.bundle.entry import DroppedLayer, Rope, WeightFormat
 from specexport_runtime.bundle.quant_kinds import INT8, KINDS
-from specexport_runtime.errors import CheckpointError, MissingDependencyError, UnsupportedModelError
+from specexport_runtime.errors import CheckpointError, MissingDependencyError, UnsupportedModelError, pip_install
 from specexport_runtime.executors.base import Float32Array, Int32Array, Int64Array
 
 if TYPE_CHECKING:
@@ -383,5 +383,5 @@ def require_export_stack(backend: Backend | None = None) -> None:
     if missing:
         raise MissingDependencyError(
             f"building needs {', '.join(missing)}, which is not installed.",
-            f"pip install 'specexport[export,{backend.extra}]'.",
+            pip_install("export", backend.extra),
         )
