@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specexport.lowering.common import drop_unused_step_inputs, refuse_slopes, require_causal, unify_norm_types
+from specexport.lowering.common import drop_unused_step_inputs, refuse_slopes, require_causal, unify_norm_types, widen_top_k
 from specexport.onnx_emit import Emitter, add_input, constant
 from specexport.ops.spec import UNPADDED_ATTENTION
 from specexport_runtime.abi import CU_NEW_TOKENS, KV_LENS, LOGITS, OP_DOMAIN, OP_NAME, TOKEN_IDS, LayerGeometry
@@ -48,6 +48,7 @@ def lower_ort_cuda(ir_model: "ir.Model") -> None:
         _refuse_dtype(node)
     attach_paged_attention(ir_model)
     unify_norm_types(ir_model)
+    widen_top_k(ir_model)
 
 
 def attach_paged_attention(ir_model: "ir.Model") -> None:
