@@ -195,7 +195,7 @@ def test_the_build_tells_its_memory_plan_and_how_far_tensorrt_is(tiny_pair: Tiny
     notes = [event.message for event in events]
     assert any("of memory" in note and "KV cache" in note for note in notes)
     assert any(re.search(r"sm89: .+ \d+/\d+", note) for note in notes if event_is_build(events, note))
-    assert any("not checked: a tensorrt-rtx engine runs on a GPU only" in note for note in notes)
+    assert any("not checked: tensorrt-rtx engines run on a GPU only" in note for note in notes)
     assert result.max_abs_errors == {"target": None}
 
 

@@ -53,7 +53,7 @@ COMPILER_MAY_IMPORT = {
 DRIVES_THE_RUNTIME = (
     "cli.py",
     "demo.py",
-    "doctor.py",
+    "doctor",
     "compile/check.py",
     "compile/check_head.py",
     "compile/check_parts.py",

@@ -5,7 +5,7 @@ import pytest
 
 from specexport.lowering import trt_native
 from specexport.lowering.tensorrt import lower_tensorrt
-from specexport.trace import reference_logits
+from specexport.trace.check import reference_logits
 from specexport_runtime.abi import LayerGeometry
 from specexport_runtime.executors.trt import TrtExecutor
 from specexport_runtime.executors.trt_engine import EngineTensor

@@ -15,7 +15,7 @@ from specexport.backends.profiles import engine_kv_capacity, most_new_tokens, pl
 from specexport.lowering import trt_native
 from specexport.lowering.common import step_inputs
 from specexport.lowering.tensorrt import lower_tensorrt
-from specexport.trace import reference_logits
+from specexport.trace.check import reference_logits
 from specexport_runtime.abi import LayerGeometry
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.executors.trt_engine import EngineTensor

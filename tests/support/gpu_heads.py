@@ -25,7 +25,7 @@ from specexport.lowering.ort_cuda import attach_paged_attention
 from specexport.lowering.tensorrt import lower_tensorrt
 from specexport.passes.linear_flatten import LinearFlattenPass
 from specexport.passes.pipeline import default_passes, run_passes
-from specexport.trace import trace_checkpoint
+from specexport.trace.check import trace_checkpoint
 from specexport.trace.layers import FeatureRequest
 from specexport_runtime import SpecEngine
 from specexport_runtime.bundle.arrays import CutHead, MaskInput

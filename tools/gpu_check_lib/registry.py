@@ -31,6 +31,7 @@ _BEFORE = {
     "loop.graphs": ("tools.proof.checks", "check_graphs", 60, 10),
     "loop.speed": ("tools.proof.checks", "measure_loop", 150, 30),
     "loop.verify": ("tools.proof.checks", "verify_loop", 60, 5),
+    "loop.sampled": ("sampled", "check_sampled", 60, 10),
     "kernels.sweep": ("kernel_sweep", "sweep", 120, 40),
     "machine.ort-cpu": ("machine", "try_backend", 75, 15),
     "machine.ort-cuda": ("machine", "try_backend", 75, 15),
@@ -47,6 +48,7 @@ _PER_BACKEND = {
 }
 # int4 engines of ort-cuda: before what takes longest.
 _INT4 = {
+    "outputs.sampled-ort-cuda": ("sampled", "check_backend", 60, 10),
     "outputs.int4-ort-cuda": ("int4", "check_int4", 60, 15),
     "speed.int4-ort-cuda": ("int4", "measure_int4", 60, 10),
 }
@@ -56,6 +58,7 @@ _ESTIMATES = {
     "machine.info": 1, "machine.triton": 8, "machine.ort-cpu": 22, "machine.ort-cuda": 22,
     "machine.tensorrt-rtx": 45, "machine.tensorrt": 45, "kernels.correct": 23, "kernels.speed": 16,
     "kernels.sweep": 72, "loop.greedy": 8, "loop.graphs": 13, "loop.speed": 33, "loop.verify": 8,
+    "loop.sampled": 20, "outputs.sampled": 15,
     "operators.measure": 31, "outputs": 21, "outputs.verify": 16, "graphs": 6,
     "outputs.int4": 25, "speed.int4": 11, "speed.build": 53, "speed.build-tensorrt-rtx": 120,
     "speed.build-tensorrt": 120, "speed.measure": 50,

@@ -14,6 +14,8 @@ from specexport_runtime.errors import SpecexportError
 
 if TYPE_CHECKING:
     from specexport_runtime.bundle.entry import ModelEntry
+    from specexport_runtime.executors.device_rows import DeviceRows
+    from specexport_runtime.executors.row_kernels import RowAsk
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -118,6 +120,15 @@ class Executor(ABC):
 
     def capture(self, shapes: list[StepShape]) -> None:
         """Make ``shapes`` fast to run (bindings on a CPU, graphs on a GPU). Never changes results."""
+
+    # ---- rows of logits that stay on a device ----
+
+    keeps_rows: bool = False
+    """Logits can stay where the engine left them, and tokens are drawn from them there."""
+
+    def execute_rows(self, asks: "Sequence[RowAsk]") -> "DeviceRows":
+        """As :meth:`execute`, with what is asked of each row of logits."""
+        raise SpecexportError("logits of this engine do not stay on a device.")
 
     # ---- steps that wait for none before them ----
 

@@ -9,7 +9,7 @@ says which blocks each row of the step has. So the whole arena is bound once and
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,6 +41,7 @@ from specexport_runtime.executors.base import (
     StepOutput,
     Want,
 )
+from specexport_runtime.executors.device_rows import DeviceRows, open_sampler
 from specexport_runtime.executors.features import WithFeatures
 from specexport_runtime.executors.gpu import GpuDriver
 from specexport_runtime.executors.gpu_memory import GpuFeatures, HostOutput, lay_out
@@ -59,6 +60,7 @@ from specexport_runtime.executors.paged import (
     token_row_shapes,
     token_rows,
 )
+from specexport_runtime.executors.row_kernels import RowAsk
 
 _CACHE_TYPES = {"float16": (10, "uint16"), "bfloat16": (16, "uint16")}
 """ONNX TensorProto.DataType, and a numpy type of its size: numpy has no bfloat16."""
@@ -170,6 +172,10 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
         self._logits = HostOutput(driver, (self.vocab_size,), "float32")
         for each in (self._memory, self._logits, self._features):
             stack.callback(each.close)
+        self.rows = open_sampler(driver, self.vocab_size, num_rows)
+        self.keeps_rows = self.rows is not None
+        if self.rows is not None:
+            stack.callback(self.rows.close)
 
     def _open(self, path: Path, entry: ModelEntry, cuda_graphs: bool | None) -> tuple[Any, StepGraphs]:
         """The session, for graphs where they are wanted or can be had, and their numbers."""
@@ -219,14 +225,25 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
 
     def execute(self, want: Want = "logits") -> StepOutput:
         """Run the prepared step: logits [R, V] float32, or each row's greedy token, int64 [R], -1 for a NaN."""
+        return self._execute(want == "logits")
+
+    def execute_rows(self, asks: Sequence[RowAsk]) -> DeviceRows:
+        """See ``Executor.execute_rows``; the kernels run behind the step, and it has one wait."""
+        if self.rows is None:
+            return super().execute_rows(asks)
+        return self.rows.take(asks, self._execute(with_logits=False, asks=asks))
+
+    def _execute(self, with_logits: bool, asks: Sequence[RowAsk] = ()) -> StepOutput:
         shape = self._prepared()
         self._end_chain()
         start = time.perf_counter()
         host = self._host_step(0)
-        output, name = (self._logits, LOGITS.name) if want == "logits" else (host.ids, TOKEN_IDS.name)
+        output, name = (self._logits, LOGITS.name) if with_logits else (host.ids, TOKEN_IDS.name)
         with self._named_errors():
             step, size = self._run(shape, host)
             output.fetch(step.at[name], size.num_logit_rows)
+            if self.rows is not None and asks:
+                self.rows.put(asks, self.logits_address)
             self._features.copy_out(size, step.at.get(self._features.output or "", 0))
             self.driver.synchronize()
         self._bound = self._features.bound(slice(size.num_tokens), size.num_logit_rows)

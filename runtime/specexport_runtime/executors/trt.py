@@ -27,9 +27,11 @@ from specexport_runtime.executors.base import (
     StepOutput,
     Want,
 )
+from specexport_runtime.executors.device_rows import DeviceRows, open_sampler
 from specexport_runtime.executors.features import WithFeatures
 from specexport_runtime.executors.gpu import GpuDriver
 from specexport_runtime.executors.gpu_memory import HostBlock, HostOutput
+from specexport_runtime.executors.row_kernels import RowAsk
 from specexport_runtime.executors.trt_engine import EngineContext, load_engine
 from specexport_runtime.executors.trt_graphs import GraphKey
 from specexport_runtime.executors.trt_load import EngineLoader, TrtParts, load_parts
@@ -106,6 +108,8 @@ class TrtExecutor(WithFeatures):
         ranged = [profile.num_tokens for _, profile in sizes.profiles if not profile.is_fixed]
         self.max_num_tokens = max(ranged or [profile.num_tokens for _, profile in sizes.profiles])
         self.graphs = self._parts.graphs
+        self.rows = open_sampler(driver, self.vocab_size, num_rows)
+        self.keeps_rows = self.rows is not None
         engine, head = entry.engine, entry.draft_head
         self._sizes, self._names = sizes, engine.inputs
         self._features = self._parts.features
@@ -147,16 +151,26 @@ class TrtExecutor(WithFeatures):
 
     def execute(self, want: Want = "logits") -> StepOutput:
         """Run the prepared step; SpecexportError if the GPU or TensorRT failed. See ``Executor.execute``."""
+        return self._execute(want == "logits")
+
+    def execute_rows(self, asks: Sequence[RowAsk]) -> DeviceRows:
+        """See ``Executor.execute_rows``; the kernels run behind the step, and it has one wait."""
+        if self.rows is None:
+            return super().execute_rows(asks)
+        return self.rows.take(asks, self._execute(with_logits=False, asks=asks))
+
+    def _execute(self, with_logits: bool, asks: Sequence[RowAsk] = ()) -> StepOutput:
         self._end_chain()
         step, buffers = self._prepared()
         plan = self._plan(step, buffers)
         self._gather(step, plan, buffers, step.block)
-        parts, output = self._parts, self._parts.logits if want == "logits" else self._parts.token_ids
+        parts, output = self._parts, self._parts.logits if with_logits else self._parts.token_ids
         rows = len(buffers.logit_rows)
         start = time.perf_counter()
         self._run(step, step.block)
-        source = parts.at.logits if want == "logits" else parts.at.token_ids
-        output.fetch(source, rows)
+        output.fetch(parts.at.logits if with_logits else parts.at.token_ids, rows)
+        if self.rows is not None and asks:
+            self.rows.put(asks, parts.at.logits)
         parts.features.copy_out(step.window.shape, parts.at.features)
         parts.driver.synchronize()
         self._bound = parts.features.bound(plan.tokens, rows)
@@ -266,6 +280,8 @@ class TrtExecutor(WithFeatures):
         self._hosts.clear()
         self._current = None
         with suppress(SpecexportError):
+            if self.rows is not None:
+                self.rows.close()
             self._parts.resources.close()
 
     def _place(self, shape: StepShape) -> PlacedStep:

@@ -17,6 +17,7 @@ from specexport_runtime.executors.trt_engine import (
     EngineTensor,
     load_engine,
     odd_tensors,
+    rebuild,
 )
 from specexport_runtime.executors.trt_graphs import GraphPool
 from specexport_runtime.executors.trt_memory import (
@@ -104,7 +105,7 @@ def feature_outputs(engine: Engine) -> list[str]:
     return [tensor.name for tensor in engine.tensors if tensor.name in names and not tensor.is_input]
 
 
-def check_tensors(engine: Engine, what: str, inputs: Sequence[str], caches: Sequence[CacheTensor]) -> None:
+def check_tensors(engine: Engine, what: str, inputs: Sequence[str], caches: Sequence[CacheTensor], hint: str) -> None:
     """Refuse an engine whose names of tensors or sizes of caches are not the manifest's (IncompatibleError)."""
     names = [*inputs, LOGITS.name, TOKEN_IDS.name, *(tensor.name for tensor in query_tensors(engine))]
     names += feature_outputs(engine)  # whose sizes are compared by EngineFeatures
@@ -112,7 +113,7 @@ def check_tensors(engine: Engine, what: str, inputs: Sequence[str], caches: Sequ
         names += [cache.name, cache.out_name]
     odd = odd_tensors(engine, names)
     if odd:
-        raise IncompatibleError(f"{what}: tensors differ from the manifest's: {', '.join(odd)}.", "build it again.")
+        raise IncompatibleError(f"{what}: tensors differ from the manifest's: {', '.join(odd)}.", hint)
     shapes = {tensor.name: tensor.shape for tensor in engine.tensors}
     for cache in caches:
         # [B, H, L, D], or with a 1 behind B: the same memory.
@@ -121,7 +122,7 @@ def check_tensors(engine: Engine, what: str, inputs: Sequence[str], caches: Sequ
             raise IncompatibleError(
                 f"{what}: {cache.name} is {list(shapes[cache.name])}, the manifest says [B, "
                 f"{', '.join(map(str, cache.shape))}].",
-                "build it again.",
+                hint,
             )
 
 
@@ -139,7 +140,10 @@ def size_engine(entry: ModelEntry, what: str, num_rows: int) -> EngineSizes:
     """Sizes of an executor of ``num_rows`` cache rows; IncompatibleError if the engine was built for fewer."""
     limits = entry.engine.limits
     if limits is None or not limits.profiles or entry.dtype not in ITEM_BYTES:
-        raise IncompatibleError(f"{what}: the manifest does not describe a TensorRT engine.", "build it again.")
+        raise IncompatibleError(
+            f"{what}: the manifest does not describe a TensorRT engine.",
+            f"build it again with `specexport build --backend {entry.backend}`.",
+        )
     unknown = sorted(set(entry.engine.inputs) - set(SPECS))
     if unknown:
         raise IncompatibleError(
@@ -245,7 +249,7 @@ def _allocate(
     caches, kv_bytes = lay_out_caches(
         entry.attention.layers, sizes.arena_rows, sizes.kv_capacity, ITEM_BYTES[entry.dtype]
     )
-    check_tensors(engine, str(path), entry.engine.inputs, caches)
+    check_tensors(engine, str(path), entry.engine.inputs, caches, rebuild(file))
 
     def allocate(num_bytes: int, what: str) -> int:
         address = driver.allocate(num_bytes, f"{path}: {what}")
