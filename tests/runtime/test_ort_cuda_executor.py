@@ -9,7 +9,7 @@ import pytest
 
 from specexport_runtime.abi import STEP_INPUTS, LayerGeometry, StepShape
 from specexport_runtime.errors import BundleError, IncompatibleError, MissingDependencyError, SpecexportError
-from specexport_runtime.executors import ort_cuda, ort_cuda_graphs, ort_cuda_session
+from specexport_runtime.executors import ort_cuda, ort_cuda_session
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.executors.ort_cuda import OrtCudaExecutor
 from specexport_runtime.executors.ort_cuda_session import reason_of
