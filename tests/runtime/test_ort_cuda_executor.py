@@ -492,7 +492,7 @@ def test_a_library_that_the_provider_lacks_is_named(ort, monkeypatch, tmp_path):
     monkeypatch.setattr(ort, "__file__", str(tmp_path / "__init__.py"), raising=False)
     (tmp_path / "capi").mkdir()
     (tmp_path / "capi" / "libonnxruntime_providers_cuda.so").write_bytes(b"no library")
-    ort.free_bytes = 0
+    ort.has_gpu = False
     with pytest.raises(IncompatibleError, match=r"no GPU 0 for this bundle: .*libonnxruntime_providers_cuda\.so: "):
         make_executor()
 
