@@ -474,7 +474,7 @@ def entry_of(dtype: str, layers: Any) -> ModelEntry:
 
 
 def check_engine(name: str, dtype: str, tmp_path: Path, *, cuda_graphs: bool, int4: bool = False) -> None:
-    """Ragged steps on rows that were moved, over the end of a block, against exact arithmetic on the same weights."""
+    """Ragged steps on rows that were moved and copied, over the end of a block, against exact arithmetic."""
     result, checkpoint = traced(name, dtype)
     model = result.ir_model.clone()
     if int4:
@@ -495,6 +495,8 @@ def check_engine(name: str, dtype: str, tmp_path: Path, *, cuda_graphs: bool, in
     for row, past in enumerate(done):
         runner.prefill(row + 1, texts[row][:past])
     runner.move_row(1, 0)
+    executor.copy_row(2, 1, done[1])
+    executor.swap_rows(1, 2, (done[1], done[1]))  # the copy is read from here on
     tolerance = {"float16": 0.01, "bfloat16": 0.06}[dtype] * max(float(np.abs(logits).max()) for logits in expected)
     order = (0, 2, 1)
     runner.move_row(3, 1)
