@@ -95,7 +95,9 @@ def widen_top_k(ir_model: "ir.Model") -> int:
     """
     import onnx_ir as ir
 
-    narrow = [node for node in ir_model.graph if node.op_type == "TopK" and node.inputs[0].dtype == ir.DataType.BFLOAT16]
+    narrow = [
+        node for node in ir_model.graph if node.op_type == "TopK" and node.inputs[0].dtype == ir.DataType.BFLOAT16
+    ]
     for node in narrow:
         emit = Emitter(ir_model.graph)
         inputs = [emit.cast(node.inputs[0], ir.DataType.FLOAT), *node.inputs[1:]]

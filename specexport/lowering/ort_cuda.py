@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specexport.lowering.common import drop_unused_step_inputs, refuse_slopes, require_causal, unify_norm_types, widen_top_k
+from specexport.lowering.common import (
+    drop_unused_step_inputs,
+    refuse_slopes,
+    require_causal,
+    unify_norm_types,
+    widen_top_k,
+)
 from specexport.onnx_emit import Emitter, add_input, constant
 from specexport.ops.spec import UNPADDED_ATTENTION
 from specexport_runtime.abi import CU_NEW_TOKENS, KV_LENS, LOGITS, OP_DOMAIN, OP_NAME, TOKEN_IDS, LayerGeometry
