@@ -9,8 +9,6 @@ Source: the operator's schema and CUDA kernels in onnxruntime 1.31 (paged_attent
 
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
 from specexport.lowering.fuse import ROTARY_INPUTS, before_reshapes, packed_qkv, rotary_kind
 from specexport.onnx_emit import Emitter
 from specexport_runtime.abi import LayerGeometry
@@ -45,7 +43,9 @@ def takes_rotation(size: int, table_width: int) -> bool:
 
 def fused_tokens(emit: Emitter, node: "ir.Node", geometry: LayerGeometry) -> PagedTokens:
     """Tokens of an ``UnpaddedAttention`` node, with all that the kernel does to them left to it."""
-    tokens, inputs, attributes = list(node.inputs[:3]), {}, {}
+    tokens: list[ir.Value | None] = list(node.inputs[:3])
+    inputs: dict[int, ir.Value] = {}
+    attributes: dict[str, float] = {}
     rotary = rotary_kind(node)
     if rotary:
         tables = [node.inputs[index] for index in ROTARY_INPUTS]

@@ -1,6 +1,5 @@
-"""The paged graph with joined layers, rotation and head norms in its kernel, and joined norms: logits and node counts."""
+"""The paged graph with joined layers, rotation and head norms in its kernel, and joined norms: logits and nodes."""
 
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -8,13 +7,12 @@ import onnx_ir as ir
 import pytest
 
 from specexport.lowering.fuse import fuse_norms
-from specexport.lowering.ort_cuda import attach_paged_attention, fuse_for_paging, lower_ort_cuda
+from specexport.lowering.ort_cuda import attach_paged_attention, fuse_for_paging
 from specexport.passes.pipeline import default_passes, run_passes
 from specexport.trace import reference_logits
 from tests.lowering.test_ort_cuda import PagedEngine
 from tests.support import chance
 from tests.support.engine_harness import make_checkpoint, pack
-from tests.support.half_models import trace
 from tests.support.tiny_models import ARCHITECTURES, VOCAB, make_model
 from tests.support.tiny_traces import tiny_model, trace_of
 
