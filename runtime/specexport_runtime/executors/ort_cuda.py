@@ -250,13 +250,9 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
         if not fed:
             self._end_chain()
         start = time.perf_counter()
-        host, before, rows = (
-            self._host_step(len(self._chain)),
-            self._last if fed else None,
-            prepared.size.num_logit_rows,
-        )
+        host, rows = self._host_step(len(self._chain)), prepared.size.num_logit_rows
         try:
-            step = self._run(prepared, host, before)
+            step = self._run(prepared, host, self._last if fed else None)
             host.ids.fetch(step.at[TOKEN_IDS.name], rows)
         except Exception as error:  # as above
             raise self._failed(error) from error
