@@ -231,10 +231,11 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
         self._end_chain()
         start = time.perf_counter()
         host, size = self._host_step(0), prepared.size
-        output, name = (self._logits, LOGITS.name) if want == "logits" else (host.ids, TOKEN_IDS.name)
+        output = self._logits if want == "logits" else host.ids
         try:
             step = self._run(prepared, host)
-            output.fetch(step.at[name], size.num_logit_rows)
+            source = self.logits_address if want == "logits" else step.at[TOKEN_IDS.name]
+            output.fetch(source, size.num_logit_rows)
             self._features.copy_out(size, step.at.get(self._features.output or "", 0))
             self.driver.synchronize()
         except Exception as error:  # onnxruntime raises its own types, bare Exceptions in part
