@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from specexport.kernels.spec import KernelSpec
 from specexport.kernels.tuning import SHARED_BYTES, TileConfig, check_sm
-from specexport_runtime.errors import CheckFailedError, MissingDependencyError, UserInputError
+from specexport_runtime.errors import CheckFailedError, MissingDependencyError, UserInputError, pip_install
 
 _ENTRY = re.compile(r"\.entry\s+(?P<name>[\w$]+)\s*\((?P<parameters>[^)]*)\)")
 _PARAMETER = re.compile(r"\.param\s+\.(?P<type>\w+)\s+(?:\.ptr\s+(?:\.\w+\s+)*?(?:\.align\s+\d+\s+)?)?(?P<name>[\w$]+)")
@@ -84,13 +84,12 @@ class CompiledKernel(NamedTuple):
     spill_bytes: int  # bytes stored to and loaded from local memory because registers ran out, added up
 
 
-def _import_triton() -> Any:
+def import_triton() -> Any:
     """Triton, able to compile."""
     try:
         import triton
     except ImportError as error:
-        hint = "pip install 'specexport[tensorrt]'."
-        raise MissingDependencyError(f"The attention kernels need Triton: {error}.", hint) from error
+        raise MissingDependencyError(f"The attention kernels need Triton: {error}.", pip_install("tensorrt")) from error
     if triton.knobs.runtime.interpret:
         raise UserInputError(
             "TRITON_INTERPRET is set: Triton interprets kernels and cannot compile them.", "Unset TRITON_INTERPRET."
@@ -155,7 +154,7 @@ def compile_kernel(spec: KernelSpec, sm: int, *, tiles: TileConfig | None = None
     UserInputError for an unknown ``sm``; CheckFailedError if it needs scratch memory or too much shared memory.
     """
     check_sm(sm)
-    triton = _import_triton()
+    triton = import_triton()
     from triton.backends.compiler import GPUTarget
 
     tiles = tiles or spec.tiles(sm)

@@ -7,7 +7,6 @@ from specexport.ops.spec import UNPADDED_ATTENTION
 from specexport_runtime.abi import (
     ADAPTER_IDS,
     ALIGNED_STEP_INPUTS,
-    EXTENT_INPUTS,
     FEATURE_INPUTS,
     GATE_INPUTS,
     LOGITS,
@@ -37,7 +36,7 @@ def require_causal(node: "ir.Node", backend: str) -> None:
     if not is_causal(node):
         raise UnsupportedModelError(
             f"{node.name}: tokens of this attention see later ones, and {backend} has causal attention only.",
-            "build with `lowering: native-folded`, or for `ort-cpu`.",
+            "build it for `ort-cpu`, or for TensorRT without `--lowering plugin`.",
         )
 
 
@@ -89,6 +88,22 @@ def unify_norm_types(ir_model: "ir.Model") -> int:
     return len(mixed)
 
 
+def widen_top_k(ir_model: "ir.Model") -> int:
+    """Let every ``TopK`` of bfloat16 choose among float32 values, in place; returns how many there were.
+
+    The operator takes no bfloat16 before opset 24. Routers of experts use it; the casts are exact.
+    """
+    import onnx_ir as ir
+
+    narrow = [node for node in ir_model.graph if node.op_type == "TopK" and node.inputs[0].dtype == ir.DataType.BFLOAT16]
+    for node in narrow:
+        emit = Emitter(ir_model.graph)
+        inputs = [emit.cast(node.inputs[0], ir.DataType.FLOAT), *node.inputs[1:]]
+        wide = emit.node("TopK", inputs, node.attributes, outputs=2, name=node.name)
+        emit.replace(node, [emit.cast(wide.outputs[0], ir.DataType.BFLOAT16), wide.outputs[1]])
+    return len(narrow)
+
+
 def add_token_ids(ir_model: "ir.Model") -> None:
     """Add the output ``token_ids`` int64 [R]: argmax of each row of ``logits``, -1 where its sum is NaN or inf."""
     import onnx_ir as ir
@@ -108,7 +123,7 @@ def add_token_ids(ir_model: "ir.Model") -> None:
 def step_inputs(ir_model: "ir.Model") -> tuple[str, ...]:
     """Names of the step inputs that a lowered graph takes, in the contract's order."""
     present = {value.name for value in ir_model.graph.inputs}
-    gates = (*EXTENT_INPUTS, *GATE_INPUTS, *FEATURE_INPUTS, ADAPTER_IDS, STATE_STEPS)
+    gates = (*GATE_INPUTS, *FEATURE_INPUTS, ADAPTER_IDS, STATE_STEPS)
     specs = (*PADDED_STEP_INPUTS, *ALIGNED_STEP_INPUTS, *gates)
     names = dict.fromkeys(spec.name for spec in specs)
     return tuple(name for name in names if name in present)

@@ -21,7 +21,7 @@ from specexport.ops.reference import unpadded_attention
 from specexport.ops.spec import UNPADDED_ATTENTION
 from specexport.passes.pipeline import quantizing_passes
 from specexport.passes.quantize_ort_cuda import pack_channels
-from specexport.trace import reference_logits
+from specexport.trace.check import reference_logits
 from specexport_runtime.abi import STEP_INPUTS, LayerGeometry, StepShape
 from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.errors import UnsupportedModelError
@@ -555,6 +555,19 @@ def test_a_row_for_each_token_gives_the_same_logits(
                 runner.kv.commit(row, runner.kv.kv_len(row) + max(0, len(given.tokens) - 1))
     for split, whole in zip(*found, strict=True):
         np.testing.assert_array_equal(split, whole)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "mixtral"])
+def test_operators_get_types_that_they_take(name: str) -> None:
+    """TopK takes no bfloat16, which ONNX Runtime says when it loads an engine, on somebody's GPU."""
+    result, _ = traced(name, "bfloat16")
+    model = result.ir_model.clone()
+    chosen = [node.outputs[0].dtype for node in model.graph if node.op_type == "TopK"]
+    lower_ort_cuda(model)
+    proto = ir.to_proto(model)
+    onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True)
+    assert chosen
+    assert {node.inputs[0].dtype for node in model.graph if node.op_type == "TopK"} == {ir.DataType.FLOAT}
 
 
 def test_the_step_inputs_are_those_of_the_contract_and_two() -> None:

@@ -9,6 +9,8 @@ entry a number made of all ids up to it, as attention saw them. Logits of a toke
 attention saw, and are NaN where any number in the cache is not the one that belongs there.
 """
 
+import itertools
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -25,9 +27,10 @@ from specexport_runtime.executors.gpu import ALIGNMENT, GpuInfo, out_of_memory
 from specexport_runtime.executors.trt import TrtExecutor
 from specexport_runtime.executors.trt_engine import EngineTensor
 from specexport_runtime.executors.trt_pack import SPECS
-from tests.support import entries
+from tests.support import entries, row_twin
 
 BASE = 0x7F0000000000
+_NUMBERS = itertools.count()
 POISON = 0xFF  # NaN in every float type, -1 in every integer
 LAYERS = (LayerGeometry(1, 128, 128),)
 NATIVE = (
@@ -86,6 +89,10 @@ class FakeGpu:
         self, free: int = 1 << 24, sm: str = "sm89", fail_capture: int | None = None, claims: int | None = None
     ) -> None:
         self.stream = 77
+        self.runs_kernels = True
+        self._kernels: list[str] = []
+        self.base = BASE + (next(_NUMBERS) << 34)
+        _GPUS.add(self)
         self.calls: Counter[str] = Counter()
         self.log: list[str] = []
         self.copied: list[int] = []
@@ -114,7 +121,7 @@ class FakeGpu:
         size = -(-max(num_bytes, 1) // ALIGNMENT) * ALIGNMENT
         if self._next + size > self._size:
             raise out_of_memory(what, num_bytes, self.info())
-        address, self._next = BASE + self._next, self._next + size
+        address, self._next = self.base + self._next, self._next + size
         self._allocated[address] = size
         return address
 
@@ -133,7 +140,7 @@ class FakeGpu:
         """Device memory, inside one allocation."""
         for start, size in self._allocated.items():
             if start <= address and address + num_bytes <= start + size:
-                return self._memory[address - BASE : address - BASE + num_bytes]
+                return self._memory[address - self.base : address - self.base + num_bytes]
         raise SpecexportError(f"illegal address {address:#x} + {num_bytes}")
 
     def array(self, address: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
@@ -208,9 +215,32 @@ class FakeGpu:
     def free_graph(self, graph: int) -> None:
         del self.graphs[graph]
 
+    def load_kernel(self, ptx: str, name: str) -> int:
+        self._kernels.append(name)
+        return len(self._kernels) - 1
+
+    def launch_kernel(self, kernel: int, grid: tuple[int, int, int], threads: int, shared: int, arguments) -> None:
+        name = self._kernels[kernel]
+        self.put(lambda: row_twin.KERNELS[name](_memory_at, grid, *arguments), "launch_kernel")
+
     def close(self) -> None:
         self._queue.clear()
         self.closed = True
+
+
+_GPUS: "weakref.WeakSet[FakeGpu]" = weakref.WeakSet()
+
+
+def _memory_at(address: int, dtype: str) -> np.ndarray:
+    """Memory of any of them, pinned or not, to the end of its allocation: they are streams of one device."""
+    size = np.dtype(dtype).itemsize
+    for gpu in _GPUS:
+        known = [(start, gpu.view(start, count)) for start, count in gpu._allocated.items()] + list(gpu._host.items())
+        for start, memory in known:
+            if start <= address < start + memory.nbytes:
+                there = memory[address - start :]
+                return there[: len(there) // size * size].view(dtype)
+    raise SpecexportError(f"illegal address {address:#x}")
 
 
 class FakeEngine:
@@ -230,8 +260,6 @@ class FakeEngine:
         self.contexts: list[FakeContext] = []
         self.runs: list[Profile] = []
         self.capturable = True
-        self.mask: tuple[bool, ...] | None = None
-        """What is on in a draft step."""
         self.broken: str | None = None
         self.closed = False
 
@@ -308,12 +336,11 @@ class FakeContext:
         attend = self.attend_packed if engine.entry.engine.lowering == "plugin" else self.attend_native
         seen = attend(step, *caches, num_tokens)
         logits = np.full((len(step["logit_rows"]), engine.entry.vocab_size), np.nan, np.float32)
-        left_out = (engine.mask,) if self.profile.kind == "self" else ()
         for i, token in enumerate(step["logit_rows"].tolist()):
             assert 0 <= token < num_tokens
             ids = seen[token]
             if ids is not None:
-                logits[i] = engine.model.logits_after(ids, *left_out)
+                logits[i] = engine.model.logits_after(ids)
         gpu.array(addresses["logits"], logits.shape, "float32")[:] = logits
         gpu.array(addresses["token_ids"], (len(logits),), "int64")[:] = argmax_ids(logits)
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -119,8 +119,9 @@ def decode(
     continuations: Sequence[
         Sequence[int]
     ] = (),  # what plain decoding generated for each prompt; needed with a draft and a rate
+    sampling: Mapping[str, Any] | None = None,  # sampling parameters, with a seed for each prompt; None is greedy
 ) -> Decoded:
-    """Decode a batch greedily; with ``draft`` and ``lookahead``, speculatively at a forced acceptance rate."""
+    """Decode a batch; with ``draft`` and ``lookahead``, speculatively at a forced acceptance rate."""
     drafters: dict[str, Drafter] = {}
     forced: ForcedDrafter | None = None
     if draft is not None and lookahead:
@@ -130,9 +131,9 @@ def decode(
             forced = ForcedDrafter(inner, dict(enumerate(continuations)), rate, target.vocab_size)
             drafters["draft-model"] = forced
     plan = (DraftStage("draft-model", lookahead),) if drafters else ()
-    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    params = SamplingParams(**{"temperature": 0.0, **(sampling or {})}, max_tokens=num_tokens, ignore_eos=True)
     sequences = [
-        Request(i, prompt, params, vocab_size=target.vocab_size, max_model_len=10**9, draft_plan=plan)
+        Request(i, prompt, params, vocab_size=target.vocab_size, max_model_len=10**9, draft_plan=plan, seed=i)
         for i, prompt in enumerate(prompts)
     ]
     decoder = Decoder(ModelRunner(target), ChainDrafter(drafters), max_num_seqs=len(prompts))

@@ -1,13 +1,15 @@
 """Where a proof engine runs: a CUDA stream with memory that the executor owns, or a CPU that plays one."""
 # mypy: disable-error-code="no-any-unimported"
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.gpu import ALIGNMENT, ByteArray, GpuInfo, out_of_memory
+from specexport_runtime.executors.row_kernels import ARGUMENTS, CONSTANTS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,6 +85,7 @@ class HostGpu:
     """
 
     name = "cpu"
+    runs_kernels = True
 
     def __init__(self, total_bytes: int = 1 << 30) -> None:
         self.stream = 1
@@ -92,6 +95,8 @@ class HostGpu:
         self._queue: list[Callable[[], None]] = []
         self._recording: list[Callable[[], None]] | None = None
         self._graphs: dict[int, list[Callable[[], None]]] = {}
+        self._kernels: list[str] = []
+        _PLAYED.add(self)
 
     def info(self) -> GpuInfo:
         """See ``GpuDriver.info``."""
@@ -188,6 +193,56 @@ class HostGpu:
         """See ``GpuDriver.free_graph``."""
         self._graphs[graph] = []
 
+    def load_kernel(self, ptx: str, name: str) -> int:
+        """See ``GpuDriver.load_kernel``: the source of the PTX, to be interpreted."""
+        if f".entry {name}(" not in ptx:
+            raise SpecexportError(f"there is no kernel {name} in this PTX.")
+        self._kernels.append(name)
+        return len(self._kernels) - 1
+
+    def launch_kernel(
+        self,
+        kernel: int,
+        grid: tuple[int, int, int],
+        threads: int,  # noqa: ARG002
+        shared: int,  # noqa: ARG002
+        arguments: Sequence[int],
+    ) -> None:
+        """See ``GpuDriver.launch_kernel``."""
+        name, arguments = self._kernels[kernel], tuple(arguments)
+
+        def run() -> None:
+            from specexport.kernels import sampling
+
+            types = ARGUMENTS[name]
+            given = [
+                _tensor_at(value, kind) if kind.startswith("*") else value
+                for value, kind in zip(arguments, types, strict=True)
+            ]
+            function = getattr(sampling, name)
+            constants = {key: CONSTANTS[key] for key in function.arg_names[len(types) :]}
+            function[grid](*given, **constants)
+
+        self.put(self.stream, run)
+
     def close(self) -> None:
         """See ``GpuDriver.close``."""
         self._queue.clear()
+
+
+_PLAYED: "weakref.WeakSet[HostGpu]" = weakref.WeakSet()
+"""All of them are streams of one device: kernels of one may read the memory of another."""
+_TYPES = {"*fp32": "float32", "*fp64": "float64", "*i32": "int32"}
+
+
+def _tensor_at(address: int, kind: str) -> "Tensor":
+    """Memory from an address on, to the end of its allocation."""
+    import torch
+
+    for gpu in _PLAYED:
+        for start, memory in gpu._memory.items():
+            if start <= address < start + memory.size:
+                dtype = np.dtype(_TYPES[kind])
+                there = memory[address - start :]
+                return torch.from_numpy(there[: there.size // dtype.itemsize * dtype.itemsize].view(dtype))
+    raise SpecexportError(f"there is no memory at {address:#x}.")

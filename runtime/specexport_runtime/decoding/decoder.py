@@ -14,9 +14,20 @@ from specexport_runtime.decoding.memory_budget import MemoryBudget
 from specexport_runtime.decoding.pace import Pace
 from specexport_runtime.decoding.rows import Rows
 from specexport_runtime.decoding.schedule import Scheduler
-from specexport_runtime.decoding.verify import accept_argmax, accept_processed, row_work, score_prompts, told_step
+from specexport_runtime.decoding.verify import (
+    accept_argmax,
+    accept_processed,
+    accept_rows,
+    greedy_ids,
+    row_asks,
+    row_work,
+    score_prompts,
+    told_step,
+    wanted,
+)
 from specexport_runtime.drafters.base import Drafter
-from specexport_runtime.executors.base import StepOutput, Want, argmax_ids
+from specexport_runtime.executors.base import StepOutput
+from specexport_runtime.executors.device_rows import DeviceRows
 from specexport_runtime.lookahead.controller import Controller
 from specexport_runtime.lookahead.round import step_load
 from specexport_runtime.packing.batch import IDLE, ModelRunner
@@ -159,9 +170,12 @@ class Decoder:
         work = [IDLE] * (requests[-1].row - first + 1)
         for req in requests:
             work[req.row - first] = row_work(self.target, req, chunks.get(req.row, 1), proposals.get(req.row))
-        # Where all that is read is greedy, a GPU need not send logits: the argmax is taken beside them.
         scored = {req.row: chunks[req.row] for req in prompts if req.is_scored}
-        want: Want = "logits" if scored or any(req.needs_logits for req in drafting) else "token_ids"
+        want = wanted(self.target, drafting, scores=bool(scored))
+        if want == "rows":
+            for req in drafting:
+                asks = row_asks(req, proposals[req.row], self.target.executor.vocab_size)
+                work[req.row - first] = work[req.row - first]._replace(asks=asks)
         grammars = [(rule, proposals[req.row].tokens) for req in drafting if (rule := req.sampler.grammar) is not None]
         if grammars:
             self._masks.start(grammars)
@@ -171,12 +185,14 @@ class Decoder:
             if grammars:  # a matcher may not be used while its masks are made
                 self._masks.wait()
         executed = time.perf_counter()
-        broken = score_prompts(self.target, prompts, scored, output, first) if scored else []
+        broken = []
+        if scored and not isinstance(output, DeviceRows):
+            broken = score_prompts(self.target, prompts, scored, output, first)
         for row, count in chunks.items():
             if row not in proposals:  # a prompt with more to come
                 self.rows.advance(row, count)
         verified = [req for req in drafting if req not in broken] if broken else drafting
-        events = self._accept(verified, proposals, output, want, first, scored)
+        events = self._accept(verified, proposals, output, first, scored)
         events += [RoundEvent(req, [], 0, 0, is_bonus=False) for req in broken]
         if ready:
             self.padding.record_round([len(event.tokens) for event in events if event.request.row not in chunks])
@@ -194,15 +210,14 @@ class Decoder:
         self,
         requests: list[Request],
         proposals: Mapping[int, Proposal],
-        output: StepOutput,
-        want: Want,
+        output: StepOutput | DeviceRows,
         first_row: int,
         scored: Mapping[int, int],
     ) -> list[RoundEvent]:
         greedy: list[int] = []
         if any(req.sampler.is_plain_greedy for req in requests):
             # One argmax serves all rows; rows of sampled requests are so few that skipping them would not pay.
-            greedy = (output if want == "token_ids" else argmax_ids(output)).tolist()
+            greedy = greedy_ids(output)
         events = []
         for req in requests:
             proposal = proposals[req.row]
@@ -212,13 +227,17 @@ class Decoder:
             try:
                 if proposal.error is not None:
                     raise proposal.error
+                rows = output[begin:end]
                 if req.sampler.is_plain_greedy:
                     verdict = accept_argmax(proposal, greedy[begin:end])
+                elif isinstance(rows, DeviceRows):
+                    verdict = accept_rows(req, proposal, rows)
                 else:
-                    verdict = accept_processed(req, proposal, output[begin:end])
+                    verdict = accept_processed(req, proposal, rows)
                 event = self._commit(req, proposal, verdict)
                 if req.logprobs is not None:
-                    req.logprobs += logprobs_of(event.tokens, output[begin:end], req.params.logprobs or 0)
+                    logits = rows.fetch() if isinstance(rows, DeviceRows) else rows
+                    req.logprobs += logprobs_of(event.tokens, logits, req.params.logprobs or 0)
                 events.append(event)
             except Exception as error:  # whatever it is, it concerns this request alone
                 req.finish_reason = None  # half a commit may have set it

@@ -1,16 +1,38 @@
 """A step of the target, and what its logits say: of drafts, and of prompts that are scored."""
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from specexport_runtime.drafters.base import Drafter
 from specexport_runtime.errors import CheckFailedError
-from specexport_runtime.executors.base import NO_TOKEN, Float32Array, StepOutput, Want
+from specexport_runtime.executors.base import NO_TOKEN, Float32Array, StepOutput, Want, argmax_ids
+from specexport_runtime.executors.device_rows import DeviceRows
+from specexport_runtime.executors.row_kernels import RowAsk, whole_row
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from specexport_runtime.requests.records import Proposal
 from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.accept import Verdict, accept_greedy
 from specexport_runtime.sampling.block import RULES
 from specexport_runtime.sampling.logprobs import logprobs_of
+
+Wanted = Want | Literal["rows"]
+"""``"rows"``: logits stay on the device."""
+
+
+def wanted(target: ModelRunner, requests: Sequence[Request], *, scores: bool) -> Wanted:
+    """What a step must give for the requests that draft in it; ``scores``: prompts get log-probabilities."""
+    if not scores and not any(req.needs_logits for req in requests):
+        return "token_ids"  # all is greedy, and a GPU need not send logits: the argmax is taken beside them
+    return "rows" if target.executor.keeps_rows and not scores else "logits"
+
+
+def row_asks(req: Request, proposal: Proposal, width: int) -> list[RowAsk]:
+    """What is asked of the rows of logits [K+1, ``width``] that test a draft, if they stay on the device."""
+    drafted = proposal.tokens
+    if req.sampler.is_greedy:
+        return [whole_row(width)] * (len(drafted) + 1) if req.needs_logits else []
+    asks = [req.sampler.ask(req.draws.peek(j).resample, width, token) for j, token in enumerate([*drafted, NO_TOKEN])]
+    return asks if req.logprobs is None else [ask._replace(comes=True) for ask in asks]
 
 
 def row_work(target: ModelRunner, req: Request, count: int, proposal: Proposal | None) -> RowWork:
@@ -31,8 +53,8 @@ def told_step(
     prompts: Sequence[Request],  # of these, all with a chunk of their prompt
     first_row: int,
     work: Sequence[RowWork],
-    want: Want,
-) -> StepOutput:
+    want: Wanted,
+) -> StepOutput | DeviceRows:
     """A step of the target, as ``ModelRunner.step`` has it; it gives the drafter what that wants to know of it.
 
     Similarities of prompts and features of all that is read cost a little, so both are off in all steps that bring
@@ -42,13 +64,13 @@ def told_step(
     measured = [req for req in prompts if executor.num_gates and drafter.wants_similarity(req)]
     read = [req for req in requests if drafter.wants_features(req)] if executor.gives_features else []
     if not measured and not read:
-        return target.step(first_row, work, want)
+        return _step(target, first_row, work, want)
     try:
         if measured:
             executor.measure_similarity(True)
         if read:
             executor.want_features(True)
-        output = target.step(first_row, work, want)
+        output = _step(target, first_row, work, want)
     finally:
         if measured:
             executor.measure_similarity(False)
@@ -70,6 +92,10 @@ def told_step(
             begin, end = starts[req.row - first_row : req.row - first_row + 2]
             drafter.note_features(req, target.kv.kv_len(req.row), features[begin:end])
     return output
+
+
+def _step(target: ModelRunner, first_row: int, work: Sequence[RowWork], want: Wanted) -> StepOutput | DeviceRows:
+    return target.step_rows(first_row, work) if want == "rows" else target.step(first_row, work, want)
 
 
 def score_prompts(
@@ -96,12 +122,29 @@ def note_scores(req: Request, start: int, logits: Float32Array) -> None:
     req.prompt_logprobs += logprobs_of(following, logits[: len(following)], req.params.prompt_logprobs or 0)
 
 
+def greedy_ids(output: StepOutput | DeviceRows) -> list[int]:
+    """The greedy token of each row of a step, ``NO_TOKEN`` for one with a NaN."""
+    if isinstance(output, DeviceRows):
+        return [row.token_id for row in output]
+    ids: list[int] = (output if output.ndim == 1 else argmax_ids(output)).tolist()
+    return ids
+
+
 def accept_argmax(proposal: Proposal, greedy: Sequence[int]) -> Verdict:
     """Accept K draft tokens by the target's K+1 greedy tokens; CheckFailedError if the logits held a NaN."""
     verdict = accept_greedy(proposal.tokens, greedy)
     if verdict.next_token == NO_TOKEN:
         raise CheckFailedError("the target's logits contain NaN.", "run `specexport verify` on this bundle.")
     return verdict
+
+
+def accept_rows(req: Request, proposal: Proposal, rows: DeviceRows) -> Verdict:
+    """As :func:`accept_processed`, of rows [K+1] that stay on the device and were asked by :func:`row_asks`."""
+    if req.sampler.is_greedy:
+        return accept_processed(req, proposal, rows.fetch())
+    drafted = proposal.tokens
+    laws = lambda j: req.sampler.law(rows[j], drafted[:j])  # noqa: E731
+    return RULES[req.acceptance](drafted, proposal.distributions, laws, req.draws)
 
 
 def accept_processed(req: Request, proposal: Proposal, logits: Float32Array) -> Verdict:

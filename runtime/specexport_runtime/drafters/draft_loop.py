@@ -8,10 +8,12 @@ import numpy as np
 
 from specexport_runtime.errors import CheckFailedError, InvalidRequestError
 from specexport_runtime.executors.base import NO_TOKEN, Float32Array, StepOutput, Want
+from specexport_runtime.executors.device_rows import DeviceRow
+from specexport_runtime.executors.row_kernels import RowAsk
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
 from specexport_runtime.requests.records import Begun, DraftEnd, Proposal
 from specexport_runtime.requests.request import Request
-from specexport_runtime.sampling.distribution import Distribution, sample_token
+from specexport_runtime.sampling.distribution import Law, sample_token
 
 if TYPE_CHECKING:
     from specexport_runtime.bundle.arrays import CutHead
@@ -33,7 +35,7 @@ class Draft:
         self.waiting: list[int] = [] if begun is None else list(begun.tokens)  # forced tokens behind them
         self.forced: list[int] = []  # places of forced tokens in the draft
         # What each token was drawn from; None for a greedy request.
-        self.distributions: list[Distribution | None] | None = None if request.sampler.is_greedy else []
+        self.distributions: list[Law | None] | None = None if request.sampler.is_greedy else []
         self.has_exited = False  # the model was no longer sure
         self.carried: Float32Array | None = None  # [E], what a draft head handed on behind its last token
         self.error: Exception | None = None  # of drawing a token from the model's logits: they held a NaN, say
@@ -99,6 +101,29 @@ class Draft:
         self.tokens.append(self.waiting.pop(0))
         if self.distributions is not None:
             self.distributions.append(None)
+
+    def ask(self, width: int, num_rows: int) -> RowAsk:
+        """What to ask of the next row of logits, if it stays on the device; of ``num_rows`` cache rows."""
+        sampler = self.request.sampler
+        if sampler.is_plain_greedy:  # the probability of the likeliest token, to end the draft by
+            return RowAsk(1.0, width)
+        uniform = self.request.draws.peek(len(self.tokens)).draft
+        return sampler.ask(uniform, width, slot=self._steps * num_rows + self.request.row)
+
+    def draw_row(self, row: DeviceRow, width: int) -> None:
+        """As :meth:`draw`, from a row that stays on the device and was asked by :meth:`ask`."""
+        sampler = self.request.sampler
+        if self.distributions is None:
+            if not sampler.is_plain or not row.found.is_whole or not 0 <= row.token_id < width:
+                return self.draw(row.fetch())
+            token, top = row.token_id, 1.0 / row.found.total
+        else:
+            law = sampler.law(row, self.tokens)
+            token, top = sample_token(law, self.request.draws(len(self.tokens)).draft), law.top
+            self.distributions.append(law)
+        draft_exit = self._exit if self._steps + 1 < self.limit else None
+        self.has_exited = draft_exit is not None and draft_exit.should_end(top)
+        return self.append(token)
 
     def draw(self, logits: Float32Array, cut_head: "CutHead | None" = None) -> None:
         """Append the token that ``logits`` [V], or [N] of ``cut_head``, give; end the draft if it is not sure of it.
@@ -194,16 +219,39 @@ def run_drafts(
             drafted = [len(draft.tokens) for draft in active]
             work = [(row, given._replace(drafts=count)) for (row, given), count in zip(work, drafted, strict=True)]
         kept = [is_kept(draft) for draft in active]
-        if any(draft.needs_logits for draft in active):
-            logits = _step(runner, work, kept, "logits")[:, :num_rows]
-            _carry(runner, active)
-            for draft, row in zip(active, logits, strict=True):
-                _draw(draft, row, cut_head)
-        else:
+        if not any(draft.needs_logits for draft in active):
             ids = _step(runner, work, kept, "token_ids").tolist()
             _carry(runner, active)
             for draft, token in zip(active, ids, strict=True):
                 _take(draft, token, num_rows, cut_head)
+        elif runner.executor.keeps_rows and cut_head is None:
+            _draw_on_device(runner, active, work, kept, num_rows)
+        else:
+            logits = _step(runner, work, kept, "logits")[:, :num_rows]
+            _carry(runner, active)
+            for draft, row in zip(active, logits, strict=True):
+                _draw(draft, row, cut_head)
+
+
+def _draw_on_device(
+    runner: ModelRunner, active: Sequence[Draft], work: Sequence[tuple[int, RowWork]], kept: Sequence[bool], width: int
+) -> None:
+    """A step whose logits stay on the device."""
+    num_rows = runner.executor.num_rows
+    asked = [
+        (row, given._replace(asks=[draft.ask(width, num_rows)]))
+        for draft, (row, given) in zip(active, work, strict=True)
+    ]
+    first = work[0][0]
+    rows = runner.step_rows(first, _with_idle_rows(asked))
+    _count_seen(runner, work, kept)
+    _carry(runner, active)
+    for draft in active:
+        try:
+            if not draft.step_waiting():
+                draft.draw_row(rows[runner.logit_starts[draft.request.row - first]], width)
+        except Exception as error:  # whatever it is, it concerns this request alone
+            draft.error = error
 
 
 def _chain(
@@ -280,6 +328,16 @@ def _carry(runner: ModelRunner, active: Sequence[Draft]) -> None:
             draft.carried = handed
 
 
+def _step(runner: ModelRunner, fed: Sequence[tuple[int, RowWork]], kept: Sequence[bool], want: Want) -> StepOutput:
+    """Feed tokens to A rows, and count the kept ones as seen; logits [A, V] or token ids [A]."""
+    first = fed[0][0]
+    output = runner.step(first, _with_idle_rows(fed), want)
+    _count_seen(runner, fed, kept)
+    if len(output) > len(fed):  # a runner that pads its input returns logits of padding too
+        output = output[[runner.logit_starts[row - first] for row, _ in fed]]
+    return output
+
+
 def _with_idle_rows(fed: Sequence[tuple[int, RowWork]]) -> list[RowWork]:
     first = fed[0][0]
     work = [IDLE] * (fed[-1][0] - first + 1)
@@ -288,15 +346,9 @@ def _with_idle_rows(fed: Sequence[tuple[int, RowWork]]) -> list[RowWork]:
     return work
 
 
-def _step(runner: ModelRunner, fed: Sequence[tuple[int, RowWork]], kept: Sequence[bool], want: Want) -> StepOutput:
-    """Feed tokens to A rows, and count the kept ones as seen; logits [A, V] or token ids [A]."""
-    first = fed[0][0]
-    output = runner.step(first, _with_idle_rows(fed), want)
+def _count_seen(runner: ModelRunner, fed: Sequence[tuple[int, RowWork]], kept: Sequence[bool]) -> None:
     for (row, given), stays in zip(fed, kept, strict=True):
         runner.kv.commit(row, runner.kv.kv_len(row) + (len(given.tokens) if stays else 0))
-    if len(output) > len(fed):  # a runner that pads its input returns logits of padding too
-        output = output[[runner.logit_starts[row - first] for row, _ in fed]]
-    return output
 
 
 def _plain_greedy(logits: Float32Array) -> int:

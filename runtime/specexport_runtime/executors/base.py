@@ -14,6 +14,8 @@ from specexport_runtime.errors import SpecexportError
 
 if TYPE_CHECKING:
     from specexport_runtime.bundle.entry import ModelEntry
+    from specexport_runtime.executors.device_rows import DeviceRows
+    from specexport_runtime.executors.row_kernels import RowAsk
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -119,6 +121,15 @@ class Executor(ABC):
     def capture(self, shapes: list[StepShape]) -> None:
         """Make ``shapes`` fast to run (bindings on a CPU, graphs on a GPU). Never changes results."""
 
+    # ---- rows of logits that stay on a device ----
+
+    keeps_rows: bool = False
+    """Logits can stay where the engine left them, and tokens are drawn from them there."""
+
+    def execute_rows(self, asks: "Sequence[RowAsk]") -> "DeviceRows":
+        """As :meth:`execute`, with what is asked of each row of logits."""
+        raise SpecexportError("logits of this engine do not stay on a device.")
+
     # ---- steps that wait for none before them ----
 
     chains: bool = False
@@ -199,11 +210,6 @@ class Executor(ABC):
     """
     gate_kinds: Sequence[str] = ()
     """What each gate is for (``abi.GateKind``); empty: an attention and an MLP in each layer."""
-    fixed_layers: BoolArray | None = None
-    """The one mask that :meth:`set_layers` takes, where the engine fixes it; None where it takes any.
-
-    Such an engine measures no similarity, and with the mask it runs steps of one token a row.
-    """
 
     def set_layers(self, mask: BoolArray | None) -> None:
         """Run only the parts whose gate in ``mask`` [G] is True; None runs all. A part that is off costs nothing."""

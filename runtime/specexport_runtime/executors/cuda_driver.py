@@ -1,18 +1,22 @@
 """The CUDA calls of ``gpu.GpuDriver``, by way of cuda-python, which is imported when a driver is made."""
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from specexport_runtime.errors import IncompatibleError, MissingDependencyError, SpecexportError
-from specexport_runtime.executors.gpu import ByteArray, GpuInfo, out_of_memory
+from specexport_runtime.errors import IncompatibleError, MissingDependencyError, SpecexportError, pip_install
+from specexport_runtime.executors.gpu import MEMORY_HINT, OLDEST_DRIVER, ByteArray, GpuInfo, out_of_memory
 
+_NO_MEMORY = "cudaErrorMemoryAllocation"
 _NO_DRIVER = ("cudaErrorInsufficientDriver", "cudaErrorNoDevice", "cudaErrorInitializationError")
 
 
 class CudaDriver:
     """A new stream on the current CUDA device; IncompatibleError without a GPU or a driver that is new enough."""
+
+    runs_kernels = True
 
     def __init__(self) -> None:
         try:
@@ -20,21 +24,22 @@ class CudaDriver:
         except ImportError as missing:
             raise MissingDependencyError(
                 "cuda-python is not installed, and engines for NVIDIA GPUs run through it.",
-                "pip install 'specexport[cuda]', 'specexport[tensorrt-rtx]' or 'specexport[tensorrt]'.",
+                f"{pip_install('cuda')} Engines of TensorRT: [tensorrt-rtx] or [tensorrt].",
             ) from missing
         self._cuda: Any = runtime
         error, count = runtime.cudaGetDeviceCount()
         if _name(runtime, error) in _NO_DRIVER or (not int(error) and not count):
             raise IncompatibleError(
                 f"there is no usable NVIDIA GPU or driver here ({_describe(runtime, error)}).",
-                "run this bundle on a machine with the GPU it was built for and a current NVIDIA driver, or build it "
-                "with --backend ort-cpu.",
+                f"run this bundle on a machine with its GPU and NVIDIA driver {OLDEST_DRIVER} or newer, or build it "
+                "with --backend ort-cpu; `specexport doctor` says what is missing.",
             )
         self._check(error, "finding the GPUs")
         self._device = int(self._call("cudaGetDevice"))
         self._stream = self._call("cudaStreamCreateWithFlags", runtime.cudaStreamNonBlocking)
         self.stream = int(self._stream)
         self._graphs: dict[int, Any] = {}
+        self._kernels: list[_LoadedKernel] = []
         kinds = runtime.cudaMemcpyKind
         self._in, self._out = kinds.cudaMemcpyHostToDevice, kinds.cudaMemcpyDeviceToHost
         self._within = kinds.cudaMemcpyDeviceToDevice
@@ -42,8 +47,13 @@ class CudaDriver:
         self._mode = runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
 
     def _check(self, error: Any, what: str) -> None:
-        if int(error):
-            raise SpecexportError(f"{what} failed on the GPU: {_describe(self._cuda, error)}.")
+        if not int(error):
+            return
+        failure = f"{what} failed on the GPU: {_describe(self._cuda, error)}."
+        if _name(self._cuda, error) == _NO_MEMORY:
+            self._cuda.cudaGetLastError()  # it is remembered, and the next call would report it again
+            raise IncompatibleError(failure, MEMORY_HINT)
+        raise SpecexportError(failure)
 
     def _call(self, function: str, *arguments: Any) -> Any:
         """Call a CUDA runtime function, turn its status into an exception, and return its one result (or None)."""
@@ -63,7 +73,7 @@ class CudaDriver:
     def allocate(self, num_bytes: int, what: str) -> int:
         """See ``GpuDriver.allocate``."""
         error, address = self._cuda.cudaMalloc(max(num_bytes, 1))
-        if _name(self._cuda, error) == "cudaErrorMemoryAllocation":
+        if _name(self._cuda, error) == _NO_MEMORY:
             self._cuda.cudaGetLastError()  # it is remembered, and the next call would report it again
             raise out_of_memory(what, num_bytes, self.info())
         self._check(error, f"allocating {what}")
@@ -129,13 +139,60 @@ class CudaDriver:
         """See ``GpuDriver.free_graph``."""
         self._call("cudaGraphExecDestroy", self._graphs.pop(graph))
 
+    def load_kernel(self, ptx: str, name: str) -> int:
+        """See ``GpuDriver.load_kernel``; the driver keeps what it compiled on disk."""
+        from cuda.bindings import driver
+
+        module = self._driver_call(driver.cuModuleLoadData, ptx.encode() + b"\0")
+        function = self._driver_call(driver.cuModuleGetFunction, module, name.encode())
+        self._kernels.append(_LoadedKernel(module, function))
+        return len(self._kernels) - 1
+
+    def launch_kernel(
+        self, kernel: int, grid: tuple[int, int, int], threads: int, shared: int, arguments: Sequence[int]
+    ) -> None:
+        """See ``GpuDriver.launch_kernel``."""
+        from cuda.bindings import driver
+
+        loaded = self._kernels[kernel]
+        parameters = loaded.parameters(arguments)
+        self._driver_call(
+            driver.cuLaunchKernel, loaded.function, *grid, threads, 1, 1, shared, self.stream, parameters, 0
+        )
+
+    def _driver_call(self, function: Any, *arguments: Any) -> Any:
+        """Call a function of the CUDA driver, as :meth:`_call` those of the runtime."""
+        status, *results = function(*arguments)
+        if int(status):
+            raise SpecexportError(f"{function.__name__} failed on the GPU: {status!r}.")
+        return results[0] if results else None
+
     def close(self) -> None:
         """See ``GpuDriver.close``."""
+        from cuda.bindings import driver
+
+        while self._kernels:
+            self._driver_call(driver.cuModuleUnload, self._kernels.pop().module)
         for graph in list(self._graphs):
             self.free_graph(graph)
         if self.stream:
             self._call("cudaStreamDestroy", self._stream)
             self.stream = 0
+
+
+class _LoadedKernel:
+    """A kernel's function, and memory for the arguments of a launch, which reads them before it returns."""
+
+    def __init__(self, module: Any, function: Any) -> None:
+        self.module, self.function = module, function
+        self._values = (ctypes.c_uint64 * 16)()
+        size, start = ctypes.sizeof(ctypes.c_uint64), ctypes.addressof(self._values)
+        self._pointers = (ctypes.c_void_p * 16)(*[start + size * i for i in range(16)])
+
+    def parameters(self, arguments: Sequence[int]) -> int:
+        """Address of pointers to the arguments; 32-bit ones are the lower half of their places."""
+        self._values[: len(arguments)] = list(arguments)
+        return ctypes.addressof(self._pointers)
 
 
 def _name(runtime: Any, error: Any) -> str:

@@ -5,6 +5,7 @@ the host memory that it reads or writes must be left alone until then. ``cuda_dr
 only.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -15,6 +16,8 @@ from specexport_runtime.errors import IncompatibleError
 ByteArray = npt.NDArray[np.uint8]
 ALIGNMENT = 256
 """Bytes that the address of every tensor must be a multiple of; what ``cudaMalloc`` gives, and TensorRT asks for."""
+OLDEST_DRIVER = 580
+"""Version of the NVIDIA driver from which CUDA 13 runs, for which all packages are."""
 MEMORY_HINT = (
     "lower --max-num-seqs, build the bundle again with a smaller --max-model-len, or end other programs on the GPU."
 )
@@ -89,6 +92,19 @@ class GpuDriver(Protocol):
 
     def free_graph(self, graph: int) -> None:
         """Forget a graph."""
+        ...
+
+    runs_kernels: bool
+    """Whether :meth:`load_kernel` and :meth:`launch_kernel` are there."""
+
+    def load_kernel(self, ptx: str, name: str) -> int:
+        """Compile PTX for the device and give the entry ``name``; SpecexportError if the driver refuses it."""
+        ...
+
+    def launch_kernel(
+        self, kernel: int, grid: tuple[int, int, int], threads: int, shared: int, arguments: Sequence[int]
+    ) -> None:
+        """Put a kernel on the stream: programs, threads of one, bytes of shared memory; addresses and 32-bit ints."""
         ...
 
     def close(self) -> None:

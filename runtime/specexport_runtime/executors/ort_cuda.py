@@ -9,7 +9,7 @@ says which blocks each row of the step has. So the whole arena is bound once and
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,6 +41,7 @@ from specexport_runtime.executors.base import (
     StepOutput,
     Want,
 )
+from specexport_runtime.executors.device_rows import DeviceRows, open_sampler
 from specexport_runtime.executors.features import WithFeatures
 from specexport_runtime.executors.gpu import GpuDriver
 from specexport_runtime.executors.gpu_memory import ID_BYTES, GpuFeatures, HostOutput, lay_out
@@ -59,6 +60,7 @@ from specexport_runtime.executors.paged import (
     token_row_shapes,
     token_rows,
 )
+from specexport_runtime.executors.row_kernels import RowAsk
 
 _CACHE_TYPES = {"float16": (10, "uint16"), "bfloat16": (16, "uint16")}
 """ONNX TensorProto.DataType, and a numpy type of its size: numpy has no bfloat16."""
@@ -178,6 +180,10 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
         self._logits = HostOutput(driver, (self.vocab_size,), "float32")
         for each in (self._memory, self._logits, self._features):
             stack.callback(each.close)
+        self.rows = open_sampler(driver, self.vocab_size, num_rows)
+        self.keeps_rows = self.rows is not None
+        if self.rows is not None:
+            stack.callback(self.rows.close)
 
     def _open(self, path: Path, entry: ModelEntry, cuda_graphs: bool | None) -> tuple[Any, StepGraphs]:
         """The session, for graphs where they are wanted or can be had, and their numbers."""
@@ -227,15 +233,25 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
 
     def execute(self, want: Want = "logits") -> StepOutput:
         """Run the prepared step: logits [R, V] float32, or each row's greedy token, int64 [R], -1 for a NaN."""
+        return self._execute(want == "logits")
+
+    def execute_rows(self, asks: Sequence[RowAsk]) -> DeviceRows:
+        """See ``Executor.execute_rows``; the kernels run behind the step, and it has one wait."""
+        if self.rows is None:
+            return super().execute_rows(asks)
+        return self.rows.take(asks, self._execute(with_logits=False, asks=asks))
+
+    def _execute(self, with_logits: bool, asks: Sequence[RowAsk] = ()) -> StepOutput:
         prepared = self._prepared()
         self._end_chain()
         start = time.perf_counter()
         host, size = self._host_step(0), prepared.size
-        output = self._logits if want == "logits" else host.ids
+        output = self._logits if with_logits else host.ids
         try:
             step = self._run(prepared, host)
-            source = self.logits_address if want == "logits" else step.at[TOKEN_IDS.name]
-            output.fetch(source, size.num_logit_rows)
+            output.fetch(self.logits_address if with_logits else step.at[TOKEN_IDS.name], size.num_logit_rows)
+            if self.rows is not None and asks:
+                self.rows.put(asks, self.logits_address)
             self._features.copy_out(size, step.at.get(self._features.output or "", 0))
             self.driver.synchronize()
         except Exception as error:  # onnxruntime raises its own types, bare Exceptions in part
@@ -347,9 +363,31 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
             self._steps.pop((size, False), None)
             self._make_room(self._lay_out(size))
 
-    def move_row(self, source: int, destination: int, kv_len: int) -> None:  # noqa: ARG002
+    def move_row(self, source: int, destination: int, kv_len: int) -> None:
         """Give row ``destination`` the entries of row ``source`` by exchanging their blocks; nothing is copied."""
-        self._row_blocks[[source, destination]] = self._row_blocks[[destination, source]]
+        self.swap_rows(source, destination, (kv_len, 0))
+
+    copies_rows = True
+
+    def copy_row(self, source: int, destination: int, kv_len: int, floor: int = 0) -> None:  # noqa: ARG002
+        """See ``Executor.copy_row``. The blocks of a row lie one behind the other."""
+        for cache in self._caches:
+            num_bytes = int(np.prod(cache.shape[1:])) * np.dtype(cache.dtype).itemsize
+            begin, end = (
+                self._arena + cache.offset + int(self._row_blocks[row, 0]) * num_bytes for row in (source, destination)
+            )
+            width = kv_len * num_bytes // BLOCK_ENTRIES
+            self.driver.copy_rows(end, begin, width, 1, width)
+
+    def swap_rows(
+        self,
+        one: int,
+        other: int,
+        kv_lens: tuple[int, int],  # noqa: ARG002
+        floors: tuple[int, int] = (0, 0),  # noqa: ARG002
+    ) -> None:
+        """See ``Executor.swap_rows``: the rows exchange their blocks, and nothing is copied."""
+        self._row_blocks[[one, other]] = self._row_blocks[[other, one]]
 
     def clear_row(self, row: int) -> None:
         """Nothing: attention reads no entry beyond a row's length."""
@@ -451,7 +489,6 @@ def _round_shapes(request: EngineRequest) -> list[StepShape]:
         steps = head_steps(
             request.lookahead,
             num_draft_heads=head.num_draft_heads,
-            block_size=head.block_size,
             has_mask=head.mask_token_id is not None,
         )
         sizes = [(width, steps.logits, 1 if steps.fresh else rows) for width in steps.widths]
@@ -467,6 +504,7 @@ BACKEND = EngineBackend(
     open_ort_cuda_executor,
     on_gpu=True,
     has_gates=True,
+    copies_rows=True,
     modules=("onnxruntime", "cuda"),
     provider="CUDAExecutionProvider",
 )

@@ -12,7 +12,7 @@ An idle row names one token of another row: attention needs something to compute
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -29,7 +29,11 @@ from specexport_runtime.executors.base import (
     StepOutput,
     Want,
 )
+from specexport_runtime.executors.row_kernels import NOTHING, RowAsk
 from specexport_runtime.packing.kv import KvArena, PaddedKvArena, StateArena
+
+if TYPE_CHECKING:
+    from specexport_runtime.executors.device_rows import DeviceRows
 
 
 class RowWork(NamedTuple):
@@ -45,6 +49,7 @@ class RowWork(NamedTuple):
     # The step may let tokens into a state, all but ``drafts``. False where some layers are off: nothing may, for the
     # states of those layers would lack it, and the states of the others would have been given other inputs.
     settles: bool = True
+    asks: Sequence[RowAsk] = ()  # of its rows of logits, in order; those without are asked nothing
 
 
 IDLE = RowWork((), 0)
@@ -152,6 +157,13 @@ class ModelRunner:
     def go_on(self, row: int, count: int) -> None:
         """Go on in an empty row behind ``count`` tokens of the text in its memory, :meth:`least_len` or more."""
         self.kv.restore(row, count, self._state_lens[row])
+
+    def step_rows(self, first_row: int, work: Sequence[RowWork]) -> "DeviceRows":
+        """As :meth:`step`, with logits that stay on the device: needs ``Executor.keeps_rows``."""
+        asks = [NOTHING] * len(self._pack(first_row, work).logit_rows)
+        for start, row in zip(self.logit_starts, work, strict=True):
+            asks[start : start + len(row.asks)] = row.asks
+        return self.executor.execute_rows(asks)
 
     def step(self, first_row: int, work: Sequence[RowWork], want: Want = "logits") -> StepOutput:
         """Run one packed step of consecutive rows, with at least one token and one logit row in all.

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
-    from specexport_runtime.sampling.distribution import Distribution
+    from specexport_runtime.sampling.distribution import Law
 
 DraftEnd = Literal["lookahead", "exit", "text", "none"]
 """Why a draft ended: K was reached, the drafter was not sure any more, nothing more to copy, or no draft at all."""
@@ -17,7 +17,7 @@ class Proposal(NamedTuple):
 
     tokens: list[int]  # in order; empty for plain decoding
     # What each token was drawn from. None, for all or for one: one-hot (greedy, copied text, forced by a grammar).
-    distributions: "list[Distribution | None] | None" = None
+    distributions: "list[Law | None] | None" = None
     end: DraftEnd = "lookahead"
     drafter: str = ""  # its name in the draft plan; empty: none was asked, or none found anything
     match_length: int = 0  # of a copied draft, tokens before it that matched; 0 for drafts of models

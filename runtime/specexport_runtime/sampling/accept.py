@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from specexport_runtime.errors import CheckFailedError
-from specexport_runtime.sampling.distribution import Distribution, Float64Array, Int64Array, sample_token
+from specexport_runtime.sampling.device import DeviceLaw, DeviceMasses, on_host
+from specexport_runtime.sampling.distribution import Distribution, Drawable, Float64Array, Int64Array, Law, sample_token
 from specexport_runtime.sampling.rng import Draws
 
 _FEW = 4096  # supports up to here are aligned by binary search
@@ -34,9 +35,9 @@ def accept_greedy(drafted: Sequence[int], target_tokens: Sequence[int]) -> Verdi
 
 def accept_sampled(
     drafted: Sequence[int],  # K draft tokens
-    draft_distributions: Sequence[Distribution | None] | None,  # p of each; None, for all or one: one-hot, p(x) = 1
+    draft_distributions: Sequence[Law | None] | None,  # p of each; None, for all or one: one-hot, p(x) = 1
     # q of new position j, 0 <= j <= K. Called in order, and not for positions after the first rejection.
-    target_distribution: Callable[[int], Distribution],
+    target_distribution: Callable[[int], Law],
     draws: Callable[[int], Draws],  # the uniforms of new position j
 ) -> Verdict:
     """Accept draft token x with probability min(1, q(x)/p(x)); at the first rejection draw from max(0, q - p).
@@ -56,7 +57,7 @@ def accept_sampled(
     return Verdict(last, sample_token(target_distribution(last), draws(last).resample), is_bonus=True)
 
 
-def draft_probability(draft: Distribution | None, token: int, place: int) -> float:
+def draft_probability(draft: Law | None, token: int, place: int) -> float:
     """Probability p of a draft token; 1 without a distribution. CheckFailedError: it is not above 0."""
     if draft is None:
         return 1.0
@@ -70,12 +71,18 @@ def draft_probability(draft: Distribution | None, token: int, place: int) -> flo
     return probability
 
 
-def surplus(target: Distribution, draft: Distribution | None, token: int, weight: float = 1.0) -> Float64Array:
+def surplus(target: Law, draft: Law | None, token: int, weight: float = 1.0) -> Float64Array | DeviceMasses:
     """The masses max(0, w q - p), on the target's support, for a ``weight`` w in (0, 1].
 
     Either distribution may be dense or sparse; ids that only one has are probability 0 in the other. A ``draft`` of
-    None is one-hot at ``token``.
+    None is one-hot at ``token``. If both lie on a device, the masses do too.
     """
+    if isinstance(target, DeviceLaw) and (draft is None or isinstance(draft, DeviceLaw)):
+        return target.surplus(draft, token, weight)
+    return _host_surplus(on_host(target), None if draft is None else on_host(draft), token, weight)
+
+
+def _host_surplus(target: Distribution, draft: Distribution | None, token: int, weight: float) -> Float64Array:
     masses = target.probs * weight
     if draft is None:
         if target.token_ids is None:
@@ -97,7 +104,7 @@ def surplus(target: Distribution, draft: Distribution | None, token: int, weight
     return masses
 
 
-def normalised(target: Distribution, masses: Float64Array) -> Distribution:
+def normalised(target: Law, masses: Float64Array | DeviceMasses) -> Drawable:
     """The distribution proportional to ``masses``, in the target's form (dense or sparse).
 
     Without any mass it is the target's own: that needs q = p, where nothing can be rejected, so it only happens when q
@@ -106,8 +113,10 @@ def normalised(target: Distribution, masses: Float64Array) -> Distribution:
     total = float(masses.sum())
     if total <= 0.0:
         return target
+    if isinstance(masses, DeviceMasses):
+        return masses
     masses /= total
-    return Distribution(target.token_ids, masses)
+    return Distribution(on_host(target).token_ids, masses)
 
 
 def _probabilities(distribution: Distribution, ids: Int64Array) -> Float64Array:

@@ -13,7 +13,7 @@ from specexport_runtime.sampling.accept import (
     normalised,
     surplus,
 )
-from specexport_runtime.sampling.distribution import Distribution, sample_token
+from specexport_runtime.sampling.distribution import Law, sample_token
 from specexport_runtime.sampling.rng import Draws
 
 
@@ -21,10 +21,10 @@ def accept_block(
     drafted: Sequence[
         int
     ],  # K tokens; K may depend on the tokens that are kept in it, and on nothing that was left out
-    draft_distributions: Sequence[Distribution | None] | None,
+    draft_distributions: Sequence[Law | None] | None,
     # As for ``accept_sampled``, but called behind tokens that are not kept in the end too; never behind one that the
     # target cannot give.
-    target_distribution: Callable[[int], Distribution],
+    target_distribution: Callable[[int], Law],
     # The uniforms of new position j. Tokens are kept or not by what comes behind them too, so that no later round may
     # look at any of these again (``RoundDraws``).
     draws: Callable[[int], Draws],
@@ -41,7 +41,7 @@ def accept_block(
         draft_probability(draft, token, j)
         for j, (token, draft) in enumerate(zip(drafted, draft_distributions, strict=True))
     ]
-    targets: list[Distribution] = []
+    targets: list[Law] = []
     chances = [1.0]
     for j, token in enumerate(drafted):
         targets.append(target_distribution(j))

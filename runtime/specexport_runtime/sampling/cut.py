@@ -23,6 +23,8 @@ class Cut(NamedTuple):
     low: float  # least number
     high: float  # largest number
     help: str  # one line for the command line
+    # How far below the peak the logits may lie that stay (0 or less), by number and temperature; None: not known.
+    reach: Callable[[float, float], float] | None = None
 
 
 def cut_field(cut: Cut) -> Any:

@@ -1,6 +1,6 @@
 """Token distributions, dense or sparse, and drawing from them."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,11 +13,37 @@ _BLOCK = 512  # entries per block sum; a draw scans the block sums and then one 
 _SMALL = 4096  # below this one running sum is cheaper than two
 
 
+class Drawable(Protocol):
+    """What a token can be drawn from, wherever it lies."""
+
+    def draw(self, u: float) -> int:
+        """See :func:`sample_token`."""
+        ...
+
+
+class Law(Drawable, Protocol):
+    """A distribution over token ids, wherever it lies."""
+
+    @property
+    def top(self) -> float:
+        """Probability of the likeliest token."""
+        ...
+
+    def probability(self, token: int) -> float:
+        """Probability of one token."""
+        ...
+
+
 class Distribution(NamedTuple):
     """A distribution over token ids: exactly the one that is drawn from and tested against."""
 
     token_ids: Int64Array | None  # [n], ascending ids of the support; None: dense, the id is the index
     probs: Float64Array  # [n], sums to 1
+
+    @property
+    def top(self) -> float:
+        """Probability of the likeliest token."""
+        return float(self.probs.max())
 
     def probability(self, token: int) -> float:
         """Probability of one token; 0 when the distribution does not hold it."""
@@ -28,17 +54,20 @@ class Distribution(NamedTuple):
             return 0.0
         return float(self.probs[index])
 
+    def draw(self, u: float) -> int:
+        """See :func:`sample_token`."""
+        index = _locate(self.probs, u) if len(self.probs) <= _SMALL else _locate_blocked(self.probs, u)
+        return index if self.token_ids is None else int(self.token_ids[index])
+
 
 def one_hot(token: int) -> Distribution:
     """The distribution that always gives ``token``."""
     return Distribution(np.array([token], dtype=np.int64), np.ones(1))
 
 
-def sample_token(distribution: Distribution, u: float) -> int:
+def sample_token(drawn_from: Drawable, u: float) -> int:
     """The token at ``u`` in [0, 1) of the inverse cumulative distribution, ids ascending, never of probability 0."""
-    probs = distribution.probs
-    index = _locate(probs, u) if len(probs) <= _SMALL else _locate_blocked(probs, u)
-    return index if distribution.token_ids is None else int(distribution.token_ids[index])
+    return drawn_from.draw(u)
 
 
 def _locate(probs: Float64Array, u: float) -> int:

@@ -83,6 +83,10 @@ class RoundDraws:
         self._seen = max(self._seen, place + 1)
         return self._stream.draws(self._start + place)
 
+    def peek(self, place: int) -> Draws:
+        """As calling it, for numbers that are perhaps not used: what is only peeked at counts as not looked at."""
+        return self._stream.draws(self._start + place)
+
     def end_round(self, count: int) -> None:
         """The next round begins, ``count`` tokens further on in the text."""
         self._start += self._seen if self._fresh else count

@@ -6,11 +6,15 @@ from contextlib import contextmanager
 import numpy as np
 
 from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.executors.device_rows import DeviceRow
+from specexport_runtime.executors.row_kernels import NOTHING, RowAsk, whole_row
+from specexport_runtime.sampling.device import row_ask, row_law
 from specexport_runtime.sampling.distribution import (
     Distribution,
     Float32Array,
     Float64Array,
     Int64Array,
+    Law,
     one_hot,
     sample_token,
 )
@@ -52,13 +56,30 @@ class Sampler:
     @property
     def is_plain_greedy(self) -> bool:
         """Greedy without penalties, bias or grammar: the argmax of the raw logits, so callers may batch it."""
-        return self.is_greedy and not self._adjuster.active and self.grammar is None
+        return self.is_greedy and self.is_plain
 
     def append(self, tokens: Sequence[int]) -> None:
         """Add committed output tokens to the history."""
         self._adjuster.append(tokens)
         if self.grammar is not None:
             self.grammar.consume(tokens)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether raw logits and the parameters say all: without penalties, bias or grammar."""
+        return not self._adjuster.active and self.grammar is None
+
+    def ask(self, uniform: float, width: int, token: int = -1, slot: int = -1) -> RowAsk:
+        """What to ask of a row of logits that stays on a device; see ``device.row_ask``."""
+        if not self.is_plain:
+            return whole_row(width)
+        return NOTHING if self.is_greedy else row_ask(self.params, min(width, self._vocab_size), uniform, token, slot)
+
+    def law(self, row: DeviceRow, drafted: Sequence[int] = ()) -> Law:
+        """As :meth:`distribution`, of a row that stays on a device and was asked by :meth:`ask`."""
+        if row.ask.temperature:
+            return row_law(row, self.params)
+        return self.distribution(row.fetch(), drafted)
 
     def distribution(self, logits: Float32Array, drafted: Sequence[int] = ()) -> Distribution:
         """The distribution of the token behind ``drafted``, from raw logits [V']; ids from V' on are left out.

@@ -38,7 +38,6 @@ def check_peak(peak: float, logits: Float32Array) -> None:
     )
 
 
-@np.errstate(over="ignore")  # a very low logit over a very low temperature is -inf, as it should be
 def truncated_softmax(logits: Float32Array, params: SamplingParams) -> Distribution:
     """Softmax at ``params.temperature`` (above 0), then cuts (min-p), top-k, top-p, each on what the one before left.
 
@@ -46,8 +45,18 @@ def truncated_softmax(logits: Float32Array, params: SamplingParams) -> Distribut
     """
     peak = float(logits.max())
     check_peak(peak, logits)
-    ids: Int64Array | None = None
-    values = logits
+    return cut_softmax(logits, params, peak)
+
+
+@np.errstate(over="ignore")  # a very low logit over a very low temperature is -inf, as it should be
+def cut_softmax(
+    values: Float32Array,
+    params: SamplingParams,
+    peak: float,  # the largest logit
+    ids: Int64Array | None = None,  # ascending, of ``values``; None: an id is the index
+    total: float | None = None,  # the mass of the whole row, exp((x - peak) / T), if only top-p cuts; None: ``values``'
+) -> Distribution:
+    """As :func:`truncated_softmax`, from logits that hold all that the cuts keep."""
     for name, cut in CUTS.items():
         number = getattr(params, name)
         if number != cut.off:
@@ -57,7 +66,7 @@ def truncated_softmax(logits: Float32Array, params: SamplingParams) -> Distribut
         kept = top_k_indices(values, params.top_k)
         ids, values = kept if ids is None else ids[kept], values[kept]
     if params.top_p < 1.0:
-        kept, probs = _top_p(values, params.top_p, params.temperature, peak)
+        kept, probs = _top_p(values, params.top_p, params.temperature, peak, total)
         ids = kept if ids is None else ids[kept]
     else:
         probs = _weights(values, params.temperature, peak)
@@ -80,18 +89,20 @@ def top_k_indices(values: Float32Array, k: int) -> Int64Array:
     return candidates[_largest(rows, k, np.partition(rows, len(rows) - k)[len(rows) - k])]
 
 
-def _top_p(values: Float32Array, top_p: float, temperature: float, peak: float) -> tuple[Int64Array, Float64Array]:
-    """The fewest largest values whose softmax mass is at least ``top_p`` in (0, 1), at least one.
+def _top_p(
+    values: Float32Array, top_p: float, temperature: float, peak: float, total: float | None = None
+) -> tuple[Int64Array, Float64Array]:
+    """The fewest largest values whose softmax mass is at least ``top_p`` in (0, 1) of ``total``, at least one.
 
     ``values`` [n] are logits, ``peak`` their largest. Gives ascending indices and unnormalised probabilities.
     """
     candidates, tail = None, 0.0
-    if len(values) > _TINY:
+    if len(values) > _TINY and total is None:
         candidates, tail = _candidates(values, top_p, temperature, peak)
     if candidates is not None:
         values = values[candidates]
     weights = _weights(values, temperature, peak)
-    goal = top_p * (float(weights.sum()) + tail)
+    goal = top_p * (float(weights.sum()) + tail if total is None else total)
     kept = _cut_in_band(values, weights, goal) if len(values) >= _LARGE else None
     if kept is None:
         kept = _cut_by_sorting(values, weights, goal)

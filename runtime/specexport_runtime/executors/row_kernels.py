@@ -1,0 +1,92 @@
+"""The kernels that draw from rows of logits on a GPU: their arguments, sizes and PTX, without what made it.
+
+The PTX is of ``specexport.kernels.sampling``, written by ``python -m specexport.kernels.sampling_ptx``; the driver
+compiles it for the GPU at hand.
+"""
+
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+BLOCK = 512
+"""Ids of a block."""
+PARTS = 1024
+"""Most blocks of a row."""
+BINS = 32
+"""Bins of a row's mass by log-probability below the peak, for top-p."""
+PER_BIN = 0.5
+"""Nats of a bin."""
+FEW = 128
+"""Candidates of a cut that come along with a step."""
+MANY = 4096
+"""Candidates that are kept on the device; of more, the whole row is fetched."""
+
+
+class RowAsk(NamedTuple):
+    """What is asked of a row of logits, float64 on the device; the last two stay on the host."""
+
+    temperature: float = 0.0  # 0: nothing is asked
+    width: int = 0  # ids that count; 0 for all
+    uniform: float = 0.0  # of the token that is drawn
+    token: int = -1  # whose probability is wanted too; -1 for none
+    least: float = -math.inf  # candidates lie no further below the peak, 0 or less; -inf where no cut says so
+    top_k: int = 0  # candidates hold as many of the largest logits; 0 for no such cut
+    top_p: float = 0.0  # candidates hold this much of the whole row's mass; 0 for no such cut
+    cuts: int = 0  # 1: candidates are wanted
+    slot: int = -1  # the row is kept there for later steps; -1: it is not
+    comes: bool = False  # the logits come to the host with the step
+
+
+def whole_row(width: int) -> RowAsk:
+    """The first ``width`` logits come to the host with the step."""
+    return RowAsk(width=width, comes=True)
+
+
+NOTHING = RowAsk()
+ASK = len(RowAsk._fields) - 2
+
+
+class RowFound(NamedTuple):
+    """What is found in a row, float64 on the device."""
+
+    peak: float  # its largest logit
+    total: float  # sum of exp((x - peak) / T); NaN if the row holds NaN or +inf, or no finite logit
+    drawn: float  # the token at the uniform
+    drawn_probability: float
+    token_probability: float  # of the asked one
+    candidates: float  # how many there are
+    least: float  # the smallest logit that may be one, before top-p
+    spare: float
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the row defines a distribution."""
+        return math.isfinite(self.total)
+
+
+UNKNOWN = RowFound(*[math.nan] * 8)
+"""Of a row that was not asked."""
+FOUND = len(RowFound._fields)
+SURPLUS_ASK = 12
+"""Numbers of a surplus: T, width, peak and total of q; the same of p; its weight; -1 or a one-hot p's token; a uniform;
+0."""
+
+CONSTANTS: dict[str, int | float] = {
+    "ASK": ASK, "FOUND": FOUND, "BINS": BINS, "PER_BIN": PER_BIN, "BLOCK": BLOCK, "PARTS": PARTS, "FEW": FEW,
+    "MANY": MANY,
+}  # fmt: skip
+"""Compile-time parameters of the kernels by name."""
+ARGUMENTS = {
+    "weigh": ("*fp32", "*fp64", "*fp32", "*fp64", "i32", "i32"),
+    "draw": ("*fp32", "*fp64", "*fp32", "*fp64", "*fp64", "*fp64", "i32", "i32"),
+    "spread": ("*fp32", "*fp64", "*fp64", "*fp64", "i32"),
+    "gather": ("*fp32", "*fp64", "*fp64", "*fp64", "*i32", "*fp32", "*i32", "*fp32", "i32"),
+    "weigh_surplus": ("*fp32", "*fp32", "*fp64", "*fp64"),
+    "draw_surplus": ("*fp32", "*fp32", "*fp64", "*fp64", "*fp64", "i32"),
+}
+"""Types of the kernels' arguments, in order."""
+
+
+def ptx_path(kernel: str) -> Path:
+    """Where the PTX of a kernel lies; its first line says ``// threads N, shared M``."""
+    return Path(__file__).with_name("ptx") / f"{kernel}.ptx"

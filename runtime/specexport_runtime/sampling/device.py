@@ -1,0 +1,108 @@
+"""Distributions of rows of logits that stay on a device (``executors.device_rows``): what a host asks for is fetched.
+
+Rows at a temperature, with no cut, stay where they are. A cut (min-p, top-k, top-p) leaves few tokens as a rule: these
+are fetched, and the host's own code cuts them, so that what is left is what it would leave of the whole row.
+"""
+
+import math
+from typing import cast
+
+from specexport_runtime.errors import SpecexportError
+from specexport_runtime.executors.device_rows import DeviceRow
+from specexport_runtime.executors.row_kernels import RowAsk, whole_row
+from specexport_runtime.sampling.distribution import Distribution, Law
+from specexport_runtime.sampling.params import CUTS, SamplingParams
+from specexport_runtime.sampling.truncation import cut_softmax, truncated_softmax
+
+
+def row_ask(params: SamplingParams, width: int, uniform: float, token: int = -1, slot: int = -1) -> RowAsk:
+    """What to ask of a row whose tokens below ``width`` are drawn by ``params``, which are not greedy.
+
+    ``slot`` is where a row is kept that no cut makes short.
+    """
+    least, has_cut = -math.inf, False
+    for name, cut in CUTS.items():
+        number = getattr(params, name)
+        if number != cut.off:
+            if cut.reach is None:
+                return whole_row(width)
+            least, has_cut = max(least, cut.reach(number, params.temperature)), True
+    top_k = params.top_k if params.top_k < width else 0
+    # With another cut before it, top-p is taken of what that leaves: all of it is needed.
+    top_p = params.top_p if params.top_p < 1.0 and not top_k and not has_cut else 0.0
+    has_cut = has_cut or top_k > 0 or params.top_p < 1.0
+    return RowAsk(
+        params.temperature, width, uniform, token, least, top_k, top_p, int(has_cut), slot=-1 if has_cut else slot
+    )
+
+
+def row_law(row: DeviceRow, params: SamplingParams) -> Law:
+    """The distribution of a row that was asked by :func:`row_ask` with ``params``; errors as ``truncated_softmax``."""
+    if row.found.is_whole:
+        if not row.ask.cuts:
+            return DeviceLaw(row, params)
+        candidates = row.candidates()
+        if candidates is not None:
+            ids, values = candidates
+            return cut_softmax(values, params, row.found.peak, ids, row.found.total if row.ask.top_p else None)
+    return _on_host(row, params)
+
+
+def _on_host(row: DeviceRow, params: SamplingParams) -> Distribution:
+    return truncated_softmax(row.fetch(), params)
+
+
+class DeviceLaw:
+    """The softmax of a row at a temperature; ``params`` are those that the row was asked with."""
+
+    def __init__(self, row: DeviceRow, params: SamplingParams) -> None:
+        self._row, self._params = row, params
+        self._drawn = int(row.found.drawn)
+
+    @property
+    def top(self) -> float:
+        """Probability of the likeliest token."""
+        return 1.0 / self._row.found.total
+
+    def probability(self, token: int) -> float:
+        """Probability of one token; that of another than was drawn or asked for fetches the row."""
+        if token == self._drawn:
+            return self._row.found.drawn_probability
+        if token == self._row.ask.token:
+            return self._row.found.token_probability
+        return self.on_host().probability(token)
+
+    def draw(self, u: float) -> int:
+        """The token at ``u``; at another than was asked for it fetches the row."""
+        return self._drawn if u == self._row.ask.uniform else self.on_host().draw(u)
+
+    def surplus(self, draft: "DeviceLaw | None", token: int, weight: float) -> "DeviceMasses":
+        """See ``accept.surplus``; of a ``draft`` that lies on the device too."""
+        total, drawn = self._row.surplus(None if draft is None else draft._row, token, weight)
+        return DeviceMasses(total, drawn, self._row.ask.uniform)
+
+    def on_host(self) -> Distribution:
+        """The same distribution; fetches the row."""
+        return _on_host(self._row, self._params)
+
+
+def on_host(law: Law) -> Distribution:
+    """A law as numbers on the host; one of a device fetches its row."""
+    return law if isinstance(law, Distribution) else cast("DeviceLaw", law).on_host()
+
+
+class DeviceMasses:
+    """Masses on the device, of which the sum and one draw are known."""
+
+    def __init__(self, total: float, drawn: int, uniform: float) -> None:
+        self._total, self._drawn, self._uniform = total, drawn, uniform
+
+    def sum(self) -> float:
+        """All of the mass."""
+        return self._total
+
+    def draw(self, u: float) -> int:
+        """The token at ``u``; SpecexportError for another than the row was asked with."""
+        if u != self._uniform:
+            raise SpecexportError("a residual was asked for with another uniform.")
+        return self._drawn

@@ -1,0 +1,244 @@
+"""Sampled rounds whose logits stay on the device give the host's texts, laws and errors; little leaves it."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from scipy.stats import chi2
+
+from specexport_runtime.errors import CheckFailedError, SpecexportError
+from specexport_runtime.executors.device_rows import RowSampler
+from specexport_runtime.executors.row_kernels import NOTHING
+from specexport_runtime.requests.records import DraftStage
+from specexport_runtime.requests.request import Request
+from specexport_runtime.sampling.accept import accept_sampled
+from specexport_runtime.sampling.block import RULES, accept_block
+from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sampling.rng import RandomStream, RoundDraws
+from specexport_runtime.sampling.sampler import Sampler
+from tests.support.loop import MAX_MODEL_LEN, VOCAB, make_decoder, make_draft, make_target, run
+from tests.support.trt_fakes import FakeGpu, make_entry, open_fake
+
+ROWS, LOOKAHEAD = 4, 4
+PARAMS = {
+    "plain": {"temperature": 1.0},
+    "cut": {"temperature": 0.7, "top_p": 0.9},
+    "everything": {"temperature": 0.7, "top_p": 0.9, "top_k": 12, "min_p": 0.03},
+}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bundle")
+    target = open_fake(folder, make_entry(LOOKAHEAD, ROWS), make_target(ROWS))[0]
+    draft = open_fake(folder, make_entry(LOOKAHEAD, ROWS, draft=True), make_draft("good", ROWS))[0]
+    return target, draft
+
+
+def texts(executors, params, seeds, rule="block", plan=("draft-model", LOOKAHEAD), **options):
+    requests = [
+        Request(
+            i, [1 + seed % 3, 5], params, vocab_size=VOCAB, max_model_len=MAX_MODEL_LEN, seed=seed,
+            draft_plan=(DraftStage(*plan),), acceptance=rule, **options,
+        )
+        for i, seed in enumerate(seeds)
+    ]  # fmt: skip
+    run(make_decoder(*executors, LOOKAHEAD), requests)
+    return requests
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("params", PARAMS)
+def test_texts_are_the_hosts_and_nothing_is_fetched(pair, params, rule):
+    given = SamplingParams(max_tokens=24, **PARAMS[params])
+    before = [executor.rows.counts.fetches for executor in pair]
+    found = texts(pair, given, range(40), rule)
+    expected = texts((make_target(ROWS), make_draft("good", ROWS)), given, range(40), rule)
+    for one, other in zip(found, expected, strict=True):
+        assert one.output == other.output
+        assert (one.stats.drafted, one.stats.accepted) == (other.stats.drafted, other.stats.accepted)
+    assert sum(req.stats.accepted for req in found) > 0
+    assert sum(req.stats.drafted - req.stats.accepted for req in found) > 0
+    assert [executor.rows.counts.fetches for executor in pair] == before
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("params", PARAMS)
+def test_texts_follow_the_targets_law(pair, params, rule):
+    """Chi-square of the second and the third token together, behind the first that most texts have."""
+    given = SamplingParams(max_tokens=3, **PARAMS[params])
+    found = [tuple(req.output) for req in texts(pair, given, range(0, 4500, 3), rule)]
+    model, sampler = make_target(), Sampler(given, [1, 5], VOCAB)
+
+    def law(*tokens):
+        probs = np.zeros(VOCAB)
+        made = sampler.distribution(model.logits_after([1, 5, *tokens]))
+        probs[slice(None) if made.token_ids is None else made.token_ids] = made.probs
+        return probs
+
+    expected = Counter()
+    for one, p in enumerate(law()):
+        for two, q in enumerate(law(one) if p else ()):
+            for three, r in enumerate(law(one, two) if q else ()):
+                expected[one, two, three] = p * q * r * len(found)
+    counts, statistic, rare, rare_seen, cells = Counter(found), 0.0, 0.0, 0, 0
+    for text, mean in expected.items():
+        if mean < 5:
+            rare, rare_seen = rare + mean, rare_seen + counts[text]
+        else:
+            statistic, cells = statistic + (counts[text] - mean) ** 2 / mean, cells + 1
+    if rare >= 5:
+        statistic, cells = statistic + (rare_seen - rare) ** 2 / rare, cells + 1
+    assert all(expected[text] > 0 for text in counts)
+    assert cells > 3
+    assert chi2.sf(statistic, cells - 1) > 1e-4
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"presence_penalty": 0.8}, {"logit_bias": {3: 2.0}}, {"logprobs": 2}, {"prompt_logprobs": 1},
+        {"temperature": 0.0, "frequency_penalty": 0.5}, {"temperature": 0.0, "logprobs": 1},
+    ],
+)  # fmt: skip
+def test_what_needs_whole_rows_gets_them_with_the_step(pair, changes):
+    given = SamplingParams(max_tokens=9, **{"temperature": 1.0} | changes)
+    waits = [executor.rows.counts.waits for executor in pair]
+    found = texts(pair, given, range(6))
+    expected = texts((make_target(ROWS), make_draft("good", ROWS)), given, range(6))
+    assert [req.output for req in found] == [req.output for req in expected]
+    assert [req.logprobs for req in found] == [req.logprobs for req in expected]
+    # The step that ends a prompt with log-probabilities comes whole, and the draft's rows are fetched.
+    if given.prompt_logprobs is None and (given.logprobs is None or given.temperature == 0):
+        assert [executor.rows.counts.waits for executor in pair] == waits
+
+
+def test_copies_are_tested_on_the_device(pair):
+    given = SamplingParams(max_tokens=30, temperature=0.3)
+    before = pair[0].rows.counts.fetches
+    found = texts((pair[0], None), given, range(12), plan=("lookup", 3))
+    expected = texts((make_target(ROWS), None), given, range(12), plan=("lookup", 3))
+    assert [req.output for req in found] == [req.output for req in expected]
+    assert sum(req.stats.drafted for req in found) > 20
+    assert pair[0].rows.counts.fetches == before
+
+
+def test_a_row_that_is_no_distribution_ends_its_request_with_the_hosts_words(pair, monkeypatch):
+    logits_after = type(make_target()).logits_after
+
+    def broken(self, ids, *rest):
+        row = logits_after(self, ids, *rest).copy()
+        if len(ids) > 6:
+            row[3] = np.nan
+        return row
+
+    monkeypatch.setattr(type(make_target()), "logits_after", broken)
+    for params in PARAMS.values():
+        given = SamplingParams(max_tokens=9, **params)
+        errors = []
+        for target in (pair[0], make_target(ROWS)):
+            with pytest.raises(
+                CheckFailedError, match=r"1 of 17 logits are NaN or \+inf \(first: token 3 is nan\)"
+            ) as caught:
+                texts((target, None), given, [1], plan=("lookup", 1))
+            errors.append(caught.value)
+        assert errors[0].message == errors[1].message
+
+
+# what leaves the device, at the size of a real vocabulary
+
+WIDE = 151_936
+
+
+class Device:
+    """The steps of one engine, as few rows of random logits."""
+
+    def __init__(self):
+        self.gpu = FakeGpu(1 << 26)
+        self.address = self.gpu.allocate(4 * 6 * WIDE, "logits")
+        self.logits = self.gpu.array(self.address, (6, WIDE), "float32")
+        self.sampler = RowSampler(self.gpu, WIDE, 1)
+
+    def step(self, rows, asks):
+        self.logits[: len(rows)] = rows
+        self.sampler.put(asks, self.address)
+        self.gpu.synchronize()
+        return self.sampler.take(asks, np.zeros(len(asks), np.int64))
+
+
+def likely_logits(rng, count):
+    """Rows about as certain as a language model: a few hundred tokens hold nine tenths, often far fewer."""
+    ranks = rng.permuted(np.tile(np.arange(1, WIDE + 1), (count, 1)), axis=1)
+    return (-rng.uniform(1.4, 2.2, (count, 1)) * np.log(ranks) + rng.normal(0, 0.3, (count, WIDE))).astype(np.float32)
+
+
+@pytest.mark.parametrize("params", [{}, {"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.05}, {"top_k": 20, "top_p": 0.8}])
+def test_few_bytes_and_one_wait_a_step(params):
+    """Rounds of K=4 as the loop makes them; at a rejection of a plain draft there is one wait more."""
+    rng, target, draft = np.random.default_rng(7), Device(), Device()
+    sampler = Sampler(SamplingParams(temperature=1.0, **params), [1], WIDE)
+    rounds = 4
+    for seed in range(rounds):
+        draws = RoundDraws(RandomStream(seed), fresh=True)
+        q = likely_logits(rng, LOOKAHEAD + 1)
+        tokens, laws = [], []
+        for j in range(LOOKAHEAD):
+            row = q[j] + rng.normal(0, 0.4, WIDE).astype(np.float32)
+            (asked,) = draft.step(row[None], [sampler.ask(draws.peek(j).draft, WIDE, slot=j)])
+            laws.append(sampler.law(asked))
+            tokens.append(laws[-1].draw(draws(j).draft))
+        asks = [sampler.ask(draws.peek(j).resample, WIDE, token) for j, token in enumerate([*tokens, -1])]
+        rows = target.step(q, asks)
+        target_laws = [sampler.law(row) for row in rows]
+        found = [rule(tokens, laws, target_laws.__getitem__, draws) for rule in (accept_block, accept_sampled)]
+        host = [sampler.distribution(row) for row in q]
+        on_host = [law if hasattr(law, "probs") else law.on_host() for law in laws] if not seed else laws
+        if not seed:
+            assert found == [rule(tokens, on_host, host.__getitem__, draws) for rule in (accept_block, accept_sampled)]
+            draft.sampler.counts.__init__()
+    left = target.sampler.counts.bytes + draft.sampler.counts.bytes
+    assert left / rounds <= 20_000
+    assert target.sampler.counts.fetches == draft.sampler.counts.fetches == 0
+    assert target.gpu.calls["synchronize"] - target.sampler.counts.waits == rounds
+
+
+def test_rows_that_are_gone_are_not_read():
+    device = Device()
+    rows = likely_logits(np.random.default_rng(1), 2)
+    sampler = Sampler(SamplingParams(temperature=1.0), [1], WIDE)
+    old, kept = device.step(rows, [sampler.ask(0.5, WIDE), sampler.ask(0.5, WIDE, slot=0)])
+    assert not old.found.token_probability
+    device.step(rows[:1], [NOTHING])
+    np.testing.assert_array_equal(kept.fetch(), rows[1])
+    with pytest.raises(SpecexportError, match="overwritten by a later step"):
+        old.fetch()
+    with pytest.raises(SpecexportError, match="another uniform"):
+        sampler.law(kept).surplus(None, 3, 1.0).draw(0.25)
+
+
+def test_memory_is_given_back_and_grows_with_the_steps():
+    device = Device()
+    sampler = Sampler(SamplingParams(temperature=1.0), [1], WIDE)
+    device.step(likely_logits(np.random.default_rng(1), 1), [sampler.ask(0.5, WIDE, slot=3)])
+    small = device.gpu.in_use
+    device.sampler._allocate(300)
+    assert device.gpu.in_use == small
+    device.sampler.close()
+    assert device.gpu.in_use == 1  # the logits
+
+
+def test_a_driver_that_refuses_the_kernels_leaves_sampling_to_the_host(tmp_path, caplog):
+    class Old(FakeGpu):
+        def load_kernel(self, ptx, name):
+            raise SpecexportError("cuModuleLoadData failed on the GPU: 222")
+
+    given = SamplingParams(max_tokens=9, temperature=1.0)
+    executor = open_fake(tmp_path, make_entry(LOOKAHEAD, ROWS), make_target(ROWS), Old())[0]
+    assert not executor.keeps_rows
+    assert "tokens are drawn on the host: cuModuleLoadData" in caplog.text
+    (found,), (expected,) = (
+        texts((each, None), given, [4], plan=("lookup", 2)) for each in (executor, make_target(ROWS))
+    )
+    assert found.output == expected.output
+    with pytest.raises(SpecexportError, match="do not stay on a device"):
+        executor.execute_rows([NOTHING])

@@ -1,0 +1,289 @@
+"""Tokens drawn on the device: the kernels against numpy and their times, and sampled texts against the host's."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from specexport_runtime.executors.base import Executor
+from specexport_runtime.executors.device_rows import DeviceRows, RowSampler
+from specexport_runtime.executors.gpu import GpuDriver
+from specexport_runtime.executors.row_kernels import RowAsk
+from specexport_runtime.sampling.accept import surplus
+from specexport_runtime.sampling.block import RULES
+from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sampling.rng import RandomStream, RoundDraws
+from specexport_runtime.sampling.sampler import Sampler
+from tools.gpu_check_lib.context import Context
+from tools.gpu_check_lib.rows import judge
+
+VOCAB, TINY_VOCAB = 151_936, 1_200
+LOOKAHEAD = 4
+HOST_US = {1: 200.0, 8: 400.0}
+"""Most microseconds of the host a round, waits left out, by sequences at a time."""
+BYTES = 20_000
+"""Most bytes to the host, a round and sequence."""
+LAWS: dict[str, dict[str, Any]] = {
+    "T=1": {"temperature": 1.0},
+    "T=0.7, top-p 0.9": {"temperature": 0.7, "top_p": 0.9},
+    "T=0.7, top-p 0.9, top-k 40, min-p 0.02": {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.02},
+}
+CASES = (*LAWS.values(), {"temperature": 0.1}, {"temperature": 5.0}, {"temperature": 1.0, "min_p": 0.05})
+
+
+class Steps:
+    """Logits of one engine's steps that are made up, on a driver, and what draws from them."""
+
+    def __init__(self, driver: GpuDriver, vocab: int, most: int) -> None:
+        self.driver, self.vocab = driver, vocab
+        self.address = driver.allocate(4 * most * vocab, "logits")
+        self._memory = driver.allocate_host(4 * most * vocab)
+        self._logits = self._memory.view(np.float32).reshape(most, vocab)
+        self.sampler = RowSampler(driver, vocab, 8)
+        self.waited = 0.0
+
+    def load(self, rows: Any) -> None:
+        """Put logits [R, V] on the device."""
+        self._logits[: len(rows)] = rows
+        self.driver.copy_in(self.address, int(self._memory.ctypes.data), 4 * len(rows) * self.vocab)
+        self.driver.synchronize()
+
+    def draw(self, asks: Sequence[RowAsk]) -> DeviceRows:
+        """What is found in the first rows."""
+        self.sampler.put(asks, self.address)
+        start = time.perf_counter()
+        self.driver.synchronize()
+        self.waited += time.perf_counter() - start
+        return self.sampler.take(asks, np.zeros(len(asks), np.int64))
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.sampler.close()
+        self.driver.free_host(self._memory)
+        self.driver.free(self.address)
+
+
+def make_logits(rng: np.random.Generator, count: int, vocab: int) -> Any:
+    """Rows about as certain as a language model's: float32 [``count``, ``vocab``]."""
+    ranks = rng.permuted(np.tile(np.arange(1, vocab + 1), (count, 1)), axis=1)
+    steepness = rng.uniform(1.4, 2.2, (count, 1))
+    return (-steepness * np.log(ranks) + rng.normal(0, 0.3, (count, vocab))).astype(np.float32)
+
+
+def check_sampled(context: Context) -> None:
+    """The kernels on made-up logits, then texts over a proof engine."""
+    from tools.gpu_check_lib.needs import require_device
+
+    is_played = require_device(context) == "cpu"
+    with context.part("draws: kernels"):
+        driver = open_driver(is_played)
+        vocab = TINY_VOCAB if context.tiny else VOCAB
+        steps = [Steps(driver, vocab, 8 * (LOOKAHEAD + 1)) for _ in range(2)]
+        check_draws(context, steps[0], steps[1])
+        time_rounds(context, steps[0], steps[1])
+        for each in steps:
+            each.close()
+        driver.close()
+    from tools.proof.checks import open_role
+
+    model = "tiny" if context.tiny else "small"
+    target, draft = (open_role(context, model, role, graphs=not is_played) for role in ("target", "draft"))
+    check_texts(context, "proof", target, draft)
+    draft.close()
+    target.close()
+
+
+def check_backend(context: Context, backend: str = "ort-cuda") -> None:
+    """Sampled texts of a backend's engines."""
+    context.require_backend(backend)
+    from tools.gpu_check_lib.bundles import get_bundle, open_executor
+
+    bundle = get_bundle(context, "tiny" if context.tiny else "small", backend)
+    target = open_executor(bundle, "target", graphs=True, num_rows=8)
+    # Half of it drafts: the bundle has no draft model of its own.
+    draft = open_executor(bundle, "target", graphs=True, num_rows=8)
+    check_texts(context, backend, target, draft)
+    draft.close()
+    target.close()
+
+
+def open_driver(is_played: bool) -> Any:
+    """The GPU's driver, or one that a CPU plays."""
+    if is_played:
+        from tools.proof.devices import HostGpu
+
+        return HostGpu()
+    from specexport_runtime.executors.cuda_driver import CudaDriver
+
+    return CudaDriver()
+
+
+def check_draws(context: Context, target: Steps, draft: Steps) -> None:
+    """Draws, probabilities, cuts and residuals against numpy, row by row."""
+    rng, vocab, count = np.random.default_rng(3), target.vocab, LOOKAHEAD + 1
+    draws = wrong = masses = 0
+    worst = 0.0
+    for given in CASES[:3] if context.tiny else CASES:
+        sampler = Sampler(SamplingParams(**given), [1], vocab)
+        q = make_logits(rng, count, vocab)
+        p = q + rng.normal(0, 0.4, q.shape).astype(np.float32)
+        q[1, :500], q[2, 5:9] = -np.inf, q[2].max()
+        uniforms, tokens = rng.random(count).tolist(), rng.integers(0, vocab, count).tolist()
+        target.load(q)
+        draft.load(p)
+        kept = draft.draw([sampler.ask(u, vocab, slot=i) for i, u in enumerate(uniforms)])
+        asked = target.draw([sampler.ask(u, vocab, t) for u, t in zip(uniforms, tokens, strict=True)])
+        for i in range(count):
+            law, host, other = sampler.law(asked[i]), sampler.distribution(q[i]), sampler.distribution(p[i])
+            drawn = law.draw(uniforms[i])
+            draws, wrong = draws + 1, wrong + (drawn != host.draw(uniforms[i]))
+            for token in (drawn, tokens[i]):
+                right = host.probability(token)
+                worst = max(worst, abs(law.probability(token) - right) / max(right, 1e-300))
+            for weight, one_hot in ((1.0, False), (0.4, False), (1.0, True)):
+                found = surplus(law, None if one_hot else sampler.law(kept[i]), drawn, weight)
+                right = surplus(host, None if one_hot else other, drawn, weight)
+                worst = max(worst, abs(float(found.sum()) - float(right.sum())) / max(float(right.sum()), 1e-12))
+                masses += 1
+    context.recorder.row(
+        f"draws: kernels against numpy, V={vocab}",
+        f"{draws - wrong} of {draws} tokens equal; probabilities and {masses} residuals off by up to {worst:.1e}",
+        target="all, at most 1e-9", verdict=judge(worst if not wrong else 1.0, at_most=1e-9), wrong=wrong, worst=worst,
+    )  # fmt: skip
+
+
+def time_rounds(context: Context, target: Steps, draft: Steps) -> None:
+    """Steps of draws, and whole rounds of K draws, a test and what follows from it: the host's share, and bytes."""
+    rng, vocab = np.random.default_rng(4), target.vocab
+    for name, given in list(LAWS.items())[: 1 if context.tiny else None]:
+        sampler = Sampler(SamplingParams(**given), [1], vocab)
+        for rows in (1, LOOKAHEAD + 1, *(() if context.tiny else (8 * (LOOKAHEAD + 1),))):
+            target.load(make_logits(rng, min(rows, 5), vocab)[np.arange(rows) % 5])
+            asks = [sampler.ask(float(rng.random()), vocab, 3) for _ in range(rows)]
+            wall = median_us(context, lambda asks=asks: target.draw(asks))  # type: ignore[misc]
+            context.recorder.row(f"draws: {rows} rows, {name}", f"{wall:.0f} us, its wait included", us=wall)
+        for batch, most in list(HOST_US.items())[: 1 if context.tiny else None]:
+            round_of(context, name, sampler, (target, draft), batch, most)
+
+
+def round_of(
+    context: Context, name: str, sampler: Sampler, steps: tuple[Steps, Steps], batch: int, most: float
+) -> None:
+    """One row: rounds of ``batch`` sequences over logits that stay the same."""
+    target, draft = steps
+    rng, vocab, rounds = np.random.default_rng(5), target.vocab, 2 if context.tiny else 40
+    q = make_logits(rng, LOOKAHEAD + 1, vocab)
+    p = q + rng.normal(0, 0.4, q.shape).astype(np.float32)
+    target.load(q[np.arange(batch * (LOOKAHEAD + 1)) % (LOOKAHEAD + 1)])
+    draft.load(p[np.arange(batch) % (LOOKAHEAD + 1)])
+    streams = [RoundDraws(RandomStream(i), fresh=True) for i in range(batch)]
+    spent, waited = [], []
+    before = [(each.sampler.counts.bytes, each.sampler.counts.fetches) for each in steps]
+    for _ in range(rounds):
+        target.waited = draft.waited = 0.0
+        start, later = time.perf_counter(), [_timed_waits(each) for each in steps]
+        laws: list[list[Any]] = [[] for _ in streams]
+        tokens: list[list[int]] = [[] for _ in streams]
+        for j in range(LOOKAHEAD):
+            asks = [sampler.ask(s.peek(j).draft, vocab, slot=j * 8 + i) for i, s in enumerate(streams)]
+            for i, row in enumerate(draft.draw(asks)):
+                laws[i].append(sampler.law(row))
+                tokens[i].append(laws[i][-1].draw(streams[i](j).draft))
+        asks = [
+            sampler.ask(s.peek(j).resample, vocab, token)
+            for i, s in enumerate(streams)
+            for j, token in enumerate([*tokens[i], -1])
+        ]
+        rows = target.draw(asks)
+        for i, stream in enumerate(streams):
+            own = rows[i * (LOOKAHEAD + 1) :][: LOOKAHEAD + 1]
+            RULES["block"](tokens[i], laws[i], lambda j, own=own: sampler.law(own[j]), stream)  # type: ignore[misc]
+            stream.end_round(1)
+        total = time.perf_counter() - start
+        waited.append(target.waited + draft.waited + sum(each() for each in later))
+        spent.append(1e6 * (total - waited[-1]))
+    moved = [each.sampler.counts.bytes - old for each, (old, _) in zip(steps, before, strict=True)]
+    fetched = sum(each.sampler.counts.fetches - old for each, (_, old) in zip(steps, before, strict=True))
+    size, host = sum(moved) / rounds / batch, float(np.median(spent))
+    what = f"draws: a round of K={LOOKAHEAD}, {name}, batch {batch}"
+    context.recorder.row(
+        what, f"{host:.0f} us of the host beside {1e6 * float(np.median(waited)):.0f} us of waits",
+        target=f"at most {most:.0f} us", verdict=context.judge_time(host, at_most=most), host_us=host,
+    )  # fmt: skip
+    context.recorder.row(
+        f"{what}: to the host", f"{size:.0f} bytes a sequence; {fetched} rows fetched in {rounds} rounds",
+        target=f"at most {BYTES}", verdict="info" if context.tiny else judge(size, at_most=BYTES), bytes=size,
+        fetches=fetched,
+    )  # fmt: skip
+
+
+def _timed_waits(steps: Steps) -> Callable[[], float]:
+    """Count the seconds of waits that a sampler makes by itself from here on; ends when it is called."""
+    seconds, inner = [0.0], steps.driver.synchronize
+
+    def wait() -> None:
+        start = time.perf_counter()
+        inner()
+        seconds[0] += time.perf_counter() - start
+        steps.sampler.counts.waits += 1
+
+    steps.sampler.wait = wait  # type: ignore[method-assign]
+
+    def end() -> float:
+        del steps.sampler.wait
+        return seconds[0]
+
+    return end
+
+
+def median_us(context: Context, call: Callable[[], object]) -> float:
+    """Microseconds of a call."""
+    times = []
+    for _ in range(3 if context.tiny else 50):
+        start = time.perf_counter()
+        call()
+        times.append(1e6 * (time.perf_counter() - start))
+    return float(np.median(times))
+
+
+def check_texts(context: Context, what: str, target: Executor, draft: Executor) -> None:
+    """Texts with seeds, drawn on the device and on the host, and what a round costs each way."""
+    from tools.gpu_check_lib.forced import decode
+    from tools.gpu_check_lib.steps import random_tokens
+
+    count = 4 if context.tiny else 48
+    batches = (2,) if context.tiny else (1, min(8, target.num_rows))
+    for name, given in list(LAWS.items())[: 1 if context.tiny else None]:
+        for batch in batches:
+            with context.part(f"{what}: sampled, {name}, batch {batch}"):
+                prompts = random_tokens(target.vocab_size, batch, 12, seed=6)
+                before = _counts(target, draft)
+                on_device = decode(target, prompts, count, draft=draft, lookahead=LOOKAHEAD, rate=None, sampling=given)
+                moved, fetched = (new - old for new, old in zip(_counts(target, draft), before, strict=True))
+                for each in (target, draft):
+                    each.keeps_rows = False
+                on_host = decode(target, prompts, count, draft=draft, lookahead=LOOKAHEAD, rate=None, sampling=given)
+                for each in (target, draft):
+                    each.keeps_rows = True
+                equal = sum(
+                    one == other
+                    for texts in zip(on_device.outputs, on_host.outputs, strict=True)
+                    for one, other in zip(*texts, strict=True)
+                )
+                total, rounds = batch * count, max(on_device.rounds, 1)
+                ms = [1e3 * found.seconds / max(found.rounds, 1) for found in (on_device, on_host)]
+                context.recorder.row(
+                    f"{what}: sampled, {name}, batch {batch}, K={LOOKAHEAD}",
+                    f"{equal} of {total} tokens as drawn on the host; {on_device.host_us:.0f} us of the host a round "
+                    f"(on the host {on_host.host_us:.0f}); round {ms[0]:.2f} ms (on the host {ms[1]:.2f}); "
+                    f"{moved / rounds / batch:.0f} bytes a sequence and round, {fetched} rows fetched; acceptance "
+                    f"{on_device.acceptance or 0:.2f}",
+                    target="all equal", verdict="ok" if equal == total else "missed", equal=equal, total=total,
+                    host_us=on_device.host_us, host_us_before=on_host.host_us, ms=ms,
+                )  # fmt: skip
+
+
+def _counts(*executors: Any) -> tuple[int, int]:
+    found = [executor.rows.counts for executor in executors]
+    return sum(each.bytes for each in found), sum(each.fetches for each in found)
