@@ -613,6 +613,17 @@ def check_engine(
             assert ids[place * new : (place + 1) * new].tolist() == got.argmax(axis=1).tolist()
             done[text] += new
             runner.kv.commit(place, done[text])
+    found, tokens = [], [5, 6, 7]
+    for _ in range(4):
+        found.append(runner.step(0, [RowWork([token], 1) for token in tokens], want="token_ids").tolist())
+        tokens = found[-1]
+        for place in range(3):
+            runner.kv.commit(place, runner.kv.kv_len(place) + 1)
+    for place, text in enumerate(order):
+        runner.kv.commit(place, done[text])
+    chained = runner.chain(0, [RowWork([token], 1) for token in (5, 6, 7)], 4)
+    assert [ids.tolist() for ids in chained] == found, "steps that follow each other on the device"
+    executor.close()
 
 
 @pytest.mark.parametrize(("name", "dtype"), ENGINES)
