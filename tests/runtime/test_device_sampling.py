@@ -16,6 +16,7 @@ from specexport_runtime.sampling.block import RULES, accept_block
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.rng import RandomStream, RoundDraws
 from specexport_runtime.sampling.sampler import Sampler
+from tests.runtime.test_draft_chain import open_cuda
 from tests.support.loop import MAX_MODEL_LEN, VOCAB, make_decoder, make_draft, make_target, run
 from tests.support.trt_fakes import FakeGpu, make_entry, open_fake
 
@@ -60,6 +61,24 @@ def test_texts_are_the_hosts_and_nothing_is_fetched(pair, params, rule):
     assert sum(req.stats.accepted for req in found) > 0
     assert sum(req.stats.drafted - req.stats.accepted for req in found) > 0
     assert [executor.rows.counts.fetches for executor in pair] == before
+
+
+@pytest.mark.parametrize("params", PARAMS)
+def test_texts_of_ort_cuda_are_the_hosts(params, tmp_path, monkeypatch):
+    """With one wait a step, and one for each residual of rows that lie on the device."""
+    opened = [open_cuda(tmp_path, monkeypatch, model) for model in (make_target(ROWS), make_draft("good", ROWS))]
+    given = SamplingParams(max_tokens=16, **PARAMS[params])
+    found = texts([each.executor for each in opened], given, range(10))
+    expected = texts((make_target(ROWS), make_draft("good", ROWS)), given, range(10))
+    assert [req.output for req in found] == [req.output for req in expected]
+    before = [(each.waits() - each.executor.rows.counts.waits, each.launches()) for each in opened]
+    texts([each.executor for each in opened], given, range(10))  # all memory is there
+    for each, (waits, launches) in zip(opened, before, strict=True):
+        counts = each.executor.rows.counts
+        assert counts.steps > 10
+        assert counts.fetches == 0
+        assert each.waits() - counts.waits - waits == each.launches() - launches
+        each.executor.close()
 
 
 @pytest.mark.parametrize("rule", RULES)

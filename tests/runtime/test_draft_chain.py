@@ -87,7 +87,7 @@ class Counted(NamedTuple):
 def decode(executor: Any, params: Callable[[int], SamplingParams], **options: Any) -> Counted:
     """Texts and drafts, with the steps of the draft model, all and of chains."""
     steps = []
-    for name in ("execute", "enqueue"):
+    for name in ("execute", "execute_rows", "enqueue"):
         inner = getattr(executor, name)
         setattr(executor, name, lambda *a, _inner=inner, _name=name, **o: (steps.append(_name), _inner(*a, **o))[1])
     sequences = [make_sequence(i, prompt, params(i), seed=i, **options) for i, prompt in enumerate(PROMPTS)]

@@ -1,7 +1,8 @@
 """Section 5: recorded CUDA graphs against one kernel at a time, and what the host costs."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from specexport_runtime.packing.batch import ModelRunner, RowWork
 from tools.gpu_check_lib.context import Context
 
 HOST_US_TARGET = 100.0
+LOOKAHEAD = 4
 PAST = 256
 LONG_PASTS = (2048, 8192)
 """Entries behind which one sequence alone is timed too."""
@@ -28,7 +30,9 @@ def compare_graphs(context: Context, backend: str) -> None:
     context.require_backend(backend)
     from tools.gpu_check_lib.bundles import get_bundle, open_executor
 
-    bundle = get_bundle(context, "tiny" if context.tiny else "small", backend)
+    tiny = get_bundle(context, "tiny", backend)  # it has a draft model
+    compare_chains(context, backend, lambda role: open_executor(context, tiny, role, graphs=True))
+    bundle = tiny if context.tiny else get_bundle(context, "small", backend)
     compare(context, backend, lambda graphs: open_executor(context, bundle, "target", graphs=graphs))
 
 
@@ -70,6 +74,65 @@ def compare(context: Context, backend: str, open_engine: Callable[[bool], Execut
             verdict=context.judge_time(measured.host_us, at_most=HOST_US_TARGET) if graphs else "info",
             host_us=measured.host_us,
         )
+
+
+def compare_chains(context: Context, backend: str, open_role: Callable[[str], Executor]) -> None:
+    """Greedy drafts whose steps follow each other on the device, and the same with a wait behind each step.
+
+    ``open_role`` opens the target or the draft of a pair, for four rows or more.
+    """
+    from tools.gpu_check_lib.forced import decode
+    from tools.gpu_check_lib.steps import random_tokens
+
+    target, draft = open_role("target"), open_role("draft")
+    if not draft.chains:
+        context.recorder.row(f"{backend}: drafts in a chain", "this engine has none", verdict="skipped")
+    for batch in (1, 4) if draft.chains else ():
+        with context.part(f"{backend}: drafts in a chain, batch {batch}"):
+            prompts, count = random_tokens(target.vocab_size, batch, 8 if context.tiny else 32, seed=5), 12
+            found = {}
+            for chains in (False, True):
+                draft.chains = chains
+                decode(target, prompts, count, draft=draft, lookahead=LOOKAHEAD, rate=None)  # records its graphs
+                count, spent = 12 if context.tiny else 100, time_calls(draft, ("enqueue", "collect"))
+                found[chains] = decode(target, prompts, count, draft=draft, lookahead=LOOKAHEAD, rate=None)
+            waits, chained = found[False], found[True]
+            same = (waits.outputs, waits.tested, waits.accepted) == (chained.outputs, chained.tested, chained.accepted)
+            context.recorder.row(
+                f"{backend}: texts and accepted drafts of chains, batch {batch}", "equal" if same else "differ",
+                target="equal", verdict="ok" if same else "missed", acceptance=chained.acceptance,
+            )  # fmt: skip
+            times = ", ".join(
+                f"{what} {each.seconds / each.rounds * 1e3:.3f} ms, {each.host_us:.0f} us of it outside the engines"
+                for what, each in (("chained", chained), ("a wait a step", waits))
+            )
+            context.recorder.row(f"{backend}: a speculative round, batch {batch}, K={LOOKAHEAD}", times,
+                                 host_us=chained.host_us, host_us_before=waits.host_us)  # fmt: skip
+            put, wait = (1e6 * float(np.median(spent[name])) for name in ("enqueue", "collect"))
+            context.recorder.row(
+                f"{backend}: a chain, batch {batch}, K={LOOKAHEAD}",
+                f"{put:.0f} us to put a step on the device, {wait:.0f} us to wait for all", put_us=put, wait_us=wait,
+            )  # fmt: skip
+    draft.close()
+    target.close()
+
+
+def time_calls(executor: Executor, names: Sequence[str]) -> dict[str, list[float]]:
+    """Seconds of each call of some of an executor's methods from here on, by name."""
+    spent: dict[str, list[float]] = {name: [] for name in names}
+
+    def timed(name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            start = time.perf_counter()
+            result = inner(*arguments, **options)
+            spent[name].append(time.perf_counter() - start)
+            return result
+
+        return call
+
+    for name in names:
+        setattr(executor, name, timed(name, getattr(executor, name)))
+    return spent
 
 
 def step_name(past: int, rows: int, new: int) -> str:

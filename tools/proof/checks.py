@@ -100,12 +100,13 @@ def report_texts(
 
 def check_graphs(context: Context) -> None:
     """The same steps from recorded graphs and one kernel at a time: their logits, and but for a dry run their times."""
-    from tools.gpu_check_lib.graphs import compare
+    from tools.gpu_check_lib.graphs import compare, compare_chains
     from tools.gpu_check_lib.steps import SCRIPT, compare_steps
 
     model, script = ("tiny", SCRIPT[1:3]) if context.tiny else ("small", SCRIPT)
     if not context.tiny:
         compare(context, "proof", lambda graphs: open_role(context, model, "target", graphs=graphs))
+        compare_chains(context, "proof", lambda role: open_role(context, model, role, graphs=True))
     eager, replayed = (open_role(context, model, "target", graphs=graphs) for graphs in (False, True))
     found = compare_steps(eager, replayed, script)
     worst = max(step.largest for step in found)

@@ -11,6 +11,9 @@ from specexport_runtime.executors.base import Int64Array
 from specexport_runtime.executors.features import BoundFeatures, EngineFeatures
 from specexport_runtime.executors.gpu import ALIGNMENT, ByteArray, GpuDriver
 
+ID_BYTES = 8
+"""Of a token id, in and out of an engine."""
+
 
 def aligned(num_bytes: int) -> int:
     """``num_bytes`` rounded up to ``ALIGNMENT``."""

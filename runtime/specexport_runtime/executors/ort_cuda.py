@@ -9,8 +9,8 @@ says which blocks each row of the step has. So the whole arena is bound once and
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,7 +44,7 @@ from specexport_runtime.executors.base import (
 from specexport_runtime.executors.device_rows import DeviceRows, open_sampler
 from specexport_runtime.executors.features import WithFeatures
 from specexport_runtime.executors.gpu import GpuDriver
-from specexport_runtime.executors.gpu_memory import GpuFeatures, HostOutput, lay_out
+from specexport_runtime.executors.gpu_memory import ID_BYTES, GpuFeatures, HostOutput, lay_out
 from specexport_runtime.executors.ort_cuda_graphs import SPLIT_BOUND, StepGraphs, say_graphs_are_off
 from specexport_runtime.executors.ort_cuda_memory import INPUTS, HostStep, StepLayout, StepMemory
 from specexport_runtime.executors.ort_cuda_session import compute_capability, import_onnxruntime, open_session
@@ -81,6 +81,14 @@ class _DeviceStep(NamedTuple):
     options: tuple[Any, Any]
     replayed: bool
     similarity: Float32Array
+
+
+class _Prepared(NamedTuple):
+    """A step as it was asked for."""
+
+    shape: StepShape
+    size: StepShape  # as the engine sees it
+    buffers: StepBuffers
 
 
 class OrtCudaExecutor(GatedByInputs, WithFeatures):
@@ -125,8 +133,8 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
         self.driver = driver
         self._session: Any = None
         self._steps: OrderedDict[tuple[StepShape, bool], _DeviceStep] = OrderedDict()
-        self._buffers: OrderedDict[StepShape, StepBuffers] = OrderedDict()
-        self._current: StepShape | None = None
+        self._buffers: OrderedDict[StepShape, _Prepared] = OrderedDict()
+        self._current: _Prepared | None = None
         self._last: _DeviceStep | None = None
         self._hosts: list[HostStep] = []
         self._chain: list[int] = []  # rows of logits of each step that was not collected
@@ -210,18 +218,18 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
             raise SpecexportError("backend ort-cuda has no padded-KV graphs.", "use `unpad_kv=True`.")
         if shape.first_row + shape.num_seqs > self.num_rows:
             raise SpecexportError(f"{shape} does not fit {self.num_rows} rows.")
-        buffers = self._buffers.get(shape)
-        if buffers is None:
+        prepared = self._buffers.get(shape)
+        if prepared is None:
             while len(self._buffers) >= _MAX_SHAPES:
                 self._buffers.popitem(last=False)
             arrays = {spec.name: np.zeros(shape.shape_of(spec), spec.dtype) for spec in STEP_INPUTS}
             features = np.zeros((shape.num_tokens, self.feature_size), np.float32) if self.reads_features else None
             buffers = StepBuffers(**arrays, token_features=features)
-            self._buffers[shape] = buffers
+            prepared = self._buffers[shape] = _Prepared(shape, self._size_of(shape), buffers)
         else:
             self._buffers.move_to_end(shape)
-        self._current = shape
-        return buffers
+        self._current = prepared
+        return prepared.buffers
 
     def execute(self, want: Want = "logits") -> StepOutput:
         """Run the prepared step: logits [R, V] float32, or each row's greedy token, int64 [R], -1 for a NaN."""
@@ -234,18 +242,20 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
         return self.rows.take(asks, self._execute(with_logits=False, asks=asks))
 
     def _execute(self, with_logits: bool, asks: Sequence[RowAsk] = ()) -> StepOutput:
-        shape = self._prepared()
+        prepared = self._prepared()
         self._end_chain()
         start = time.perf_counter()
-        host = self._host_step(0)
+        host, size = self._host_step(0), prepared.size
         output, name = (self._logits, LOGITS.name) if with_logits else (host.ids, TOKEN_IDS.name)
-        with self._named_errors():
-            step, size = self._run(shape, host)
+        try:
+            step = self._run(prepared, host)
             output.fetch(step.at[name], size.num_logit_rows)
             if self.rows is not None and asks:
                 self.rows.put(asks, self.logits_address)
             self._features.copy_out(size, step.at.get(self._features.output or "", 0))
             self.driver.synchronize()
+        except Exception as error:  # onnxruntime raises its own types, bare Exceptions in part
+            raise self._failed(error) from error
         self._bound = self._features.bound(slice(size.num_tokens), size.num_logit_rows)
         self.engine_seconds += time.perf_counter() - start
         self._similarity = step.similarity
@@ -253,27 +263,35 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
 
     def enqueue(self, *, fed: bool) -> None:
         """See ``Executor.enqueue``."""
-        shape = self._prepared()
+        prepared = self._prepared()
         if not fed:
             self._end_chain()
         start = time.perf_counter()
-        host, before = self._host_step(len(self._chain)), self._last if fed else None
-        with self._named_errors():
-            step, size = self._run(shape, host, before)
-            host.ids.fetch(step.at[TOKEN_IDS.name], size.num_logit_rows)
-        self._chain.append(size.num_logit_rows)
+        host, before, rows = (
+            self._host_step(len(self._chain)),
+            self._last if fed else None,
+            prepared.size.num_logit_rows,
+        )
+        try:
+            step = self._run(prepared, host, before)
+            host.ids.fetch(step.at[TOKEN_IDS.name], rows)
+        except Exception as error:  # as above
+            raise self._failed(error) from error
+        self._chain.append(rows)
         self.engine_seconds += time.perf_counter() - start
 
     def collect(self) -> list[Int64Array]:
         """See ``Executor.collect``."""
         start = time.perf_counter()
         rows, self._chain = self._chain, []
-        with self._named_errors():
+        try:
             self.driver.synchronize()
+        except Exception as error:  # as above
+            raise self._failed(error) from error
         self.engine_seconds += time.perf_counter() - start
         return [self._hosts[i].ids.array[:count] for i, count in enumerate(rows)]
 
-    def _prepared(self) -> StepShape:
+    def _prepared(self) -> _Prepared:
         if self._current is None:
             raise SpecexportError("execute() was called before prepare().")
         return self._current
@@ -290,33 +308,25 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
             self._resources.callback(self._hosts[i].close)
         return self._hosts[i]
 
-    @contextmanager
-    def _named_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except IncompatibleError:  # a GPU without memory has said so
-            raise
-        except Exception as error:  # onnxruntime raises its own types, bare Exceptions in part
-            message = f"ONNX Runtime failed on the GPU in {self._current}: {error}"
-            raise SpecexportError(message, _MEMORY_HINT) from error
+    def _failed(self, error: Exception) -> Exception:
+        """What to raise for an error in the prepared step."""
+        if isinstance(error, IncompatibleError):  # a GPU without memory has said so
+            return error
+        where = None if self._current is None else self._current.shape
+        return SpecexportError(f"ONNX Runtime failed on the GPU in {where}: {error}", _MEMORY_HINT)
 
     def _size_of(self, shape: StepShape) -> StepShape:
         """The step's size as the engine sees it, whatever rows it is on."""
         return (token_rows(shape) if self.splits_rows else None) or shape._replace(first_row=0)
 
-    def _run(
-        self, shape: StepShape, host: HostStep, before: _DeviceStep | None = None
-    ) -> tuple[_DeviceStep, StepShape]:
-        """Put the prepared step on the stream, fed with the ids of ``before``; what it is on the device, and its size.
-
-        One that was to be recorded and cannot be runs without a graph.
-        """
-        size = self._size_of(shape)
+    def _run(self, prepared: _Prepared, host: HostStep, before: _DeviceStep | None = None) -> _DeviceStep:
+        """Put a step on the stream, fed with the ids of ``before``; one that cannot be recorded runs eagerly."""
+        size = prepared.size
         step = self._device_step(size)
-        is_long = self._fill(step, size, shape, host)
+        is_long = self._fill(step, prepared, host)
         host.send(step.at[INPUTS], step.layout.sizes[INPUTS])
         if before is not None:
-            width = 8 * size.num_tokens
+            width = ID_BYTES * size.num_tokens
             self.driver.copy_rows(step.at[INPUTS] + step.layout.ids, before.at[TOKEN_IDS.name], width, 1, width)
         try:
             self._session.run_with_iobinding(step.binding, step.options[is_long])
@@ -324,14 +334,14 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
             if not self._graphs.give_up(size, is_long, error):
                 raise
             self._steps.clear()
-            return self._run(shape, host, before)
+            return self._run(prepared, host, before)
         self._graphs.note(size, is_long)
         self._last = step
-        return step, size
+        return step
 
-    def _fill(self, step: _DeviceStep, size: StepShape, shape: StepShape, host: HostStep) -> bool:
+    def _fill(self, step: _DeviceStep, prepared: _Prepared, host: HostStep) -> bool:
         """Gather the prepared arrays in pinned memory; returns whether the step is one for which entries are split."""
-        buffers = self._buffers[shape]
+        shape, size, buffers = prepared
         kv_lens, cu_new_tokens = buffers.kv_lens, buffers.cu_new_tokens
         blocks = self._row_blocks[shape.first_row : shape.first_row + shape.num_seqs]
         if size.max_new_tokens != shape.max_new_tokens:
@@ -397,7 +407,10 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
     def _lay_out(self, size: StepShape) -> StepLayout:
         table = [(BLOCK_TABLE.name, (size.num_seqs, self._row_blocks.shape[1]), "int32")] if self._paged else []
         inputs, num_bytes = lay_out([*((s.name, size.shape_of(s), s.dtype) for s in self._inputs), *table])
-        outputs = {LOGITS.name: 4 * size.num_logit_rows * self.vocab_size, TOKEN_IDS.name: 8 * size.num_logit_rows}
+        outputs = {
+            LOGITS.name: 4 * size.num_logit_rows * self.vocab_size,
+            TOKEN_IDS.name: ID_BYTES * size.num_logit_rows,
+        }
         if self._features.output is not None:
             outputs[self._features.output] = 4 * self._features.num_rows(size) * self.feature_size
         ids = next(tensor.offset for tensor in inputs if tensor.name == INPUT_IDS.name)

@@ -31,12 +31,12 @@ from specexport_runtime.executors.base import (
 from specexport_runtime.executors.device_rows import DeviceRows, open_sampler
 from specexport_runtime.executors.features import WithFeatures
 from specexport_runtime.executors.gpu import GpuDriver
-from specexport_runtime.executors.gpu_memory import HostBlock, HostOutput
+from specexport_runtime.executors.gpu_memory import ID_BYTES, HostBlock, HostOutput
 from specexport_runtime.executors.row_kernels import RowAsk
 from specexport_runtime.executors.trt_engine import EngineContext, load_engine
 from specexport_runtime.executors.trt_graphs import GraphKey
 from specexport_runtime.executors.trt_load import EngineLoader, TrtParts, load_parts
-from specexport_runtime.executors.trt_memory import copy_ids, lay_out_inputs
+from specexport_runtime.executors.trt_memory import lay_out_inputs
 from specexport_runtime.executors.trt_pack import Plan, Window, fill_step, place_step, plan_step, start_plan
 
 MAX_SHAPES = 256
@@ -67,6 +67,7 @@ class PlacedStep:
         self.ends = ends[window.shape.first_row :][: window.shape.num_seqs]
         # The engine's inputs in a block, and its bytes that are copied.
         self.tensors, self.num_bytes = lay_out_inputs(names, window.shape, feature_size)
+        self.ids_at = next((tensor.offset for tensor in self.tensors if tensor.name == INPUT_IDS.name), 0)
         self._views: dict[int, Mapping[str, npt.NDArray[Any]]] = {}
         self.plans: dict[bytes, Plan] = {}  # by counts of new tokens and logit rows
         self.buffers: StepBuffers | None = None  # of the step as it really is
@@ -199,7 +200,7 @@ class TrtExecutor(WithFeatures):
         self._gather(step, plan, buffers, block)
         rows = len(buffers.logit_rows)
         start = time.perf_counter()
-        self._run(step, block, plan.tokens if fed else None)
+        self._run(step, block, plan if fed else None)
         ids.fetch(self._parts.at.token_ids, rows)
         self.engine_seconds += time.perf_counter() - start
         self._chain.append((step, rows))
@@ -313,16 +314,16 @@ class TrtExecutor(WithFeatures):
             block.plan = plan
         fill_step(plan, buffers, arrays, step.ends, self._last_position)
 
-    def _run(self, step: PlacedStep, block: HostBlock, fed: Int64Array | None = None) -> None:
+    def _run(self, step: PlacedStep, block: HostBlock, fed: Plan | None = None) -> None:
         """Put one step on the stream: inputs, then the graph or the engine.
 
-        ``fed`` are the places of tokens whose ids are those that the step before gave.
+        The tokens of ``fed`` get the ids that the step before gave.
         """
         parts, shape = self._parts, step.window.shape
         parts.driver.copy_in(parts.at.inputs, block.address, step.num_bytes)
-        if fed is not None:
-            offset = next(tensor.offset for tensor in step.tensors if tensor.name == INPUT_IDS.name)
-            copy_ids(parts.driver, parts.at.token_ids, parts.at.inputs + offset, fed)
+        for first, slot, count in () if fed is None else fed.runs:
+            ids, width = parts.at.inputs + step.ids_at + ID_BYTES * slot, ID_BYTES * count
+            parts.driver.copy_rows(ids, parts.at.token_ids + ID_BYTES * first, width, 1, width)
         if step.window.fill == "ranged" or not self.graphs.launch(GraphKey(step.profile, shape.first_row)):
             self._bind(step).enqueue(parts.driver.stream)
 

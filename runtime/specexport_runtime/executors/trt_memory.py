@@ -22,12 +22,9 @@ from specexport_runtime.abi import (
 from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.bundle.profiles import Profile
 from specexport_runtime.errors import IncompatibleError
-from specexport_runtime.executors.base import Int64Array
 from specexport_runtime.executors.gpu import ALIGNMENT, MEMORY_HINT, ByteArray, GpuDriver, GpuInfo, gib
 from specexport_runtime.executors.gpu_memory import InputTensor, aligned, lay_out
 from specexport_runtime.executors.trt_pack import SPECS
-
-_ID_BYTES = 8  # of a token id, in and out of an engine
 
 
 class MemoryPlan(NamedTuple):
@@ -158,16 +155,6 @@ def lay_out_inputs(
     """Step inputs of one size, one behind the other, and the bytes of all; ``feature_size`` is E of a draft head."""
     specs = [with_feature_size(SPECS[name], feature_size) for name in names]
     return lay_out((spec.name, shape.shape_of(spec), spec.dtype) for spec in specs)
-
-
-def copy_ids(driver: GpuDriver, source: int, destination: int, places: Int64Array) -> None:
-    """Put copies within the device on the stream: the i-th of some ids to ``places[i]``, ascending, of others."""
-    ends = [*(np.flatnonzero(np.diff(places) != 1) + 1).tolist(), len(places)]
-    start = 0
-    for end in ends:  # what lies together is copied as one
-        width = _ID_BYTES * (end - start)
-        driver.copy_rows(destination + _ID_BYTES * int(places[start]), source + _ID_BYTES * start, width, 1, width)
-        start = end
 
 
 def feature_rows(entry: ModelEntry, profiles: Sequence[Profile]) -> int:

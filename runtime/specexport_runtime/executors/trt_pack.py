@@ -17,6 +17,7 @@ rows hold and not what they could hold. In a packed window dummies belong to no 
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -59,6 +60,7 @@ class Plan(NamedTuple):
     counts: npt.NDArray[np.int32]  # [B', 1]: new tokens in each row's length, with dummies unless tokens see later ones
     own: npt.NDArray[np.int32]  # [len(rows), 1]: new tokens of each of ``rows`` that are no dummies
     constants: dict[str, npt.NDArray[Any]]  # inputs that are the same in every step of this plan, by name
+    runs: tuple[tuple[int, int, int], ...]  # of ``tokens`` that lie together: the first, its slot, how many
 
 
 def place_step(shape: StepShape, profile: Profile, num_rows: int, *, packed: bool) -> Window:
@@ -95,7 +97,9 @@ def plan_step(
     kept = {name: array for name, array in index.items() if name in names}
     counted = real if sees_ahead else given
     seen, own = (array[:, None].astype(np.int32) for array in (counted, real[rows]))
-    return Plan(window, tokens, rows, rows - offset, seen, own, kept)
+    begins = [0, *(np.flatnonzero(np.diff(tokens) != 1) + 1).tolist(), len(tokens)] if len(tokens) else [0]
+    runs = tuple((i, int(tokens[i]), end - i) for i, end in pairwise(begins))
+    return Plan(window, tokens, rows, rows - offset, seen, own, kept, runs)
 
 
 def index_inputs(counts: Int64Array, shape: StepShape) -> dict[str, npt.NDArray[Any]]:
