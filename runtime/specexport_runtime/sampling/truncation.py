@@ -68,8 +68,8 @@ def cut_softmax(
     if params.top_p == 1.0:
         probs = _weights(values, params.temperature, peak)
     else:
-        cut = _top_p if len(values) > _TINY else _cut_few
-        kept, probs = cut(values, params, peak, total)
+        reach = _top_p if len(values) > _TINY else _cut_few
+        kept, probs = reach(values, params, peak, total)
         ids = kept if ids is None else ids[kept]
     probs *= 1.0 / probs.sum()
     return Distribution(ids, probs)
