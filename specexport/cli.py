@@ -24,7 +24,7 @@ COMMANDS = {
     "simulate": Mount(
         "specexport.simulate.command", "simulate", "Expected padding and speedup of a batch, without a model."
     ),
-    "doctor": Mount("specexport.doctor", "doctor", "Show what this machine can run, and why not."),
+    "doctor": Mount("specexport.doctor.command", "doctor", "Show what this machine can run, and why not."),
 }
 GONE = {"tune": "specexport bench BUNDLE… --lookahead K,… --contexts L,…"}
 """Commands of earlier releases, with what does their work now."""

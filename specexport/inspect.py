@@ -18,7 +18,6 @@ from specexport_runtime.abi import (
     ALIGNED_STEP_INPUTS,
     CACHE_BYTES,
     CACHE_INPUTS,
-    EXTENT_INPUTS,
     FEATURE_INPUTS,
     FEATURES,
     GATE_INPUTS,
@@ -80,13 +79,11 @@ def describe_json(manifest: Manifest) -> dict[str, Any]:
 
 def contract_of(entry: ModelEntry) -> list[TensorSpec]:
     """Rows of the graph contract that a model's engine has; ``{i}`` stands for each layer."""
-    optional = (*EXTENT_INPUTS, *GATE_INPUTS, *FEATURE_INPUTS, ADAPTER_IDS, STATE_STEPS)
+    optional = (*GATE_INPUTS, *FEATURE_INPUTS, ADAPTER_IDS, STATE_STEPS)
     known = dict.fromkeys((*STEP_INPUTS, *ALIGNED_STEP_INPUTS, *optional))
     backend = backend_of(entry.backend)
     gates, attention = entry.engine.gates, entry.attention
-    extra = (_GPU_OUTPUTS if backend is not None and backend.on_gpu else ()) + (
-        (SIMILARITY,) if gates.kinds and not gates.skipped_layers else ()
-    )
+    extra = (_GPU_OUTPUTS if backend is not None and backend.on_gpu else ()) + ((SIMILARITY,) if gates.kinds else ())
     caches = CACHE_INPUTS if attention.layers else ()  # heads over one feature have none
     outputs = OUTPUTS if attention.layers and not attention.target_layers else (LOGITS,)
     if entry.states:
@@ -216,11 +213,9 @@ def _describe_model(manifest: Manifest, role: str, entry: ModelEntry) -> Iterato
 
 
 def _self_drafting(gates: Gates) -> Iterator[str]:
-    """Which layers drafts leave out, or how many blocks of each kind they can."""
+    """How many blocks of each kind drafts can leave out."""
     counts = Counter(kind for kind in gates.kinds if kind)
-    if gates.skipped_layers:
-        yield f"  self-drafting: without layers {', '.join(map(str, gates.skipped_layers))}"
-    elif counts:
+    if counts:
         kinds = ", ".join(f"{count} {kind}" for kind, count in counts.items())
         yield f"  self-drafting: {counts.total()} blocks ({kinds}) can be skipped"
     elif gates.obstacle is not None:
@@ -277,8 +272,7 @@ def _describe_engines(entry: ModelEntry) -> Iterator[str]:
         yield "  profiles: " + ", ".join(profile.name for profile in limits.profiles)
     for engine in entry.engine.files:
         memory = "" if engine.memory_bytes is None else f", {_size(engine.memory_bytes)} of activations"
-        rest = "" if engine.base is None else f" (the rest is in {engine.base})"
-        yield f"  {engine.sm}: {engine.path}{rest}, {engine.builder} {engine.builder_version}{memory}"
+        yield f"  {engine.sm}: {engine.path}, {engine.builder} {engine.builder_version}{memory}"
         yield f"    {_attention(engine, len(entry.attention.layers))}"
 
 

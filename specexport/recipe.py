@@ -59,7 +59,7 @@ class BuildRecipe:
         backend: what runs the engines.
         dtype: dtype of weights, activations and KV caches, or ``"auto"``; ``"fp16"`` and the like get their long names.
             On ort-cpu of float weights alone: ``"auto"`` and ``"float32"`` keep every value, the others round it.
-        lookahead: K, the most draft tokens a round, 1 to 64.
+        lookahead: K, the most draft tokens a round, 1 to 64; None takes 8, and 4 for tensorrt-rtx.
         max_model_len: most tokens of one sequence, or ``"auto"``.
         revision: hub revision of the target.
         draft_revision: hub revision of the draft.
@@ -67,10 +67,11 @@ class BuildRecipe:
         trust_remote_code: let the hub's Python code run while loading.
         check: compare each engine's logits with eager transformers before the bundle is kept.
         sm: TensorRT: GPU architectures to build for, for example ``("89", "120")``; empty takes this machine's GPU.
-        lowering: TensorRT: the form of attention: ``"native-folded"``, ``"native"``, ``"plugin"`` or ``"auto"``.
+        lowering: tensorrt: ``"plugin"`` puts our attention kernels into the engine; ``"auto"`` takes TensorRT's own.
         max_num_seqs: most sequences at a time; None takes 8. Engines of TensorRT are built for it; elsewhere it is the
             default when the bundle is loaded.
-        max_num_tokens: most tokens of one step; None takes 512. As ``max_num_seqs``.
+        max_num_tokens: most tokens of one step; None takes 512, or what TensorRT's masks leave room for. As
+            ``max_num_seqs``.
         gpu_memory_gb: TensorRT: refuse engines and caches that a GPU of this memory (GB) cannot hold.
         quantize: weights of the target's linear layers: ``"int8"`` (ort-cpu), ``"int4"`` (TensorRT too), ``"keep"``
             (ort-cpu: those of a quantized checkpoint as they are) or ``"none"`` (float). None keeps them where that can
@@ -89,9 +90,7 @@ class BuildRecipe:
         lora: LoRA adapters of the target: name and folder of each; texts ``"NAME=FOLDER"`` are taken too.
         lora_mode: ``"merge"`` adds the one adapter to the weights, ``"choose"`` lets each request choose one of them or
             none (ort-cpu); ``"auto"`` merges one, and lets choose between several.
-        self_draft: let the target draft with some of its own layers.
-        self_draft_skip: TensorRT: the layers (from 0) that these drafts leave out; empty takes every third, but not the
-            last two.
+        self_draft: let the target draft with some of its own layers (ort-cpu, ort-cuda).
 
     Raises:
         RecipeError: a value is out of its range or of the wrong type.
@@ -104,7 +103,7 @@ class BuildRecipe:
     name: str = ""
     backend: str = DEFAULT_BACKEND
     dtype: str = "auto"
-    lookahead: int = 8
+    lookahead: int = None  # type: ignore[assignment]  # None until the recipe is made
     max_model_len: int | Auto = "auto"
     revision: str | None = None
     draft_revision: str | None = None
@@ -125,15 +124,15 @@ class BuildRecipe:
     kv_cache_dtype: str | None = None
     fuse: bool = True
     self_draft: bool = False
-    self_draft_skip: tuple[int, ...] = ()
     lora: tuple[tuple[str, str], ...] = ()
     lora_mode: str = "auto"
 
     def __post_init__(self) -> None:
         self._check_types()
+        if self.lookahead is None:
+            object.__setattr__(self, "lookahead", find_backend(self.backend).default_lookahead)
         self._check_revisions()
         object.__setattr__(self, "sm", normalize_architectures(self.sm))
-        object.__setattr__(self, "self_draft_skip", normalize_layers(self.self_draft_skip))
         object.__setattr__(self, "lora", normalize_adapters(self.lora))
         object.__setattr__(self, "dtype", canonical_dtype(self.dtype))
         object.__setattr__(self, "draft_vocab_size", None if self.draft_vocab_size == ALL else self.draft_vocab_size)
@@ -290,15 +289,6 @@ class BuildRecipe:
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
                 raise RecipeError(f"{name} is {value}, outside {low} to {high}.", f"give {name} in that range.")
-        if self.self_draft and self.lowering == "plugin":
-            raise RecipeError(
-                "self_draft is given, and with lowering 'plugin' no layer can be left out.",
-                "use lowering native-folded, or leave self_draft out.",
-            )
-        if self.self_draft_skip and not self.self_draft:
-            raise RecipeError(
-                "self_draft_skip is given and self_draft is not.", "give `--self-draft` too, or leave both out."
-            )
         if self.gpu_memory_gb is not None and self.gpu_memory_gb <= 0:
             raise RecipeError(f"gpu_memory_gb is {self.gpu_memory_gb}.", "give the GPU's memory in GB, for example 24.")
 
@@ -313,7 +303,8 @@ class BuildRecipe:
                 _require_type(key, getattr(self, key), str, "text")
         for key in ("trust_remote_code", "check", "quantize_lm_head", "fuse", "self_draft"):
             _require_type(key, getattr(self, key), bool, "true or false")
-        _require_type("lookahead", self.lookahead, int, "a whole number")
+        if self.lookahead is not None:
+            _require_type("lookahead", self.lookahead, int, "a whole number")
         for key in ("max_num_seqs", "max_num_tokens", "draft_layers", "draft_vocab_size"):
             words = (None, AUTO, ALL) if key == "draft_vocab_size" else (None,)
             if getattr(self, key) not in words:
@@ -342,7 +333,7 @@ class BuildRecipe:
     def settings(self) -> dict[str, Any]:
         """The recipe without the places it reads from and writes to: what belongs into hashes and manifests."""
         data = asdict(self)
-        data |= {"sm": list(self.sm), "self_draft_skip": list(self.self_draft_skip)}  # as they read back from JSON
+        data["sm"] = list(self.sm)  # as it reads back from JSON
         data["lora"] = [name for name, _ in self.lora]
         data["has_draft"] = self.draft is not None
         data["has_head"] = self.head is not None
@@ -544,19 +535,6 @@ def normalize_architectures(values: object) -> tuple[str, ...]:
             )
         found.append(match[1] + match[2])
     return tuple(dict.fromkeys(found))
-
-
-def normalize_layers(values: object) -> tuple[int, ...]:
-    """Numbers of layers (from 0), ascending and each once.
-
-    Raises:
-        RecipeError: a value is no number of a layer.
-    """
-    items: Iterable[Any] = values if isinstance(values, (list, tuple)) else [values]
-    for item in items:
-        if not isinstance(item, int) or isinstance(item, bool) or item < 0:
-            raise RecipeError(f"self_draft_skip has {item!r}.", "give numbers of layers, the first is 0.")
-    return tuple(sorted(set(items)))
 
 
 def normalize_adapters(values: object) -> tuple[tuple[str, str], ...]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specexport.passes.residual_blocks import find_residual_blocks
-from specexport.trace import reference_logits, trace_checkpoint
+from specexport.trace.check import reference_logits, trace_checkpoint
 from specexport_runtime.errors import UnsupportedModelError
 from tests.passes.test_residual_blocks import OBSTACLES
 from tests.support import chance

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from specexport.inspect import describe
-from specexport.trace import reference_logits
+from specexport.trace.check import reference_logits
 from specexport.verify.goodness_of_fit import judge
 from specexport.verify.logit_tree import LogitTree, Partition, conditional
 from specexport_runtime import SamplingParams, SpecEngine

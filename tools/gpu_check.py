@@ -265,7 +265,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     runs.add_argument("--work", type=Path, help="folder of models and bundles, used again [in the temporary folder]")
     runs.add_argument("--wheels", type=Path, help="folder with what `pack` made, to install first")
     runs.add_argument("--minutes", type=float, default=MINUTES, help="time for everything [8]")
-    runs.add_argument("--lowering", default="auto", help="TensorRT: native-folded, native or plugin [auto]")
+    runs.add_argument("--lowering", default="auto", help="of tensorrt: plugin [auto: TensorRT's own attention]")
     packs = commands.add_parser("pack", help="fetch what a GPU machine without a network lacks")
     packs.add_argument("--out", type=Path, required=True)
     packs.add_argument("--sm", type=int, required=True, help="architecture of the GPU, such as 90: the only one packed")

@@ -1,11 +1,13 @@
-"""Install specexport into the virtual environment that runs this script, without CUDA packages that it cannot use.
+"""Install specexport into the virtual environment that runs this script, without CUDA packages that it does not use.
 
-On Linux the public index serves a torch that depends on several gigabytes of CUDA packages. This script first asks pip
-what the configured index would give. If that needs CUDA packages and the machine has no NVIDIA GPU, torch comes from
-PyTorch's own index of CPU builds; in every other case pip installs as usual. Standard library only: it runs before
-anything is installed.
+On Linux the public index serves a torch that depends on several gigabytes of CUDA packages, which builds do not need,
+even for a GPU. This script first asks pip what the configured index would give. If that needs CUDA packages, torch is
+taken from PyTorch's own index of CPU builds; in every other case pip installs as usual. ONNX Runtime's packages for
+CPUs and for GPUs share their files: where the other one is installed, it is removed first. Standard library only: it
+runs before anything is installed.
 
     .venv/bin/python tools/install.py export,cpu
+    .venv/bin/python tools/install.py export,cuda               # for an NVIDIA GPU
     .venv/bin/python tools/install.py export,cpu --dry-run      # print the decision, change nothing
     .venv/bin/python tools/install.py export,cpu --torch-cuda   # keep the index's own build
 """
@@ -16,7 +18,6 @@ import importlib.metadata
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -29,6 +30,8 @@ TORCH = "torch==2.13.0"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # Below this version a dry run downloads whole wheels where their metadata would do.
 PIP_FOR_DRY_RUN = "pip>=24,<27"
+# Each extra's ONNX Runtime, and the package that must not lie beside it.
+ONNX_RUNTIMES = {"cpu": ("onnxruntime", "onnxruntime-gpu"), "cuda": ("onnxruntime-gpu", "onnxruntime")}
 _CUDA_NAME = re.compile(r"^(nvidia|cuda)[-_.]", re.IGNORECASE)
 _REQUIREMENT_NAME = re.compile(r"^\s*([A-Za-z0-9][A-Za-z0-9._-]*)")
 
@@ -40,7 +43,7 @@ class Decision(NamedTuple):
     reason: str  # one sentence for the person who waits
 
 
-def decide(report: Mapping[str, Any], *, has_gpu: bool, torch_cuda: bool = False) -> Decision:
+def decide(report: Mapping[str, Any], *, torch_cuda: bool = False) -> Decision:
     """Choose where torch comes from by pip's installation report (format version 1) for ``torch`` alone.
 
     ``torch_cuda``: the user asked for the index's own build.
@@ -56,12 +59,10 @@ def decide(report: Mapping[str, Any], *, has_gpu: bool, torch_cuda: bool = False
     cuda = cuda_packages(wheel["metadata"].get("requires_dist", ()), report.get("environment", {}))
     if not cuda:
         return Decision(False, f"the configured index gives torch {version}, which needs no CUDA packages here.")
-    if has_gpu:
-        return Decision(False, f"torch {version} needs CUDA packages, and this machine has an NVIDIA GPU.")
     return Decision(
         True,
-        f"torch {version} from the configured index needs {len(cuda)} CUDA packages ({cuda[0]}, …), and this machine "
-        f"has no NVIDIA GPU: taking the CPU build from {CPU_INDEX} (--torch-cuda keeps the other).",
+        f"torch {version} from the configured index needs {len(cuda)} CUDA packages ({cuda[0]}, …), and builds use "
+        f"none: taking the CPU build from {CPU_INDEX} (--torch-cuda keeps the other).",
     )
 
 
@@ -134,11 +135,6 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".") if part.isdigit())
 
 
-def has_nvidia_gpu() -> bool:
-    """True if an NVIDIA driver is visible on this machine."""
-    return Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
-
-
 def installed_version(name: str) -> str | None:
     """Version of an installed distribution; None if it is not installed."""
     try:
@@ -174,7 +170,7 @@ def install_torch(*, torch_cuda: bool, dry_run: bool) -> None:
         say(f"torch {installed} is installed already.")
         return
     report = torch_report(may_upgrade_pip=not dry_run) if sys.platform == "linux" and not torch_cuda else {}
-    decision = decide(report, has_gpu=has_nvidia_gpu(), torch_cuda=torch_cuda)
+    decision = decide(report, torch_cuda=torch_cuda)
     say(decision.reason)
     if dry_run:
         return
@@ -184,6 +180,16 @@ def install_torch(*, torch_cuda: bool, dry_run: bool) -> None:
             return
         say(f"{CPU_INDEX} could not serve it: taking the configured index's build with its CUDA packages.")
     pip(TORCH)
+
+
+def clashing(extras: Sequence[str]) -> list[str]:
+    """The ONNX Runtime packages to remove before ``extras`` are installed; ValueError for both kinds at once."""
+    wanted = [ONNX_RUNTIMES[extra] for extra in extras if extra in ONNX_RUNTIMES]
+    if len(wanted) > 1:
+        raise ValueError("`cpu` and `cuda` exclude each other; with `cuda`, bundles for CPUs run too")
+    if not wanted or installed_version(wanted[0][1]) is None:
+        return []
+    return [name for name in wanted[0] if installed_version(name)]
 
 
 def say(message: str) -> None:
@@ -201,7 +207,16 @@ def main() -> None:
     if sys.prefix == sys.base_prefix and not options.dry_run:
         parser.error("run this with a virtual environment's python, for example .venv/bin/python")
     started = time.monotonic()
-    if {"export", "dev"} & set(options.extras.split(",")):
+    extras = options.extras.split(",")
+    try:
+        remove = clashing(extras)
+    except ValueError as error:
+        parser.error(f"{error}.")
+    if remove:
+        say(f"removing {' and '.join(remove)}, which share their files with what is asked for.")
+        if not options.dry_run:
+            subprocess.run([sys.executable, "-m", "pip", "uninstall", "--quiet", "--yes", *remove], check=True)
+    if {"export", "dev"} & set(extras):
         install_torch(torch_cuda=options.torch_cuda, dry_run=options.dry_run)
     if options.dry_run:
         return

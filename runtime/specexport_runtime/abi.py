@@ -119,17 +119,6 @@ STATE_STEPS = TensorSpec(
     "many behind them stay drafts, how many of the step's tokens enter the state for good, and how many of them are "
     "drafts; all 0 for an idle row",
 )
-SKIP_TOKENS = TensorSpec(
-    "skip_tokens",
-    "bool",
-    ("Ts",),
-    "gate",
-    "TensorRT targets that can draft with themselves only: never read; its size is the number of tokens that the "
-    "layers compute which drafts leave out: T, or 0 in a draft step",
-)
-SKIP_SLOTS = TensorSpec(
-    "skip_slots", "bool", ("Ws",), "gate", "the same targets only: never read; its size is their tile's width, W, or 0"
-)
 K_CACHE = TensorSpec(
     "k_cache.{i}",
     "cache",
@@ -248,9 +237,6 @@ PADDED_STEP_INPUTS = (*STEP_INPUTS, KV_POSITIONS)
 ALIGNED_STEP_INPUTS = (INPUT_IDS, POSITIONS, LOGIT_ROWS, KV_LENS, CU_NEW_TOKENS, ROW_TOTALS, TILE_INDEX, UNTILE_INDEX)
 """Step inputs of TensorRT engines with TensorRT's own attention, which wants the queries of a row at the tile's end."""
 
-EXTENT_INPUTS = (SKIP_TOKENS, SKIP_SLOTS)
-"""Step inputs of TensorRT engines whose drafts leave out layers: of interest are their sizes."""
-
 GATE_INPUTS = (LAYER_MASK, WANT_SIMILARITY)
 """Inputs of a target whose layers can be switched off. They depend on no step shape."""
 
@@ -295,7 +281,6 @@ class StepShape(NamedTuple):
         num_logit_rows: R.
         kv_span: P; 0 for graphs without padding in the KV cache.
         fold: slots of the attention tile come in groups of so many: W is Q, rounded up to a multiple of it.
-        skips: a draft step of an engine with ``EXTENT_INPUTS``: the layers that it leaves out compute no token.
     """
 
     first_row: int
@@ -305,7 +290,6 @@ class StepShape(NamedTuple):
     num_logit_rows: int
     kv_span: int = 0
     fold: int = 1
-    skips: bool = False
 
     @property
     def tile_width(self) -> int:
@@ -313,17 +297,15 @@ class StepShape(NamedTuple):
         return -(-self.max_new_tokens // self.fold) * self.fold
 
     def dim(self, word: str | int) -> int:
-        """Size of a dimension word (``B``, ``B+1``, ``T``, ``Ts``, ``Q``, ``W``, ``Ws``, ``R``, ``P``), or a size."""
+        """Size of a dimension word (``B``, ``B+1``, ``T``, ``Q``, ``W``, ``R``, ``P``), or a size."""
         if isinstance(word, int):
             return word
         return {
             "B": self.num_seqs,
             "B+1": self.num_seqs + 1,
             "T": self.num_tokens,
-            "Ts": 0 if self.skips else self.num_tokens,
             "Q": self.max_new_tokens,
             "W": self.tile_width,
-            "Ws": 0 if self.skips else self.tile_width,
             "R": self.num_logit_rows,
             "P": self.kv_span,
         }[word]
@@ -397,7 +379,6 @@ def format_table() -> str:
         *PADDED_STEP_INPUTS,
         TILE_INDEX,
         UNTILE_INDEX,
-        *EXTENT_INPUTS,
         *GATE_INPUTS,
         *FEATURE_INPUTS,
         STATE_STEPS,

@@ -150,7 +150,7 @@ class EngineOptions:
     enable_prefix_caching: bool = _option(
         True,
         "Go on from what cache rows have of a prompt.",
-        "Rows keep the texts of requests that ended: the same bits, without reading them again.",
+        "Rows keep the texts of requests that ended, which are not read again. On a CPU no bit changes.",
         use=Use.ANY,
     )
     prefix_rows: int = _option(

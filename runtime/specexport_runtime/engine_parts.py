@@ -174,7 +174,6 @@ def describe_abilities(
         lookahead,
         frozenset(weighed or ()),
         target.num_gates // 2,
-        target.fixed_layers is not None,
     )
 
 

@@ -19,7 +19,7 @@
     └── CheckFailedError              exit code 1: a proof did not hold
 
 Every message says what is wrong and where; ``hint`` says how to fix it. Commands print both on one line and no
-traceback. This module imports nothing.
+traceback. This module imports nothing when it is loaded.
 """
 
 
@@ -108,3 +108,16 @@ class OwnerLimitError(QueueFullError):
 
 class RequestFailedError(SpecexportError):
     """A request was ended by an exception: in its callback, in its sampling, or in the engine (``__cause__``)."""
+
+
+def pip_install(*extras: str) -> str:
+    """A hint: how to install extras of specexport, which is on no package index.
+
+    From a clone that holds this file, its folder's command; elsewhere the commands for a clone and for a wheel.
+    """
+    from pathlib import Path
+
+    wanted = f"[{','.join(extras)}]"
+    if (Path(__file__).parents[2] / "pyproject.toml").is_file():
+        return f"pip install -e '.{wanted}' in the clone of specexport."
+    return f"pip install '.{wanted}' in a clone of specexport, or 'WHEEL{wanted}' with the path of its wheel."

@@ -56,8 +56,6 @@ class RecipeFields(Protocol):
     def fuse(self) -> bool: ...  # noqa: D102
     @property
     def self_draft(self) -> bool: ...  # noqa: D102
-    @property
-    def self_draft_skip(self) -> tuple[int, ...]: ...  # noqa: D102
     def quantization_of(self, role: str) -> str | None: ...  # noqa: D102
 
 
@@ -105,8 +103,9 @@ class Backend:
             all have that.
         modules: Python modules that building needs besides the export stack.
         extra: the distribution's extra that installs them.
-        lowerings: forms of attention to choose from, the first is what ``"auto"`` means; empty where there is one.
+        lowerings: forms of attention that may be asked for in the place of its own.
         options: recipe fields that are this backend's own; for another they are refused.
+        default_lookahead: K where a recipe gives none.
         limits: ranges of the limits that engines fix when they are built; other limits are defaults for loading.
         own_operators: linear layers are operators of our own for CPUs, whatever their weights are.
         packs_linear: linear layers that share their input are packed into one.
@@ -129,6 +128,7 @@ class Backend:
     extra: str
     lowerings: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
+    default_lookahead: int = 8
     limits: Mapping[str, tuple[int, int]] = {}
     own_operators: bool = False
     packs_linear: bool = False

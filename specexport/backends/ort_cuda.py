@@ -18,7 +18,7 @@ class OrtCuda(Backend):
     modules = ("onnxruntime",)
     extra = "cuda"
     options = ("self_draft",)
-    head_needs: frozenset[HeadNeed] | None = frozenset(["later tokens"])
+    head_needs: frozenset[HeadNeed] | None = frozenset()
     fixed_sizes = True
     key_fields = ("quantize_lm_head", "self_draft")
 

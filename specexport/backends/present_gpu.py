@@ -19,7 +19,7 @@ def gpu_check_obstacle(recipe: RecipeFields) -> str | None:
     """Why engines for a GPU cannot be compared with eager transformers here; None if they can."""
     present = present_architecture()
     if present is None:
-        return f"not checked: a {recipe.backend} engine runs on a GPU only, and there is none here"
+        return f"not checked: {recipe.backend} engines run on a GPU only, and there is none here"
     if recipe.sm and present not in recipe.sm and ANY_ARCHITECTURE not in recipe.sm:
         return f"not checked: no engine is for this machine's GPU (sm{present})"
     if recipe.max_num_seqs == 1:

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from specexport_runtime.abi import (
     ALIGNED_STEP_INPUTS,
     CACHE_INPUTS,
-    EXTENT_INPUTS,
     STEP_INPUTS,
     TOKEN_FEATURES,
     LayerGeometry,
@@ -41,7 +40,6 @@ def plan_profiles(
     max_num_seqs: int,  # the largest batch bucket
     max_num_tokens: int,  # the largest prefill bucket
     fold: int = 1,  # tokens of a row that the attention takes for heads, see ``lowering.trt_native``
-    self_draft: bool = False,  # for every batch bucket, one token a row without the layers that drafts leave out
     head: HeadSteps | None = None,  # steps of a draft head
 ) -> tuple[Profile, ...]:
     """The profiles of one model: decode and verify (or catch-up) for every batch bucket, and prefill buckets.
@@ -49,7 +47,7 @@ def plan_profiles(
     A prefill profile takes any number of rows: with batch buckets an engine would take twice the build time.
     """
     batches = buckets(max_num_seqs)
-    kinds = _fixed_kinds(role, most_new_tokens(role, lookahead, head), self_draft, head)
+    kinds = _fixed_kinds(role, most_new_tokens(role, lookahead, head), head)
     fixed = [
         Profile(kind, rows, new, rows * new, rows * logits, fold) for kind, new, logits in kinds for rows in batches
     ]
@@ -60,15 +58,12 @@ def plan_profiles(
     return (*fixed, *prefill)
 
 
-def _fixed_kinds(
-    role: str, width: int, self_draft: bool, head: HeadSteps | None
-) -> tuple[tuple[ProfileKind, int, int], ...]:
+def _fixed_kinds(role: str, width: int, head: HeadSteps | None) -> tuple[tuple[ProfileKind, int, int], ...]:
     """Kind, tokens a row and rows of logits a row of each fixed profile."""
     if head is not None:
         alone: tuple[tuple[ProfileKind, int, int], ...] = (("decode", 1, 1), ("catch-up", width, head.logits))
         return alone if head.steps_alone else (("draft", width, head.logits),)
-    drafts: tuple[tuple[ProfileKind, int, int], ...] = (("self", 1, 1),) if self_draft else ()
-    return (("decode", 1, 1), *drafts, ("verify" if role == "target" else "catch-up", width, width))
+    return (("decode", 1, 1), ("verify" if role == "target" else "catch-up", width, width))
 
 
 def most_new_tokens(role: str, lookahead: int, head: HeadSteps | None = None) -> int:
@@ -96,7 +91,7 @@ def input_shapes(
         smallest = StepShape(0, 1, 1, 1, 1, fold=profile.fold)
         optimum = largest._replace(num_seqs=1, num_logit_rows=1)
     features = with_feature_size(TOKEN_FEATURES, feature_size)
-    specs = {spec.name: spec for spec in (*STEP_INPUTS, *ALIGNED_STEP_INPUTS, *EXTENT_INPUTS, features)}
+    specs = {spec.name: spec for spec in (*STEP_INPUTS, *ALIGNED_STEP_INPUTS, features)}
     found: dict[str, Shapes] = {}
     for name in names:
         low, best, high = (shape.shape_of(specs[name]) for shape in (smallest, optimum, largest))

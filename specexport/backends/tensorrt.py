@@ -6,22 +6,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specexport.backends.base import Backend, BuildJob, HeadNeed, RecipeFields
 from specexport.backends.present_gpu import gpu_check_obstacle
-from specexport.backends.profiles import engine_kv_capacity, kv_bytes, most_new_tokens, plan_profiles
+from specexport.backends.profiles import SMALLEST_PREFILL, engine_kv_capacity, kv_bytes, most_new_tokens, plan_profiles
 from specexport.backends.trt_package import PACKAGES, resolve_architectures
 from specexport.host import memory_bytes
 from specexport_runtime.abi import ITEM_BYTES, LayerGeometry
-from specexport_runtime.bundle.entry import EngineEntry, EngineLimits, Gates, ModelEntry
+from specexport_runtime.bundle.entry import EngineEntry, EngineLimits, ModelEntry
 from specexport_runtime.bundle.profiles import HeadSteps
-from specexport_runtime.errors import IncompatibleError, RecipeError
-from specexport_runtime.requests.layer_choice import LayerRules, choose_layers
+from specexport_runtime.errors import IncompatibleError
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
 DEFAULT_MAX_NUM_SEQS = 8
 DEFAULT_MAX_NUM_TOKENS = 512
+"""Of the largest prefill, where its masks leave room for it (:func:`plan_folding`)."""
 MAX_MASK_BYTES = 1 << 29
-"""Most bytes of masks that folded attention may need in the largest prefill; beyond it nothing is folded."""
+"""Most bytes of masks that folded attention may need in the largest prefill."""
 
 BUILD_FACTOR = 3.5
 """Host memory at the builder's peak, in sizes of the model's weights (docs/gpu.md has the measurement)."""
@@ -36,30 +36,25 @@ class TensorRt(Backend):
     dtypes = ("float16", "bfloat16")
     modules = ("tensorrt",)
     extra = "tensorrt"
-    lowerings: tuple[str, ...] = ("native-folded", "native", "plugin")
-    options = ("sm", "gpu_memory_gb", "self_draft", "self_draft_skip")
+    lowerings: tuple[str, ...] = ("plugin",)
+    options = ("sm", "gpu_memory_gb")
     limits = {"max_num_seqs": (1, 256), "max_num_tokens": (1, 8192)}  # noqa: RUF012 never changed
     needs_gpu = True
     # Engines are built for step sizes and architectures.
     key_fields = (
         "sm", "lowering", "lookahead", "max_model_len", "max_num_seqs", "max_num_tokens", "quantize_lm_head",
-        "self_draft", "self_draft_skip",
     )  # fmt: skip
     head_needs: frozenset[HeadNeed] | None = frozenset(["later tokens"])
     fixed_sizes = True
 
     def defaults(self, recipe: RecipeFields) -> dict[str, Any]:
         """See ``Backend.defaults``."""
-        return {
-            "lowering": self.lowerings[0] if recipe.lowering == "auto" else recipe.lowering,
-            "max_num_seqs": recipe.max_num_seqs or DEFAULT_MAX_NUM_SEQS,
-            "max_num_tokens": recipe.max_num_tokens or DEFAULT_MAX_NUM_TOKENS,
-        }
+        return {"max_num_seqs": recipe.max_num_seqs or DEFAULT_MAX_NUM_SEQS}
 
     def head_obstacle(self, kind: str, needs: frozenset[HeadNeed], recipe: RecipeFields) -> str | None:
         """See ``Backend.head_obstacle``."""
         if "later tokens" in needs and recipe.lowering == "plugin":
-            return f"the attention plugin is causal, and tokens of a {kind} head see later ones: use another lowering"
+            return f"the attention plugin is causal, and tokens of a {kind} head see later ones: leave --lowering out"
         return super().head_obstacle(kind, needs, recipe)
 
     def settle(self, recipe: RecipeFields) -> dict[str, Any]:
@@ -83,26 +78,23 @@ class TensorRt(Backend):
         from specexport.lowering.tensorrt import lower_tensorrt
         from specexport.lowering.trt_native import FOLDED
         from specexport.passes.linear_flatten import LinearFlattenPass
-        from specexport.passes.residual_blocks import ResidualBlocks, find_residual_blocks
 
         recipe, role, rows = job.recipe, job.role, int(job.recipe.max_num_seqs or 1)
         capacity = _capacity(recipe, job.head_steps)
-        with job.clock.stage("lower", role, f"{self.name}, {recipe.lowering}"):
+        plugin = recipe.lowering == "plugin"
+        with job.clock.stage("lower", role, f"{self.name}, plugin" if plugin else self.name):
             LinearFlattenPass()(ir_model)
-            fold = _fold(ir_model, job) if recipe.lowering == "native-folded" else 1
-            blocks = find_residual_blocks(ir_model) if recipe.self_draft and role == "target" else ResidualBlocks(None)
-            layers = choose_skipped(recipe, len(job.layers)) if blocks.blocks else ()
-            skipped = [block for block in blocks.blocks if block.layer in layers]
-            forms = lower_tensorrt(ir_model, lowering=recipe.lowering, kv_capacity=capacity, fold=fold, skipped=skipped)
+            tokens = recipe.max_num_tokens or DEFAULT_MAX_NUM_TOKENS
+            fold, tokens, _ = Folding(1, tokens) if plugin else _plan_folding(ir_model, job)
+            forms = lower_tensorrt(ir_model, kv_capacity=capacity, fold=fold, plugin=plugin)
             inputs, given = step_inputs(ir_model), feature_size(ir_model)
         with job.clock.stage("build", role):
             profiles = plan_profiles(
                 role,
                 lookahead=recipe.lookahead,
                 max_num_seqs=rows,
-                max_num_tokens=int(recipe.max_num_tokens or 1),
+                max_num_tokens=tokens,
                 fold=fold if FOLDED in forms else 1,
-                self_draft=bool(layers),
                 head=job.head_steps,
             )
             plan = TrtPlan(self.name, recipe.sm, profiles, job.layers, capacity, job.feature_size)
@@ -110,10 +102,9 @@ class TensorRt(Backend):
         return EngineEntry(
             path=engines[0].path,
             inputs=inputs,
-            lowering=recipe.lowering,
+            lowering="plugin" if plugin else "native",
             files=engines,
             limits=EngineLimits(profiles, capacity, rows),
-            gates=Gates(blocks.gate_kinds, blocks.obstacle, layers),
             feature_size=given or job.feature_size,
             fused=tuple(sorted(Counter(forms).items())),
         )
@@ -141,44 +132,64 @@ class TensorRtRtx(TensorRt):
     name = "tensorrt-rtx"
     modules = ("tensorrt_rtx",)
     extra = "tensorrt-rtx"
-    lowerings = ("native-folded", "native")
+    lowerings = ()
     needs_gpu = False
+    # Its attention does the work of a verify step in every step: K+1 queries for each token that is decoded.
+    default_lookahead = 4
 
 
-def _fold(ir_model: "ir.Model", job: BuildJob) -> int:
-    """Tokens of a row to fold: those of a verify step, unless the masks of a prefill would be too large."""
-    from specexport.lowering.trt_native import mask_bytes
+class Folding(NamedTuple):
+    """How attention is folded, and the largest prefill that its masks leave room for."""
 
-    recipe = job.recipe
-    fold = most_new_tokens(job.role, recipe.lookahead, job.head_steps)
-    rows, tokens = int(recipe.max_num_seqs or 1), int(recipe.max_num_tokens or 1)
-    capacity = _capacity(recipe, job.head_steps)
-    needed = mask_bytes(ir_model, num_rows=rows, num_tokens=tokens, kv_capacity=capacity, fold=fold)
-    if needed <= MAX_MASK_BYTES:
-        return fold
-    job.clock.note(
-        f"nothing is folded: a prefill of {tokens} tokens beside {rows - 1} other rows would need "
-        f"{needed / 1e9:.2f} GB of masks (at most {MAX_MASK_BYTES / 1e9:.2f} are allowed). A lower --max-num-tokens, "
-        "--max-num-seqs or --max-model-len folds."
+    fold: int  # tokens of a row that are taken for heads; 1 where nothing is folded
+    max_num_tokens: int
+    note: str = ""  # for people, where something gave way
+
+
+def plan_folding(
+    fold: int,  # tokens of a row in a verify step
+    heads: int,  # query heads of all masks (``trt_native.mask_heads``)
+    *,
+    max_num_seqs: int,  # rows
+    kv_capacity: int,  # L
+    max_num_tokens: int | None,  # of a prefill; None for the most that can be folded, up to the default
+) -> Folding:
+    """Fold what a verify step has, within ``MAX_MASK_BYTES`` for the masks of the largest prefill.
+
+    A smaller prefill costs a long prompt some more steps, and nothing that is folded costs every verify step a copy of
+    each layer's keys and values. So the default gives way, down to the smallest prefill; a size that was asked for
+    stays.
+    """
+    slot_bytes = heads * max_num_seqs * kv_capacity
+    wanted = max_num_tokens or DEFAULT_MAX_NUM_TOKENS
+    most = MAX_MASK_BYTES // max(slot_bytes, 1) // fold * fold
+    if -(-wanted // fold) * fold <= most:
+        return Folding(fold, wanted)
+    needed, allowed = f"{wanted * slot_bytes / 1e9:.2f} GB of masks", f"{MAX_MASK_BYTES / 1e9:.2f} are allowed"
+    if max_num_tokens is None and most >= SMALLEST_PREFILL:
+        return Folding(fold, most, f"steps have up to {most} tokens: {wanted} would need {needed}, {allowed}")
+    return Folding(
+        1,
+        wanted,
+        f"nothing is folded: a prefill of {wanted} tokens beside {max_num_seqs - 1} other rows would need {needed} "
+        f"({allowed}). A lower --max-num-tokens, --max-num-seqs or --max-model-len folds.",
     )
-    return 1
 
 
-def choose_skipped(recipe: RecipeFields, num_layers: int) -> tuple[int, ...]:
-    """Layers (from 0) that drafts of a target of ``num_layers`` layers leave out; RecipeError if that cannot be."""
-    asked = recipe.self_draft_skip
-    if asked and (asked[-1] >= num_layers or len(asked) == num_layers):
-        raise RecipeError(
-            f"self_draft_skip is {', '.join(map(str, asked))}, and the target has {num_layers} layers.",
-            f"give some of 0 to {num_layers - 1}.",
-        )
-    chosen = asked or choose_layers((), LayerRules(threshold=None), num_layers).removed_mlp
-    if not chosen:
-        raise RecipeError(
-            f"a target of {num_layers} layers has none to leave out by the usual rule.",
-            "name them with --self-draft-skip, or build it without --self-draft.",
-        )
-    return chosen
+def _plan_folding(ir_model: "ir.Model", job: BuildJob) -> Folding:
+    from specexport.lowering.trt_native import mask_heads
+
+    recipe, fold = job.recipe, most_new_tokens(job.role, job.recipe.lookahead, job.head_steps)
+    found = plan_folding(
+        fold,
+        mask_heads(ir_model, fold=fold),
+        max_num_seqs=int(recipe.max_num_seqs or 1),
+        kv_capacity=_capacity(recipe, job.head_steps),
+        max_num_tokens=recipe.max_num_tokens,
+    )
+    if found.note:
+        job.clock.note(found.note)
+    return found
 
 
 def _memory_plan(

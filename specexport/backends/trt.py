@@ -6,13 +6,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specexport.backends.base import ANY_ARCHITECTURE
-from specexport.backends.engine_delta import store_as_delta
 from specexport.backends.profiles import input_shapes
 from specexport.backends.trt_package import PACKAGES
 from specexport.plugin.naming import plugin_names
@@ -95,16 +93,8 @@ def write_trt_engines(
                 "plugins": plugin_names(ir_model),
             }
             report = _run_worker(job, Path(scratch), partial(_note_for, note, sm))
-            file = _engine_file(plan.backend, sm, report)
-            engines.append(_share_weights(engines[0], file, folder) if engines else file)
+            engines.append(_engine_file(plan.backend, sm, report))
     return tuple(engines)
-
-
-def _share_weights(first: EngineFile, file: EngineFile, folder: Path) -> EngineFile:
-    """Store an engine as its difference from the first one: other kernels, and the same weights."""
-    delta = str(Path(file.path).with_suffix(".delta"))
-    is_delta = store_as_delta(folder / file.path, folder / first.path, folder / delta)
-    return replace(file, path=delta, base=first.path) if is_delta else file
 
 
 def _is_float32_product(node: "ir.Node") -> bool:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from specexport.backends import present_gpu
 from specexport.backends.base import ANY_ARCHITECTURE
-from specexport_runtime.errors import IncompatibleError, MissingDependencyError, RecipeError
+from specexport_runtime.errors import IncompatibleError, MissingDependencyError, RecipeError, pip_install
 
 
 class TrtPackage(NamedTuple):
@@ -31,7 +31,7 @@ PACKAGES = {package.backend: package for package in (TENSORRT, TENSORRT_RTX)}
 
 def import_package(package: TrtPackage) -> Any:
     """The package's module; MissingDependencyError says how to install it if it is absent or cannot be loaded."""
-    hint = f"pip install 'specexport[{package.backend}]'."
+    hint = pip_install(package.backend)
     if importlib.util.find_spec(package.module) is None:
         if package is TENSORRT:
             hint += " To build without it or without a GPU, use --backend tensorrt-rtx."
@@ -68,11 +68,15 @@ def resolve_architectures(package: TrtPackage, asked: Sequence[str]) -> tuple[st
     chosen = tuple(asked)
     if not chosen:
         present = present_gpu.present_architecture()
-        if present not in known:
-            what = "there is no GPU here" if present is None else f"this machine's GPU is sm{present}"
+        if present is None:
             raise RecipeError(
-                f"{what}, and no --sm says what {package.backend} is to build for.",
+                f"there is no GPU here, and no --sm says what {package.backend} is to build for.",
                 f"name one or more of {', '.join(known)} with --sm.",
+            )
+        if present not in known:
+            raise RecipeError(
+                f"this machine's GPU is sm{present}, for which {package.backend} builds no engine.",
+                f"take --backend ort-cuda or tensorrt, or name others with --sm: {', '.join(known)}.",
             )
         chosen = (str(present),)
     portable = (ANY_ARCHITECTURE,) if package.cross_builds else ()

@@ -25,14 +25,11 @@ from specexport.backends.trt_report import (
     parse_layers,
 )
 from specexport.host import peak_memory_bytes, resident_memory
-from specexport_runtime.abi import EXTENT_INPUTS
 from specexport_runtime.errors import CheckFailedError, SpecexportError, UserInputError
 
 _HARMLESS = (
     "has Int64 binding",  # the contract's token inputs are int64 on purpose
     "Timing cache operations are no-ops",
-    # Their sizes are all that counts of them.
-    *(f"Input Tensor {spec.name} is unused or used only at compile-time" for spec in EXTENT_INPUTS),
 )
 _PARSE, _BUILD = "parse", "build"
 _STRICT_WORDS = ("unused", "precision", "overflow", "subnormal", "clamp", "truncat", "downcast", "out of range")

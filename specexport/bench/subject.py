@@ -74,13 +74,11 @@ def open_subject(folder: Path, options: EngineOptions) -> Subject:
 
 
 def _can_draft_itself(manifest: Manifest) -> bool:
-    """Whether its engine fixes layers to leave out, or the default rules of self-drafting can leave out some."""
+    """Whether the default rules of self-drafting can leave out some of its layers."""
     from specexport_runtime.requests.layer_choice import LayerRules
 
     target = manifest.models.get("target")
     gates = NO_GATES if target is None else target.engine.gates
-    if gates.skipped_layers:
-        return True
     try:
         LayerRules().check_layers(len(gates.kinds) // 2)
     except InvalidRequestError:

@@ -65,17 +65,18 @@ def _number_or(*words: str) -> Callable[[click.Context, click.Parameter, str | N
 @click.option("--lora-mode", metavar="merge|choose", help="What becomes of adapters [default: merge one].")
 @click.option("--self-draft", is_flag=True, default=None, help="Let the target draft with some of its own layers.")
 @click.option(
-    "--self-draft-skip", multiple=True, type=int, metavar="N", help="TensorRT: layer such drafts leave out; repeatable."
-)
-@click.option(
     "--sm", multiple=True, metavar="NN", help="TensorRT: GPU architecture to build for, or any; repeat for more."
 )
-@click.option("--lowering", help="TensorRT: attention: native-folded, native or plugin [default: auto].")
+@click.option("--lowering", metavar="plugin", help="tensorrt: attention by our kernels [default: TensorRT's own].")
 @click.option("--max-num-seqs", type=int, help="Most sequences at a time [default: 8].")
 @click.option("--max-num-tokens", type=int, help="Most tokens of one step [default: 512].")
 @click.option("--gpu-memory-gb", type=float, help="TensorRT: refuse what a GPU of this memory cannot hold.")
 @click.option(
-    "--lookahead", "--num-speculative-tokens", "lookahead", type=int, help="Most draft tokens a round (K) [default: 8]."
+    "--lookahead",
+    "--num-speculative-tokens",
+    "lookahead",
+    type=int,
+    help="Most draft tokens a round (K) [default: 8; tensorrt-rtx 4].",
 )
 @click.option(
     "--max-model-len",
@@ -115,7 +116,7 @@ def build(
     from specexport.recipe import make_recipe
     from specexport.report import print_json
 
-    flags |= {name: flags[name] or None for name in ("sm", "self_draft_skip", "lora")}
+    flags |= {name: flags[name] or None for name in ("sm", "lora")}
     recipe = make_recipe(flags | {"check": False if no_check else None}, recipe_file)
     map_large_blocks()
     with show_progress(sys.stderr, quiet=quiet) as progress:

@@ -24,7 +24,7 @@ from specexport_runtime.bundle.profiles import head_steps
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from specexport.checkpoint import Checkpoint
+    from specexport.checkpoint.loaded import Checkpoint
     from specexport.heads.config import HeadConfig
     from specexport.heads.files import HeadFiles
     from specexport.heads.loaded import LoadedHead, TargetTables

@@ -38,8 +38,8 @@ def bind_adapters(checkpoint: Any, sources: "Sequence[LoraSource]", *, merge: bo
     """
     if not sources:
         return BoundAdapters()
-    from specexport.checkpoint import low_ranks, merge_adapter, read_adapter
     from specexport.checkpoint.lora import find_adapter
+    from specexport.checkpoint.lora_fit import low_ranks, merge_adapter, read_adapter
 
     adapters = tuple(read_adapter(source, checkpoint.model) for source in sources)
     for source in sources:  # from here on their files are watched

@@ -33,11 +33,11 @@ from specexport.recipe import KEEP, BuildRecipe, model_dtype, resolve_recipe, ro
 from specexport_runtime.abi import ITEM_BYTES
 from specexport_runtime.bundle.entry import DroppedLayer, Rope, WeightFormat
 from specexport_runtime.bundle.quant_kinds import INT8, KINDS
-from specexport_runtime.errors import CheckpointError, MissingDependencyError, UnsupportedModelError
+from specexport_runtime.errors import CheckpointError, MissingDependencyError, UnsupportedModelError, pip_install
 from specexport_runtime.executors.base import Float32Array, Int32Array, Int64Array
 
 if TYPE_CHECKING:
-    from specexport.checkpoint import Checkpoint
+    from specexport.checkpoint.loaded import Checkpoint
     from specexport.trace.layers import FeatureRequest
 
 _NEEDED = ("torch", "transformers", "onnx", "onnx_ir", "onnxscript", "safetensors", "huggingface_hub")
@@ -81,7 +81,7 @@ def prepare_model(
     Raises CheckpointError, UnsupportedModelError or RecipeError if the checkpoint cannot be used, or not with this
     recipe.
     """
-    from specexport.trace import trace_checkpoint
+    from specexport.trace.check import trace_checkpoint
 
     (cut, prune, trial), role = reductions, source.role
     with clock.stage("load", role, source.name):
@@ -233,7 +233,8 @@ def load_source(recipe: BuildRecipe, source: ModelSource, *, stream: bool = True
     Raises CheckpointError or UnsupportedModelError if it cannot be used, or changed since it was hashed, and
     RecipeError if it does not support the recipe's max_model_len.
     """
-    from specexport.checkpoint import hold_length, load_checkpoint
+    from specexport.checkpoint.lengths import hold_length
+    from specexport.checkpoint.load import load_checkpoint
     from specexport.trace.refuse import check_config
 
     checkpoint = load_checkpoint(
@@ -253,7 +254,7 @@ def load_source(recipe: BuildRecipe, source: ModelSource, *, stream: bool = True
 
 
 def _round(checkpoint: "Checkpoint", recipe: BuildRecipe, role: str) -> None:
-    from specexport.checkpoint import round_weights
+    from specexport.checkpoint.load import round_weights
 
     rounded = rounding(recipe, role)
     if rounded is not None:
@@ -286,8 +287,8 @@ def _is_approximate(recipe: BuildRecipe, role: str) -> bool:
 
 
 def _eager_reference(checkpoint: "Checkpoint", adapters: Sequence[Any] = (), *, on_texts: bool = False) -> _Reference:
-    from specexport.checkpoint import with_adapter
-    from specexport.trace import reference_logits
+    from specexport.checkpoint.lora_fit import with_adapter
+    from specexport.trace.check import reference_logits
 
     if on_texts:
         sequences = text_sequences(checkpoint.tokenizer_json, checkpoint.vocab_size, checkpoint.max_positions)
@@ -311,7 +312,7 @@ def _drop_layers(
     check_num_layers(prune.num_layers, num_layers)
     if prune.num_layers == num_layers:
         return ()
-    from specexport.trace import choose_layers, drop_layers
+    from specexport.trace.prune import choose_layers, drop_layers
 
     with clock.stage("layers", role, f"{prune.num_layers} of {num_layers} stay", steps=0):
         dropped = choose_layers(checkpoint, num_layers - prune.num_layers, pieces_for(checkpoint, prune.texts))
@@ -331,7 +332,7 @@ def _calibrate(
     recipe = recipes[0]
     if not any(reads_texts(one, role) for one in recipes):
         return None, None
-    from specexport.trace import activation_ranges, cache_ranges
+    from specexport.trace.calibrate import activation_ranges, cache_ranges
 
     ranges, cached = None, None
     with clock.stage("calibrate", role, steps=0):
@@ -382,5 +383,5 @@ def require_export_stack(backend: Backend | None = None) -> None:
     if missing:
         raise MissingDependencyError(
             f"building needs {', '.join(missing)}, which is not installed.",
-            f"pip install 'specexport[export,{backend.extra}]'.",
+            pip_install("export", backend.extra),
         )

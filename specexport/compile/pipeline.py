@@ -45,7 +45,7 @@ from specexport_runtime.bundle.files import FileEntry
 from specexport_runtime.bundle.manifest import Manifest
 
 if TYPE_CHECKING:
-    from specexport.checkpoint import Checkpoint
+    from specexport.checkpoint.loaded import Checkpoint
 
 _NUM_COMMON_STAGES = 2  # plan and bundle
 

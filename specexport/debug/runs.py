@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from specexport.debug.capture import Feeds
 from specexport.debug.graph import EngineGraph
-from specexport_runtime.errors import CheckFailedError, MissingDependencyError
+from specexport_runtime.errors import CheckFailedError, MissingDependencyError, pip_install
 
 Tensors = dict[str, npt.NDArray[Any]]
 
@@ -32,7 +32,7 @@ def require_polygraphy() -> None:
     if missing:
         raise MissingDependencyError(
             f"`specexport debug` needs {', '.join(missing)}, which is not installed.",
-            "pip install 'specexport[debug,export,cpu]'.",
+            pip_install("debug", "export", "cpu"),
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from specexport.kernels.spec import KernelSpec
 from specexport.kernels.tuning import SHARED_BYTES, TileConfig, check_sm
-from specexport_runtime.errors import CheckFailedError, MissingDependencyError, UserInputError
+from specexport_runtime.errors import CheckFailedError, MissingDependencyError, UserInputError, pip_install
 
 _ENTRY = re.compile(r"\.entry\s+(?P<name>[\w$]+)\s*\((?P<parameters>[^)]*)\)")
 _PARAMETER = re.compile(r"\.param\s+\.(?P<type>\w+)\s+(?:\.ptr\s+(?:\.\w+\s+)*?(?:\.align\s+\d+\s+)?)?(?P<name>[\w$]+)")
@@ -89,8 +89,7 @@ def import_triton() -> Any:
     try:
         import triton
     except ImportError as error:
-        hint = "pip install 'specexport[tensorrt]'."
-        raise MissingDependencyError(f"The attention kernels need Triton: {error}.", hint) from error
+        raise MissingDependencyError(f"The attention kernels need Triton: {error}.", pip_install("tensorrt")) from error
     if triton.knobs.runtime.interpret:
         raise UserInputError(
             "TRITON_INTERPRET is set: Triton interprets kernels and cannot compile them.", "Unset TRITON_INTERPRET."

@@ -7,7 +7,6 @@ from specexport.ops.spec import UNPADDED_ATTENTION
 from specexport_runtime.abi import (
     ADAPTER_IDS,
     ALIGNED_STEP_INPUTS,
-    EXTENT_INPUTS,
     FEATURE_INPUTS,
     GATE_INPUTS,
     LOGITS,
@@ -37,7 +36,7 @@ def require_causal(node: "ir.Node", backend: str) -> None:
     if not is_causal(node):
         raise UnsupportedModelError(
             f"{node.name}: tokens of this attention see later ones, and {backend} has causal attention only.",
-            "build with `lowering: native-folded`, or for `ort-cpu`.",
+            "build it for `ort-cpu`, or for TensorRT without `--lowering plugin`.",
         )
 
 
@@ -108,7 +107,7 @@ def add_token_ids(ir_model: "ir.Model") -> None:
 def step_inputs(ir_model: "ir.Model") -> tuple[str, ...]:
     """Names of the step inputs that a lowered graph takes, in the contract's order."""
     present = {value.name for value in ir_model.graph.inputs}
-    gates = (*EXTENT_INPUTS, *GATE_INPUTS, *FEATURE_INPUTS, ADAPTER_IDS, STATE_STEPS)
+    gates = (*GATE_INPUTS, *FEATURE_INPUTS, ADAPTER_IDS, STATE_STEPS)
     specs = (*PADDED_STEP_INPUTS, *ALIGNED_STEP_INPUTS, *gates)
     names = dict.fromkeys(spec.name for spec in specs)
     return tuple(name for name in names if name in present)

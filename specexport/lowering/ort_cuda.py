@@ -5,7 +5,7 @@ and a table of cache blocks. Nothing is padded and no row waits for another. So 
 step inputs, two more: ``block_table`` and ``attention_metadata`` (see ``specexport_runtime.executors.paged``;
 the executor fills them), and its caches are a pool of blocks, ``[kv_blocks, 256, H, D]``, under the contract's names.
 A block holds 256 entries: the fused kernel wants a multiple of 256 for head sizes up to 64, of 128 up to 128 and of 64
-above, and the operator a power of two. Layers whose tokens see later ones have no kernel; see ``paged_ahead``.
+above, and the operator a power of two.
 
 The kernel knows one head size, a multiple of 8, for keys and values. Others take zeros at the end of each head, which
 changes no dot product, and lose them again behind the kernel.
@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specexport.lowering.common import drop_unused_step_inputs, is_causal, refuse_slopes, unify_norm_types
-from specexport.lowering.paged_ahead import PagedRows, emit_ahead, emit_append, emit_paged_rows
+from specexport.lowering.common import drop_unused_step_inputs, refuse_slopes, require_causal, unify_norm_types
 from specexport.onnx_emit import Emitter, add_input, constant
 from specexport.ops.spec import UNPADDED_ATTENTION
 from specexport_runtime.abi import CU_NEW_TOKENS, KV_LENS, LOGITS, OP_DOMAIN, OP_NAME, TOKEN_IDS, LayerGeometry
@@ -55,14 +54,12 @@ def attach_paged_attention(ir_model: "ir.Model") -> None:
     """What :func:`lower_ort_cuda` does, for any float dtype: float32 has no kernel, but the same mathematics."""
     nodes = _attention_nodes(ir_model)
     geometries = [_geometry(node) for node in nodes]
+    for node in nodes:
+        require_causal(node, "ONNX Runtime's paged attention")
     shared = _step_inputs(ir_model) if nodes else {}
-    rows = None if all(map(is_causal, nodes)) else _paged_rows(ir_model, shared)
     for node, geometry in zip(nodes, geometries, strict=True):
         _page_caches(node, geometry)
-        if rows is None or is_causal(node):
-            _replace(ir_model, node, geometry, shared)
-        else:
-            _write_out(ir_model, node, geometry, rows)
+        _replace(ir_model, node, geometry, shared)
     _add_token_ids(ir_model)
     ir_model.opset_imports.setdefault(_CONTRIB, 1)
     drop_unused_step_inputs(ir_model)
@@ -128,13 +125,6 @@ def _step_inputs(ir_model: "ir.Model") -> dict[str, "ir.Value"]:
     return by_name | {"past_seqlens": past}
 
 
-def _paged_rows(ir_model: "ir.Model", shared: dict[str, "ir.Value"]) -> PagedRows:
-    emit = Emitter(ir_model.graph, "paged_rows")
-    rows = emit_paged_rows(emit, shared)
-    emit.place(before=ir_model.graph[0])
-    return rows
-
-
 def _page_caches(node: "ir.Node", geometry: LayerGeometry) -> None:
     """Give a layer's caches, in and out, the shape of a pool of blocks."""
     import onnx_ir as ir
@@ -170,40 +160,6 @@ def _replace(ir_model: "ir.Model", node: "ir.Node", geometry: LayerGeometry, sha
     paged = emit.node("PagedAttention", inputs, attributes, outputs=3, domain=_CONTRIB, name=node.name)
     output = _narrow(emit, paged.outputs[0], heads[0], geometry.v_dim, size)
     emit.replace(node, [output, *paged.outputs[1:]])
-
-
-def _write_out(ir_model: "ir.Model", node: "ir.Node", geometry: LayerGeometry, rows: PagedRows) -> None:
-    """Put attention that no kernel has into the place of ``node``; UnsupportedModelError for a softcap or sinks."""
-    given, size, name = _named_inputs(node), paged_head_size(geometry), str(node.name)
-    num_heads, window = node.attributes["num_heads"].as_int(), node.attributes["window"].as_int()
-    if given.get("sinks") is not None or node.attributes["softcap"].as_float() > 0:
-        raise UnsupportedModelError(
-            f"{name}: tokens of this attention see later ones, and it has a softcap or sinks.", "build for `ort-cpu`."
-        )
-    emit = Emitter(ir_model.graph, f"ahead.{name}")
-    counts = {"q": (num_heads, geometry.k_dim), "k": (geometry.kv_heads, geometry.k_dim)}
-    counts["v"] = (geometry.kv_heads, geometry.v_dim)
-    wide = {key: _widen(emit, given[key], *sizes, size) for key, sizes in counts.items()}
-    caches = []
-    for key in "kv":
-        cache, tokens = given[f"{key}_cache"], wide[key]
-        if cache is None or tokens is None:
-            raise CheckFailedError(f"{name} has no {key} or no cache of it.")
-        caches.append(emit_append(emit, rows, cache, tokens, geometry.kv_heads))
-    queries = wide["q"]
-    if queries is None:
-        raise CheckFailedError(f"{name} has no queries.")
-    attended = emit_ahead(
-        emit,
-        rows,
-        queries,
-        *caches,
-        geometry=geometry,
-        num_heads=num_heads,
-        scale=node.attributes["scale"].as_float(),
-        window=window,
-    )
-    emit.replace(node, [_narrow(emit, attended, num_heads, geometry.v_dim, size), *caches])
 
 
 def _widen(emit: Emitter, tokens: "ir.Value | None", heads: int, given: int, size: int) -> "ir.Value | None":

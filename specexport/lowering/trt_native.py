@@ -1,4 +1,4 @@
-"""Lowering ``native`` for TensorRT: its own KV-cache update and attention, no plugin.
+"""TensorRT's own KV-cache update and attention, no plugin.
 
 Each row's new keys and values are written packed, straight to the row's own entries (``TRT_KVCacheUpdate``, form
 ``packed_nhd``). Attention has no packed form for queries that builds, so the step's tokens are gathered into a tile [B,
@@ -9,7 +9,7 @@ A layer takes one of these forms (``choose_form``):
 
 ``folded``        ``TRT_Attention`` over queries [B, Hq*F, W/F, D] with a Boolean mask: each head stands F times, for F
                   tokens of a row. F is what a row has in a verify step, K+1, so that a head has one query to decode or
-                  verify, and TensorRT then reads the caches in place. In lowering ``native-folded`` only.
+                  verify, and TensorRT then reads the caches in place.
 ``fused-causal``  ``TRT_Attention`` with ``causal_kind=lower_right`` and the rows' lengths.
 ``fused-masked``  ``TRT_Attention`` with a Boolean mask, made once a step for each window: sliding windows, and all
                   layers of a graph in which tokens of some layer see later ones. There a row's length must be its own,
@@ -17,10 +17,12 @@ A layer takes one of these forms (``choose_form``):
 ``explicit``      matmuls, masking and softmax written out: softcap, sinks, and sizes or dtypes for
                   which there is no fused kernel.
 
-In the fused forms TensorRT copies a layer's keys and values before its attention reads them, repeated for every query
+The fused forms are for what is not folded: where the masks would be too large (``mask_heads``), or F is 1.
+
+There TensorRT copies a layer's keys and values before its attention reads them, repeated for every query
 head, where a row has more than one query. Folded, nothing is copied to decode or verify, nor for a prefill from compute
 capability 8.9 on (8.0 copies). Two things are given for that. Each head needs a separate mask, which grows with the
-tokens of a prefill (``mask_bytes``). And the queries are outputs of the graph, all in one memory: TensorRT copies the
+tokens of a prefill (``mask_heads``). And the queries are outputs of the graph, all in one memory: TensorRT copies the
 caches for the sake of a layout that it chooses for the queries, and cannot choose where others see them.
 
 Fused attention is emitted with ``TRT_decomposable=0``: where TensorRT has no kernel, the build fails and nothing runs
@@ -34,11 +36,9 @@ Written out, matmuls run in the model's dtype; scores are float32 from the first
 that share a key/value head are folded into the query axis, so that neither keys nor values are repeated.
 """
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from specexport.lowering.common import add_token_ids, drop_unused_step_inputs, is_causal, refuse_slopes, take_place
-from specexport.lowering.layer_extent import add_extent, shorten_blocks
 from specexport.lowering.trt_step import AlignedStep, Attention, MaskKind, emit_step
 from specexport.onnx_emit import Emitter
 from specexport.ops.spec import DIM_NAMES, UNPADDED_ATTENTION
@@ -47,8 +47,6 @@ from specexport_runtime.errors import CheckFailedError, UnsupportedModelError
 
 if TYPE_CHECKING:
     import onnx_ir as ir
-
-    from specexport.passes.residual_blocks import ResidualBlock
 
 FOLDED, FUSED_CAUSAL, FUSED_MASKED, EXPLICIT = "folded", "fused-causal", "fused-masked", "explicit"
 
@@ -82,22 +80,18 @@ def mask_kind(attention: Attention, form: str) -> MaskKind:
     return MaskKind(attention.window, attention.num_heads if form == FOLDED else 0, attention.causal)
 
 
-def lower_trt_native(
-    ir_model: "ir.Model", *, kv_capacity: int, fold: int = 1, skipped: "Sequence[ResidualBlock]" = ()
-) -> tuple[str, ...]:
+def lower_trt_native(ir_model: "ir.Model", *, kv_capacity: int, fold: int = 1) -> tuple[str, ...]:
     """Replace every ``UnpaddedAttention``, fix the cache shapes, add ``token_ids``, drop unread step inputs, in place.
 
-    Returns each layer's form; UnsupportedModelError if none is exact. ``fold`` is F, 1 for ``native``.
+    Returns each layer's form; UnsupportedModelError if none is exact. ``fold`` is F.
     """
-    forms = replace_attention(ir_model, kv_capacity=kv_capacity, fold=fold, skipped=skipped)
+    forms = replace_attention(ir_model, kv_capacity=kv_capacity, fold=fold)
     add_token_ids(ir_model)
     drop_unused_step_inputs(ir_model)
     return forms
 
 
-def replace_attention(
-    ir_model: "ir.Model", *, kv_capacity: int, fold: int = 1, skipped: "Sequence[ResidualBlock]" = ()
-) -> tuple[str, ...]:
+def replace_attention(ir_model: "ir.Model", *, kv_capacity: int, fold: int = 1) -> tuple[str, ...]:
     """The attention part of ``lower_trt_native``, for graphs without logits; same arguments, result and errors."""
     layers = [read_attention(n, i) for i, n in enumerate(_attention_nodes(ir_model))]
     if not layers:  # heads over one feature
@@ -105,29 +99,22 @@ def replace_attention(
     ahead = not all(layer.causal for layer in layers)
     forms = tuple(choose_form(layer, fold=fold, sees_ahead=ahead) for layer in layers)
     kinds = {mask_kind(layer, form) for layer, form in zip(layers, forms, strict=True) if form != FUSED_CAUSAL}
-    first = ir_model.graph[0]
     step = emit_step(ir_model, sorted(kinds), kv_capacity, fold)
-    extent = add_extent(ir_model, step, kv_capacity, first) if skipped else None
-    short = {block.layer for block in skipped}
     for i, (layer, form) in enumerate(zip(layers, forms, strict=True)):
         emit = Emitter(ir_model.graph, f"attention.{i}.{form}")
-        own = extent.step if extent is not None and i in short else step
-        queries = _lower_layer(ir_model, layer, form, own, emit, kv_capacity)
+        queries = _lower_layer(ir_model, layer, form, step, emit, kv_capacity)
         if form == FOLDED:
             # An output only so that TensorRT does not take its layout apart: it would copy the caches to fit it.
             queries.name = QUERY.name.format(i=i)
             ir_model.graph.outputs.append(queries)
-    if extent is not None:
-        shorten_blocks(ir_model, skipped, extent)
     return forms
 
 
-def mask_bytes(ir_model: "ir.Model", *, num_rows: int, num_tokens: int, kv_capacity: int, fold: int) -> int:
-    """Bytes of the masks of a prefill, were the layers folded: one byte a query head, slot and cache entry."""
+def mask_heads(ir_model: "ir.Model", *, fold: int) -> int:
+    """Query heads of all masks, were the layers folded: a mask has a byte for each head, row, slot and cache entry."""
     layers = [read_attention(node, i) for i, node in enumerate(_attention_nodes(ir_model))]
     kinds = {mask_kind(layer, FOLDED) for layer in layers if choose_form(layer, fold=fold) == FOLDED}
-    width = -(-num_tokens // fold) * fold
-    return sum(kind.heads for kind in kinds) * num_rows * width * kv_capacity
+    return sum(kind.heads for kind in kinds)
 
 
 def _attention_nodes(ir_model: "ir.Model") -> "list[ir.Node]":

@@ -74,7 +74,7 @@ def _attention_spec(layer: Attention, index: int, kv_capacity: int, num_splits: 
     if dtype not in MODEL_DTYPES:
         raise UnsupportedModelError(
             f"attention layer {index} is {layer.dtype.name}; the attention plugin computes float16 and bfloat16.",
-            "build with `dtype: float16`, or with `lowering: native`.",
+            "build with `dtype: float16`, or without `--lowering plugin`.",
         )
     splits = choose_num_splits(kv_capacity, layer.window) if num_splits is None else num_splits
     try:
@@ -86,7 +86,7 @@ def _attention_spec(layer: Attention, index: int, kv_capacity: int, num_splits: 
         )  # fmt: skip
     except UserInputError as error:
         raise UnsupportedModelError(
-            f"attention layer {index}: {error.message}", "build with `lowering: native`."
+            f"attention layer {index}: {error.message}", "build it without `--lowering plugin`."
         ) from error
 
 

@@ -22,6 +22,8 @@ from specexport_runtime.abi import (
 from specexport_runtime.errors import CheckFailedError
 
 _FLOATS = {ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
+_PICK = {"GatherElements", "GatherND"}  # embeddings are read by Gather
+_REARRANGE = {"Expand", "Reshape", "Squeeze", "Tile", "Transpose", "Unsqueeze"}
 
 
 class ContractCheckPass(CountingPass):
@@ -177,8 +179,18 @@ def _check_weights(model: ir.Model) -> Iterator[str]:
             yield f"weight {value.name} has no data"
         elif value.meta.get(AS_STORED):
             continue  # scales of a quantized checkpoint, which are made float before a product reads them
+        elif _is_table(value):
+            continue
         elif tensor.dtype in _FLOATS | {ir.DataType.DOUBLE} and _is_matrix(tensor) and tensor.dtype != dtype:
             yield f"weight {value.name} is {tensor.dtype}, the model {dtype}"
+
+
+def _is_table(value: ir.Value) -> bool:
+    """Whether values are only picked out by number, as GPT-J and CodeGen do with rotary angles in float32."""
+    readers = [use.node for use in value.uses()]
+    return bool(readers) and all(
+        node.op_type in _PICK or (node.op_type in _REARRANGE and _is_table(node.outputs[0])) for node in readers
+    )
 
 
 def _is_matrix(tensor: ir.TensorProtocol) -> bool:

@@ -93,7 +93,7 @@ def register_plugins(names: Iterable[str], sm: str | int) -> None:
     if absent := [part for part in _NEEDED if not hasattr(trtp, part)]:
         raise IncompatibleError(
             f"TensorRT {trt.__version__} cannot embed compiled kernels: its plugin module has no {absent[0]}.",
-            "use TensorRT 11, or build with `lowering: native`.",
+            "use TensorRT 11, or build it without `--lowering plugin`.",
         )
     for name, kernels in compiled.items():
         known = name in _KERNELS and hasattr(getattr(trtp.op, NAMESPACE, None), name)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from specexport.atomic import new_folder
-from specexport.checkpoint import Checkpoint, load_checkpoint
-from specexport.trace import drop_layers
-from specexport.trace.prune import left_out
+from specexport.checkpoint.load import load_checkpoint
+from specexport.checkpoint.loaded import Checkpoint
+from specexport.trace.prune import drop_layers, left_out
 from specexport.train.lm_head import LmHead, compare, wide_divergence
 from specexport.train.options import HINT, TrainOptions
 from specexport.train.pruned_files import check_files, read_layers, round_weights, write_draft, write_layers

@@ -10,8 +10,8 @@ import torch
 from safetensors import SafetensorError
 
 from specexport.atomic import new_folder, write_text
-from specexport.checkpoint import Checkpoint, load_checkpoint
-from specexport.checkpoint.load import quiet_transformers
+from specexport.checkpoint.load import load_checkpoint, quiet_transformers
+from specexport.checkpoint.loaded import Checkpoint
 from specexport.train.options import refuse_pruning
 from specexport_runtime.errors import CheckpointError, UserInputError
 

@@ -54,7 +54,7 @@ def train_draft(options: TrainOptions, progress: Progress | None = None) -> Trai
     """
     import torch
 
-    from specexport.checkpoint import load_checkpoint
+    from specexport.checkpoint.load import load_checkpoint
     from specexport.train.store import FeatureStore
 
     clock = StageClock(progress, STAGES)
@@ -107,7 +107,8 @@ def _check_output(folder: Path, kind: str) -> None:
 
 
 def _write_texts(options: TrainOptions, prompts: Sequence[str], path: Path, clock: StageClock) -> None:
-    from specexport.checkpoint import count_layers, hash_checkpoint
+    from specexport.checkpoint.load import count_layers
+    from specexport.checkpoint.source import hash_checkpoint
     from specexport.train.texts import write_texts
     from specexport_runtime.bundle.manifest import load_manifest
 

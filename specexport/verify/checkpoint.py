@@ -17,7 +17,7 @@ from specexport_runtime.errors import CheckpointError, InvalidRequestError
 from specexport_runtime.executors.base import Float32Array
 
 if TYPE_CHECKING:
-    from specexport.checkpoint import Checkpoint
+    from specexport.checkpoint.loaded import Checkpoint
     from specexport.checkpoint.lora import LoraSource
 
 _REVISION_KEYS = {"target": "revision", "draft": "draft_revision"}
@@ -66,7 +66,7 @@ class CheckpointNotFoundError(CheckpointError):
 
 def find_checkpoint(manifest: Manifest, role: str, given: str | None, bundle: Path) -> str:
     """The checkpoint with the hash that the manifest records for ``role``; CheckpointNotFoundError if there is none."""
-    from specexport.checkpoint import hash_checkpoint
+    from specexport.checkpoint.source import hash_checkpoint
 
     entry = manifest.models[role]
     revision, runs_code = manifest.recipe.get(_REVISION_KEYS[role]), bool(manifest.recipe.get("trust_remote_code"))
@@ -117,7 +117,7 @@ class EagerModel(NamedTuple):
 
 def eager_references(model: EagerModel, sequences: Sequence[Sequence[int]]) -> list[Float32Array]:
     """Logits [len, V] of each sequence from eager transformers; the model is freed before this returns."""
-    from specexport.trace import reference_logits
+    from specexport.trace.check import reference_logits
 
     checkpoint = _load(model)
     references = reference_logits(checkpoint, [list(sequence) for sequence in sequences])
@@ -128,7 +128,7 @@ def eager_references(model: EagerModel, sequences: Sequence[Sequence[int]]) -> l
 
 def eager_score(model: EagerModel, windows: Sequence[Sequence[int]], head: CutHead | None = None) -> TextScore:
     """What eager transformers makes of ``windows``; the model is freed before this returns."""
-    from specexport.trace import reference_logits
+    from specexport.trace.check import reference_logits
 
     checkpoint = _load(model)
     # One window at a time: the logits of a large vocabulary are kept for no longer than they are read.
@@ -140,8 +140,10 @@ def eager_score(model: EagerModel, windows: Sequence[Sequence[int]], head: CutHe
 
 
 def _load(model: EagerModel) -> "Checkpoint":
-    from specexport.checkpoint import hold_length, load_checkpoint, merge_adapter, read_adapter, round_weights
-    from specexport.trace import drop_layers
+    from specexport.checkpoint.lengths import hold_length
+    from specexport.checkpoint.load import load_checkpoint, round_weights
+    from specexport.checkpoint.lora_fit import merge_adapter, read_adapter
+    from specexport.trace.prune import drop_layers
 
     adapter = model.adapter
     checkpoint = load_checkpoint(

@@ -182,8 +182,7 @@ def check_greedy(
     differences: list[GreedyDifference] = []
     for drafter, lookahead in _drafters(engine, chosen):
         kind = drafter.replace("-", " ")
-        free = engine.target.num_gates > 0 and engine.target.fixed_layers is None
-        rules = _RULES if free and drafter in KINDS and KINDS[drafter].traits.takes_layers else None
+        rules = _RULES if engine.target.num_gates and drafter in KINDS and KINDS[drafter].traits.takes_layers else None
         results = engine.generate(given, params, drafter=drafter, num_speculative_tokens=lookahead, layer_rules=rules)
         rounds = sum(result.stats.draft_rounds for result in results)
         accepted = sum(result.stats.accepted for result in results)

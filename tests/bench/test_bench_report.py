@@ -12,7 +12,7 @@ from specexport.bench.report import format_report, format_table, write_markdown
 from specexport.bench.runner import run_bench
 from specexport.bench.summary import summarize
 from specexport.plots import check_plots
-from specexport_runtime.errors import InvalidRequestError, MissingDependencyError, UserInputError
+from specexport_runtime.errors import InvalidRequestError, MissingDependencyError, UserInputError, pip_install
 from tests.support.bench_fakes import PROMPTS, make_options, make_subject
 
 PLAIN = Cell("plain", "none", True, True, 2, 0, 0.0, "code", "continuous")
@@ -206,4 +206,4 @@ def test_plots_that_cannot_be_drawn_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
     with pytest.raises(MissingDependencyError, match="matplotlib") as caught:
         check_plots(tmp_path)
-    assert caught.value.hint == "pip install 'specexport[bench]'"
+    assert caught.value.hint == pip_install("bench")

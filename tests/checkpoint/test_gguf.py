@@ -5,8 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specexport.checkpoint import hash_checkpoint, load_checkpoint
-from specexport.trace import drop_layers, reference_logits
+from specexport.checkpoint.load import load_checkpoint
+from specexport.checkpoint.source import hash_checkpoint
+from specexport.trace.check import reference_logits
+from specexport.trace.prune import drop_layers
 from specexport_runtime.errors import CheckpointError
 from tests.support.engine_harness import make_checkpoint
 from tests.support.tiny_gguf import write_gguf

@@ -9,10 +9,10 @@ import torch
 from transformers import Gemma3TextConfig, LlamaConfig, Phi3Config, StableLmConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from specexport.checkpoint import load_checkpoint
 from specexport.checkpoint.gguf_config import correct_config
+from specexport.checkpoint.load import load_checkpoint
 from specexport.checkpoint.source import Source
-from specexport.trace import reference_logits
+from specexport.trace.check import reference_logits
 from specexport_runtime.errors import CheckpointError
 from tests.support.engine_harness import make_checkpoint
 from tests.support.tiny_gguf import write_gguf

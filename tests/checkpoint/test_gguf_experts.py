@@ -8,13 +8,13 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from specexport.checkpoint import load_checkpoint
 from specexport.checkpoint.gguf_blocks import FORMATS
+from specexport.checkpoint.load import load_checkpoint
 from specexport.checkpoint.stored import StoredWeight, stored_tensor
 from specexport.passes.block_experts import of_rounded
 from specexport.passes.block_format import unpack
 from specexport.passes.transpose_fold import TransposeFoldPass
-from specexport.trace import reference_logits
+from specexport.trace.check import reference_logits
 from specexport_runtime.errors import SpecexportError, UnsupportedModelError
 from tests.support.engine_harness import make_checkpoint
 from tests.support.tiny_gguf import EXPERTS, MIXED_EXPERTS, write_experts, write_gguf

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specexport.checkpoint import hash_checkpoint, load_checkpoint
-from specexport.checkpoint.source import gguf_parts
-from specexport.trace import reference_logits
+from specexport.checkpoint.load import load_checkpoint
+from specexport.checkpoint.source import gguf_parts, hash_checkpoint
+from specexport.trace.check import reference_logits
 from specexport_runtime.errors import CheckpointError
 from tests.support.tiny_gguf import write_gguf
 from tests.support.tiny_models import GROUPED, make_model

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, pre_tokenizers
 
-from specexport.checkpoint import load_checkpoint
+from specexport.checkpoint.load import load_checkpoint
 from specexport.checkpoint.loaded import Checkpoint
 from specexport_runtime.errors import CheckpointError
 from tests.support.tiny_gguf import write_gguf

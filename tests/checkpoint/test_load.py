@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specexport.checkpoint import hash_checkpoint, load_checkpoint
-from specexport.trace import reference_logits
+from specexport.checkpoint.load import load_checkpoint
+from specexport.checkpoint.source import hash_checkpoint
+from specexport.trace.check import reference_logits
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 from tests.support.tiny_models import make_llama, make_tokenizer, save_checkpoint
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specexport.checkpoint import load_checkpoint, merge_adapter, read_adapter, with_adapter
+from specexport.checkpoint.load import load_checkpoint
 from specexport.checkpoint.lora import CONFIG, WEIGHTS, find_adapter
-from specexport.trace import reference_logits
+from specexport.checkpoint.lora_fit import merge_adapter, read_adapter, with_adapter
+from specexport.trace.check import reference_logits
 from specexport_runtime.errors import CheckpointError
 from tests.support.tiny_lora import ALL, apply_adapter, save_adapter
 from tests.support.tiny_models import ARCHITECTURES, make_model, save_checkpoint

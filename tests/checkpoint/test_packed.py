@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from specexport.checkpoint import load_checkpoint
+from specexport.checkpoint.load import load_checkpoint
 from specexport.checkpoint.packed_blocks import awq_weight, compressed_weight, gptq_weight
 from specexport.compile.pipeline import build_bundle
 from specexport.passes.block_weight import BlockWeight

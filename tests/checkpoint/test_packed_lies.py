@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from specexport.checkpoint import load_checkpoint
+from specexport.checkpoint.load import load_checkpoint
 from specexport.checkpoint.packed import check_centre
 from specexport.checkpoint.packed_blocks import awq_weight, compressed_weight, gptq_weight
 from specexport.checkpoint.source import Source

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from specexport.checkpoint import hash_checkpoint
+from specexport.checkpoint.source import hash_checkpoint
 from specexport.verify.checkpoint import find_checkpoint
 from specexport_runtime.bundle.entry import SourceEntry
 from specexport_runtime.errors import CheckpointError
@@ -25,7 +25,7 @@ class EvilConfig(PretrainedConfig):
 """
 SCRIPT = """
 import pathlib, sys
-from specexport.checkpoint import load_checkpoint
+from specexport.checkpoint.load import load_checkpoint
 from specexport_runtime.errors import SpecexportError
 for trusted in (False, True):
     try:

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specexport.checkpoint import hold_length, load_checkpoint
-from specexport.checkpoint.lengths import FixedRope
-from specexport.trace import reference_logits
+from specexport.checkpoint.lengths import FixedRope, hold_length
+from specexport.checkpoint.load import load_checkpoint
+from specexport.trace.check import reference_logits
 from specexport_runtime.errors import UnsupportedModelError
 from tests.support import chance
 from tests.support.engine_harness import Engine, build, make_checkpoint

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from specexport.checkpoint import hold_length
-from specexport.checkpoint.lengths import hold_short, plain_length
+from specexport.checkpoint.lengths import hold_length, hold_short, plain_length
 from specexport.trace.check import check_packed, eager_logits
 from specexport.trace.geometry import probe_layers
 from specexport.trace.refuse import check_config

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from specexport.checkpoint import load_checkpoint
+from specexport.checkpoint.load import load_checkpoint
 from specexport_runtime.errors import CheckpointError
 from tests.support.tiny_models import make_llama, save_checkpoint
 

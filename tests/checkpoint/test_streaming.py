@@ -10,10 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specexport.checkpoint import Checkpoint, load_checkpoint, streaming
+from specexport.checkpoint import streaming
+from specexport.checkpoint.load import load_checkpoint
+from specexport.checkpoint.loaded import Checkpoint
 from specexport.checkpoint.stored import StoredWeight
 from specexport.checkpoint.tagged import Tags
-from specexport.trace import reference_logits, trace_checkpoint
+from specexport.trace.check import reference_logits, trace_checkpoint
 from specexport_runtime.errors import CheckpointError
 from tests.support.tiny_gguf import write_gguf
 from tests.support.tiny_models import ARCHITECTURES, GROUPED, make_llama, make_model, save_checkpoint

@@ -215,4 +215,4 @@ def test_a_missing_export_stack(
     monkeypatch.setattr("specexport.compile.model._NEEDED", ("torch", "nosuchmodule"))
     line = refuse_cli(*build_args(tiny_pair.target, "--no-cache", out=tmp_path / "out"))
     assert "building needs nosuchmodule, which is not installed" in line
-    assert "pip install 'specexport[export,cpu]'" in line
+    assert "pip install -e '.[export,cpu]'" in line

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from click.testing import Result
 
-from specexport.checkpoint import load_checkpoint, round_weights
+from specexport.checkpoint.load import load_checkpoint, round_weights
 from specexport.compile import check
 from specexport.compile.built import EngineCheck
 from specexport.compile.cache import EngineCache
@@ -364,13 +364,10 @@ def test_the_torch_weights_are_gone_before_the_check(
 ) -> None:
     import torch
 
-    from specexport import checkpoint
-
     addresses: set[int] = set()
-    load = checkpoint.load_checkpoint
 
     def load_and_note(*args: Any, **kwargs: Any) -> Any:
-        checkpoint = load(*args, **kwargs)
+        checkpoint = load_checkpoint(*args, **kwargs)
         addresses.update(weight.data_ptr() for weight in checkpoint.model.parameters() if not weight.is_meta)
         assert addresses  # vectors are in memory, matrices in the checkpoint's files
         return checkpoint
@@ -381,7 +378,7 @@ def test_the_torch_weights_are_gone_before_the_check(
         assert not alive, f"{len(alive)} weights are in memory beside the engine's"
         return EngineCheck(0.25)
 
-    monkeypatch.setattr(checkpoint, "load_checkpoint", load_and_note)
+    monkeypatch.setattr("specexport.checkpoint.load.load_checkpoint", load_and_note)
     monkeypatch.setattr("specexport.compile.model.check_engine", no_weight_lives)
     save_checkpoint(make_llama(2, num_hidden_layers=1, tie_word_embeddings=tied), tmp_path / "model")
     recipe = tiny_pair.recipe(tmp_path / "out", target=str(tmp_path / "model"), draft=None)

@@ -324,7 +324,7 @@ def test_without_the_extra_the_command_says_what_to_install(
     )
     line = refuse_cli("debug", tiny_bundle, PROMPT, "--graph", "padded", "-q")
     assert "`specexport debug` needs polygraphy" in line
-    assert "pip install 'specexport[debug,export,cpu]'" in line
+    assert "pip install -e '.[debug,export,cpu]'" in line
 
 
 def test_engines_without_layers_are_told_apart_by_their_caches(tiny_bundle: Path, tmp_path: Path) -> None:

@@ -2,12 +2,13 @@ import importlib.util
 import json
 import shutil
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from click.testing import Result
 
-from specexport import doctor
+from specexport.doctor import command as doctor
+from specexport.doctor import versions
+from specexport.doctor.finding import Finding
 
 RunCli = Callable[..., Result]
 
@@ -33,7 +34,7 @@ def test_without_onnxruntime_nothing_runs_and_it_says_how_to_mend_that(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxruntime" else find_spec(name))
     result = run_cli("doctor")
     assert result.exit_code == 1
-    assert "pip install 'specexport[cpu]'" in result.stdout
+    assert "pip install -e '.[cpu]'" in result.stdout
     assert "cannot" in result.stdout
 
 
@@ -51,12 +52,12 @@ def test_without_the_export_stack_bundles_still_run(run_cli: RunCli, monkeypatch
     assert [name for name, possible in data["can"].items() if possible] == ["run ort-cpu bundles"]
     (stack,) = (finding for finding in data["findings"] if finding["topic"] == "export stack")
     assert stack["found"] == "without onnxscript, torch"
-    assert "specexport[export,cpu]" in stack["fix"]
+    assert "pip install -e '.[export,cpu]'" in stack["fix"]
 
 
 def test_a_gpu_runs_what_is_installed_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     topics = ("python", "CPU operators", "onnxruntime", "export stack", "gpu")
-    findings = [doctor.Finding(topic, "ok", "CPUExecutionProvider") for topic in topics]
+    findings = [Finding(topic, "ok", "CPUExecutionProvider") for topic in topics]
     monkeypatch.setattr(doctor, "_installed", lambda module: module in ("tensorrt", "cuda"))
     able = {name for name, possible in doctor.capabilities(findings).items() if possible}
     assert {"run tensorrt bundles", "build bundles for tensorrt"} <= able
@@ -73,29 +74,14 @@ def test_a_gpu_runs_what_is_installed_for_it(monkeypatch: pytest.MonkeyPatch) ->
     [("1.31.1", True), ("1.31.0", True), ("1.31", True), ("1.30.9", False), ("1.32.0", False), ("1.31.1+cpu", True)],
 )
 def test_versions_are_held_against_the_tested_range(installed: str, inside: bool) -> None:
-    assert (doctor.outside_tested_range("onnxruntime", installed, extra="cpu") == "") is inside
+    assert (versions.outside_tested_range("onnxruntime", installed, extra="cpu") == "") is inside
 
 
 def test_the_tested_ranges_come_from_the_installed_package() -> None:
-    ranges = dict(doctor.tested_ranges("export"))
+    ranges = dict(versions.tested_ranges("export"))
     assert set(ranges) >= {"torch", "transformers", "onnx", "onnx-ir"}
     assert ranges["torch"].startswith(("<", ">="))
     assert "pytest" not in ranges
-
-
-def test_a_machine_without_a_driver_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda _name: None)
-    assert "no nvidia-smi" in doctor._gpu().found
-
-
-def test_a_driver_is_asked_for_its_cards(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    tool = tmp_path / "nvidia-smi"
-    monkeypatch.setattr(shutil, "which", lambda _name: str(tool))
-    tool.write_text("#!/bin/sh\necho 'NVIDIA X, 580.1, 81559 MiB, 9.0'\n")
-    tool.chmod(0o755)
-    assert "NVIDIA X, 580.1, 81559 MiB, 9.0" in doctor._gpu().found
-    tool.write_text("#!/bin/sh\nexit 9\n")
-    assert doctor._gpu().fix == "mend the NVIDIA driver."
 
 
 def test_a_container_limit_is_what_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from click.testing import Result
 
-from specexport import trace
 from specexport.compile.command import result_to_json, summary
 from specexport.compile.draft_cuts import NUM_PIECES, PIECE_LEN, cut_pieces
 from specexport.compile.pipeline import BuildResult, _find_models, _make_plan, build_bundle
 from specexport.recipe import make_recipe
+from specexport.trace import prune
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import InvalidRequestError, RecipeError, UnsupportedModelError
@@ -112,7 +112,7 @@ def test_the_layers_that_do_least_cost_less_acceptance_than_those_that_do_most(
     entry = load_manifest(lossy).models["draft"]
     assert entry.kept_layers == (0, 3)
     tokens, drafted, accepted = decode(lossy)
-    monkeypatch.setattr(trace, "choose_layers", lambda *_: [(layer, 0.0) for layer in (0, 3)])
+    monkeypatch.setattr(prune, "choose_layers", lambda *_: [(layer, 0.0) for layer in (0, 3)])
     (tmp_path / "text").write_text("so that the cache has no such draft", encoding="utf-8")
     texts = str(tmp_path / "text")
     wrong = build_bundle(pair.recipe(tmp_path / "b", lookahead=4, draft_layers=2, draft_vocab_texts=texts))

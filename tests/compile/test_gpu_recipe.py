@@ -8,12 +8,17 @@ from typing import Any
 import pytest
 
 from specexport.backends import present_gpu, tensorrt, trt_package
-from specexport.backends.tensorrt import choose_skipped, plan_memory, require_gpu_memory, require_host_memory
+from specexport.backends.profiles import engine_kv_capacity, most_new_tokens, plan_profiles
+from specexport.backends.registry import BACKENDS
+from specexport.backends.tensorrt import plan_folding, plan_memory, require_gpu_memory, require_host_memory
 from specexport.backends.trt_package import TENSORRT, TENSORRT_RTX, known_architectures, resolve_architectures
 from specexport.compile import model, pipeline
+from specexport.lowering import trt_native
+from specexport.lowering.trt_native import mask_heads
 from specexport.recipe import make_recipe, resolve_recipe
 from specexport_runtime.abi import LayerGeometry
 from specexport_runtime.errors import IncompatibleError, MissingDependencyError, RecipeError
+from tests.ops.test_unpadded_attention import Case, one_node_model
 from tests.support.pairs import locked
 from tests.support.tiny_models import ARCHITECTURES, HYBRIDS, make_model, save_checkpoint
 
@@ -45,14 +50,55 @@ def test_every_spelling_of_an_architecture(given: object) -> None:
 
 def test_the_defaults_of_a_gpu_recipe() -> None:
     recipe = resolve_recipe(make_recipe(GIVEN | {"sm": ["89", "120"]}), [None])
-    assert (recipe.dtype, recipe.lowering, recipe.max_num_seqs, recipe.max_num_tokens) == (
-        "float16",
-        "native-folded",
-        8,
-        512,
-    )
+    assert (recipe.dtype, recipe.max_num_seqs, recipe.max_num_tokens) == ("float16", 8, None)
+    assert {name: make_recipe(GIVEN | {"backend": name}).lookahead for name in BACKENDS} == {
+        "ort-cpu": 8, "ort-cuda": 8, "tensorrt": 8, "tensorrt-rtx": 4,
+    }  # fmt: skip
+    assert make_recipe(GIVEN | {"lookahead": 8}).lookahead == 8
     assert recipe.settings()["sm"] == ["89", "120"]
-    assert resolve_recipe(make_recipe(GIVEN | {"backend": "tensorrt"}), [None]).lowering == "native-folded"
+
+
+def masks(heads: int, size: int, fold: int) -> int:
+    """Query heads of the masks of a layer of that geometry."""
+    model = one_node_model(Case(((0, 1),), heads=heads, kv_heads=2, k_dim=size, v_dim=size))
+    return mask_heads(model, fold=fold)
+
+
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("heads", [8, 12, 14, 16, 20, 24, 28, 32, 40])
+@pytest.mark.parametrize(
+    ("backend", "role"), [("tensorrt-rtx", "target"), ("tensorrt-rtx", "draft"), ("tensorrt", "target")]
+)
+def test_every_usual_geometry_is_folded_by_the_defaults(
+    backend: str, role: str, heads: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trt_native, "_FUSED_DTYPES", ("FLOAT",))
+    recipe = resolve_recipe(make_recipe(GIVEN | {"backend": backend}), [None])
+    fold, capacity = most_new_tokens(role, recipe.lookahead), engine_kv_capacity(recipe.max_model_len, recipe.lookahead)
+    limits = {"max_num_seqs": recipe.max_num_seqs, "kv_capacity": capacity, "max_num_tokens": recipe.max_num_tokens}
+    count = masks(heads, size, fold)
+    found = plan_folding(fold, count, **limits)
+    assert count == heads
+    assert found.fold == fold
+    assert found.max_num_tokens == 512 if heads < 32 else 400 <= found.max_num_tokens < 512
+    profile = plan_profiles(
+        role, lookahead=recipe.lookahead, max_num_seqs=8, max_num_tokens=found.max_num_tokens, fold=fold
+    )[-1]
+    width = profile.largest.tile_width
+    assert heads * 8 * width * capacity <= tensorrt.MAX_MASK_BYTES
+    assert bool(found.note) == (found.max_num_tokens < 512)
+
+
+def test_a_prefill_that_was_asked_for_stays_and_nothing_is_folded_below_the_smallest() -> None:
+    limits = {"max_num_seqs": 8, "kv_capacity": 4112}
+    asked = plan_folding(5, 32, **limits, max_num_tokens=512)
+    assert (asked.fold, asked.max_num_tokens) == (1, 512)
+    assert "nothing is folded: a prefill of 512 tokens beside 7 other rows" in asked.note
+    assert plan_folding(5, 32, **limits, max_num_tokens=510) == (5, 510, "")
+    long = plan_folding(5, 32, max_num_seqs=8, kv_capacity=32784, max_num_tokens=None)
+    assert (long.fold, long.max_num_tokens) == (1, 512), "60 tokens would fit"
+    assert plan_folding(5, 32, max_num_seqs=4, kv_capacity=32784, max_num_tokens=None)[:2] == (5, 125)
+    assert plan_folding(5, 0, **limits, max_num_tokens=None) == (5, 512, ""), "written out: there are no masks"
 
 
 @pytest.mark.parametrize(
@@ -60,7 +106,8 @@ def test_the_defaults_of_a_gpu_recipe() -> None:
     [
         ({"sm": "ninety"}, "sm 'ninety' is not a compute capability"),
         ({"dtype": "float32"}, "dtype 'float32' cannot be built for backend tensorrt-rtx"),
-        ({"lowering": "plugin"}, "lowering 'plugin' cannot be built for backend tensorrt-rtx"),
+        ({"lowering": "plugin"}, "lowering is given, and backend tensorrt-rtx fixes nothing of the kind"),
+        ({"backend": "tensorrt", "lowering": "native"}, "lowering 'native' cannot be built for backend tensorrt"),
         ({"max_num_seqs": 0}, "max_num_seqs is 0, outside 1 to 256"),
         ({"max_num_seqs": 2.5}, "max_num_seqs is 2.5, not a whole number"),
         ({"max_num_tokens": 10**6}, "max_num_tokens is 1000000, outside"),
@@ -68,7 +115,7 @@ def test_the_defaults_of_a_gpu_recipe() -> None:
         ({"backend": "ort-cpu", "sm": "89"}, "sm is given, and backend ort-cpu fixes nothing of the kind"),
         ({"backend": "ort-cuda", "max_num_seqs": 0}, "max_num_seqs is 0, outside 1 to 4096"),
         ({"backend": "ort-cuda", "sm": "89"}, "sm is given, and backend ort-cuda fixes nothing of the kind"),
-        ({"backend": "ort-cpu", "lowering": "native"}, "lowering is given"),
+        ({"backend": "ort-cpu", "lowering": "plugin"}, "lowering is given"),
     ],
 )
 def test_values_that_are_refused(values: dict[str, Any], words: str) -> None:
@@ -103,7 +150,7 @@ def test_the_gpu_in_the_machine_is_the_default(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(present_gpu, "present_architecture", lambda: "89")
     assert resolve_architectures(TENSORRT_RTX, []) == ("89",)
     monkeypatch.setattr(present_gpu, "present_architecture", lambda: "90")  # not one of the package's
-    with pytest.raises(RecipeError, match="this machine's GPU is sm90, and no --sm says"):
+    with pytest.raises(RecipeError, match=r"GPU is sm90, for which tensorrt-rtx builds no"):
         resolve_architectures(TENSORRT_RTX, [])
 
 
@@ -121,14 +168,14 @@ def test_tensorrt_builds_for_the_gpu_in_the_machine_only(monkeypatch: pytest.Mon
 def test_a_package_that_is_not_installed_says_how_to_install_it(without_tensorrt: None) -> None:
     with pytest.raises(MissingDependencyError) as caught:
         resolve_architectures(TENSORRT, ["90"])
-    assert "pip install 'specexport[tensorrt]'" in str(caught.value.hint)
+    assert "pip install -e '.[tensorrt]'" in str(caught.value.hint)
     assert "--backend tensorrt-rtx" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--backend", "tensorrt"], "pip install 'specexport[tensorrt]'"),
+        (["--backend", "tensorrt"], "pip install -e '.[tensorrt]'"),
         (["--backend", "tensorrt-rtx", "--sm", "42"], "--sm 42 is not an architecture"),
         (["--backend", "tensorrt-rtx", "--sm", "x"], "sm 'x' is not a compute capability"),
         (["--backend", "tensorrt-rtx"], "with --sm"),
@@ -174,33 +221,13 @@ def test_memory_is_planned_before_the_build() -> None:
     assert "--max-num-seqs" in str(caught.value.hint)
 
 
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ({"self_draft_skip": [1]}, "self_draft_skip is given and self_draft is not"),
-        ({"self_draft": True, "self_draft_skip": [-1]}, "self_draft_skip has -1"),
-        ({"self_draft": True, "self_draft_skip": [True]}, "self_draft_skip has True"),
-        ({"self_draft": True, "self_draft_skip": [1], "backend": "ort-cuda"}, "fixes nothing of the kind"),
-        ({"self_draft": True, "backend": "tensorrt", "lowering": "plugin"}, "no layer can be left out"),
-        ({"self_draft": "yes"}, "not true or false"),
-    ],
-)
-def test_layers_to_leave_out_that_make_no_sense_are_refused(values: dict[str, Any], words: str) -> None:
-    with pytest.raises(RecipeError, match=words):
-        make_recipe(GIVEN | values)
-
-
-def test_which_layers_a_draft_leaves_out() -> None:
-    recipe = make_recipe(GIVEN | {"self_draft": True})
-    assert choose_skipped(recipe, 8) == (2, 5)
-    named = make_recipe(GIVEN | {"self_draft": True, "self_draft_skip": [3, 1, 3]})
-    assert choose_skipped(named, 4) == (1, 3)
-    assert named.settings()["self_draft_skip"] == [1, 3]
-    with pytest.raises(RecipeError, match="give some of 0 to 2"):
-        choose_skipped(named, 3)
-    with pytest.raises(RecipeError, match="none to leave out"):
-        choose_skipped(recipe, 4)
-    assert make_recipe(GIVEN | {"backend": "ort-cpu", "self_draft": True}).self_draft
+@pytest.mark.parametrize("backend", ["tensorrt", "tensorrt-rtx"])
+def test_a_target_of_tensorrt_does_not_draft_with_its_own_layers(backend: str) -> None:
+    with pytest.raises(RecipeError, match=f"self_draft is given, and backend {backend}") as caught:
+        make_recipe(GIVEN | {"backend": backend, "self_draft": True})
+    assert "build for one of: ort-cpu, ort-cuda." in str(caught.value)
+    with pytest.raises(RecipeError, match="not true or false"):
+        make_recipe(GIVEN | {"self_draft": "yes"})
 
 
 @pytest.mark.parametrize("backend", ["ort-cuda", "tensorrt", "tensorrt-rtx"])

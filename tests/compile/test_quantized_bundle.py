@@ -158,8 +158,8 @@ def quantized(session_dir: Path, demo_pair: Path) -> Callable[[str], tuple[Build
 
     def build(kind: str) -> tuple[BuildResult, list[np.ndarray]]:
         if kind not in made:
-            from specexport.checkpoint import load_checkpoint
-            from specexport.trace import reference_logits
+            from specexport.checkpoint.load import load_checkpoint
+            from specexport.trace.check import reference_logits
 
             folder = session_dir / f"demo-{kind}-checked"
             recipe = BuildRecipe(target=str(demo_pair / "target"), output=str(folder), quantize=kind)

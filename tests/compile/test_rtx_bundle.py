@@ -19,7 +19,6 @@ from specexport.recipe import BuildRecipe, make_recipe
 from specexport_runtime.bundle.files import check_files
 from specexport_runtime.bundle.manifest import Manifest, load_manifest
 from specexport_runtime.errors import CheckFailedError, IncompatibleError
-from specexport_runtime.executors.trt_engine import read_engine
 from tests.support.pairs import TinyPair, locked
 from tests.support.tiny_models import GROUPED, make_llama, make_model, save_checkpoint
 
@@ -58,11 +57,9 @@ def test_an_engine_for_each_architecture_in_the_manifest(rtx_bundle: Path, manif
     check_files(rtx_bundle, manifest.files)
     for role in ("target", "draft"):
         entry = manifest.models[role]
-        assert (entry.backend, entry.dtype, entry.engine.lowering) == ("tensorrt-rtx", "float16", "native-folded")
+        assert (entry.backend, entry.dtype, entry.engine.lowering) == ("tensorrt-rtx", "float16", "native")
         assert [engine.sm for engine in entry.engine.files] == ["sm89", "sm120"]
-        first, second = entry.engine.files
-        assert (first.path, first.base) == (f"{role}/model.sm89.engine", None)
-        assert (second.path, second.base) == (f"{role}/model.sm120.delta", first.path)
+        assert [engine.path for engine in entry.engine.files] == [f"{role}/model.sm{sm}.engine" for sm in (89, 120)]
         for engine in entry.engine.files:
             assert engine.builder == "tensorrt-rtx"
             assert re.fullmatch(r"\d+\.\d+\.\d+.*", engine.builder_version)
@@ -81,16 +78,6 @@ def test_the_bundle_holds_nothing_else(rtx_bundle: Path, manifest: Manifest) -> 
     found = {str(path.relative_to(rtx_bundle)) for path in rtx_bundle.rglob("*") if path.is_file()}
     assert found == {*manifest.files, "manifest.json"}, "no graph, no temporary file"
     assert not [path for path in rtx_bundle.rglob("*") if path.name.startswith(".")]
-
-
-@pytest.mark.whole
-def test_the_second_architecture_adds_its_kernels_only(rtx_bundle: Path, manifest: Manifest) -> None:
-    """The weights of the tiny model are small: of a real one's engine less than a tenth is added (docs/gpu.md)."""
-    first, second = manifest.models["target"].engine.files
-    whole = read_engine(rtx_bundle / second.path, second)
-    assert len(whole) == second.report.engine_bytes
-    assert whole != (rtx_bundle / first.path).read_bytes()
-    assert manifest.files[second.path].size < 0.9 * len(whole)
 
 
 @pytest.mark.whole
@@ -124,15 +111,16 @@ def test_inspect_tells_aliasing_fusion_and_precision(rtx_bundle: Path, run_cli: 
     assert "verify 2x4" in text
     assert "4 of 4 caches in place; attention fused in 5 of 5 profiles; 0 float32 matrix products" in text
     assert "tile_index" in text
-    assert "sm120: target/model.sm120.delta (the rest is in target/model.sm89.engine), tensorrt-rtx" in text
+    assert "sm120: target/model.sm120.engine, tensorrt-rtx" in text
 
 
 @pytest.mark.whole
-def test_what_is_not_folded_is_copied_to_be_verified(tiny_pair: TinyPair, rtx_bundle: Path, tmp_path: Path) -> None:
+def test_what_is_not_folded_is_copied_to_be_verified(
+    tiny_pair: TinyPair, rtx_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The bytes are really counted: without folding there are some."""
-    plain = build_bundle(
-        rtx_recipe(tiny_pair.target, tmp_path / "out", lowering="native", max_num_seqs=1), use_cache=False
-    )
+    monkeypatch.setattr(tensorrt, "MAX_MASK_BYTES", 0)
+    plain = build_bundle(rtx_recipe(tiny_pair.target, tmp_path / "out", max_num_seqs=1), use_cache=False)
     (engine,) = plain.manifest.models["target"].engine.files
     copied = {row.profile: row.kv_copy_bytes for row in engine.report.profiles}
     assert copied["decode 1x1"] == 0 < copied["verify 1x4"]
@@ -184,6 +172,21 @@ def test_nothing_is_folded_where_the_masks_of_a_prefill_would_be_too_large(
 
 
 @pytest.mark.whole
+def test_the_default_prefill_is_as_large_as_its_masks_may_be(
+    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensorrt, "MAX_MASK_BYTES", 4 * 2 * 80 * 157)  # heads, rows, entries, tokens
+    events: list[ProgressEvent] = []
+    recipe = rtx_recipe(tiny_pair.target, tmp_path / "out", max_num_tokens=None)
+    manifest = build_bundle(recipe, progress=events.append, use_cache=False).manifest
+    entry = manifest.models["target"]
+    assert entry.engine.fused == (("folded", 2),)
+    assert [profile.num_tokens for profile in entry.engine.limits.profiles if not profile.is_fixed] == [64, 128, 156]
+    assert manifest.max_num_tokens is None
+    assert any("steps have up to 156 tokens: 512 would need" in event.message for event in events)
+
+
+@pytest.mark.whole
 def test_the_build_tells_its_memory_plan_and_how_far_tensorrt_is(tiny_pair: TinyPair, tmp_path: Path) -> None:
     events: list[ProgressEvent] = []
     result = build_bundle(
@@ -192,7 +195,7 @@ def test_the_build_tells_its_memory_plan_and_how_far_tensorrt_is(tiny_pair: Tiny
     notes = [event.message for event in events]
     assert any("of memory" in note and "KV cache" in note for note in notes)
     assert any(re.search(r"sm89: .+ \d+/\d+", note) for note in notes if event_is_build(events, note))
-    assert any("not checked: a tensorrt-rtx engine runs on a GPU only" in note for note in notes)
+    assert any("not checked: tensorrt-rtx engines run on a GPU only" in note for note in notes)
     assert result.max_abs_errors == {"target": None}
 
 

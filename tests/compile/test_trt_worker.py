@@ -318,7 +318,7 @@ print(builder.build_serialized_network(network, config) is not None)
 
 @pytest.mark.parametrize(("flag", "builds"), [((), True), (("STRIP_PLAN",), False), (("REFIT",), False)])
 def test_tensorrt_strips_no_weights_without_a_gpu(flag: tuple[str, ...], builds: bool) -> None:
-    """The reason for deltas. If this fails, docs/gpu.md is out of date, and stripping can be had."""
+    """Why engines hold their weights. If this fails, docs/gpu.md is out of date, and stripping can be had."""
     if present_gpu.present_architecture() is not None:
         pytest.skip("this machine has a GPU")
     done = subprocess.run([sys.executable, "-c", STRIPPED, *flag], capture_output=True, text=True, check=False)

@@ -18,6 +18,7 @@ from specexport.compile.pipeline import build_bundle
 from specexport.heads.dflash import KIND as DFLASH
 from specexport.heads.dflash import block_reference
 from specexport.heads.reference import CHECK_LENS, HeadReference, causal_reference
+from specexport.lowering.ort_cuda import attach_paged_attention
 from specexport.recipe import BuildRecipe
 from specexport_runtime import SpecEngine
 from specexport_runtime.errors import IncompatibleError, RecipeError, UnsupportedModelError
@@ -33,7 +34,7 @@ from tests.support.gpu_heads import (
     CUDA_ROWS,
     EXPLICIT,
     FOLDED,
-    NATIVE,
+    UNFOLDED,
     open_engine,
     open_graph,
     read_head,
@@ -53,7 +54,7 @@ ENTRY = make_entry()
 BLOCKS = {f"block-{name}": write for name, write in BLOCK_DIALECTS.items()}
 GRAPHS = ("speculators", "norm-before-fc", "qwen3", "eagle", "peagle", "medusa", "medusa-one-lm-head")
 """Dialects whose graphs differ; the others differ in how they are read."""
-WAYS = (CUDA, FOLDED, NATIVE, EXPLICIT)
+WAYS = (CUDA, FOLDED, UNFOLDED, EXPLICIT)
 CLOSE = 1e-4
 
 
@@ -139,7 +140,7 @@ def test_a_lowered_head_computes_the_published_equations(
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("dialect", ["qwen3", "peagle", "medusa", "block-z-lab"])
+@pytest.mark.parametrize("dialect", ["qwen3", "peagle", "medusa"])
 def test_heads_of_causal_attention_get_a_row_for_each_token(
     dialect: str, heads: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,7 +164,7 @@ def test_a_lowered_module_computes_the_published_equations(
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [FOLDED, UNFOLDED, EXPLICIT])
 @pytest.mark.parametrize("dialect", ["block-z-lab", "block-sliding"])
 def test_a_lowered_block_sees_all_of_its_row(
     dialect: str, way: str, heads: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -250,7 +251,6 @@ LOOPS = [
     ("peagle", FOLDED),
     ("medusa", CUDA),
     ("medusa", FOLDED),
-    ("block-sliding", CUDA),
     ("block-sliding", FOLDED),
 ]
 
@@ -278,7 +278,6 @@ def test_heads_that_a_backend_has_no_form_of_are_refused_before_the_target_is_bu
 ) -> None:
     BLOCKS["block-z-lab"](tmp_path / "head", target)
     recipe = recipe_of(target, tmp_path, backend="ort-cuda")
-    monkeypatch.setattr(OrtCuda, "head_needs", frozenset())
     monkeypatch.setattr("specexport.compile.pipeline.prepare_model", lambda *_, **__: pytest.fail("a target is built"))
     with pytest.raises(
         UnsupportedModelError, match="is a head of kind dflash: backend ort-cuda runs no dflash heads"
@@ -291,12 +290,19 @@ def test_heads_that_a_backend_has_no_form_of_are_refused_before_the_target_is_bu
         replace(recipe, output=str(tmp_path / "c"))
 
 
+def test_paged_attention_is_causal(heads: Any) -> None:
+    traced = heads("block-z-lab")[2]
+    model = traced.ir_model.clone()
+    with pytest.raises(UnsupportedModelError, match="see later ones, and ONNX Runtime's paged attention has causal"):
+        attach_paged_attention(model)
+
+
 def test_the_plugin_takes_no_head_whose_tokens_see_later_ones(target: Any, tmp_path: Path) -> None:
     recipe = recipe_of(target, tmp_path, backend="tensorrt", lowering="plugin")
     backend, later = find_backend("tensorrt"), DFLASH.needs
     assert "the attention plugin is causal" in str(backend.head_obstacle("dflash", later, recipe))
     assert backend.head_obstacle("eagle3", frozenset(), recipe) is None
-    assert backend.head_obstacle("dflash", later, replace(recipe, lowering="native")) is None
+    assert backend.head_obstacle("dflash", later, replace(recipe, lowering="auto")) is None
 
 
 def test_steps_that_are_recorded_are_those_of_rounds() -> None:
@@ -311,7 +317,6 @@ def test_steps_that_are_recorded_are_those_of_rounds() -> None:
 
     assert shapes() == {(1, 1, 1), (1, 2, 1), (1, 3, 1), (1, 4, 1), (2, 1, 2)}
     assert shapes(mask_token_id=5) == {(1, 3, 3), (1, 4, 3), (1, 5, 3), (1, 6, 3)}
-    assert shapes(mask_token_id=5, block_size=3) == {(1, 4, 2), (1, 5, 2), (1, 6, 2), (1, 7, 2)}
     assert shapes(num_draft_heads=2) == {(1, 2, 2), (2, 2, 4)}
 
 

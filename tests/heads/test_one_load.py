@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from specexport import checkpoint
+from specexport.checkpoint import load
 from specexport.compile import head as head_module
 from specexport.compile import part
 from specexport.compile.pipeline import build_bundle
@@ -38,10 +38,10 @@ def test_a_target_is_loaded_once_and_gone_before_its_check(
 
     found: list[set[int]] = []
     checked: list[BuildRecipe] = []
-    load, obstacle = checkpoint.load_checkpoint, part.check_obstacle
+    read, obstacle = load.load_checkpoint, part.check_obstacle
 
     def load_and_note(*args: Any, **named: Any) -> Any:
-        made: Any = load(*args, **(named | {"stream": stream}))
+        made: Any = read(*args, **(named | {"stream": stream}))
         found.append({weight.data_ptr() for weight in made.model.parameters() if not weight.is_meta})
         return made
 
@@ -52,7 +52,7 @@ def test_a_target_is_loaded_once_and_gone_before_its_check(
         checked.append(asked)
         return obstacle(asked)
 
-    monkeypatch.setattr(checkpoint, "load_checkpoint", load_and_note)
+    monkeypatch.setattr(load, "load_checkpoint", load_and_note)
     monkeypatch.setattr(part, "check_obstacle", no_weight_lives)
     result = build_bundle(recipe, use_cache=False)
     assert sorted(result.manifest.models) == ["head", "target"]
@@ -65,12 +65,12 @@ def test_a_target_is_loaded_once_and_gone_before_its_check(
 def test_a_head_that_changes_while_its_target_is_built_is_refused(
     recipe: BuildRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load = head_module.load_source
+    read = head_module.load_source
 
     def load_and_change(*args: Any, **named: Any) -> Any:
         weights = Path(str(recipe.head)) / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0\0")
-        return load(*args, **named)
+        return read(*args, **named)
 
     monkeypatch.setattr(head_module, "load_source", load_and_change)
     with pytest.raises(CheckpointError, match="checkpoint head changed while it was read"):

@@ -12,7 +12,7 @@ from specexport.recipe import make_recipe
 from specexport_runtime.abi import FEATURES, NEXT_FEATURES, TOKEN_FEATURES, WANT_FEATURES
 from specexport_runtime.bundle.files import check_files
 from specexport_runtime.bundle.manifest import load_manifest
-from tests.support.gpu_heads import FOLDED, lower_trt, read_head, trace_own
+from tests.support.gpu_heads import lower_trt, read_head, trace_own
 from tests.support.tiny_dflash import DIALECTS as BLOCKS
 from tests.support.tiny_heads import DIALECTS, HIDDEN, LAYER, LAYERS, tensors, write
 from tests.support.tiny_models import make_llama, save_checkpoint
@@ -66,7 +66,7 @@ def test_a_bundle_with_a_head_has_engines_of_both(tmp_path: Path) -> None:
 def test_engines_of_other_heads(make: Any, layers: int, target: Any, tmp_path: Path) -> None:
     """One profile for a draft in one step; attention that looks ahead is fused as the other is."""
     _, loaded = read_head(make, tmp_path / "head", target)
-    lowered = lower_trt(trace_own(loaded, dtype="float16"), loaded.config, lookahead=3, lowering=FOLDED)
+    lowered = lower_trt(trace_own(loaded, dtype="float16"), loaded.config, lookahead=3, folds=True)
     kinds = [profile.kind for profile in lowered.profiles]
     assert set(kinds) == {"draft", "prefill"}
     assert lowered.profiles[0].num_logit_rows == 3

@@ -11,7 +11,7 @@ from specexport.backends.ort import write_onnx, write_padded_onnx
 from specexport.lowering.fuse import fuse_norms, fuse_rotary, rotary_rows
 from specexport.lowering.ort_cpu import lower_ort_cpu
 from specexport.passes.pipeline import default_passes, run_passes
-from specexport.trace import reference_logits
+from specexport.trace.check import reference_logits
 from tests.support import chance
 from tests.support.engine_harness import Engine, make_checkpoint
 from tests.support.tiny_models import BASE, VOCAB, make_model

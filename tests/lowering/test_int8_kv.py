@@ -12,7 +12,7 @@ from specexport.channel_ranges import CacheRange
 from specexport.lowering.fuse import fuse_rotary
 from specexport.lowering.ort_cpu import lower_ort_cpu, use_int8_caches
 from specexport.passes.pipeline import default_passes, run_passes
-from specexport.trace import cache_ranges
+from specexport.trace.calibrate import cache_ranges
 from tests.support.engine_harness import INT8_POISON, Engine, make_checkpoint
 from tests.support.tiny_models import make_llama
 from tests.support.tiny_traces import tiny_model, trace_of

@@ -110,7 +110,7 @@ def left_out(model: Any, mask: Sequence[bool]) -> Iterator[None]:
 
 
 def eager(model: Any, mask: Sequence[bool], sequences: list[list[int]]) -> list[np.ndarray]:
-    from specexport.trace import reference_logits
+    from specexport.trace.check import reference_logits
 
     with left_out(model, mask):
         return list(reference_logits(make_checkpoint(model), sequences))
@@ -246,7 +246,7 @@ def llama() -> Any:
     import torch
 
     from specexport.passes.pipeline import default_passes, run_passes
-    from specexport.trace import trace_checkpoint
+    from specexport.trace.check import trace_checkpoint
 
     model = make_model(*ARCHITECTURES["llama"])
     with torch.no_grad():

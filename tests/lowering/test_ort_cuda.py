@@ -21,7 +21,7 @@ from specexport.ops.reference import unpadded_attention
 from specexport.ops.spec import UNPADDED_ATTENTION
 from specexport.passes.pipeline import quantizing_passes
 from specexport.passes.quantize_ort_cuda import pack_channels
-from specexport.trace import reference_logits
+from specexport.trace.check import reference_logits
 from specexport_runtime.abi import STEP_INPUTS, LayerGeometry, StepShape
 from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.errors import UnsupportedModelError

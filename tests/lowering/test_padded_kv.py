@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from specexport.backends.ort import write_padded_onnx
-from specexport.trace import reference_logits
+from specexport.trace.check import reference_logits
 from specexport_runtime.errors import CheckFailedError
 from tests.support import chance
 from tests.support.engine_harness import Engine, build, make_checkpoint

@@ -7,9 +7,7 @@ import onnx_ir as ir
 import pytest
 
 from specexport.lowering import trt_native
-from specexport.lowering.common import step_inputs
 from specexport.lowering.tensorrt import lower_tensorrt
-from specexport.passes.residual_blocks import find_residual_blocks
 from specexport_runtime.abi import ALIGNED_STEP_INPUTS, LayerGeometry
 from specexport_runtime.bundle.profiles import Profile
 from tests.ops.test_unpadded_attention import Case, one_node_model
@@ -42,7 +40,7 @@ def test_lowered_models_build_without_a_warning_that_matters(name: str, dtype: s
     from specexport.backends.trt import TrtPlan, write_trt_engines
 
     model = trace(name, dtype).ir_model.clone()
-    forms = lower_tensorrt(model, lowering="native-folded", kv_capacity=CAPACITY, fold=fold)
+    forms = lower_tensorrt(model, kv_capacity=CAPACITY, fold=fold)
     assert forms == MODELS[name, dtype, fold]
     layers = tuple(geometry(model, i) for i in range(2))
     profiles = tuple(profile._replace(fold=fold) for profile in PROFILES)
@@ -57,26 +55,6 @@ def test_lowered_models_build_without_a_warning_that_matters(name: str, dtype: s
     fused = sum(form != "explicit" for form in forms)
     assert report.attention_nodes == fused
     assert [row.fused_attention for row in report.profiles] == [fused] * len(PROFILES)
-
-
-@pytest.mark.whole
-def test_a_draft_step_has_no_kernel_of_the_layers_that_it_leaves_out(tmp_path: Path) -> None:
-    from specexport.backends.trt import TrtPlan, write_trt_engines
-
-    model = trace("llama", "float16").ir_model.clone()
-    skipped = find_residual_blocks(model).blocks  # of both layers: they may not share what is cut
-    lower_tensorrt(model, lowering="native-folded", kv_capacity=CAPACITY, fold=5, skipped=skipped)
-    layers = tuple(geometry(model, i) for i in range(2))
-    profiles = tuple(profile._replace(fold=5) for profile in (Profile("self", 2, 1, 2, 2), *PROFILES))
-    plan = TrtPlan("tensorrt-rtx", ("89",), profiles, layers, CAPACITY)
-    (engine,) = write_trt_engines(model, plan, tmp_path, note=lambda _: None, names=step_inputs(model))
-    report = engine.report
-    assert len(report.aliased) == 4
-    assert [row.fused_attention for row in report.profiles] == [0, 2, 2, 2]
-    assert [row.kv_copy_bytes for row in report.profiles] == [0] * 4
-    draft, decode, verify, _ = (row.kernels for row in report.profiles)
-    assert draft < decode
-    assert decode == verify
 
 
 def build(model: ir.Model, case: Case, sm: str) -> tuple[bool, str]:

@@ -8,7 +8,7 @@ import pytest
 
 from specexport.lowering import trt_native
 from specexport.lowering.tensorrt import lower_tensorrt
-from specexport.trace import reference_logits
+from specexport.trace.check import reference_logits
 from specexport_runtime.abi import ALIGNED_STEP_INPUTS
 from tests.support import chance
 from tests.support.engine_harness import make_checkpoint
@@ -37,7 +37,7 @@ def sequences() -> list[list[int]]:
 
 def lower(traced: HalfModel) -> tuple[Any, tuple[str, ...]]:
     model = traced.ir_model.clone()
-    forms = lower_tensorrt(model, lowering="native", kv_capacity=CAPACITY)
+    forms = lower_tensorrt(model, kv_capacity=CAPACITY)
     return model, forms
 
 

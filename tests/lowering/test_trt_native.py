@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -12,8 +11,7 @@ import pytest
 
 from specexport.lowering import trt_native
 from specexport.lowering.common import add_token_ids
-from specexport.lowering.tensorrt import lower_tensorrt
-from specexport_runtime.errors import RecipeError, UnsupportedModelError
+from specexport_runtime.errors import UnsupportedModelError
 from tests.ops.test_unpadded_attention import CAPACITY, CASES, Case, expect, make_inputs, one_node_model
 from tests.support import chance
 from tests.support.half_models import trace
@@ -142,8 +140,7 @@ def test_folded_tokens_see_what_each_would_see_alone(
 def test_masks_of_folded_layers_are_counted_before_they_are_made(window: int, kinds: int) -> None:
     model = trace("gemma3" if window > 0 else "llama", "float16").ir_model.clone()
     heads = {node.attributes["num_heads"].as_int() for node in model.graph if node.op_type == "UnpaddedAttention"}
-    found = trt_native.mask_bytes(model, num_rows=3, num_tokens=16, kv_capacity=CAPACITY, fold=5)
-    assert found == kinds * heads.pop() * 3 * 20 * CAPACITY
+    assert trt_native.mask_heads(model, fold=5) == kinds * heads.pop()
     trt_native.replace_attention(model, kv_capacity=CAPACITY, fold=5)
     assert len({id(node.inputs[3]) for node in model.graph if node.op_type == "TRT_Attention"}) == kinds
 
@@ -254,20 +251,6 @@ def test_what_cannot_be_exact_is_refused_by_name() -> None:
         trt_native.replace_attention(model, kv_capacity=CAPACITY)
     with pytest.raises(UnsupportedModelError, match="attention layer 0 has 4 query heads on 3"):
         lower(replace(CASES["ragged"], kv_heads=3))
-
-
-@pytest.mark.parametrize(
-    ("named", "words"),
-    [
-        ({"lowering": "gqa", "kv_capacity": 8}, "has no lowering 'gqa'"),
-        ({"lowering": None, "kv_capacity": 8}, "has no lowering None"),
-        ({"lowering": "native", "kv_capacity": None}, "needs the KV capacity"),
-        ({"lowering": "native", "kv_capacity": 0}, "needs the KV capacity"),
-    ],
-)
-def test_arguments_that_tensorrt_cannot_use(named: dict[str, Any], words: str) -> None:
-    with pytest.raises(RecipeError, match=words):
-        lower_tensorrt(one_node_model(CASES["ragged"]), **named)
 
 
 def greedy_ids(rows: Sequence[Sequence[float]]) -> list[int]:

@@ -13,7 +13,7 @@ from specexport.lowering import trt_plugin
 from specexport.lowering.common import step_inputs
 from specexport.lowering.tensorrt import lower_tensorrt
 from specexport.plugin.naming import plugin_names, plugin_spec
-from specexport.trace import reference_logits
+from specexport.trace.check import reference_logits
 from specexport_runtime.abi import LayerGeometry
 from specexport_runtime.errors import UnsupportedModelError
 from tests.ops.test_unpadded_attention import CAPACITY, CASES, Case, expect, make_inputs, one_node_model
@@ -162,7 +162,7 @@ def sequences() -> list[list[int]]:
 
 def lower_traced(traced: HalfModel) -> Any:
     model = traced.ir_model.clone()
-    lower_tensorrt(model, lowering="plugin", kv_capacity=MODEL_CAPACITY)
+    lower_tensorrt(model, plugin=True, kv_capacity=MODEL_CAPACITY)
     return model
 
 

@@ -13,7 +13,7 @@ import onnx
 import onnxruntime
 import pytest
 
-from specexport import doctor
+from specexport.doctor import command as doctor
 from specexport_runtime.errors import IncompatibleError, MissingDependencyError, UserInputError
 from specexport_runtime.executors import operators
 

@@ -38,9 +38,7 @@ COMPILER_MAY_IMPORT = {
     "specexport_runtime.errors",
     "specexport_runtime.bundle.profiles",
     "specexport_runtime.bundle.files",  # hashes of files
-    "specexport_runtime.bundle.delta",  # how engines are stored as differences
     "specexport_runtime.bundle.arrays",  # token ids of a cut LM head, and what stands for unknown tokens
-    "specexport_runtime.requests.layer_choice",  # which layers a draft leaves out by default
     "specexport_runtime.cli.errors",
     "specexport_runtime.cli.prompts",  # how texts and JSON lines are read
     "specexport_runtime.costs.prior",  # what steps cost by sizes, to choose the form of a draft
@@ -55,7 +53,7 @@ COMPILER_MAY_IMPORT = {
 DRIVES_THE_RUNTIME = (
     "cli.py",
     "demo.py",
-    "doctor.py",
+    "doctor",
     "compile/check.py",
     "compile/check_head.py",
     "compile/check_parts.py",

@@ -1,4 +1,5 @@
 import importlib.util
+import re
 import subprocess
 import sys
 import tomllib
@@ -8,6 +9,8 @@ from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
+
+from specexport_runtime import errors
 
 ROOT = Path(__file__).parents[2]
 LINUX = {"sys_platform": "linux", "platform_system": "Linux", "platform_machine": "x86_64", "python_version": "3.11"}
@@ -37,33 +40,55 @@ def report(version: str, requires: list[str], environment: dict[str, str]) -> di
     return {"version": "1", "install": [{"metadata": metadata}], "environment": environment}
 
 
-def test_cuda_wheel_without_gpu_takes_the_cpu_index(install: ModuleType) -> None:
-    decision = install.decide(report("2.13.0", CUDA_REQUIRES, LINUX), has_gpu=False)
+def test_cuda_wheel_takes_the_cpu_index(install: ModuleType) -> None:
+    decision = install.decide(report("2.13.0", CUDA_REQUIRES, LINUX))
     assert decision.use_cpu_index
     assert "2 CUDA packages" in decision.reason
     assert "--torch-cuda" in decision.reason
 
 
 @pytest.mark.parametrize(
-    ("version", "requires", "environment", "has_gpu", "torch_cuda"),
+    ("version", "requires", "environment", "torch_cuda"),
     [
-        pytest.param("2.13.0", CUDA_REQUIRES, LINUX, True, False, id="gpu"),
-        pytest.param("2.13.0", CUDA_REQUIRES, LINUX, False, True, id="asked-for"),
-        pytest.param("2.13.0", CUDA_REQUIRES, MAC, False, False, id="mac"),
-        pytest.param("2.13.0+cpu", CUDA_REQUIRES, LINUX, False, False, id="cpu-wheel"),
-        pytest.param("2.13.0", ["filelock", "sympy"], LINUX, False, False, id="no-cuda"),
+        pytest.param("2.13.0", CUDA_REQUIRES, LINUX, True, id="asked-for"),
+        pytest.param("2.13.0", CUDA_REQUIRES, MAC, False, id="mac"),
+        pytest.param("2.13.0+cpu", CUDA_REQUIRES, LINUX, False, id="cpu-wheel"),
+        pytest.param("2.13.0", ["filelock", "sympy"], LINUX, False, id="no-cuda"),
     ],
 )
 def test_everything_else_stays_on_the_configured_index(
-    install: ModuleType, version: str, requires: list[str], environment: dict[str, str], has_gpu: bool, torch_cuda: bool
+    install: ModuleType, version: str, requires: list[str], environment: dict[str, str], torch_cuda: bool
 ) -> None:
-    decision = install.decide(report(version, requires, environment), has_gpu=has_gpu, torch_cuda=torch_cuda)
+    decision = install.decide(report(version, requires, environment), torch_cuda=torch_cuda)
     assert not decision.use_cpu_index
     assert decision.reason
 
 
+@pytest.mark.parametrize(
+    ("extras", "installed", "removed"),
+    [
+        pytest.param("export,cuda", ["onnxruntime"], ["onnxruntime"], id="cpu-to-gpu"),
+        pytest.param("export,cpu", ["onnxruntime-gpu"], ["onnxruntime-gpu"], id="gpu-to-cpu"),
+        pytest.param("cuda", ["onnxruntime", "onnxruntime-gpu"], ["onnxruntime-gpu", "onnxruntime"], id="both"),
+        pytest.param("export,cuda", ["onnxruntime-gpu"], [], id="right-one"),
+        pytest.param("export,cpu", [], [], id="none"),
+        pytest.param("serve", ["onnxruntime", "onnxruntime-gpu"], [], id="not-asked-for"),
+    ],
+)
+def test_the_other_onnx_runtime_is_removed_with_the_files_that_both_share(
+    install: ModuleType, monkeypatch: pytest.MonkeyPatch, extras: str, installed: list[str], removed: list[str]
+) -> None:
+    monkeypatch.setattr(install, "installed_version", lambda name: "1.31.1" if name in installed else None)
+    assert install.clashing(extras.split(",")) == removed
+
+
+def test_one_environment_has_one_onnx_runtime(install: ModuleType) -> None:
+    with pytest.raises(ValueError, match="exclude each other"):
+        install.clashing(["cpu", "serve", "cuda"])
+
+
 def test_empty_report_is_left_to_pip(install: ModuleType) -> None:
-    assert not install.decide({}, has_gpu=False).use_cpu_index
+    assert not install.decide({}).use_cpu_index
 
 
 @pytest.mark.parametrize(
@@ -90,6 +115,24 @@ def test_markers_agree_with_packaging(install: ModuleType, marker: str) -> None:
 @pytest.mark.parametrize("marker", ["not python", "__import__('os')", "platform_system ~= 'Linux'"])
 def test_unreadable_marker_counts_as_true(install: ModuleType, marker: str) -> None:
     assert install.marker_holds(marker, LINUX)
+
+
+def test_hints_install_from_where_the_package_came(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A clone has its command; a copy in site-packages may be of a clone or of a wheel."""
+    assert errors.pip_install("cpu", "serve") == "pip install -e '.[cpu,serve]' in the clone of specexport."
+    monkeypatch.setattr(errors, "__file__", str(tmp_path / "site-packages" / "specexport_runtime" / "errors.py"))
+    assert errors.pip_install("cuda") == (
+        "pip install '.[cuda]' in a clone of specexport, or 'WHEEL[cuda]' with the path of its wheel."
+    )
+
+
+def test_nothing_says_that_an_index_has_specexport() -> None:
+    places = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    for folder in ("specexport", "runtime", "docs", "docker", "examples", "engines/recipes", "benchmarks", "tools"):
+        places += [path for path in (ROOT / folder).rglob("*") if path.suffix in {".py", ".md", ".toml", ".Dockerfile"}]
+    assert len(places) > 400
+    said = [path for path in places if re.search(r"install [^\n`]*\bspecexport\[", path.read_text(encoding="utf-8"))]
+    assert said == []
 
 
 def test_pinned_torch_lies_in_the_declared_range(install: ModuleType) -> None:

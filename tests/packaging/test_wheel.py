@@ -131,7 +131,7 @@ def test_production_environment_names_the_missing_extra(production: Path, demo_p
     assert "ok      CPU operators" in run([production / "specexport", "doctor"], cwd=tmp_path).stdout
     result = run([production / "specexport", "build", demo_pair / "target", "-o", "bundle"], cwd=tmp_path)
     assert result.returncode == 2
-    assert "specexport[export" in result.stderr
+    assert "pip install '.[export,cpu]' in a clone of specexport, or 'WHEEL[export,cpu]'" in result.stderr
     assert "Traceback" not in result.stderr
     assert not (tmp_path / "bundle").exists()
 
@@ -144,7 +144,7 @@ def test_production_environment_serves_with_the_extra_and_asks_for_it_without(
     command: list[str | Path] = [production / "specexport", "serve", demo_bundle, "--port", "0", "--no-adaptive"]
     without = run(command, cwd=tmp_path)
     assert without.returncode == 2
-    assert "specexport[serve]" in without.stderr
+    assert "pip install '.[serve]' in a clone" in without.stderr
     added = run([production / "python", "-m", "pip", "install", "--quiet", f"{wheel}[cpu,serve]"], cwd=tmp_path)
     assert added.returncode == 0, added.stderr
     for package in NOT_IN_PRODUCTION:

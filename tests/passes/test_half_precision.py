@@ -19,6 +19,8 @@ MODELS = [
     ("gpt2", "bfloat16"),
     ("mixtral", "float16"),
     ("deepseek_v3", "float16"),
+    ("gptj", "bfloat16"),
+    ("codegen", "float16"),
 ]
 PRODUCTS = ("MatMul", "Gemm", "Einsum", "Conv")
 
@@ -37,15 +39,18 @@ def test_weights_caches_and_matrix_products_are_half(traced: Any) -> None:
     assert set(products) == {half}
     assert all(value.dtype == half for value in model.graph.inputs if "cache" in value.name)
     assert ContractCheckPass.problems(model) == []
-    matrices = [v.const_value for v in model.graph.initializers.values() if len(v.const_value.shape) > 1]
+    # GPT-J and CodeGen hold their rotary angles as tables in float32.
+    weights = [v for v in model.graph.initializers.values() if not str(v.name).endswith("embed_positions")]
+    matrices = [v.const_value for v in weights if len(v.const_value.shape) > 1]
     assert {tensor.dtype for tensor in matrices if tensor.dtype != ir.DataType.INT64} == {half}
 
 
 def test_angles_are_computed_in_float32(traced: Any) -> None:
     name, _, model = traced
     angles = {node.inputs[0].dtype for node in model.graph if node.op_type in ("Cos", "Sin")}
-    assert angles == (set() if name == "gpt2" else {ir.DataType.FLOAT})
-    tables = [value for key, value in model.graph.initializers.items() if "inv_freq" in key]
+    assert angles == (set() if name in {"gpt2", "gptj", "codegen"} else {ir.DataType.FLOAT})
+    kept = ("inv_freq", "embed_positions")
+    tables = [value for key, value in model.graph.initializers.items() if any(part in key for part in kept)]
     assert {value.const_value.dtype for value in tables} <= {ir.DataType.FLOAT}
 
 
@@ -64,7 +69,7 @@ def test_logits_leave_as_float32(traced: Any) -> None:
 
 
 def test_half_logits_are_allowed_until_the_cast_and_never_after_it() -> None:
-    from specexport.trace import trace_checkpoint
+    from specexport.trace.check import trace_checkpoint
     from tests.support.engine_harness import make_checkpoint
 
     raw = trace_checkpoint(make_checkpoint(load("llama", "bfloat16"))).ir_model

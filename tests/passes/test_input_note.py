@@ -10,14 +10,14 @@ import torch
 
 from specexport.backends import ort
 from specexport.channel_ranges import ChannelRanges
-from specexport.checkpoint import Checkpoint
+from specexport.checkpoint.loaded import Checkpoint
 from specexport.lowering.ort_cpu import lower_ort_cpu
 from specexport.passes import block_make
 from specexport.passes.block_make import extreme_blocks, search_blocks
 from specexport.passes.input_note import InputNotePass, inputs_of
 from specexport.passes.pipeline import default_passes, quantizing_passes, run_passes
 from specexport.passes.quantize_sites import linear_site
-from specexport.trace import activation_ranges
+from specexport.trace.calibrate import activation_ranges
 from tests.support.sessions import session_of
 from tests.support.tiny_models import ARCHITECTURES, make_model
 from tests.support.tiny_traces import tiny_model, trace_of

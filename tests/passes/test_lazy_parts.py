@@ -7,11 +7,11 @@ import onnx_ir as ir
 import pytest
 
 from specexport.channel_ranges import ChannelRanges
-from specexport.checkpoint import load_checkpoint
+from specexport.checkpoint.load import load_checkpoint
 from specexport.onnx_emit import has_parts, lazy_tensor, part_of
 from specexport.passes.pipeline import default_passes
 from specexport.passes.quantize_sites import channel_parts
-from specexport.trace import trace_checkpoint
+from specexport.trace.check import trace_checkpoint
 from tests.support.tiny_models import make_llama, save_checkpoint
 
 

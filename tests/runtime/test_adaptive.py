@@ -250,8 +250,8 @@ def test_what_cannot_be_done_is_refused(engine, options, words):
     ("changes", "words"),
     [
         ({"obstacle": "the blocks run side by side"}, "the blocks run side by side"),
-        ({"backend": "tensorrt"}, "without layers that can be left out. Fix: build it again with --self-draft"),
-        ({}, "Fix: build it again"),
+        ({"backend": "tensorrt"}, "needs backend ort-cpu, ort-cuda; this target was built for tensorrt"),
+        ({}, "without layers that can be left out. Fix: build it again with --self-draft"),
     ],
 )
 def test_the_obstacle_of_a_bundles_target_is_named(changes, words):

@@ -28,7 +28,7 @@ def test_cuda_python_that_is_not_installed_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     with pytest.raises(MissingDependencyError, match="cuda-python") as caught:
         CudaDriver()
-    assert "specexport[tensorrt-rtx]" in caught.value.hint
+    assert "pip install -e '.[tensorrt-rtx]'" in caught.value.hint
 
 
 class Runtime:
@@ -129,6 +129,22 @@ def test_a_recording_becomes_a_graph_that_can_be_launched(runtime):
     ]
     driver.close()
     assert runtime.names.count("cudaStreamDestroy") == 1
+
+
+@pytest.mark.parametrize(
+    ("function", "call"),
+    [
+        ("cudaMallocHost", lambda driver: driver.allocate_host(64)),
+        ("cudaGraphInstantiate", lambda driver: driver.end_capture()),
+    ],
+)
+def test_memory_that_cannot_be_had_names_what_to_lower(runtime, function, call):
+    driver = CudaDriver()
+    runtime.failing[function] = real.cudaError_t.cudaErrorMemoryAllocation
+    with pytest.raises(IncompatibleError, match=f"{function} failed on the GPU: cudaErrorMemoryAllocation") as caught:
+        call(driver)
+    assert "--max-num-seqs" in caught.value.hint
+    assert "cudaGetLastError" in runtime.names, "it is remembered, and the next call would report it again"
 
 
 @pytest.mark.parametrize("function", ["cudaStreamEndCapture", "cudaGraphInstantiate"])

@@ -57,7 +57,7 @@ ENTRY = ModelEntry(
         padded=PaddedGraph("target/model.padded.onnx", ("input_ids", "kv_positions")),
         files=(
             EngineFile("target/sm89.engine", "sm89", "tensorrt", "10.0", 1000, REPORT),
-            EngineFile("target/sm120.delta", "sm120", "tensorrt", "10.0", base="target/sm89.engine"),
+            EngineFile("target/sm120.engine", "sm120", "tensorrt", "10.0"),
         ),
         limits=EngineLimits((Profile("decode", 1, 1, 1, 1),), 300, 4),
         gates=Gates(obstacle="tied"),
@@ -93,7 +93,7 @@ FILES = (
     "head/mask.npy",
     "target/model.onnx",
     "target/sm89.engine",
-    "target/sm120.delta",
+    "target/sm120.engine",
     "target/model.padded.onnx",
 )
 MANIFEST = Manifest(
@@ -192,9 +192,8 @@ def test_the_manifest_of_these_tests_loads(tmp_path):
         (("models", "target", "engine", "path"), "target\\..\\..\\x", "it lies outside the bundle"),
         (("models", "target", "engine", "path"), "target/other.onnx", "'target/other.onnx', not among the files"),
         (("models", "target", "engine", "files", 0, "path"), "/e", "models.target.engine.files[0].path is '/e'"),
-        (("models", "target", "engine", "files", 1, "base"), "../e", "models.target.engine.files[1].base is '../e'"),
         (
-            ("models", "target", "engine", "files", 1, "base"),
+            ("models", "target", "engine", "files", 1, "path"),
             "e",
             "a file of models.target is 'e', not among the files",
         ),

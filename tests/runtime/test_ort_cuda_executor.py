@@ -9,7 +9,7 @@ import pytest
 
 from specexport_runtime.abi import STEP_INPUTS, LayerGeometry, StepShape
 from specexport_runtime.errors import BundleError, IncompatibleError, MissingDependencyError, SpecexportError
-from specexport_runtime.executors import ort_cuda
+from specexport_runtime.executors import ort_cuda, ort_cuda_session
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.executors.ort_cuda import OrtCudaExecutor
 from specexport_runtime.executors.ort_cuda_session import reason_of
@@ -207,7 +207,6 @@ def test_few_tokens_get_a_row_each_and_steps_of_the_same_sizes_share_a_graph(ort
         (120, "0", {}, False),
         (0, None, {}, False),
         (90, None, {"windows": (-1, 64)}, False),
-        (90, None, {"block_size": 4}, False),
         (90, None, {"num_draft_heads": 3}, False),
         (90, None, {"inputs": (*INPUTS, "row_totals")}, False),
         (90, None, {"layers": ()}, False),
@@ -434,7 +433,7 @@ def test_the_cpu_package_is_named_as_such(ort, capsys):
     ort.providers = ["AzureExecutionProvider", "CPUExecutionProvider"]
     with pytest.raises(MissingDependencyError, match="`onnxruntime` and `onnxruntime-gpu` provide the same") as caught:
         make_executor()
-    assert "pip install 'specexport[cuda]'" in str(caught.value)
+    assert "pip uninstall -y onnxruntime onnxruntime-gpu, then pip install -e '.[cuda]'" in str(caught.value)
     assert caught.value.exit_code == 2
 
 
@@ -454,12 +453,56 @@ def test_the_package_that_is_installed_here_is_refused_or_has_no_gpu():
         make_executor()
 
 
-def test_no_gpu_is_exit_3_and_prints_nothing(ort, capsys):
-    ort.has_gpu = False
-    with pytest.raises(IncompatibleError, match="no GPU 0 for this bundle: CUDA failure 2") as caught:
+@pytest.mark.parametrize(
+    ("failure", "message", "hint"),
+    [
+        ("CUDA failure 2: out of memory", "GPU 0 has no memory left: CUDA failure 2", "end other programs"),
+        ("CUDA failure 35: CUDA driver version is insufficient", "no GPU 0 for this bundle: CUDA failure 35", "580 or"),
+        ("CUDA failure 100: no CUDA-capable device", "no GPU 0 for this bundle: CUDA failure 100", "specexport doctor"),
+    ],
+)
+def test_no_gpu_is_exit_3_and_prints_nothing(ort, capsys, failure, message, hint):
+    ort.OrtValue.ortvalue_from_shape_and_type = lambda *_: (_ for _ in ()).throw(RuntimeError(failure))
+    with pytest.raises(IncompatibleError, match=message) as caught:
         make_executor()
+    assert hint in caught.value.hint
     assert caught.value.exit_code == 3
     assert capsys.readouterr() == ("", "")
+    assert ort.log_severity == 2, "onnxruntime logs as before"
+
+
+@pytest.mark.parametrize(
+    ("failure", "kind", "message", "hint"),
+    [
+        ("x.cc:1 f CUDA failure 2: out of memory ; GPU=0", IncompatibleError, "do not fit", "--quantize int4"),
+        ("a.cc:9 (F) Failed to allocate memory for buffer of 9", IncompatibleError, "do not fit", "--quantize int4"),
+        ("CUDA failure 209: no kernel image is available", IncompatibleError, "no code for this GPU", "doctor"),
+        ("Protobuf parsing failed.", BundleError, "cannot load this engine", "specexport build --backend ort-cuda"),
+    ],
+)
+def test_an_engine_that_gives_no_session_has_its_remedy(ort, monkeypatch, failure, kind, message, hint):
+    monkeypatch.setattr(ort, "InferenceSession", lambda *_, **__: (_ for _ in ()).throw(RuntimeError(failure)))
+    with pytest.raises(kind, match=message) as caught:
+        make_executor()
+    assert hint in caught.value.hint
+
+
+def test_a_library_that_the_provider_lacks_is_named(ort, monkeypatch, tmp_path):
+    """Without a driver it is ``libcuda.so.1``, which onnxruntime says in its log alone."""
+    monkeypatch.setattr(ort, "__file__", str(tmp_path / "__init__.py"), raising=False)
+    (tmp_path / "capi").mkdir()
+    (tmp_path / "capi" / "libonnxruntime_providers_cuda.so").write_bytes(b"no library")
+    ort.has_gpu = False
+    with pytest.raises(IncompatibleError, match=r"no GPU 0 for this bundle: .*libonnxruntime_providers_cuda\.so: "):
+        make_executor()
+
+
+def test_a_gpu_that_the_package_has_no_code_for_is_refused_by_name(ort, monkeypatch):
+    monkeypatch.setattr(ort_cuda_session, "compute_capability", lambda _device: 100)
+    make_executor()  # what another version has is not known
+    ort.__version__ = "1.31.1"
+    with pytest.raises(IncompatibleError, match=r"no code for .* 10\.0, as of a B200 or GB200; it has .*8\.9, 9\.0"):
+        make_executor()
 
 
 @pytest.mark.parametrize(

@@ -70,13 +70,6 @@ def test_more_tokens_rows_and_entries_cost_more(entries, kernels):
     assert target.seconds(1, 1, 1000) > target.seconds(1, 1, 10)
 
 
-def test_a_target_of_fixed_layers_prices_its_own_drafts(entries):
-    fixed = changed(entries["target"], skipped_layers=(2, 5))
-    found = costs({"target": fixed})
-    assert 0.5 < found.drafters["self"].seconds(1, 1) / found.target.seconds(1, 1) < 1
-    assert not costs({"target": entries["target"]}).drafters
-
-
 def test_what_is_only_looked_up_costs_nothing(entries):
     target = changed(entries["target"], total=10**9, step=6 * 10**8)
     smaller, whole = changed(target, total=6 * 10**8), changed(target, step=10**9)

@@ -155,11 +155,16 @@ def test_the_engine_of_this_gpu_is_chosen(bundle, monkeypatch):
 
 
 def test_a_gpu_without_an_engine_names_both_and_the_rebuild_command(bundle, monkeypatch):
+    machine = Machine(monkeypatch, sm="sm86")
+    with pytest.raises(IncompatibleError, match="specexport build --backend tensorrt-rtx --sm 86"):
+        SpecEngine.load(bundle, max_num_seqs=ROWS)
     machine = Machine(monkeypatch, sm="sm90")
     with pytest.raises(IncompatibleError) as caught:
         SpecEngine.load(bundle, max_num_seqs=ROWS)
     assert caught.value.message.endswith("the target has engines for sm89, sm120; FakeGPU is sm90.")
-    assert "specexport build --backend tensorrt-rtx --sm 90" in caught.value.hint
+    assert (
+        caught.value.hint == "build it again with `specexport build --backend ort-cuda`: tensorrt-rtx is not for sm90."
+    )
     assert machine.opened == []
     assert machine.gpus[0].closed
 

@@ -6,14 +6,18 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
-from specexport.backends.engine_delta import store_as_delta
 from specexport_runtime.bundle.entry import EngineFile
-from specexport_runtime.errors import BundleError, IncompatibleError, MissingDependencyError, SpecexportError
+from specexport_runtime.errors import (
+    BundleError,
+    IncompatibleError,
+    MissingDependencyError,
+    SpecexportError,
+    pip_install,
+)
 from specexport_runtime.executors.cuda_driver import CudaDriver
-from specexport_runtime.executors.trt_engine import engine_size, load_engine
+from specexport_runtime.executors.trt_engine import load_engine
 
 
 def has_gpu() -> bool:
@@ -129,7 +133,7 @@ def test_a_package_that_is_not_installed_is_named(monkeypatch, tmp_path, builder
     monkeypatch.setitem(sys.modules, builder.replace("-", "_"), None)
     with pytest.raises(MissingDependencyError, match=f"{builder} is not installed") as caught:
         load_engine(tmp_path / "absent", file_for(builder), "NVIDIA L4")
-    assert caught.value.hint == f"pip install 'specexport[{builder}]'."
+    assert caught.value.hint == pip_install(builder)
 
 
 def test_an_unknown_builder(tmp_path):
@@ -247,25 +251,10 @@ def test_what_tensorrt_says_decides_whose_fault_it_is(stand_in, complaint, error
     assert fix in caught.value.hint
 
 
-@pytest.mark.parametrize("damage", [None, "cut", "no base"])
-def test_an_engine_stored_as_a_difference_is_whole_when_tensorrt_gets_it(stand_in, tmp_path, damage):
-    whole = np.random.default_rng(0).bytes(50_000)
-    (tmp_path / "base").write_bytes(whole)
-    (tmp_path / "made").write_bytes(b"other kernels" + whole)
-    store_as_delta(tmp_path / "made", tmp_path / "base", tmp_path / "engine")
-    file = EngineFile("target/engine", "sm89", "tensorrt-rtx", "11.4", base="target/base")
-    assert engine_size(tmp_path / "engine", file) == 50_013
-    package, _ = stand_in()
-    if damage == "cut":
-        (tmp_path / "engine").write_bytes((tmp_path / "engine").read_bytes()[:-1])
-    elif damage == "no base":
-        (tmp_path / "base").unlink()
-    if damage is None:
-        load_engine(tmp_path / "engine", file, "NVIDIA L4")
-        assert package.given == b"other kernels" + whole
-        return
-    with pytest.raises(BundleError, match=damage if damage == "cut" else "base is missing"):
-        load_engine(tmp_path / "engine", file, "NVIDIA L4")
+def test_tensorrt_gets_the_file_as_it_is(stand_in):
+    package, load = stand_in()
+    load()
+    assert package.given == b"12345"
 
 
 def test_a_context_of_rtx_keeps_compiled_kernels_and_records_no_graphs_itself(stand_in, tmp_path):
@@ -302,6 +291,58 @@ def test_a_context_of_rtx_keeps_compiled_kernels_and_records_no_graphs_itself(st
     engine.close()
     assert not any(told[0] == "kernels" for told in package.told)
     assert len(list((tmp_path / "cache" / "rtx-kernels").iterdir())) == 2
+
+
+def test_the_first_load_says_that_it_compiles_and_where_it_keeps_that(stand_in, tmp_path, caplog):
+    for turn in range(2):
+        _, load = stand_in()
+        engine = load()
+        for is_fixed in (True, False):
+            engine.make_context(0, 4096, 77, is_fixed=is_fixed)
+        engine.close()
+        assert len(caplog.messages) == 1, turn
+    assert caplog.messages[0] == (
+        f"TensorRT-RTX compiles kernels for {tmp_path / 'engine'}, for one to three minutes; "
+        f"later loads take them from {tmp_path / 'cache' / 'rtx-kernels'}."
+    )
+
+
+def test_without_a_place_for_kernels_each_load_says_that_it_compiles(stand_in, tmp_path, caplog):
+    _, load = stand_in()
+    (tmp_path / "cache").write_text("a file")
+    load().make_context(0, 4096, 77, is_fixed=True)
+    assert caplog.messages[-1].endswith("without a cache folder each load does.")
+
+
+@pytest.mark.parametrize("when", ["a context", "a step"])
+def test_a_gpu_that_is_full_names_what_to_lower(stand_in, monkeypatch, when):
+    package, load = stand_in()
+    engine = load()
+    context = engine.make_context(0, 4096, 77, is_fixed=True)
+
+    def fails(*_arguments):
+        package.logger.log(1, "Error Code 1: Cuda Runtime (out of memory)")
+
+    monkeypatch.setattr(package, "create_execution_context", fails)
+    monkeypatch.setattr(package, "execute_async_v3", fails, raising=False)
+    with pytest.raises(IncompatibleError, match="out of memory") as caught:
+        engine.make_context(1, 4096, 77, is_fixed=True) if when == "a context" else context.enqueue(77)
+    assert "--max-num-seqs" in caught.value.hint
+
+
+def test_a_runtime_that_is_null_is_not_called(stand_in, monkeypatch):
+    package, load = stand_in()
+    make = package.Runtime
+
+    def complains(logger):
+        logger.log(1, "Error Code 6: API Usage Error (CUDA initialization failure with error: 35)")
+        return make(logger)
+
+    monkeypatch.setattr(package, "Runtime", complains)
+    monkeypatch.setattr(package, "deserialize_cuda_engine", lambda _data: pytest.fail("it was called"))
+    with pytest.raises(IncompatibleError, match="CUDA initialization failure") as caught:
+        load()
+    assert "580 or newer" in caught.value.hint
 
 
 @pytest.mark.parametrize(("what", "mode"), [("folder", 0o770), ("file", 0o666), ("nothing", None)])

@@ -5,7 +5,7 @@ import pytest
 
 from specexport.lowering import trt_native
 from specexport.lowering.tensorrt import lower_tensorrt
-from specexport.trace import reference_logits
+from specexport.trace.check import reference_logits
 from specexport_runtime.abi import LayerGeometry
 from specexport_runtime.executors.trt import TrtExecutor
 from specexport_runtime.executors.trt_engine import EngineTensor
@@ -60,7 +60,7 @@ class GraphContext(FakeContext):
 
 def open_lowered(folder, traced, gpu, fold):
     model = traced.ir_model.clone()
-    lower_tensorrt(model, lowering="native-folded", kv_capacity=CAPACITY, fold=fold)
+    lower_tensorrt(model, kv_capacity=CAPACITY, fold=fold)
     caches = {str(value.name): value.shape for value in model.graph.inputs if "cache" in str(value.name)}
     layers = tuple(
         LayerGeometry(caches[f"k_cache.{i}"][1], caches[f"k_cache.{i}"][3], caches[f"v_cache.{i}"][3])

@@ -15,7 +15,7 @@ from specexport.backends.profiles import engine_kv_capacity, most_new_tokens, pl
 from specexport.lowering import trt_native
 from specexport.lowering.common import step_inputs
 from specexport.lowering.tensorrt import lower_tensorrt
-from specexport.trace import reference_logits
+from specexport.trace.check import reference_logits
 from specexport_runtime.abi import LayerGeometry
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.executors.trt_engine import EngineTensor
@@ -78,12 +78,12 @@ def fused_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trt_native, "_FUSED_DTYPES", ("FLOAT",))
 
 
-def open_model(name: str, role: str, folder: Path, lowering: str = "native") -> tuple[Any, GraphEngine]:
+def open_model(name: str, role: str, folder: Path, folds: bool) -> tuple[Any, GraphEngine]:
     """A ``TrtExecutor`` on the graph that a build of tiny model ``name`` would make an engine of."""
     model = trace(name, "float32").ir_model.clone()
     capacity = engine_kv_capacity(MAX_MODEL_LEN, LOOKAHEAD)
-    fold = most_new_tokens(role, LOOKAHEAD) if lowering == "native-folded" else 1
-    forms = lower_tensorrt(model, lowering=lowering, kv_capacity=capacity, fold=fold)
+    fold = most_new_tokens(role, LOOKAHEAD) if folds else 1
+    forms = lower_tensorrt(model, kv_capacity=capacity, fold=fold)
     assert ("folded" in forms) == (fold > 1)
     caches = [value for value in model.graph.inputs if "cache" in str(value.name)]
     sizes = [(int(value.shape[1]), int(value.shape[3])) for value in caches]
@@ -106,20 +106,14 @@ def is_greedy(name: str, prompt: Sequence[int], tokens: Sequence[int]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("name", "lowering"),
-    [
-        ("llama", "native"),
-        ("gemma3", "native"),
-        ("gemma2", "native"),
-        ("llama", "native-folded"),
-        ("gemma3", "native-folded"),
-    ],
+    ("name", "folds"),
+    [("llama", False), ("gemma3", False), ("gemma2", False), ("llama", True), ("gemma3", True)],
 )
 def test_speculative_decoding_over_the_lowered_graph_is_greedy_eager_decoding(
-    name: str, lowering: str, tmp_path: Path
+    name: str, folds: bool, tmp_path: Path
 ) -> None:
-    target, target_engine = open_model(name, "target", tmp_path / "target", lowering)
-    draft, draft_engine = open_model("llama", "draft", tmp_path / "draft", lowering)
+    target, target_engine = open_model(name, "target", tmp_path / "target", folds)
+    draft, draft_engine = open_model("llama", "draft", tmp_path / "draft", folds)
     decoder = make_decoder(target, draft, LOOKAHEAD, max_chunk=16)
     sequences = [
         Request(i, list(prompt), SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True),

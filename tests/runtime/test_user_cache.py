@@ -11,7 +11,7 @@ import pytest
 
 from specexport.compile.cache import cache_folder as compiler_cache_folder
 from specexport.compile.cache import open_cache
-from specexport.doctor import _cache
+from specexport.doctor.command import _cache
 from specexport_runtime import machine as machine_facts
 from specexport_runtime.machine import machine_key
 from specexport_runtime.user_cache import ROOT_VARIABLE, cache_folder, cache_root, read_json, warn_once, write_json

@@ -169,7 +169,9 @@ def test_without_the_extra_the_package_is_named(demo_bundle):
         check=False,
     )
     assert result.returncode == 2
-    assert result.stderr == "error: uvicorn is not installed. Fix: pip install 'specexport[serve]'.\n"
+    assert (
+        result.stderr == "error: uvicorn is not installed. Fix: pip install -e '.[serve]' in the clone of specexport.\n"
+    )
 
 
 def test_what_the_command_says_is_what_the_server_does(demo_bundle):

@@ -110,7 +110,7 @@ def test_plot_without_matplotlib_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", hide("matplotlib"))
     result = run(*FAST, "--plot", tmp_path / "figure.png")
     assert result.exit_code == 2
-    assert "pip install 'specexport[bench]'" in result.output
+    assert "pip install -e '.[bench]'" in result.output
     assert "|" not in result.stdout  # found out before the work
     assert not list(tmp_path.iterdir())
 

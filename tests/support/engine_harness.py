@@ -13,7 +13,7 @@ from tests.support.sessions import session_of
 
 def make_checkpoint(model: Any) -> Any:
     """A checkpoint around a model in memory."""
-    from specexport.checkpoint import Checkpoint
+    from specexport.checkpoint.loaded import Checkpoint
 
     return Checkpoint(
         source="tiny",

@@ -82,6 +82,7 @@ class FakeOrt:
     """What the executor uses of the module ``onnxruntime``; :meth:`install` it."""
 
     __version__ = "1.31.0"
+    __file__ = "/nowhere/onnxruntime/__init__.py"
 
     def __init__(self, make_session):
         self.make_session = make_session
@@ -109,6 +110,9 @@ class FakeOrt:
 
     def get_available_providers(self):
         return self.providers
+
+    def set_default_logger_severity(self, severity):
+        self.log_severity = severity
 
     def preload_dlls(self):
         sys.stdout.write("Failed to load libcublasLt.so.13")

@@ -25,7 +25,7 @@ from specexport.lowering.ort_cuda import attach_paged_attention
 from specexport.lowering.tensorrt import lower_tensorrt
 from specexport.passes.linear_flatten import LinearFlattenPass
 from specexport.passes.pipeline import default_passes, run_passes
-from specexport.trace import trace_checkpoint
+from specexport.trace.check import trace_checkpoint
 from specexport.trace.layers import FeatureRequest
 from specexport_runtime import SpecEngine
 from specexport_runtime.bundle.arrays import CutHead, MaskInput
@@ -46,7 +46,7 @@ from tests.support.tiny_heads import VOCAB
 from tests.support.trt_fakes import FakeGpu, make_entry, open_fake
 
 ROWS, MAX_MODEL_LEN = 3, 48
-CUDA, FOLDED, NATIVE, EXPLICIT = "ort-cuda", "native-folded", "native", "explicit"
+CUDA, FOLDED, UNFOLDED, EXPLICIT = "ort-cuda", "folded", "unfolded", "explicit"
 CUDA_ROWS = "ort-cuda, a row for each token"
 
 
@@ -118,7 +118,7 @@ def open_graph(
     if way == CUDA_ROWS:
         patch.delenv(CUDNN_SWITCH, raising=False)
         patch.setattr(ort_cuda, "compute_capability", lambda device_id: 90)
-    opened = _open_cuda if way in (CUDA, CUDA_ROWS) else partial(_open_trt, lowering=way)
+    opened = _open_cuda if way in (CUDA, CUDA_ROWS) else partial(_open_trt, way=way)
     executor: Any = opened(traced, folder, patch, config, lookahead)
     return executor
 
@@ -148,28 +148,24 @@ class Lowered(NamedTuple):
     capacity: int
 
 
-def lower_trt(traced: Traced, config: Any, *, lookahead: int, lowering: str) -> Lowered:
+def lower_trt(traced: Traced, config: Any, *, lookahead: int, folds: bool) -> Lowered:
     """What the backend makes of a graph; ``config`` is a head's, None for a target."""
     model = traced.ir_model.clone()
     LinearFlattenPass()(model)
     role, steps = ("target", None) if config is None else ("head", steps_of(config, lookahead))
     width = most_new_tokens(role, lookahead, steps)
     capacity = engine_kv_capacity(MAX_MODEL_LEN, lookahead, None if steps is None else width)
-    fold = width if lowering == FOLDED else 1
-    forms = lower_tensorrt(model, lowering=lowering, kv_capacity=capacity, fold=fold)
+    fold = width if folds else 1
+    forms = lower_tensorrt(model, kv_capacity=capacity, fold=fold)
     fold = fold if "folded" in forms else 1
     profiles = plan_profiles(role, lookahead=lookahead, max_num_seqs=ROWS, max_num_tokens=24, fold=fold, head=steps)
     return Lowered(model, traced.layers, step_inputs(model), profiles, capacity)
 
 
-def _open_trt(
-    traced: Traced, folder: Path, patch: pytest.MonkeyPatch, config: Any, lookahead: int, *, lowering: str
-) -> Any:
-    if lowering == EXPLICIT:
-        lowering = NATIVE
-    else:
+def _open_trt(traced: Traced, folder: Path, patch: pytest.MonkeyPatch, config: Any, lookahead: int, *, way: str) -> Any:
+    if way != EXPLICIT:
         patch.setattr(trt_native, "_FUSED_DTYPES", ("FLOAT",))
-    model, layers, inputs, profiles, capacity = lower_trt(traced, config, lookahead=lookahead, lowering=lowering)
+    model, layers, inputs, profiles, capacity = lower_trt(traced, config, lookahead=lookahead, folds=way == FOLDED)
     fields = {"feature_size": feature_size(model)} if config is None else entry_fields(config)
     entry = make_entry(
         lookahead, ROWS, MAX_MODEL_LEN, dtype="float32", layers=layers, profiles=profiles, vocab_size=VOCAB,

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from specexport.checkpoint import load_checkpoint
+from specexport.checkpoint.load import load_checkpoint
 from specexport.checkpoint.source import resolve_source
 from specexport.heads.config import TargetFacts
 from specexport.heads.kinds import kind_of, open_head, read_config

@@ -62,7 +62,7 @@ def tiny_model(name: str, **config: Any) -> Any:
 
 def trace_of(model: Any, *, group_experts: bool = False) -> Any:
     """The trace of a model, with a graph of one's own; its weights are the model's."""
-    from specexport.trace import trace_checkpoint
+    from specexport.trace.check import trace_checkpoint
 
     traces = _TRACES.setdefault(model, {})
     if group_experts not in traces:

@@ -260,8 +260,6 @@ class FakeEngine:
         self.contexts: list[FakeContext] = []
         self.runs: list[Profile] = []
         self.capturable = True
-        self.mask: tuple[bool, ...] | None = None
-        """What is on in a draft step."""
         self.broken: str | None = None
         self.closed = False
 
@@ -338,12 +336,11 @@ class FakeContext:
         attend = self.attend_packed if engine.entry.engine.lowering == "plugin" else self.attend_native
         seen = attend(step, *caches, num_tokens)
         logits = np.full((len(step["logit_rows"]), engine.entry.vocab_size), np.nan, np.float32)
-        left_out = (engine.mask,) if self.profile.kind == "self" else ()
         for i, token in enumerate(step["logit_rows"].tolist()):
             assert 0 <= token < num_tokens
             ids = seen[token]
             if ids is not None:
-                logits[i] = engine.model.logits_after(ids, *left_out)
+                logits[i] = engine.model.logits_after(ids)
         gpu.array(addresses["logits"], logits.shape, "float32")[:] = logits
         gpu.array(addresses["token_ids"], (len(logits),), "int64")[:] = argmax_ids(logits)
 

@@ -1,7 +1,6 @@
-"""Section operators: graphs and arrays against what ONNX Runtime takes on a CPU, and the rule of the verdict."""
+"""Section operators: graphs and arrays against what ONNX Runtime takes on a CPU."""
 
 import json
-import re
 import subprocess
 from typing import Any
 
@@ -9,12 +8,10 @@ import numpy as np
 import pytest
 
 from specexport_runtime.executors.paged import BLOCK_ENTRIES
-from tools.gpu_check_lib import operator_choice, operators, registry
+from tools.gpu_check_lib import operators, registry
 from tools.gpu_check_lib.context import Context
-from tools.gpu_check_lib.operator_choice import TODAY, choose
 from tools.gpu_check_lib.operators import OURS, WAYS, Geometry, Timing, Way, error_of, make_model, make_step
 from tools.gpu_check_lib.rows import Row, read_rows
-from tools.gpu_check_lib.speed import Steps
 
 SIZES = Geometry(8, 2, 16)
 
@@ -136,63 +133,9 @@ def test_a_way_that_crashes_hangs_or_is_wrong_costs_its_own_row(
     value = rows_of(context)[Way("PagedAttention").name].value
     assert "8192: 10.0 and 50.0 us (5.00x)" in value
     assert "kernels CUDNN, FLASH" in value
-    told = context.recall("operators")
-    assert told[OURS]["8192"] == [9.0, 9.0]
-    assert not told[Way("PagedAttention", "int8").name], "what is wrong is not fast"
-
-
-# the verdict
-
-PAGED, GROUPED, ROWS = Way("PagedAttention", cudnn=False).name, Way("GroupQueryAttention").name, Way("rows").name
-MODEL = Steps(2.0, 4.0)
-LAYERS = 10  # 100 us a layer are 1 ms a step
-
-
-@pytest.mark.parametrize(
-    ("model", "operators", "chosen"),
-    [
-        (Steps(2.0, 2.2), {PAGED: (50, 70), OURS: (50, 51)}, TODAY),  # good enough: no work at all
-        (Steps(2.0, 2.2), {PAGED: (50, 250), ROWS: (50, 70), OURS: (50, 51)}, TODAY),
-        (MODEL, {PAGED: (50, 350), ROWS: (50, 250), GROUPED: (50, 75)}, "GroupQueryAttention, a node for each row"),
-        (MODEL, {PAGED: (50, 250), GROUPED: (50, 120), OURS: (50, 60)}, "an operator of our own"),
-        # Its own decode step is slow: a good ratio of two slow steps is no reason.
-        (MODEL, {PAGED: (50, 250), GROUPED: (200, 210)}, TODAY),
-        (MODEL, {PAGED: (50, 250), GROUPED: (50, 150)}, "GroupQueryAttention, a node for each row"),  # 3.0 of 4.0 ms
-        (MODEL, {PAGED: (50, 250), OURS: (50, 245)}, TODAY),
-    ],
-)
-def test_the_rule(model: Steps, operators: dict[str, tuple[float, float]], chosen: str) -> None:
-    choice = choose(model, LAYERS, operators)
-    assert choice.name == chosen
-    assert choice.steps[TODAY] == model, "what was measured is not predicted"
-    if GROUPED in operators:
-        decode, verify = operators[GROUPED]
-        now = operators.get(ROWS, operators[PAGED])
-        predicted = choice.steps["GroupQueryAttention, a node for each row"]
-        assert predicted.verify_ms == pytest.approx(model.verify_ms + LAYERS * (verify - now[1]) / 1e3)
-        assert predicted.decode_ms == pytest.approx(model.decode_ms + LAYERS * (decode - now[0]) / 1e3)
-
-
-def test_the_verdict_says_which_figures_it_used(context: Context) -> None:
-    with pytest.raises(Exception, match=re.escape("operators.measure has not measured")):
-        operator_choice.conclude(context)
-    context.remember("operators", {PAGED: {"8192": [20.0, 90.0]}, OURS: {"8192": [19.0, 21.0]}, ROWS: {}})
-    with pytest.raises(Exception, match=re.escape("speed.measure-ort-cuda has not measured")):
-        operator_choice.conclude(context)
-    context.remember("verify-ort-cuda", {"past": 8192, "decode_ms": 2.0, "verify_ms": 3.0})
-    operator_choice.conclude(context)
-    rows = rows_of(context)
-    verdict = rows["attention of ort-cuda should be"]
-    assert verdict.data["choice"] == "an operator of our own"
-    assert verdict.data["ratio"] == pytest.approx(1.5)
-    assert "1.50" in verdict.value
-    predicted = rows["verify(5) and decode(1) of the model behind 8192 entries: an operator of our own"]
-    assert predicted.value == f"{3.0 - 16 * 0.069:.3f} and {2.0 - 16 * 0.001:.3f} ms (predicted)"
 
 
 def test_operators_are_asked_for_where_ort_cuda_is() -> None:
     names = {backend: {task.name for task in registry.list_tasks((backend,))} for backend in ("ort-cuda", "tensorrt")}
-    assert {"operators.measure", "operators.verdict"} <= names["ort-cuda"]
+    assert "operators.measure" in names["ort-cuda"]
     assert not [name for name in names["tensorrt"] if name.startswith("operators")]
-    order = [task.name for task in registry.list_tasks(registry.GPU_BACKENDS)]
-    assert order.index("speed.measure-ort-cuda") < order.index("operators.verdict")

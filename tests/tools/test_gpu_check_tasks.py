@@ -14,7 +14,6 @@ from tools import gpu_check
 from tools.gpu_check_lib import registry
 from tools.gpu_check_lib.context import Context, run_guarded
 from tools.gpu_check_lib.rows import Recorder, Row, read_rows, write_report
-from tools.gpu_check_lib.rtx_probe import candidates
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,7 +42,9 @@ def test_what_needs_no_carried_package_comes_first() -> None:
     names = [task.name for task in registry.list_tasks(registry.GPU_BACKENDS)]
     carried = [number for number, name in enumerate(names) if name.rpartition(".")[2].endswith(("ort-cuda", "rtx"))]
     assert max(names.index(name) for name in ("kernels.speed", "loop.speed", "machine.triton")) < min(carried)
-    assert names.index("machine.ort-cuda") < names.index("machine.rtx-probe"), "RTX need not run on such a GPU at all"
+    assert names.index("machine.ort-cuda") < names.index("machine.tensorrt-rtx"), (
+        "RTX need not run on such a GPU at all"
+    )
 
 
 def test_only_chooses_sections_and_tasks() -> None:
@@ -146,45 +147,6 @@ def test_the_report_holds_every_calls_rows_in_order(tmp_path: Path) -> None:
         Recorder(tmp_path / "rows" / f"{name}.jsonl", "s").row(name, "found")
     found = [row.what for row in gpu_check.rows_of_all(tmp_path)]
     assert found == ["wheels", "machine.info", "graphs.ort-cuda", "outputs.ort-cpu"]
-
-
-def test_architectures_to_try() -> None:
-    known = ["NONE", "CURRENT", "SM75", "SM80", "SM86", "SM89", "SM120", "SM121"]
-    assert candidates("89", known)[0] == "SM89"
-    assert candidates("90", known) == ["CURRENT", "SM89", "SM86", "SM80", "SM120", "portable"]
-    assert candidates("90", ["SM89"]) == ["SM89", "portable"]
-
-
-@pytest.mark.parametrize(
-    ("works", "found", "verdict"),
-    [({"SM89", "SM120"}, "89", "ok"), ({"CURRENT"}, None, "missed"), (set(), None, "missed")],
-)
-def test_the_probe_writes_its_answer_down(
-    monkeypatch: pytest.MonkeyPatch, context: Context, works: set[str], found: str | None, verdict: str
-) -> None:
-    from tools.gpu_check_lib import bundles, rtx_probe
-
-    def attempt(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        name = command[-1]
-        if name == "SM86":
-            raise subprocess.TimeoutExpired(command, 1)
-        if name in works:
-            return subprocess.CompletedProcess(command, 0, "builds, loads", "")
-        return subprocess.CompletedProcess(
-            command, 1, "CheckFailedError: refused", "[TRT] [E] the cause\n[TRT] [E] more"
-        )
-
-    monkeypatch.setattr(bundles, "sm_of_gpu", lambda: "90")
-    monkeypatch.setattr(rtx_probe.subprocess, "run", attempt)
-    rtx_probe.probe(context)
-    rows = {row.what: row for row in rows_of(context)}
-    assert rows["does TensorRT-RTX run on sm90?"].verdict == verdict
-    assert context.recall("rtx-sm") == found
-    assert "it hung" in rows["TensorRT-RTX engine built for SM86"].value
-    refused = rows["TensorRT-RTX engine built for portable"].value
-    assert refused.startswith("does not run on sm90: CheckFailedError: refused; [TRT] [E] the cause")
-    if found:
-        assert bundles.choose_sm(context) == found
 
 
 # int4 weights of ort-cuda
@@ -305,7 +267,7 @@ def test_dry_run_of_every_section(tmp_path: Path) -> None:
 
 
 class FakeMachine:
-    """A machine whose drivers are fake GPUs of an architecture that no engine is for."""
+    """A machine whose drivers are fake GPUs, of an architecture that an engine is for unless a test says otherwise."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         from specexport_runtime.bundle.opened import load_bundle
@@ -314,7 +276,7 @@ class FakeMachine:
         from tools.gpu_check_lib import bundles
 
         self.made, self.load_bundle = made, load_bundle
-        self.folder = made.write_bundle(folder)
+        self.folder, self.sm = made.write_bundle(folder), "sm120"
         self.gpus: list[Any] = []
         self.opened: list[str] = []
         monkeypatch.setattr(cuda_driver, "CudaDriver", self.make_gpu)
@@ -322,7 +284,7 @@ class FakeMachine:
         monkeypatch.setattr(bundles, "get_bundle", lambda *_: load_bundle(self.folder, max_num_seqs=made.ROWS))
 
     def make_gpu(self) -> Any:
-        self.gpus.append(self.made.FakeGpu(sm="sm90"))
+        self.gpus.append(self.made.FakeGpu(sm=self.sm))
         return self.gpus[-1]
 
     def load(self, path: Path, file: Any, gpu_name: str) -> Any:
@@ -338,12 +300,11 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeMachine:
     return FakeMachine(monkeypatch, tmp_path / "bundle")
 
 
-def test_sections_run_on_a_gpu_that_no_engine_is_for(machine: FakeMachine, context: Context) -> None:
+def test_sections_run_over_tensorrts_executor(machine: FakeMachine, context: Context) -> None:
     from tools.gpu_check_lib import graphs, outputs, speed
     from tools.gpu_check_lib.machine import try_backend
 
     context.tiny = True
-    context.remember("rtx-sm", "120")  # what the probe found to run
     for check in (try_backend, outputs.check_outputs, graphs.compare_graphs, speed.measure_speed):
         check(context, "tensorrt-rtx")
     rows = rows_of(context)
@@ -363,7 +324,6 @@ def test_graphs_are_compared_with_eager_steps(machine: FakeMachine, context: Con
     from tools.gpu_check_lib import graphs
 
     context.tiny = True
-    context.remember("rtx-sm", "89")
     graphs.compare_graphs(context, "tensorrt-rtx")
     *_, eager, replayed = (gpu.calls["launch"] for gpu in machine.gpus)
     assert eager == 0
@@ -374,7 +334,8 @@ def test_an_engine_that_cannot_be_loaded_is_a_row_and_is_remembered(machine: Fak
     from tools.gpu_check_lib.machine import try_backend
     from tools.gpu_check_lib.speed import measure_speed
 
-    try_backend(context, "tensorrt-rtx")  # nobody has said that another architecture's engine runs here
+    machine.sm = "sm90"
+    try_backend(context, "tensorrt-rtx")
     (row,) = rows_of(context)
     assert row.verdict == "failed"
     assert "sm90" in row.value

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specexport.trace import reference_logits
+from specexport.trace.check import reference_logits
 from specexport_runtime.errors import SpecexportError, UnsupportedModelError
 from tests.support.engine_harness import make_checkpoint
 from tests.support.half_models import trace

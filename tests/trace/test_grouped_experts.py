@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specexport.ops.spec import EACH, EXPERTS
-from specexport.trace import reference_logits, trace_checkpoint
+from specexport.trace.check import reference_logits, trace_checkpoint
 from specexport.trace.experts import Gating, gating_of
 from tests.support.engine_harness import Engine, build, make_checkpoint
 from tests.support.tiny_models import ARCHITECTURES, HYBRIDS, VOCAB, make_model

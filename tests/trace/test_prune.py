@@ -5,8 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specexport.trace import choose_layers, drop_layers, reference_logits
+from specexport.trace.check import reference_logits
 from specexport.trace.geometry import probe_layers
+from specexport.trace.prune import choose_layers, drop_layers
 from specexport_runtime.errors import UnsupportedModelError
 from tests.support.engine_harness import make_checkpoint
 from tests.support.tiny_models import ARCHITECTURES, VOCAB, make_llama, make_model

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from specexport.trace import trace_checkpoint
+from specexport.trace.check import trace_checkpoint
 from tests.support import tiny_traces
 from tests.support.engine_harness import make_checkpoint
 from tests.support.tiny_models import ARCHITECTURES, make_llama, make_model

@@ -7,8 +7,7 @@ import torch
 
 from specexport.ops import UNPADDED_ATTENTION
 from specexport.passes.base import attention_nodes
-from specexport.trace import reference_logits, trace_checkpoint
-from specexport.trace.check import check_packed
+from specexport.trace.check import check_packed, reference_logits, trace_checkpoint
 from specexport.trace.geometry import probe_layers
 from specexport.trace.quirks import logit_rows
 from specexport_runtime.abi import STEP_INPUTS, LayerGeometry

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from specexport.checkpoint import load_checkpoint
+from specexport.checkpoint.load import load_checkpoint
 from specexport.compile.pipeline import build_bundle
 from specexport.recipe import BuildRecipe
 from specexport.train import pruned, run

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specexport.checkpoint import load_checkpoint
+from specexport.checkpoint.load import load_checkpoint
 from specexport.checkpoint.source import resolve_source
 from specexport.compile.pipeline import build_bundle
 from specexport.heads.config import TargetFacts

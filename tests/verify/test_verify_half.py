@@ -40,7 +40,7 @@ class EagerExecutor(FakeExecutor):
 
 
 def load(folder: Path, dtype: str) -> Any:
-    from specexport.checkpoint import load_checkpoint
+    from specexport.checkpoint.load import load_checkpoint
 
     return load_checkpoint(str(folder), dtype=dtype).model
 

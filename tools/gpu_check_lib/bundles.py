@@ -11,11 +11,10 @@ from specexport_runtime.bundle.opened import Bundle, load_bundle
 from specexport_runtime.bundle.profiles import Profile, ProfileKind
 from specexport_runtime.executors.base import Executor
 from specexport_runtime.executors.open import open_executor as open_engine
-from tools.gpu_check_lib.context import Context
+from tools.gpu_check_lib.context import Context, SkipTaskError
 from tools.gpu_check_lib.models import ensure_pair
 
 CPU = "ort-cpu"
-FALLBACK_SM = "89"  # nearest to what a package has where it lacks the GPU's own
 
 
 class BundlePlan(NamedTuple):
@@ -53,15 +52,14 @@ def sm_of_gpu() -> str:
         driver.close()
 
 
-def choose_sm(context: Context) -> str:
-    """The architecture to build for: what the machine section found to run, or the GPU's, or the fallback."""
-    found: str | None = context.recall("rtx-sm")
-    if found:
-        return found
+def choose_sm() -> str:
+    """The architecture to build for TensorRT-RTX, the GPU's; SkipTaskError where the package has no kernels for it."""
     from specexport.backends.trt_package import TENSORRT_RTX, known_architectures
 
     sm = sm_of_gpu()
-    return sm if sm in known_architectures(TENSORRT_RTX) else FALLBACK_SM
+    if sm not in known_architectures(TENSORRT_RTX):
+        raise SkipTaskError(f"TensorRT-RTX has no kernels for sm {sm}")
+    return sm
 
 
 def large_profiles(
@@ -119,7 +117,7 @@ def _folder_name(name: str, backend: str, lowering: str) -> str:
 def get_bundle(context: Context, name: str, backend: str) -> Bundle:
     """A bundle, one of ``PLANS``, built now if it is not there."""
     start = time.monotonic()
-    sm = (choose_sm(context),) if backend == "tensorrt-rtx" else ()
+    sm = (choose_sm(),) if backend == "tensorrt-rtx" else ()
     folder = build(context.work, name, backend, sm=sm, lowering=context.lowering)
     seconds = time.monotonic() - start
     context.recorder.row(
@@ -128,20 +126,12 @@ def get_bundle(context: Context, name: str, backend: str) -> Bundle:
     return load_bundle(folder, max_num_seqs=PLANS[name].max_num_seqs)
 
 
-def open_executor(context: Context, bundle: Bundle, role: str, *, graphs: bool, num_rows: int = 0) -> Executor:
-    """The executor of one model, on this GPU even if its engine names another architecture (that is a finding then).
+def open_executor(bundle: Bundle, role: str, *, graphs: bool, num_rows: int = 0) -> Executor:
+    """The executor of one model; with ``graphs`` CUDA graphs are recorded.
 
-    With ``graphs`` CUDA graphs are recorded. ``num_rows`` are cache rows; 0 stands for all that the bundle takes.
+    ``num_rows`` are cache rows; 0 stands for all that the bundle takes.
     """
-    from specexport_runtime.executors import trt_open
-
     if num_rows:
         bundle = bundle._replace(max_num_seqs=num_rows)
-    entry = bundle.manifest.models[role]
-    with ExitStack() as stack:
-        forced = context.recall("rtx-sm")
-        if entry.backend == "tensorrt-rtx" and forced:
-            engine = next((file for file in entry.engine.files if file.sm == f"sm{forced}"), entry.engine.files[0])
-            stack.enter_context(mock.patch.object(trt_open, "choose_engine", return_value=engine))
-        on_gpu = bundle.manifest.models[role].backend != "ort-cpu"
-        return open_engine(bundle, role, num_threads=None, spin=False, cuda_graphs=graphs if on_gpu else None)
+    on_gpu = bundle.manifest.models[role].backend != "ort-cpu"
+    return open_engine(bundle, role, num_threads=None, spin=False, cuda_graphs=graphs if on_gpu else None)

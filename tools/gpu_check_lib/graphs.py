@@ -31,9 +31,9 @@ def compare_graphs(context: Context, backend: str) -> None:
     from tools.gpu_check_lib.bundles import get_bundle, open_executor
 
     tiny = get_bundle(context, "tiny", backend)  # it has a draft model
-    compare_chains(context, backend, lambda role: open_executor(context, tiny, role, graphs=True))
+    compare_chains(context, backend, lambda role: open_executor(tiny, role, graphs=True))
     bundle = tiny if context.tiny else get_bundle(context, "small", backend)
-    compare(context, backend, lambda graphs: open_executor(context, bundle, "target", graphs=graphs))
+    compare(context, backend, lambda graphs: open_executor(bundle, "target", graphs=graphs))
 
 
 def compare(context: Context, backend: str, open_engine: Callable[[bool], Executor]) -> None:

@@ -45,7 +45,7 @@ def check_int4(context: Context, backend: str = "ort-cuda") -> None:
             folder = context.work / "bundles" / f"{name}-{each}-int4"
             build(context.work, name, each, output=folder, quantize="int4")
         bundle = load_bundle(folder, max_num_seqs=PLANS[name].max_num_seqs)
-        opened.append(open_executor(context, bundle, "target", graphs=False, num_rows=NUM_PROMPTS))
+        opened.append(open_executor(bundle, "target", graphs=False, num_rows=NUM_PROMPTS))
     what, (reference, other) = f"{backend}, int4", opened
     with context.part(f"{what}: logits"):
         check_logits(context, what, reference, other, bundle.manifest.models["target"].dtype)

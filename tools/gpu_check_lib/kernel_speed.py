@@ -63,7 +63,6 @@ def measure_past(context: Context, what: str, past: int) -> None:
     row(f"{what}: of the copy bandwidth ({copied:.0f} GB/s, read plus written)", f"{achieved / copied:.1%}",
         target=f"at least {COPY_TARGET:.0%}", verdict=judge(achieved / copied, at_least=COPY_TARGET),
         copy_gb_per_s=copied)  # fmt: skip
-    context.remember(f"kernel-ms-{past}", ours)
     _measure_torch(context, what, sets, right, ours)
     _try_splits(context, what, sets, chosen)
 
@@ -144,24 +143,3 @@ def _try_splits(context: Context, what: str, sets: "list[dict[str, Tensor]]", ch
             milliseconds, _ = time_rotating([call(tensors, splits) for tensors in sets])
             found.append(f"{splits}: {1e3 * milliseconds:.1f} us")
     context.recorder.row(f"{what}: other splits", ", ".join(found) or "no time", is_detail=True)
-
-
-def measure_flex(context: Context) -> None:
-    """``flex_attention`` for the shortest of the lengths: it compiles for a while, so it is a separate task."""
-    from tools.gpu_check_lib.torch_attention import flex
-
-    require_gpu()
-    past = PASTS[0]
-    case = case_of(past)
-    sets = [filled(case) for _ in range(3)]
-    make = flex(NUM_SEQS, past, NEW_TOKENS)
-    calls = [make(tensors) for tensors in sets]
-    right = expected(case, sets[0]["q"], sets[0]["k_cache"], sets[0]["v_cache"], HEAD_SIZE**-0.5)
-    require_right(calls[0](), right)
-    milliseconds, how = time_rotating(calls)
-    ours = context.recall(f"kernel-ms-{past}")
-    ratio = f"; ours is {milliseconds / ours:.2f}x as fast" if ours else ""
-    context.recorder.row(
-        f"attention, {past} past: torch flex_attention", f"{1e3 * milliseconds:.1f} us ({how}){ratio}",
-        milliseconds=milliseconds,
-    )  # fmt: skip

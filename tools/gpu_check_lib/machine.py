@@ -103,7 +103,7 @@ def _generate(context: Context, backend: str) -> str:
     from tools.gpu_check_lib.steps import random_tokens
 
     bundle = get_bundle(context, "tiny" if context.tiny else "small", backend)
-    executor = open_executor(context, bundle, "target", graphs=False, num_rows=1)
+    executor = open_executor(bundle, "target", graphs=False, num_rows=1)
     try:
         done = decode(executor, random_tokens(executor.vocab_size, 1, 9), NEW_TOKENS)
     finally:

@@ -2,7 +2,7 @@
 
 Each way runs in a separate process, because the kernels are chosen by environment variables that are read once, and
 because a way that crashes must cost its own row only. The sizes are those of one layer of the large model, so that the
-figures can be set against its steps (``operator_choice``).
+figures can be set against its steps.
 
 What the operators take and how they choose is in ONNX Runtime 1.31's documentation (docs/contrib_ops/cuda/gqa.md,
 paged_attention.md) and sources (contrib_ops/cuda/bert/paged_attention.cc). Both prefer cuDNN from sm 90 on, for caches
@@ -372,16 +372,14 @@ def measure_operators(context: Context) -> None:
     """One row for each way, and one for our own kernel."""
     context.require_backend("ort-cuda")
     require_modules("onnxruntime", "onnx")
-    found: dict[str, dict[str, tuple[float, float]]] = {}
     with context.part(OURS):
         if context.has_time(OURS, 10):
-            found[OURS] = report_way(context, OURS, measure_ours(), "float16")
+            report_way(context, OURS, measure_ours(), "float16")
     for way in WAYS:
         if not context.has_time(way.name, 8):
             continue
         with context.part(way.name):
-            found[way.name] = report_way(context, way.name, run_way(context, way), way.cache)
-    context.remember("operators", found)
+            report_way(context, way.name, run_way(context, way), way.cache)
 
 
 def run_way(context: Context, way: Way) -> list[Timing]:
@@ -400,11 +398,8 @@ def run_way(context: Context, way: Way) -> list[Timing]:
     return read_output(done.stdout)
 
 
-def report_way(context: Context, name: str, timings: Sequence[Timing], cache: str) -> dict[str, tuple[float, float]]:
-    """The row of one way; returns microseconds a layer of decode(1) and verify(5), by past.
-
-    ``cache`` is the element type of its caches, which decides the tolerance; a way that is off by more gives nothing.
-    """
+def report_way(context: Context, name: str, timings: Sequence[Timing], cache: str) -> None:
+    """The row of one way; ``cache`` is the element type of its caches, which decides the tolerance."""
     by_past = {
         past: {item.new: item for item in timings if item.past == past}
         for past in dict.fromkeys(item.past for item in timings)
@@ -425,9 +420,6 @@ def report_way(context: Context, name: str, timings: Sequence[Timing], cache: st
         target=f"off by at most {TOLERANCES[cache]:.0e}", verdict=judge(error, at_most=TOLERANCES[cache]),
         timings=[item._asdict() for item in timings],
     )  # fmt: skip
-    return {
-        str(past): (items[1].microseconds, items[VERIFY_TOKENS].microseconds) for past, items in by_past.items()
-    } if error <= TOLERANCES[cache] else {}  # fmt: skip
 
 
 def measure_ours() -> list[Timing]:

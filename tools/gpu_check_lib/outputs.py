@@ -50,9 +50,9 @@ def check_outputs(context: Context, backend: str) -> None:
     from tools.gpu_check_lib.bundles import CPU, get_bundle, open_executor
 
     name = "tiny" if context.tiny else "small"
-    reference = open_executor(context, get_bundle(context, name, CPU), "target", graphs=False, num_rows=NUM_PROMPTS)
+    reference = open_executor(get_bundle(context, name, CPU), "target", graphs=False, num_rows=NUM_PROMPTS)
     bundle = get_bundle(context, name, backend)
-    other = open_executor(context, bundle, "target", graphs=True, num_rows=NUM_PROMPTS)
+    other = open_executor(bundle, "target", graphs=True, num_rows=NUM_PROMPTS)
     dtype = bundle.manifest.models["target"].dtype
     with context.part(f"{backend}: logits"):
         check_logits(context, backend, reference, other, dtype)

@@ -16,7 +16,7 @@ SECTIONS = {
     "loop": "4. executor and decoding loop over a proof engine",
     "graphs": "5. graph replay against eager",
     "speed": "6. speed of a model of 1 B parameters",
-    "operators": "7. attention operators of ONNX Runtime, and the choice among them",
+    "operators": "7. attention operators of ONNX Runtime",
 }
 """Headings by name."""
 
@@ -36,7 +36,6 @@ _BEFORE = {
     "machine.ort-cpu": ("machine", "try_backend", 75, 15),
     "machine.ort-cuda": ("machine", "try_backend", 75, 15),
     "operators.measure": ("operators", "measure_operators", 120, 30),
-    "machine.rtx-probe": ("rtx_probe", "probe", 90, 15),
     "machine.tensorrt-rtx": ("machine", "try_backend", 90, 15),
     "machine.tensorrt": ("machine", "try_backend", 75, 15),
 }
@@ -47,29 +46,25 @@ _PER_BACKEND = {
     "speed.build-{}": ("speed", "build_pair", 180, 30),
     "speed.measure-{}": ("speed", "measure_speed", 150, 15),
 }
-_AFTER = {
-    "operators.verdict": ("operator_choice", "conclude", 20, 1),
-    "kernels.flex": ("kernel_speed", "measure_flex", 60, 20),
-}
 # int4 engines of ort-cuda: before what takes longest.
 _INT4 = {
     "outputs.sampled-ort-cuda": ("sampled", "check_backend", 60, 10),
     "outputs.int4-ort-cuda": ("int4", "check_int4", 60, 15),
     "speed.int4-ort-cuda": ("int4", "measure_int4", 60, 10),
 }
-_NEEDS_BACKEND = {"machine.rtx-probe": "tensorrt-rtx", "operators.measure": "ort-cuda", "operators.verdict": "ort-cuda"}
+_NEEDS_BACKEND = {"operators.measure": "ort-cuda"}
 
 _ESTIMATES = {
-    "machine.info": 1, "machine.triton": 8, "machine.ort-cpu": 22, "machine.ort-cuda": 22, "machine.rtx-probe": 40,
+    "machine.info": 1, "machine.triton": 8, "machine.ort-cpu": 22, "machine.ort-cuda": 22,
     "machine.tensorrt-rtx": 45, "machine.tensorrt": 45, "kernels.correct": 23, "kernels.speed": 16,
-    "kernels.sweep": 72, "kernels.flex": 30, "loop.greedy": 8, "loop.graphs": 13, "loop.speed": 33, "loop.verify": 8,
+    "kernels.sweep": 72, "loop.greedy": 8, "loop.graphs": 13, "loop.speed": 33, "loop.verify": 8,
     "loop.sampled": 20, "outputs.sampled": 15,
-    "operators.measure": 31, "operators.verdict": 1, "outputs": 21, "outputs.verify": 16, "graphs": 6,
+    "operators.measure": 31, "outputs": 21, "outputs.verify": 16, "graphs": 6,
     "outputs.int4": 25, "speed.int4": 11, "speed.build": 53, "speed.build-tensorrt-rtx": 120,
     "speed.build-tensorrt": 120, "speed.measure": 50,
 }  # fmt: skip
 """Seconds that a task takes on a GPU machine, by name, or by its name less the backend: measured on an H200, but for
-``kernels.flex`` and TensorRT, which are estimates. A task without an entry counts with its limit. They plan calls;
+TensorRT, which are estimates. A task without an entry counts with its limit. They plan calls;
 nothing is cut short by them."""
 
 
@@ -89,8 +84,6 @@ def _entries(backends: Sequence[str]) -> dict[str, tuple[str, str, int, int, str
         found |= {name: (*entry, "") for name, entry in _INT4.items()}
     for backend in gpu or backends:
         found |= {key.format(backend): (*_PER_BACKEND[key], backend) for key in speeds}
-    if gpu:
-        found |= {name: (*entry, "") for name, entry in _AFTER.items() if _is_wanted(name, backends)}
     return found
 
 

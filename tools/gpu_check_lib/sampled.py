@@ -100,9 +100,9 @@ def check_backend(context: Context, backend: str = "ort-cuda") -> None:
     from tools.gpu_check_lib.bundles import get_bundle, open_executor
 
     bundle = get_bundle(context, "tiny" if context.tiny else "small", backend)
-    target = open_executor(context, bundle, "target", graphs=True, num_rows=8)
+    target = open_executor(bundle, "target", graphs=True, num_rows=8)
     # Half of it drafts: the bundle has no draft model of its own.
-    draft = open_executor(context, bundle, "target", graphs=True, num_rows=8)
+    draft = open_executor(bundle, "target", graphs=True, num_rows=8)
     check_texts(context, backend, target, draft)
     draft.close()
     target.close()

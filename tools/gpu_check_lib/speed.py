@@ -89,18 +89,14 @@ def measure_speed(context: Context, backend: str) -> None:
 
     plan = plan_of(context)
     bundle = get_bundle(context, plan.bundle, backend)
-    target = open_or_eager(
-        context, f"{backend}: target", lambda graphs: open_executor(context, bundle, "target", graphs=graphs)
-    )
+    target = open_or_eager(context, f"{backend}: target", lambda graphs: open_executor(bundle, "target", graphs=graphs))
     try:
         for chosen in step_plans(plan):
             what = f"{backend}, {chosen.past} past"
             with context.part(f"{what}: steps"):
-                measured = measure_steps(context, what, target, chosen)
-                if chosen.past == max(plan.long_pasts, default=0) and 1 in measured:
-                    context.remember(f"verify-{backend}", measured[1]._asdict() | {"past": chosen.past})
+                measure_steps(context, what, target, chosen)
         draft = open_or_eager(
-            context, f"{backend}: draft", lambda graphs: open_executor(context, bundle, "draft", graphs=graphs)
+            context, f"{backend}: draft", lambda graphs: open_executor(bundle, "draft", graphs=graphs)
         )
         try:
             with context.part(f"{backend}: decoding"):

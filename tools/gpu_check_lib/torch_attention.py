@@ -108,18 +108,3 @@ def _varlen(tensors: Mapping[str, "Tensor"]) -> Call:
         return output.reshape(rows * new, -1)
 
     return run
-
-
-def flex(rows: int, past: int, new: int) -> Make:
-    """``flex_attention`` of rows of ``past + new`` entries: it compiles for a while, at the first call."""
-    import torch
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    block_mask = create_block_mask(lambda _b, _h, i, j: j <= i + past, rows, None, new, past + new, device="cuda")
-    compiled = torch.compile(flex_attention)
-
-    def make(tensors: Mapping[str, "Tensor"]) -> Call:
-        q, k, v = _parts(tensors)
-        return lambda: _packed(compiled(q, k, v, block_mask=block_mask, enable_gqa=True))
-
-    return make

@@ -152,9 +152,7 @@ def measure_loop(context: Context) -> None:
             what = f"proof, {past} past"
             with context.part(f"{what}: steps"):
                 chosen = plan._replace(past=past, batches=batches, lookaheads=lookaheads)
-                found = measure_steps(context, what, target, chosen)
-                if past == max(steps) and 1 in found:
-                    context.remember("verify-proof", found[1]._asdict() | {"past": past})
+                measure_steps(context, what, target, chosen)
     if not context.tiny:  # the same over ``ort-cpu`` is in every dry run
         with context.part("proof: decoding"):
             measure_decoding(context, "proof", target, draft, plan)

@@ -78,9 +78,9 @@ def name_weights(graph: Graph, weights: Mapping[str, Array], tensors: Mapping[st
 
 def lower_checkpoint(checkpoint: Path, capacity: int, num_splits: int | None = None) -> "ir.Model":
     """A checkpoint as a build for ``tensorrt`` lowers it, float16."""
-    from specexport.checkpoint import load_checkpoint
+    from specexport.checkpoint.load import load_checkpoint
     from specexport.passes.pipeline import default_passes, run_passes
-    from specexport.trace import trace_checkpoint
+    from specexport.trace.check import trace_checkpoint
 
     traced = trace_checkpoint(load_checkpoint(str(checkpoint), dtype="float16"))
     run_passes(traced.ir_model, default_passes("float16"))

@@ -48,7 +48,7 @@ def attempt(name: str, folder: Path) -> Outcome:
 
 
 def _attempt(name: str, folder: Path) -> tuple[str, str, float | None]:
-    from specexport.checkpoint import load_checkpoint
+    from specexport.checkpoint.load import load_checkpoint
     from specexport.compile.pipeline import build_bundle
     from specexport.recipe import BuildRecipe
     from specexport_runtime.errors import CheckFailedError, SpecexportError, UserInputError
@@ -101,7 +101,7 @@ def _make(name: str, folder: Path) -> None:
 
 def _compare(checkpoint: Any, bundle: Path) -> float:
     """Largest difference of logits, in parts of the largest logit, in rounds of every width with some right drafts."""
-    from specexport.trace import reference_logits
+    from specexport.trace.check import reference_logits
     from specexport_runtime.bundle.manifest import load_manifest
     from specexport_runtime.executors.ort import OrtExecutor
     from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork

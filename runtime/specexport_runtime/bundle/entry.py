@@ -62,8 +62,6 @@ class EngineFile:
     builder_version: str  # an engine loads only under the version that built it
     memory_bytes: int | None = None  # device memory for the activations of the largest profile; None: not known
     report: EngineReport | None = None
-    # Engine in the same folder that ``path`` is the difference from (``bundle.delta``); None where ``path`` is whole.
-    base: InnerPath | None = None
 
 
 class PaddedGraph(NamedTuple):
@@ -86,7 +84,6 @@ class Gates(NamedTuple):
 
     kinds: tuple[GateKind, ...] = ()  # [G], what each is; empty where none can
     obstacle: str | None = None  # why no layer can be skipped exactly; None where not asked for, or one can
-    skipped_layers: tuple[int, ...] = ()  # that drafts leave out, where the engine fixes them; else prompts decide
 
 
 NO_GATES = Gates()
@@ -106,8 +103,7 @@ class EngineEntry:
 
     path: InnerPath  # engine file; the first of ``files`` where there are some
     inputs: tuple[str, ...]  # step inputs that the lowered graph takes (names of the contract)
-    # What stands behind attention: "function" (ort-cpu), "paged" (ort-cuda), or for TensorRT "native-folded", "native"
-    # or "plugin".
+    # What stands behind attention: "function" (ort-cpu), "paged" (ort-cuda), or for TensorRT "native" or "plugin".
     lowering: str = "function"
     padded: PaddedGraph | None = None
     files: tuple[EngineFile, ...] = ()  # by GPU architecture; empty where ``path`` is the one engine

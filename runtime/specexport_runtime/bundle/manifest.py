@@ -27,7 +27,7 @@ from specexport_runtime.bundle.files import FileEntry, file_fault
 from specexport_runtime.errors import BundleError, IncompatibleError
 from specexport_runtime.records import InnerPath, MisfitError, from_json, map_paths, one_of, to_json, whole
 
-SCHEMA_VERSION = 14
+SCHEMA_VERSION = 15
 MANIFEST_NAME = "manifest.json"
 DEFAULT_NUM_SEQS = 8
 _REBUILD = "build it again with `specexport build`."

@@ -25,8 +25,8 @@ from typing import Literal, NamedTuple
 from specexport_runtime.abi import Size, StepShape
 from specexport_runtime.errors import IncompatibleError
 
-ProfileKind = Literal["decode", "self", "verify", "catch-up", "draft", "prefill"]
-"""One token a row; the same without some of the layers (a draft); K+1 tokens a row of the target; what a draft model is
+ProfileKind = Literal["decode", "verify", "catch-up", "draft", "prefill"]
+"""One token a row; K+1 tokens a row of the target; what a draft model is
 fed after a round that accepted everything, two tokens a row (K+1 of a draft head, which reads all its entries again);
 a head that drafts all tokens in one step; and ranged."""
 
@@ -45,7 +45,7 @@ class Profile(NamedTuple):
     def largest(self) -> StepShape:
         """The largest step."""
         sizes = (0, self.num_seqs, self.num_tokens, self.max_new_tokens, self.num_logit_rows)
-        return StepShape(*sizes, fold=self.fold, skips=self.kind == "self")
+        return StepShape(*sizes, fold=self.fold)
 
     @property
     def is_fixed(self) -> bool:
@@ -61,8 +61,6 @@ class Profile(NamedTuple):
 
     def fits(self, shape: StepShape) -> bool:
         """Whether a step of ``shape`` can run in this profile (padded up to it if it is fixed)."""
-        if shape.skips != (self.kind == "self"):
-            return False
         if shape.num_seqs > self.num_seqs or shape.max_new_tokens > self.max_new_tokens:
             return False
         return shape.num_tokens <= self.num_tokens and shape.num_logit_rows <= self.num_logit_rows

@@ -10,7 +10,7 @@ import click
 
 from specexport_runtime.cli.options import NumberOr, engine_flags, take_engine_options
 from specexport_runtime.engine_options import Use
-from specexport_runtime.errors import MissingDependencyError
+from specexport_runtime.errors import MissingDependencyError, pip_install
 from specexport_runtime.intake.chat_dialect import REASONING_PARSERS
 from specexport_runtime.intake.speculative_config import METHODS
 from specexport_runtime.intake.tool_formats.families import PARSERS
@@ -190,5 +190,5 @@ def _import_run() -> Callable[..., int]:
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in _EXTRA:
             raise
-        raise MissingDependencyError(f"{error.name} is not installed.", "pip install 'specexport[serve]'.") from None
+        raise MissingDependencyError(f"{error.name} is not installed.", pip_install("serve")) from None
     return run_server

@@ -7,7 +7,7 @@ states are read and written once; a cache entry is read once and multiplied with
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from specexport_runtime.costs.learned import LearnedCosts
@@ -44,11 +44,6 @@ class StepCost:
         past = kv_entries * (self.kv + self.kv_token * num_tokens / num_rows)
         return self.fixed + reading + products + num_rows * self.row + num_tokens * self.row_token + past
 
-    def scaled(self, share: float) -> "StepCost":
-        """Of a part of the engine that takes this share of all."""
-        kept = ("hidden", "unchosen_share")
-        return StepCost(**{f.name: getattr(self, f.name) * (1 if f.name in kept else share) for f in fields(self)})
-
 
 class LayerShares(NamedTuple):
     """Of a target's step, the shares of one mixer (attention, recurrences) and one MLP, of N layers."""
@@ -62,8 +57,7 @@ class LayerShares(NamedTuple):
 class CostCurves:
     """What the steps of a bundle cost.
 
-    Of ``drafters`` those that have an engine of their own (``"draft-model"``), or a step made for them (``"self"``,
-    where the target's engine fixes its layers). Lookup has none: it costs microseconds.
+    Of ``drafters`` those that have an engine of their own (``"draft-model"``). Lookup has none: it costs microseconds.
     """
 
     target: StepCost

@@ -43,10 +43,7 @@ def prior_costs(models: Mapping[str, ModelEntry], *, kernels: str | None) -> Cos
     costs = {role: _cost(entry, rates) for role, entry in models.items()}
     target, entry = costs["target"], models["target"]
     drafters = {DRAFTER_OF[role]: cost for role, cost in costs.items() if role in DRAFTER_OF}
-    gates = entry.engine.gates
-    if gates.skipped_layers:
-        drafters["self"] = target.scaled(1 - len(gates.skipped_layers) / max(len(entry.attention.layers), 1))
-    shares = _shares(entry) if gates.kinds and not gates.skipped_layers else None
+    shares = _shares(entry) if entry.engine.gates.kinds else None
     return CostCurves(target, drafters, shares, has_logits=kernels is not None)
 
 

@@ -4,8 +4,9 @@ Rows keep the text of requests that ended. A request that is admitted takes the 
 and of any text that a row has: a kept one, or one that runs (its committed entries never change). ``rows`` does the
 moving and copying.
 
-The numbers are what reading the prompt would have given: an entry depends on the tokens before it, and engines
-give a token the same bits in a step of any width. Entries are never shifted to other positions.
+The numbers are what reading the prompt would have given: an entry depends on the tokens before it, and engines on a CPU
+give a token the same bits in a step of any width; on a GPU they are equal up to rounding, as all steps are there.
+Entries are never shifted to other positions.
 """
 
 from collections.abc import Sequence

@@ -28,7 +28,7 @@ from specexport_runtime.drafters.base import Drafter, DrafterKind, DrafterTraits
 from specexport_runtime.drafters.draft_loop import Draft, open_drafts, run_drafts
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import BoolArray, Float32Array
-from specexport_runtime.lookahead.draft_cost import DraftCost, EngineCost
+from specexport_runtime.lookahead.draft_cost import DraftCost
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from specexport_runtime.requests.layer_choice import LayerChoice, choose_layers
 from specexport_runtime.requests.records import Begun, Proposal
@@ -70,8 +70,8 @@ class SelfDrafter(Drafter):
     """Draft tokens from the target with the layers off that its rules choose for a prompt (ASD, Metel et al. 2024).
 
     The choice is made once a prompt, before the first draft behind it, see :meth:`choice_of`. One that removes nothing
-    drafts nothing. Where the engine fixes the layers, every prompt gets those. Requests with different choices are
-    drafted one group after another, so that what is drafted for one never depends on its neighbours.
+    drafts nothing. Requests with different choices are drafted one group after another, so that what is drafted for one
+    never depends on its neighbours.
 
     ``runner`` is the target's own, over an executor with gates. Its cache and its committed lengths are used while a
     draft goes on, and are as before when ``propose`` returns or raises. ``vocab_size``: ids that may be drafted.
@@ -89,7 +89,6 @@ class SelfDrafter(Drafter):
         self.vocab_size = min(vocab_size, executor.vocab_size)
         self.num_layers, self._kinds = executor.num_gates // 2, tuple(executor.gate_kinds)
         self._executor = executor
-        self._fixed = None if executor.fixed_layers is None else _choice_of_mask(executor.fixed_layers)
         # By request, not by row: nothing to do when rows move, and a dropped request takes its sums along.
         self._sums: WeakKeyDictionary[Request, tuple[npt.NDArray[np.float64], int]] = WeakKeyDictionary()
         self._choices: WeakKeyDictionary[Request, LayerChoice] = WeakKeyDictionary()
@@ -128,8 +127,7 @@ class SelfDrafter(Drafter):
     def wants_similarity(self, request: Request) -> bool:
         """While the prompt is read, if the request may draft with its target and its rules look at similarities."""
         planned = any(stage.drafter == SELF for stage in request.draft_plan)
-        measured = self._fixed is None and request.layer_rules.threshold is not None
-        return planned and not request.num_generated and measured
+        return planned and not request.num_generated and request.layer_rules.threshold is not None
 
     def note_similarity(self, request: Request, similarity: Float32Array) -> None:
         """Add a chunk of the prompt to what the choice is made from; see ``Drafter.note_similarity``.
@@ -151,15 +149,10 @@ class SelfDrafter(Drafter):
 
     def cost(self, curves: "CostCurves") -> DraftCost | None:
         """See ``Drafter.cost``."""
-        if self._fixed is None:
-            return LayersCost(curves, self.choice_of)
-        return EngineCost(curves.drafters[SELF], shares_cache=True) if SELF in curves.drafters else None
+        return LayersCost(curves, self.choice_of)
 
     def _choice(self, req: Request) -> LayerChoice:
         choice = self._choices.get(req)
-        if choice is None and self._fixed is not None:
-            choice = self._fixed
-            self.choose(req, choice)
         if choice is None:
             acs: list[float] = []
             if req.layer_rules.threshold is not None:
@@ -194,11 +187,6 @@ class SelfDrafter(Drafter):
                 kv.commit(row, kv_len)
             self.engine_seconds += executor.engine_seconds - before
             executor.engine_seconds = before
-
-
-def _choice_of_mask(mask: BoolArray) -> LayerChoice:
-    """The choice whose mask [G] this is."""
-    return LayerChoice(tuple(mask[0::2].tolist()), tuple(mask[1::2].tolist()))
 
 
 KIND = DrafterKind(

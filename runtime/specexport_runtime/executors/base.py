@@ -210,11 +210,6 @@ class Executor(ABC):
     """
     gate_kinds: Sequence[str] = ()
     """What each gate is for (``abi.GateKind``); empty: an attention and an MLP in each layer."""
-    fixed_layers: BoolArray | None = None
-    """The one mask that :meth:`set_layers` takes, where the engine fixes it; None where it takes any.
-
-    Such an engine measures no similarity, and with the mask it runs steps of one token a row.
-    """
 
     def set_layers(self, mask: BoolArray | None) -> None:
         """Run only the parts whose gate in ``mask`` [G] is True; None runs all. A part that is off costs nothing."""

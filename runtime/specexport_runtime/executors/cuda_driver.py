@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from specexport_runtime.errors import IncompatibleError, MissingDependencyError, SpecexportError
-from specexport_runtime.executors.gpu import ByteArray, GpuInfo, out_of_memory
+from specexport_runtime.errors import IncompatibleError, MissingDependencyError, SpecexportError, pip_install
+from specexport_runtime.executors.gpu import MEMORY_HINT, OLDEST_DRIVER, ByteArray, GpuInfo, out_of_memory
 
+_NO_MEMORY = "cudaErrorMemoryAllocation"
 _NO_DRIVER = ("cudaErrorInsufficientDriver", "cudaErrorNoDevice", "cudaErrorInitializationError")
 
 
@@ -23,15 +24,15 @@ class CudaDriver:
         except ImportError as missing:
             raise MissingDependencyError(
                 "cuda-python is not installed, and engines for NVIDIA GPUs run through it.",
-                "pip install 'specexport[cuda]', 'specexport[tensorrt-rtx]' or 'specexport[tensorrt]'.",
+                f"{pip_install('cuda')} Engines of TensorRT: [tensorrt-rtx] or [tensorrt].",
             ) from missing
         self._cuda: Any = runtime
         error, count = runtime.cudaGetDeviceCount()
         if _name(runtime, error) in _NO_DRIVER or (not int(error) and not count):
             raise IncompatibleError(
                 f"there is no usable NVIDIA GPU or driver here ({_describe(runtime, error)}).",
-                "run this bundle on a machine with the GPU it was built for and a current NVIDIA driver, or build it "
-                "with --backend ort-cpu.",
+                f"run this bundle on a machine with its GPU and NVIDIA driver {OLDEST_DRIVER} or newer, or build it "
+                "with --backend ort-cpu; `specexport doctor` says what is missing.",
             )
         self._check(error, "finding the GPUs")
         self._device = int(self._call("cudaGetDevice"))
@@ -46,8 +47,13 @@ class CudaDriver:
         self._mode = runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
 
     def _check(self, error: Any, what: str) -> None:
-        if int(error):
-            raise SpecexportError(f"{what} failed on the GPU: {_describe(self._cuda, error)}.")
+        if not int(error):
+            return
+        failure = f"{what} failed on the GPU: {_describe(self._cuda, error)}."
+        if _name(self._cuda, error) == _NO_MEMORY:
+            self._cuda.cudaGetLastError()  # it is remembered, and the next call would report it again
+            raise IncompatibleError(failure, MEMORY_HINT)
+        raise SpecexportError(failure)
 
     def _call(self, function: str, *arguments: Any) -> Any:
         """Call a CUDA runtime function, turn its status into an exception, and return its one result (or None)."""
@@ -67,7 +73,7 @@ class CudaDriver:
     def allocate(self, num_bytes: int, what: str) -> int:
         """See ``GpuDriver.allocate``."""
         error, address = self._cuda.cudaMalloc(max(num_bytes, 1))
-        if _name(self._cuda, error) == "cudaErrorMemoryAllocation":
+        if _name(self._cuda, error) == _NO_MEMORY:
             self._cuda.cudaGetLastError()  # it is remembered, and the next call would report it again
             raise out_of_memory(what, num_bytes, self.info())
         self._check(error, f"allocating {what}")

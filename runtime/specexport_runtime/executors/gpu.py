@@ -16,6 +16,8 @@ from specexport_runtime.errors import IncompatibleError
 ByteArray = npt.NDArray[np.uint8]
 ALIGNMENT = 256
 """Bytes that the address of every tensor must be a multiple of; what ``cudaMalloc`` gives, and TensorRT asks for."""
+OLDEST_DRIVER = 580
+"""Version of the NVIDIA driver from which CUDA 13 runs, for which all packages are."""
 MEMORY_HINT = (
     "lower --max-num-seqs, build the bundle again with a smaller --max-model-len, or end other programs on the GPU."
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from specexport_runtime.bundle.files import native_path
-from specexport_runtime.errors import IncompatibleError, MissingDependencyError, UserInputError
+from specexport_runtime.errors import IncompatibleError, MissingDependencyError, UserInputError, pip_install
 
 KERNELS_VARIABLE = "SPECEXPORT_CPU_KERNELS"
 """Names an instruction set, for tests."""
@@ -81,7 +81,7 @@ def _check_onnxruntime() -> None:
         oldest = ".".join(map(str, OLDEST_ONNXRUNTIME))
         raise IncompatibleError(
             f"onnxruntime {onnxruntime.__version__} is older than {oldest}, and cannot run our operators.",
-            "pip install -U 'specexport[cpu]'.",
+            pip_install("cpu"),
         )
 
 

@@ -367,9 +367,31 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
             self._steps.pop((size, False), None)
             self._make_room(self._lay_out(size))
 
-    def move_row(self, source: int, destination: int, kv_len: int) -> None:  # noqa: ARG002
+    def move_row(self, source: int, destination: int, kv_len: int) -> None:
         """Give row ``destination`` the entries of row ``source`` by exchanging their blocks; nothing is copied."""
-        self._row_blocks[[source, destination]] = self._row_blocks[[destination, source]]
+        self.swap_rows(source, destination, (kv_len, 0))
+
+    copies_rows = True
+
+    def copy_row(self, source: int, destination: int, kv_len: int, floor: int = 0) -> None:  # noqa: ARG002
+        """See ``Executor.copy_row``. The blocks of a row lie one behind the other."""
+        for cache in self._caches:
+            num_bytes = int(np.prod(cache.shape[1:])) * np.dtype(cache.dtype).itemsize
+            begin, end = (
+                self._arena + cache.offset + int(self._row_blocks[row, 0]) * num_bytes for row in (source, destination)
+            )
+            width = kv_len * num_bytes // BLOCK_ENTRIES
+            self.driver.copy_rows(end, begin, width, 1, width)
+
+    def swap_rows(
+        self,
+        one: int,
+        other: int,
+        kv_lens: tuple[int, int],  # noqa: ARG002
+        floors: tuple[int, int] = (0, 0),  # noqa: ARG002
+    ) -> None:
+        """See ``Executor.swap_rows``: the rows exchange their blocks, and nothing is copied."""
+        self._row_blocks[[one, other]] = self._row_blocks[[other, one]]
 
     def clear_row(self, row: int) -> None:
         """Nothing: attention reads no entry beyond a row's length."""
@@ -471,7 +493,6 @@ def _round_shapes(request: EngineRequest) -> list[StepShape]:
         steps = head_steps(
             request.lookahead,
             num_draft_heads=head.num_draft_heads,
-            block_size=head.block_size,
             has_mask=head.mask_token_id is not None,
         )
         sizes = [(width, steps.logits, 1 if steps.fresh else rows) for width in steps.widths]
@@ -487,6 +508,7 @@ BACKEND = EngineBackend(
     open_ort_cuda_executor,
     on_gpu=True,
     has_gates=True,
+    copies_rows=True,
     modules=("onnxruntime", "cuda"),
     provider="CUDAExecutionProvider",
 )

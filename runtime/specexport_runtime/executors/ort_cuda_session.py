@@ -10,10 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from specexport_runtime.errors import BundleError, IncompatibleError, MissingDependencyError
+from specexport_runtime.errors import (
+    BundleError,
+    IncompatibleError,
+    MissingDependencyError,
+    SpecexportError,
+    pip_install,
+)
 from specexport_runtime.executors.external_data import session_model
+from specexport_runtime.executors.gpu import OLDEST_DRIVER
+from specexport_runtime.executors.ort_cuda_package import CUDA, lacks_code, reinstall
 
-_CUDA = "CUDAExecutionProvider"
+_WARNING, _FATAL = 2, 4  # severities of onnxruntime's log; it begins with the first
 _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
 
 
@@ -26,27 +34,51 @@ def reason_of(error: Exception) -> str:
 
 def import_onnxruntime(device_id: int) -> Any:
     """The onnxruntime module, if it has the CUDA provider and a GPU to run it on (else IncompatibleError)."""
-    install = "pip uninstall onnxruntime, then pip install 'specexport[cuda]'."
     try:
         import onnxruntime
     except ImportError as error:
-        raise MissingDependencyError("onnxruntime-gpu is not installed.", "pip install 'specexport[cuda]'.") from error
-    if _CUDA not in onnxruntime.get_available_providers():
+        raise MissingDependencyError("onnxruntime-gpu is not installed.", pip_install("cuda")) from error
+    if CUDA not in onnxruntime.get_available_providers():
         raise MissingDependencyError(
             f"the installed onnxruntime {onnxruntime.__version__} is the CPU package; `onnxruntime` and "
             "`onnxruntime-gpu` provide the same module, and the last one installed stays.",
-            install,
+            reinstall(),
         )
     with contextlib.redirect_stdout(io.StringIO()):
         onnxruntime.preload_dlls()  # the CUDA libraries of the nvidia packages; it prints what it does not find
+    onnxruntime.set_default_logger_severity(_FATAL)  # the error below says it
     try:
         onnxruntime.OrtValue.ortvalue_from_shape_and_type([1], np.uint8, "cuda", device_id)
     except Exception as error:  # onnxruntime raises its own types, bare Exceptions in part
-        raise IncompatibleError(
-            f"no GPU {device_id} for this bundle: {reason_of(error)}.",
-            "install an NVIDIA driver and `onnxruntime-gpu[cuda,cudnn]`, or build for backend ort-cpu.",
-        ) from error
+        raise _no_gpu(device_id, _missing_library(onnxruntime) or reason_of(error)) from error
+    finally:
+        onnxruntime.set_default_logger_severity(_WARNING)
+    if reason := lacks_code(onnxruntime.__version__, compute_capability(device_id)):
+        raise IncompatibleError(f"{reason}.", "build the bundle with --backend tensorrt, or take another GPU.")
     return onnxruntime
+
+
+def _missing_library(onnxruntime: Any) -> str | None:
+    """What the loader says of the CUDA provider, such as ``libcuda.so.1`` without a driver; None if it loads."""
+    folder = Path(onnxruntime.__file__).parent / "capi"
+    libraries = [folder / f"libonnxruntime_providers_{name}.so" for name in ("shared", "cuda")]
+    try:
+        for library in filter(Path.exists, libraries):
+            ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def _no_gpu(device_id: int, reason: str) -> IncompatibleError:
+    """The error where not even a byte can be had on a GPU."""
+    if "out of memory" in reason:
+        return IncompatibleError(f"GPU {device_id} has no memory left: {reason}.", "end other programs on the GPU.")
+    return IncompatibleError(
+        f"no GPU {device_id} for this bundle: {reason}.",
+        f"`specexport doctor` says what is missing: an NVIDIA GPU, its driver ({OLDEST_DRIVER} or newer) or a library. "
+        "For CPUs, build with --backend ort-cpu.",
+    )
 
 
 def compute_capability(device_id: int) -> int:
@@ -76,9 +108,28 @@ def open_session(ort: Any, path: Path, device_id: int, stream: int, cuda_graphs:
     provider["arena_extend_strategy"] = "kSameAsRequested"  # by default weights may take twice their memory
     try:
         model = session_model(path, options)
-        session = ort.InferenceSession(model, options, providers=[(_CUDA, provider), "CPUExecutionProvider"])
+        session = ort.InferenceSession(model, options, providers=[(CUDA, provider), "CPUExecutionProvider"])
     except Exception as error:  # onnxruntime raises its own types, bare Exceptions in part
-        raise BundleError(f"{path}: ONNX Runtime cannot load this engine: {error}", "build it again.") from error
-    if _CUDA not in session.get_providers():
-        raise IncompatibleError(f"{path}: ONNX Runtime fell back to the CPU.", "check the NVIDIA driver.")
+        raise _cannot_load(path, error) from error
+    if CUDA not in session.get_providers():
+        raise IncompatibleError(f"{path}: ONNX Runtime fell back to the CPU.", "`specexport doctor` says why.")
     return session
+
+
+def _cannot_load(path: Path, error: Exception) -> SpecexportError:
+    """The error for an engine that gave no session: the GPU's fault, or the file's."""
+    reason = reason_of(error)
+    if re.search("out of memory|failed to allocate memory", f"{error}", re.IGNORECASE):
+        return IncompatibleError(
+            f"{path}: the weights do not fit into the GPU's free memory: {reason}.",
+            "end other programs on the GPU, or build the bundle again with --quantize int4.",
+        )
+    if "no kernel image" in reason:
+        return IncompatibleError(
+            f"{path}: the installed onnxruntime-gpu has no code for this GPU: {reason}.",
+            "`specexport doctor` says for which it has.",
+        )
+    return BundleError(
+        f"{path}: ONNX Runtime cannot load this engine: {error}",
+        "build it again with `specexport build --backend ort-cuda`.",
+    )

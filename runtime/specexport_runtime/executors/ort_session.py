@@ -12,7 +12,13 @@ from typing import Any, NamedTuple
 
 from specexport_runtime.abi import CACHE_INPUTS, STATE_INPUTS, state_shapes
 from specexport_runtime.bundle.entry import ModelEntry
-from specexport_runtime.errors import BundleError, IncompatibleError, InvalidRequestError, MissingDependencyError
+from specexport_runtime.errors import (
+    BundleError,
+    IncompatibleError,
+    InvalidRequestError,
+    MissingDependencyError,
+    pip_install,
+)
 from specexport_runtime.executors.external_data import session_model
 from specexport_runtime.executors.operators import register
 from specexport_runtime.machine import available_cores
@@ -59,7 +65,7 @@ def open_session(path: Path, num_threads: int, spin: bool) -> Any:
         import onnxruntime
     except ImportError as error:
         raise MissingDependencyError(
-            "onnxruntime is not installed, and this bundle's engines run on it.", "pip install 'specexport[cpu]'."
+            "onnxruntime is not installed, and this bundle's engines run on it.", pip_install("cpu")
         ) from error
     options = _options(num_threads, spin)
     try:

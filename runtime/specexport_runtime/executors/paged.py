@@ -59,10 +59,10 @@ def pays(entry: ModelEntry, capability: int, environment: Mapping[str, str]) -> 
     """Whether steps of few tokens are faster with a row for each: cuDNN computes them, and only attention reads rows.
 
     ONNX Runtime takes cuDNN from ``capability`` 90 (9.0) on, unless its switch in ``environment`` turns cuDNN off.
-    Layers with windows have no cuDNN kernel, and layers of a head that fills blocks see later tokens of their row.
+    Layers with windows have no cuDNN kernel.
     """
     by_row, head = any(spec.name in entry.engine.inputs for spec in STEP_INPUTS if spec not in _KNOWN), entry.draft_head
-    sees_rows = by_row or (head is not None and (head.block_size is not None or head.num_draft_heads > 0))
+    sees_rows = by_row or (head is not None and head.num_draft_heads > 0)
     has_windows = any(window > 0 for window in entry.attention.windows)
     takes_cudnn = capability >= _CUDNN_FROM and environment.get(CUDNN_SWITCH) != "0"
     return takes_cudnn and bool(entry.attention.layers) and not sees_rows and not has_windows

@@ -20,7 +20,6 @@ from specexport_runtime.bundle.entry import EngineFile, ModelEntry
 from specexport_runtime.bundle.profiles import choose_profile
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import (
-    BoolArray,
     Float32Array,
     Int32Array,
     Int64Array,
@@ -121,11 +120,6 @@ class TrtExecutor(WithFeatures):
         self._packed, self._dtype = engine.lowering == "plugin", entry.dtype
         self._ends: Int32Array = np.zeros((sizes.arena_rows, 1), np.int32)
         self._last_position = (entry.max_positions or sizes.kv_capacity) - 1
-        self.gate_kinds, skipped = engine.gates.kinds, engine.gates.skipped_layers
-        self.num_gates = len(self.gate_kinds) if skipped else 0  # 0 unless the engine has draft steps
-        if self.num_gates:
-            self.fixed_layers = np.repeat(~np.isin(np.arange(self.num_gates // 2), skipped), 2)
-        self._skips = False
         self._steps: OrderedDict[StepShape, PlacedStep] = OrderedDict()
         self._current: PlacedStep | None = None
         self._hosts: list[tuple[HostBlock, HostOutput]] = []  # of the steps of a chain
@@ -143,7 +137,6 @@ class TrtExecutor(WithFeatures):
 
     def prepare(self, shape: StepShape) -> StepBuffers:
         """Choose a profile for ``shape`` (IncompatibleError if none is large enough). See ``Executor.prepare``."""
-        shape = shape._replace(skips=self._skips)
         step = self._steps.get(shape)
         if step is None:
             step = self._place(shape)
@@ -225,20 +218,6 @@ class TrtExecutor(WithFeatures):
             raise SpecexportError("execute() was called before prepare().")
         return step, step.buffers
 
-    def set_layers(self, mask: BoolArray | None) -> None:
-        """See ``Executor.set_layers``; holds for steps that are prepared from here on, of one token a row.
-
-        SpecexportError if the engine was built to leave out other layers.
-        """
-        if mask is not None and not np.array_equal(mask, self.fixed_layers):  # type: ignore[arg-type]
-            raise SpecexportError("this engine leaves out the layers that it was built for, and no others.")
-        self._skips = mask is not None
-
-    def measure_similarity(self, wanted: bool) -> None:
-        """See ``Executor.measure_similarity``; SpecexportError if it is wanted: these engines measure none."""
-        if wanted:
-            raise SpecexportError("TensorRT engines measure no similarity: their layers are fixed.")
-
     def capture(self, shapes: list[StepShape]) -> None:
         """Record the steps of ``shapes`` that run in fixed profiles, the largest first.
 
@@ -267,8 +246,25 @@ class TrtExecutor(WithFeatures):
 
     def move_row(self, source: int, destination: int, kv_len: int) -> None:
         """Copy the first ``kv_len`` cache entries of a row to another, in every layer."""
+        self.copy_row(source, destination, kv_len)
+
+    copies_rows = True
+
+    def copy_row(self, source: int, destination: int, kv_len: int, floor: int = 0) -> None:  # noqa: ARG002
+        """See ``Executor.copy_row``; dummies of later steps go behind what is there."""
         self._parts.kv.copy_row(source, destination, kv_len)
         self._ends[destination] = kv_len
+
+    def swap_rows(
+        self,
+        one: int,
+        other: int,
+        kv_lens: tuple[int, int],
+        floors: tuple[int, int] = (0, 0),  # noqa: ARG002
+    ) -> None:
+        """See ``Executor.swap_rows``."""
+        self._parts.kv.swap_rows(one, other, kv_lens)
+        self._ends[[other, one], 0] = kv_lens
 
     def clear_row(self, row: int) -> None:
         """Zero the row: attention reads entries beyond its length, hidden, and 0 times NaN is NaN."""

@@ -5,9 +5,11 @@ meets a shape, which are kept in a file between runs. The file holds code that t
 only where no other user could have written it. Imports either package when an engine is loaded.
 """
 
+import ctypes
 import gc
 import hashlib
 import importlib
+import logging
 import os
 import threading
 from collections.abc import Iterable, Iterator
@@ -15,10 +17,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from specexport_runtime.bundle.delta import apply_delta, delta_size
 from specexport_runtime.bundle.entry import EngineFile
-from specexport_runtime.errors import BundleError, IncompatibleError, MissingDependencyError, SpecexportError
-from specexport_runtime.executors.gpu import MEMORY_HINT
+from specexport_runtime.errors import (
+    BundleError,
+    IncompatibleError,
+    MissingDependencyError,
+    SpecexportError,
+    pip_install,
+)
+from specexport_runtime.executors.gpu import MEMORY_HINT, OLDEST_DRIVER
 from specexport_runtime.user_cache import cache_folder, is_private, replace_file
 
 KIND = "rtx-kernels"
@@ -26,6 +33,7 @@ KIND = "rtx-kernels"
 RTX = "tensorrt-rtx"
 _MODULES = {"tensorrt": "tensorrt", RTX: "tensorrt_rtx"}
 _LOCK = threading.RLock()
+_log = logging.getLogger(__name__)
 
 
 class RtxKernels:
@@ -37,6 +45,7 @@ class RtxKernels:
         state = path.stat()
         engine = hashlib.sha256(os.fsencode(f"{path.resolve()} {state.st_size} {state.st_mtime_ns}")).hexdigest()[:16]
         self._name = f"{engine}-{file.builder_version}-{gpu}.bin"
+        self._path = path
         self._cache: Any = None
         self._loaded = 0
 
@@ -54,6 +63,8 @@ class RtxKernels:
             kernels = self._read()
             # TensorRT refuses the cache of another driver or GPU; it is written anew then.
             self._loaded = len(kernels) if kernels and self._cache.deserialize(kernels) else 0
+            if not self._loaded:
+                self._say_it_compiles()
         config.set_runtime_cache(self._cache)
 
     def save(self) -> None:
@@ -67,6 +78,12 @@ class RtxKernels:
             return
         with suppress(OSError):
             replace_file(folder / self._name, lambda file: file.write(kernels))
+
+    def _say_it_compiles(self) -> None:
+        """The one line of the first load, which is silent for minutes."""
+        folder = cache_folder(KIND)
+        kept = "without a cache folder each load does" if folder is None else f"later loads take them from {folder}"
+        _log.warning("TensorRT-RTX compiles kernels for %s, for one to three minutes; %s.", self._path, kept)
 
     def _read(self) -> bytes:
         """What was kept; nothing where it is missing, or open to the writing of others."""
@@ -149,35 +166,20 @@ def load_engine(path: Path, file: EngineFile, gpu_name: str) -> Engine:
     trt = _import_package(file)
     messages: list[str] = []
     logger = _make_logger(trt, messages)
-    data = read_engine(path, file)
+    data = path.read_bytes()
     with _undisturbed():
         runtime = trt.Runtime(logger)
-        engine = runtime.deserialize_cuda_engine(data) if data else None
+        if messages:  # without a usable driver it is a null pointer: to call or to release it ends the process
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(runtime))
+        engine = runtime.deserialize_cuda_engine(data) if data and not messages else None
         if engine is None:
             del runtime  # or the error's traceback would keep it, to be released at any time
     if engine is None:
-        raise _refusal(
-            f"{path}: {file.builder} {trt.__version__} cannot load this engine of {len(data)} bytes", messages
-        )
+        what = f"{path}: {file.builder} {trt.__version__} cannot load this engine of {len(data)} bytes"
+        raise _refusal(what, messages, rebuild(file))
     return LoadedEngine(
         trt, runtime, engine, logger, messages, RtxKernels(path, file, gpu_name) if file.builder == RTX else None
     )
-
-
-def read_engine(path: Path, file: EngineFile) -> bytes | bytearray:
-    """The engine of ``path``; BundleError if it is a difference, and that or its base is cut or missing."""
-    if file.base is None:
-        return path.read_bytes()
-    return apply_delta(path, _base_of(path, file.base))
-
-
-def engine_size(path: Path, file: EngineFile) -> int:
-    """Bytes of the engine of ``path``; BundleError if it should be stored as a difference, and is not."""
-    return path.stat().st_size if file.base is None else delta_size(path)
-
-
-def _base_of(path: Path, base: str) -> Path:
-    return path.parent / Path(base).name
 
 
 def _import_package(file: EngineFile) -> Any:
@@ -190,13 +192,12 @@ def _import_package(file: EngineFile) -> Any:
     except ImportError as error:
         raise MissingDependencyError(
             f"{file.builder} is not installed, and {file.path} runs on it.",
-            f"pip install 'specexport[{file.builder}]'.",
+            pip_install(file.builder),
         ) from error
     if trt.__version__ != file.builder_version:
         raise IncompatibleError(
             f"{file.path}: built by {file.builder} {file.builder_version}, but {trt.__version__} is installed.",
-            f"install that version, or build it again here with `specexport build --backend {file.builder} "
-            f"--sm {file.sm.removeprefix('sm')}`.",
+            f"install that version, or {rebuild(file)}",
         )
     return trt
 
@@ -216,13 +217,28 @@ def _make_logger(trt: Any, messages: list[str]) -> Any:
     return Log()
 
 
-def _refusal(what: str, messages: list[str]) -> SpecexportError:
-    """The error for an engine that could not be loaded: the machine's fault, or the file's."""
+def rebuild(file: EngineFile) -> str:
+    """A hint: the command that builds an engine file anew, for the same GPU."""
+    return f"build it again here with `specexport build --backend {file.builder} --sm {file.sm.removeprefix('sm')}`."
+
+
+def _refusal(what: str, messages: list[str], hint: str) -> SpecexportError:
+    """The error for an engine that could not be loaded: the machine's fault, or the file's, which ``hint`` mends."""
     if any("out of memory" in message.lower() for message in messages):
         return IncompatibleError(f"{what}: {_why(messages)}", MEMORY_HINT)
-    if "Cuda Runtime" in _why(messages):
-        return IncompatibleError(f"{what}: {_why(messages)}", "check the NVIDIA driver with `nvidia-smi`.")
-    return BundleError(f"{what}: {_why(messages)}", "build it again with `specexport build`.")
+    if "cuda runtime" in _why(messages).lower() or "CUDA initialization" in _why(messages):
+        return IncompatibleError(
+            f"{what}: {_why(messages)}",
+            f"check the NVIDIA driver with `nvidia-smi`: {OLDEST_DRIVER} or newer is needed.",
+        )
+    return BundleError(f"{what}: {_why(messages)}", hint)
+
+
+def _failed(what: str, messages: list[str]) -> SpecexportError:
+    """The error for a call that a loaded engine refused; lack of memory has its remedy."""
+    if any("out of memory" in message.lower() for message in messages):
+        return IncompatibleError(f"{what}: {_why(messages)}", MEMORY_HINT)
+    return SpecexportError(f"{what}: {_why(messages)}")
 
 
 def _why(messages: list[str]) -> str:
@@ -262,7 +278,7 @@ class LoadedEngine:
                 self._kernels.configure(self._trt, config, is_fixed=is_fixed)
                 context = self._engine.create_execution_context(config)
         if context is None:
-            raise SpecexportError(f"TensorRT cannot make a context: {_why(self._messages)}")
+            raise _failed("TensorRT cannot make a context", self._messages)
         context.set_device_memory(activations, self.activation_bytes)
         made = LoadedContext(context, self._messages)
         made.require(context.set_optimization_profile_async(profile, stream), f"set profile {profile}")
@@ -285,7 +301,7 @@ class LoadedContext:
     def require(self, success: bool, what: str) -> None:
         """Turn TensorRT's False into an error with what it logged."""
         if not success:
-            raise SpecexportError(f"TensorRT could not {what}: {_why(self._messages)}")
+            raise _failed(f"TensorRT could not {what}", self._messages)
 
     def set_shape(self, name: str, shape: tuple[int, ...]) -> None:
         """See ``EngineContext.set_shape``."""

@@ -15,15 +15,16 @@ from specexport_runtime.executors.trt_engine import (
     Engine,
     EngineContext,
     EngineTensor,
-    engine_size,
     load_engine,
     odd_tensors,
+    rebuild,
 )
 from specexport_runtime.executors.trt_graphs import GraphPool
 from specexport_runtime.executors.trt_memory import (
     CacheTensor,
     KvMemory,
     MemoryPlan,
+    aside_bytes,
     feature_rows,
     lay_out_caches,
     lay_out_inputs,
@@ -104,7 +105,7 @@ def feature_outputs(engine: Engine) -> list[str]:
     return [tensor.name for tensor in engine.tensors if tensor.name in names and not tensor.is_input]
 
 
-def check_tensors(engine: Engine, what: str, inputs: Sequence[str], caches: Sequence[CacheTensor]) -> None:
+def check_tensors(engine: Engine, what: str, inputs: Sequence[str], caches: Sequence[CacheTensor], hint: str) -> None:
     """Refuse an engine whose names of tensors or sizes of caches are not the manifest's (IncompatibleError)."""
     names = [*inputs, LOGITS.name, TOKEN_IDS.name, *(tensor.name for tensor in query_tensors(engine))]
     names += feature_outputs(engine)  # whose sizes are compared by EngineFeatures
@@ -112,7 +113,7 @@ def check_tensors(engine: Engine, what: str, inputs: Sequence[str], caches: Sequ
         names += [cache.name, cache.out_name]
     odd = odd_tensors(engine, names)
     if odd:
-        raise IncompatibleError(f"{what}: tensors differ from the manifest's: {', '.join(odd)}.", "build it again.")
+        raise IncompatibleError(f"{what}: tensors differ from the manifest's: {', '.join(odd)}.", hint)
     shapes = {tensor.name: tensor.shape for tensor in engine.tensors}
     for cache in caches:
         # [B, H, L, D], or with a 1 behind B: the same memory.
@@ -121,7 +122,7 @@ def check_tensors(engine: Engine, what: str, inputs: Sequence[str], caches: Sequ
             raise IncompatibleError(
                 f"{what}: {cache.name} is {list(shapes[cache.name])}, the manifest says [B, "
                 f"{', '.join(map(str, cache.shape))}].",
-                "build it again.",
+                hint,
             )
 
 
@@ -139,7 +140,10 @@ def size_engine(entry: ModelEntry, what: str, num_rows: int) -> EngineSizes:
     """Sizes of an executor of ``num_rows`` cache rows; IncompatibleError if the engine was built for fewer."""
     limits = entry.engine.limits
     if limits is None or not limits.profiles or entry.dtype not in ITEM_BYTES:
-        raise IncompatibleError(f"{what}: the manifest does not describe a TensorRT engine.", "build it again.")
+        raise IncompatibleError(
+            f"{what}: the manifest does not describe a TensorRT engine.",
+            f"build it again with `specexport build --backend {entry.backend}`.",
+        )
     unknown = sorted(set(entry.engine.inputs) - set(SPECS))
     if unknown:
         raise IncompatibleError(
@@ -149,7 +153,7 @@ def size_engine(entry: ModelEntry, what: str, num_rows: int) -> EngineSizes:
     if num_rows > most:
         raise IncompatibleError(
             f"{what} was built for {most} sequences at a time; max_num_seqs is {num_rows}.",
-            f"use --max-num-seqs {most} or less, or build it again with a larger --max-num-seqs.",
+            f"use --max-num-seqs {most} or less (--prefix-rows count), or build it again with a larger --max-num-seqs.",
         )
     fixed = [profile for profile in limits.profiles if profile.is_fixed]
     arena_rows = min((profile.num_seqs for profile in fixed if profile.num_seqs >= num_rows), default=num_rows)
@@ -209,9 +213,11 @@ def load_parts(
 
 def plan_memory(entry: ModelEntry, sizes: EngineSizes, weights: int, activations: int) -> MemoryPlan:
     """Bytes that an executor will need on the device, of which the engine's weights and activations are given."""
-    _, kv_bytes = lay_out_caches(entry.attention.layers, sizes.arena_rows, sizes.kv_capacity, ITEM_BYTES[entry.dtype])
+    caches, kv_bytes = lay_out_caches(
+        entry.attention.layers, sizes.arena_rows, sizes.kv_capacity, ITEM_BYTES[entry.dtype]
+    )
     outputs = sizes.max_logit_rows * (4 * entry.lm_head_rows + 8)
-    buffers = _input_bytes(entry, sizes) + outputs + _feature_bytes(entry, sizes)
+    buffers = _input_bytes(entry, sizes) + outputs + _feature_bytes(entry, sizes) + aside_bytes(caches)
     return MemoryPlan(weights, kv_bytes, activations, buffers, sizes.arena_rows)
 
 
@@ -237,13 +243,13 @@ def _allocate(
 ) -> TrtParts:
     path = folder / file.path
     gpu = driver.info()
-    plan_memory(entry, sizes, engine_size(path, file), file.memory_bytes or 0).check(str(path), gpu)
+    plan_memory(entry, sizes, path.stat().st_size, file.memory_bytes or 0).check(str(path), gpu)
     engine = load(path, file, gpu.name)
     stack.callback(engine.close)
     caches, kv_bytes = lay_out_caches(
         entry.attention.layers, sizes.arena_rows, sizes.kv_capacity, ITEM_BYTES[entry.dtype]
     )
-    check_tensors(engine, str(path), entry.engine.inputs, caches)
+    check_tensors(engine, str(path), entry.engine.inputs, caches, rebuild(file))
 
     def allocate(num_bytes: int, what: str) -> int:
         address = driver.allocate(num_bytes, f"{path}: {what}")
@@ -252,7 +258,8 @@ def _allocate(
 
     queries = _query_bytes(engine, sizes, ITEM_BYTES[entry.dtype])
     features = _feature_bytes(entry, sizes)
-    kv = KvMemory(driver, caches, kv_bytes, allocate(kv_bytes, f"the KV cache of {sizes.arena_rows} rows"))
+    arena, aside = allocate(kv_bytes, f"the KV cache of {sizes.arena_rows} rows"), aside_bytes(caches)
+    kv = KvMemory(driver, caches, kv_bytes, arena, allocate(aside, "room to exchange rows") if aside else 0)
     at = DeviceAddresses(
         allocate(engine.activation_bytes, "activations"),
         allocate(_input_bytes(entry, sizes), "step inputs"),

@@ -102,11 +102,21 @@ def lay_out_caches(
     return tuple(caches), offset
 
 
-class KvMemory:
-    """The KV arena: zeroed, because attention multiplies masked entries by 0, and 0 times NaN is NaN."""
+def aside_bytes(caches: Sequence[CacheTensor]) -> int:
+    """Bytes of a row of the largest cache: where one lies while two rows are exchanged, cache after cache."""
+    return max((cache.row_bytes for cache in caches), default=0)
 
-    def __init__(self, driver: GpuDriver, caches: Sequence[CacheTensor], num_bytes: int, address: int) -> None:
-        self._driver, self._caches, self._address = driver, caches, address
+
+class KvMemory:
+    """The KV arena: zeroed, because attention multiplies masked entries by 0, and 0 times NaN is NaN.
+
+    At ``aside`` is room for :func:`aside_bytes`.
+    """
+
+    def __init__(
+        self, driver: GpuDriver, caches: Sequence[CacheTensor], num_bytes: int, address: int, aside: int
+    ) -> None:
+        self._driver, self._caches, self._address, self._aside = driver, caches, address, aside
         self.num_bytes = num_bytes
         driver.clear(address, num_bytes)
 
@@ -136,10 +146,22 @@ class KvMemory:
 
     def copy_row(self, source: int, destination: int, kv_len: int) -> None:
         """Copy the first ``kv_len`` entries of a row to another, in every cache."""
-        if not kv_len:
-            return
         for (cache, begin), (_, end) in zip(self.addresses(source), self.addresses(destination), strict=True):
-            self._driver.copy_rows(end, begin, kv_len * cache.entry_bytes, cache.heads, cache.head_bytes)
+            self._copy(cache, begin, end, kv_len)
+
+    def swap_rows(self, one: int, other: int, kv_lens: tuple[int, int]) -> None:
+        """Exchange the first entries of two rows, in every cache: ``kv_lens`` of ``one`` and of ``other``."""
+        for (cache, first), (_, second) in zip(self.addresses(one), self.addresses(other), strict=True):
+            aside = self._aside if kv_lens[1] else first  # nothing overwrites what goes straight to its place
+            if kv_lens[1]:
+                self._copy(cache, first, aside, kv_lens[0])
+                self._copy(cache, second, first, kv_lens[1])
+            self._copy(cache, aside, second, kv_lens[0])
+
+    def _copy(self, cache: CacheTensor, source: int, destination: int, entries: int) -> None:
+        """Copy the first entries of each head of a row; rows are given by where they begin."""
+        if entries:
+            self._driver.copy_rows(destination, source, entries * cache.entry_bytes, cache.heads, cache.head_bytes)
 
 
 def _as_float32(memory: ByteArray, dtype: str) -> npt.NDArray[np.float32]:

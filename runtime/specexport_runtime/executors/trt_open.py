@@ -6,6 +6,10 @@ from specexport_runtime.executors import cuda_driver, trt_engine
 from specexport_runtime.executors.base import EngineBackend, EngineRequest
 from specexport_runtime.executors.gpu import GpuInfo
 from specexport_runtime.executors.trt import TrtExecutor
+from specexport_runtime.executors.trt_engine import RTX
+
+RTX_SM = (75, 80, 86, 89, 120, 121)
+"""Compute capabilities for which TensorRT-RTX 1.7 makes kernels, 75 for 7.5."""
 
 
 def open_trt_executor(request: EngineRequest) -> TrtExecutor:
@@ -50,11 +54,12 @@ def choose_engine(entry: ModelEntry, what: str, gpu: GpuInfo) -> EngineFile:
             if file.sm == sm:
                 return file
     built = ", ".join(file.sm for file in entry.engine.files) or "none"
-    raise IncompatibleError(
-        f"{what} has engines for {built}; {gpu.name} is {gpu.sm}.",
-        f"build it again with `specexport build --backend {entry.backend} --sm {gpu.sm.removeprefix('sm')}`.",
-    )
+    wanted = gpu.sm.removeprefix("sm")
+    hint = f"build it again with `specexport build --backend {entry.backend} --sm {wanted}`."
+    if entry.backend == RTX and wanted not in map(str, RTX_SM):
+        hint = f"build it again with `specexport build --backend ort-cuda`: {RTX} is not for {gpu.sm}."
+    raise IncompatibleError(f"{what} has engines for {built}; {gpu.name} is {gpu.sm}.", hint)
 
 
-BACKEND = EngineBackend(open_trt_executor, on_gpu=True, has_gates=True, modules=("tensorrt", "cuda"))
+BACKEND = EngineBackend(open_trt_executor, on_gpu=True, copies_rows=True, modules=("tensorrt", "cuda"))
 BACKEND_RTX = BACKEND._replace(modules=("tensorrt_rtx", "cuda"))

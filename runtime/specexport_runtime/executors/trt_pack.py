@@ -25,7 +25,6 @@ import numpy.typing as npt
 
 from specexport_runtime.abi import (
     ALIGNED_STEP_INPUTS,
-    EXTENT_INPUTS,
     STEP_INPUTS,
     TOKEN_FEATURES,
     StepShape,
@@ -35,9 +34,7 @@ from specexport_runtime.bundle.profiles import Profile
 from specexport_runtime.executors.base import Int64Array, StepBuffers
 
 Fill = Literal["ranged", "dense", "packed"]
-SPECS: Mapping[str, TensorSpec] = {
-    spec.name: spec for spec in (*STEP_INPUTS, *ALIGNED_STEP_INPUTS, *EXTENT_INPUTS, TOKEN_FEATURES)
-}
+SPECS: Mapping[str, TensorSpec] = {spec.name: spec for spec in (*STEP_INPUTS, *ALIGNED_STEP_INPUTS, TOKEN_FEATURES)}
 """Every step input that an engine may take, by name."""
 DUMMY_TOKEN = 0  # any id that the model can embed; nothing of it is ever read
 

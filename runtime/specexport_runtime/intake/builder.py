@@ -153,13 +153,8 @@ class RequestBuilder:
 
     def _layer_rules(self, rules: LayerRules | None, *, takes_layers: bool) -> LayerRules:
         """The layers that drafts leave out; ``takes_layers``: a drafter of the request leaves some out."""
-        if takes_layers and not self.abilities.fixed_layers:
+        if takes_layers:
             (rules or self.defaults.layer_rules).check_layers(self.abilities.num_layers)
-        elif rules is not None and takes_layers:
-            raise InvalidRequestError(
-                "layer rules are given, and which layers this target leaves out was fixed when it was built.",
-                "drop them, or build it again with other layers in --self-draft-skip.",
-            )
         elif rules is not None:
             raise InvalidRequestError("layer rules are for drafting with the target itself.", "use drafter 'self'.")
         return rules or self.defaults.layer_rules

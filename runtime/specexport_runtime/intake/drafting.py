@@ -73,7 +73,6 @@ class Abilities(NamedTuple):
     # drafters between which, and for which, K can be chosen; empty without cost curves
     weighed: frozenset[str] = frozenset()
     num_layers: int = 0  # of a target that can draft with its own layers
-    fixed_layers: bool = False  # the build fixed which of them its drafts leave out
 
     @property
     def names(self) -> tuple[str, ...]:

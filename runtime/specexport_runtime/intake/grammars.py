@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from specexport_runtime.errors import InvalidRequestError, MissingDependencyError
+from specexport_runtime.errors import InvalidRequestError, MissingDependencyError, pip_install
 from specexport_runtime.intake.plain_tokens import PlainTokens
 from specexport_runtime.sampling.grammar import Grammar
 from specexport_runtime.sampling.structured import StructuredOutputs
@@ -160,7 +160,7 @@ class GrammarCompiler:
         except ImportError:
             raise MissingDependencyError(
                 "structured outputs need llguidance, which is not installed.",
-                "pip install 'specexport[structured]'.",
+                pip_install("structured"),
             ) from None
         if self._known is None:
             self._plain = PlainTokens(self._tokenizer, self._vocab_size, self._eos)

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from specexport_runtime.errors import MissingDependencyError, SpecexportError
+from specexport_runtime.errors import MissingDependencyError, SpecexportError, pip_install
 from specexport_runtime.ray_serve.replica import at_proxy
 from specexport_runtime.ray_serve.settings import RaySettings, parse_settings
 
@@ -71,6 +71,4 @@ def _check_ray() -> None:
     try:
         import ray.serve  # noqa: F401
     except ImportError as error:
-        raise MissingDependencyError(
-            f"Ray Serve cannot be imported ({error}).", "pip install 'specexport[ray,serve]'."
-        ) from error
+        raise MissingDependencyError(f"Ray Serve cannot be imported ({error}).", pip_install("ray", "serve")) from error

@@ -1,38 +1,29 @@
-"""``specexport doctor``: what this machine can run, and why not. Imports nothing heavy to find out."""
+"""The command: every check, and what they allow together."""
 
 import importlib.util
 import os
 import platform
-import subprocess
-from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, requires, version
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal, NamedTuple
 
 import click
 
 from specexport.backends.registry import BACKENDS
 from specexport.compile.cache import cache_folder
-from specexport.host import memory_bytes, query_gpus
+from specexport.doctor.finding import Finding
+from specexport.doctor.gpu import examine_gpu, examine_tensorrt
+from specexport.doctor.versions import outside_tested_range, tested_ranges
+from specexport.host import memory_bytes
 from specexport.report import print_json
-from specexport_runtime.errors import SpecexportError
+from specexport_runtime.errors import SpecexportError, pip_install
 from specexport_runtime.executors import operators
 from specexport_runtime.executors.open import backend_of
+from specexport_runtime.executors.ort_cuda_package import CUDA, both_installed, reinstall
 from specexport_runtime.machine import available_cores
-
-State = Literal["ok", "missing", "note"]
 
 _CPU_FEATURES = ("avx2", "fma", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 _MIN_MEMORY = 2 * 10**9
-
-
-class Finding(NamedTuple):
-    """One line of the report."""
-
-    topic: str  # what was looked at
-    state: State  # ``"missing"``: something cannot be done; ``"note"``: optional, or slower than it could be
-    found: str
-    fix: str = ""  # how to get what is missing; empty if nothing is
 
 
 @click.command()
@@ -55,18 +46,19 @@ def doctor(*, as_json: bool) -> None:
 
 def examine() -> Iterator[Finding]:
     """Look at everything, cheapest first."""
-    checks: tuple[Callable[[], Finding], ...] = (
-        _python, _cores, _memory, _cpu_features, _operators, _onnxruntime, _export_stack, _gpu, _tensorrt, _cache
-    )  # fmt: skip
+    checks = (_python, _cores, _memory, _cpu_features, _operators, _onnxruntime, _export_stack)
     for check in checks:
         yield check()
+    yield from examine_gpu()
+    yield examine_tensorrt()
+    yield _cache()
 
 
 def capabilities(findings: list[Finding]) -> dict[str, bool]:
     """What the findings allow."""
     states = {finding.topic: finding.state for finding in findings}
     python, stack = states["python"] != "missing", states["export stack"] != "missing"
-    has_gpu = states["gpu"] == "ok"
+    has_gpu = states["gpu"] == "ok" and states.get("driver") != "missing"
     providers = next(finding.found for finding in findings if finding.topic == "onnxruntime")
 
     def present(modules: tuple[str, ...]) -> bool:
@@ -83,6 +75,7 @@ def capabilities(findings: list[Finding]) -> dict[str, bool]:
             and (name != "ort-cpu" or states["CPU operators"] != "missing")
             and (has_gpu or not runs.on_gpu)
             and (runs.provider is None or runs.provider in providers)
+            and states.get(name) != "missing"
         )
     return can
 
@@ -146,15 +139,20 @@ def _operators() -> Finding:
 
 def _onnxruntime() -> Finding:
     if importlib.util.find_spec("onnxruntime") is None:
-        return Finding("onnxruntime", "missing", "not installed", "pip install 'specexport[cpu]'.")
+        return Finding("onnxruntime", "missing", "not installed", pip_install("cpu"))
     try:
         import onnxruntime
 
         providers = ", ".join(onnxruntime.get_available_providers())
     except Exception as error:  # a broken native library raises anything
-        return Finding("onnxruntime", "missing", f"cannot be imported ({error})", "pip install -U 'specexport[cpu]'.")
-    outside = outside_tested_range("onnxruntime", onnxruntime.__version__, extra="cpu")
+        return Finding("onnxruntime", "missing", f"cannot be imported ({error})", reinstall("cpu"))
+    for_gpus = CUDA in providers
     text = f"{onnxruntime.__version__} with {providers}"
+    if both_installed():
+        text += "; onnxruntime and onnxruntime-gpu are both installed, and have overwritten each other's files"
+        return Finding("onnxruntime", "note", text, reinstall("cuda" if for_gpus else "cpu"))
+    name, extra = ("onnxruntime-gpu[cuda,cudnn]", "cuda") if for_gpus else ("onnxruntime", "cpu")
+    outside = outside_tested_range(name, onnxruntime.__version__, extra=extra)
     return Finding("onnxruntime", "note" if outside else "ok", text, outside)
 
 
@@ -172,85 +170,8 @@ def _export_stack() -> Finding:
             outside.append(problem)
     if missing or not names:
         text = f"without {', '.join(missing)}" if missing else "unknown"
-        return Finding("export stack", "missing", text, "pip install 'specexport[export,cpu]'.")
+        return Finding("export stack", "missing", text, pip_install("export", "cpu"))
     return Finding("export stack", "ok", ", ".join(found), " ".join(outside))
-
-
-def tested_ranges(extra: str) -> list[tuple[str, str]]:
-    """Distribution and tested version range of each requirement of one of our extras, as installed."""
-    try:
-        lines = requires("specexport") or []
-    except PackageNotFoundError:
-        return []
-    ranges = []
-    for line in lines:
-        requirement, _, marker = line.partition(";")
-        if f"'{extra}'" in marker or f'"{extra}"' in marker:
-            name = requirement.strip()
-            cut = min((name.find(sign) for sign in "<>=!~ (" if sign in name), default=len(name))
-            ranges.append((name[:cut], name[cut:].strip(" ()")))
-    return ranges
-
-
-def outside_tested_range(name: str, installed: str, *, extra: str) -> str:
-    """What to say of a version outside its tested range; empty if it is inside."""
-    for requirement, wanted in tested_ranges(extra):
-        if requirement == name and not _satisfies(installed, wanted):
-            return f"{name} {installed} is outside the tested {wanted}: pip install '{name}{wanted}'."
-    return ""
-
-
-def _satisfies(installed: str, wanted: str) -> bool:
-    """Whether a version is inside a range of ``>=`` and ``<`` clauses, the only ones our requirements use."""
-    have = _release(installed)
-    for clause in filter(None, wanted.split(",")):
-        if clause.startswith(">=") and have < _release(clause[2:]):
-            return False
-        if clause.startswith("<") and not clause.startswith("<=") and have >= _release(clause[1:]):
-            return False
-    return True
-
-
-def _release(text: str) -> tuple[int, ...]:
-    numbers = []
-    for part in text.partition("+")[0].split("."):
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        if not digits:
-            break
-        numbers.append(int(digits))
-    while numbers and numbers[-1] == 0:  # 1.31 and 1.31.0 are the same
-        numbers.pop()
-    return tuple(numbers)
-
-
-def _gpu() -> Finding:
-    try:
-        found = query_gpus("name,driver_version,memory.total,compute_cap")
-    except (OSError, subprocess.SubprocessError) as error:
-        return Finding("gpu", "note", f"nvidia-smi fails ({error})", "mend the NVIDIA driver.")
-    if found is None:
-        return Finding("gpu", "note", "no nvidia-smi: no NVIDIA driver here; GPU engines can be built, not run")
-    cards = "; ".join(found)
-    return Finding("gpu", "ok" if cards else "note", cards or "none")
-
-
-def _tensorrt() -> Finding:
-    found = []
-    for extra, name in (("tensorrt", "tensorrt"), ("tensorrt-rtx", "tensorrt-rtx-cu13")):
-        try:
-            installed = version(name)
-        except PackageNotFoundError:
-            continue
-        if outside := outside_tested_range(name, installed, extra=extra):
-            return Finding("tensorrt", "note", f"{name} {installed}", outside)
-        found.append(f"{name} {installed}")
-    if not found:
-        return Finding(
-            "tensorrt", "note", "not installed", "pip install 'specexport[tensorrt-rtx]' builds on any machine."
-        )
-    if not _installed("cuda"):
-        return Finding("tensorrt", "note", ", ".join(found), "pip install 'cuda-python>=13.0,<14' to run engines.")
-    return Finding("tensorrt", "ok", ", ".join(found))
 
 
 def _cache() -> Finding:

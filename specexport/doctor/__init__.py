@@ -1,0 +1,1 @@
+"""``specexport doctor``: what this machine can run, and why not. Imports nothing heavy to find out."""

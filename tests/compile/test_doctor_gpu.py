@@ -1,0 +1,235 @@
+"""What doctor says of a GPU and the packages for it: each finding is one line, and what is missing has its remedy."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from click.testing import Result
+
+from specexport.doctor import command, gpu
+from specexport.doctor.finding import Finding
+from specexport_runtime.errors import CheckFailedError, IncompatibleError, SpecexportError
+from specexport_runtime.executors import ort_cuda_package
+from specexport_runtime.executors.cuda_driver import CudaDriver
+from specexport_runtime.executors.ort_cuda_package import CODE, both_installed, lacks_code, run_step
+from specexport_runtime.executors.trt_open import RTX_SM
+
+RunCli = Callable[..., Result]
+MakeCard = Callable[..., None]
+REINSTALL = "pip uninstall -y onnxruntime onnxruntime-gpu, then pip install -e '.[cuda]' in the clone of specexport."
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> MakeCard:
+    """A machine with one GPU, as ``nvidia-smi`` describes it, and a package with the CUDA provider."""
+    tool = tmp_path / "nvidia-smi"
+    monkeypatch.setattr(shutil, "which", lambda _name: str(tool))
+
+    def make(line: str, version: str = "1.31.1", providers: tuple[str, ...] = (ort_cuda_package.CUDA,)) -> None:
+        tool.write_text(f"#!/bin/sh\necho '{line}'\n")
+        tool.chmod(0o755)
+        spec = ModuleSpec("onnxruntime", None)
+        fake = SimpleNamespace(__version__=version, __spec__=spec, get_available_providers=lambda: [*providers])
+        monkeypatch.setitem(sys.modules, "onnxruntime", fake)
+        monkeypatch.setattr(gpu, "import_onnxruntime", lambda _device: fake)
+        monkeypatch.setattr(gpu, "run_step", lambda _ort, _device: None)
+
+    return make
+
+
+def found() -> dict[str, Finding]:
+    return {finding.topic: finding for finding in gpu.examine_gpu()}
+
+
+def test_no_gpu_is_said_once(monkeypatch: pytest.MonkeyPatch, run_cli: RunCli) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _name: None)
+    assert [finding.topic for finding in gpu.examine_gpu()] == ["gpu"]
+    assert run_cli("doctor").stdout.count("no GPU") == 1
+
+
+def test_a_card_that_runs_everything(card: MakeCard) -> None:
+    card("NVIDIA GeForce RTX 4090, 580.159.04, 24564 MiB, 8.9")
+    assert {topic: finding.state for topic, finding in found().items()} == {
+        "gpu": "ok",
+        "driver": "ok",
+        "ort-cuda": "ok",
+    }
+    assert found()["gpu"].found == "NVIDIA GeForce RTX 4090, 24564 MiB, sm89"
+    assert found()["ort-cuda"].found == "onnxruntime-gpu 1.31.1 ran a step on NVIDIA GeForce RTX 4090"
+
+
+def test_a_driver_that_is_too_old_runs_nothing(card: MakeCard, run_cli: RunCli) -> None:
+    card("NVIDIA L4, 535.104.05, 23034 MiB, 8.9")
+    driver = found()["driver"]
+    assert (driver.state, driver.fix) == ("missing", "install NVIDIA driver 580 or newer.")
+    assert driver.found.startswith("535.104.05; onnxruntime-gpu, TensorRT and cuda-python")
+    result = run_cli("doctor", "--json")
+    assert result.exit_code == 0, result.exception
+    able = json.loads(result.stdout)["can"]
+    assert not any(able[f"run {name} bundles"] for name in ("ort-cuda", "tensorrt", "tensorrt-rtx"))
+
+
+def test_a_driver_that_is_broken(card: MakeCard, tmp_path: Path) -> None:
+    card("")
+    assert found()["gpu"].found.startswith("no GPU (nvidia-smi lists none)")
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
+    assert found()["gpu"].fix == "mend the driver, or install NVIDIA driver 580 or newer."
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("NVIDIA B200, 580.1, 183359 MiB, 10.0", "10.0, as of a B200 or GB200"),
+        ("NVIDIA B300, 580.1, 275040 MiB, 10.3", "10.3, as of a B300 or GB300"),
+        ("NVIDIA Thor, 580.1, [N/A], 11.0", "11.0, as of a Thor"),
+    ],
+)
+def test_cards_without_code_are_refused_by_name(card: MakeCard, run_cli: RunCli, line: str, named: str) -> None:
+    card(line)
+    ort_cuda, rtx = found()["ort-cuda"], found()["tensorrt-rtx"]
+    assert ort_cuda.state == rtx.state == "missing"
+    assert f"no code for a GPU of compute capability {named}" in ort_cuda.found
+    assert ort_cuda.fix == "build bundles with --backend tensorrt for this GPU."
+    result = run_cli("doctor", "--json")
+    assert result.exit_code == 0, result.exception
+    able = json.loads(result.stdout)["can"]
+    assert not able["run ort-cuda bundles"]
+    assert not able["run tensorrt-rtx bundles"]
+
+
+def test_tensorrt_rtx_is_not_for_an_h200(card: MakeCard) -> None:
+    card("NVIDIA H200, 580.159.04, 143771 MiB, 9.0")
+    assert found()["ort-cuda"].state == "ok"
+    assert found()["tensorrt-rtx"] == Finding(
+        "tensorrt-rtx",
+        "missing",
+        "TensorRT-RTX 1.7 is not for sm90, only for sm 75, 80, 86, 89, 120, 121",
+        "build bundles with --backend ort-cuda or tensorrt for this GPU.",
+    )
+
+
+def test_the_architectures_of_tensorrt_rtx_are_the_packages_own() -> None:
+    trt = pytest.importorskip("tensorrt_rtx")
+    names = trt.ComputeCapability.__members__
+    assert tuple(sorted(int(name[2:]) for name in names if name.startswith("SM"))) == RTX_SM
+
+
+@pytest.mark.parametrize(
+    ("capability", "runs"), [(75, True), (80, True), (87, True), (70, False), (121, True), (100, False), (0, True)]
+)
+def test_code_runs_on_later_gpus_of_its_generation(capability: int, runs: bool) -> None:
+    assert (lacks_code("1.31.1", capability) is None) is runs
+    assert lacks_code("1.99", capability) is None, "what another version has is not known"
+    assert 90 in CODE["1.31.1"]
+
+
+def test_the_package_for_cpus_is_replaced_by_a_command_that_leaves_a_whole_one(card: MakeCard) -> None:
+    card("NVIDIA L4, 580.1, 23034 MiB, 8.9", providers=("CPUExecutionProvider",))
+    assert found()["ort-cuda"] == Finding("ort-cuda", "missing", "onnxruntime is the package for CPUs", REINSTALL)
+
+
+def test_no_package_at_all(card: MakeCard, monkeypatch: pytest.MonkeyPatch) -> None:
+    card("NVIDIA L4, 580.1, 23034 MiB, 8.9")
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    assert found()["ort-cuda"].fix == "pip install -e '.[cuda]' in the clone of specexport."
+
+
+@pytest.mark.parametrize(
+    ("failure", "said", "fix"),
+    [
+        (IncompatibleError("CUDA failure 35.", "a new driver."), "CUDA failure 35.", "a new driver."),
+        (RuntimeError("x.cc:1 (f) CUDA failure 209: no kernel image; GPU=0"), "CUDA failure 209: no kernel", REINSTALL),
+        (CheckFailedError("8 products and a sum gave [0] on the GPU, not 9."), "gave [0]", ""),
+    ],
+)
+def test_a_step_that_fails_says_why(
+    card: MakeCard, monkeypatch: pytest.MonkeyPatch, failure: Exception, said: str, fix: str
+) -> None:
+    card("NVIDIA L4, 580.1, 23034 MiB, 8.9")
+    monkeypatch.setattr(gpu, "run_step", lambda _ort, _device: (_ for _ in ()).throw(failure))
+    finding = found()["ort-cuda"]
+    assert (finding.state, finding.fix) == ("missing", fix)
+    assert said in finding.found
+
+
+def both(name: str) -> str:
+    return {"onnxruntime": "1.31.1", "onnxruntime-gpu": "1.31.1"}[name]
+
+
+def only_one(name: str) -> str:
+    if name == "onnxruntime-gpu":
+        raise PackageNotFoundError(name)
+    return "1.31.1"
+
+
+def test_both_packages_at_once_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ort_cuda_package, "version", only_one)
+    assert not both_installed()
+    assert command._onnxruntime().state == "ok"
+    monkeypatch.setattr(ort_cuda_package, "version", both)
+    finding = command._onnxruntime()
+    assert finding.state == "note"
+    assert "onnxruntime and onnxruntime-gpu are both installed" in finding.found
+    assert finding.fix == REINSTALL.replace("cuda", "cpu"), "no CUDA provider is here"
+
+
+class OnTheCpu:
+    """onnxruntime whose GPU is the CPU."""
+
+    SessionOptions = onnxruntime.SessionOptions
+    OrtValue = SimpleNamespace(
+        ortvalue_from_numpy=lambda array, _device, _index: onnxruntime.OrtValue.ortvalue_from_numpy(array, "cpu", 0)
+    )
+
+    def __init__(self, factor: int = 1) -> None:
+        self.factor = factor
+
+    def InferenceSession(self, model: bytes, _options: object, providers: list[tuple[str, dict[str, str]]]) -> object:
+        assert providers == [(ort_cuda_package.CUDA, {"device_id": "0"})]
+        session = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
+        binding = session.io_binding()
+        there = SimpleNamespace(
+            bind_ortvalue_input=binding.bind_ortvalue_input,
+            bind_output=lambda name, _device, _index: binding.bind_output(name, "cpu", 0),
+            copy_outputs_to_cpu=lambda: [self.factor * array for array in binding.copy_outputs_to_cpu()],
+        )
+        return SimpleNamespace(
+            io_binding=lambda: there, run_with_iobinding=lambda _binding: session.run_with_iobinding(binding)
+        )
+
+
+def test_the_step_is_a_graph_that_computes() -> None:
+    model = onnx.load_from_string(ort_cuda_package._STEP)
+    onnx.checker.check_model(model, full_check=True)
+    assert [node.op_type for node in model.graph.node] == ["MatMul", "Add"]
+    session = onnxruntime.InferenceSession(ort_cuda_package._STEP, providers=["CPUExecutionProvider"])
+    assert np.unique(session.run(None, {"x": np.ones((8, 8), np.float16)})[0]).tolist() == [9]
+    run_step(OnTheCpu(), 0)
+    with pytest.raises(CheckFailedError, match=r"gave \[18.0\] on the GPU"):
+        run_step(OnTheCpu(factor=2), 0)
+
+
+def has_gpu() -> bool:
+    try:
+        CudaDriver().close()
+    except SpecexportError:
+        return False
+    return True
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not has_gpu(), reason="no NVIDIA GPU")
+def test_this_gpu_runs_a_step(run_cli: RunCli) -> None:
+    if ort_cuda_package.CUDA not in onnxruntime.get_available_providers():
+        pytest.skip("onnxruntime-gpu is not installed")
+    assert found()["ort-cuda"].state == "ok", found()["ort-cuda"]
+    assert json.loads(run_cli("doctor", "--json").stdout)["can"]["run ort-cuda bundles"]

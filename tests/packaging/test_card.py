@@ -1,0 +1,102 @@
+"""The commands for a person with an NVIDIA card, tried here up to the missing GPU: each ends in a line that says so.
+
+The demo pair stands for the real one. What is installed is left alone: here onnxruntime is the package for CPUs, whose
+message is as good an end.
+"""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("README.md", "docs/gpu.md")
+RECIPE = ROOT / "engines" / "recipes" / "qwen-coder-cuda.toml"
+FOUR_BITS = RECIPE.with_stem("qwen-coder-cuda-int4")
+MISSING = re.compile(
+    r"error: (no GPU 0 for this bundle: .+|the installed onnxruntime .+ is the CPU package; .+) Fix: \S.+\.\n?"
+)
+pytestmark = pytest.mark.skipif(Path("/proc/driver/nvidia").exists(), reason="this machine may have a GPU")
+
+
+def commands(page: str) -> list[str]:
+    """Of the page's block for a card, without comments."""
+    blocks = re.findall(
+        r"^```bash no-test: [^\n]*test_card\.py[^\n]*\n(.*?)^```$", (ROOT / page).read_text(), re.S | re.M
+    )
+    assert len(blocks) == 1, page
+    return [part.strip() for line in blocks[0].splitlines() for part in line.partition("  #")[0].split("&&")]
+
+
+def run(*command: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    words = map(str, command)
+    return subprocess.run([*words], cwd=cwd, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+
+
+def specexport(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return run(sys.executable, "-c", "from specexport.cli import main; main()", *arguments)
+
+
+def test_both_pages_have_the_same_commands() -> None:
+    """README has four lines of the page's seven."""
+    page, readme = commands("docs/gpu.md"), commands("README.md")
+    assert set(readme) < set(page)
+    assert [command.split()[0] for command in page[:2]] == ["python3", "."], "a virtual environment comes first"
+    assert sum(command.startswith("specexport ") for command in page) == 4
+
+
+def test_what_installs_would_take_the_package_for_gpus() -> None:
+    (install,) = (command for command in commands("docs/gpu.md") if "install.py" in command)
+    done = run(sys.executable, *shlex.split(install)[1:], "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "removing onnxruntime, which" in done.stdout
+
+
+def test_the_doctor_says_once_that_there_is_no_gpu() -> None:
+    assert "specexport doctor" in commands("README.md")
+    done = specexport("doctor")
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if "no GPU" in line]
+    assert len(lines) == 1, done.stdout
+
+
+def read(recipe: Path) -> dict[str, Any]:
+    return tomllib.loads(recipe.read_text())
+
+
+def test_the_recipe_of_4_bits_differs_in_nothing_else() -> None:
+    first, second = read(RECIPE), read(FOUR_BITS)
+    assert first["backend"] == "ort-cuda"
+    assert [keys["output"] for keys in (first, second)] == [f"../{RECIPE.stem}", f"../{FOUR_BITS.stem}"]
+    four_bits = {"quantize": "int4", "draft_quantize": "int4", "output": second["output"]}
+    assert second == first | four_bits
+    assert f"or {FOUR_BITS.name}" in (ROOT / "docs" / "gpu.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.whole
+def test_a_bundle_is_built_and_then_says_what_is_missing(tmp_path: Path, demo_pair: Path) -> None:
+    page = [*commands("docs/gpu.md"), *commands("README.md")]
+    assert page.count(f"specexport build --recipe {RECIPE.relative_to(ROOT)}") == 2
+    bundle = tmp_path / RECIPE.stem
+    pair = (demo_pair / "target", "--draft", demo_pair / "draft", "--max-model-len", "512")
+    built = specexport("build", *pair, "--recipe", RECIPE, "-o", bundle)
+    assert built.returncode == 0, built.stderr
+    assert "there is none here" in built.stdout + built.stderr
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    assert {model["dtype"] for model in manifest["models"].values()} == {read(RECIPE)["dtype"]}
+    uses = [command for command in page if re.match(r"specexport (generate|serve) ", command)]
+    assert len(uses) == 3
+    for command in uses:
+        words = [str(bundle) if word == f"engines/{RECIPE.stem}" else word for word in shlex.split(command)[1:]]
+        assert str(bundle) in words
+        done = specexport(*(word for word in words if word != "--chat"), *(["--port", "0"] if "serve" in words else []))
+        assert done.returncode in (2, 3), done.stderr
+        assert MISSING.fullmatch(done.stderr.splitlines()[-1]), done.stderr
+        assert "Traceback" not in done.stderr

@@ -1,0 +1,190 @@
+"""Prefix reuse on GPU executors over their stand-ins: rows are kept, copied and exchanged on the device."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import strategies as st
+
+from specexport_runtime.abi import LayerGeometry
+from specexport_runtime.executors.fake import FakeExecutor
+from specexport_runtime.executors.open import PLACES, backend_of
+from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
+from specexport_runtime.sampling.params import SamplingParams
+from tests.runtime import test_ort_cuda_executor as on_cuda
+from tests.runtime.test_prefixes import ask, fed
+from tests.support.chance import examples
+from tests.support.fake_onnxruntime import FakeOrt
+from tests.support.loop import VOCAB, greedy_reference, make_decoder, make_draft, make_sequence, make_target, run
+from tests.support.trt_fakes import PLUGIN, make_entry, open_fake
+
+WAYS = ("ort-cuda", "native", "plugin")
+LONG = (np.arange(30) * 7 % VOCAB).tolist()
+OTHER = (np.arange(30) * 5 % VOCAB).tolist()
+
+
+@pytest.fixture
+def opened(monkeypatch, tmp_path):
+    """Opens a target and a draft of a way with so many rows, and a fake target that computes the same."""
+    ort = FakeOrt(lambda ort, _: on_cuda.FakeSession(ort, ort.inputs))
+    ort.inputs = [*on_cuda.INPUTS, "block_table", "attention_metadata", *on_cuda.CACHES]
+    ort.install(monkeypatch)
+
+    def open_way(way, rows):
+        if way == "ort-cuda":
+            pair = [on_cuda.make_executor(num_rows=rows) for _ in range(2)]
+            return SimpleNamespace(pair=pair, model=FakeExecutor(on_cuda.VOCAB, rows, 80))
+        options = {"lowering": "plugin", "inputs": PLUGIN} if way == "plugin" else {}
+        target, *_ = open_fake(tmp_path, make_entry(4, rows, **options), make_target(rows))
+        draft, *_ = open_fake(tmp_path, make_entry(4, rows, draft=True, **options), make_draft("good", rows))
+        return SimpleNamespace(pair=[target, draft], model=make_target(rows))
+
+    return open_way
+
+
+def decoder_of(opened, *, reuse=True, **options):
+    return make_decoder(*opened.pair, 4, reuses_prefixes=reuse, **options)
+
+
+def expected(opened, prompt, count):
+    return greedy_reference(opened.model, prompt, count)
+
+
+def test_every_backend_keeps_prefixes():
+    assert all(backend_of(name).copies_rows for name in PLACES)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_conversation_reads_only_what_is_new(opened, way):
+    """And every text and every draft is what it is where all is read anew."""
+    found = {}
+    for reuse in (True, False):
+        made = opened(way, 2)
+        decoder, prompt, found[reuse] = decoder_of(made, reuse=reuse), LONG[:20], []
+        for turn in range(4):
+            counts = fed(decoder)
+            seq = ask(decoder, prompt)
+            assert seq.output == expected(made, prompt, 6)
+            found[reuse].append((seq.output, seq.stats.accepted_lengths, seq.stats.drafted))
+            if reuse and turn:
+                assert seq.stats.cached_tokens == len(prompt) - 5  # what came since, and the last token of the answer
+                assert sum(counts) <= 5 + 5 * seq.stats.rounds
+            prompt = [*seq.tokens, 3, 1, 4, 1]
+    assert found[True] == found[False]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_prompt_that_is_wholly_known_is_not_read_again(opened, way):
+    made = opened(way, 3)
+    decoder = decoder_of(made)
+    first = ask(decoder, LONG)
+    counts = fed(decoder)
+    again = ask(decoder, LONG)
+    assert (first.stats.cached_tokens, again.stats.cached_tokens) == (0, len(LONG) - 1)
+    assert counts[0] == 1, "its last token, whose logits are wanted"
+    assert first.output == again.output == expected(made, LONG, 6)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("rows", [2, 3])
+def test_two_conversations_keep_their_rows(opened, way, rows):
+    """One at a time, in the first row: what another left there takes the place of what is wanted."""
+    made = opened(way, rows)
+    decoder, prompts = decoder_of(made), {"a": LONG, "b": OTHER}
+    for turn in range(3):
+        for name, prompt in prompts.items():
+            seq = ask(decoder, prompt)
+            assert seq.output == expected(made, prompt, 6)
+            assert bool(seq.stats.cached_tokens) == (turn > 0)
+            prompts[name] = [*seq.tokens, 2, 2]
+    assert decoder.rows.counts.copied > 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_row_that_runs_is_copied_from(opened, way):
+    made = opened(way, 4)
+    decoder = decoder_of(made)
+    running = make_sequence(0, LONG, SamplingParams(max_tokens=30), scope="")
+    decoder.add(running)
+    decoder.step()
+    decoder.step()
+    late = make_sequence(1, [*LONG[:25], 1, 1], SamplingParams(max_tokens=6), scope="")
+    run(decoder, [late])
+    assert late.stats.cached_tokens == 25
+    for seq, prompt in ((running, LONG), (late, [*LONG[:25], 1, 1])):
+        assert seq.output == expected(made, prompt, seq.max_tokens)
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("way", WAYS)
+@examples(15, allow=(HealthCheck.function_scoped_fixture,))
+@given(data=st.data())
+def test_crowds_of_related_prompts_get_the_texts_that_plain_engines_give(opened, way, data):
+    made = opened(way, data.draw(st.integers(2, 4)))
+    decoder = decoder_of(made)
+    known = [LONG, OTHER]
+    for _ in range(data.draw(st.integers(1, 4))):
+        batch = []
+        for i in range(data.draw(st.integers(1, 5))):
+            begin = data.draw(st.sampled_from(known))
+            prompt = [*begin[: data.draw(st.integers(1, min(len(begin), 45)))], *data.draw(st.lists(st.integers(0, 9)))]
+            params = SamplingParams(max_tokens=data.draw(st.integers(1, 6)))
+            batch.append(make_sequence(i, prompt[:50], params, scope=""))
+        run(decoder, batch)
+        for seq in batch:
+            assert seq.output == expected(made, seq.tokens[: seq.num_prompt_tokens], len(seq.output))
+            known.append(seq.tokens)
+
+
+def held(executor, row, count):
+    """What the first entries of a row are: the next token tells, and it is not committed."""
+    runner = ModelRunner(executor)
+    runner.kv.restore(row, count)
+    return np.array(runner.step(row, [RowWork([9], 1)])[0])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("counts", [(7, 4), (4, 7), (6, 0), (0, 5)])
+def test_rows_are_copied_and_exchanged(opened, way, counts):
+    made = opened(way, 4)
+    (executor, _), texts = made.pair, (LONG[: counts[0]], OTHER[: counts[1]])
+    runner = ModelRunner(executor)
+    for row, text in zip((1, 3), texts, strict=True):
+        runner.prefill(row, text)
+    executor.swap_rows(1, 3, counts)
+    for row, text in zip((3, 1), texts, strict=True):
+        if text:
+            executor.copy_row(row, 0, len(text))
+            right = made.model.logits_after([*text, 9])
+            np.testing.assert_array_equal(held(executor, 0, len(text)), right)
+            np.testing.assert_array_equal(held(executor, row, len(text)), right)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("moved", ["copied", "exchanged"])
+def test_padding_of_later_steps_goes_behind_what_came_into_a_row(opened, way, moved):
+    made = opened(way, 4)
+    executor = made.pair[0]
+    runner = ModelRunner(executor)
+    runner.prefill(3, OTHER[:4])
+    runner.prefill(1, LONG[:20])
+    if moved == "copied":
+        executor.copy_row(1, 3, 20)
+    else:
+        executor.swap_rows(1, 3, (20, 4))
+    runner.kv.release(3)
+    for count in (1, 5, 1):  # decode and verify steps of three rows run in the profile of four
+        runner.step(0, [RowWork([5] * count, 1), IDLE, RowWork([6] * count, 1), IDLE][:4])
+    np.testing.assert_array_equal(held(executor, 3, 20), made.model.logits_after([*LONG[:20], 9]))
+
+
+def test_ort_cuda_exchanges_blocks_and_copies_only_what_there_is(opened):
+    executor, _ = opened("ort-cuda", 3).pair
+    copies = []
+    executor.driver.copy_rows = lambda *sizes: copies.append(sizes[2])
+    executor.swap_rows(0, 2, (9, 5))
+    assert not copies
+    executor.copy_row(0, 1, 9)
+    sizes = [LayerGeometry(2, 16, 16), LayerGeometry(1, 24, 24)]  # heads of 20 are held as 24
+    assert copies == [2 * 9 * each.kv_heads * each.k_dim for each in sizes for _ in "kv"]
