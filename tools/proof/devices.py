@@ -234,7 +234,7 @@ class HostGpu:
 
 _PLAYED: "weakref.WeakSet[HostGpu]" = weakref.WeakSet()
 """All of them are streams of one device: kernels of one may read the memory of another."""
-_TYPES = {"*fp32": "float32", "*fp64": "float64", "*i32": "int32"}
+_TYPES = {"*fp32": "float32", "*fp64": "float64", "*i32": "int32", "*i64": "int64"}
 
 
 def memory_at(address: int, dtype: str) -> "np.typing.NDArray[Any]":
