@@ -42,10 +42,13 @@ def weigh(logits, asks, tops, sums, pitch, blocks, ASK: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def draw(
-    logits, asks, tops, sums, found, bins, pitch, blocks,
+    logits, asks, tops, sums, found, bins, token_ids, pitch, blocks, feeds,
     ASK: tl.constexpr, FOUND: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """The token at a row's uniform, its probability and that of the asked one, and where a cut may lie. Grid (rows)."""
+    """The token at a row's uniform, its probability and that of the asked one, and where a cut may lie. Grid (rows).
+
+    With ``feeds`` 1 the token takes the place of the row's greedy one, which the next step is fed.
+    """
     row = tl.program_id(0)
     ask, out = asks + row * ASK, found + row * FOUND
     temperature = tl.load(ask)
@@ -79,6 +82,8 @@ def draw(
                 rank += (tl.load(tops + row * blocks + part) > part_tops).to(tl.int32)
             kth = tl.min(tl.where(is_part & (rank < count), part_tops, float("inf")), 0).to(tl.float64)
             least = tl.maximum(least, kth)
+        if feeds > 0:
+            tl.store(token_ids + row, drawn.to(tl.int64))
         tl.store(out, peak)
         tl.store(out + 1, total)
         tl.store(out + 2, drawn.to(tl.float64))

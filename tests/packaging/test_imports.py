@@ -45,6 +45,7 @@ COMPILER_MAY_IMPORT = {
     "specexport_runtime.costs.curves",
     "specexport_runtime.user_cache",  # where the cache is
     "specexport_runtime.executors.base",  # array types
+    "specexport_runtime.executors.row_kernels",  # sizes and arguments of the kernels that it compiles
     "specexport_runtime.executors.ort_gates",  # what switches a layer off
     "specexport_runtime.executors.open",  # what a backend gives, for `inspect`
     "specexport_runtime.executors.operators",  # which kernels run here, for `inspect`

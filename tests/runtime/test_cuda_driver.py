@@ -194,3 +194,46 @@ def test_no_device_in_every_form(runtime, name):
         runtime.failing["cudaGetDeviceCount"] = getattr(real.cudaError_t, name)
     with pytest.raises(IncompatibleError, match="no usable NVIDIA GPU"):
         CudaDriver()
+
+
+class Kernels:
+    """Answers like ``cuda.bindings.driver``."""
+
+    def __init__(self):
+        self.asked, self.failing = [], {}
+
+    def __getattr__(self, name):
+        result = {"cuModuleLoadData": ("module",), "cuModuleGetFunction": ("function",)}.get(name, ())
+
+        def function(*arguments):
+            if name == "cuLaunchKernel":  # it reads the arguments at once
+                pointers = (ctypes.c_void_p * 3).from_address(arguments[9])
+                arguments += tuple(ctypes.c_uint64.from_address(each).value for each in pointers)
+            self.asked.append((name, *arguments))
+            return (self.failing.get(name, 0), *result)
+
+        return function
+
+
+def test_kernels_are_compiled_once_and_launched_with_their_arguments(runtime, monkeypatch):
+    kernels = Kernels()
+    monkeypatch.setattr(bindings, "driver", kernels, raising=False)
+    driver = CudaDriver()
+    assert driver.runs_kernels
+    number = driver.load_kernel(".version 8.7", "draw")
+    driver.launch_kernel(number, (3, 2, 1), 128, 48, (0x7F0000000000, 1 << 40, 151_936))
+    driver.close()
+    (load, find, launch, unload) = kernels.asked
+    assert load == ("cuModuleLoadData", b".version 8.7\0")
+    assert find == ("cuModuleGetFunction", "module", b"draw")
+    assert launch[:10] == ("cuLaunchKernel", "function", 3, 2, 1, 128, 1, 1, 48, 1234)
+    assert launch[11:] == (0, 0x7F0000000000, 1 << 40, 151_936)
+    assert unload == ("cuModuleUnload", "module")
+
+
+def test_a_driver_that_is_too_old_for_the_kernels_says_so(runtime, monkeypatch):
+    kernels = Kernels()
+    kernels.failing["cuModuleLoadData"] = 222
+    monkeypatch.setattr(bindings, "driver", kernels, raising=False)
+    with pytest.raises(SpecexportError, match="cuModuleLoadData failed on the GPU: 222"):
+        CudaDriver().load_kernel(".version 99", "draw")

@@ -16,6 +16,7 @@ from specexport_runtime.sampling.block import RULES, accept_block
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.rng import RandomStream, RoundDraws
 from specexport_runtime.sampling.sampler import Sampler
+from tests.runtime.test_draft_chain import open_cuda
 from tests.support.loop import MAX_MODEL_LEN, VOCAB, make_decoder, make_draft, make_target, run
 from tests.support.trt_fakes import FakeGpu, make_entry, open_fake
 
@@ -60,6 +61,28 @@ def test_texts_are_the_hosts_and_nothing_is_fetched(pair, params, rule):
     assert sum(req.stats.accepted for req in found) > 0
     assert sum(req.stats.drafted - req.stats.accepted for req in found) > 0
     assert [executor.rows.counts.fetches for executor in pair] == before
+
+
+@pytest.mark.parametrize("params", PARAMS)
+def test_texts_of_ort_cuda_are_the_hosts(params, tmp_path, monkeypatch):
+    """With one wait a step, and one for each residual of rows that lie on the device."""
+    opened = [open_cuda(tmp_path, monkeypatch, model) for model in (make_target(ROWS), make_draft("good", ROWS))]
+    given = SamplingParams(max_tokens=16, **PARAMS[params])
+    found = texts([each.executor for each in opened], given, range(10))
+    expected = texts((make_target(ROWS), make_draft("good", ROWS)), given, range(10))
+    assert [req.output for req in found] == [req.output for req in expected]
+    before = [(each.waits() - each.executor.rows.counts.waits, each.launches()) for each in opened]
+    texts([each.executor for each in opened], given, range(10))  # all memory is there
+    for each, (waits, launches) in zip(opened, before, strict=True):
+        counts = each.executor.rows.counts
+        assert counts.steps > 10
+        assert counts.fetches == 0
+        waited, launched = each.waits() - counts.waits - waits, each.launches() - launches
+        if each is opened[1] and params == "plain":  # the draft's steps follow each other, and it waits once for them
+            assert LOOKAHEAD * waited > launched > 2 * waited
+        else:
+            assert waited == launched
+        each.executor.close()
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -145,6 +168,27 @@ def test_a_row_that_is_no_distribution_ends_its_request_with_the_hosts_words(pai
         assert errors[0].message == errors[1].message
 
 
+def test_a_draft_that_breaks_inside_its_chain_ends_its_request(tmp_path, monkeypatch):
+    class Broken(type(make_draft("good"))):
+        def logits_after(self, ids, *rest):
+            row = super().logits_after(ids, *rest).copy()
+            if len(ids) == 9:
+                row[3] = np.nan
+            return row
+
+    given, errors = SamplingParams(max_tokens=30, temperature=1.0), []
+    for on_device in (True, False):
+        draft = Broken(VOCAB, ROWS, 96, seed=1)
+        target = make_target(ROWS)
+        if on_device:
+            entry = make_entry(LOOKAHEAD, ROWS, draft=True)
+            draft = open_fake(tmp_path, entry, draft)[0]
+        with pytest.raises(CheckFailedError, match="drafter draft-model: 1 of 17 logits are NaN") as caught:
+            texts((target, draft), given, [1, 2])
+        errors.append(caught.value.message)
+    assert errors[0] == errors[1]
+
+
 # what leaves the device, at the size of a real vocabulary
 
 WIDE = 151_936
@@ -222,7 +266,7 @@ def test_memory_is_given_back_and_grows_with_the_steps():
     device.step(likely_logits(np.random.default_rng(1), 1), [sampler.ask(0.5, WIDE, slot=3)])
     small = device.gpu.in_use
     device.sampler._allocate(300)
-    assert device.gpu.in_use == small
+    assert device.gpu.in_use == small - 3  # what a step asks and finds, on both sides: allocated with the next one
     device.sampler.close()
     assert device.gpu.in_use == 1  # the logits
 

@@ -89,7 +89,7 @@ class Counted(NamedTuple):
 def decode(executor: Any, params: Callable[[int], SamplingParams], **options: Any) -> Counted:
     """Texts and drafts, with the steps of the draft model, all and of chains."""
     steps = []
-    for name in ("execute", "enqueue"):
+    for name in ("execute", "execute_rows", "enqueue"):
         inner = getattr(executor, name)
         setattr(executor, name, lambda *a, _inner=inner, _name=name, **o: (steps.append(_name), _inner(*a, **o))[1])
     sequences = [make_sequence(i, prompt, params(i), seed=i, **options) for i, prompt in enumerate(PROMPTS)]
@@ -150,11 +150,29 @@ def test_a_greedy_round_waits_twice(opened: Callable[..., Opened]) -> None:
         assert target.launches() + draft.launches() == before[1] + LOOKAHEAD + 1
 
 
-@pytest.mark.parametrize("what", ["exit", "sampled", "cut head"])
+def test_a_sampled_round_waits_twice_and_once_for_a_residual(opened: Callable[..., Opened]) -> None:
+    target, draft = opened(make_target(1)), opened(make_draft("good", 1))
+    decoder = make_decoder(target.executor, draft.executor, LOOKAHEAD)
+    seq = make_sequence(0, [3, 4, 5], SamplingParams(max_tokens=60, temperature=1.0))
+    decoder.add(seq)
+    while seq.num_generated < 6:
+        decoder.step()
+    counts, residuals = target.executor.rows.counts, 0
+    for _ in range(6):
+        before = target.waits() + draft.waits() - counts.waits, target.launches() + draft.launches()
+        decoder.step()
+        assert target.waits() + draft.waits() - counts.waits == before[0] + 2
+        assert target.launches() + draft.launches() == before[1] + LOOKAHEAD + 1
+        residuals = counts.waits
+    assert residuals
+    assert draft.executor.rows.counts.waits == 0
+
+
+@pytest.mark.parametrize("what", ["exit", "cuts", "cut head"])
 def test_what_looks_at_logits_in_between_is_not_chained(opened: Callable[..., Opened], what: str) -> None:
     gpu = opened(make_draft("good", 1))
     gpu.executor.enqueue = None
-    params = SamplingParams(max_tokens=30, temperature=0.8 if what == "sampled" else 0.0)
+    params = SamplingParams(max_tokens=30, **({"temperature": 0.8, "top_p": 0.9} if what == "cuts" else {}))
     seq = begun(0, [3, 4], params, draft_exit=DraftExit(DraftExitParams(gamma=0.1)) if what == "exit" else None)
     drafts = open_drafts([seq], [3])
     head = SimpleNamespace(ids=np.arange(VOCAB), widen=lambda logits: logits) if what == "cut head" else None

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import numpy as np
 
 from specexport_runtime.executors import cuda_driver
-from tools.proof.devices import HostGpu
+from tests.support import row_twin
+from tools.proof.devices import HostGpu, memory_at
 
 
 class CountedGpu(HostGpu):
@@ -30,6 +31,10 @@ class CountedGpu(HostGpu):
     def copy_out(self, destination, source, num_bytes):
         self.copies_out.append(num_bytes)
         super().copy_out(destination, source, num_bytes)
+
+    def launch_kernel(self, kernel, grid, threads, shared, arguments):
+        twin = row_twin.KERNELS[self._kernels[kernel]]
+        self.put(self.stream, lambda: twin(memory_at, grid, *arguments))
 
     def synchronize(self):
         self.waits += 1

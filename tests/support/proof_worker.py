@@ -55,6 +55,21 @@ def itself(folder: Path) -> dict[str, Any]:
     return report(target, draft, decode(target, PROMPTS[1:2], 11, draft=draft, lookahead=4, rate=None))
 
 
+def sampled(folder: Path) -> dict[str, Any]:
+    """Two prompts with seeds and a draft, drawn by the kernels and by the host, at a temperature and with cuts."""
+    from tools.gpu_check_lib.forced import decode
+
+    target, draft = (open_role(folder, f"tiny-{role}", role, num_rows=2) for role in ("target", "draft"))
+    found = []
+    for sampling in ({"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9, "min_p": 0.01}):
+        for keeps_rows in (True, False):
+            target.keeps_rows = draft.keeps_rows = keeps_rows
+            made = decode(target, PROMPTS[:2], 4, draft=draft, lookahead=3, rate=None, sampling=sampling)
+            found.append([made.outputs, made.rounds])
+    counts = target.rows.counts
+    return {"found": found, "counts": [counts.steps, counts.fetches]}
+
+
 def logits(folder: Path) -> dict[str, Any]:
     """Ragged steps of a model with windows, softcap and split rows: logits of every new token."""
     import numpy as np

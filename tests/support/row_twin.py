@@ -36,7 +36,7 @@ def weigh(at, grid, logits, asks, tops, sums, pitch, blocks):
 
 
 @np.errstate(all="ignore")
-def draw(at, grid, logits, asks, tops, sums, found, bins, pitch, blocks):
+def draw(at, grid, logits, asks, tops, sums, found, bins, token_ids, pitch, blocks, feeds):
     for row, ask, values in _rows(at, grid, logits, asks, pitch):
         temperature, width, uniform, token, least, count = ask[0], len(values), ask[2], int(ask[3]), ask[4], int(ask[5])
         top = at(tops, "float32")[row * blocks :][:blocks]
@@ -54,6 +54,8 @@ def draw(at, grid, logits, asks, tops, sums, found, bins, pitch, blocks):
             peak, total, block * BLOCK + place, weights[place] / total, asked / total, 0, least,
         )  # fmt: skip
         at(bins, "float64")[row * BINS :][:BINS] = 0
+        if feeds:
+            at(token_ids, "int64")[row] = block * BLOCK + place
 
 
 @np.errstate(all="ignore")

@@ -158,21 +158,27 @@ def twins() -> None:
     ])  # fmt: skip
     sizes = {
         "tops": 8 * blocks, "sums": 8 * blocks, "found": 8 * FOUND, "bins": 8 * 16, "few_ids": 64, "few_values": 64,
-        "many_ids": 256, "many_values": 256,
+        "many_ids": 256, "many_values": 256, "token_ids": 8,
     }  # fmt: skip
-    kinds = {"tops": np.float32, "few_ids": np.int32, "many_ids": np.int32, "few_values": np.float32,
-             "many_values": np.float32}  # fmt: skip
+    kinds = {"few_ids": np.int32, "many_ids": np.int32, "token_ids": np.int64}
+    kinds |= dict.fromkeys(("tops", "few_values", "many_values"), np.float32)
     made = []
     for run in (run_interpreted, run_twin):
-        memory = {name: np.zeros(size, kinds.get(name, np.float64)) for name, size in sizes.items()}
+        memory: dict[str, Any] = {name: np.zeros(size, kinds.get(name, np.float64)) for name, size in sizes.items()}
         memory |= {"logits": rows.reshape(-1).copy(), "asks": asks.reshape(-1).copy()}
+        memory |= {"pitch": WIDTH, "blocks": blocks, "feeds": 1}
         for name, grid in (("weigh", (8, blocks, 1)), ("draw", (8, 1, 1)), ("spread", (8, blocks, 1)),
                            ("gather", (8, blocks, 1))):  # fmt: skip
             names = getattr(sampling, name).arg_names[: len(ARGUMENTS[name])]
-            run(name, grid, [memory.get(each, {"pitch": WIDTH, "blocks": blocks}.get(each)) for each in names])
+            run(
+                name,
+                grid,
+                [memory.get(each, {"pitch": WIDTH, "blocks": blocks, "feeds": 1}.get(each)) for each in names],
+            )
         made.append(memory)
     one, other = made
-    for name in ("tops", "sums", "found", "bins"):
+    np.testing.assert_array_equal(one["token_ids"], one["found"].reshape(8, FOUND)[:, 2])
+    for name in ("tops", "sums", "found", "bins", "token_ids"):
         np.testing.assert_allclose(one[name], other[name], rtol=1e-12, atol=1e-300, err_msg=name)
     for i in range(8):
         count = int(one["found"].reshape(8, FOUND)[i, 5])

@@ -89,6 +89,16 @@ def test_greedy_texts_are_eager_transformers(scenario: str, decoded: Any, eager:
         require_greedy(eager, prompt, tokens)
 
 
+def test_sampled_texts_are_drawn_on_the_device_as_on_the_host(pair: Path) -> None:
+    """The real kernels, interpreted, in the real loop."""
+    found = run_worker(pair, "sampled")["sampled"]
+    assert found["found"][0] == found["found"][1]
+    assert found["found"][2] == found["found"][3]
+    steps, fetches = found["counts"]
+    assert steps > 4
+    assert fetches == 0
+
+
 def test_drafts_are_refused_and_accepted_and_graphs_replayed(decoded: Any) -> None:
     assert decoded["plain"]["replays"] == [0]
     assert decoded["drafted"]["acceptance"] < 0.5

@@ -31,7 +31,7 @@ _BEFORE = {
     "loop.graphs": ("tools.proof.checks", "check_graphs", 60, 10),
     "loop.speed": ("tools.proof.checks", "measure_loop", 150, 30),
     "loop.verify": ("tools.proof.checks", "verify_loop", 60, 5),
-    "loop.sampled": ("sampled", "check_sampled", 60, 10),
+    "loop.sampled": ("tools.proof.sampled", "check_sampled", 60, 10),
     "kernels.sweep": ("kernel_sweep", "sweep", 120, 40),
     "machine.ort-cpu": ("machine", "try_backend", 75, 15),
     "machine.ort-cuda": ("machine", "try_backend", 75, 15),
@@ -48,7 +48,7 @@ _PER_BACKEND = {
 }
 # int4 engines of ort-cuda: before what takes longest.
 _INT4 = {
-    "outputs.sampled-ort-cuda": ("sampled", "check_backend", 60, 10),
+    "outputs.sampled-ort-cuda": ("tools.proof.sampled", "check_backend", 60, 10),
     "outputs.int4-ort-cuda": ("int4", "check_int4", 60, 15),
     "speed.int4-ort-cuda": ("int4", "measure_int4", 60, 10),
 }

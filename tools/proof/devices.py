@@ -212,11 +212,13 @@ class HostGpu:
         name, arguments = self._kernels[kernel], tuple(arguments)
 
         def run() -> None:
+            import torch
+
             from specexport.kernels import sampling
 
             types = ARGUMENTS[name]
             given = [
-                _tensor_at(value, kind) if kind.startswith("*") else value
+                torch.from_numpy(memory_at(value, _TYPES[kind])) if kind.startswith("*") else value
                 for value, kind in zip(arguments, types, strict=True)
             ]
             function = getattr(sampling, name)
@@ -232,17 +234,14 @@ class HostGpu:
 
 _PLAYED: "weakref.WeakSet[HostGpu]" = weakref.WeakSet()
 """All of them are streams of one device: kernels of one may read the memory of another."""
-_TYPES = {"*fp32": "float32", "*fp64": "float64", "*i32": "int32"}
+_TYPES = {"*fp32": "float32", "*fp64": "float64", "*i32": "int32", "*i64": "int64"}
 
 
-def _tensor_at(address: int, kind: str) -> "Tensor":
-    """Memory from an address on, to the end of its allocation."""
-    import torch
-
+def memory_at(address: int, dtype: str) -> "np.typing.NDArray[Any]":
+    """Memory of any of them from an address on, to the end of its allocation."""
     for gpu in _PLAYED:
         for start, memory in gpu._memory.items():
             if start <= address < start + memory.size:
-                dtype = np.dtype(_TYPES[kind])
-                there = memory[address - start :]
-                return torch.from_numpy(there[: there.size // dtype.itemsize * dtype.itemsize].view(dtype))
+                there, size = memory[address - start :], np.dtype(dtype).itemsize
+                return there[: there.size // size * size].view(dtype)
     raise SpecexportError(f"there is no memory at {address:#x}.")

@@ -9,7 +9,7 @@ import numpy as np
 from specexport_runtime.errors import CheckFailedError, InvalidRequestError
 from specexport_runtime.executors.base import NO_TOKEN, Float32Array, StepOutput, Want
 from specexport_runtime.executors.device_rows import DeviceRow
-from specexport_runtime.executors.row_kernels import RowAsk
+from specexport_runtime.executors.row_kernels import NOTHING, RowAsk
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
 from specexport_runtime.requests.records import Begun, DraftEnd, Proposal
 from specexport_runtime.requests.request import Request
@@ -63,10 +63,15 @@ class Draft:
         may_exit = self._exit is not None and self._steps + 1 < self.limit
         return may_exit or not self.request.sampler.is_plain_greedy
 
-    @property
-    def plain_steps(self) -> int:
-        """Steps that feed the model the id that the step before gave; 0 where more than ids is looked at."""
-        if self._one_by_one or self.waiting or self._exit is not None or not self.request.sampler.is_plain_greedy:
+    def plain_steps(self, *, draws: bool) -> int:
+        """Steps that feed the model the id that the step before gave; 0 where more is looked at.
+
+        With ``draws`` the device draws by itself.
+        """
+        sampler = self.request.sampler
+        if self._one_by_one or self.waiting or self._exit is not None:
+            return 0
+        if not sampler.is_plain_greedy and not (draws and sampler.is_uncut):
             return 0
         steps = self.limit - self._steps
         return min(steps, self._room - len(self.tokens)) if self._room else steps
@@ -102,18 +107,20 @@ class Draft:
         if self.distributions is not None:
             self.distributions.append(None)
 
-    def ask(self, width: int, num_rows: int) -> RowAsk:
-        """What to ask of the next row of logits, if it stays on the device; of ``num_rows`` cache rows."""
+    def ask(self, width: int, num_rows: int, ahead: int = 0) -> RowAsk:
+        """What to ask of a row of logits on the device, ``ahead`` of the next; there are ``num_rows`` cache rows."""
         sampler = self.request.sampler
         if sampler.is_plain_greedy:  # the probability of the likeliest token, to end the draft by
-            return RowAsk(1.0, width)
-        uniform = self.request.draws.peek(len(self.tokens)).draft
-        return sampler.ask(uniform, width, slot=self._steps * num_rows + self.request.row)
+            return NOTHING if self._exit is None else RowAsk(1.0, width)
+        uniform = self.request.draws.peek(len(self.tokens) + ahead).draft
+        return sampler.ask(uniform, width, slot=(self._steps + ahead) * num_rows + self.request.row)
 
     def draw_row(self, row: DeviceRow, width: int) -> None:
         """As :meth:`draw`, from a row that stays on the device and was asked by :meth:`ask`."""
         sampler = self.request.sampler
         if self.distributions is None:
+            if sampler.is_plain and row.ask == NOTHING:
+                return _take(self, row.token_id, width, None)
             if not sampler.is_plain or not row.found.is_whole or not 0 <= row.token_id < width:
                 return self.draw(row.fetch())
             token, top = row.token_id, 1.0 / row.found.total
@@ -211,7 +218,8 @@ def run_drafts(
         for draft in active:
             draft.begin_step()
         work = [(draft.request.row, pending(draft)) for draft in active]
-        count = min(draft.plain_steps for draft in active) if can_chain else 0
+        draws = runner.executor.keeps_rows
+        count = min(draft.plain_steps(draws=draws) for draft in active) if can_chain else 0
         if count > 1:
             _chain(runner, active, work, num_rows, count)
             continue
@@ -259,11 +267,32 @@ def _chain(
 ) -> None:
     """Run ``count`` steps, the first with ``work``; what a step was fed that no draft has is not committed."""
     before = [runner.kv.kv_len(row) + len(given.tokens) for row, given in work]
+    if any(draft.needs_logits for draft in active):
+        _chain_draws(runner, active, work, num_rows, count)
+        return
     steps = [ids.tolist() for ids in runner.chain(work[0][0], _with_idle_rows(work), count)]
     for i, draft in enumerate(active):
         for depth, ids in enumerate(steps):
             _take(draft, ids[i], num_rows, None)
             if draft.error is not None or draft.tokens[-1] != ids[i]:  # what comes behind it followed another token
+                runner.kv.commit(work[i][0], before[i] + depth)
+                break
+
+
+def _chain_draws(
+    runner: ModelRunner, active: Sequence[Draft], work: Sequence[tuple[int, RowWork]], width: int, count: int
+) -> None:
+    """As :func:`_chain`, where the device draws the tokens that the next step is fed."""
+    before = [runner.kv.kv_len(row) + len(given.tokens) for row, given in work]
+    asks = [[draft.ask(width, runner.executor.num_rows, ahead) for draft in active] for ahead in range(count)]
+    steps = runner.chain_rows(work[0][0], _with_idle_rows(work), asks)
+    for i, draft in enumerate(active):
+        for depth, rows in enumerate(steps):
+            try:
+                draft.draw_row(rows[i], width)
+            except Exception as error:  # whatever it is, it concerns this request alone
+                draft.error = error
+            if draft.error is not None or draft.tokens[-1] != rows[i].token_id:
                 runner.kv.commit(work[i][0], before[i] + depth)
                 break
 

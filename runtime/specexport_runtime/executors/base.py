@@ -135,16 +135,21 @@ class Executor(ABC):
     chains: bool = False
     """Steps can be put on the device one behind the other."""
 
-    def enqueue(self, *, fed: bool) -> None:
+    def enqueue(self, *, fed: bool, asks: "Sequence[RowAsk]" = ()) -> None:
         """Put the prepared step on the device; its result is the greedy token of each row of logits.
 
         Args:
+            asks: of each row of logits, only with ``keeps_rows``: tokens that are drawn are the result of their rows.
             fed: its T input ids are those that the step before gives, of as many rows of logits. False begins a chain.
         """
         raise SpecexportError("steps of this engine cannot be chained.")
 
     def collect(self) -> list[Int64Array]:
         """Wait for the steps of a chain: token ids [R] of each, as ``execute`` gives them."""
+        return []
+
+    def collect_rows(self) -> "list[DeviceRows]":
+        """As :meth:`collect`, with what was found in the rows of each step, all of which had asks."""
         return []
 
     # ---- copies of rows ----

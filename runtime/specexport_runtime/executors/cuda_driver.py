@@ -141,38 +141,19 @@ class CudaDriver:
 
     def load_kernel(self, ptx: str, name: str) -> int:
         """See ``GpuDriver.load_kernel``; the driver keeps what it compiled on disk."""
-        from cuda.bindings import driver
-
-        module = self._driver_call(driver.cuModuleLoadData, ptx.encode() + b"\0")
-        function = self._driver_call(driver.cuModuleGetFunction, module, name.encode())
-        self._kernels.append(_LoadedKernel(module, function))
+        self._kernels.append(_LoadedKernel(ptx, name))
         return len(self._kernels) - 1
 
     def launch_kernel(
         self, kernel: int, grid: tuple[int, int, int], threads: int, shared: int, arguments: Sequence[int]
     ) -> None:
         """See ``GpuDriver.launch_kernel``."""
-        from cuda.bindings import driver
-
-        loaded = self._kernels[kernel]
-        parameters = loaded.parameters(arguments)
-        self._driver_call(
-            driver.cuLaunchKernel, loaded.function, *grid, threads, 1, 1, shared, self.stream, parameters, 0
-        )
-
-    def _driver_call(self, function: Any, *arguments: Any) -> Any:
-        """Call a function of the CUDA driver, as :meth:`_call` those of the runtime."""
-        status, *results = function(*arguments)
-        if int(status):
-            raise SpecexportError(f"{function.__name__} failed on the GPU: {status!r}.")
-        return results[0] if results else None
+        self._kernels[kernel].launch(grid, threads, shared, self.stream, arguments)
 
     def close(self) -> None:
         """See ``GpuDriver.close``."""
-        from cuda.bindings import driver
-
         while self._kernels:
-            self._driver_call(driver.cuModuleUnload, self._kernels.pop().module)
+            self._kernels.pop().unload()
         for graph in list(self._graphs):
             self.free_graph(graph)
         if self.stream:
@@ -181,18 +162,35 @@ class CudaDriver:
 
 
 class _LoadedKernel:
-    """A kernel's function, and memory for the arguments of a launch, which reads them before it returns."""
+    """A kernel by way of the CUDA driver, and memory for a launch's arguments, which are read before it returns."""
 
-    def __init__(self, module: Any, function: Any) -> None:
-        self.module, self.function = module, function
+    def __init__(self, ptx: str, name: str) -> None:
+        from cuda.bindings import driver
+
+        self._cuda: Any = driver
+        self._module = self._call("cuModuleLoadData", ptx.encode() + b"\0")
+        self._function = self._call("cuModuleGetFunction", self._module, name.encode())
         self._values = (ctypes.c_uint64 * 16)()
         size, start = ctypes.sizeof(ctypes.c_uint64), ctypes.addressof(self._values)
         self._pointers = (ctypes.c_void_p * 16)(*[start + size * i for i in range(16)])
 
-    def parameters(self, arguments: Sequence[int]) -> int:
-        """Address of pointers to the arguments; 32-bit ones are the lower half of their places."""
+    def launch(
+        self, grid: tuple[int, int, int], threads: int, shared: int, stream: int, arguments: Sequence[int]
+    ) -> None:
+        """See ``GpuDriver.launch_kernel``; 32-bit arguments are the lower half of their places."""
         self._values[: len(arguments)] = list(arguments)
-        return ctypes.addressof(self._pointers)
+        pointers = ctypes.addressof(self._pointers)
+        self._call("cuLaunchKernel", self._function, *grid, threads, 1, 1, shared, stream, pointers, 0)
+
+    def unload(self) -> None:
+        """Forget it."""
+        self._call("cuModuleUnload", self._module)
+
+    def _call(self, function: str, *arguments: Any) -> Any:
+        status, *results = getattr(self._cuda, function)(*arguments)
+        if int(status):
+            raise SpecexportError(f"{function} failed on the GPU: {getattr(status, 'name', status)}.")
+        return results[0] if results else None
 
 
 def _name(runtime: Any, error: Any) -> str:

@@ -78,6 +78,15 @@ def open_sampler(driver: GpuDriver, width: int, num_slots: int) -> "RowSampler |
         return None
 
 
+class _Lane(NamedTuple):
+    """What is asked and found in one step: steps of a chain have one each."""
+
+    at_asks: int
+    at_found: int
+    asks: npt.NDArray[np.float64]  # pinned
+    found: npt.NDArray[np.float64]
+
+
 class RowSampler:
     """Draws from the rows of logits [R, V] float32 that the steps of one executor leave on the device."""
 
@@ -93,27 +102,35 @@ class RowSampler:
         self._memory: list[int] = []
         self._pinned: list[ByteArray] = []
         self._rows: dict[int, ByteArray] = {}  # pinned memory of fetched rows, by place
+        self._lanes: list[_Lane] = []
 
-    def put(self, asks: Sequence[RowAsk], logits: int) -> None:
-        """Put on the stream, behind a step, what is asked of its rows, which lie at an address."""
+    def put(self, asks: Sequence[RowAsk], logits: int, *, token_ids: int = 0, step: int = 0) -> None:
+        """Put on the stream, behind a step, what is asked of its rows, which lie at an address.
+
+        In a chain, of which this is the n-th ``step`` from 0 on, tokens that are drawn take the places of the greedy
+        ones at ``token_ids``; all its steps have the same number of rows.
+        """
         rows = len(asks)
         if rows > self._max_rows:
             self._allocate(max(rows, 2 * self._max_rows, LEAST_ROWS))
+        while len(self._lanes) <= step:
+            self._lanes.append(self._make_lane())
+        lane = self._lanes[step]
         self.generation += 1
         self._address = logits
-        self._asks[:rows] = [ask[:ASK] for ask in asks]
+        lane.asks[:rows] = [ask[:ASK] for ask in asks]
         driver = self._driver
         if any(ask.temperature for ask in asks):
-            driver.copy_in(self._at_asks, self._host_asks, 8 * ASK * rows)
-            parts = (self._at_asks, self._at_tops, self._at_sums)
+            driver.copy_in(lane.at_asks, int(lane.asks.ctypes.data), 8 * ASK * rows)
+            parts = (lane.at_asks, self._at_tops, self._at_sums)
             self._launch("weigh", (rows, self._blocks), logits, *parts, self.width, self._blocks)
-            found = (self._at_found, self._at_bins)
-            self._launch("draw", (rows, 1), logits, *parts, *found, self.width, self._blocks)
+            found = (lane.at_found, self._at_bins, token_ids or self._at_bins)
+            self._launch("draw", (rows, 1), logits, *parts, *found, self.width, self._blocks, int(token_ids > 0))
             size = _FOUND_BYTES * rows
             if any(ask.cuts for ask in asks):
                 size += _FEW_BYTES * rows
-                self._put_cuts(asks)
-            driver.copy_out(self._host_found, self._at_found, size)
+                self._put_cuts(asks, lane)
+            driver.copy_out(int(lane.found.ctypes.data), lane.at_found, size)
             self.counts.bytes += size
         row_bytes = 4 * self.width
         for i, ask in enumerate(asks):
@@ -123,23 +140,23 @@ class RowSampler:
                 self._put_row(i, logits + i * row_bytes)
         self.counts.steps += 1
 
-    def _put_cuts(self, asks: Sequence[RowAsk]) -> None:
+    def _put_cuts(self, asks: Sequence[RowAsk], lane: _Lane) -> None:
         rows, places = len(asks), (len(asks), self._blocks)
-        arguments = (self._address, self._at_asks, self._at_found, self._at_bins)
+        arguments = (self._address, lane.at_asks, lane.at_found, self._at_bins)
         if any(ask.top_p for ask in asks):
             self._launch("spread", places, *arguments, self.width)
-        ids = self._at_found + _FOUND_BYTES * rows
+        ids = lane.at_found + _FOUND_BYTES * rows
         many = self._at_many + 4 * MANY * self._max_rows
         self._launch("gather", places, *arguments, ids, ids + 4 * FEW * rows, self._at_many, many, self.width)
 
-    def take(self, asks: Sequence[RowAsk], token_ids: Int64Array) -> "DeviceRows":
-        """What was found, after the wait; ``token_ids`` [R] are the greedy ones."""
-        rows = len(asks)
-        found = self._found[: FOUND * rows].reshape(rows, FOUND).tolist()
+    def take(self, asks: Sequence[RowAsk], token_ids: Int64Array, *, step: int = 0) -> "DeviceRows":
+        """What was found, after the wait; ``token_ids`` [R] are the greedy ones. ``step``: see :meth:`put`."""
+        rows, answer = len(asks), self._lanes[step].found
+        found = answer[: FOUND * rows].reshape(rows, FOUND).tolist()
         ids: npt.NDArray[np.int32] | None = None
         values: Float32Array | None = None
         if any(ask.cuts for ask in asks):
-            few = self._found[FOUND * rows :][: _FEW_BYTES // 8 * rows].copy()
+            few = answer[FOUND * rows :][: _FEW_BYTES // 8 * rows].copy()
             ids = few.view(np.int32)[: FEW * rows].reshape(rows, FEW)
             values = few.view(np.float32)[FEW * rows :].reshape(rows, FEW)
         made = []
@@ -151,6 +168,10 @@ class RowSampler:
                 row.few = ids[i], values[i]
             made.append(row)
         return DeviceRows(made)
+
+    def take_chain(self, asks: Sequence[Sequence[RowAsk]], token_ids: Sequence[Int64Array]) -> "list[DeviceRows]":
+        """What was found in the steps of a chain."""
+        return [self.take(*each, step=step) for step, each in enumerate(zip(asks, token_ids, strict=True))]
 
     def fetch(self, place: int, address: int) -> Float32Array:
         """A row [V], in memory of that place that the next fetch overwrites; waits."""
@@ -211,22 +232,26 @@ class RowSampler:
     def _allocate(self, rows: int) -> None:
         """Memory for steps of up to so many rows, in place of what there was."""
         self._free()
-        blocks, found = self._blocks, rows * (_FOUND_BYTES + _FEW_BYTES)
-        sizes = (
-            8 * ASK * rows, 4 * rows * blocks, 8 * rows * blocks, 8 * rows * BINS, found, 8 * MANY * rows,
-            8 * SURPLUS_ASK, 8 * blocks, 16,
+        blocks = self._blocks
+        (
+            self._at_tops, self._at_sums, self._at_bins, self._at_many, self._at_surplus_ask, self._at_surplus_sums,
+            self._at_surplus,
+        ) = self._take_memory(
+            4 * rows * blocks, 8 * rows * blocks, 8 * rows * BINS, 8 * MANY * rows, 8 * SURPLUS_ASK, 8 * blocks, 16
         )  # fmt: skip
+        self._many, self._surplus_ask, self._surplus = (self._pin(size) for size in (8 * MANY, 8 * SURPLUS_ASK, 16))
+        self._max_rows = rows
+
+    def _make_lane(self) -> _Lane:
+        rows, found = self._max_rows, self._max_rows * (_FOUND_BYTES + _FEW_BYTES)
+        at_asks, at_found = self._take_memory(8 * ASK * rows, found)
+        return _Lane(at_asks, at_found, self._pin(8 * ASK * rows).reshape(rows, ASK), self._pin(found))
+
+    def _take_memory(self, *sizes: int) -> list[int]:
+        """Device memory for several things, one behind the other."""
         places = np.cumsum([0, *[-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]]).tolist()
         self._memory.append(self._driver.allocate(places[-1], "draws from logits"))
-        (
-            self._at_asks, self._at_tops, self._at_sums, self._at_bins, self._at_found, self._at_many,
-            self._at_surplus_ask, self._at_surplus_sums, self._at_surplus,
-        ) = [self._memory[0] + place for place in places[:-1]]  # fmt: skip
-        self._asks = self._pin(8 * ASK * rows).reshape(rows, ASK)
-        self._found, self._many = self._pin(found), self._pin(8 * MANY)
-        self._surplus_ask, self._surplus = self._pin(8 * SURPLUS_ASK), self._pin(16)
-        self._host_asks, self._host_found = int(self._asks.ctypes.data), int(self._found.ctypes.data)
-        self._max_rows = rows
+        return [self._memory[-1] + place for place in places[:-1]]
 
     def _pin(self, num_bytes: int) -> npt.NDArray[np.float64]:
         self._pinned.append(self._driver.allocate_host(num_bytes))
@@ -237,7 +262,7 @@ class RowSampler:
             self._driver.free(address)
         for memory in self._pinned:
             self._driver.free_host(memory)
-        self._memory, self._pinned, self._max_rows = [], [], 0
+        self._memory, self._pinned, self._lanes, self._max_rows = [], [], [], 0
 
     def close(self) -> None:
         """Give everything back; no row may be used any more."""

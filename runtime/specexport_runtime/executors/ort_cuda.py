@@ -180,6 +180,7 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
         self._logits = HostOutput(driver, (self.vocab_size,), "float32")
         for each in (self._memory, self._logits, self._features):
             stack.callback(each.close)
+        self._asked: list[Sequence[RowAsk]] = []  # of the steps of a chain
         self.rows = open_sampler(driver, self.vocab_size, num_rows)
         self.keeps_rows = self.rows is not None
         if self.rows is not None:
@@ -261,7 +262,7 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
         self._similarity = step.similarity
         return output.array[: size.num_logit_rows]
 
-    def enqueue(self, *, fed: bool) -> None:
+    def enqueue(self, *, fed: bool, asks: Sequence[RowAsk] = ()) -> None:
         """See ``Executor.enqueue``."""
         prepared = self._prepared()
         if not fed:
@@ -270,11 +271,19 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
         host, rows = self._host_step(len(self._chain)), prepared.size.num_logit_rows
         try:
             step = self._run(prepared, host, self._last if fed else None)
+            if self.rows is not None and asks:
+                ids = step.at[TOKEN_IDS.name]
+                self.rows.put(asks, self.logits_address, token_ids=ids, step=len(self._chain))
             host.ids.fetch(step.at[TOKEN_IDS.name], rows)
         except Exception as error:  # as above
             raise self._failed(error) from error
         self._chain.append(rows)
+        self._asked = [*self._asked[: len(self._chain) - 1], asks]
         self.engine_seconds += time.perf_counter() - start
+
+    def collect_rows(self) -> list[DeviceRows]:
+        """See ``Executor.collect_rows``."""
+        return [] if self.rows is None else self.rows.take_chain(self._asked, self.collect())
 
     def collect(self) -> list[Int64Array]:
         """See ``Executor.collect``."""

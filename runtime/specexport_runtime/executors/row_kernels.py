@@ -78,7 +78,7 @@ CONSTANTS: dict[str, int | float] = {
 """Compile-time parameters of the kernels by name."""
 ARGUMENTS = {
     "weigh": ("*fp32", "*fp64", "*fp32", "*fp64", "i32", "i32"),
-    "draw": ("*fp32", "*fp64", "*fp32", "*fp64", "*fp64", "*fp64", "i32", "i32"),
+    "draw": ("*fp32", "*fp64", "*fp32", "*fp64", "*fp64", "*fp64", "*i64", "i32", "i32", "i32"),
     "spread": ("*fp32", "*fp64", "*fp64", "*fp64", "i32"),
     "gather": ("*fp32", "*fp64", "*fp64", "*fp64", "*i32", "*fp32", "*i32", "*fp32", "i32"),
     "weigh_surplus": ("*fp32", "*fp32", "*fp64", "*fp64"),

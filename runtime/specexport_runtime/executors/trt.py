@@ -109,6 +109,7 @@ class TrtExecutor(WithFeatures):
         ranged = [profile.num_tokens for _, profile in sizes.profiles if not profile.is_fixed]
         self.max_num_tokens = max(ranged or [profile.num_tokens for _, profile in sizes.profiles])
         self.graphs = self._parts.graphs
+        self._asked: list[Sequence[RowAsk]] = []  # of the steps of a chain
         self.rows = open_sampler(driver, self.vocab_size, num_rows)
         self.keeps_rows = self.rows is not None
         engine, head = entry.engine, entry.draft_head
@@ -181,7 +182,7 @@ class TrtExecutor(WithFeatures):
 
     chains = True
 
-    def enqueue(self, *, fed: bool) -> None:
+    def enqueue(self, *, fed: bool, asks: Sequence[RowAsk] = ()) -> None:
         """See ``Executor.enqueue``."""
         if not fed:
             self._end_chain()
@@ -194,9 +195,17 @@ class TrtExecutor(WithFeatures):
         rows = len(buffers.logit_rows)
         start = time.perf_counter()
         self._run(step, block, plan if fed else None)
+        if self.rows is not None and asks:
+            at = self._parts.at
+            self.rows.put(asks, at.logits, token_ids=at.token_ids, step=len(self._chain))
         ids.fetch(self._parts.at.token_ids, rows)
         self.engine_seconds += time.perf_counter() - start
         self._chain.append((step, rows))
+        self._asked = [*self._asked[: len(self._chain) - 1], asks]
+
+    def collect_rows(self) -> list[DeviceRows]:
+        """See ``Executor.collect_rows``."""
+        return [] if self.rows is None else self.rows.take_chain(self._asked, self.collect())
 
     def collect(self) -> list[Int64Array]:
         """See ``Executor.collect``."""

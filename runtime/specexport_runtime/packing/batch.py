@@ -180,14 +180,26 @@ class ModelRunner:
         """Whether steps can follow each other without a look at what they give."""
         return self.executor.chains and self.unpad_input and not self.has_states
 
+    def chain_rows(
+        self, first_row: int, work: Sequence[RowWork], asks: Sequence[Sequence[RowAsk]]
+    ) -> "list[DeviceRows]":
+        """As :meth:`chain`, a step for each of ``asks``, which are of its rows of logits; gives what was found."""
+        self._put_chain(first_row, work, asks)
+        return self.executor.collect_rows()
+
     def chain(self, first_row: int, work: Sequence[RowWork], count: int) -> list[Int64Array]:
         """Run ``count`` steps with one wait: one with ``work``, then each with the ids that the one before gave.
 
         ``work`` asks for the logits of the last token of each row that is not idle. Entries of all that was fed are
         committed. Gives the ids of each step [rows that are not idle], until the next step; errors as :meth:`step`.
         """
+        self._put_chain(first_row, work, [()] * count)
+        return self.executor.collect()
+
+    def _put_chain(self, first_row: int, work: Sequence[RowWork], asks: Sequence[Sequence[RowAsk]]) -> None:
+        count = len(asks)
         buffers = self._pack(first_row, work)
-        self.executor.enqueue(fed=False)
+        self.executor.enqueue(fed=False, asks=asks[0])
         active = [row for row, given in enumerate(work, start=first_row) if given.tokens]
         for row in active:
             self.kv.commit(row, self.kv.kv_len(row) + len(work[row - first_row].tokens))
@@ -195,16 +207,15 @@ class ModelRunner:
             work = [given._replace(tokens=(PADDING_TOKEN,)) if given.tokens else given for given in work]
             buffers = self._pack(first_row, work)
             self.kv.write(first_row, [count - 1 if given.tokens else 1 for given in work])
-            self.executor.enqueue(fed=True)
+            self.executor.enqueue(fed=True, asks=asks[1])
         grown = np.array([[len(given.tokens)] for given in work], np.int32)
-        for _ in range(2, count):  # the same step, one entry further
+        for asked in asks[2:]:  # the same step, one entry further
             for lengths in (buffers.kv_lens, buffers.row_totals):
                 np.add(lengths, grown, out=lengths)
             np.add(buffers.positions, 1, out=buffers.positions)
-            self.executor.enqueue(fed=True)
+            self.executor.enqueue(fed=True, asks=asked)
         for row in active if count > 1 else ():
             self.kv.commit(row, self.kv.kv_len(row) + count - 1)
-        return self.executor.collect()
 
     def _pack(self, first_row: int, work: Sequence[RowWork]) -> StepBuffers:
         """Prepare a step and fill its inputs."""

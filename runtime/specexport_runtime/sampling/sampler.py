@@ -69,6 +69,11 @@ class Sampler:
         """Whether raw logits and the parameters say all: without penalties, bias or grammar."""
         return not self._adjuster.active and self.grammar is None
 
+    @property
+    def is_uncut(self) -> bool:
+        """Whether raw logits are drawn from at a temperature, and no more."""
+        return self.is_plain and not self.is_greedy and not row_ask(self.params, self._vocab_size, 0.0).cuts
+
     def ask(self, uniform: float, width: int, token: int = -1, slot: int = -1) -> RowAsk:
         """What to ask of a row of logits that stays on a device; see ``device.row_ask``."""
         if not self.is_plain:

@@ -62,16 +62,32 @@ def cut_softmax(
         if number != cut.off:
             kept = cut.keep(values, number, params.temperature, peak)
             ids, values = kept if ids is None else ids[kept], values[kept]
-    if 0 < params.top_k < len(values):
+    if 0 < params.top_k < len(values) and (len(values) > _TINY or params.top_p == 1.0):
         kept = top_k_indices(values, params.top_k)
         ids, values = kept if ids is None else ids[kept], values[kept]
-    if params.top_p < 1.0:
-        kept, probs = _top_p(values, params.top_p, params.temperature, peak, total)
-        ids = kept if ids is None else ids[kept]
-    else:
+    if params.top_p == 1.0:
         probs = _weights(values, params.temperature, peak)
+    else:
+        reach = _top_p if len(values) > _TINY else _cut_few
+        kept, probs = reach(values, params, peak, total)
+        ids = kept if ids is None else ids[kept]
     probs *= 1.0 / probs.sum()
     return Distribution(ids, probs)
+
+
+def _cut_few(
+    values: Float32Array, params: SamplingParams, peak: float, total: float | None
+) -> tuple[Int64Array, Float64Array]:
+    """Top-k, then top-p as :func:`_top_p`, by one sort."""
+    weights = _weights(values, params.temperature, peak)
+    kept = (-values).argsort(kind="stable")  # on a tie the lower index first
+    if 0 < params.top_k < len(values):
+        kept = kept[: params.top_k]
+    if total is None:  # summed in the order of indices, as everywhere
+        total = float((weights if len(kept) == len(values) else weights[np.sort(kept)]).sum())
+    kept = kept[: int(weights[kept].cumsum().searchsorted(params.top_p * total)) + 1]
+    kept.sort()
+    return kept, weights[kept]
 
 
 def top_k_indices(values: Float32Array, k: int) -> Int64Array:
@@ -90,14 +106,15 @@ def top_k_indices(values: Float32Array, k: int) -> Int64Array:
 
 
 def _top_p(
-    values: Float32Array, top_p: float, temperature: float, peak: float, total: float | None = None
+    values: Float32Array, params: SamplingParams, peak: float, total: float | None
 ) -> tuple[Int64Array, Float64Array]:
-    """The fewest largest values whose softmax mass is at least ``top_p`` in (0, 1) of ``total``, at least one.
+    """The fewest largest values whose softmax mass is at least top-p in (0, 1) of ``total``, at least one.
 
     ``values`` [n] are logits, ``peak`` their largest. Gives ascending indices and unnormalised probabilities.
     """
+    top_p, temperature = params.top_p, params.temperature
     candidates, tail = None, 0.0
-    if len(values) > _TINY and total is None:
+    if total is None:
         candidates, tail = _candidates(values, top_p, temperature, peak)
     if candidates is not None:
         values = values[candidates]

@@ -101,7 +101,7 @@ def check_backend(context: Context, backend: str = "ort-cuda") -> None:
 
     bundle = get_bundle(context, "tiny" if context.tiny else "small", backend)
     target = open_executor(bundle, "target", graphs=True, num_rows=8)
-    # Half of it drafts: the bundle has no draft model of its own.
+    # The bundle has no draft model: the target drafts for itself, and all is accepted.
     draft = open_executor(bundle, "target", graphs=True, num_rows=8)
     check_texts(context, backend, target, draft)
     draft.close()
