@@ -95,12 +95,11 @@ def widen_top_k(ir_model: "ir.Model") -> int:
     """
     import onnx_ir as ir
 
-    narrow = [
-        node for node in ir_model.graph if node.op_type == "TopK" and node.inputs[0].dtype == ir.DataType.BFLOAT16
-    ]
-    for node in narrow:
+    top_k = [node for node in ir_model.graph if node.op_type == "TopK"]
+    narrow = [(node, given) for node in top_k if (given := node.inputs[0]) and given.dtype == ir.DataType.BFLOAT16]
+    for node, given in narrow:
         emit = Emitter(ir_model.graph)
-        inputs = [emit.cast(node.inputs[0], ir.DataType.FLOAT), *node.inputs[1:]]
+        inputs = [emit.cast(given, ir.DataType.FLOAT), *node.inputs[1:]]
         wide = emit.node("TopK", inputs, node.attributes, outputs=2, name=node.name)
         emit.replace(node, [emit.cast(wide.outputs[0], ir.DataType.BFLOAT16), wide.outputs[1]])
     return len(narrow)
