@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from specexport.backends.base import AUTO_MODEL_LEN, Backend, BuildJob, HeadNeed, RecipeFields, release_weights
+from specexport.backends.base import Backend, BuildJob, HeadNeed, RecipeFields, release_weights
 from specexport_runtime.abi import ITEM_BYTES
 from specexport_runtime.bundle.entry import NO_GATES, EngineEntry, Gates, PaddedGraph
 from specexport_runtime.bundle.quant_kinds import KEPT
@@ -30,9 +30,9 @@ class OrtCpu(Backend):
 
     def engine_key(self, recipe: RecipeFields) -> dict[str, Any]:
         """See ``Backend.engine_key``."""
-        # Fused rotary embeddings are tables of this many positions.
-        asked = 0 if recipe.max_model_len == "auto" else recipe.max_model_len
-        return {**super().engine_key(recipe), "rotary_len": max(AUTO_MODEL_LEN, asked)}
+        from specexport.backends.ort import rotary_len
+
+        return {**super().engine_key(recipe), "rotary_len": rotary_len(recipe)}
 
     def build(self, ir_model: "ir.Model", job: BuildJob) -> EngineEntry:
         """See ``Backend.build``. Layers that can be switched off exclude norms that are joined with additions."""

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import platform
+import shutil
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -138,19 +139,20 @@ def _operators() -> Finding:
 
 
 def _onnxruntime() -> Finding:
+    wanted = "cuda" if shutil.which("nvidia-smi") else "cpu"
     if importlib.util.find_spec("onnxruntime") is None:
-        return Finding("onnxruntime", "missing", "not installed", pip_install("cpu"))
+        return Finding("onnxruntime", "missing", "not installed", pip_install(wanted))
     try:
         import onnxruntime
 
         providers = ", ".join(onnxruntime.get_available_providers())
     except Exception as error:  # a broken native library raises anything
-        return Finding("onnxruntime", "missing", f"cannot be imported ({error})", reinstall("cpu"))
+        return Finding("onnxruntime", "missing", f"cannot be imported ({error})", reinstall(wanted))
     for_gpus = CUDA in providers
     text = f"{onnxruntime.__version__} with {providers}"
     if both_installed():
         text += "; onnxruntime and onnxruntime-gpu are both installed, and have overwritten each other's files"
-        return Finding("onnxruntime", "note", text, reinstall("cuda" if for_gpus else "cpu"))
+        return Finding("onnxruntime", "note", text, reinstall(wanted))
     name, extra = ("onnxruntime-gpu[cuda,cudnn]", "cuda") if for_gpus else ("onnxruntime", "cpu")
     outside = outside_tested_range(name, onnxruntime.__version__, extra=extra)
     return Finding("onnxruntime", "note" if outside else "ok", text, outside)
@@ -170,7 +172,7 @@ def _export_stack() -> Finding:
             outside.append(problem)
     if missing or not names:
         text = f"without {', '.join(missing)}" if missing else "unknown"
-        return Finding("export stack", "missing", text, pip_install("export", "cpu"))
+        return Finding("export stack", "missing", text, pip_install("export"))
     return Finding("export stack", "ok", ", ".join(found), " ".join(outside))
 
 

@@ -88,6 +88,24 @@ def unify_norm_types(ir_model: "ir.Model") -> int:
     return len(mixed)
 
 
+def widen_top_k(ir_model: "ir.Model") -> int:
+    """Let every ``TopK`` of bfloat16 choose among float32 values, in place; returns how many there were.
+
+    The operator takes no bfloat16 before opset 24. Routers of experts use it; the casts are exact.
+    """
+    import onnx_ir as ir
+
+    narrow = [
+        node for node in ir_model.graph if node.op_type == "TopK" and node.inputs[0].dtype == ir.DataType.BFLOAT16
+    ]
+    for node in narrow:
+        emit = Emitter(ir_model.graph)
+        inputs = [emit.cast(node.inputs[0], ir.DataType.FLOAT), *node.inputs[1:]]
+        wide = emit.node("TopK", inputs, node.attributes, outputs=2, name=node.name)
+        emit.replace(node, [emit.cast(wide.outputs[0], ir.DataType.BFLOAT16), wide.outputs[1]])
+    return len(narrow)
+
+
 def add_token_ids(ir_model: "ir.Model") -> None:
     """Add the output ``token_ids`` int64 [R]: argmax of each row of ``logits``, -1 where its sum is NaN or inf."""
     import onnx_ir as ir

@@ -1,5 +1,6 @@
 """Rotary embeddings into attention nodes, and residual additions into the norms behind them."""
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 ROTARY_ATTRIBUTE = "rotary_interleaved"
 """Marks an attention node that rotates q and k by two tables behind its other inputs; 1 if pairs are neighbours."""
 ROTARY_INPUTS = (len(UNPADDED_ATTENTION.inputs), len(UNPADDED_ATTENTION.inputs) + 1)
-"""Which inputs of the node are the tables: cosine and sine, float32 [rows, rotary_dim / 2]."""
+"""Which inputs of the node are the tables: cosine and sine, in the type of q, [rows, rotary_dim / 2]."""
 
 _COMMON_LEN = 4096
 _MAX_LOOKAHEAD = 64
@@ -43,7 +44,12 @@ class _Side(NamedTuple):
     probe: "Probe"
 
 
-def fuse_rotary(ir_model: "ir.Model", rows: int | None = None, limit: int | None = None) -> int:
+def fuse_rotary(
+    ir_model: "ir.Model",
+    rows: int | None = None,
+    limit: int | None = None,
+    takes: "Callable[[ir.Node, Rotation], bool] | None" = None,
+) -> int:
     """Move rotary embeddings into the attention nodes of a traced model, in place; returns how many nodes were changed.
 
     A node is changed only if its q and k are rotated alike, whole heads or their first part, and the tables agree with
@@ -51,11 +57,11 @@ def fuse_rotary(ir_model: "ir.Model", rows: int | None = None, limit: int | None
     an unpadded KV cache. All tables together may take 2 MiB or a 25th of the weights, whichever is more; otherwise
     nothing is changed, as the gain does not grow with the model. ``rows`` are those of the tables, from
     ``rotary_rows``; None changes nothing. ``limit`` is the number of positions that the model supports, None for no
-    limit; rows beyond are never read.
+    limit; rows beyond are never read. ``takes`` says whether a backend's kernel takes a rotation; None: all.
     """
     if rows is None:
         return 0
-    found = _find_rotations(ir_model, rows, limit)
+    found = [each for each in _find_rotations(ir_model, rows, limit) if takes is None or takes(each[0], each[2])]
     sizes = {id(rotation): rotation.cos.nbytes + rotation.sin.nbytes for _, _, rotation in found}
     weights = sum(value.const_value.nbytes for value in ir_model.graph.initializers.values() if value.const_value)
     if not found or sum(sizes.values()) > max(_MIN_TABLE_BYTES, weights // _TABLE_SHARE):
@@ -67,7 +73,7 @@ def fuse_rotary(ir_model: "ir.Model", rows: int | None = None, limit: int | None
             if rotated not in flat:
                 flat[rotated] = _flat_root(ir_model, node, side)
             node.replace_input_with(index, flat[rotated])
-        set_inputs(node, ROTARY_INPUTS[0], _tables(ir_model, rotation))
+        set_inputs(node, ROTARY_INPUTS[0], _tables(ir_model, rotation, sides[0].region.value))
         node.attributes.add(_int_attribute(ROTARY_ATTRIBUTE, int(rotation.interleaved)))
     remove_dead_nodes(ir_model)
     return len(found)
@@ -158,9 +164,11 @@ def _turns(node: "ir.Node") -> bool:
     return node.op_type == "Transpose" and tuple(node.attributes["perm"].as_ints()) == _ROW_PERM
 
 
-def _tables(ir_model: "ir.Model", rotation: "Rotation") -> "list[ir.Value]":
+def _tables(ir_model: "ir.Model", rotation: "Rotation", rotated: "ir.Value") -> "list[ir.Value]":
+    """Both tables in the type of what they turn, to which a model rounds its cosines and sines too."""
     values = []
-    for kind, array in (("cos", rotation.cos), ("sin", rotation.sin)):
+    for kind, given in (("cos", rotation.cos), ("sin", rotation.sin)):
+        array = given if rotated.dtype is None else given.astype(rotated.dtype.numpy())
         known = ir_model.graph.initializers
         taken = [v for n, v in known.items() if n.startswith(f"rotary.{kind}.")]
         same = [v for v in taken if v.const_value is not None and np.array_equal(v.const_value.numpy(), array)]
@@ -193,9 +201,9 @@ def rotary_kind(node: "ir.Node") -> str:
     return {-1: "", 0: "half", 1: "interleaved"}[node.attributes.get_int(ROTARY_ATTRIBUTE, -1)]
 
 
-def packed_qkv(node: "ir.Node") -> "ir.Value | None":
-    """The tensor [1, T, W] that q, k and v of an attention node are split from, with nothing but reshapes between."""
-    parts = [_before_reshapes(value) for value in node.inputs[:3]]
+def packed_qkv(tokens: "Sequence[ir.Value | None]") -> "ir.Value | None":
+    """The tensor [1, T, W] that q, k and v are split from, with nothing but reshapes between."""
+    parts = [before_reshapes(value) for value in tokens]
     split = None if parts[0] is None else parts[0].producer()
     if split is None or split.op_type != "Split" or len(split.outputs) != 3 or list(split.outputs) != parts:
         return None
@@ -205,7 +213,8 @@ def packed_qkv(node: "ir.Node") -> "ir.Value | None":
     return whole if flat and over_last else None
 
 
-def _before_reshapes(value: "ir.Value | None") -> "ir.Value | None":
+def before_reshapes(value: "ir.Value | None") -> "ir.Value | None":
+    """What a value is a reshape of, or the value itself: the same numbers in the same order."""
     while value is not None and (node := value.producer()) is not None and node.op_type in ("Reshape", "Squeeze"):
         value = node.inputs[0]
     return value

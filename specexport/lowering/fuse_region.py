@@ -75,6 +75,8 @@ def find_region(
     tables: set[ir.Value] = set()
     for passed in range(_MAX_NODES):
         if len(frontier) == 1 and (root := next(iter(frontier))) not in dependent:
+            if any(x.dtype not in (None, value.dtype) for x in tables):
+                return None  # it rotates in another type than it is given, and tables have the type of what they turn
             names = frozenset(str(x.name) for x in tables)
             return Region(root, value, names) if passed else None
         last = max(frontier, key=lambda x: -1 if x.producer() is None else order[x.producer()])  # type: ignore[index]
@@ -131,7 +133,24 @@ def _model_of(region: Region, opset: int) -> bytes:
     graph.inputs[0].name = _ROOT
     graph.opset_imports.clear()
     graph.opset_imports[""] = opset
+    _widen(graph)
     return bytes(ir.to_proto(ir.Model(graph, ir_version=10)).SerializeToString())
+
+
+def _widen(graph: "ir.Graph") -> None:
+    """Let a region of 16-bit values compute in float32: what it does is asked for, not what it rounds."""
+    import onnx_ir as ir
+
+    half, whole = {ir.DataType.FLOAT16, ir.DataType.BFLOAT16}, ir.DataType.FLOAT
+    for weight in graph.initializers.values():
+        if weight.dtype in half and weight.const_value is not None:
+            weight.const_value = ir.tensor(weight.const_value.numpy().astype(np.float32), name=weight.name)
+    for node in graph:
+        if node.op_type == "Cast" and node.attributes["to"].as_int() in half:
+            node.attributes.add(ir.AttrInt64("to", int(whole)))
+    for value in (*graph.inputs, *graph.initializers.values(), *(out for node in graph for out in node.outputs)):
+        if value.dtype in half:
+            value.type = ir.TensorType(whole)  # not its dtype: copies of a value share the type
 
 
 def measure_rotation(probe: Probe, rows: int, limit: int | None = None) -> Rotation | None:

@@ -74,7 +74,7 @@ def lower_ort_cpu(ir_model: "ir.Model", *, padded_kv: bool = False) -> None:
 def _replace(ir_model: "ir.Model", node: "ir.Node", told: "dict[str, ir.Value | None]") -> None:
     names = [*(item.name for item in UNPADDED_ATTENTION.inputs), *_FUSED]
     given = dict(zip(names, node.inputs, strict=False)) | told
-    packed = packed_qkv(node)
+    packed = packed_qkv(node.inputs[:3])
     if packed is not None:
         given |= {"q": packed, "k": None, "v": None}
     attributes: dict[str, Any] = {

@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specexport.lowering.common import drop_unused_step_inputs, refuse_slopes, require_causal, unify_norm_types
+from specexport.lowering.common import (
+    drop_unused_step_inputs,
+    refuse_slopes,
+    require_causal,
+    unify_norm_types,
+    widen_top_k,
+)
+from specexport.lowering.fuse import fuse_rotary, remove_dead_nodes
+from specexport.lowering.paged_tokens import fused_tokens, takes_rotation
 from specexport.onnx_emit import Emitter, add_input, constant
 from specexport.ops.spec import UNPADDED_ATTENTION
 from specexport_runtime.abi import CU_NEW_TOKENS, KV_LENS, LOGITS, OP_DOMAIN, OP_NAME, TOKEN_IDS, LayerGeometry
@@ -32,6 +40,8 @@ from specexport_runtime.executors.paged import (
 
 if TYPE_CHECKING:
     import onnx_ir as ir
+
+    from specexport.lowering.fuse_region import Rotation
 
 _CONTRIB = "com.microsoft"
 _CACHE_RANK = 5
@@ -48,6 +58,17 @@ def lower_ort_cuda(ir_model: "ir.Model") -> None:
         _refuse_dtype(node)
     attach_paged_attention(ir_model)
     unify_norm_types(ir_model)
+    widen_top_k(ir_model)
+    slice_uneven(ir_model)
+
+
+def fuse_for_paging(ir_model: "ir.Model", rows: int, limit: int | None) -> int:
+    """Rotary embeddings into the attention nodes whose kernel takes them: see ``fuse.fuse_rotary``."""
+
+    def takes(node: "ir.Node", rotation: "Rotation") -> bool:
+        return takes_rotation(paged_head_size(_geometry(node)), rotation.cos.shape[1])
+
+    return fuse_rotary(ir_model, rows, limit, takes)
 
 
 def attach_paged_attention(ir_model: "ir.Model") -> None:
@@ -62,7 +83,33 @@ def attach_paged_attention(ir_model: "ir.Model") -> None:
         _replace(ir_model, node, geometry, shared)
     _add_token_ids(ir_model)
     ir_model.opset_imports.setdefault(_CONTRIB, 1)
+    remove_dead_nodes(ir_model)  # what a packed tensor was split by, and norms and angles that the kernel has now
     drop_unused_step_inputs(ir_model)
+
+
+def slice_uneven(ir_model: "ir.Model") -> int:
+    """Slices in the place of each Split that a CUDA graph cannot hold, in place; returns how many there were.
+
+    The CUDA kernel takes equal parts, and three parts of the last axis, from its arguments. For others it copies their
+    sizes from host memory that it gives back, and a replay would read that again.
+    """
+    nodes = [node for node in ir_model.graph if node.op_type == "Split" and node.domain == ""]
+    uneven = 0
+    for node in nodes:
+        source, sizes = node.inputs[0], node.inputs[1] if len(node.inputs) > 1 else None
+        if source is None or source.shape is None or sizes is None or sizes.const_value is None:
+            continue
+        parts, axis = sizes.const_value.numpy(), node.attributes.get_int("axis", 0) % len(source.shape)
+        if len(set(parts.tolist())) == 1 or (len(parts) == 3 and axis == len(source.shape) - 1):
+            continue
+        emit, ends = Emitter(ir_model.graph), np.cumsum(parts).tolist()
+        cut = [
+            emit.op("Slice", source, emit.const([end - size]), emit.const([end]), emit.const([axis]))
+            for size, end in zip(parts.tolist(), ends, strict=True)
+        ]
+        emit.replace(node, cut)
+        uneven += 1
+    return uneven
 
 
 def _attention_nodes(ir_model: "ir.Model") -> list["ir.Node"]:
@@ -140,14 +187,19 @@ def _replace(ir_model: "ir.Model", node: "ir.Node", geometry: LayerGeometry, sha
     num_heads, scale, window, softcap = (node.attributes[key] for key in ("num_heads", "scale", "window", "softcap"))
     emit = Emitter(ir_model.graph)
     heads = (num_heads.as_int(), geometry.kv_heads, geometry.kv_heads)
+    fused = fused_tokens(emit, node, geometry)
     tokens = [
-        _widen(emit, given[name], count, given_size, size)
-        for name, count, given_size in zip("qkv", heads, (geometry.k_dim, geometry.k_dim, geometry.v_dim), strict=True)
+        _widen(emit, value, count, given_size, size)
+        for value, count, given_size in zip(
+            fused.tokens, heads, (geometry.k_dim, geometry.k_dim, geometry.v_dim), strict=True
+        )
     ]
     inputs: list[ir.Value | None] = [None] * (_METADATA_INPUT + 1)
     paging = [shared[name] for name in (CU_NEW_TOKENS.name, "past_seqlens", BLOCK_TABLE.name)]
     inputs[: len(tokens) + 2 + len(paging)] = [*tokens, given["k_cache"], given["v_cache"], *paging]
     inputs[_SINK_INPUT] = given.get("sinks")
+    for index, value in fused.inputs.items():
+        inputs[index] = value
     inputs[_METADATA_INPUT] = shared[ATTENTION_METADATA.name]
     attributes = {
         "num_heads": heads[0],
@@ -156,6 +208,7 @@ def _replace(ir_model: "ir.Model", node: "ir.Node", geometry: LayerGeometry, sha
         "softcap": softcap.as_float(),
         # Both count the token itself: a window of w is the token and the w-1 before it.
         "local_window_size": window.as_int() if window.as_int() > 0 else -1,
+        **fused.attributes,
     }
     paged = emit.node("PagedAttention", inputs, attributes, outputs=3, domain=_CONTRIB, name=node.name)
     output = _narrow(emit, paged.outputs[0], heads[0], geometry.v_dim, size)

@@ -52,7 +52,7 @@ def test_without_the_export_stack_bundles_still_run(run_cli: RunCli, monkeypatch
     assert [name for name, possible in data["can"].items() if possible] == ["run ort-cpu bundles"]
     (stack,) = (finding for finding in data["findings"] if finding["topic"] == "export stack")
     assert stack["found"] == "without onnxscript, torch"
-    assert "pip install -e '.[export,cpu]'" in stack["fix"]
+    assert "pip install -e '.[export]'" in stack["fix"]
 
 
 def test_a_gpu_runs_what_is_installed_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,6 +172,7 @@ def only_one(name: str) -> str:
 
 
 def test_both_packages_at_once_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _name: None)
     monkeypatch.setattr(ort_cuda_package, "version", only_one)
     assert not both_installed()
     assert command._onnxruntime().state == "ok"
@@ -179,7 +180,9 @@ def test_both_packages_at_once_are_found(monkeypatch: pytest.MonkeyPatch) -> Non
     finding = command._onnxruntime()
     assert finding.state == "note"
     assert "onnxruntime and onnxruntime-gpu are both installed" in finding.found
-    assert finding.fix == REINSTALL.replace("cuda", "cpu"), "no CUDA provider is here"
+    assert finding.fix == REINSTALL.replace("cuda", "cpu")
+    monkeypatch.setattr(shutil, "which", lambda _name: "/usr/bin/nvidia-smi")
+    assert command._onnxruntime().fix == REINSTALL, "with a GPU it is the package for that"
 
 
 class OnTheCpu:

@@ -336,4 +336,4 @@ def test_a_gpu_writes_with_a_head_what_it_writes_without(backend: str, target: A
     engine = SpecEngine.load(tmp_path / "b", adaptive=False, max_num_seqs=3)
     found = drafted_and_wanted(engine, reference_draft(spec, target), 3, VOCAB)
     same = sum(mine == theirs for mine, theirs in found)
-    assert same > 0.9 * len(found) > 50
+    assert same > 0.9 * len(found) > 40

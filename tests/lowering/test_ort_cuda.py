@@ -16,7 +16,9 @@ from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
 
-from specexport.lowering.ort_cuda import attach_paged_attention, lower_ort_cuda
+from specexport.lowering.common import step_inputs
+from specexport.lowering.fuse import fuse_norms
+from specexport.lowering.ort_cuda import attach_paged_attention, fuse_for_paging, lower_ort_cuda
 from specexport.ops.reference import unpadded_attention
 from specexport.ops.spec import UNPADDED_ATTENTION
 from specexport.passes.pipeline import quantizing_passes
@@ -49,8 +51,13 @@ class PagedAttention(OpRun):
 
     def _run(self, query, key, value, key_cache, value_cache, cu, past, table, *rest, **attributes):
         cos, sin, slots, sinks, q_norm, k_norm, k_scale, v_scale, metadata = rest
-        assert all(x is None for x in (cos, sin, slots, q_norm, k_norm, k_scale, v_scale))
+        assert all(x is None for x in (slots, k_scale, v_scale))
         heads, kv_heads = attributes["num_heads"], attributes["kv_num_heads"]
+        assert (key is None) == (value is None)
+        if key is None:
+            size = query.shape[1] // (heads + 2 * kv_heads)
+            assert query.shape[1] == size * (heads + 2 * kv_heads)
+            query, key, value = np.split(query, [size * heads, size * (heads + kv_heads)], axis=1)
         size = query.shape[1] // heads
         block = key_cache.shape[1]
         assert size % 8 == 0
@@ -69,6 +76,13 @@ class PagedAttention(OpRun):
         assert metadata[0] >= counts.max()
         assert metadata[2] <= (past + counts).max() <= metadata[1] <= table.shape[1] * block
         assert attributes["scale"] != 0, "0 means 1/sqrt(size of the padded head)"
+        assert bool(attributes.get("do_rotary")) == (cos is not None) == (sin is not None)
+        assert (q_norm is None) == (k_norm is None)
+        at = np.concatenate([np.arange(p, p + n) for p, n in zip(past, counts, strict=True)])
+        query, key = (
+            _prepared(x.reshape(len(x), -1, size), norm, cos, sin, at, attributes).reshape(len(x), -1)
+            for x, norm in ((query, q_norm), (key, k_norm))
+        )
         keys, values = key_cache.copy(), value_cache.copy()
         output = np.zeros((len(query), heads, size))
         for row in range(len(past)):
@@ -96,6 +110,64 @@ class PagedAttention(OpRun):
         return output.reshape(len(query), -1).astype(query.dtype), keys, values
 
 
+def _prepared(x: Any, norm: Any, cos: Any, sin: Any, at: np.ndarray, attributes: dict[str, Any]) -> Any:
+    """Heads [T, H, D] as attention gets them: normalized in float32, then rotated in their own type."""
+    if norm is not None:
+        assert norm.shape == x.shape[2:]
+        assert norm.dtype == x.dtype
+        whole = x.astype(np.float32)
+        root = np.sqrt(np.mean(whole**2, axis=-1, keepdims=True) + attributes["qk_norm_epsilon"])
+        x = (whole / root * norm.astype(np.float32)).astype(x.dtype)
+    if cos is None:
+        return x
+    width, size = cos.shape[1], x.shape[2]
+    assert size % 16 == 0
+    assert width % 8 == 0
+    assert 2 * width <= size
+    assert cos.shape == sin.shape
+    assert cos.dtype == sin.dtype == x.dtype
+    assert len(at) == 0 or at.max() < len(cos), "the kernel reads what lies behind its tables"
+    turned, (cos, sin) = x.copy(), (table[at][:, None] for table in (cos, sin))
+    pairs = (slice(0, width), slice(width, 2 * width))
+    if attributes["rotary_interleaved"]:
+        pairs = (slice(0, 2 * width, 2), slice(1, 2 * width, 2))
+    first, second = (x[..., place] for place in pairs)
+    turned[..., pairs[0]], turned[..., pairs[1]] = first * cos - second * sin, second * cos + first * sin
+    return turned
+
+
+NONE = np.zeros(0, np.float32)
+
+
+class SkipSimplifiedLayerNormalization(OpRun):
+    """The operator, from its schema, with sums in float32."""
+
+    op_domain = "com.microsoft"
+
+    def _run(self, x, skip, gamma, **attributes):
+        assert x.shape == skip.shape
+        assert x.dtype == skip.dtype == gamma.dtype
+        total = x.astype(np.float32) + skip.astype(np.float32)
+        root = np.sqrt(np.mean(total**2, axis=-1, keepdims=True) + attributes["epsilon"])
+        normed = (total / root * gamma.astype(np.float32)).astype(x.dtype)
+        return normed, NONE, NONE, total.astype(x.dtype)
+
+
+class SkipLayerNormalization(OpRun):
+    """The same with means taken away, and a bias."""
+
+    op_domain = "com.microsoft"
+
+    def _run(self, x, skip, gamma, beta, **attributes):
+        assert x.shape == skip.shape
+        assert x.dtype == skip.dtype == gamma.dtype == beta.dtype
+        total = x.astype(np.float32) + skip.astype(np.float32)
+        centered = total - total.mean(axis=-1, keepdims=True)
+        root = np.sqrt(np.mean(centered**2, axis=-1, keepdims=True) + attributes["epsilon"])
+        normed = (centered / root * gamma.astype(np.float32) + beta.astype(np.float32)).astype(x.dtype)
+        return normed, NONE, NONE, total.astype(x.dtype)
+
+
 class MatMulNBits(OpRun):
     """The operator with weights of 4 bits and no zero points, from its schema."""
 
@@ -115,11 +187,20 @@ class MatMulNBits(OpRun):
         return (product.astype(a.dtype),)
 
 
+def evaluator_of(model: onnx.ModelProto) -> ReferenceEvaluator:
+    """Of a paged graph. Outputs get names: the evaluator takes those without one for what absent inputs are."""
+    for node in model.graph.node:
+        for at, name in enumerate(node.output):
+            node.output[at] = name or f"{node.name}.{at}"
+    own = [PagedAttention, MatMulNBits, SkipSimplifiedLayerNormalization, SkipLayerNormalization]
+    return ReferenceEvaluator(model, new_ops=own)
+
+
 class PagedEngine:
     """A lowered graph with an arena of scattered blocks, poisoned where nothing was written."""
 
     def __init__(self, model: onnx.ModelProto, layers: Any, num_rows: int) -> None:
-        self.evaluator = ReferenceEvaluator(model, new_ops=[PagedAttention])
+        self.evaluator = evaluator_of(model)
         self.table = np.random.default_rng(5).permutation(num_rows * ROWS_BLOCKS).astype(np.int32).reshape(num_rows, -1)
         self.caches = {
             f"{kind}_cache.{i}": np.full(
@@ -238,9 +319,9 @@ def test_a_node_equals_the_reference_of_the_op(name: str) -> None:
         np.testing.assert_array_equal(one_each[name], array)
 
 
-def traced(name: str, dtype: str) -> Any:
+def traced(name: str, dtype: str, *, pack: bool = False) -> Any:
     """A traced model, to be cloned, and its checkpoint."""
-    result = trace(name, dtype)
+    result = trace(name, dtype, pack=pack)
     return result, make_checkpoint(result.model)
 
 
@@ -384,7 +465,7 @@ class ReferenceSession:
 
     def __init__(self, path: str) -> None:
         model = onnx.load(path)
-        self.evaluator = ReferenceEvaluator(model, new_ops=[PagedAttention, MatMulNBits])
+        self.evaluator = evaluator_of(model)
         values = (*model.graph.input, *model.graph.output)
         types = {value.name: value.type.tensor_type.elem_type for value in values}
         sizes = {value.name: value.type.tensor_type.shape.dim for value in values}
@@ -415,15 +496,14 @@ class ReferenceSession:
 def test_executor_and_graph_together_equal_eager_transformers(
     name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    traced(name, dtype)  # while onnxruntime is itself: transformers looks for it
-    FakeOrt(lambda _, path: ReferenceSession(path)).install(monkeypatch)
-    check_engine(name, dtype, tmp_path, cuda_graphs=False)
+    check_engine(name, dtype, tmp_path, cuda_graphs=False, fake=monkeypatch)
 
 
-def test_int4_weights_give_the_logits_of_what_they_stand_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    traced("llama", "bfloat16")
-    FakeOrt(lambda _, path: ReferenceSession(path)).install(monkeypatch)
-    check_engine("llama", "bfloat16", tmp_path, cuda_graphs=False, int4=True)
+@pytest.mark.parametrize(("int4", "fuse"), [(True, False), (False, True), (True, True)])
+def test_int4_weights_and_fused_layers_give_the_logits_of_what_they_stand_for(
+    int4: bool, fuse: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_engine("llama", "bfloat16", tmp_path, cuda_graphs=False, int4=int4, fuse=fuse, fake=monkeypatch)
 
 
 def gpu_or_skip() -> None:
@@ -445,10 +525,19 @@ def test_a_gpu_gives_the_logits_of_eager_transformers(name: str, dtype: str, cud
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_a_gpu_gives_the_logits_that_int4_weights_stand_for(dtype: str, tmp_path: Path) -> None:
+def test_a_gpu_gives_the_logits_that_int4_weights_stand_for(dtype: str, fuse: bool, tmp_path: Path) -> None:
     gpu_or_skip()
-    check_engine("llama", dtype, tmp_path, cuda_graphs=False, int4=True)
+    check_engine("llama", dtype, tmp_path, cuda_graphs=False, int4=True, fuse=fuse)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_a_gpu_gives_the_logits_of_fused_layers(name: str, dtype: str, tmp_path: Path) -> None:
+    gpu_or_skip()
+    check_engine(name, dtype, tmp_path, cuda_graphs=True, fuse=True)
 
 
 def quantize(model: ir.Model) -> None:
@@ -468,18 +557,30 @@ def round_weights(model: Any, dtype: str) -> None:
             module.weight = torch.nn.Parameter(torch.tensor(values[:, : module.in_features]), requires_grad=False)
 
 
-def entry_of(dtype: str, layers: Any) -> ModelEntry:
-    inputs = tuple(STEP[:-2])
+def entry_of(dtype: str, layers: Any, inputs: tuple[str, ...] = tuple(STEP[:-2])) -> ModelEntry:
     return make_entry(backend="ort-cuda", dtype=dtype, vocab_size=VOCAB, layers=tuple(layers), inputs=inputs)
 
 
-def check_engine(name: str, dtype: str, tmp_path: Path, *, cuda_graphs: bool, int4: bool = False) -> None:
-    """Ragged steps on rows that were moved, over the end of a block, against exact arithmetic on the same weights."""
-    result, checkpoint = traced(name, dtype)
+def check_engine(
+    name: str,
+    dtype: str,
+    tmp_path: Path,
+    *,
+    cuda_graphs: bool,
+    int4: bool = False,
+    fuse: bool = False,
+    fake: pytest.MonkeyPatch | None = None,
+) -> None:
+    """Ragged steps on rows that were moved and copied, over the end of a block, against exact arithmetic."""
+    result, checkpoint = traced(name, dtype, pack=fuse)
     model = result.ir_model.clone()
     if int4:
         quantize(model)
+    if fuse:
+        assert fuse_for_paging(model, 310, None) == len(result.layers)
     lower_ort_cuda(model)
+    if fuse:
+        assert fuse_norms(model) == 2 * len(result.layers)
     ir.save(model, tmp_path / "model.onnx")
     done = [9, 250 if name == "llama" else 30, 40]
     texts = [np.random.default_rng(row).integers(3, VOCAB, done[row] + 18).tolist() for row in range(3)]
@@ -488,13 +589,17 @@ def check_engine(name: str, dtype: str, tmp_path: Path, *, cuda_graphs: bool, in
     if int4:
         round_weights(checkpoint.model, dtype)
     expected = reference_logits(checkpoint, texts)
-    entry = entry_of(dtype, result.layers)
+    entry = entry_of(dtype, result.layers, step_inputs(model))
+    if fake is not None:
+        FakeOrt(lambda _, path: ReferenceSession(path)).install(fake)
     executor = OrtCudaExecutor(tmp_path / "model.onnx", entry, num_rows=4, kv_capacity=310, cuda_graphs=cuda_graphs)
     executor.capture([StepShape(0, 3, 15, 5, 15), StepShape(0, 3, 3, 1, 3)])
     runner = ModelRunner(executor)
     for row, past in enumerate(done):
         runner.prefill(row + 1, texts[row][:past])
     runner.move_row(1, 0)
+    executor.copy_row(2, 1, done[1])
+    executor.swap_rows(1, 2, (done[1], done[1]))  # the copy is read from here on
     tolerance = {"float16": 0.01, "bfloat16": 0.06}[dtype] * max(float(np.abs(logits).max()) for logits in expected)
     order = (0, 2, 1)
     runner.move_row(3, 1)
@@ -508,6 +613,17 @@ def check_engine(name: str, dtype: str, tmp_path: Path, *, cuda_graphs: bool, in
             assert ids[place * new : (place + 1) * new].tolist() == got.argmax(axis=1).tolist()
             done[text] += new
             runner.kv.commit(place, done[text])
+    found, tokens = [], [5, 6, 7]
+    for _ in range(4):
+        found.append(runner.step(0, [RowWork([token], 1) for token in tokens], want="token_ids").tolist())
+        tokens = found[-1]
+        for place in range(3):
+            runner.kv.commit(place, runner.kv.kv_len(place) + 1)
+    for place, text in enumerate(order):
+        runner.kv.commit(place, done[text])
+    chained = runner.chain(0, [RowWork([token], 1) for token in (5, 6, 7)], 4)
+    assert [ids.tolist() for ids in chained] == found, "steps that follow each other on the device"
+    executor.close()
 
 
 @pytest.mark.parametrize(("name", "dtype"), ENGINES)
@@ -544,6 +660,19 @@ def test_a_row_for_each_token_gives_the_same_logits(
                 runner.kv.commit(row, runner.kv.kv_len(row) + max(0, len(given.tokens) - 1))
     for split, whole in zip(*found, strict=True):
         np.testing.assert_array_equal(split, whole)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "mixtral"])
+def test_operators_get_types_that_they_take(name: str) -> None:
+    """TopK takes no bfloat16, which ONNX Runtime says when it loads an engine, on somebody's GPU."""
+    result, _ = traced(name, "bfloat16")
+    model = result.ir_model.clone()
+    chosen = [node.outputs[0].dtype for node in model.graph if node.op_type == "TopK"]
+    lower_ort_cuda(model)
+    proto = ir.to_proto(model)
+    onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True)
+    assert chosen
+    assert {node.inputs[0].dtype for node in model.graph if node.op_type == "TopK"} == {ir.DataType.FLOAT}
 
 
 def test_the_step_inputs_are_those_of_the_contract_and_two() -> None:

@@ -35,9 +35,9 @@ def load(name: str, dtype: str) -> Any:
 
 
 @cache
-def trace(name: str, dtype: str) -> HalfModel:
-    """Load, trace and run the passes; ``dtype`` may be float32 too."""
+def trace(name: str, dtype: str, *, pack: bool = False) -> HalfModel:
+    """Load, trace and run the passes; ``dtype`` may be float32 too. ``pack`` joins linear layers."""
     model = tiny_model(name) if dtype == "float32" else load(name, dtype)
     traced = trace_of(model)
-    run_passes(traced.ir_model, default_passes(dtype))
+    run_passes(traced.ir_model, default_passes(dtype, pack=pack))
     return HalfModel(model, traced.ir_model, traced.layers)

@@ -247,10 +247,10 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
         self._end_chain()
         start = time.perf_counter()
         host, size = self._host_step(0), prepared.size
-        output, name = (self._logits, LOGITS.name) if with_logits else (host.ids, TOKEN_IDS.name)
+        output = self._logits if with_logits else host.ids
         try:
             step = self._run(prepared, host)
-            output.fetch(step.at[name], size.num_logit_rows)
+            output.fetch(self.logits_address if with_logits else step.at[TOKEN_IDS.name], size.num_logit_rows)
             if self.rows is not None and asks:
                 self.rows.put(asks, self.logits_address)
             self._features.copy_out(size, step.at.get(self._features.output or "", 0))
@@ -268,13 +268,9 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
         if not fed:
             self._end_chain()
         start = time.perf_counter()
-        host, before, rows = (
-            self._host_step(len(self._chain)),
-            self._last if fed else None,
-            prepared.size.num_logit_rows,
-        )
+        host, rows = self._host_step(len(self._chain)), prepared.size.num_logit_rows
         try:
-            step = self._run(prepared, host, before)
+            step = self._run(prepared, host, self._last if fed else None)
             if self.rows is not None and asks:
                 ids = step.at[TOKEN_IDS.name]
                 self.rows.put(asks, self.logits_address, token_ids=ids, step=len(self._chain))
