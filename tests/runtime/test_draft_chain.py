@@ -39,7 +39,6 @@ def open_trt(folder: Path, patch: pytest.MonkeyPatch, model: FakeExecutor, **low
     del patch
     entry = make_entry(LOOKAHEAD, model.num_rows, draft=True, **lowering)
     executor, gpu, engine = open_fake(folder, entry, model)
-    executor.keeps_rows = False  # what is sampled comes to the host
     return Opened(executor, lambda: gpu.calls["synchronize"], lambda: len(engine.runs))
 
 
@@ -54,7 +53,6 @@ def open_cuda(folder: Path, patch: pytest.MonkeyPatch, model: FakeExecutor) -> O
     ort = FakeOrt(session).install(patch)
     entry = changed(ENTRY, vocab_size=VOCAB)
     executor = OrtCudaExecutor(Path("model.onnx"), entry, num_rows=model.num_rows, kv_capacity=CAPACITY)
-    executor.keeps_rows = False  # as above
     rows = range(1, model.num_rows + 1)
     executor.capture([StepShape(0, count, count * new, new, count) for count in rows for new in (1, 2)])
     return Opened(executor, lambda: ort.gpus[0].waits, lambda: len(ort.runs))

@@ -15,10 +15,10 @@ from specexport_runtime.sampling.params import CUTS, SamplingParams
 from specexport_runtime.sampling.truncation import cut_softmax, truncated_softmax
 
 
-def row_ask(params: SamplingParams, width: int, uniform: float, token: int = -1, slot: int = -1) -> RowAsk:
-    """What to ask of a row whose tokens below ``width`` are drawn by ``params``, which are not greedy.
+def row_ask(params: SamplingParams, width: int) -> RowAsk:
+    """What to ask of rows whose tokens below ``width`` are drawn by ``params``, which are not greedy, but for a place.
 
-    ``slot`` is where a row is kept that no cut makes short.
+    That is a uniform, a token, and a slot for rows that no cut makes short.
     """
     least, has_cut = -math.inf, False
     for name, cut in CUTS.items():
@@ -31,13 +31,11 @@ def row_ask(params: SamplingParams, width: int, uniform: float, token: int = -1,
     # With another cut before it, top-p is taken of what that leaves: all of it is needed.
     top_p = params.top_p if params.top_p < 1.0 and not top_k and not has_cut else 0.0
     has_cut = has_cut or top_k > 0 or params.top_p < 1.0
-    return RowAsk(
-        params.temperature, width, uniform, token, least, top_k, top_p, int(has_cut), slot=-1 if has_cut else slot
-    )
+    return RowAsk(params.temperature, width, least=least, top_k=top_k, top_p=top_p, cuts=int(has_cut))
 
 
 def row_law(row: DeviceRow, params: SamplingParams) -> Law:
-    """The distribution of a row that was asked by :func:`row_ask` with ``params``; errors as ``truncated_softmax``."""
+    """The distribution of a row that was asked by ``Sampler.ask`` with ``params``; errors as ``truncated_softmax``."""
     if row.found.is_whole:
         if not row.ask.cuts:
             return DeviceLaw(row, params)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 
 import numpy as np
 
@@ -69,16 +70,24 @@ class Sampler:
         """Whether raw logits and the parameters say all: without penalties, bias or grammar."""
         return not self._adjuster.active and self.grammar is None
 
+    @cached_property
+    def _ask(self) -> RowAsk:
+        return row_ask(self.params, self._vocab_size)
+
     @property
     def is_uncut(self) -> bool:
         """Whether raw logits are drawn from at a temperature, and no more."""
-        return self.is_plain and not self.is_greedy and not row_ask(self.params, self._vocab_size, 0.0).cuts
+        return self.is_plain and not self.is_greedy and not (self._ask.cuts or self._ask.comes)
 
     def ask(self, uniform: float, width: int, token: int = -1, slot: int = -1) -> RowAsk:
         """What to ask of a row of logits that stays on a device; see ``device.row_ask``."""
         if not self.is_plain:
             return whole_row(width)
-        return NOTHING if self.is_greedy else row_ask(self.params, min(width, self._vocab_size), uniform, token, slot)
+        if self.is_greedy:
+            return NOTHING
+        temperature, known, _, _, least, top_k, top_p, cuts, _, comes = self._ask
+        slot = -1 if cuts or comes else slot
+        return RowAsk(temperature, min(width, known), uniform, token, least, top_k, top_p, cuts, slot, comes)
 
     def law(self, row: DeviceRow, drafted: Sequence[int] = ()) -> Law:
         """As :meth:`distribution`, of a row that stays on a device and was asked by :meth:`ask`."""
