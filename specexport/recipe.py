@@ -86,7 +86,7 @@ class BuildRecipe:
         quantize_lm_head: whether quantization takes the LM head too.
         kv_cache_dtype: ort-cpu: ``"int8"`` lets target and draft keep their KV caches in 8 bits; None and ``"auto"``
             give caches the dtype of the model.
-        fuse: ort-cpu: pack and fuse operators where that is faster; off is for comparison.
+        fuse: ort-cpu and ort-cuda: pack and fuse operators where that is faster; off is for comparison.
         lora: LoRA adapters of the target: name and folder of each; texts ``"NAME=FOLDER"`` are taken too.
         lora_mode: ``"merge"`` adds the one adapter to the weights, ``"choose"`` lets each request choose one of them or
             none (ort-cpu); ``"auto"`` merges one, and lets choose between several.

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from specexport.backends.base import Backend, BuildJob, HeadNeed, RecipeFields
+from specexport.backends.cuda_kernels import check_kernels
 from specexport.backends.present_gpu import gpu_check_obstacle
 from specexport_runtime.bundle.entry import NO_GATES, EngineEntry, Gates
 
@@ -55,6 +56,7 @@ class OrtCuda(Backend):
                 gate_layers(ir_model, blocks, separate=True)
             elif fuse:
                 fused.append(("norm-fuse", fuse_norms(ir_model)))
+            check_kernels(ir_model)
         with job.clock.stage("build", job.role):
             path = write_onnx(ir_model, job.folder)
         quantize = job.recipe.quantization_of(job.role)

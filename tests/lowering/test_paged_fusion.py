@@ -3,16 +3,23 @@
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
+from onnx.reference import ReferenceEvaluator
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
 
+from specexport.backends.cuda_kernels import _kernels, check_kernels, missing_kernels
 from specexport.lowering.fuse import fuse_norms
-from specexport.lowering.ort_cuda import attach_paged_attention, fuse_for_paging
+from specexport.lowering.ort_cuda import attach_paged_attention, fuse_for_paging, lower_ort_cuda, slice_uneven
+from specexport.onnx_emit import constant
 from specexport.passes.pipeline import default_passes, run_passes
 from specexport.trace import reference_logits
-from tests.lowering.test_ort_cuda import PagedEngine
+from specexport_runtime.errors import UnsupportedModelError
+from tests.lowering.test_ort_cuda import PagedEngine, gpu_or_skip
 from tests.support import chance
 from tests.support.engine_harness import make_checkpoint, pack
+from tests.support.half_models import load
 from tests.support.tiny_models import ARCHITECTURES, VOCAB, make_model
 from tests.support.tiny_traces import tiny_model, trace_of
 
@@ -65,3 +72,77 @@ def test_logits_equal_eager_transformers(name: str) -> None:
         step = pack([text[past:] for text, past in zip(texts, PASTS, strict=True)], PASTS)
         outputs = engine.run(step, first_row=1, row_for_each=by_token)
         assert np.abs(outputs["logits"] - wanted).max() < 1e-4
+
+
+NODES = {
+    # Of a layer: all, and fused.
+    "llama": ("float16", 39, 13),
+    "qwen2": ("float16", 42, 14),
+    "qwen3_wide": ("float16", 41, 13),
+    "phi_partial": ("float16", 54, 21),
+    "gpt_oss": ("float16", 86, 58),
+    "deepseek_v3": ("float16", 73, 71),
+    "gemma2": ("bfloat16", 48, 24),
+    "gemma3": ("bfloat16", 56, 39),
+}
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_nodes_of_a_layer_and_their_kernels(name: str) -> None:
+    dtype, *counts = NODES[name]
+    model = load(OWN[name] if name in OWN else ARCHITECTURES[name], dtype)
+    for fuse, expected in zip((False, True), counts, strict=True):
+        traced = trace_of(model)
+        run_passes(traced.ir_model, default_passes(dtype, pack=fuse))
+        if fuse:
+            fuse_for_paging(traced.ir_model, 64, None)
+        lower_ort_cuda(traced.ir_model)
+        if fuse:
+            fuse_norms(traced.ir_model)
+        kinds = [node.op_type for node in traced.ir_model.graph]
+        first = kinds.index("PagedAttention")
+        assert kinds.index("PagedAttention", first + 1) - first == expected
+        assert list(missing_kernels(traced.ir_model)) == []
+        onnx.checker.check_model(ir.to_proto(traced.ir_model))
+
+
+def test_an_operator_without_a_kernel_is_refused_by_name() -> None:
+    x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT16), shape=ir.Shape([2]))
+    nodes = [ir.node("Swish", [x]), ir.node("Sigmoid", [x]), ir.node("BiasAdd2", [x], domain="com.microsoft")]
+    opsets = {"": 24, "com.microsoft": 1}
+    graph = ir.Graph([x], [node.outputs[0] for node in nodes], nodes=nodes, opset_imports=opsets, name="g")
+    with pytest.raises(
+        UnsupportedModelError, match=r"for ai.onnx.Swish \(24\), com.microsoft.BiasAdd2 \(1\)"
+    ) as caught:
+        check_kernels(ir.Model(graph, ir_version=10))
+    assert "ort-cpu" in str(caught.value)
+
+
+@pytest.mark.parametrize(("sizes", "left"), [([8, 8], 0), ([8, 4, 4], 0), ([16 - 4, 4], 1), ([4, 4, 2, 6], 1)])
+def test_splits_that_a_cuda_graph_cannot_hold_become_slices(sizes: list[int], left: int) -> None:
+    x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([3, 16]))
+    graph = ir.Graph([x], [], nodes=[], opset_imports={"": 23}, name="g")
+    given = constant(graph, "sizes", np.array(sizes))
+    node = ir.node("Split", [x, given], {"axis": -1}, num_outputs=len(sizes))
+    graph.append(node)
+    for at, value in enumerate(node.outputs):
+        value.name, value.type = f"y{at}", x.type
+        graph.outputs.append(value)
+    model = ir.Model(graph, ir_version=10)
+    assert slice_uneven(model) == left
+    array = np.arange(48, dtype=np.float32).reshape(3, 16)
+    found = ReferenceEvaluator(ir.to_proto(model)).run(None, {"x": array})
+    for part, expected in zip(found, np.split(array, np.cumsum(sizes)[:-1], axis=1), strict=True):
+        np.testing.assert_array_equal(part, expected)
+
+
+@pytest.mark.gpu
+def test_the_table_of_kernels_is_what_onnxruntime_has() -> None:
+    gpu_or_skip()
+    theirs: set[tuple[str, int, int]] = set()
+    for kernel in ort_state.get_all_opkernel_def():
+        if kernel.provider == "CUDAExecutionProvider" and kernel.domain in ("", "com.microsoft"):
+            first, last = kernel.version_range
+            theirs.add((f"{kernel.domain}:{kernel.op_name}", first, 0 if last >= 2**31 - 1 else last))
+    ours = {(name, *versions) for name, all_versions in _kernels().items() for versions in all_versions}
+    assert ours == theirs

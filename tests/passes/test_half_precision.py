@@ -11,6 +11,7 @@ from specexport.passes.pipeline import default_passes, run_passes
 from specexport.passes.precision_cast import PrecisionCastPass
 from specexport_runtime.errors import CheckFailedError, RecipeError
 from tests.support.half_models import load, trace
+from tests.support.tiny_models import ARCHITECTURES
 
 HALVES = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
 MODELS = [
@@ -72,7 +73,7 @@ def test_half_logits_are_allowed_until_the_cast_and_never_after_it() -> None:
     from specexport.trace.check import trace_checkpoint
     from tests.support.engine_harness import make_checkpoint
 
-    raw = trace_checkpoint(make_checkpoint(load("llama", "bfloat16"))).ir_model
+    raw = trace_checkpoint(make_checkpoint(load(ARCHITECTURES["llama"], "bfloat16"))).ir_model
     words = "output logits is BFLOAT16, not float32"
     assert words in ContractCheckPass.problems(raw)
     assert ContractCheckPass.problems(raw, cast_to_come=True) == []

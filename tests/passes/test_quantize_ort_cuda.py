@@ -103,8 +103,9 @@ def test_what_the_kernel_does_not_take_keeps_its_weights() -> None:
 
 def test_scales_have_the_dtype_of_the_model() -> None:
     from tests.support.half_models import load
+    from tests.support.tiny_models import ARCHITECTURES
 
-    model = trace_of(load("llama", "bfloat16")).ir_model
+    model = trace_of(load(ARCHITECTURES["llama"], "bfloat16")).ir_model
     run_passes(model, default_passes("bfloat16", quantize="int4", **FORM))
     scales = [v for v in model.graph.initializers.values() if str(v.name).endswith(".int4_scale")]
     assert {value.dtype for value in scales} == {ir.DataType.BFLOAT16}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import onnxruntime
 import pytest
 import torch
 from tokenizers import Tokenizer, models
@@ -21,7 +22,8 @@ from specexport.heads.kinds import trace_head
 from specexport.lowering import trt_native
 from specexport.lowering.common import step_inputs
 from specexport.lowering.feature_gate import feature_size
-from specexport.lowering.ort_cuda import attach_paged_attention
+from specexport.lowering.fuse import fuse_norms
+from specexport.lowering.ort_cuda import attach_paged_attention, fuse_for_paging
 from specexport.lowering.tensorrt import lower_tensorrt
 from specexport.passes.linear_flatten import LinearFlattenPass
 from specexport.passes.pipeline import default_passes, run_passes
@@ -126,7 +128,10 @@ def open_graph(
 def _open_cuda(traced: Traced, folder: Path, patch: pytest.MonkeyPatch, config: Any, lookahead: int) -> OrtCudaExecutor:
     del lookahead
     model = traced.ir_model.clone()
+    patch.setitem(sys.modules, "onnxruntime", onnxruntime)  # rotations are measured with it
+    fuse_for_paging(model, MAX_MODEL_LEN + 8, None)
     attach_paged_attention(model)
+    fuse_norms(model)
     write_onnx(model, folder)
     patch.setitem(ort_cuda._CACHE_TYPES, "float32", (1, "uint32"))
     FakeOrt(lambda _, path: ReferenceSession(path)).install(patch)

@@ -26,10 +26,10 @@ class HalfModel(NamedTuple):
     layers: Any
 
 
-def load(name: str, dtype: str) -> Any:
-    """A model of ``ARCHITECTURES`` by way of the disk: loading, not ``model.half()``, leaves buffers in float32."""
+def load(architecture: tuple[str, dict[str, Any]], dtype: str) -> Any:
+    """A model by way of the disk: loading, not ``model.half()``, leaves buffers in float32."""
     with tempfile.TemporaryDirectory() as folder:
-        model = make_model(*ARCHITECTURES[name])
+        model = make_model(*architecture)
         model.save_pretrained(Path(folder))
         return type(model).from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
 
@@ -37,7 +37,7 @@ def load(name: str, dtype: str) -> Any:
 @cache
 def trace(name: str, dtype: str, *, pack: bool = False) -> HalfModel:
     """Load, trace and run the passes; ``dtype`` may be float32 too. ``pack`` joins linear layers."""
-    model = tiny_model(name) if dtype == "float32" else load(name, dtype)
+    model = tiny_model(name) if dtype == "float32" else load(ARCHITECTURES[name], dtype)
     traced = trace_of(model)
     run_passes(traced.ir_model, default_passes(dtype, pack=pack))
     return HalfModel(model, traced.ir_model, traced.layers)
