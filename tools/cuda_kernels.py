@@ -25,8 +25,11 @@ CALL = re.compile(rb"\xff[\x90-\x97](....)", re.DOTALL)  # call *offset(%registe
 STRING, START, END = rb"\x48\x8d\x15(....)", rb"\xba(....)", rb"\xb9(....)"  # lea offset(%rip),%rdx; mov to %edx, %ecx
 LOOK_BACK, LONGEST = 24, 400  # bytes in front of a call, and of all registration of a kernel
 NAME, DOMAIN, SINCE, BETWEEN, ONE_TYPE, SEVERAL = -32, -24, -16, -8, 8, 16  # from the provider's
-TENSORS = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float32", "float64")
-TENSORS += ("bfloat16", "float16")  # in the host's order
+TENSORS = (
+    *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float32", "float64"),
+    *("bfloat16", "float16"),
+)
+"""In the host's order."""
 
 
 class Kernel(NamedTuple):

@@ -14,7 +14,7 @@ from specexport.lowering.fuse import fuse_norms
 from specexport.lowering.ort_cuda import attach_paged_attention, fuse_for_paging, lower_ort_cuda, slice_uneven
 from specexport.onnx_emit import constant
 from specexport.passes.pipeline import default_passes, run_passes
-from specexport.trace import reference_logits
+from specexport.trace.check import reference_logits
 from specexport_runtime.errors import UnsupportedModelError
 from tests.lowering.test_ort_cuda import PagedEngine, gpu_or_skip
 from tests.support import chance

@@ -5,6 +5,7 @@ stand-in with "device" memory in numpy, and TensorRT's a fake GPU whose engine e
 the sizes that its profile allows.
 """
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
