@@ -109,7 +109,7 @@ def test_nodes_of_a_layer_and_their_kernels(name: str) -> None:
 @pytest.mark.whole
 @pytest.mark.parametrize("name", sorted(set(ARCHITECTURES) - set(NODES) - {"bloom", "mpt", "gptj", "codegen"}))
 def test_every_architecture_stays_within_the_kernels(name: str) -> None:
-    """But those that are refused: ALiBi, and tables of positions that stay in float32 when a model is loaded in half."""
+    """But those that are refused: ALiBi, and tables of positions that stay in float32 in a model of 16 bits."""
     traced = trace_of(load(ARCHITECTURES[name], "bfloat16"))
     run_passes(traced.ir_model, default_passes("bfloat16", pack=True))
     fuse_for_paging(traced.ir_model, 64, None)
