@@ -223,8 +223,8 @@ def before_reshapes(value: "ir.Value | None") -> "ir.Value | None":
 def fuse_norms(ir_model: "ir.Model") -> int:
     """Join each residual addition of a lowered model with the norm behind it, in place; returns how many.
 
-    In 16 bits the joined kernel adds and sums squares in float32 (machine code of onnxruntime-gpu 1.31.1 for sm 90), and
-    rounds the sum that goes on. The norm alone reads a rounded sum; both round their result once.
+    In 16 bits the joined kernel adds and sums squares in float32 (machine code of onnxruntime-gpu 1.31.1 for sm 90),
+    and rounds the sum that goes on. The norm alone reads a rounded sum; both round their result once.
     """
     joined = 0
     for node in [n for n in ir_model.graph if n.op_type in NORMS and n.domain == ""]:

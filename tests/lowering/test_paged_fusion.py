@@ -106,6 +106,18 @@ def test_nodes_of_a_layer_and_their_kernels(name: str) -> None:
         onnx.checker.check_model(ir.to_proto(traced.ir_model))
 
 
+@pytest.mark.whole
+@pytest.mark.parametrize("name", sorted(set(ARCHITECTURES) - set(NODES) - {"bloom", "mpt", "gptj", "codegen"}))
+def test_every_architecture_stays_within_the_kernels(name: str) -> None:
+    """But those that are refused: ALiBi, and tables of positions that stay in float32 in a model of 16 bits."""
+    traced = trace_of(load(ARCHITECTURES[name], "bfloat16"))
+    run_passes(traced.ir_model, default_passes("bfloat16", pack=True))
+    fuse_for_paging(traced.ir_model, 64, None)
+    lower_ort_cuda(traced.ir_model)
+    fuse_norms(traced.ir_model)
+    assert list(missing_kernels(traced.ir_model)) == []
+
+
 def test_an_operator_without_a_kernel_is_refused_by_name() -> None:
     x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT16), shape=ir.Shape([2]))
     nodes = [ir.node("Swish", [x]), ir.node("Sigmoid", [x]), ir.node("BiasAdd2", [x], domain="com.microsoft")]
