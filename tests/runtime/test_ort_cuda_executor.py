@@ -546,6 +546,22 @@ def test_a_failure_on_the_gpu_names_the_step(ort):
         executor.execute()
 
 
+def test_a_gpu_whose_memory_is_full_in_a_step_says_what_to_lower(ort):
+    executor = make_executor()
+    executor._session.broken = "(F) Failed to allocate memory for requested buffer of size 4096"
+    fill(executor, StepShape(0, 1, 1, 1, 1), [1], [0], [3])
+    with pytest.raises(IncompatibleError, match=r"no memory left in .*num_seqs=1.*buffer of size 4096") as caught:
+        executor.execute()
+    assert "--max-num-seqs" in caught.value.hint
+
+
+def test_bfloat16_on_a_gpu_without_it_is_refused(ort, monkeypatch):
+    monkeypatch.setattr(ort_cuda, "compute_capability", lambda device_id: 75)
+    make_executor()
+    with pytest.raises(IncompatibleError, match=r"bfloat16 needs compute capability 8\.0, and this GPU has 7\.5"):
+        make_executor(changed(ENTRY, dtype="bfloat16"))
+
+
 def test_misuse_raises(ort):
     executor = make_executor()
     with pytest.raises(SpecexportError, match="before prepare"):

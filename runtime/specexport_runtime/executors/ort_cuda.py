@@ -43,11 +43,17 @@ from specexport_runtime.executors.base import (
 )
 from specexport_runtime.executors.device_rows import DeviceRows, open_sampler
 from specexport_runtime.executors.features import WithFeatures
-from specexport_runtime.executors.gpu import GpuDriver
+from specexport_runtime.executors.gpu import MEMORY_HINT, GpuDriver
 from specexport_runtime.executors.gpu_memory import ID_BYTES, GpuFeatures, HostOutput, lay_out
 from specexport_runtime.executors.ort_cuda_graphs import SPLIT_BOUND, StepGraphs, say_graphs_are_off
 from specexport_runtime.executors.ort_cuda_memory import INPUTS, HostStep, StepLayout, StepMemory
-from specexport_runtime.executors.ort_cuda_session import compute_capability, import_onnxruntime, open_session
+from specexport_runtime.executors.ort_cuda_session import (
+    compute_capability,
+    import_onnxruntime,
+    is_out_of_memory,
+    open_session,
+    reason_of,
+)
 from specexport_runtime.executors.ort_features import feature_shapes
 from specexport_runtime.executors.ort_gates import GatedByInputs, OrtGates, is_gate
 from specexport_runtime.executors.paged import (
@@ -66,7 +72,7 @@ _CACHE_TYPES = {"float16": (10, "uint16"), "bfloat16": (16, "uint16")}
 """ONNX TensorProto.DataType, and a numpy type of its size: numpy has no bfloat16."""
 _DEVICE_ID = 0
 _DEVICE = ("cuda", _DEVICE_ID)
-_MEMORY_HINT = "if its memory is full, lower `max_num_seqs` or `max_model_len`."
+_LEAST_BFLOAT16 = 80  # onnxruntime's MemoryEfficientAttention has no bfloat16 below, its FlashAttention nothing
 _MAX_SHAPES = 256
 
 
@@ -149,8 +155,14 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
         self._session, self._graphs = self._open(path, entry, cuda_graphs)
         stack.callback(self._forget_session)
         self._check_contract(path, entry)
+        capability = compute_capability(_DEVICE_ID)
+        if entry.dtype == "bfloat16" and 0 < capability < _LEAST_BFLOAT16:
+            raise IncompatibleError(
+                f"{path}: attention in bfloat16 needs compute capability 8.0, and this GPU has {capability / 10:.1f}.",
+                "build it again with --dtype float16.",
+            )
         # Steps of few tokens are handed to the engine as a row for each token.
-        self.splits_rows = pays(entry, compute_capability(_DEVICE_ID), os.environ)
+        self.splits_rows = pays(entry, capability, os.environ)
         self.gate_kinds = entry.engine.gates.kinds
         self.num_gates = len(self.gate_kinds)
         self.chains = not self.num_gates  # runs with gates wait
@@ -206,7 +218,10 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
         expected |= {BLOCK_TABLE.name, ATTENTION_METADATA.name} if entry.attention.layers else set()
         odd = sorted(expected ^ {value.name for value in self._session.get_inputs() if not is_gate(value.name)})
         if odd:
-            raise IncompatibleError(f"{path}: inputs differ from the manifest's: {', '.join(odd)}.", "build it again.")
+            raise IncompatibleError(
+                f"{path}: inputs differ from the manifest's: {', '.join(odd)}.",
+                "run `specexport build --backend ort-cuda` again.",
+            )
 
     @property
     def logits_address(self) -> int:
@@ -318,7 +333,9 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
         if isinstance(error, IncompatibleError):  # a GPU without memory has said so
             return error
         where = None if self._current is None else self._current.shape
-        return SpecexportError(f"ONNX Runtime failed on the GPU in {where}: {error}", _MEMORY_HINT)
+        if is_out_of_memory(error):
+            return IncompatibleError(f"the GPU has no memory left in {where}: {reason_of(error)}.", MEMORY_HINT)
+        return SpecexportError(f"ONNX Runtime failed on the GPU in {where}: {error}", "see `specexport doctor`.")
 
     def _size_of(self, shape: StepShape) -> StepShape:
         """The step's size as the engine sees it, whatever rows it is on."""

@@ -116,10 +116,15 @@ def open_session(ort: Any, path: Path, device_id: int, stream: int, cuda_graphs:
     return session
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error of onnxruntime says that the GPU's memory is full."""
+    return re.search("out of memory|failed to allocate memory", f"{error}", re.IGNORECASE) is not None
+
+
 def _cannot_load(path: Path, error: Exception) -> SpecexportError:
     """The error for an engine that gave no session: the GPU's fault, or the file's."""
     reason = reason_of(error)
-    if re.search("out of memory|failed to allocate memory", f"{error}", re.IGNORECASE):
+    if is_out_of_memory(error):
         return IncompatibleError(
             f"{path}: the weights do not fit into the GPU's free memory: {reason}.",
             "end other programs on the GPU, or build the bundle again with --quantize int4.",

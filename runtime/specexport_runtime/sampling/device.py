@@ -9,10 +9,13 @@ from typing import cast
 
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.device_rows import DeviceRow
-from specexport_runtime.executors.row_kernels import RowAsk, whole_row
+from specexport_runtime.executors.row_kernels import FEW, RowAsk, whole_row
 from specexport_runtime.sampling.distribution import Distribution, Law
 from specexport_runtime.sampling.params import CUTS, SamplingParams
 from specexport_runtime.sampling.truncation import cut_softmax, truncated_softmax
+
+_SHARE = 64  # candidates that are more than this part of the ids cost as much as the row
+_MOST_FLAT, _COMING = 4, 128  # so many flat rows more than others, and the next come whole
 
 
 def row_ask(params: SamplingParams, width: int) -> RowAsk:
@@ -82,6 +85,25 @@ class DeviceLaw:
     def on_host(self) -> Distribution:
         """The same distribution; fetches the row."""
         return _on_host(self._row, self._params)
+
+
+class FlatRows:
+    """Whether rows of a request with cuts come whole: where cuts leave much of a row, candidates cost more than it."""
+
+    def __init__(self) -> None:
+        self._flat, self._coming = 0, 0
+
+    def note(self, row: DeviceRow) -> None:
+        """A row was looked at."""
+        is_flat = row.found.candidates > max(FEW, row.ask.width // _SHARE)
+        self._flat = self._flat + 1 if is_flat else max(0, self._flat - 1)
+        if self._flat == _MOST_FLAT:
+            self._flat, self._coming = _MOST_FLAT // 2, _COMING
+
+    def comes(self) -> bool:
+        """Whether the next row comes whole."""
+        self._coming -= self._coming > 0
+        return self._coming > 0
 
 
 def on_host(law: Law) -> Distribution:

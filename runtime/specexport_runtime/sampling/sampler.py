@@ -9,7 +9,7 @@ import numpy as np
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.device_rows import DeviceRow
 from specexport_runtime.executors.row_kernels import NOTHING, RowAsk, whole_row
-from specexport_runtime.sampling.device import row_ask, row_law
+from specexport_runtime.sampling.device import FlatRows, row_ask, row_law
 from specexport_runtime.sampling.distribution import (
     Distribution,
     Float32Array,
@@ -48,6 +48,7 @@ class Sampler:
         self.grammar = grammar
         self._vocab_size = vocab_size
         self._adjuster = LogitAdjuster(params, prompt_tokens, vocab_size)
+        self._flat = FlatRows()
 
     @property
     def is_greedy(self) -> bool:
@@ -86,12 +87,16 @@ class Sampler:
         if self.is_greedy:
             return NOTHING
         temperature, known, _, _, least, top_k, top_p, cuts, _, comes = self._ask
+        if cuts and self._flat.comes():
+            return whole_row(width)
         slot = -1 if cuts or comes else slot
         return RowAsk(temperature, min(width, known), uniform, token, least, top_k, top_p, cuts, slot, comes)
 
     def law(self, row: DeviceRow, drafted: Sequence[int] = ()) -> Law:
         """As :meth:`distribution`, of a row that stays on a device and was asked by :meth:`ask`."""
         if row.ask.temperature:
+            if row.ask.cuts:
+                self._flat.note(row)
             return row_law(row, self.params)
         return self.distribution(row.fetch(), drafted)
 
