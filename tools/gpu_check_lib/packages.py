@@ -14,8 +14,8 @@ from tools.gpu_check_lib.fatbin import keep_architecture
 
 CARRY_BYTES = 64 << 20
 """Most that one transfer to the GPU machine holds: the checkout's tracked files, and one folder of pieces."""
-SPARE_BYTES = 1 << 20
-"""Of that for names, and for files that are edited meanwhile."""
+SPARE_BYTES = 4 << 20
+"""Of that for names, other carried paths, and files that are edited meanwhile."""
 MARK = ".part-"
 ROOT = Path(__file__).resolve().parents[2]
 ARCHIVE = "packages.tar.xz"

@@ -258,6 +258,8 @@ def check_texts(context: Context, what: str, target: Executor, draft: Executor) 
         for batch in batches:
             with context.part(f"{what}: sampled, {name}, batch {batch}"):
                 prompts = random_tokens(target.vocab_size, batch, 12, seed=6)
+                # The first rounds record graphs and allocate what rows are kept in.
+                decode(target, prompts, 8, draft=draft, lookahead=LOOKAHEAD, rate=None, sampling=given)
                 before = _counts(target, draft)
                 on_device = decode(target, prompts, count, draft=draft, lookahead=LOOKAHEAD, rate=None, sampling=given)
                 moved, fetched = (new - old for new, old in zip(_counts(target, draft), before, strict=True))
