@@ -16,7 +16,6 @@ SECTIONS = {
     "loop": "4. executor and decoding loop over a proof engine",
     "graphs": "5. graph replay against eager",
     "speed": "6. speed of a model of 1 B parameters",
-    "operators": "7. attention operators of ONNX Runtime",
 }
 """Headings by name."""
 
@@ -35,7 +34,6 @@ _BEFORE = {
     "kernels.sweep": ("kernel_sweep", "sweep", 120, 40),
     "machine.ort-cpu": ("machine", "try_backend", 75, 15),
     "machine.ort-cuda": ("machine", "try_backend", 75, 15),
-    "operators.measure": ("operators", "measure_operators", 120, 30),
     "machine.tensorrt-rtx": ("machine", "try_backend", 90, 15),
     "machine.tensorrt": ("machine", "try_backend", 75, 15),
 }
@@ -52,14 +50,13 @@ _INT4 = {
     "outputs.int4-ort-cuda": ("int4", "check_int4", 60, 15),
     "speed.int4-ort-cuda": ("int4", "measure_int4", 60, 10),
 }
-_NEEDS_BACKEND = {"operators.measure": "ort-cuda"}
 
 _ESTIMATES = {
     "machine.info": 1, "machine.triton": 8, "machine.ort-cpu": 22, "machine.ort-cuda": 22,
     "machine.tensorrt-rtx": 45, "machine.tensorrt": 45, "kernels.correct": 23, "kernels.speed": 16,
     "kernels.sweep": 72, "loop.greedy": 8, "loop.graphs": 13, "loop.speed": 33, "loop.verify": 8,
     "loop.sampled": 20, "outputs.sampled": 15,
-    "operators.measure": 31, "outputs": 21, "outputs.verify": 16, "graphs": 6,
+    "outputs": 21, "outputs.verify": 16, "graphs": 6,
     "outputs.int4": 25, "speed.int4": 11, "speed.build": 53, "speed.build-tensorrt-rtx": 120,
     "speed.build-tensorrt": 120, "speed.measure": 50,
 }  # fmt: skip
@@ -74,7 +71,7 @@ def _entries(backends: Sequence[str]) -> dict[str, tuple[str, str, int, int, str
     gpu = [backend for backend in backends if backend != CPU]
     for name, entry in _BEFORE.items():
         backend = name.partition(".")[2] if entry[1] == "try_backend" else ""
-        if backend in (*backends, CPU) if backend else _is_wanted(name, backends):
+        if not backend or backend in (*backends, CPU):
             found[name] = (*entry, backend)
     # The comparison of a backend with itself is a dry run's only.
     speeds = [key for key in _PER_BACKEND if key.startswith("speed")]
@@ -85,10 +82,6 @@ def _entries(backends: Sequence[str]) -> dict[str, tuple[str, str, int, int, str
     for backend in gpu or backends:
         found |= {key.format(backend): (*_PER_BACKEND[key], backend) for key in speeds}
     return found
-
-
-def _is_wanted(name: str, backends: Sequence[str]) -> bool:
-    return _NEEDS_BACKEND.get(name, backends[0]) in backends
 
 
 def estimate_of(task: Task) -> float:
