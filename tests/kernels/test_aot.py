@@ -216,7 +216,7 @@ def test_triton_that_is_missing_or_told_to_interpret_is_named(monkeypatch: pytes
     with pytest.raises(UserInputError, match="Fix: Unset TRITON_INTERPRET"):
         compile_kernel(SPEC, 90)
     monkeypatch.setitem(sys.modules, "triton", None)
-    with pytest.raises(MissingDependencyError, match=r"pip install 'specexport\[tensorrt\]'"):
+    with pytest.raises(MissingDependencyError, match=r"pip install -e '\.\[tensorrt\]'"):
         compile_kernel(SPEC, 90)
 
 

@@ -23,7 +23,7 @@ def works(draw):
 def test_index_inputs_describe_the_work(work, first_row):
     shape = step_shape(first_row, work)
     counts = [len(row.tokens) for row in work]
-    assert shape == (first_row, len(work), sum(counts), max(counts), sum(row.num_logits for row in work), 0, 1, False)
+    assert shape == (first_row, len(work), sum(counts), max(counts), sum(row.num_logits for row in work), 0, 1)
     buffers = StepBuffers(*(np.full(shape.shape_of(spec), -99, spec.dtype) for spec in STEP_INPUTS))
     fill_index_inputs(buffers, counts, [row.num_logits for row in work])
     assert buffers.cu_new_tokens.tolist() == [sum(counts[:b]) for b in range(len(work) + 1)]

@@ -34,7 +34,6 @@ SHARES = st.floats(0.0, 1.0)
 )
 def test_a_step_is_the_sum_of_its_parts(tokens, rows, entries, seconds):
     assert COST.seconds(tokens, rows, entries) == pytest.approx(seconds)
-    assert COST.scaled(0.5).seconds(tokens, rows, entries) == pytest.approx(seconds / 2)
 
 
 @given(

@@ -28,7 +28,8 @@ def test_cuda_python_that_is_not_installed_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     with pytest.raises(MissingDependencyError, match="cuda-python") as caught:
         CudaDriver()
-    assert "pip install -e '.[tensorrt-rtx]'" in caught.value.hint
+    assert "pip install -e '.[cuda]'" in caught.value.hint
+    assert "[tensorrt-rtx]" in caught.value.hint
 
 
 class Runtime:
