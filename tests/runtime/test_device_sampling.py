@@ -275,6 +275,19 @@ def test_rows_that_are_gone_are_not_read():
         sampler.law(kept).surplus(None, 3, 1.0).draw(0.25)
 
 
+def test_rows_that_are_kept_beside_each_other_are_one_copy():
+    device = Device()
+    device.sampler = RowSampler(device.gpu, WIDE, 4)
+    rows = likely_logits(np.random.default_rng(5), 6)
+    sampler = Sampler(SamplingParams(temperature=1.0), [1], WIDE)
+    before = device.gpu.calls["copy_rows"]
+    kept = device.step(rows, [sampler.ask(0.5, WIDE, slot=slot) for slot in (0, 1, 2, -1, 6, 7)])
+    assert device.gpu.calls["copy_rows"] - before == 2
+    device.step(rows[:1], [NOTHING])
+    for i in (0, 1, 2, 4, 5):
+        np.testing.assert_array_equal(kept[i].fetch(), rows[i])
+
+
 def test_memory_is_given_back_and_grows_with_the_steps():
     device = Device()
     sampler = Sampler(SamplingParams(temperature=1.0), [1], WIDE)

@@ -133,9 +133,9 @@ class RowSampler:
             driver.copy_out(int(lane.found.ctypes.data), lane.at_found, size)
             self.counts.bytes += size
         row_bytes = 4 * self.width
+        for first, count in _runs([self._slot(ask.slot) if ask.slot >= 0 else -1 for ask in asks], row_bytes):
+            driver.copy_rows(self._slot(asks[first].slot), logits + first * row_bytes, row_bytes, count, row_bytes)
         for i, ask in enumerate(asks):
-            if ask.slot >= 0:
-                driver.copy_rows(self._slot(ask.slot), logits + i * row_bytes, row_bytes, 1, row_bytes)
             if ask.comes:
                 self._put_row(i, logits + i * row_bytes)
         self.counts.steps += 1
@@ -272,6 +272,18 @@ class RowSampler:
         for memory in self._rows.values():
             self._driver.free_host(memory)
         self._slots, self._rows = [], {}
+
+
+def _runs(addresses: Sequence[int], pitch: int) -> Iterator[tuple[int, int]]:
+    """Places and lengths of the runs whose addresses lie ``pitch`` apart; below 0 there is none."""
+    first = 0
+    for i, address in enumerate(addresses):
+        if i > first and address != addresses[i - 1] + pitch:
+            if addresses[first] >= 0:
+                yield first, i - first
+            first = i
+    if addresses and addresses[first] >= 0:
+        yield first, len(addresses) - first
 
 
 class DeviceRow:
