@@ -17,11 +17,11 @@ from click.testing import Result
 
 from specexport.doctor import command, gpu
 from specexport.doctor.finding import Finding
-from specexport_runtime.errors import CheckFailedError, IncompatibleError, SpecexportError
+from specexport_runtime.errors import CheckFailedError, IncompatibleError
 from specexport_runtime.executors import ort_cuda_package
-from specexport_runtime.executors.cuda_driver import CudaDriver
 from specexport_runtime.executors.ort_cuda_package import CODE, both_installed, lacks_code, run_step
 from specexport_runtime.executors.trt_open import RTX_SM
+from tests.support.present_gpu import has_gpu
 
 RunCli = Callable[..., Result]
 MakeCard = Callable[..., None]
@@ -219,14 +219,6 @@ def test_the_step_is_a_graph_that_computes() -> None:
     run_step(OnTheCpu(), 0)
     with pytest.raises(CheckFailedError, match=r"gave \[18.0\] on the GPU"):
         run_step(OnTheCpu(factor=2), 0)
-
-
-def has_gpu() -> bool:
-    try:
-        CudaDriver().close()
-    except SpecexportError:
-        return False
-    return True
 
 
 @pytest.mark.gpu

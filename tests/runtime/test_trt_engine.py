@@ -16,16 +16,8 @@ from specexport_runtime.errors import (
     SpecexportError,
     pip_install,
 )
-from specexport_runtime.executors.cuda_driver import CudaDriver
 from specexport_runtime.executors.trt_engine import load_engine
-
-
-def has_gpu() -> bool:
-    try:
-        CudaDriver().close()
-    except SpecexportError:
-        return False
-    return True
+from tests.support.present_gpu import has_gpu
 
 
 def file_for(builder="tensorrt-rtx", version=None):

@@ -16,7 +16,7 @@ import pytest
 
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors import trt_engine
-from specexport_runtime.executors.cuda_driver import CudaDriver
+from tests.support.present_gpu import has_gpu
 
 LEAN, RTX = "tensorrt_lean_bindings", "tensorrt_rtx"
 OWNERS = {
@@ -132,14 +132,6 @@ try:
 except SpecexportError as error:
     print(type(error).__name__, error)
 """
-
-
-def has_gpu() -> bool:
-    try:
-        CudaDriver().close()
-    except SpecexportError:
-        return False
-    return True
 
 
 def test_an_engine_that_is_none_is_refused_by_the_lean_runtime(tmp_path) -> None:

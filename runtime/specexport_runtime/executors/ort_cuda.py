@@ -39,12 +39,11 @@ from specexport_runtime.executors.base import (
     Int64Array,
     StepBuffers,
     StepOutput,
-    Want,
 )
-from specexport_runtime.executors.device_rows import DeviceRows, open_sampler
-from specexport_runtime.executors.features import WithFeatures
+from specexport_runtime.executors.device_rows import open_sampler
 from specexport_runtime.executors.gpu import MEMORY_HINT, GpuDriver
 from specexport_runtime.executors.gpu_memory import ID_BYTES, GpuFeatures, HostOutput, lay_out
+from specexport_runtime.executors.gpu_steps import GpuSteps
 from specexport_runtime.executors.ort_cuda_graphs import SPLIT_BOUND, StepGraphs, say_graphs_are_off
 from specexport_runtime.executors.ort_cuda_memory import INPUTS, HostStep, StepLayout, StepMemory
 from specexport_runtime.executors.ort_cuda_session import (
@@ -97,7 +96,7 @@ class _Prepared(NamedTuple):
     buffers: StepBuffers
 
 
-class OrtCudaExecutor(GatedByInputs, WithFeatures):
+class OrtCudaExecutor(GatedByInputs, GpuSteps):
     """Runs one engine with ONNX Runtime on an NVIDIA GPU, on a stream of its own.
 
     A step costs the host its inputs gathered in pinned memory, one copy to the device, one run, which waits for
@@ -247,16 +246,6 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
         self._current = prepared
         return prepared.buffers
 
-    def execute(self, want: Want = "logits") -> StepOutput:
-        """Run the prepared step: logits [R, V] float32, or each row's greedy token, int64 [R], -1 for a NaN."""
-        return self._execute(want == "logits")
-
-    def execute_rows(self, asks: Sequence[RowAsk]) -> DeviceRows:
-        """See ``Executor.execute_rows``; the kernels run behind the step, and it has one wait."""
-        if self.rows is None:
-            return super().execute_rows(asks)
-        return self.rows.take(asks, self._execute(with_logits=False, asks=asks))
-
     def _execute(self, with_logits: bool, asks: Sequence[RowAsk] = ()) -> StepOutput:
         prepared = self._prepared()
         self._end_chain()
@@ -296,10 +285,6 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
         self._asked = [*self._asked[: len(self._chain) - 1], asks]
         self.engine_seconds += time.perf_counter() - start
 
-    def collect_rows(self) -> list[DeviceRows]:
-        """See ``Executor.collect_rows``."""
-        return [] if self.rows is None else self.rows.take_chain(self._asked, self.collect())
-
     def collect(self) -> list[Int64Array]:
         """See ``Executor.collect``."""
         start = time.perf_counter()
@@ -315,11 +300,6 @@ class OrtCudaExecutor(GatedByInputs, WithFeatures):
         if self._current is None:
             raise SpecexportError("execute() was called before prepare().")
         return self._current
-
-    def _end_chain(self) -> None:
-        """Wait for steps that were never collected: their pinned memory is used again."""
-        if self._chain:
-            self.collect()
 
     def _host_step(self, i: int) -> HostStep:
         """Pinned memory of the i-th step of a chain."""

@@ -25,12 +25,11 @@ from specexport_runtime.executors.base import (
     Int64Array,
     StepBuffers,
     StepOutput,
-    Want,
 )
-from specexport_runtime.executors.device_rows import DeviceRows, open_sampler
-from specexport_runtime.executors.features import WithFeatures
+from specexport_runtime.executors.device_rows import open_sampler
 from specexport_runtime.executors.gpu import GpuDriver
 from specexport_runtime.executors.gpu_memory import ID_BYTES, HostBlock, HostOutput
+from specexport_runtime.executors.gpu_steps import GpuSteps
 from specexport_runtime.executors.row_kernels import RowAsk
 from specexport_runtime.executors.trt_engine import EngineContext, load_engine
 from specexport_runtime.executors.trt_graphs import GraphKey
@@ -78,7 +77,7 @@ class PlacedStep:
         return self._views[block.address]
 
 
-class TrtExecutor(WithFeatures):
+class TrtExecutor(GpuSteps):
     """Runs one TensorRT engine on one GPU; see ``Executor``.
 
     IncompatibleError if the engine does not fit the GPU, its memory, ``num_rows`` or its manifest,
@@ -151,16 +150,6 @@ class TrtExecutor(WithFeatures):
             step.buffers = make_buffers(shape, self._read_size)
         return step.buffers
 
-    def execute(self, want: Want = "logits") -> StepOutput:
-        """Run the prepared step; SpecexportError if the GPU or TensorRT failed. See ``Executor.execute``."""
-        return self._execute(want == "logits")
-
-    def execute_rows(self, asks: Sequence[RowAsk]) -> DeviceRows:
-        """See ``Executor.execute_rows``; the kernels run behind the step, and it has one wait."""
-        if self.rows is None:
-            return super().execute_rows(asks)
-        return self.rows.take(asks, self._execute(with_logits=False, asks=asks))
-
     def _execute(self, with_logits: bool, asks: Sequence[RowAsk] = ()) -> StepOutput:
         self._end_chain()
         step, buffers = self._prepared()
@@ -203,10 +192,6 @@ class TrtExecutor(WithFeatures):
         self._chain.append((step, rows))
         self._asked = [*self._asked[: len(self._chain) - 1], asks]
 
-    def collect_rows(self) -> list[DeviceRows]:
-        """See ``Executor.collect_rows``."""
-        return [] if self.rows is None else self.rows.take_chain(self._asked, self.collect())
-
     def collect(self) -> list[Int64Array]:
         """See ``Executor.collect``."""
         chain, self._chain = self._chain, []
@@ -215,11 +200,6 @@ class TrtExecutor(WithFeatures):
         self.engine_seconds += time.perf_counter() - start
         self._record_new([step for step, _ in chain])
         return [ids.array[:rows] for (_, ids), (_, rows) in zip(self._hosts, chain, strict=False)]
-
-    def _end_chain(self) -> None:
-        """Wait for steps that were never collected: their pinned memory is used again."""
-        if self._chain:
-            self.collect()
 
     def _prepared(self) -> tuple[PlacedStep, StepBuffers]:
         step = self._current

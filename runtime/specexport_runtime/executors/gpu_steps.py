@@ -1,0 +1,41 @@
+"""What executors on a GPU share, whatever the engine: steps by what is wanted of them, and rows that stay there."""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from specexport_runtime.executors.base import StepOutput, Want
+from specexport_runtime.executors.device_rows import DeviceRows, RowSampler
+from specexport_runtime.executors.features import WithFeatures
+from specexport_runtime.executors.row_kernels import RowAsk
+
+
+class GpuSteps(WithFeatures):
+    """An executor whose steps may wait for none before them, with what draws from their rows."""
+
+    rows: RowSampler | None = None  # None where the driver runs no kernels
+    _chain: list[Any]  # steps that were not collected
+    _asked: list[Sequence[RowAsk]]  # of the steps of a chain
+
+    @abstractmethod
+    def _execute(self, with_logits: bool, asks: Sequence[RowAsk] = ()) -> StepOutput:
+        """Run the prepared step: logits or token ids."""
+
+    def execute(self, want: Want = "logits") -> StepOutput:
+        """Run the prepared step; SpecexportError if the GPU or the engine failed. See ``Executor.execute``."""
+        return self._execute(want == "logits")
+
+    def execute_rows(self, asks: Sequence[RowAsk]) -> DeviceRows:
+        """See ``Executor.execute_rows``; the kernels run behind the step, and it has one wait."""
+        if self.rows is None:
+            return super().execute_rows(asks)
+        return self.rows.take(asks, self._execute(with_logits=False, asks=asks))
+
+    def collect_rows(self) -> list[DeviceRows]:
+        """See ``Executor.collect_rows``."""
+        return [] if self.rows is None else self.rows.take_chain(self._asked, self.collect())
+
+    def _end_chain(self) -> None:
+        """Wait for steps that were never collected: their pinned memory is used again."""
+        if self._chain:
+            self.collect()
