@@ -25,6 +25,7 @@ from specexport_runtime.abi import (
     LOGITS,
     NEXT_FEATURES,
     OUTPUTS,
+    PARENTS,
     SIMILARITY,
     STATE_INPUTS,
     STATE_OUTPUTS,
@@ -79,7 +80,7 @@ def describe_json(manifest: Manifest) -> dict[str, Any]:
 
 def contract_of(entry: ModelEntry) -> list[TensorSpec]:
     """Rows of the graph contract that a model's engine has; ``{i}`` stands for each layer."""
-    optional = (*GATE_INPUTS, *FEATURE_INPUTS, ADAPTER_IDS, STATE_STEPS)
+    optional = (*GATE_INPUTS, *FEATURE_INPUTS, ADAPTER_IDS, PARENTS, STATE_STEPS)
     known = dict.fromkeys((*STEP_INPUTS, *ALIGNED_STEP_INPUTS, *optional))
     backend = backend_of(entry.backend)
     gates, attention = entry.engine.gates, entry.attention

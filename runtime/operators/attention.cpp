@@ -4,6 +4,9 @@
 // A piece of work is some tokens of a row and one key/value head, whose cache entries are read once for all of them and
 // for all heads that share it. Long rows are cut into parts at fixed entries, which are computed side by side where
 // there are few pieces, and are put together in one order: a token's result knows nothing of what stands beside it.
+//
+// A row's new tokens may be a tree. Each of its chains is a piece of its own, which reads the entries of its path as if
+// they lay one behind the other: positions, windows and bits are those of the same text in a step without branches.
 #include "attention.h"
 
 #include "cpu.h"
@@ -13,7 +16,7 @@ namespace specexport {
 namespace {
 enum Input {  // in order
   kQ, kK, kV, kKeys, kValues, kLens, kStarts, kSinks, kSlopes, kCos, kSin, kKeyScale, kValueScale, kAt, kEntryAt,
-  kInputs
+  kParents, kInputs
 };
 constexpr int64_t kBlock = 96;         // queries of a piece, about
 constexpr int64_t kEnough = 32;        // pieces that keep all threads busy
@@ -46,9 +49,11 @@ Status* make(const KernelInfo* info, void** kernel) {
   return nullptr;
 }
 
-// Some tokens of a row: [token, token + count), which stand at entries [at, at + count) and see [first, last).
+// Some tokens of a row: [token, token + count), which stand at positions [at, at + count) and see [first, last).
 struct Block {
   int64_t row, token, count, at, first, last, part;  // `part`: its first among the parts of all blocks, for one head
+  int64_t slot;         // the entry of its first token
+  const int32_t* path;  // of a branch, of each position behind the past: which of the row's new tokens is there
 };
 
 struct Step {
@@ -61,7 +66,7 @@ struct Step {
   char *keys, *values;                   // the caches that are written and read
   float* output;
   Block* blocks;
-  int64_t num_blocks;
+  int64_t num_blocks, parts, longest;    // parts of all blocks for one head, and of the block that has most
   float* states;                         // of parts that are computed side by side
   int* left;                             // of these, for each block and head
 
@@ -116,9 +121,9 @@ void append(const Step& step, const Block& block, float* space) {
         key = space;
       }
       keep(step, key, scales[0] + (step.int8 ? head * step.k_dim : 0), step.k_dim,
-           step.entry(step.keys, block.row, head, block.at + i, step.k_dim));
+           step.entry(step.keys, block.row, head, block.slot + i, step.k_dim));
       keep(step, value, scales[1] + (step.int8 ? head * step.v_dim : 0), step.v_dim,
-           step.entry(step.values, block.row, head, block.at + i, step.v_dim));
+           step.entry(step.values, block.row, head, block.slot + i, step.v_dim));
     }
 }
 
@@ -142,7 +147,8 @@ State state_at(float* from, int64_t queries, int64_t v_pad) {
 bool prepare(const Step& step, const Block& block, int64_t head, int64_t states, Piece& piece) {
   const int64_t queries = block.count * step.group, k_pad = (step.k_dim + 15) / 16 * 16;
   const int64_t room = states * state_size(queries, step.v_pad);
-  const int64_t floats = queries * k_pad + k_pad * kTile + kTile * step.v_pad + queries * kTile;
+  const int64_t gathered = block.path ? kTile * (step.k_dim + step.v_dim) : 0;
+  const int64_t floats = queries * k_pad + k_pad * kTile + kTile * step.v_pad + queries * kTile + gathered;
   const int64_t words = (queries + 3 * block.count + 7) / 8 * 8;  // what lies behind them begins at a cache line
   auto* seen = static_cast<uint64_t*>(scratch(words * sizeof(uint64_t) + (floats + room) * sizeof(float)));
   if (!seen) return false;
@@ -151,7 +157,8 @@ bool prepare(const Step& step, const Block& block, int64_t head, int64_t states,
   piece.space.keys = q + queries * k_pad;
   piece.space.values = piece.space.keys + k_pad * kTile;
   piece.space.scores = piece.space.values + kTile * step.v_pad;
-  piece.total = state_at(piece.space.scores + queries * kTile, queries, step.v_pad);
+  piece.space.gathered = piece.space.scores + queries * kTile;
+  piece.total = state_at(piece.space.gathered + gathered, queries, step.v_pad);
   int64_t* first = reinterpret_cast<int64_t*>(piece.space.seen + queries);
   int64_t *last = first + block.count, *at = last + block.count;
   const Attention& kind = *step.kind;
@@ -177,7 +184,8 @@ bool prepare(const Step& step, const Block& block, int64_t head, int64_t states,
                    step.entry(step.keys, block.row, head, 0, step.k_dim),
                    step.entry(step.values, block.row, head, 0, step.v_dim), step.int8, first, last,
                    told ? step.in[kEntryAt].as<int64_t>() + block.row * span : nullptr, at, kind.window,
-                   step.in[kSlopes].absent ? nullptr : step.in[kSlopes].as<float>() + head * step.group, kind.softcap};
+                   step.in[kSlopes].absent ? nullptr : step.in[kSlopes].as<float>() + head * step.group, kind.softcap,
+                   block.path, step.past(block.row)};
   return true;
 }
 
@@ -267,6 +275,8 @@ Status* check(Step& step) {
               (entry_at.absent || (entry_at.rank == 3 && kind.causal &&
                                    is(entry_at, ort::kInt64, step.rows * entry_at.dims[2]))),
           "positions of tokens and of entries go together, and with causality");
+  REQUIRE(in[kParents].absent || (is(in[kParents], ort::kInt64, step.tokens) && entry_at.absent && kind.causal && step.appends),
+          "a tree's tokens come with their keys, in causal attention to caches without padding");
   const int32_t *starts = in[kStarts].as<int32_t>(), *lens = in[kLens].as<int32_t>();
   REQUIRE(starts[0] == 0 && starts[step.rows] == step.tokens, "the rows' new tokens are not those of the step");
   for (int64_t row = 0; row < step.rows; row++) {
@@ -277,6 +287,10 @@ Status* check(Step& step) {
     REQUIRE(!step.appends || end <= step.entries, "a row's new tokens do not fit its cache");
     REQUIRE(!kind.rotary || end <= step.table_rows, "a token is beyond the rotary tables");
     REQUIRE(entry_at.absent || end <= entry_at.dims[2], "a row has entries without positions");
+    for (int64_t i = 0; !in[kParents].absent && i < step.count(row); i++) {
+      const int64_t parent = in[kParents].as<int64_t>()[starts[row] + i];
+      REQUIRE(parent >= 1 && parent <= i + 1, "a token's parent is no token before it in its row");
+    }
   }
   return nullptr;
 }
@@ -289,6 +303,67 @@ Status* own(KernelContext* context, size_t index, const Tensor& given, char*& ca
   if (data != given.data && data) memcpy(data, given.data, given.count() * (given.type == ort::kInt8 ? 1 : 4));
   cache = static_cast<char*>(data);
   return nullptr;
+}
+
+// Tokens [from, from + count) of a row, which follow each other, as blocks of at most `most`; `at`: the first's position.
+void add_blocks(Step& step, int64_t row, int64_t from, int64_t count, int64_t at, const int32_t* path, int64_t most) {
+  const Attention& kind = *step.kind;
+  const bool told = !step.in[kEntryAt].absent;
+  const int64_t past = step.past(row), end = least(past + step.count(row), step.entries), window = kind.window;
+  for (int64_t i = (count - 1) / most * most; count && i >= 0; i -= most) {
+    const int64_t tokens = least(most, count - i);
+    Block block = {row, step.in[kStarts].as<int32_t>()[row] + from + i, tokens, at + i, 0, end, step.parts,
+                   past + from + i, path};
+    if (kind.causal && !told) block.last = least(block.at + tokens, end);
+    if (window > 0 && !told && block.at >= window) block.first = block.at - window + 1;
+    step.parts += parts_of(block), step.longest = parts_of(block) > step.longest ? parts_of(block) : step.longest;
+    step.blocks[step.num_blocks++] = block;
+  }
+}
+
+// Tokens before one in its row, up to the row's past: its depth. They go to `path`, which ends with the token itself.
+int64_t depth_of(const int64_t* parents, int64_t token, int32_t* path) {
+  int64_t depth = 0;
+  for (int64_t i = token - parents[token]; i >= 0; i -= parents[i]) depth++;
+  if (path)
+    for (int64_t i = token, at = depth; at >= 0; i -= parents[i]) path[at--] = static_cast<int32_t>(i);
+  return depth;
+}
+
+// Tokens behind one whose parent is the one before them.
+int64_t run_of(const int64_t* parents, int64_t token, int64_t count) {
+  int64_t end = token + 1;
+  while (end < count && parents[end] == 1) end++;
+  return end - token;
+}
+
+// The blocks of a row; `paths` is memory for those of its branches, and null where none has any.
+void add_row(Step& step, int64_t row, int64_t most, int32_t*& paths) {
+  const int64_t past = step.past(row), count = step.count(row);
+  if (!paths || !count) return add_blocks(step, row, 0, count, past, nullptr, most);
+  const int64_t* parents = step.in[kParents].as<int64_t>() + step.in[kStarts].as<int32_t>()[row];
+  for (int64_t from = 0, run; from < count; from += run) {
+    run = run_of(parents, from, count);
+    int32_t* path = from ? paths : nullptr;
+    const int64_t depth = depth_of(parents, from, path);
+    if (path) {
+      for (int64_t i = 1; i < run; i++) path[depth + i] = static_cast<int32_t>(from + i);
+      paths += depth + run;
+    }
+    add_blocks(step, row, from, run, past + depth, path, most);
+  }
+}
+
+// Entries of the paths of all branches, and how many there are.
+int64_t path_entries(const Step& step, int64_t& branches) {
+  int64_t entries = 0;
+  branches = 0;
+  for (int64_t row = 0; row < step.rows && !step.in[kParents].absent; row++) {
+    const int64_t* parents = step.in[kParents].as<int64_t>() + step.in[kStarts].as<int32_t>()[row];
+    for (int64_t i = 1; i < step.count(row); i++)
+      if (parents[i] != 1) entries += depth_of(parents, i, nullptr) + run_of(parents, i, step.count(row)), branches++;
+  }
+  return entries;
 }
 
 Status* run(const void* kernel, KernelContext* context) {
@@ -308,23 +383,14 @@ Status* run(const void* kernel, KernelContext* context) {
   if (step.tokens == 0) return nullptr;
 
   const int64_t tokens = kBlock / step.group > 1 ? kBlock / step.group : 1, kv_heads = step.kind->kv_heads;
-  int64_t parts = 0, longest = 0, most_blocks = 0;
+  int64_t most_blocks = 0, branches = 0;
+  const int64_t entries = path_entries(step, branches);
+  int32_t* paths = entries ? static_cast<int32_t*>(scratch(entries * sizeof(int32_t), 3)) : nullptr;
+  REQUIRE(paths || !entries, "out of memory");
   for (int64_t row = 0; row < step.rows; row++) most_blocks += (step.count(row) + tokens - 1) / tokens;
-  auto* blocks = static_cast<Block*>(scratch(most_blocks * sizeof(Block), 1));
-  REQUIRE(blocks, "out of memory");
-  for (int64_t row = step.rows - 1; row >= 0; row--) {  // what sees most is begun first
-    const int64_t past = step.past(row), end = least(past + step.count(row), step.entries);
-    for (int64_t from = (step.count(row) - 1) / tokens * tokens; step.count(row) && from >= 0; from -= tokens) {
-      const bool told = !step.in[kEntryAt].absent;
-      const int64_t at = past + from, count = least(tokens, step.count(row) - from), window = step.kind->window;
-      Block block = {row, step.in[kStarts].as<int32_t>()[row] + from, count, at, 0, end, parts};
-      if (step.kind->causal && !told) block.last = least(at + count, end);
-      if (window > 0 && !told && at >= window) block.first = at - window + 1;
-      parts += parts_of(block), longest = parts_of(block) > longest ? parts_of(block) : longest;
-      blocks[step.num_blocks++] = block;
-    }
-  }
-  step.blocks = blocks;
+  step.blocks = static_cast<Block*>(scratch((most_blocks + branches) * sizeof(Block), 1));
+  REQUIRE(step.blocks, "out of memory");
+  for (int64_t row = step.rows - 1; row >= 0; row--) add_row(step, row, tokens, paths);  // what sees most is begun first
   if (step.appends) {
     const auto append_one = [&step](size_t i) {
       auto* space = static_cast<float*>(scratch(step.k_dim * sizeof(float)));
@@ -340,15 +406,15 @@ Status* run(const void* kernel, KernelContext* context) {
   const AttentionKernels& kernels = kernels_here();
   const int64_t whole = step.num_blocks * kv_heads;
   const int64_t size = state_size(least(tokens, step.tokens) * step.group, step.v_pad);
-  const int64_t bytes = parts * kv_heads * size * sizeof(float) + 64 + whole * sizeof(int);
-  const bool together = whole >= kEnough || longest == 1 || bytes > kMostBytes;
+  const int64_t bytes = step.parts * kv_heads * size * sizeof(float) + 64 + whole * sizeof(int);
+  const bool together = whole >= kEnough || step.longest == 1 || bytes > kMostBytes;
   if (!together) {
     step.states = static_cast<float*>(scratch(bytes, 2));
     REQUIRE(step.states, "out of memory");
-    step.left = reinterpret_cast<int*>(step.states + parts * kv_heads * size);
-    for (int64_t i = 0; i < whole; i++) step.left[i] = parts_of(blocks[i / kv_heads]);
+    step.left = reinterpret_cast<int*>(step.states + step.parts * kv_heads * size);
+    for (int64_t i = 0; i < whole; i++) step.left[i] = parts_of(step.blocks[i / kv_heads]);
   }
-  return parallel_with_memory(context, together ? whole : parts * kv_heads, [&](size_t i) {
+  return parallel_with_memory(context, together ? whole : step.parts * kv_heads, [&](size_t i) {
     const int64_t head = i % kv_heads, number = i / kv_heads;
     int64_t at = together ? number : 0;
     while (!together && at + 1 < step.num_blocks && step.blocks[at + 1].part <= number) at++;
@@ -364,7 +430,7 @@ void define_attention(Operator& op) {
   for (size_t i = 0; i < kInputs; i++) op.inputs[i] = {ort::kFloat, i != kQ && i != kLens && i != kStarts};
   op.inputs[kKeys] = op.inputs[kValues] = {ort::kUndefined, false};  // float or int8
   op.inputs[kLens].type = op.inputs[kStarts].type = ort::kInt32;
-  op.inputs[kAt].type = op.inputs[kEntryAt].type = ort::kInt64;
+  op.inputs[kAt].type = op.inputs[kEntryAt].type = op.inputs[kParents].type = ort::kInt64;
   op.name = "UnpaddedAttention";
   op.num_inputs = kInputs;
   op.outputs[0] = {ort::kFloat, false};

@@ -1,6 +1,7 @@
 // One part of attention, for each instruction set: what attention.cpp prepares and attention_tile.h computes.
 #pragma once
 #include <stdint.h>
+#include <string.h>
 
 namespace specexport {
 constexpr int64_t kTile = 64;   // cache entries whose scores are made together, at multiples of that
@@ -21,6 +22,8 @@ struct Queries {
   int64_t window;         // with entry_at; -1: all
   const float* slopes;    // [group] or null
   float softcap;
+  const int32_t* path;    // of a branch: new tokens of the row at positions from `past` on, in entries from there on
+  int64_t past;
 };
 
 // Softmax so far: largest score, sum of weights and weighted values of each query.
@@ -36,6 +39,7 @@ struct Workspace {
   float* values;   // [kTile, v_pad]
   float* scores;   // [queries, kTile]
   uint64_t* seen;  // [queries] a bit an entry
+  float* gathered; // [kTile, k_dim] and [kTile, v_dim]: of a path
 };
 
 // Kernels of one instruction set. All of them compute each query alone, in an order that knows nothing of the others.

@@ -292,8 +292,18 @@ TARGET void attend_as(const Queries& given, int64_t from, int64_t to, State stat
   for (int64_t start = from / kTile * kTile; start < to; start += kTile) {
     Tile tile = {start, 0, 0, nullptr, given.v_dim};
     if (!look(given, tile, from, to, space.seen)) continue;
-    turn_keys(static_cast<const T*>(given.keys) + start * given.k_dim, given.k_dim, tile.first, tile.last, space.keys);
+    const T* keys = static_cast<const T*>(given.keys) + start * given.k_dim;
     const T* values = static_cast<const T*>(given.values) + start * given.v_dim;
+    if (given.path && start + tile.last > given.past) {
+      T *path_keys = reinterpret_cast<T*>(space.gathered), *path_values = path_keys + kTile * given.k_dim;
+      for (int64_t e = tile.first; e < tile.last; e++) {
+        const int64_t behind = start + e - given.past, from = behind < 0 ? e : e - behind + given.path[behind];
+        memcpy(path_keys + e * given.k_dim, keys + from * given.k_dim, given.k_dim * sizeof(T));
+        memcpy(path_values + e * given.v_dim, values + from * given.v_dim, given.v_dim * sizeof(T));
+      }
+      keys = path_keys, values = path_values;
+    }
+    turn_keys(keys, given.k_dim, tile.first, tile.last, space.keys);
     tile.values = reinterpret_cast<const float*>(values);
     if (given.int8 || given.v_dim != given.v_pad) {
       for (int64_t e = tile.first; e < tile.last; e++)

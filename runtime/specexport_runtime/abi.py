@@ -200,6 +200,15 @@ ADAPTER_IDS = TensorSpec(
     "token",
     "targets with LoRA adapters to choose from only: the adapter of each token, numbered from 1; 0 for none",
 )
+PARENTS = TensorSpec(
+    "parents",
+    "int64",
+    ("T",),
+    "token",
+    "ort-cpu targets that verify trees only: how many places before each token its parent stands in its row: 1 in a "
+    "chain, and for a row's first token. A token sees what is before the step, its ancestors and itself, and its "
+    "position counts these",
+)
 LOGITS = TensorSpec("logits", "float32", ("R", "V"), "output", "raw logits of the selected rows")
 TOKEN_IDS = TensorSpec(
     "token_ids", "int64", ("R",), "output", "GPU engines only: argmax of each row of logits; -1 for a row with a NaN"
@@ -383,6 +392,7 @@ def format_table() -> str:
         *FEATURE_INPUTS,
         STATE_STEPS,
         ADAPTER_IDS,
+        PARENTS,
         *CACHE_INPUTS,
         *STATE_INPUTS,
         LOGITS,

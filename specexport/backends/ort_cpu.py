@@ -59,7 +59,7 @@ class OrtCpu(Backend):
             gate = gate_prefix if job.first_only and job.layers else gate_layers
             gated = gate is gate_prefix or (recipe.self_draft and role == "target")
             blocks = find_residual_blocks(ir_model) if gated else None
-            lower_ort_cpu(ir_model)
+            lower_ort_cpu(ir_model, trees=role == "target")
             if blocks is not None and blocks.obstacle is None:
                 gates = Gates(blocks.gate_kinds if gate(ir_model, blocks) else ())
             elif recipe.fuse:

@@ -18,6 +18,7 @@ from specexport_runtime.abi import (
     K_CACHE_OUT,
     LOGITS,
     PADDED_STEP_INPUTS,
+    PARENTS,
     STEP_INPUTS,
     V_CACHE_OUT,
     StepShape,
@@ -76,7 +77,8 @@ class PartedExecutor(Executor):
         specs = [*(PADDED_STEP_INPUTS if shape.kv_span else STEP_INPUTS)]
         if self.num_adapters:
             specs.append(ADAPTER_IDS)
-        self._buffers = StepBuffers(**{spec.name: np.zeros(shape.shape_of(spec), spec.dtype) for spec in specs})
+        arrays = {spec.name: np.zeros(shape.shape_of(spec), spec.dtype) for spec in specs}
+        self._buffers = StepBuffers(**arrays, parents=np.ones(shape.num_tokens, PARENTS.dtype))
         return self._buffers
 
     def execute(self, want: Want = "logits") -> StepOutput:
@@ -91,8 +93,8 @@ class PartedExecutor(Executor):
         self._moved, self._fresh = [], False
         return np.zeros((num_rows, self.vocab_size), np.float32)
 
-    def move_entries(self, row: int, entries: Int64Array) -> None:
-        """See ``Executor.move_entries``."""
+    def move_entries(self, row: int, entries: Int64Array, start: int = 0) -> None:  # noqa: ARG002
+        """See ``Executor.move_entries``; a check has no trees."""
         self._moved.append((row, entries.copy()))
 
     def clear_row(self, row: int) -> None:

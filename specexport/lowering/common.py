@@ -11,6 +11,7 @@ from specexport_runtime.abi import (
     GATE_INPUTS,
     LOGITS,
     PADDED_STEP_INPUTS,
+    PARENTS,
     STATE_STEPS,
     TOKEN_IDS,
 )
@@ -124,7 +125,7 @@ def add_token_ids(ir_model: "ir.Model") -> None:
 def step_inputs(ir_model: "ir.Model") -> tuple[str, ...]:
     """Names of the step inputs that a lowered graph takes, in the contract's order."""
     present = {value.name for value in ir_model.graph.inputs}
-    gates = (*GATE_INPUTS, *FEATURE_INPUTS, ADAPTER_IDS, STATE_STEPS)
+    gates = (*GATE_INPUTS, *FEATURE_INPUTS, ADAPTER_IDS, PARENTS, STATE_STEPS)
     specs = (*PADDED_STEP_INPUTS, *ALIGNED_STEP_INPUTS, *gates)
     names = dict.fromkeys(spec.name for spec in specs)
     return tuple(name for name in names if name in present)

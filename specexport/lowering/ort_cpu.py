@@ -22,7 +22,7 @@ from specexport.lowering.recurrence import lower_recurrences
 from specexport.onnx_emit import Emitter, add_input, constant, set_inputs
 from specexport.ops.spec import DIM_NAMES, UNPADDED_ATTENTION
 from specexport.passes.block_experts import put_float_experts
-from specexport_runtime.abi import KV_POSITIONS, OP_DOMAIN, OP_NAME, POSITIONS
+from specexport_runtime.abi import KV_POSITIONS, OP_DOMAIN, OP_NAME, PARENTS, POSITIONS, STATE_STEPS
 from specexport_runtime.errors import CheckFailedError
 
 if TYPE_CHECKING:
@@ -31,9 +31,10 @@ if TYPE_CHECKING:
 _FUSED = ("cos_table", "sin_table", "k_scale", "v_scale")
 INPUTS = (
     *("q", "k", "v", "k_cache", "v_cache", "kv_lens", "cu_new_tokens", "sinks", "slopes"),
-    *(*_FUSED, "positions", "kv_positions"),
+    *(*_FUSED, "positions", "kv_positions", "parents"),
 )
-"""Inputs of our operator by name, in order; ``positions`` and ``kv_positions`` are those of padded-KV graphs."""
+"""Inputs of our operator by name, in order; ``positions`` and ``kv_positions`` are those of padded-KV graphs, and
+``parents`` is of graphs that take trees."""
 
 _CONTRIB = "com.microsoft"
 _WHOLE_ONLY = {"Sin", "Cos", "Log"}
@@ -45,11 +46,12 @@ _FIRST_SCALE = ROTARY_INPUTS[-1] + 1  # of a node's inputs: scales of keys and o
 _LARGEST = 127
 
 
-def lower_ort_cpu(ir_model: "ir.Model", *, padded_kv: bool = False) -> None:
+def lower_ort_cpu(ir_model: "ir.Model", *, padded_kv: bool = False, trees: bool = False) -> None:
     """Put our operator in the place of each attention, and drop the step inputs that are not read, in place.
 
     ``padded_kv`` makes the padded-KV graph, with the step input ``kv_positions``; CheckFailedError for attention that
-    is not causal.
+    is not causal. ``trees`` adds the step input ``parents``, unless states, a whole row, or another model's cache is
+    read: these know chains alone.
     """
     import onnx_ir as ir
 
@@ -63,6 +65,9 @@ def lower_ort_cpu(ir_model: "ir.Model", *, padded_kv: bool = False) -> None:
         shape = [DIM_NAMES.get(word, word) if isinstance(word, str) else word for word in KV_POSITIONS.shape]
         add_input(graph, KV_POSITIONS.name, ir.DataType.INT64, shape)
         told = {value.name: value for value in graph.inputs if value.name in (POSITIONS.name, KV_POSITIONS.name)}
+    has_states = any(value.name == STATE_STEPS.name for value in graph.inputs)
+    if trees and nodes and not has_states and all(is_causal(node) and appends(node) for node in nodes):
+        told[PARENTS.name] = add_input(graph, PARENTS.name, ir.DataType.INT64, [DIM_NAMES["T"]])
     for node in nodes:
         if padded_kv and not is_causal(node):
             raise CheckFailedError(f"{node.name}: a padded-KV graph has causal attention only.")

@@ -256,6 +256,46 @@ def test_what_a_token_may_not_see_is_not_read(chosen: Path) -> None:
     assert np.isnan(operator.copied(given)[0][6]).all()
 
 
+TREES = {
+    "chain": [1, 1, 1, 1, 1, 1],
+    "siblings behind a chain": [1, 1, 1, 2, 1, 4, 5, 6],
+    "twigs": [1, 1, 1, 2, 1, 4, 1, 7, 8, 1, 1, 9],
+    "roots": [1, 2, 3, 1],
+}
+"""Of each token, how far before it its parent stands."""
+
+
+def path_of(parents: list[int], token: int) -> list[int]:
+    """The tokens of a row up to one."""
+    return [*(path_of(parents, token - parents[token]) if token >= parents[token] else []), token]
+
+
+@pytest.mark.parametrize("past", [0, 3, 61, 508])
+@pytest.mark.parametrize("case", BITS, ids=["packed", "everything", "int8"])
+def test_a_branch_has_the_bits_of_its_text(chosen: Path, case: Case, past: int) -> None:
+    """Each token of a tree, beside other rows, against the same tokens as a chain in a step of their own."""
+    tokens, window = ("q",) if case.packed else ("q", "k", "v"), case.window if past else min(case.window, 3)
+    case = replace(case, window=window)
+    trees = list(TREES.values())
+    sizes = [len(tree) for tree in trees]
+    given = draw(replace(case, rows=tuple((past, size) for size in sizes), capacity=past + 16), 3)
+    given["parents"] = np.concatenate([np.array(tree, np.int64) for tree in trees])
+    caches = {name: given[name].copy() for name in ("k_cache", "v_cache")}
+    found = Operator(case, given, chosen, 2).in_place(given)
+    alone = {name: given[name] for name in given if name not in (*tokens, *caches, "parents")}
+    for row, (tree, start) in enumerate(zip(trees, np.cumsum([0, *sizes]), strict=False)):
+        for token in range(len(tree)):
+            path = path_of(tree, token)
+            text = alone | {name: given[name][start + np.array(path)] for name in tokens}
+            text |= {name: cache[row : row + 1].copy() for name, cache in caches.items()}
+            text |= {"kv_lens": np.array([[past]], np.int32), "cu_new_tokens": np.array([0, len(path)], np.int32)}
+            wanted = Operator(case, text, chosen).in_place(text)
+            np.testing.assert_array_equal(found[start + token], wanted[-1], err_msg=f"{tree} {path}")
+            for name in caches:  # what a path keeps, when it is moved together, is what a chain would have left
+                kept = given[name][row, ..., past + np.array(path), :]
+                np.testing.assert_array_equal(kept, text[name][0, ..., past + np.arange(len(path)), :])
+
+
 def _set(name: str, value: Any) -> Any:
     return lambda given: given.update({name: np.asarray(value, given[name].dtype)})
 
@@ -289,6 +329,17 @@ BAD = {
     "scales": (Case(int8=True), _cut("k_scale"), "a scale for each channel"),
     "no scales": (Case(int8=True), _drop("v_scale"), "a scale for each channel"),
     "sinks": (Case(sinks=True), _cut("sinks"), "one a head"),
+    "parents": (
+        Case(((3, 4),)),
+        lambda given: given.update(parents=np.array([1, 1, 4, 1])),
+        "parent is no token before it",
+    ),
+    "a token as its parent": (Case(((3, 2),)), lambda given: given.update(parents=np.array([1, 0])), "no token before"),
+    "parents of padding": (
+        Case(padded=True),
+        lambda given: given.update(parents=np.ones(21, np.int64)),
+        "come with their keys",
+    ),
     "positions": (Case(padded=True), _drop("positions"), "go together"),
     "few positions": (
         Case(padded=True),

@@ -14,7 +14,7 @@ from specexport.ops.reference import unpadded_attention
 Array = npt.NDArray[Any]
 INPUTS = (
     *("q", "k", "v", "k_cache", "v_cache", "kv_lens", "cu_new_tokens", "sinks", "slopes", "cos_table", "sin_table"),
-    *("k_scale", "v_scale", "positions", "kv_positions"),
+    *("k_scale", "v_scale", "positions", "kv_positions", "parents"),
 )
 _TYPES = {
     np.dtype(np.float32): TensorProto.FLOAT,

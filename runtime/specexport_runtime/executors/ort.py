@@ -17,6 +17,7 @@ from specexport_runtime.abi import (
     KV_POSITIONS,
     LOGITS,
     PADDED_STEP_INPUTS,
+    PARENTS,
     STATE_INPUTS,
     STATE_OUTPUTS,
     STATE_STEPS,
@@ -100,6 +101,7 @@ class OrtExecutor(ArenaRows, GatedByInputs, WithFeatures):
         self.gives_back = gives_back and CAN_GIVE_BACK
         engine, attention, head = entry.engine, entry.attention, entry.draft_head
         names = engine.inputs if unpad_kv or engine.padded is None else engine.padded.inputs
+        self.takes_trees = unpad_kv and PARENTS.name in names
         threads = num_threads or available_cores()
         self._graph = open_graph(path, entry, names, num_threads=threads, spin=spin)
         self.gate_kinds = engine.gates.kinds
@@ -216,6 +218,8 @@ class OrtExecutor(ArenaRows, GatedByInputs, WithFeatures):
         if self.num_adapters:
             specs.append(ADAPTER_IDS)
         arrays = {spec.name: np.zeros(shape.shape_of(spec), spec.dtype) for spec in specs}
+        if self.takes_trees:
+            arrays[PARENTS.name] = np.ones(shape.num_tokens, PARENTS.dtype)
         for name, array in arrays.items():
             if name in graph.inputs:
                 io.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
