@@ -18,7 +18,10 @@ from specexport_runtime.decoding.verify import (
     accept_argmax,
     accept_processed,
     accept_rows,
+    fit_branches,
     greedy_ids,
+    note_paths,
+    path_of,
     row_asks,
     row_work,
     score_prompts,
@@ -132,7 +135,7 @@ class Decoder:
         drafted = time.perf_counter()
         events = self._verify(ready, drafting, proposals, chunks)
         if counts and self.lengths is not None:
-            tokens = sum([len(proposal.tokens) for proposal in proposals.values()])
+            tokens = sum([len(proposal.nodes) for proposal in proposals.values()])
             self.lengths.took(drafting, tokens, time.perf_counter() - drafted)
         if load is not None:
             seconds = time.perf_counter() - start
@@ -154,6 +157,10 @@ class Decoder:
             self.lengths.begin_round(load)
         rooms = [req.room_for_drafts for req in requests]
         proposals = self.drafter.propose(requests, rooms) if requests else []
+        proposals = [
+            fit_branches(req, proposal, self.target) if proposal.branches else proposal
+            for req, proposal in zip(requests, proposals, strict=True)
+        ]
         read = self.drafter.prefill_seconds - read_before
         self.times.count_draft(time.perf_counter() - start, read, [proposal.num_own for proposal in proposals])
         return {req.row: proposal for req, proposal in zip(requests, proposals, strict=True)}
@@ -170,6 +177,12 @@ class Decoder:
         work = [IDLE] * (requests[-1].row - first + 1)
         for req in requests:
             work[req.row - first] = row_work(self.target, req, chunks.get(req.row, 1), proposals.get(req.row))
+        # Where each tree's row begins in the step, and in its text.
+        trees = {
+            req.row: (sum([len(row.tokens) for row in work[: req.row - first]]), self.target.kv.kv_len(req.row))
+            for req in drafting
+            if proposals[req.row].branches
+        }
         scored = {req.row: chunks[req.row] for req in prompts if req.is_scored}
         want = wanted(self.target, drafting, scores=bool(scored))
         if want == "rows":
@@ -180,7 +193,7 @@ class Decoder:
         if grammars:
             self._masks.start(grammars)
         try:
-            output = told_step(self.target, self.drafter, requests, prompts, first, work, want)
+            output = told_step(self.target, self.drafter, requests, prompts, trees.keys(), first, work, want)
         finally:
             if grammars:  # a matcher may not be used while its masks are made
                 self._masks.wait()
@@ -193,6 +206,9 @@ class Decoder:
                 self.rows.advance(row, count)
         verified = [req for req in drafting if req not in broken] if broken else drafting
         events = self._accept(verified, proposals, output, first, scored)
+        if trees:
+            kept = [event for event in events if event.path is not None]
+            note_paths(self.target, self.drafter, [path_of(event, *trees[event.request.row]) for event in kept])
         events += [RoundEvent(req, [], 0, 0, is_bonus=False) for req in broken]
         if ready:
             self.padding.record_round([len(event.tokens) for event in events if event.request.row not in chunks])
@@ -223,7 +239,7 @@ class Decoder:
             proposal = proposals[req.row]
             # Rows of a prompt that is scored come first; its last one is that of the newest token.
             begin = self.target.logit_starts[req.row - first_row] + scored.get(req.row, 1) - 1
-            end = begin + len(proposal.tokens) + 1
+            end = begin + len(proposal.nodes) + 1
             try:
                 if proposal.error is not None:
                     raise proposal.error
@@ -237,27 +253,36 @@ class Decoder:
                 event = self._commit(req, proposal, verdict)
                 if req.logprobs is not None:
                     logits = rows.fetch() if isinstance(rows, DeviceRows) else rows
+                    if event.path is not None:
+                        logits = logits[[0, *[place + 1 for place in event.path]]]
                     req.logprobs += logprobs_of(event.tokens, logits, req.params.logprobs or 0)
                 events.append(event)
             except Exception as error:  # whatever it is, it concerns this request alone
                 req.finish_reason = None  # half a commit may have set it
                 req.end("error", error)
-                events.append(RoundEvent(req, [], len(proposal.tokens), 0, is_bonus=False, proposal=proposal))
+                events.append(RoundEvent(req, [], len(proposal.nodes), 0, is_bonus=False, proposal=proposal))
         return events
 
     def _commit(self, req: Request, proposal: Proposal, verdict: Verdict) -> RoundEvent:
-        tokens = [*proposal.tokens[: verdict.accepted], verdict.next_token]
+        nodes, before = proposal.nodes, len(req.tokens)
+        tokens = [*[nodes[place] for place in verdict.places], verdict.next_token]
         taken = req.commit(tokens)
         accepted = min(verdict.accepted, taken)
-        drafted, exited = len(proposal.tokens), proposal.end == "exit"
-        req.stats.record_round(drafted, accepted, taken, shares=proposal.shares(accepted), exited=exited)
+        drafted, exited = len(nodes), proposal.end == "exit"
+        event = RoundEvent(req, tokens[:taken], drafted, accepted, False, proposal, path=verdict.path)
+        on_chain = event.on_chain
+        req.stats.record_round(drafted, accepted, taken, shares=proposal.shares(accepted, on_chain), exited=exited)
         # Everything but the newest token is in the cache; entries of rejected tokens stay uncounted.
-        self.target.kv.commit(req.row, len(req.tokens) - 1)
-        is_bonus = bool(proposal.tokens) and verdict.is_bonus and taken == len(tokens)
+        if verdict.path is None:
+            self.target.kv.commit(req.row, len(req.tokens) - 1)
+        else:
+            self.times.moved += self.target.keep_path(req.row, before, verdict.path[: taken - 1])
+        req.num_agreed = min(before + on_chain, len(req.tokens) - 1)
+        is_bonus = bool(nodes) and verdict.is_bonus and taken == len(tokens)
         gamma = None if req.draft_exit is None else req.draft_exit.gamma
         # A draft that could not end early, a copy for example, tells nothing of one that could.
         if req.draft_exit is not None and proposal.gamma is not None:
-            req.draft_exit.observe(*proposal.own_tests(verdict.accepted))
+            req.draft_exit.observe(*proposal.own_tests(verdict.on_chain(len(proposal.tokens))))
         if req.adaptive and self.lengths is not None:
             self.lengths.observe(req, proposal, verdict.accepted, rejected=verdict.accepted < drafted)
-        return RoundEvent(req, tokens[:taken], drafted, accepted, is_bonus, proposal, gamma)
+        return event._replace(is_bonus=is_bonus, gamma=gamma)

@@ -1,7 +1,7 @@
 """A step of the target, and what its logits say: of drafts, and of prompts that are scored."""
 
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Collection, Mapping, Sequence
+from typing import Literal, NamedTuple
 
 from specexport_runtime.drafters.base import Drafter
 from specexport_runtime.errors import CheckFailedError
@@ -10,10 +10,11 @@ from specexport_runtime.executors.device_rows import DeviceRows
 from specexport_runtime.executors.row_kernels import RowAsk, whole_row
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from specexport_runtime.requests.records import Proposal
-from specexport_runtime.requests.request import Request
+from specexport_runtime.requests.request import Request, RoundEvent
 from specexport_runtime.sampling.accept import Verdict, accept_greedy
 from specexport_runtime.sampling.block import RULES
 from specexport_runtime.sampling.logprobs import logprobs_of
+from specexport_runtime.sampling.tree import TREE_RULES, accept_tree_greedy
 
 Wanted = Want | Literal["rows"]
 """``"rows"``: logits stay on the device."""
@@ -42,8 +43,16 @@ def row_work(target: ModelRunner, req: Request, count: int, proposal: Proposal |
     wanted = count if req.is_scored else 1
     if proposal is None:
         return RowWork(known, wanted, adapter=req.adapter)
-    drafts = len(proposal.tokens)
-    return RowWork(known + proposal.tokens, drafts + wanted, drafts=drafts, adapter=req.adapter)
+    nodes, chain = proposal.nodes, len(proposal.tokens)
+    # A root's parent is the newest token, which stands before the draft.
+    parents = [place - branch.parent for place, branch in enumerate(proposal.branches, start=chain)]
+    return RowWork(known + nodes, len(nodes) + wanted, drafts=len(nodes), adapter=req.adapter, parents=parents)
+
+
+def fit_branches(req: Request, proposal: Proposal, target: ModelRunner) -> Proposal:
+    """A draft without the branches that its cache row has no room for."""
+    room = target.kv.capacity - len(req.tokens) - len(proposal.tokens)
+    return proposal if len(proposal.branches) <= room else proposal._replace(branches=proposal.branches[: max(room, 0)])
 
 
 def told_step(
@@ -51,6 +60,7 @@ def told_step(
     drafter: Drafter,
     requests: Sequence[Request],  # all that have tokens in the step
     prompts: Sequence[Request],  # of these, all with a chunk of their prompt
+    trees: Collection[int],  # rows of which :func:`note_paths` gives the features, when it is known what stays
     first_row: int,
     work: Sequence[RowWork],
     want: Wanted,
@@ -89,9 +99,35 @@ def told_step(
     if read:
         features = executor.features
         for req in read:
+            if req.row in trees:
+                continue
             begin, end = starts[req.row - first_row : req.row - first_row + 2]
             drafter.note_features(req, target.kv.kv_len(req.row), features[begin:end])
     return output
+
+
+class PathOf(NamedTuple):
+    """What stays of a tree that was tested."""
+
+    request: Request
+    start: int  # position of the first token of its row in the step
+    places: list[int]  # in the step, of the row's tokens that stay
+
+
+def path_of(event: RoundEvent, start: int, position: int) -> PathOf:
+    """What stays of a tree, whose row began at token ``start`` of the step, and at ``position`` of its text."""
+    req, path = event.request, event.path or ()
+    # The draft's first node stands behind what was known of the text before the round.
+    draft = start + len(req.tokens) - len(event.tokens) - position
+    known = range(start, draft)
+    return PathOf(req, position, [*known, *[draft + place for place in path[: event.accepted]]])
+
+
+def note_paths(target: ModelRunner, drafter: Drafter, paths: Sequence[PathOf]) -> None:
+    """Give the drafter the features of the tokens that stay of trees, from the last step."""
+    for req, start, places in paths:
+        if drafter.wants_features(req):
+            drafter.note_features(req, start, target.executor.features[places])
 
 
 def _step(target: ModelRunner, first_row: int, work: Sequence[RowWork], want: Wanted) -> StepOutput | DeviceRows:
@@ -132,7 +168,10 @@ def greedy_ids(output: StepOutput | DeviceRows) -> list[int]:
 
 def accept_argmax(proposal: Proposal, greedy: Sequence[int]) -> Verdict:
     """Accept K draft tokens by the target's K+1 greedy tokens; CheckFailedError if the logits held a NaN."""
-    verdict = accept_greedy(proposal.tokens, greedy)
+    if proposal.branches:
+        verdict = accept_tree_greedy(proposal.nodes, proposal.parents, lambda place: greedy[place + 1])
+    else:
+        verdict = accept_greedy(proposal.tokens, greedy)
     if verdict.next_token == NO_TOKEN:
         raise CheckFailedError("the target's logits contain NaN.", "run `specexport verify` on this bundle.")
     return verdict
@@ -152,6 +191,8 @@ def accept_processed(req: Request, proposal: Proposal, logits: Float32Array) -> 
 
     ``logits`` are the target's raw ones [K+1, V]; NaN or +inf is a CheckFailedError, a ban of all InvalidRequestError.
     """
+    if proposal.branches:
+        return _accept_tree(req, proposal, logits)
     drafted = proposal.tokens
     if req.sampler.is_greedy:
         targets: list[int] = []
@@ -164,3 +205,17 @@ def accept_processed(req: Request, proposal: Proposal, logits: Float32Array) -> 
         lambda j: req.sampler.distribution(logits[j], drafted[:j]),
         req.draws,
     )
+
+
+def _accept_tree(req: Request, proposal: Proposal, logits: Float32Array) -> Verdict:
+    """As :func:`accept_processed`: each node's row of logits sees the tokens of its own path."""
+    nodes, parents, sampler = proposal.nodes, proposal.parents, req.sampler
+    before = lambda place: [nodes[each] for each in proposal.path_to(place)]  # noqa: E731
+    if sampler.is_greedy:
+        return accept_tree_greedy(
+            nodes, parents, lambda place: sampler.greedy_token(logits[place + 1], before(place))
+        )
+    chain = proposal.distributions or [None] * len(proposal.tokens)
+    drafted = [*chain, *[branch.law for branch in proposal.branches]]
+    target = lambda place: sampler.distribution(logits[place + 1], before(place))  # noqa: E731
+    return TREE_RULES[req.acceptance](nodes, parents, drafted, target, req.draws)

@@ -57,7 +57,7 @@ class ModelDrafter(OwnCacheDrafter):
         """Keep the cache entries of accepted tokens; the token the target added has not been fed yet."""
         for req in requests:
             kv_len = self.runner.kv.kv_len(req.row)
-            self.runner.kv.commit(req.row, min(kv_len, len(req.tokens) - 1))
+            self.runner.kv.commit(req.row, min(kv_len, req.num_agreed))
 
     def cost(self, curves: "CostCurves") -> "DraftCost | None":
         """See ``Drafter.cost``."""

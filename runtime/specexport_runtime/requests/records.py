@@ -69,16 +69,20 @@ class Proposal(NamedTuple):
         return sum([place < count for place in self.forced])
 
     def own_tests(self, accepted: int) -> tuple[int, bool]:
-        """How many of the drafter's own tokens passed their test, of ``accepted`` in all, and whether one failed."""
+        """How many of the chain's own tokens passed their test, of ``accepted`` of it, and whether one failed."""
         failed = accepted < len(self.tokens) and accepted not in self.forced
         return accepted - self.num_forced(accepted), failed
 
-    def shares(self, accepted: int) -> list[tuple[str, int, int]]:
-        """Who drafted tokens: name, tokens, and how many of them are among the first ``accepted``."""
+    def shares(self, accepted: int, on_chain: int) -> list[tuple[str, int, int]]:
+        """Who drafted tokens: name, tokens, and how many of them were accepted, ``on_chain`` of them in the chain."""
+        drafted = len(self.tokens) + len(self.branches)
         if not self.forced:
-            return [(self.drafter, len(self.tokens), accepted)] if self.tokens else []
-        known = self.num_forced(accepted)
-        shares = [(self.drafter, self.num_own, accepted - known), (FORCED, len(self.forced), known)]
+            return [(self.drafter, drafted, accepted)] if drafted else []
+        known = self.num_forced(on_chain)
+        shares = [
+            (self.drafter, drafted - len(self.forced), accepted - known),
+            (FORCED, len(self.forced), known),
+        ]
         return [share for share in shares if share[1]]
 
 

@@ -71,6 +71,7 @@ class Request:
         self.text = text
         self._pieces: list[tuple[str, int]] | None = [] if stream else None
         self.row = NO_ROW  # cache row while it is running
+        self.num_agreed = len(prompt)  # tokens up to where the last draft's chain went on as the text does
         self.finish_reason: FinishReason | None = None  # None while it may go on
         self.error: Exception | None = None
         self.draft_plan = tuple(draft_plan)
@@ -213,3 +214,11 @@ class RoundEvent(NamedTuple):
     is_bonus: bool  # the target's own token follows a fully accepted draft; otherwise it corrects the draft
     proposal: Proposal = Proposal([])
     gamma: float | None = None  # threshold that the draft was made with; None if it had none
+    path: tuple[int, ...] | None = None  # places of the accepted nodes of a tree; None for a chain
+
+    @property
+    def on_chain(self) -> int:
+        """Accepted tokens of the draft's chain."""
+        if self.path is None:
+            return self.accepted
+        return sum([place < len(self.proposal.tokens) for place in self.path[: self.accepted]])

@@ -110,7 +110,7 @@ def make_chunk(event: RoundEvent) -> StreamChunk:
     texts = req.take_pieces(count)
     logprobs: Sequence[TokenLogprobs | None] = [None] * count if req.logprobs is None else req.logprobs[-count:]
     drafters = [event.proposal.drafter] * event.accepted + [""] * (count - event.accepted)
-    for place in event.proposal.forced[: event.proposal.num_forced(event.accepted)]:
+    for place in event.proposal.forced[: event.proposal.num_forced(event.on_chain)]:
         drafters[place] = FORCED
     pieces = [
         StreamPiece(text, event.tokens[j], piece_kind(event, j), logprobs[j], drafters[j], offset)

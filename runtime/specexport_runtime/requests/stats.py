@@ -203,6 +203,7 @@ class PhaseTimes:
     engine: float = 0.0  # inside the engines of target and draft, in the rounds counted by ``rounds``
     total: float = 0.0  # those rounds as a whole; total - engine is the runtime's own time
     rounds: int = 0  # steps in which requests were verified
+    moved: int = 0  # cache entries of accepted nodes that were put in their place behind a tree was tested
     draft_steps: int = 0  # steps of a draft engine: the longest draft of each round, without a grammar's tokens, summed
 
     def count_draft(self, seconds: float, prefill: float, tokens: Sequence[int]) -> None:

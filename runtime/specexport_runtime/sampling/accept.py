@@ -25,6 +25,15 @@ class Verdict(NamedTuple):
     is_bonus: bool  # every draft token (of which there may be none) was accepted
     path: tuple[int, ...] | None = None  # places of the nodes that stay; None: the first ``accepted``
 
+    def on_chain(self, length: int) -> int:
+        """How many of the nodes that stay are of the draft's chain of ``length`` tokens."""
+        return self.accepted if self.path is None else sum([place < length for place in self.path])
+
+    @property
+    def places(self) -> Sequence[int]:
+        """Of the nodes that stay."""
+        return range(self.accepted) if self.path is None else self.path
+
 
 def accept_greedy(drafted: Sequence[int], target_tokens: Sequence[int]) -> Verdict:
     """Accept draft tokens as long as they equal the target's greedy choice; entry j follows j draft tokens."""

@@ -146,7 +146,7 @@ class EngineCounts:
             generated += len(event.tokens)
             if event.drafted:
                 self._add_accepted(event.accepted)
-                for drafter, drafted, accepted in event.proposal.shares(event.accepted):
+                for drafter, drafted, accepted in event.proposal.shares(event.accepted, event.on_chain):
                     name = drafter or UNNAMED
                     tested[name] = tested.get(name, 0) + drafted
                     counts_of(self.drafters, name).add(drafted, accepted)

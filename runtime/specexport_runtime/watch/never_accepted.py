@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from specexport_runtime.requests.records import FORCED
 from specexport_runtime.requests.stats import UNNAMED, DraftCounts, counts_of
 
 if TYPE_CHECKING:
@@ -22,7 +23,8 @@ class NeverAccepted:
         """Look at the drafts of a step."""
         for event in record.events:
             drafter = event.proposal.drafter or UNNAMED
-            drafted, accepted = event.proposal.num_own, event.proposal.own_tests(event.accepted)[0]
+            shares = event.proposal.shares(event.accepted, event.on_chain)
+            drafted, accepted = next((counts for name, *counts in shares if name != FORCED), (0, 0))
             if not drafted or not event.tokens or drafter in self._settled:
                 continue
             counts = counts_of(self._counts, drafter)
