@@ -43,20 +43,21 @@ class MappedConversion(Conversion):
         for converter in self._converters:
             if pattern in converter.source_patterns:
                 for operation in converter.operations:
-                    (tensor,) = operation.convert({name: tensor}, [name], [name]).values()
+                    try:
+                        (tensor,) = operation.convert({name: tensor}, [name], [name]).values()
+                    except IndexError:  # it orders rows or columns, and is given one
+                        return None
         result: np.ndarray = tensor.numpy()
         return result
 
     def column_order(self, tensor: Any) -> Rows | None:
         """Which column of the file each column of the model's matrix is; None if they are in place."""
         numbers = np.arange(int(tensor.shape[0]), dtype=np.float64)[None]
-        try:
-            order = self._processed(numbers, tensor.name)
-        except (IndexError, RuntimeError):  # it orders rows, of which there are more
-            return None
+        order = self._processed(numbers, tensor.name)
         if order is None or order.shape != numbers.shape or np.array_equal(order, numbers):
             return None
-        return order[0].astype(np.int64)
+        columns: Rows = order[0].astype(np.int64)
+        return columns
 
     def small(self, tensor: Any) -> Tensor | None:
         """A tensor that the model has with one dimension more, whole; None for others."""

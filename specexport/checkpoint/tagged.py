@@ -185,7 +185,9 @@ def gguf_weights(
             return None
         rows = float_rows(files[tensor.name], tensor, order, dtype)
         in_place = columns is None
-        found[name] = StoredWeight(shape, dtype, rows if in_place else partial(_turned, rows, torch.from_numpy(columns)))
+        found[name] = StoredWeight(
+            shape, dtype, rows if in_place else partial(_turned, rows, torch.from_numpy(columns))
+        )
     return found
 
 

@@ -1,7 +1,7 @@
 """MTP modules in GGUF files: the last blocks of the target's own file, or a file of their own (``mtp-*.gguf``).
 
-``block_count`` counts modules, ``nextn_predict_layers`` says how many of the blocks are modules. Each is a decoder layer
-of the target's kind, with ``nextn`` tensors beside it. So its block is read as a layer of a deeper target.
+``block_count`` counts modules too, ``nextn_predict_layers`` says how many of the blocks are modules. Each is a decoder
+layer of the target's kind, with ``nextn`` tensors beside it. So its block is read as a layer of a deeper target.
 """
 
 from collections.abc import Mapping
@@ -45,15 +45,16 @@ class GgufModule(HeadFiles):
 def open_gguf_module(source: Source, values: Mapping[str, Any]) -> HeadFiles:
     """Find the MTP module of a GGUF file for a target that ``values`` configures.
 
-    Raises CheckpointError if it has none, or that of another target, and UnsupportedModelError for an architecture whose
-    modules are not read.
+    Raises CheckpointError if it has none, or that of another target, and UnsupportedModelError for an architecture
+    whose modules are not read.
     """
     reader = open_reader(source)
     blocks = _find(source, reader)
     arch = architecture(reader)
     if arch not in MODEL_TYPES:
         raise UnsupportedModelError(
-            f"{source.name}: MTP modules in GGUF files of {arch} are not read.", f"{_FORM[:-1]}, or draft with `lookup`."
+            f"{source.name}: MTP modules in GGUF files of {arch} are not read.",
+            f"{_FORM[:-1]}, or draft with `lookup`.",
         )
     layers = int(values["num_hidden_layers"])
     if values.get("model_type") != MODEL_TYPES[arch] or blocks.start != layers:
@@ -140,9 +141,7 @@ def _beside(source: Source, reader: Any, conversion: Conversion, block: int) -> 
         if tensor is None:
             if name in _OPTIONAL.values() and name != "norm":
                 continue
-            raise CheckpointError(
-                f"{source.name}: its MTP module lacks {key}.", "fetch or convert the file again."
-            )
+            raise CheckpointError(f"{source.name}: its MTP module lacks {key}.", "fetch or convert the file again.")
         if name.endswith("norm"):  # stored as those of the layer are
             found[f"{name}.weight"] = conversion.norm(tensor, block)
         else:

@@ -74,6 +74,25 @@ def qwen_tensors(module: Module, num_layers: int) -> dict[str, Tensor]:
     return found
 
 
+def round_norms(model: Any) -> None:
+    """Give norms weights that are the same when one was added to them and taken off again."""
+    for name, weight in model.named_parameters():
+        if "norm" in name:
+            weight.data = (weight.data * 1024).round() / 1024
+
+
+def qwen_file(path: Path, architecture: str, module: Module, only: str = "", **changed: Any) -> Path:
+    """A file of Qwen3.5: whole, or ``only`` its "trunk" or its "module"; ``changed`` are settings."""
+    layers = module.target.config.num_hidden_layers
+    settings, place = qwen_settings(module, layers) | changed, f"blk.{layers}."
+    wanted: dict[str, Callable[[str], bool]] = {
+        "": lambda _: True,
+        "trunk": lambda name: not name.startswith(place),
+        "module": lambda name: name.startswith((place, "token_embd", "output")),
+    }
+    return write(path, architecture, settings, qwen_tensors(module, layers), wanted=wanted[only])
+
+
 def qwen_settings(module: Module, num_layers: int) -> dict[str, Any]:
     """Settings of such a file by their keys behind the architecture."""
     config, rope = module.target.config, module.target.config.rope_parameters
@@ -89,8 +108,8 @@ def qwen_settings(module: Module, num_layers: int) -> dict[str, Any]:
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
         "rope.freq_base": float(rope["rope_theta"]),
         "rope.dimension_count": int(config.head_dim * rope["partial_rotary_factor"]),
-        "rope.dimension_sections": [1, 1, 0, 0],
-        "full_attention_interval": 2,
+        "rope.dimension_sections": [1, 1, 1, 0],
+        "full_attention_interval": config.layer_types.index("full_attention") + 1,
         "ssm.conv_kernel": config.linear_conv_kernel_dim,
         "ssm.state_size": config.linear_key_head_dim,
         "ssm.group_count": config.linear_num_key_heads,
@@ -114,8 +133,12 @@ def write(
     tensors: Mapping[str, Tensor],
     *,
     wanted: Callable[[str], bool] = lambda _: True,
+    quantized: Callable[[str], bool] = lambda _: False,
 ) -> Path:
-    """Write those tensors of a file whose names are ``wanted``, with a byte vocabulary."""
+    """Write those tensors of a file whose names are ``wanted``, with a byte vocabulary.
+
+    Matrices whose names are ``quantized`` are Q8_0.
+    """
     import gguf
     from tokenizers import pre_tokenizers
 
@@ -131,8 +154,12 @@ def write(
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     for name, value in tensors.items():
-        if wanted(name):
-            writer.add_tensor(name, np.ascontiguousarray(value.detach().float().numpy()))
+        stored = np.ascontiguousarray(value.detach().float().numpy())
+        if wanted(name) and quantized(name) and stored.ndim > 1 and stored.shape[-1] % 32 == 0:
+            kind = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(name, gguf.quantize(stored, kind), raw_dtype=kind)
+        elif wanted(name):
+            writer.add_tensor(name, stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
