@@ -125,8 +125,9 @@ def _check_tokenizer(source: ModelSource, checkpoint: "Checkpoint") -> None:
     """Compare the head's tokenizer with the target's, where it has one."""
     from specexport.checkpoint.source import resolve_source
 
-    path = resolve_source(source.source, source.revision).folder / TOKENIZER_NAME
-    if path.is_file():
+    found = resolve_source(source.source, source.revision)
+    path = found.folder / TOKENIZER_NAME
+    if found.gguf_file is None and path.is_file():
         own = read_vocabulary(path.read_bytes(), where=source.name)
         target = read_vocabulary(checkpoint.tokenizer_json, where=checkpoint.source)
         check_vocabularies(target, own, num_shared_rows=None)
@@ -151,7 +152,8 @@ def _load(recipe: BuildRecipe, source: ModelSource, checkpoint: "Checkpoint") ->
     from specexport.heads.mtp_files import open_mtp
 
     found, text = resolve_source(source.source, source.revision), checkpoint.model.config.get_text_config()
-    files = open_mtp(found, text.to_dict()) if recipe.head == MTP else open_head(found)
+    is_module = recipe.head == MTP or found.gguf_file is not None
+    files = open_mtp(found, text.to_dict()) if is_module else open_head(found)
     config = read_config(
         files, TargetFacts(_num_layers(checkpoint), int(text.hidden_size), checkpoint.vocab_size, text)
     )
