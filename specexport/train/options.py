@@ -42,6 +42,7 @@ class TrainOptions:
     rate: float = 0.003  # learning rate of the matrices
     seed: int = 0  # of everything random
     threads: int | None = None  # None: the cores there are
+    hours: float | None = None  # of one run, which then saves and ends; None: until the draft is there
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -69,6 +70,8 @@ class TrainOptions:
             raise InvalidRequestError(
                 f"max_states_gb is {self.max_states_gb:g}.", "give the disk that may be used, in GB."
             )
+        if self.hours is not None and not self.hours > 0:
+            raise InvalidRequestError(f"hours is {self.hours:g}.", "give the time that the run may take.")
         if not 0 < self.rate <= 1:
             raise InvalidRequestError(f"rate is {self.rate:g}.", "give a number in (0, 1].")
 

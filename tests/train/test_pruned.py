@@ -321,7 +321,7 @@ from pathlib import Path
 from specexport.train import run
 from specexport.train.loop import Trainer
 from specexport.train.options import TrainOptions
-run.SAVE_EVERY = 4
+run.LOOK_EVERY = 4
 step = Trainer.step
 def killed(self):
     if self.done == 10:
@@ -338,7 +338,7 @@ run.train_draft(TrainOptions(target, Path(output), (Path(prompts),), kind="prune
 def test_a_killed_run_goes_on_with_the_same_curve(
     target: Path, prompts: Path, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "SAVE_EVERY", 4)
+    monkeypatch.setattr(run, "LOOK_EVERY", 4)
     whole = train_draft(options(target, prompts, bundle, tmp_path / "whole"))
     places = [str(target), str(prompts), str(bundle), str(tmp_path / "cut")]
     ended = subprocess.run([sys.executable, "-c", _KILLED, *places], check=False, env=dict(os.environ))
