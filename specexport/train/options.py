@@ -9,6 +9,7 @@ from specexport_runtime.errors import InvalidRequestError, UnsupportedModelError
 HEAD_KINDS = ("eagle3", "mtp")
 KINDS = (*HEAD_KINDS, "pruned")
 DRAFT_STEPS = 3
+_PLACES = ("target", "output", "prompts", "work", "bundle", "max_states_gb", "hours")
 LAYER_SHARE, FEWEST_LAYERS = 4, 2
 """A pruned draft keeps one layer of so many, and at least so many, unless told otherwise."""
 HEAD_LAYERS = 4
@@ -120,6 +121,13 @@ class TrainOptions:
     def text_settings(self) -> dict[str, Any]:
         """What decides the texts."""
         return {name: asdict(self)[name] for name in ("max_tokens", "temperature", "seed")}
+
+    def flags(self) -> str:
+        """What decides the draft, beside the target, the prompts and the bundle, as the command's flags."""
+        chosen = {name: value for name, value in asdict(self).items() if name not in _PLACES and value is not None}
+        if self.batches is not None:
+            del chosen["epochs"]
+        return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in chosen.items())
 
 
 def _check_kind(options: TrainOptions) -> None:

@@ -300,6 +300,7 @@ def _card(options: TrainOptions, result: Trained, described: Any) -> str:
 
 | | |
 | --- | --- |
+| settings | `{options.flags()}` |
 | texts | {result.num_texts:,}, written by the target: {drawn} |
 | tokens | {result.num_tokens:,} |
 | batches | {result.batches:,} of up to {options.batch_tokens:,} tokens |

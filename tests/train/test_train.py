@@ -205,6 +205,7 @@ def test_the_head_is_in_the_format_of_speculators(
     assert len(modes) == 1  # who may read the one may read the other
     card = (tmp_path / "head" / "README.md").read_text()
     assert "| on held-out texts: tokens a round" in card
+    assert "--kind eagle3 --max-tokens 24 --temperature 0.7 --draft-vocab-size 100 --batches 12" in card
     with pytest.raises(InvalidRequestError, match="was written with"):
         train_draft(options(target, prompts, bundle, tmp_path / "head", draft_vocab_size=100, batches=20))
 
