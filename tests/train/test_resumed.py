@@ -98,6 +98,9 @@ def check_same(folder: Path, whole: Path) -> None:
     assert len(stores[0]) == len(stores[1]) == 40
     for i in range(40):
         assert all(map(torch.equal, stores[0].read(i), stores[1].read(i)))
+    for path in (works[0] / "eagle3-states").iterdir():
+        with safe_open(path, framework="pt") as file:
+            assert len(json.loads(file.metadata()["lengths"])) % store.BATCH == 0, path.name
     states = [load_file(each / "eagle3-state" / "state.safetensors") for each in works]
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
