@@ -493,6 +493,7 @@ def open_ort_cuda_executor(request: EngineRequest) -> OrtCudaExecutor:
         if executor.splits_rows and request.role == "target":  # shorter drafts
             shapes += [StepShape(0, 1, count, count, count) for count in range(2, request.lookahead + 1)]
         warm_up(executor, shapes, (0, SPLIT_BOUND - 1), path)
+        executor.reserve_rows(request)
     except BaseException:
         executor.close()
         raise
