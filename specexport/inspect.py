@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from specexport.bench.search_layers import describe_skipped
 from specexport.compile.draft_cuts import describe_layers
 from specexport.compile.draft_trial import describe_trial
 from specexport.compile.head import describe_probe
@@ -38,6 +39,7 @@ from specexport_runtime.abi import (
     num_pending,
     state_shapes,
 )
+from specexport_runtime.bundle.draft_layers import DraftLayers, load_draft_layers
 from specexport_runtime.bundle.entry import AdapterEntry, DraftHeadEntry, EngineFile, Gates, ModelEntry
 from specexport_runtime.bundle.files import check_files
 from specexport_runtime.bundle.manifest import Manifest, load_manifest
@@ -58,15 +60,17 @@ def inspect(bundle: Path, *, as_json: bool, whole: bool) -> None:
     manifest = load_manifest(bundle)
     if whole:
         check_files(bundle, manifest.files)
+    layers = load_draft_layers(bundle, manifest)
     if as_json:
-        print_json(describe_json(manifest))
+        print_json(describe_json(manifest, layers))
     else:
-        click.echo("\n".join(describe(manifest, files_checked=whole)))
+        click.echo("\n".join(describe(manifest, layers, files_checked=whole)))
 
 
-def describe_json(manifest: Manifest) -> dict[str, Any]:
+def describe_json(manifest: Manifest, layers: DraftLayers | None = None) -> dict[str, Any]:
     """The manifest as plain values, with what can be computed from it: the contract and the sizes in bytes."""
     data = manifest.to_json()
+    data["draft_layers"] = None if layers is None else layers._asdict()
     data["total_bytes"] = sum(entry.size for entry in manifest.files.values())
     for role, entry in manifest.models.items():
         data["models"][role]["contract"] = [spec._asdict() for spec in contract_of(entry)]
@@ -112,7 +116,7 @@ def _engine_bytes(manifest: Manifest, role: str) -> int:
     return sum(entry.size for name, entry in manifest.files.items() if name.startswith(f"{role}/"))
 
 
-def describe(manifest: Manifest, *, files_checked: bool = False) -> Iterator[str]:
+def describe(manifest: Manifest, layers: DraftLayers | None = None, *, files_checked: bool = False) -> Iterator[str]:
     """The bundle in lines for a reader."""
     total = sum(entry.size for entry in manifest.files.values())
     state = ", every hash checked" if files_checked else ""
@@ -127,6 +131,8 @@ def describe(manifest: Manifest, *, files_checked: bool = False) -> Iterator[str
     yield f"  vocabulary: {vocabulary.size} draftable ids, bos {vocabulary.bos_token_id}, eos {ends}"
     for role, entry in sorted(manifest.models.items(), key=lambda item: item[0] != "target"):
         yield from _describe_model(manifest, role, entry)
+        if role == "target" and layers is not None:
+            yield f"  {describe_skipped(layers)}"
     yield "files"
     for name, file in manifest.files.items():
         yield f"  {name:<28} {_size(file.size):>10}  sha256 {file.sha256[:16]}"

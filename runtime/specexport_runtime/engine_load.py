@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from specexport_runtime.bundle.arrays import load_cut_head, load_mask
+from specexport_runtime.bundle.draft_layers import load_draft_layers
 from specexport_runtime.bundle.opened import Bundle, load_bundle
 from specexport_runtime.costs.curves import KnownCosts, load_costs
 from specexport_runtime.costs.prior import DRAFTER_OF, prior_costs
@@ -24,6 +25,7 @@ from specexport_runtime.intake.checks import check_adapter
 from specexport_runtime.intake.drafting import DraftDefaults, stage_names
 from specexport_runtime.intake.speculative_config import parse_speculative_config
 from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.requests.layer_choice import LayerRules
 
 
 def load_engine_parts(path: Path, options: EngineOptions) -> EngineParts:
@@ -92,6 +94,9 @@ def _draft_defaults(bundle: Bundle, options: EngineOptions) -> DraftDefaults:
         defaults = parse_speculative_config(
             options.speculative_config, sources=sources, built=bundle.manifest.lookahead
         )
+    found = load_draft_layers(bundle.folder, bundle.manifest)
+    if found is not None:
+        defaults = defaults._replace(layer_rules=LayerRules(None, None, None, found.mixers, found.mlps))
     return defaults if options.match_length is None else defaults._replace(match_length=options.match_length)
 
 

@@ -1,9 +1,11 @@
 """Writing a bundle, and telling what stands in its place already."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from specexport.atomic import place_behind_links, remove_leftovers
+from specexport.atomic import place_behind_links, remove_leftovers, write_json
 from specexport.compile.built import TOKENIZER_NAME, BuiltModel, entry_in_bundle
 from specexport.compile.vocabulary import draftable_size, read_vocabulary, sha256_of
 from specexport.recipe import BuildRecipe
@@ -104,6 +106,21 @@ def write_bundle(
     )
     manifest.write(folder)
     return manifest
+
+
+def put_json(bundle: Path, manifest: Manifest, name: str, data: Any, **fields: Any) -> Manifest:
+    """Put a JSON file into a bundle, and its hash and ``fields`` into the manifest, which is given back.
+
+    Whenever this is interrupted, the bundle stays valid, with the file and ``fields`` before, without, or with the new
+    ones. UserInputError or OSError if it cannot be written.
+    """
+    files = {path: entry for path, entry in manifest.files.items() if path != name}
+    if len(files) < len(manifest.files):
+        replace(manifest, files=files, **dict.fromkeys(fields)).write(bundle)  # the old file is about to go
+    write_json(bundle / name, data)
+    done = replace(manifest, files=files | hash_files(bundle, [name]), **fields)
+    done.write(bundle)
+    return done
 
 
 def _vocabulary_info(models: Mapping[str, BuiltModel]) -> VocabularyInfo:
