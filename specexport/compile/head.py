@@ -19,7 +19,7 @@ from specexport.compile.vocabulary import check_vocabularies, read_vocabulary
 from specexport.progress import StageClock
 from specexport.recipe import MTP, BuildRecipe, model_dtype
 from specexport_runtime.bundle.arrays import MASK_NAME
-from specexport_runtime.bundle.entry import DraftHeadEntry
+from specexport_runtime.bundle.entry import CorrectionEntry, DraftHeadEntry
 from specexport_runtime.bundle.profiles import head_steps
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 
@@ -202,7 +202,10 @@ def prepare_head(source: ModelSource, plan: HeadPlan, folder: Path, clock: Stage
     with clock.stage("reference", role):
         reference = kind_of(config).reference(loaded) if check_obstacle(recipe) is None else None
     num_parameters = sum(parameter.numel() for parameter in loaded.head.parameters())
-    step_parameters, mask = loaded.head.step_parameters, loaded.mask_feature
+    step_parameters, mask, correction = loaded.head.step_parameters, loaded.mask_feature, loaded.correction
+    arrays = {} if mask is None else {MASK_NAME: mask}
+    if correction is not None:
+        arrays |= {f"{name}.npy": table for name, table in correction.tables.items()}
     with clock.stage("trace", role):
         backend = find_backend(recipe.backend)
         traced = trace_head(loaded.head, fixed_sizes=backend.fixed_sizes, group_experts=backend.groups_experts)
@@ -239,8 +242,12 @@ def prepare_head(source: ModelSource, plan: HeadPlan, folder: Path, clock: Stage
             mask_token_id=config.mask_token_id,
             mask_path=None if mask is None else MASK_NAME,
             block_size=config.block_size,
+            from_anchor=config.from_anchor,
+            correction=None
+            if correction is None
+            else CorrectionEntry(correction.rule, tuple(f"{name}.npy" for name in correction.tables), correction.most),
         ),
-        mask=mask,
+        arrays=arrays,
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ loaded, referred to torch and traced, and in what :class:`Part` says of them.
 
 import gc
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,7 +21,7 @@ from specexport.compile.check import check_obstacle
 from specexport.compile.draft_trial import Chosen, DraftForm, FormChoice, describe_trial
 from specexport.progress import StageClock
 from specexport.recipe import KEEP, BuildRecipe, model_dtype, with_quantization
-from specexport_runtime.bundle.arrays import LM_HEAD_IDS_NAME, MASK_NAME
+from specexport_runtime.bundle.arrays import LM_HEAD_IDS_NAME
 from specexport_runtime.bundle.entry import (
     AdapterEntry,
     AttentionEntry,
@@ -94,7 +94,7 @@ class Part:
     dropped_layers: tuple[DroppedLayer, ...] = ()
     adapters: tuple[AdapterEntry, ...] = ()
     draft_head: DraftHeadEntry | None = None
-    mask: Float32Array | None = None  # the feature for tokens not known yet, [E]; None where there is none
+    arrays: Mapping[str, Float32Array] = field(default_factory=dict)  # what lies beside the engine, by file name
     ranges: Mapping[str, ChannelRanges] | None = None  # of inputs, by name of the weight, where int4 weighs errors
     kept: "Mapping[str, BlockWeight] | None" = None  # quantized weights of the checkpoint, for a form that keeps them
     kept_formats: tuple[WeightFormat, ...] = ()  # of these
@@ -138,9 +138,8 @@ def _build_form(
         ranges=part.ranges if weighs_inputs(recipe, source.role) else None,
         kept=part.kept if keeps else None,
     )
-    for name, array in ((LM_HEAD_IDS_NAME, ids), (MASK_NAME, part.mask)):
-        if array is not None:
-            np.save(place / name, array, allow_pickle=False)
+    for name, array in {**part.arrays, **({} if ids is None else {LM_HEAD_IDS_NAME: ids})}.items():
+        np.save(place / name, array, allow_pickle=False)
     cache_dtype = None if job.cache_ranges is None else recipe.kv_cache_dtype
     return ModelEntry(
         backend=recipe.backend,

@@ -5,7 +5,7 @@ from functools import reduce
 from typing import Any
 
 from specexport.checkpoint.source import Source
-from specexport.heads import assistant, dflash, eagle, hydra, medusa, mtp
+from specexport.heads import assistant, dflash, dflash2, dspark, eagle, hydra, medusa, mtp
 from specexport.heads.config import HeadConfig, TargetFacts
 from specexport.heads.files import CONFIG_NAME, HeadFiles, our_name, read_names
 from specexport.heads.kind import HeadKind
@@ -17,6 +17,8 @@ KINDS: tuple[HeadKind, ...] = (
     medusa.KIND,
     assistant.KIND,
     mtp.KIND,
+    dspark.KIND,
+    dflash2.KIND,
     dflash.KIND,
     eagle.EAGLE3,
     eagle.EAGLE,

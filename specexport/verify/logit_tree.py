@@ -8,6 +8,7 @@ import numpy as np
 from specexport_runtime.abi import CONTEXT_ID
 from specexport_runtime.bundle.arrays import CutHead, MaskInput
 from specexport_runtime.drafters.at_once import draft_work, entry_tokens
+from specexport_runtime.drafters.correction import corrector_of
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import Executor
 from specexport_runtime.packing.batch import ModelRunner, RowWork
@@ -188,14 +189,15 @@ class HeadTree(LogitTree):
         vocab_size: int | None = None,  # ids below it have a logit; None takes the head's
         cut_head: CutHead | None = None,  # the token ids of its LM head, if that was cut
         # of a head that drafts all tokens in one step: what it reads for unknown tokens; its logits of a place then do
-        # not depend on the path
+        # not depend on the path, unless the head corrects them
         mask: MaskInput | None = None,
         places: int = 1,  # tokens that such a head drafts in one step
     ) -> None:
         self._target, self._mask = target, mask
         self._num_heads, self._reads_draft = head.num_draft_heads, head.reads_draft
         self._places = places if mask is None or mask.most is None else min(places, mask.most)
-        self._at_once: Float32Array | None = None
+        self._at_once: tuple[Float32Array, Float32Array] | None = None  # logits [K, N], what is handed on [K, E]
+        self._corrector = corrector_of(mask, cut_head)
         super().__init__(head, context, vocab_size=vocab_size, cut_head=cut_head)
 
     def _begin(self, context: Sequence[int]) -> None:
@@ -217,9 +219,15 @@ class HeadTree(LogitTree):
             return self._follow(path)
         if self._at_once is None:
             work = draft_work(self._last, self._feature, self._newest, self._places, self._mask).work
-            self._at_once = np.array(self._runner.step(0, [work]))
-        place: Float32Array = self._at_once[len(path) % self._places]
-        return place
+            logits = np.array(self._runner.step(0, [work]))
+            self._at_once = logits, self._runner.executor.next_features.copy()
+        logits, states = self._at_once
+        begin = len(path) - len(path) % self._places
+        if self._corrector is None:
+            place: Float32Array = logits[len(path) - begin]
+            return place
+        newest = path[begin - 1] if begin else self._newest
+        return self._corrector.begin(logits, states, newest).logits(path[begin:])
 
     def _follow(self, path: Path) -> Float32Array:
         """One step for each token, each fed what the one before handed on; then all of them are forgotten."""

@@ -176,6 +176,14 @@ class CutLmHead(NamedTuple):
     num_rows: VocabSize  # N, how many ids it has
 
 
+class CorrectionEntry(NamedTuple):
+    """How a parallel head corrects the logits of a place by the token in front of it (``drafters.correction``)."""
+
+    rule: str
+    tables: tuple[InnerPath, ...]  # its files; a file's name is its table's
+    most: Annotated[int, whole(1, 1 << 24)]  # how many tokens of a place it looks at, the likeliest ones
+
+
 class DraftHeadEntry(NamedTuple):
     """What a draft head is, beside its layers."""
 
@@ -192,6 +200,8 @@ class DraftHeadEntry(NamedTuple):
     # If it fills blocks: most tokens of one, the newest and those to guess.
     block_size: Annotated[int, whole(2, 1 << 16)] | None = None
     reads_draft: bool = False  # each of its heads reads what those before it guessed
+    from_anchor: bool = False  # the block's first place, that of the newest token, guesses too
+    correction: CorrectionEntry | None = None  # of logits by the tokens drafted in front; None for none
 
 
 class AdapterEntry(NamedTuple):
