@@ -80,7 +80,7 @@ def load_token_map(folder: Path, draft: ModelEntry | None, target: ModelEntry) -
         return None
     path = folder / draft.token_map.path
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             found = TokenMap(**{name: arrays[name] for name in TokenMap._fields})
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
         raise BundleError(f"{path} cannot be read ({error}).", REBUILD) from error

@@ -86,9 +86,9 @@ class MemoryBudget:
     def _holding(self, tokens: int) -> Holding:
         """A request of so many tokens, with a draft behind it, in the caches of each model."""
         most = min(tokens, self._most)
-        entries = tuple([min(int(most * each.stretch) + self._slack, each.kv.capacity) for each in self._runners])
-        each_one = zip(self._runners, entries, strict=True)
-        return Holding(entries, sum([runner.row_bytes(count) for runner, count in each_one]))
+        entries = [min(int(most * runner.stretch) + self._slack, runner.kv.capacity) for runner in self._runners]
+        each = zip(self._runners, entries, strict=True)
+        return Holding(tuple(entries), sum([runner.row_bytes(count) for runner, count in each]))
 
     def need(self, req: Request) -> Holding:
         """All that a request may come to need, whatever drafts for it."""
