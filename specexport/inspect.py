@@ -12,6 +12,7 @@ from specexport.bench.search_layers import describe_skipped
 from specexport.compile.draft_cuts import describe_layers
 from specexport.compile.draft_trial import describe_trial
 from specexport.compile.head import describe_probe
+from specexport.compile.token_map import describe_share
 from specexport.report import print_json
 from specexport_runtime.abi import (
     ADAPTER_IDS,
@@ -195,6 +196,8 @@ def _describe_model(manifest: Manifest, role: str, entry: ModelEntry) -> Iterato
     elif entry.engine.feature_size:
         when = "steps that want them" if entry.backend == "ort-cpu" else "every step"
         yield f"  gives features of {entry.engine.feature_size} values to a draft head, in {when}"
+    if entry.token_map is not None:
+        yield f"  another vocabulary than the target's: they share {describe_share(entry.token_map)}"
     if entry.cut_lm_head is not None:
         yield f"  LM head: {entry.lm_head_rows} of {entry.vocab_size} tokens"
     yield from map("  {}".format, describe_trial(entry))

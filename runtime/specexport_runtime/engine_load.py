@@ -6,6 +6,7 @@ from pathlib import Path
 from specexport_runtime.bundle.arrays import load_cut_head, load_mask
 from specexport_runtime.bundle.draft_layers import load_draft_layers
 from specexport_runtime.bundle.opened import Bundle, load_bundle
+from specexport_runtime.bundle.token_map import load_token_map
 from specexport_runtime.costs.curves import KnownCosts, load_costs
 from specexport_runtime.costs.prior import DRAFTER_OF, prior_costs
 from specexport_runtime.drafters.suffix_open import open_suffixes
@@ -47,6 +48,8 @@ def load_engine_parts(path: Path, options: EngineOptions) -> EngineParts:
     drafting = [bundle.manifest.models[role] for role in ("draft", "head") if role in bundle.manifest.models]
     cut_head = load_cut_head(bundle.folder, drafting[0]) if drafting else None
     mask = load_mask(bundle.folder, drafting[0]) if drafting else None
+    models = bundle.manifest.models
+    token_map = load_token_map(bundle.folder, models.get("draft"), models["target"])
     executors: dict[str, Executor] = {}
     try:
         for role in sorted(bundle.manifest.models, reverse=True):  # the target first: a draft takes what it leaves
@@ -61,7 +64,9 @@ def load_engine_parts(path: Path, options: EngineOptions) -> EngineParts:
                 gives_back=options.kv_bytes is not None,
                 target=executors.get("target"),
             )
-        parts = _parts_of(bundle, executors, defaults, options)._replace(cut_head=cut_head, mask=mask)
+        parts = _parts_of(bundle, executors, defaults, options)._replace(
+            cut_head=cut_head, mask=mask, token_map=token_map
+        )
         if not options.adaptive and "auto" not in (defaults.drafter, defaults.lookahead):
             return parts
         return parts._replace(costs=_load_costs(bundle, backend, options))

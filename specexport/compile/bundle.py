@@ -125,9 +125,10 @@ def put_json(bundle: Path, manifest: Manifest, name: str, data: Any, **fields: A
 
 def _vocabulary_info(models: Mapping[str, BuiltModel]) -> VocabularyInfo:
     target = models["target"]
-    vocabularies = [read_vocabulary(built.tokenizer_json, where=built.entry.source.name) for built in models.values()]
+    alike = [built for built in models.values() if built.entry.token_map is None]
+    vocabularies = [read_vocabulary(built.tokenizer_json, where=built.entry.source.name) for built in alike]
     return VocabularyInfo(
-        size=draftable_size(vocabularies, [built.entry.vocab_size for built in models.values()]),
+        size=draftable_size(vocabularies, [built.entry.vocab_size for built in alike]),
         tokenizer_sha256=sha256_of(target.tokenizer_json),
         bos_token_id=target.bos_token_id,
         # A checkpoint may name ids that its model has no row for; nothing can end with one.

@@ -7,6 +7,7 @@ import numpy as np
 
 from specexport_runtime.abi import CONTEXT_ID
 from specexport_runtime.bundle.arrays import CutHead, MaskInput
+from specexport_runtime.bundle.token_map import TokenMap
 from specexport_runtime.drafters.at_once import draft_work, entry_tokens
 from specexport_runtime.drafters.correction import corrector_of
 from specexport_runtime.errors import SpecexportError
@@ -40,8 +41,9 @@ class LogitTree:
         *,
         vocab_size: int | None = None,
         cut_head: CutHead | None = None,
+        token_map: TokenMap | None = None,  # of a draft with another vocabulary than the context's
     ) -> None:
-        self._runner = ModelRunner(executor)
+        self._runner, self._map = ModelRunner(executor), token_map
         self._known = executor.vocab_size if cut_head is None else cut_head.vocab_size
         self.vocab_size = vocab_size or self._known
         self._cut_head = cut_head
@@ -59,7 +61,8 @@ class LogitTree:
 
     def _begin(self, context: Sequence[int]) -> None:
         """Read the context, all but its last token."""
-        *self._before, last = self._stand_in(context)
+        lead = [] if self._map is None else self._map.lead_of(context)
+        *self._before, last = lead + self._stand_in(context)
         self._last = [last]
         self._runner.prefill(0, self._before)
 
@@ -78,6 +81,8 @@ class LogitTree:
         return logits
 
     def _stand_in(self, tokens: Sequence[int]) -> list[int]:
+        if self._map is not None:
+            return self._map.spell(tokens)[0]
         # A draft cannot embed padding ids of a larger target: any stand-in keeps the drafts lossless.
         return [token if token < self._known else 0 for token in tokens]
 

@@ -1,6 +1,7 @@
 """Each part as a step of a verification: runs the check and says passed, failed or skipped."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 from specexport.progress import StageClock
@@ -8,7 +9,7 @@ from specexport.verify.goodness_of_fit import SamplingResult
 from specexport.verify.greedy import GreedyResult, check_greedy
 from specexport.verify.neighbours import check_neighbours
 from specexport.verify.perplexity import PerplexityResult, compare_perplexity, count_predicted, score_engine
-from specexport.verify.references import References, roles_of
+from specexport.verify.references import References, own_texts, roles_of
 from specexport.verify.report import Part, PartStatus
 from specexport.verify.sampling import check_sampling
 from specexport.verify.tensors import TensorResult, check_tensors, make_sequences
@@ -54,6 +55,7 @@ def run_tensors(engine: SpecEngine, manifest: Manifest, references: References, 
 
 
 def run_perplexity(
+    bundle: Path,
     engine: SpecEngine,
     manifest: Manifest,
     references: References,
@@ -71,8 +73,9 @@ def run_perplexity(
             continue
         with clock.stage("perplexity", role):
             cut_head = engine.cut_head if role == "draft" else None
+            own_windows = own_texts(bundle, manifest, role, windows)
             score = score_engine(
-                executor, windows, lookahead=manifest.lookahead, cut_head=cut_head, reference=reference.likeliest
+                executor, own_windows, lookahead=manifest.lookahead, cut_head=cut_head, reference=reference.likeliest
             )
         entry = manifest.models[role]
         results.append(
@@ -80,7 +83,7 @@ def run_perplexity(
                 role,
                 score,
                 reference.loss,
-                count_predicted(windows, cut_head),
+                count_predicted(own_windows, cut_head),
                 approximation=entry.approximation,
                 limits=text_limits(entry.approximation, entry.dtype, len(entry.attention.layers)),
                 reference=reference.source,

@@ -39,6 +39,9 @@ COMPILER_MAY_IMPORT = {
     "specexport_runtime.bundle.profiles",
     "specexport_runtime.bundle.files",  # hashes of files
     "specexport_runtime.bundle.arrays",  # token ids of a cut LM head, and what stands for unknown tokens
+    "specexport_runtime.bundle.token_map",  # a draft's tokens in another vocabulary
+    "specexport_runtime.intake.plain_tokens",  # tokens as bytes, and bytes as tokens
+    "specexport_runtime.requests.token_bytes",
     "specexport_runtime.cli.errors",
     "specexport_runtime.cli.prompts",  # how texts and JSON lines are read
     "specexport_runtime.costs.prior",  # what steps cost by sizes, to choose the form of a draft

@@ -134,8 +134,9 @@ class ModelRunner:
         unpad_kv: bool = True,  # False advances all rows of a step together: the executor runs a padded-KV graph
         unpad_input: bool = True,  # False pads every row of a step to the longest
         kv: KvArena | None = None,  # None makes one
+        stretch: float = 1.0,  # most cache entries for each token of the target: more in another vocabulary
     ) -> None:
-        self.executor = executor
+        self.executor, self.stretch = executor, stretch
         # Layers keep a state: steps have to say which of their tokens are drafts.
         self.has_states = executor.num_pending > 0
         if kv is None and self.has_states:
