@@ -116,7 +116,8 @@ def put_json(bundle: Path, manifest: Manifest, name: str, data: Any, **fields: A
     """
     files = {path: entry for path, entry in manifest.files.items() if path != name}
     if len(files) < len(manifest.files):
-        replace(manifest, files=files, **dict.fromkeys(fields)).write(bundle)  # the old file is about to go
+        gone: dict[str, Any] = dict.fromkeys(fields)
+        replace(manifest, files=files, **gone).write(bundle)  # the old file is about to go
     write_json(bundle / name, data)
     done = replace(manifest, files=files | hash_files(bundle, [name]), **fields)
     done.write(bundle)
