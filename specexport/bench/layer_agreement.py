@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from specexport_runtime.executors.base import BoolArray, StepOutput
+from specexport_runtime.executors.base import BoolArray, StepOutput, Want
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
 
 PIECE = 4
@@ -69,7 +69,7 @@ class AgreementReader:
         runner, executor = self._runner, self._runner.executor
         pieces = [[text.prompt[-1], *text.written[:-1]][at : at + PIECE] for text in texts]
         wanted = [token for text in texts for token in text.written[at : at + PIECE]]
-        want = "logits" if self._temperature else "token_ids"
+        want: Want = "logits" if self._temperature else "token_ids"
         drafts = [RowWork(piece, len(piece), settles=False) if piece else IDLE for piece in pieces]
         outputs = []
         try:
@@ -89,9 +89,9 @@ class AgreementReader:
     def _chances(self, draft: StepOutput, own: StepOutput, wanted: Sequence[int]) -> npt.NDArray[np.float64]:
         """Of token ids, whether they are those of the text; of logits, what the laws have in common."""
         if not self._temperature:
-            return (draft == wanted).astype(np.float64)
-        laws = (_softmax(logits / self._temperature) for logits in (draft, own))
-        return np.minimum(*laws).sum(axis=1, dtype=np.float64)
+            return np.equal(draft, wanted).astype(np.float64)
+        one, other = _laws(draft, self._temperature), _laws(own, self._temperature)
+        return np.asarray(np.minimum(one, other).sum(axis=1, dtype=np.float64))
 
     def _rewind(self) -> None:
         """Go back to the ends of the prompts; a state cannot, so that prompts of such models are read again."""
@@ -124,9 +124,10 @@ class AgreementReader:
             yield from ((row, known[at : at + size]) for at in range(0, len(known), size))
 
 
-def _softmax(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    powers: npt.NDArray[np.float32] = np.exp(logits - logits.max(axis=1, keepdims=True))
-    return powers / powers.sum(axis=1, keepdims=True)
+def _laws(logits: StepOutput, temperature: float) -> npt.NDArray[np.float32]:
+    """Softmax of each row of logits."""
+    powers = np.exp((logits - logits.max(axis=1, keepdims=True)) / np.float32(temperature))
+    return np.asarray(powers / powers.sum(axis=1, keepdims=True))
 
 
 def tokens_a_round(chances: Chances, most: int) -> list[float]:
