@@ -89,11 +89,9 @@ class AgreementReader:
     def _chances(self, draft: StepOutput, own: StepOutput, wanted: Sequence[int]) -> npt.NDArray[np.float64]:
         """Of token ids, whether they are those of the text; of logits, what the laws have in common."""
         if not self._temperature:
-            same: npt.NDArray[np.float64] = (draft == wanted).astype(np.float64)
-            return same
-        laws = [_softmax(logits / np.float32(self._temperature)) for logits in (draft, own)]
-        common: npt.NDArray[np.float64] = np.minimum(*laws).sum(axis=1, dtype=np.float64)
-        return common
+            return np.equal(draft, wanted).astype(np.float64)
+        one, other = _laws(draft, self._temperature), _laws(own, self._temperature)
+        return np.asarray(np.minimum(one, other).sum(axis=1, dtype=np.float64))
 
     def _rewind(self) -> None:
         """Go back to the ends of the prompts; a state cannot, so that prompts of such models are read again."""
@@ -126,10 +124,10 @@ class AgreementReader:
             yield from ((row, known[at : at + size]) for at in range(0, len(known), size))
 
 
-def _softmax(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    powers: npt.NDArray[np.float32] = np.exp(logits - logits.max(axis=1, keepdims=True))
-    law: npt.NDArray[np.float32] = powers / powers.sum(axis=1, keepdims=True)
-    return law
+def _laws(logits: StepOutput, temperature: float) -> npt.NDArray[np.float32]:
+    """Softmax of each row of logits."""
+    powers = np.exp((logits - logits.max(axis=1, keepdims=True)) / np.float32(temperature))
+    return np.asarray(powers / powers.sum(axis=1, keepdims=True))
 
 
 def tokens_a_round(chances: Chances, most: int) -> list[float]:

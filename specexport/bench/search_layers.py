@@ -182,14 +182,14 @@ def describe_search(result: LayerSearchResult) -> str:
     """The search for a reader: how each choice does, and what was kept."""
     columns: list[Column[tuple[str, Any]]] = [
         Column("layers", lambda row: row[0], left=True),
-        Column("attention", lambda row: int(row[1].mask[::2].sum())),
-        Column("MLPs", lambda row: int(row[1].mask[1::2].sum())),
+        Column("mixers kept", lambda row: int(row[1].mask[::2].sum())),
+        Column("MLPs kept", lambda row: int(row[1].mask[1::2].sum())),
         Column("K", lambda row: row[1].promise.lookahead),
         Column("tokens a round", lambda row: row[1].promise.tokens_a_round, ".2f"),
         Column("over plain decoding", lambda row: row[1].promise.speedup, ".2f", "x"),
     ]
     slower = result.layers.speedup <= 1
-    verdict = "No choice promises more than plain decoding, and `auto` will tell so in time." if slower else ""
+    verdict = "No choice promises more than plain decoding: `auto` will mostly decode plainly." if slower else ""
     lines = [
         f"{result.num_tried} choices of layers, judged on {result.layers.num_tokens} tokens in {result.seconds:.0f} s, "
         "one sequence at a time:",

@@ -1,6 +1,6 @@
 """Writing a bundle, and telling what stands in its place already."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -108,28 +108,28 @@ def write_bundle(
     return manifest
 
 
-def put_json(bundle: Path, manifest: Manifest, name: str, data: Any, **fields: Any) -> Manifest:
-    """Put a JSON file into a bundle, and its hash and ``fields`` into the manifest, which is given back.
+def put_json(
+    bundle: Path, before: Manifest, name: str, data: Any, change: Callable[[Manifest], Manifest] = lambda same: same
+) -> Manifest:
+    """Put a JSON file into a bundle, and its hash into the manifest, which is given back with ``change``.
 
-    Whenever this is interrupted, the bundle stays valid, with the file and ``fields`` before, without, or with the new
-    ones. UserInputError or OSError if it cannot be written.
+    Whenever this is interrupted, the bundle stays valid, with the old file, without one, or with the new one.
+    UserInputError or OSError if it cannot be written.
     """
-    files = {path: entry for path, entry in manifest.files.items() if path != name}
-    if len(files) < len(manifest.files):
-        gone: dict[str, Any] = dict.fromkeys(fields)
-        replace(manifest, files=files, **gone).write(bundle)  # the old file is about to go
+    files = {path: entry for path, entry in before.files.items() if path != name}
+    if len(files) < len(before.files):
+        replace(before, files=files).write(bundle)  # the old file is about to go
     write_json(bundle / name, data)
-    done = replace(manifest, files=files | hash_files(bundle, [name]), **fields)
+    done = change(replace(before, files=files | hash_files(bundle, [name])))
     done.write(bundle)
     return done
 
 
 def _vocabulary_info(models: Mapping[str, BuiltModel]) -> VocabularyInfo:
     target = models["target"]
-    alike = [built for built in models.values() if built.entry.token_map is None]
-    vocabularies = [read_vocabulary(built.tokenizer_json, where=built.entry.source.name) for built in alike]
+    vocabularies = [read_vocabulary(built.tokenizer_json, where=built.entry.source.name) for built in models.values()]
     return VocabularyInfo(
-        size=draftable_size(vocabularies, [built.entry.vocab_size for built in alike]),
+        size=draftable_size(vocabularies, [built.entry.vocab_size for built in models.values()]),
         tokenizer_sha256=sha256_of(target.tokenizer_json),
         bos_token_id=target.bos_token_id,
         # A checkpoint may name ids that its model has no row for; nothing can end with one.

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -124,8 +124,11 @@ def record_report(bundle: Path, report: VerifyReport) -> Manifest:
     manifest = load_manifest(bundle)
     if manifest.build_key != report.build_key:
         raise BundleError(f"{bundle} was rebuilt while it was verified.", "run `specexport verify` again.")
+    manifest = replace(manifest, verify=None)  # until the new report is there
     try:
-        return put_json(bundle, manifest, REPORT_NAME, report.to_json(), verify=report.summary())
+        return put_json(
+            bundle, manifest, REPORT_NAME, report.to_json(), lambda done: replace(done, verify=report.summary())
+        )
     except OSError as error:
         raise UserInputError(
             f"the report cannot be recorded in {bundle} ({error.strerror}).", "make it writable, or pass --no-record."

@@ -32,6 +32,7 @@ COMPILER_MAY_IMPORT = {
     "specexport_runtime.bundle.manifest",
     "specexport_runtime.bundle.entry",
     "specexport_runtime.bundle.quant_kinds",  # which kinds of quantized weights a manifest may name
+    "specexport_runtime.bundle.draft_layers",  # which layers drafts leave out, for `inspect`
     "specexport_runtime.records",  # how records become JSON
     "specexport_runtime.bundle.tokenizer_load",  # what of a tokenizer does not act
     "specexport_runtime.cli.gone",  # options of earlier releases
