@@ -16,7 +16,7 @@ from specexport.inspect import describe
 from specexport.recipe import BuildRecipe
 from specexport.verify.sampling import check_sampling
 from specexport_runtime import SamplingParams, SpecEngine
-from specexport_runtime.bundle.arrays import CorrectionTables, CutHead, MaskInput
+from specexport_runtime.bundle.arrays import CorrectionTables, MaskInput
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.drafters.correction import corrector_of
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
@@ -76,8 +76,7 @@ def test_logits_are_corrected_by_the_published_equations(dialect: str, target: A
     spec = DIALECTS[dialect](tmp_path, target)
     loaded = load(tmp_path, target)
     ids, count = loaded.ids, spec.block.block_size - (not spec.from_anchor)
-    cut = None if ids is None else CutHead(ids, len(spec.block.tensors["embed_tokens.weight"]))
-    corrector = corrector_of(mask_of(loaded), cut)
+    corrector = corrector_of(mask_of(loaded))
     context, generator, changed = torch.randn(6, HIDDEN), np.random.default_rng(5), 0
     for likely in (0.0, 0.5, 1.0):
         walk = Walk(spec, context, 17, count)
