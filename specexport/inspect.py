@@ -190,6 +190,8 @@ def _describe_model(manifest: Manifest, role: str, entry: ModelEntry) -> Iterato
     if (head := entry.draft_head) is not None:
         kind = f"{head.num_draft_heads} of {head.kind}" if head.num_draft_heads else head.kind
         blocks = "" if head.block_size is None else f" with blocks of {head.block_size}"
+        if head.correction is not None:
+            blocks += f" and a {head.correction.rule} over {head.correction.most} tokens of a place"
         yield f"  draft head: {kind}{blocks}, features of {entry.engine.feature_size} from hidden states {_taps(head)}"
         if head.guessed is not None:
             yield f"  {describe_probe(head.guessed, head.reading)}"

@@ -47,6 +47,8 @@ PLAIN: Mapping[str, tuple[Any, ...]] = {
     "causal_head": (None, False),
 }
 """Keys of variants (DSpark, Domino, JetSpec, DFlash 2, windows and sinks of other writers): with what asks for none."""
+_NAMES = {"causal_head": "JetSpec"}
+"""What is known by another name than its key."""
 _SECTIONS = ("dflash_config", "dspark_config")
 """Parts of a configuration with keys of its own; they come before the top level."""
 PLAIN_HEAD = "give a plain DFlash head, or an EAGLE-3 or P-EAGLE head."
@@ -207,7 +209,8 @@ def read_block(
         value = value_of(files, name, layer.get(name))
         if value not in values:
             raise UnsupportedModelError(
-                f"{files.name} sets {name} to {value!r}, a variant of DFlash that cannot be imported.", PLAIN_HEAD
+                f"{files.name} sets {name} to {value!r}, a variant of DFlash{_named(name)} that cannot be imported.",
+                PLAIN_HEAD,
             )
     size, mask = _block(files, target.vocab_size, block_size)
     causal = _causal_layers(files, layer, layers["num_hidden_layers"])
@@ -226,6 +229,10 @@ def _windows(files: HeadFiles, layer: Mapping[str, Any]) -> dict[str, Any]:
             f"{files.name} sets use_sliding_window and has no layer_types that say which layers have a window.", _AGAIN
         )
     return {"use_sliding_window": windows}
+
+
+def _named(key: str) -> str:
+    return f" ({_NAMES[key]})" if key in _NAMES else ""
 
 
 def _block(files: HeadFiles, vocab_size: int, default: int) -> tuple[int, int]:

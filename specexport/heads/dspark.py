@@ -110,6 +110,10 @@ def _recognizes(files: HeadFiles) -> bool:
 
 
 def _read(files: HeadFiles, target: TargetFacts) -> HeadConfig:
+    if any("pre_feedforward_layernorm" in name for name in files.shapes):
+        raise UnsupportedModelError(
+            f"{files.name} is a DSpark head with layers of Gemma 4, which cannot be imported.", dflash.PLAIN_HEAD
+        )
     config, causal = read_block(files, target, "dspark", _PLAIN, block_size=7)
     kind = value_of(files, "markov_head_type", "vanilla")
     if kind not in _TYPES:

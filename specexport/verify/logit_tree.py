@@ -202,7 +202,7 @@ class HeadTree(LogitTree):
         self._num_heads, self._reads_draft = head.num_draft_heads, head.reads_draft
         self._places = places if mask is None or mask.most is None else min(places, mask.most)
         self._at_once: tuple[Float32Array, Float32Array] | None = None  # logits [K, N], what is handed on [K, E]
-        self._corrector = corrector_of(mask, cut_head)
+        self._corrector = corrector_of(mask)
         super().__init__(head, context, vocab_size=vocab_size, cut_head=cut_head)
 
     def _begin(self, context: Sequence[int]) -> None:

@@ -16,13 +16,9 @@ from specexport_runtime.errors import SpecexportError
 from specexport_runtime.sampling.distribution import Float32Array
 
 if TYPE_CHECKING:
-    from specexport_runtime.bundle.arrays import CorrectionTables, CutHead, MaskInput
-    from specexport_runtime.executors.base import Int32Array
+    from specexport_runtime.bundle.arrays import CorrectionTables, MaskInput
 
-_RULES: "Mapping[str, Callable[[CorrectionTables, Int32Array | None], Corrector]]" = {
-    "selector": Selector,
-    "markov": Markov,
-}
+_RULES: "Mapping[str, Callable[[CorrectionTables], Corrector]]" = {"selector": Selector, "markov": Markov}
 
 
 class Correction(Protocol):
@@ -51,11 +47,11 @@ class Corrector(Protocol):
         ...
 
 
-def corrector_of(mask: "MaskInput | None", cut_head: "CutHead | None") -> Corrector | None:
-    """How a head corrects its logits; None if it does not. ``cut_head`` has the token ids of its LM head's rows."""
+def corrector_of(mask: "MaskInput | None") -> Corrector | None:
+    """How a head corrects its logits; None if it does not."""
     tables = None if mask is None else mask.correction
     if tables is None:
         return None
     if tables.rule not in _RULES:
         raise SpecexportError(f"a head that corrects its logits by {tables.rule!r} is not known.")
-    return _RULES[tables.rule](tables, None if cut_head is None else cut_head.ids)
+    return _RULES[tables.rule](tables)

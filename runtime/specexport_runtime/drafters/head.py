@@ -114,7 +114,7 @@ class HeadDrafter(OwnCacheDrafter):
         if not runner.executor.reads_features:
             raise SpecexportError("the head drafter needs the engine of a draft head.")
         super().__init__(runner, **named)
-        self._mask, self._corrector = mask, corrector_of(mask, self._cut_head)
+        self._mask, self._corrector = mask, corrector_of(mask)
         if mask is not None:
             self.traits = self.traits._replace(max_lookahead=mask.most)
         # By request, not by row: nothing to do when rows move, and a dropped request takes its features along.

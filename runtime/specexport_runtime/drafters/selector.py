@@ -19,7 +19,7 @@ class Selector:
     ``most`` is how many tokens of a place have a score.
     """
 
-    def __init__(self, tables: CorrectionTables, ids: "np.ndarray | None" = None) -> None:  # noqa: ARG002
+    def __init__(self, tables: CorrectionTables) -> None:
         self.predecessors, self.successors = tables.arrays["predecessors"], tables.arrays["successors"]
         self.projection, self.most = tables.arrays["projection"], tables.most
 
