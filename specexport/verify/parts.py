@@ -9,12 +9,13 @@ from specexport.verify.goodness_of_fit import SamplingResult
 from specexport.verify.greedy import GreedyResult, check_greedy
 from specexport.verify.neighbours import check_neighbours
 from specexport.verify.perplexity import PerplexityResult, compare_perplexity, count_predicted, score_engine
-from specexport.verify.references import References, own_texts, roles_of
+from specexport.verify.references import References, roles_of
 from specexport.verify.report import Part, PartStatus
 from specexport.verify.sampling import check_sampling
 from specexport.verify.tensors import TensorResult, check_tensors, make_sequences
 from specexport.verify.tolerance import step_tolerance, text_limits
 from specexport_runtime.bundle.manifest import Manifest
+from specexport_runtime.bundle.token_map import own_texts
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import CheckFailedError, UserInputError
 from specexport_runtime.executors.base import Executor
@@ -73,7 +74,7 @@ def run_perplexity(
             continue
         with clock.stage("perplexity", role):
             cut_head = engine.cut_head if role == "draft" else None
-            own_windows = own_texts(bundle, manifest, role, windows)
+            own_windows = own_texts(bundle, manifest.models, role, windows)
             score = score_engine(
                 executor, own_windows, lookahead=manifest.lookahead, cut_head=cut_head, reference=reference.likeliest
             )

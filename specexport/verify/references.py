@@ -27,7 +27,7 @@ from specexport.verify.tensors import make_sequences
 from specexport_runtime.bundle.arrays import load_cut_head
 from specexport_runtime.bundle.manifest import Manifest, load_manifest
 from specexport_runtime.bundle.opened import load_bundle
-from specexport_runtime.bundle.token_map import load_token_map
+from specexport_runtime.bundle.token_map import own_texts
 from specexport_runtime.errors import InvalidRequestError, MissingDependencyError
 from specexport_runtime.executors.base import Float32Array
 from specexport_runtime.executors.open import open_executor
@@ -76,16 +76,6 @@ def wants_loss(manifest: Manifest, role: str, options: "VerifyOptions") -> bool:
     return manifest.models[role].approximation is not None or options.texts is not None
 
 
-def own_texts(bundle: Path, manifest: Manifest, role: str, texts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-    """Texts of the target's tokens in those of a role's model, none longer than the longest was."""
-    entry, target = manifest.models[role], manifest.models["target"]
-    token_map = load_token_map(bundle, entry, target)
-    if token_map is None or not texts:
-        return texts
-    longest = max(map(len, texts))
-    return [[*token_map.lead_of(text), *token_map.spell(text)[0]][:longest] for text in texts]
-
-
 def collect_references(
     bundle: Path,
     manifest: Manifest,
@@ -106,7 +96,7 @@ def collect_references(
     sources = _find_checkpoints(bundle, manifest, options, found, adapter)
     for role, source in sources.items():
         entry = manifest.models[role]
-        cut_head, own_windows = load_cut_head(bundle, entry), own_texts(bundle, manifest, role, windows)
+        cut_head, own_windows = load_cut_head(bundle, entry), own_texts(bundle, manifest.models, role, windows)
         model = EagerModel(
             source,
             entry.dtype,
@@ -122,7 +112,7 @@ def collect_references(
                 score = eager_score(model, own_windows, cut_head)
                 found.losses[role] = FloatScore(score.loss, score.likeliest, EAGER)
             if entry.approximation is None:
-                texts = own_texts(bundle, manifest, role, prompts)
+                texts = own_texts(bundle, manifest.models, role, prompts)
                 sequences = make_sequences(
                     texts, entry.vocab_size, lookahead=manifest.lookahead, max_model_len=manifest.max_model_len
                 )
@@ -212,7 +202,7 @@ def _losses_of_bundle(
                 f"--reference {reference}: its {role} has an LM head of {len(theirs.ids)} other tokens.",
                 f"give a bundle built from {entry.source.name} without --draft-vocab-size.",
             )
-        own_windows = own_texts(bundle, manifest, role, windows)
+        own_windows = own_texts(bundle, manifest.models, role, windows)
         with clock.stage("reference bundle", role):
             longest = max(map(len, own_windows))
             opened = load_bundle(reference, max_num_seqs=1, max_model_len=min(longest, other.max_model_len))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from specexport.compile import draft_trial, pipeline
 from specexport.compile import token_map as module
 from specexport.compile.pipeline import build_bundle
 from specexport.compile.token_map import MOST_PIECES, Side, check_shared, find_shared
@@ -197,6 +198,14 @@ def test_a_bundle_says_what_is_shared(pair: Path, run_cli: Any, shared: Any) -> 
     assert f"it can say {shared.entry.num_shared} tokens of the target's" in explained.output
 
 
+@pytest.mark.parametrize("step", ["prefill", "verify"])
+def test_the_drafts_layers_are_looked_at_in_its_own_tokens(step: str, pair: Path, run_cli: Any) -> None:
+    found = run_cli(
+        "debug", pair / "bundle", "日本 and some text", "--role", "draft", "--step", step, "--graph", "padded"
+    )
+    assert found.exit_code == 0, found.output
+
+
 def test_a_draft_is_built_anew_beside_a_target_with_another_vocabulary(pair: Path, tmp_path: Path) -> None:
     alone = build_bundle(_recipe(pair, tmp_path / "b", target=str(pair / "draft")))
     assert alone.reused == ()
@@ -320,6 +329,30 @@ def test_verify_finds_the_law_of_the_target(pair: Path) -> None:
     assert {part.name: part.status for part in report.parts} == dict.fromkeys(
         ("tensors", "neighbours", "greedy", "sampling"), "passed"
     )
+
+
+def test_a_quantized_draft_is_scored_on_texts_in_its_own_tokens(pair: Path, tmp_path: Path) -> None:
+    result = build_bundle(_recipe(pair, tmp_path / "b", draft_quantize="int8"))
+    given = {role: str(pair / role) for role in ("target", "draft")}
+    options = VerifyOptions(checkpoints=given, max_tokens=4, max_prompts=2, num_samples=1000, num_threads=1)
+    report = verify_bundle(result.path, options)
+    (part,) = [part for part in report.parts if part.name == "perplexity"]
+    (found,) = part.results
+    assert (part.status, found.role) == ("passed", "draft")
+    assert found.num_tokens > 100
+
+
+def test_a_draft_whose_form_is_tried_reads_texts_in_its_own_tokens(
+    pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "LEAST_BYTES", 0)
+    monkeypatch.setattr(draft_trial, "HEAD_SIZES", (100,))
+    result = build_bundle(_recipe(pair, tmp_path / "b"))
+    trial = result.manifest.models["draft"].trial
+    assert trial is not None
+    whole, *others = trial.forms
+    assert [each.lm_head_rows for each in others[:1]] == [100]
+    assert whole.accepted > 0.1
 
 
 # ---- damaged files ----

@@ -12,7 +12,7 @@ acceptance only.
 """
 
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -107,3 +107,14 @@ def _problem(found: TokenMap, draft_size: int, target_size: int) -> str | None:
 
 def _within(ids: Int32Array, size: int) -> bool:
     return not ids.size or (int(ids.min()) >= 0 and int(ids.max()) < size)
+
+
+def own_texts(
+    folder: Path, models: Mapping[str, ModelEntry], role: str, texts: Sequence[Sequence[int]]
+) -> Sequence[Sequence[int]]:
+    """Texts of the target's tokens in those of a role's model, none longer than the longest was."""
+    token_map = load_token_map(folder, models[role], models["target"])
+    if token_map is None or not texts:
+        return texts
+    longest = max(map(len, texts))
+    return [[*token_map.lead_of(text), *token_map.spell(text)[0]][:longest] for text in texts]
