@@ -200,7 +200,9 @@ def test_a_bundle_says_what_is_shared(pair: Path, run_cli: Any, shared: Any) -> 
 
 @pytest.mark.parametrize("step", ["prefill", "verify"])
 def test_the_drafts_layers_are_looked_at_in_its_own_tokens(step: str, pair: Path, run_cli: Any) -> None:
-    found = run_cli("debug", pair / "bundle", "日本 and some text", "--role", "draft", "--step", step, "--json")
+    found = run_cli(
+        "debug", pair / "bundle", "日本 and some text", "--role", "draft", "--step", step, "--graph", "padded"
+    )
     assert found.exit_code == 0, found.output
 
 
@@ -331,7 +333,9 @@ def test_verify_finds_the_law_of_the_target(pair: Path) -> None:
 
 def test_a_quantized_draft_is_scored_on_texts_in_its_own_tokens(pair: Path, tmp_path: Path) -> None:
     result = build_bundle(_recipe(pair, tmp_path / "b", draft_quantize="int8"))
-    report = verify_bundle(result.path, VerifyOptions(max_tokens=4, max_prompts=2, num_samples=1000, num_threads=1))
+    given = {role: str(pair / role) for role in ("target", "draft")}
+    options = VerifyOptions(checkpoints=given, max_tokens=4, max_prompts=2, num_samples=1000, num_threads=1)
+    report = verify_bundle(result.path, options)
     (part,) = [part for part in report.parts if part.name == "perplexity"]
     (found,) = part.results
     assert (part.status, found.role) == ("passed", "draft")
@@ -341,7 +345,6 @@ def test_a_quantized_draft_is_scored_on_texts_in_its_own_tokens(pair: Path, tmp_
 def test_a_draft_whose_form_is_tried_reads_texts_in_its_own_tokens(
     pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the trial finds accepted is what decoding with one draft token accepts of the same texts."""
     monkeypatch.setattr(pipeline, "LEAST_BYTES", 0)
     monkeypatch.setattr(draft_trial, "HEAD_SIZES", (100,))
     result = build_bundle(_recipe(pair, tmp_path / "b"))
