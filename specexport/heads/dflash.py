@@ -305,6 +305,7 @@ def load_block(
 
 
 def trace_block(head: BlockHead, *, fixed_sizes: bool, group_experts: bool) -> TracedModel:
+    """The head as a graph; with ``fixed_sizes`` it gives logits of every row."""
     head.every_row = fixed_sizes
     return trace_layers(head, group_experts=group_experts)
 
