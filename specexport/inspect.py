@@ -8,7 +8,6 @@ from typing import Any
 
 import click
 
-from specexport.bench.search_layers import describe_skipped
 from specexport.compile.draft_cuts import describe_layers
 from specexport.compile.draft_trial import describe_trial
 from specexport.compile.head import describe_probe
@@ -133,7 +132,7 @@ def describe(manifest: Manifest, layers: DraftLayers | None = None, *, files_che
     for role, entry in sorted(manifest.models.items(), key=lambda item: item[0] != "target"):
         yield from _describe_model(manifest, role, entry)
         if role == "target" and layers is not None:
-            yield f"  {describe_skipped(layers)}"
+            yield f"  {layers.describe()}"
     yield "files"
     for name, file in manifest.files.items():
         yield f"  {name:<28} {_size(file.size):>10}  sha256 {file.sha256[:16]}"

@@ -196,17 +196,7 @@ def describe_search(result: LayerSearchResult) -> str:
         "",
         markdown_table(columns, list(result.rivals.items())),
         "",
-        f"Kept in the bundle: {describe_skipped(result.layers)}.",
+        f"Kept in the bundle: {result.layers.describe()}.",
         verdict,
     ]
     return "\n".join(lines).rstrip()
-
-
-def describe_skipped(layers: DraftLayers) -> str:
-    """What drafts leave out, and what that promised, in one line."""
-    mixers, mlps = (", ".join(map(str, part)) or "none" for part in (layers.mixers, layers.mlps))
-    return (
-        f"its own drafts go without the mixers of layers {mixers} and the MLPs of layers {mlps}: "
-        f"{layers.tokens_a_round:.2f} tokens a round with K={layers.lookahead}, {layers.speedup:.2f}x plain decoding, "
-        f"on {layers.num_tokens} tokens"
-    )

@@ -1,7 +1,6 @@
 """The work folder of a training, of one run at a time, and the time that a run may take."""
 
 import contextlib
-import fcntl
 import os
 import time
 from collections.abc import Iterator
@@ -75,7 +74,11 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _lock(descriptor: int, folder: Path) -> None:
-    """Ends with the process, however that ends."""
+    """Ends with the process, however that ends; nothing where the system has no such locks (Windows)."""
+    try:
+        import fcntl
+    except ImportError:
+        return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from specexport.compile.pipeline import build_bundle
 from specexport.heads import dflash2, dspark
 from specexport.heads.dflash import block_states
 from specexport.heads.probe import check_probe, probe_head
 from specexport.inspect import describe
-from specexport.recipe import BuildRecipe
 from specexport.verify.sampling import check_sampling
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.bundle.arrays import CorrectionTables, MaskInput
@@ -22,6 +20,7 @@ from specexport_runtime.drafters.correction import corrector_of
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 from specexport_runtime.requests.draft_exit import DraftExitParams
 from tests.support.drafted import PROMPTS
+from tests.support.head_bundles import Watch, build
 from tests.support.loading import config_of, load
 from tests.support.reference_corrected import Walk, context_of, draft, logits_of, states_of, target_context
 from tests.support.tiny_corrected import DIALECTS, deepspec, zlab2
@@ -98,28 +97,6 @@ def test_logits_are_corrected_by_the_published_equations(dialect: str, target: A
         again = correction.logits(drafted[:2]).copy()  # places may be looked at again
         np.testing.assert_array_equal(again, correction.logits(drafted[:2]))
     assert changed > count  # the tables matter
-
-
-def build(target_folder: Path, folder: Path, **options: Any) -> Path:
-    recipe = BuildRecipe(
-        target=str(target_folder), head=str(folder / "head"), output=str(folder / "b"), max_model_len=64, **options
-    )
-    build_bundle(recipe)
-    return folder / "b"
-
-
-class Watch:
-    """What was drafted, and behind which tokens."""
-
-    def __init__(self) -> None:
-        self.rounds: list[tuple[list[int], list[int]]] = []
-
-    def on_round(self, record: Any) -> None:
-        for event in record.events:
-            before = event.request.tokens[: len(event.request.tokens) - len(event.tokens)]
-            self.rounds.append((before, list(event.proposal.tokens)))
-
-    def on_finish(self, _: Any) -> None: ...
 
 
 @pytest.mark.whole

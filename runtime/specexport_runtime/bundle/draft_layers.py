@@ -27,6 +27,15 @@ class DraftLayers(NamedTuple):
     speedup: Ratio  # over plain decoding
     num_tokens: Size  # that were to be guessed
 
+    def describe(self) -> str:
+        """What drafts leave out, and what that promised, in one line."""
+        mixers, mlps = (", ".join(map(str, part)) or "none" for part in (self.mixers, self.mlps))
+        return (
+            f"its own drafts go without the mixers of layers {mixers} and the MLPs of layers {mlps}: "
+            f"{self.tokens_a_round:.2f} tokens a round with K={self.lookahead}, {self.speedup:.2f}x plain decoding, "
+            f"on {self.num_tokens} tokens"
+        )
+
 
 def load_draft_layers(folder: Path, manifest: Manifest) -> DraftLayers | None:
     """What a search left in a bundle, None if there was none; BundleError if it is not of this target."""
