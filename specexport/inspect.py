@@ -11,6 +11,7 @@ import click
 from specexport.compile.draft_cuts import describe_layers
 from specexport.compile.draft_trial import describe_trial
 from specexport.compile.head import describe_probe
+from specexport.compile.token_map import describe_share
 from specexport.report import print_json
 from specexport_runtime.abi import (
     ADAPTER_IDS,
@@ -38,6 +39,7 @@ from specexport_runtime.abi import (
     num_pending,
     state_shapes,
 )
+from specexport_runtime.bundle.draft_layers import DraftLayers, load_draft_layers
 from specexport_runtime.bundle.entry import AdapterEntry, DraftHeadEntry, EngineFile, Gates, ModelEntry
 from specexport_runtime.bundle.files import check_files
 from specexport_runtime.bundle.manifest import Manifest, load_manifest
@@ -58,15 +60,17 @@ def inspect(bundle: Path, *, as_json: bool, whole: bool) -> None:
     manifest = load_manifest(bundle)
     if whole:
         check_files(bundle, manifest.files)
+    layers = load_draft_layers(bundle, manifest)
     if as_json:
-        print_json(describe_json(manifest))
+        print_json(describe_json(manifest, layers))
     else:
-        click.echo("\n".join(describe(manifest, files_checked=whole)))
+        click.echo("\n".join(describe(manifest, layers, files_checked=whole)))
 
 
-def describe_json(manifest: Manifest) -> dict[str, Any]:
+def describe_json(manifest: Manifest, layers: DraftLayers | None = None) -> dict[str, Any]:
     """The manifest as plain values, with what can be computed from it: the contract and the sizes in bytes."""
     data = manifest.to_json()
+    data["draft_layers"] = None if layers is None else layers._asdict()
     data["total_bytes"] = sum(entry.size for entry in manifest.files.values())
     for role, entry in manifest.models.items():
         data["models"][role]["contract"] = [spec._asdict() for spec in contract_of(entry)]
@@ -112,7 +116,7 @@ def _engine_bytes(manifest: Manifest, role: str) -> int:
     return sum(entry.size for name, entry in manifest.files.items() if name.startswith(f"{role}/"))
 
 
-def describe(manifest: Manifest, *, files_checked: bool = False) -> Iterator[str]:
+def describe(manifest: Manifest, layers: DraftLayers | None = None, *, files_checked: bool = False) -> Iterator[str]:
     """The bundle in lines for a reader."""
     total = sum(entry.size for entry in manifest.files.values())
     state = ", every hash checked" if files_checked else ""
@@ -127,6 +131,8 @@ def describe(manifest: Manifest, *, files_checked: bool = False) -> Iterator[str
     yield f"  vocabulary: {vocabulary.size} draftable ids, bos {vocabulary.bos_token_id}, eos {ends}"
     for role, entry in sorted(manifest.models.items(), key=lambda item: item[0] != "target"):
         yield from _describe_model(manifest, role, entry)
+        if role == "target" and layers is not None:
+            yield f"  {layers.describe()}"
     yield "files"
     for name, file in manifest.files.items():
         yield f"  {name:<28} {_size(file.size):>10}  sha256 {file.sha256[:16]}"
@@ -183,12 +189,16 @@ def _describe_model(manifest: Manifest, role: str, entry: ModelEntry) -> Iterato
     if (head := entry.draft_head) is not None:
         kind = f"{head.num_draft_heads} of {head.kind}" if head.num_draft_heads else head.kind
         blocks = "" if head.block_size is None else f" with blocks of {head.block_size}"
+        if head.correction is not None:
+            blocks += f" and a {head.correction.rule} over {head.correction.most} tokens of a place"
         yield f"  draft head: {kind}{blocks}, features of {entry.engine.feature_size} from hidden states {_taps(head)}"
         if head.guessed is not None:
             yield f"  {describe_probe(head.guessed, head.reading)}"
     elif entry.engine.feature_size:
         when = "steps that want them" if entry.backend == "ort-cpu" else "every step"
         yield f"  gives features of {entry.engine.feature_size} values to a draft head, in {when}"
+    if entry.token_map is not None:
+        yield f"  another vocabulary than the target's: they share {describe_share(entry.token_map)}"
     if entry.cut_lm_head is not None:
         yield f"  LM head: {entry.lm_head_rows} of {entry.vocab_size} tokens"
     yield from map("  {}".format, describe_trial(entry))

@@ -42,7 +42,7 @@ class SpecEngine(PromptEncoder):
         made = assemble(parts, options or EngineOptions())
         super().__init__(made.builder, parts.chat_template, parts.special_tokens)
         self.target, self.draft, self.head = parts.target, parts.draft, parts.head
-        self.cut_head, self.mask = parts.cut_head, parts.mask
+        self.cut_head, self.mask, self.token_map = parts.cut_head, parts.mask, parts.token_map
         self.max_model_len, self.lookahead = made.builder.max_model_len, parts.lookahead
         self.cost_curves = None if parts.costs is None else parts.costs.curves
         self.learned_costs = None if parts.costs is None else parts.costs.learned

@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from specexport_runtime.bundle.arrays import load_cut_head, load_mask
+from specexport_runtime.bundle.draft_layers import load_draft_layers
 from specexport_runtime.bundle.opened import Bundle, load_bundle
+from specexport_runtime.bundle.token_map import load_token_map
 from specexport_runtime.costs.curves import KnownCosts, load_costs
 from specexport_runtime.costs.prior import DRAFTER_OF, prior_costs
 from specexport_runtime.drafters.suffix_open import open_suffixes
@@ -24,6 +26,7 @@ from specexport_runtime.intake.checks import check_adapter
 from specexport_runtime.intake.drafting import DraftDefaults, stage_names
 from specexport_runtime.intake.speculative_config import parse_speculative_config
 from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.requests.layer_choice import LayerRules
 
 
 def load_engine_parts(path: Path, options: EngineOptions) -> EngineParts:
@@ -45,6 +48,8 @@ def load_engine_parts(path: Path, options: EngineOptions) -> EngineParts:
     drafting = [bundle.manifest.models[role] for role in ("draft", "head") if role in bundle.manifest.models]
     cut_head = load_cut_head(bundle.folder, drafting[0]) if drafting else None
     mask = load_mask(bundle.folder, drafting[0]) if drafting else None
+    models = bundle.manifest.models
+    token_map = load_token_map(bundle.folder, models.get("draft"), models["target"])
     executors: dict[str, Executor] = {}
     try:
         for role in sorted(bundle.manifest.models, reverse=True):  # the target first: a draft takes what it leaves
@@ -59,7 +64,9 @@ def load_engine_parts(path: Path, options: EngineOptions) -> EngineParts:
                 gives_back=options.kv_bytes is not None,
                 target=executors.get("target"),
             )
-        parts = _parts_of(bundle, executors, defaults, options)._replace(cut_head=cut_head, mask=mask)
+        parts = _parts_of(bundle, executors, defaults, options)._replace(
+            cut_head=cut_head, mask=mask, token_map=token_map
+        )
         if not options.adaptive and "auto" not in (defaults.drafter, defaults.lookahead):
             return parts
         return parts._replace(costs=_load_costs(bundle, backend, options))
@@ -92,6 +99,9 @@ def _draft_defaults(bundle: Bundle, options: EngineOptions) -> DraftDefaults:
         defaults = parse_speculative_config(
             options.speculative_config, sources=sources, built=bundle.manifest.lookahead
         )
+    found = load_draft_layers(bundle.folder, bundle.manifest)
+    if found is not None:
+        defaults = defaults._replace(layer_rules=LayerRules(None, None, None, found.mixers, found.mlps))
     return defaults if options.match_length is None else defaults._replace(match_length=options.match_length)
 
 

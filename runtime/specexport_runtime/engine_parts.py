@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from specexport_runtime.abi import kv_slack
 from specexport_runtime.bundle.entry import ModelEntry
+from specexport_runtime.bundle.token_map import STRETCH
 from specexport_runtime.bundle.tokenizer_load import whole_reader
 from specexport_runtime.costs.curves import CostCurves, KnownCosts
 from specexport_runtime.decoding.decoder import Decoder
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from specexport_runtime.bundle.arrays import CutHead, MaskInput
+    from specexport_runtime.bundle.token_map import TokenMap
     from specexport_runtime.drafters.suffix_open import KeptSuffixes
 
 DEFAULT_BATCHED_TOKENS = 512
@@ -51,6 +53,7 @@ class EngineParts(NamedTuple):
     draft_vocab_size: int | None = None  # ids below it may be drafted; None takes the target's LM head
     cut_head: "CutHead | None" = None  # token ids of the LM head of draft or head; None where it has all
     mask: "MaskInput | None" = None  # for unknown tokens, of a head that drafts all tokens in one step
+    token_map: "TokenMap | None" = None  # of a draft model with another vocabulary; None where it has the target's
     eos_token_ids: Sequence[int] = ()  # end a text
     chat_template: str | None = None  # Jinja source, of the checkpoint
     special_tokens: Mapping[str, str] = {}  # by name, for the chat template
@@ -82,6 +85,7 @@ def assemble(parts: EngineParts, options: EngineOptions) -> Assembly:
             kv=BorrowedKv(runner.kv) if executor.borrows_cache else None,
             unpad_kv=options.unpad_kv,
             unpad_input=options.unpad_input,
+            stretch=1.0 if parts.token_map is None else STRETCH,
         )
         for role, executor in (("draft", parts.draft), ("head", parts.head))
         if executor is not None
@@ -99,6 +103,7 @@ def assemble(parts: EngineParts, options: EngineOptions) -> Assembly:
             parts.cut_head,
             drafting.get("head"),
             parts.mask,
+            parts.token_map,
         ),
         offer,
         options.drafters,

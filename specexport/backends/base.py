@@ -26,9 +26,10 @@ AUTO_MODEL_LEN = 4096
 """``max_model_len = "auto"`` takes what the models support, but no more than this: the KV cache grows with it."""
 
 
-HeadNeed = Literal["later tokens", "earlier guesses", "lent caches"]
+HeadNeed = Literal["later tokens", "earlier guesses", "lent caches", "corrected logits"]
 """What a kind of draft head may need beside a causal step over features: tokens of a block see those behind them; a
-row's logits are of all tokens that it ends in; its attention reads the target's caches."""
+row's logits are of all tokens that it ends in; its attention reads the target's caches; the host corrects the logits of
+each place by the tokens drafted in front of it."""
 
 
 class RecipeFields(Protocol):

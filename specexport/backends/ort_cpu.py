@@ -25,7 +25,9 @@ class OrtCpu(Backend):
     has_states = True
     chooses_adapters = True
     groups_experts = True
-    head_needs: frozenset[HeadNeed] | None = frozenset(["later tokens", "earlier guesses", "lent caches"])
+    head_needs: frozenset[HeadNeed] | None = frozenset(
+        ["later tokens", "earlier guesses", "lent caches", "corrected logits"]
+    )
     key_fields = ("quantize_lm_head", "fuse", "self_draft", "kv_cache_dtype")
 
     def engine_key(self, recipe: RecipeFields) -> dict[str, Any]:

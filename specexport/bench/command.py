@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from specexport_runtime.cli.options import engine_flag, take_engine_options
 from specexport_runtime.errors import CheckFailedError, InvalidRequestError
@@ -98,6 +99,11 @@ _NAMES, _WHOLE, _NUMBERS = list_of(str, "names"), list_of(int, "whole numbers"),
     help="Most new tokens; N:M draws each prompt's number.",
 )
 @click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-sequence token.")
+@click.option(
+    "--search-layers",
+    is_flag=True,
+    help="Find the layers that drafts of the target with itself should leave out, and keep them in the bundle.",
+)
 @click.option("--static", is_flag=True, help="Also run static batches, one group after another, for comparison.")
 @engine_flag("unpad_kv", help="Of the methods that a drafter names.")
 @engine_flag("unpad_input", help="Of the methods that a drafter names.")
@@ -123,6 +129,7 @@ def bench(
     plots: Path | None,
     plot: Path | None,
     saved: Path | None,
+    search_layers: bool,
     **asked: Any,
 ) -> None:
     """Measure ways to decode with BUNDLE side by side: speed, acceptance, padding, and whether the texts are equal.
@@ -145,6 +152,9 @@ def bench(
     for path in (json_file, markdown_file):
         if path is not None:
             check_writable(path)
+    if search_layers:
+        _search_layers(bundles, json_file, **asked)
+        return
     if plots is not None:
         check_plots(plots)
     result = read_json(saved) if saved is not None else _run(bundles, **asked)
@@ -193,6 +203,39 @@ def _run(
     options = _options(named, unpad_kv=engine.unpad_kv, unpad_input=engine.unpad_input, **asked)
     with show_progress(sys.stderr, quiet=quiet) as progress:
         return run_bench(subject, prompts, options, progress, command=["specexport", *sys.argv[1:]])
+
+
+def _search_layers(
+    bundles: Sequence[Path],
+    json_file: Path | None,
+    *,
+    files: Sequence[Path],
+    num_prompts: int | None,
+    domains: Sequence[str] | None,
+    temperature: tuple[float, ...],
+    quiet: bool,
+    **asked: Any,
+) -> None:
+    from specexport.atomic import write_json
+    from specexport.bench.options import BenchOptions
+    from specexport.bench.prompts import mix_domains, read_prompts
+    from specexport.bench.search_layers import check_options, describe_search, search_layers
+    from specexport.progress import show_progress
+
+    context = click.get_current_context()
+    given = ParameterSource.COMMANDLINE
+    check_options([name for name in context.params if context.get_parameter_source(name) == given], bundles)
+    if len(temperature) != 1:
+        raise InvalidRequestError("--search-layers takes one --temperature.", "search at one.")
+    options = BenchOptions(
+        methods=(), temperatures=temperature, **{name: asked[name] for name in ("max_tokens", "ignore_eos", "seed")}
+    )
+    prompts = mix_domains(read_prompts(files, num_prompts=num_prompts, domains=domains))
+    with show_progress(sys.stderr, quiet=quiet) as progress:
+        result = search_layers(bundles[0], take_engine_options(asked), prompts, options, progress)
+    click.echo(describe_search(result))
+    if json_file is not None:
+        write_json(json_file, {"command": ["specexport", *sys.argv[1:]], **result.to_json()})
 
 
 def _options(

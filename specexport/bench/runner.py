@@ -94,10 +94,7 @@ class BenchRunner:
 
     def _check_prompts(self, engine: "SpecEngine") -> None:
         for prompt in (prompt for prompts in self._domains.values() for prompt in prompts):
-            try:
-                engine.encode(prompt.text)
-            except InvalidRequestError as error:
-                raise InvalidRequestError(f"prompt {prompt.id!r}: {error.message}", error.hint) from error
+            encode_prompt(engine, prompt)
 
     def _warm_up(self, engine: "SpecEngine", key: EngineKey, cells: Sequence[Cell]) -> None:
         """Short runs with each drafter, on prompts of every domain: bindings, memory, threads."""
@@ -179,6 +176,14 @@ class BenchRunner:
     def _report(self, message: str) -> None:
         if self._progress is not None:
             self._progress(ProgressEvent("bench", "", len(self.runs), self._total, message))
+
+
+def encode_prompt(engine: "SpecEngine", prompt: BenchPrompt) -> list[int]:
+    """Token ids of a prompt; InvalidRequestError names one that the engine cannot take."""
+    try:
+        return engine.encode(prompt.text)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"prompt {prompt.id!r}: {error.message}", error.hint) from error
 
 
 def draw_lengths(prompts: Sequence[BenchPrompt], options: BenchOptions) -> dict[str, int]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specexport.bench.methods import EngineKey
+from specexport_runtime.bundle.draft_layers import load_draft_layers
 from specexport_runtime.bundle.entry import NO_GATES, ModelEntry
 from specexport_runtime.bundle.manifest import Manifest, load_manifest
 from specexport_runtime.drafters.base import HEAD
@@ -32,7 +33,7 @@ class Subject:
     lookahead: int  # largest K it was built for
     details: Mapping[str, Any]  # names and hashes of its parts, for the record
     load: "Callable[[EngineKey], SpecEngine]"
-    has_gates: bool = False  # the target can draft with some of its layers, by the default rules
+    has_gates: bool = False  # the target can draft with some of its layers, as it is asked by default
     has_head: bool = False  # it has a draft head
     first: str = ""  # of several bundles the one that stands for their target
 
@@ -70,13 +71,17 @@ def open_subject(folder: Path, options: EngineOptions) -> Subject:
         "max_num_batched_tokens": options.max_num_batched_tokens, "spin": options.spin,
     }  # fmt: skip
     has_draft, has_head = "draft" in manifest.models, "head" in manifest.models
-    return Subject(manifest.name, has_draft, manifest.lookahead, details, load, _can_draft_itself(manifest), has_head)
+    return Subject(
+        manifest.name, has_draft, manifest.lookahead, details, load, _can_draft_itself(folder, manifest), has_head
+    )
 
 
-def _can_draft_itself(manifest: Manifest) -> bool:
-    """Whether the default rules of self-drafting can leave out some of its layers."""
+def _can_draft_itself(folder: Path, manifest: Manifest) -> bool:
+    """Whether a search, or the default rules of self-drafting, can leave out some of its layers."""
     from specexport_runtime.requests.layer_choice import LayerRules
 
+    if load_draft_layers(folder, manifest) is not None:
+        return True
     target = manifest.models.get("target")
     gates = NO_GATES if target is None else target.engine.gates
     try:

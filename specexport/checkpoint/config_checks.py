@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from specexport.checkpoint.gguf_mapped import convert
 from specexport.checkpoint.gguf_rows import Conversion
 from specexport.checkpoint.source import Source
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
@@ -95,7 +96,7 @@ def check_no_gguf_bias_left(source: Source, reader: Any, model: Any, conversion:
     biases = [tensor for tensor in reader.tensors if _GGUF_BIAS.fullmatch(tensor.name) and tensor.data.any()]
     if not biases:
         return
-    names = (conversion or Conversion(reader, model)).names
+    names = (conversion or convert(reader, model)).names
     for tensor in biases:
         if tensor.name not in names:
             raise _refuse(source, tensor.name)

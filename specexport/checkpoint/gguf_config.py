@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from specexport.checkpoint.gguf_mapped import MAPPED
 from specexport.checkpoint.gguf_reader import architecture, read
 from specexport.checkpoint.source import Source
 from specexport_runtime.errors import CheckpointError
@@ -35,6 +36,8 @@ def correct_config(source: Source, reader: Any, config: Any) -> Any:
     if arch == "llama" and read(reader, "llama.expert_count"):
         config = _mixtral(reader, config)
     text = config.get_text_config()
+    if arch in MAPPED:  # transformers looks into the first part of a split file
+        text.tie_word_embeddings = all(tensor.name != "output.weight" for tensor in reader.tensors)
     _set_experts(reader, text)
     for key, name in (_STATED | ({"attention.key_length": "head_dim"} if arch == "gpt-oss" else {})).items():
         value = read(reader, f"{arch}.{key}")

@@ -133,3 +133,10 @@ def read(reader: Any, key: str) -> Any:
 def architecture(reader: Any) -> str:
     """GGUF's own name of the model's architecture, which begins the keys of its settings; empty if it is not said."""
     return str(read(reader, "general.architecture") or "")
+
+
+def module_blocks(reader: Any) -> range:
+    """Numbers of the blocks that are MTP modules, behind the target's layers: ``block_count`` counts them too."""
+    arch = architecture(reader)
+    count, modules = (read(reader, f"{arch}.{key}") or 0 for key in ("block_count", "nextn_predict_layers"))
+    return range(max(0, count - modules), count)

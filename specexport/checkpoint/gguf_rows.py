@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from specexport.checkpoint.gguf_reader import architecture
+from specexport.checkpoint.gguf_reader import architecture, module_blocks
 from specexport.checkpoint.source import Source
 from specexport.checkpoint.stored import WatchedFile
 from specexport_runtime.errors import UnsupportedModelError
@@ -73,8 +73,9 @@ def find_stacks(reader: Any, model: Any) -> dict[str, Stack]:
 def check_experts(source: Source, reader: Any, stacks: Mapping[str, Stack]) -> None:
     """Refuse (``UnsupportedModelError``) a file with experts that are no parameters of its model."""
     read = {name for stack in stacks.values() for name in stack.names}
+    modules = {str(block) for block in module_blocks(reader)}
     for tensor in reader.tensors:
-        if _OF_EXPERTS.fullmatch(tensor.name) and tensor.name not in read:
+        if _OF_EXPERTS.fullmatch(tensor.name) and tensor.name not in read and tensor.name.split(".")[1] not in modules:
             raise UnsupportedModelError(
                 f"{source.name} holds experts that cannot be read ({tensor.name} of {architecture(reader)}).",
                 "give the Hugging Face checkpoint that the file was made from, or convert that with today's llama.cpp.",
@@ -117,12 +118,28 @@ class Conversion:
             return None
         return order[:, 0].astype(np.int64)
 
+    def column_order(self, tensor: Any) -> Rows | None:  # noqa: ARG002
+        """Which column of the file each column of the model's matrix is; None if they are in place."""
+        return None
+
+    def small(self, tensor: Any) -> Tensor | None:  # noqa: ARG002
+        """A tensor that the model has with one dimension more, whole; None for others."""
+        return None
+
     def vector(self, tensor: Any) -> Tensor | None:
         """A tensor of one dimension, or of one row, as the model has it; None if it goes by another name then."""
         from gguf import dequantize
 
         found = self._processed(dequantize(tensor.data, tensor.tensor_type).reshape(-1), tensor.name)
         return None if found is None else torch.from_numpy(found.astype(np.float32))
+
+    def norm(self, tensor: Any, block: int) -> Tensor:
+        """A norm's weight, stored as those of the layer ``block`` are, as the model would have it."""
+        from gguf import dequantize
+
+        values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        found = self._processed(values, f"blk.{block}.attn_norm.weight")
+        return torch.from_numpy(values if found is None else found)
 
     def _processed(self, values: np.ndarray, name: str) -> np.ndarray | None:
         named: dict[str, Any] = {"tensor_key_mapping": {}, "parsed_parameters": {"tensors": {}}}

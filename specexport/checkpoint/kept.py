@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specexport.checkpoint.gguf_blocks import FORMATS
+from specexport.checkpoint.gguf_mapped import convert
 from specexport.checkpoint.gguf_rows import Conversion, RowReader, tensor_shape
 from specexport.checkpoint.source import Source
 from specexport.checkpoint.stored import WEIGHT_PREFIX, Stored, StoredWeight, WatchedFile
@@ -43,7 +44,7 @@ def kept_weights(
     quantized = {tensor.name: tensor for tensor in reader.tensors if tensor.tensor_type.name in FORMATS}
     if not quantized:
         return {}
-    conversion = conversion or Conversion(reader, model)
+    conversion = conversion or convert(reader, model)
     watched = {path: WatchedFile(path, source.name) for path in source.files}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     stacked = {part: name for name, stack in conversion.stacks.items() for part in stack.names}

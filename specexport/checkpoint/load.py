@@ -19,7 +19,8 @@ from specexport.checkpoint.config_checks import (
     unknown_kind,
 )
 from specexport.checkpoint.gguf_config import correct_config
-from specexport.checkpoint.gguf_reader import open_reader, shared
+from specexport.checkpoint.gguf_mapped import MAPPED, convert
+from specexport.checkpoint.gguf_reader import architecture, open_reader, shared
 from specexport.checkpoint.gguf_rows import Conversion, check_experts, holds_experts
 from specexport.checkpoint.gguf_tokenizer import honour_file
 from specexport.checkpoint.kept import check_formats, kept_weights
@@ -63,16 +64,17 @@ def load_checkpoint(
         how = _How(found, config, getattr(torch, dtype), trust_remote_code, settings is not None)
         model, stored, conversion = None, None, None
         experts = holds_experts(reader)
-        if stream or experts:
+        whole = experts or (reader is not None and architecture(reader) in MAPPED)
+        if stream or whole:
             conversion = None if reader is None else _conversion(how, reader)
             if experts:
                 check_experts(found, reader, {} if conversion is None else conversion.stacks)
             model, stored = _load_tagged(how, reader, conversion, packed)
         if experts:  # transformers itself would hold all of them as floats, and knows fewer models
             check_experts(found, reader, {} if conversion is None or stored is None else conversion.stacks)
-            if not stream:
-                load_all(model, stored or {})
-                stored = {}
+        if whole and not stream and stored is not None:
+            load_all(model, stored)
+            stored = {}
         if model is None or stored is None:
             del model
             model, stored = _load_model(how, packed.all_floats() if how.packed else None), {}
@@ -148,7 +150,8 @@ def _conversion(how: _How, reader: Any) -> Conversion | None:
 
     try:
         with torch.device("meta"):
-            return Conversion(reader, AutoModelForCausalLM.from_config(how.config))
+            model = AutoModelForCausalLM.from_config(how.config)
+        return convert(reader, model)
     except Exception:
         return None
 

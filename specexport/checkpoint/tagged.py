@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -142,11 +143,24 @@ class _SafetensorsRows:
 
 def tagged_gguf(source: Source, reader: Any, conversion: Conversion, tags: Tags) -> dict[str, Tensor] | None:
     """Tags for a GGUF file's matrices and vectors; None if transformers does more to one than order its rows."""
+    found = gguf_weights(source, reader, conversion, tags.dtype)
+    if found is None:
+        return None
+    return {
+        name: tags.make(weight.shape, weight.rows) if isinstance(weight, StoredWeight) else weight
+        for name, weight in found.items()
+    }
+
+
+def gguf_weights(
+    source: Source, reader: Any, conversion: Conversion, dtype: torch.dtype
+) -> dict[str, StoredWeight | Tensor] | None:
+    """Where a model's matrices are in a GGUF file, and its vectors themselves; None as with :func:`tagged_gguf`."""
     watched = {path: WatchedFile(path, source.name) for path in source.files}
     files = {name: watched[path] for name, path in reader.paths.items()}
     tensors = {tensor.name: tensor for tensor in reader.tensors}
-    state = {
-        name: tags.make(stacked_shape(tensors, stack), stacked_rows(files, tensors, stack, tags.dtype))
+    found: dict[str, StoredWeight | Tensor] = {
+        name: StoredWeight(stacked_shape(tensors, stack), dtype, stacked_rows(files, tensors, stack, dtype))
         for name, stack in conversion.stacks.items()
     }
     for tensor in reader.tensors:
@@ -158,13 +172,31 @@ def tagged_gguf(source: Source, reader: Any, conversion: Conversion, tags: Tags)
             if vector is None:
                 return None
             is_row = max(len(shape), vector.dim()) >= SMALLEST_RANK
-            state[name] = tags.make((1, vector.numel()), partial(_row, vector, tags.dtype)) if is_row else vector
+            row = StoredWeight((1, vector.numel()), dtype, partial(_row, vector, dtype))
+            found[name] = row if is_row else vector
             continue
-        order = conversion.row_order(tensor)
+        whole = conversion.small(tensor)
+        if whole is not None:
+            found[name] = StoredWeight(tuple(whole.shape), dtype, partial(_part, whole, dtype))
+            continue
+        columns = conversion.column_order(tensor)
+        order = np.arange(shape[0]) if columns is not None else conversion.row_order(tensor)
         if order is None:
             return None
-        state[name] = tags.make(shape, float_rows(files[tensor.name], tensor, order, tags.dtype))
-    return state
+        rows = float_rows(files[tensor.name], tensor, order, dtype)
+        in_place = columns is None
+        found[name] = StoredWeight(
+            shape, dtype, rows if in_place else partial(_turned, rows, torch.from_numpy(columns))
+        )
+    return found
+
+
+def _part(whole: Tensor, dtype: torch.dtype, start: int, stop: int) -> Tensor:
+    return whole[start:stop].to(dtype)
+
+
+def _turned(rows: Callable[[int, int], Tensor], columns: Tensor, start: int, stop: int) -> Tensor:
+    return rows(start, stop)[:, columns]
 
 
 def _row(vector: Tensor, dtype: torch.dtype, start: int, stop: int) -> Tensor:

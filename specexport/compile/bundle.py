@@ -1,9 +1,11 @@
 """Writing a bundle, and telling what stands in its place already."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from specexport.atomic import place_behind_links, remove_leftovers
+from specexport.atomic import place_behind_links, remove_leftovers, write_json
 from specexport.compile.built import TOKENIZER_NAME, BuiltModel, entry_in_bundle
 from specexport.compile.vocabulary import draftable_size, read_vocabulary, sha256_of
 from specexport.recipe import BuildRecipe
@@ -104,6 +106,23 @@ def write_bundle(
     )
     manifest.write(folder)
     return manifest
+
+
+def put_json(
+    bundle: Path, before: Manifest, name: str, data: Any, change: Callable[[Manifest], Manifest] = lambda same: same
+) -> Manifest:
+    """Put a JSON file into a bundle, and its hash into the manifest, which is given back with ``change``.
+
+    Whenever this is interrupted, the bundle stays valid, with the old file, without one, or with the new one.
+    UserInputError or OSError if it cannot be written.
+    """
+    files = {path: entry for path, entry in before.files.items() if path != name}
+    if len(files) < len(before.files):
+        replace(before, files=files).write(bundle)  # the old file is about to go
+    write_json(bundle / name, data)
+    done = change(replace(before, files=files | hash_files(bundle, [name])))
+    done.write(bundle)
+    return done
 
 
 def _vocabulary_info(models: Mapping[str, BuiltModel]) -> VocabularyInfo:

@@ -93,8 +93,8 @@ class PartedExecutor(Executor):
         self._moved, self._fresh = [], False
         return np.zeros((num_rows, self.vocab_size), np.float32)
 
-    def move_entries(self, row: int, entries: Int64Array, start: int = 0) -> None:  # noqa: ARG002
-        """See ``Executor.move_entries``; a check has no trees."""
+    def move_entries(self, row: int, entries: Int64Array) -> None:
+        """See ``Executor.move_entries``."""
         self._moved.append((row, entries.copy()))
 
     def clear_row(self, row: int) -> None:

@@ -158,6 +158,7 @@ def summary(result: "BuildResult") -> str:
     from specexport.compile.draft_cuts import describe_layers
     from specexport.compile.draft_trial import describe_trial
     from specexport.compile.head import describe_probe
+    from specexport.compile.token_map import describe_share
 
     total = sum(entry.size for entry in result.files.values())
     if result.up_to_date:
@@ -180,6 +181,10 @@ def summary(result: "BuildResult") -> str:
             found = f"{layers}, {found}"
         lines.append(f"  {role}: {found}{cached}")
         lines += [f"  {role}: {line}" for line in describe_trial(entry)[:1]]
+        if entry.token_map is not None:
+            lines.append(
+                f"  {role}: another vocabulary than the target's: they share {describe_share(entry.token_map)}"
+            )
         if check is not None and check.perplexity is not None and check.perplexity * _CHANCE > entry.vocab_size:
             lines.append(
                 f"  warning: on text the {role}'s perplexity is {check.perplexity:.3g}, of {entry.vocab_size} tokens: "

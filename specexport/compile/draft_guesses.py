@@ -16,8 +16,9 @@ import numpy as np
 from specexport.compile.built import BuiltModel
 from specexport.compile.check import open_new_engine
 from specexport_runtime.bundle.entry import ModelEntry
+from specexport_runtime.bundle.token_map import TokenMap
 from specexport_runtime.errors import SpecexportError
-from specexport_runtime.executors.base import Int32Array
+from specexport_runtime.executors.base import Int32Array, Int64Array
 from specexport_runtime.intake.chat import render_chat
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 
@@ -109,23 +110,40 @@ def _write(runner: ModelRunner, prompts: Sequence[list[int]]) -> list[list[int]]
 
 
 def count_right(
-    folder: Path, entry: ModelEntry, texts: Sequence[Text], own: Int32Array | None, heads: Sequence[Int32Array | None]
+    folder: Path,
+    entry: ModelEntry,
+    texts: Sequence[Text],
+    own: Int32Array | None,
+    heads: Sequence[Int32Array | None],
+    tokens: TokenMap | None = None,
 ) -> list[int]:
     """How many tokens of the texts a draft would have guessed, with each LM head.
 
     ``own`` are the ids of the engine's LM head, ascending; None for all. ``heads`` are ids that it is narrowed to; None
-    for the LM head as it is.
+    for the LM head as it is. ``tokens`` are of a draft with another vocabulary than the texts'.
     """
     ids = np.arange(entry.vocab_size, dtype=np.int32) if own is None else own
     kept = [np.arange(len(ids)) if head is None else np.flatnonzero(np.isin(ids, head)) for head in heads]
+    said = ids if tokens is None else tokens.target_ids[ids]
     right = [0] * len(heads)
-    with closing(open_new_engine(folder, entry, num_rows=1, kv_capacity=_CAPACITY)) as executor:
+    capacity = _CAPACITY * (1 if tokens is None else tokens.most) + 1
+    with closing(open_new_engine(folder, entry, num_rows=1, kv_capacity=capacity)) as executor:
         runner = ModelRunner(executor)
         for text in texts:
-            read = [*text.prompt, *text.written[:-1]]
-            logits = runner.step(0, [RowWork(read, len(text.written))])
+            read, places = _spelled(text, tokens)
+            logits = runner.step(0, [RowWork(read, len(read) - places[0])])[places - places[0]]
             for at, rows in enumerate(kept):
-                guesses = ids[rows[logits[:, rows].argmax(axis=1)]]
+                guesses = said[rows[logits[:, rows].argmax(axis=1)]]
                 right[at] += int((guesses == text.written).sum())
             runner.reset()
     return right
+
+
+def _spelled(text: Text, tokens: TokenMap | None) -> tuple[list[int], Int64Array]:
+    """What a draft reads of a text, and the place before each token that was written."""
+    read = [*text.prompt, *text.written[:-1]]
+    if tokens is None:
+        return read, np.arange(len(text.prompt) - 1, len(read))
+    lead = tokens.lead_of(read)
+    ids, counts = tokens.spell(read)
+    return lead + ids, len(lead) + np.cumsum(counts)[len(text.prompt) - 1 :] - 1

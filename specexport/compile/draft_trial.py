@@ -15,6 +15,7 @@ import numpy as np
 from specexport.compile.built import BuiltModel
 from specexport.compile.draft_cuts import HeadCut
 from specexport.compile.draft_guesses import count_right, held_out, write_texts
+from specexport.compile.token_map import Shared
 from specexport.progress import StageClock
 from specexport.recipe import KEEP
 from specexport_runtime.bundle.entry import FormTrial, ModelEntry, TriedForm
@@ -57,6 +58,10 @@ class HeadSizes(NamedTuple):
         """Parameters that a step multiplies with each token, with an LM head of these ids."""
         return self.step_parameters - (0 if head_ids is None else (self.rows - len(head_ids)) * self.width)
 
+    def only(self, head_ids: Int32Array) -> "HeadSizes":
+        """Those of a model whose LM head has rows of these ids, beside its embedding, and no others."""
+        return self._replace(step_parameters=self.step(head_ids), rows=len(head_ids), tied=False)
+
     def cut(self, entry: ModelEntry, size: int) -> ModelEntry:
         """What the entry of a form with the whole head would cost with ``size`` tokens: a tied table stays beside."""
         stored, before = entry.engine.packed_bytes or (self.step_parameters, self.step_parameters)
@@ -78,6 +83,7 @@ class DraftTrial(NamedTuple):
     lookahead: int  # largest K
     target: BuiltModel | None = None  # what writes; None as long as it is not built
     folder: Path = Path()  # of its engine
+    shared: Shared | None = None  # with a draft of another vocabulary; None where it has the target's
 
     def others(self, kept_bytes: float | None, backend: str) -> tuple[str, ...]:
         """Quantizations to try beside the simplest form, which takes so many bytes a weight; None for float weights."""
@@ -132,7 +138,9 @@ class FormChoice(NamedTuple):
         target, (form, entry), tried = trial.target, simplest, list[TriedForm]()
         assert target is not None  # noqa: S101 - it is built first
         counted, prompts = held_out(trial.texts) if trial.own_texts else (trial.texts, ())
-        texts = write_texts(trial.folder, target, prompts, num_ids=sizes.rows)
+        tokens = None if trial.shared is None else trial.shared.tokens
+        num_ids = sizes.rows if tokens is None else target.entry.vocab_size
+        texts = write_texts(trial.folder, target, prompts, num_ids=num_ids)
         count = sum(len(text.written) for text in texts)
 
         def add(found: ModelEntry, size: int, right: int) -> None:
@@ -147,7 +155,7 @@ class FormChoice(NamedTuple):
             return {size: np.sort(ranked[:size]) for size in wanted}
 
         heads = heads_of(counted, [size for size in HEAD_SIZES if trial.cuts and 2 * size <= sizes.rows])
-        rights = count_right(folder, entry, texts, form.head_ids, [None, *heads.values()])
+        rights = count_right(folder, entry, texts, form.head_ids, [None, *heads.values()], tokens)
         add(entry, entry.lm_head_rows, rights[0])
         for size, right in zip(heads, rights[1:], strict=True):
             add(sizes.cut(entry, size), size, right)
@@ -167,7 +175,7 @@ class FormChoice(NamedTuple):
         for name in self.others:
             try:
                 made = build(name)
-                (right,) = count_right(folder / name, made, texts, ids, [heads.get(best.lm_head_rows)])
+                (right,) = count_right(folder / name, made, texts, ids, [heads.get(best.lm_head_rows)], tokens)
             except SpecexportError as error:  # a model of which this form cannot be had
                 obstacle = error.message
             else:

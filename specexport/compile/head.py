@@ -19,7 +19,7 @@ from specexport.compile.vocabulary import check_vocabularies, read_vocabulary
 from specexport.progress import StageClock
 from specexport.recipe import MTP, BuildRecipe, model_dtype
 from specexport_runtime.bundle.arrays import MASK_NAME
-from specexport_runtime.bundle.entry import DraftHeadEntry
+from specexport_runtime.bundle.entry import CorrectionEntry, DraftHeadEntry
 from specexport_runtime.bundle.profiles import head_steps
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 
@@ -125,8 +125,9 @@ def _check_tokenizer(source: ModelSource, checkpoint: "Checkpoint") -> None:
     """Compare the head's tokenizer with the target's, where it has one."""
     from specexport.checkpoint.source import resolve_source
 
-    path = resolve_source(source.source, source.revision).folder / TOKENIZER_NAME
-    if path.is_file():
+    found = resolve_source(source.source, source.revision)
+    path = found.folder / TOKENIZER_NAME
+    if found.gguf_file is None and path.is_file():
         own = read_vocabulary(path.read_bytes(), where=source.name)
         target = read_vocabulary(checkpoint.tokenizer_json, where=checkpoint.source)
         check_vocabularies(target, own, num_shared_rows=None)
@@ -151,7 +152,8 @@ def _load(recipe: BuildRecipe, source: ModelSource, checkpoint: "Checkpoint") ->
     from specexport.heads.mtp_files import open_mtp
 
     found, text = resolve_source(source.source, source.revision), checkpoint.model.config.get_text_config()
-    files = open_mtp(found, text.to_dict()) if recipe.head == MTP else open_head(found)
+    is_module = recipe.head == MTP or found.gguf_file is not None
+    files = open_mtp(found, text.to_dict()) if is_module else open_head(found)
     config = read_config(
         files, TargetFacts(_num_layers(checkpoint), int(text.hidden_size), checkpoint.vocab_size, text)
     )
@@ -200,7 +202,10 @@ def prepare_head(source: ModelSource, plan: HeadPlan, folder: Path, clock: Stage
     with clock.stage("reference", role):
         reference = kind_of(config).reference(loaded) if check_obstacle(recipe) is None else None
     num_parameters = sum(parameter.numel() for parameter in loaded.head.parameters())
-    step_parameters, mask = loaded.head.step_parameters, loaded.mask_feature
+    step_parameters, mask, correction = loaded.head.step_parameters, loaded.mask_feature, loaded.correction
+    arrays = {} if mask is None else {MASK_NAME: mask}
+    if correction is not None:
+        arrays |= {f"{name}.npy": table for name, table in correction.tables.items()}
     with clock.stage("trace", role):
         backend = find_backend(recipe.backend)
         traced = trace_head(loaded.head, fixed_sizes=backend.fixed_sizes, group_experts=backend.groups_experts)
@@ -237,8 +242,12 @@ def prepare_head(source: ModelSource, plan: HeadPlan, folder: Path, clock: Stage
             mask_token_id=config.mask_token_id,
             mask_path=None if mask is None else MASK_NAME,
             block_size=config.block_size,
+            from_anchor=config.from_anchor,
+            correction=None
+            if correction is None
+            else CorrectionEntry(correction.rule, tuple(f"{name}.npy" for name in correction.tables), correction.most),
         ),
-        mask=mask,
+        arrays=arrays,
     )  # fmt: skip
 
 

@@ -28,6 +28,7 @@ from specexport.compile.draft_cuts import (
 from specexport.compile.draft_trial import Chosen, DraftForm, DraftTrial, FormChoice, HeadSizes
 from specexport.compile.lora import bind_adapters, describe_adapters
 from specexport.compile.part import ModelSource, Part, Texts, weighs_inputs
+from specexport.compile.token_map import Shared, Side, describe_share, find_shared, side_of
 from specexport.progress import StageClock
 from specexport.recipe import KEEP, BuildRecipe, model_dtype, resolve_recipe, rounding, with_quantization
 from specexport_runtime.abi import ITEM_BYTES
@@ -61,6 +62,7 @@ class Reductions(NamedTuple):
     cut: HeadCut | None = None  # of its LM head; None leaves it whole
     prune: LayerPrune | None = None  # of its layers; None keeps all
     trial: DraftTrial | None = None  # finds out what else becomes of it; None builds what the recipe says
+    beside: Side | None = None  # the vocabulary of its target; None for a model that has none
 
 
 WHOLE = Reductions()
@@ -83,7 +85,7 @@ def prepare_model(
     """
     from specexport.trace.check import trace_checkpoint
 
-    (cut, prune, trial), role = reductions, source.role
+    (cut, prune, trial, beside), role = reductions, source.role
     with clock.stage("load", role, source.name):
         if checkpoint is None:
             checkpoint = load_source(recipe, source, stream=prune is None)  # pruning runs the model again and again
@@ -98,7 +100,13 @@ def prepare_model(
         rounded = rounding(recipe, role)
         if rounded is not None:
             clock.note(f"weights are rounded to {rounded}; activations and KV caches are {model_dtype(recipe)}")
-        form = DraftForm(recipe.quantization_of(role), _head_ids(checkpoint, cut))
+        shared = (
+            None if beside is None else find_shared(beside, side_of(checkpoint, source.name, checkpoint.vocab_size))
+        )
+        if shared is not None:
+            clock.note(f"another vocabulary than the target's: they share {describe_share(shared.entry)}")
+            trial = None if trial is None else trial._replace(shared=shared)
+        form = DraftForm(recipe.quantization_of(role), _head_ids(checkpoint, cut, shared))
         others = () if trial is None else trial.others(_kept_share(checkpoint), recipe.backend)
         each = [with_quantization(recipe, role, name) for name in (form.quantize, *others)]
         require_space(folder, sum(_needed_bytes(one, checkpoint, role) for one in each))
@@ -112,6 +120,8 @@ def prepare_model(
         if recipe.check and model_dtype(recipe) == "float16":
             _refuse_overflow(checkpoint, next(iter(references.values()), None))
     sizes, formats, rope = _head_sizes(checkpoint), _weight_formats(checkpoint), checkpoint.rope
+    if shared is not None:
+        sizes = sizes.only(shared.head_ids)
     ranges, cached = _calibrate(checkpoint, each, role, clock)
     with clock.stage("trace", role):
         traced = trace_checkpoint(checkpoint, features, group_experts=find_backend(recipe.backend).groups_experts)
@@ -146,7 +156,8 @@ def prepare_model(
         ranges=ranges,
         kept=checkpoint.kept,
         kept_formats=formats,
-        choice=None if trial is None else FormChoice(trial, others, sizes, partial(_rank_ids, checkpoint)),
+        choice=None if trial is None else FormChoice(trial, others, sizes, partial(_rank_ids, checkpoint, shared)),
+        shared=shared,
     )  # fmt: skip
 
 
@@ -354,23 +365,26 @@ def pieces_for(
     return cut_pieces(texts, *known, max_positions=room, num_pieces=num_pieces, piece_len=piece_len)
 
 
-def _head_ids(checkpoint: "Checkpoint", cut: HeadCut | None) -> Int32Array | None:
+def _head_ids(checkpoint: "Checkpoint", cut: HeadCut | None, shared: Shared | None) -> Int32Array | None:
     """Token ids that the LM head keeps; None if it keeps all."""
-    if cut is None or cut.size == checkpoint.vocab_size:
-        return None
-    return np.sort(_rank_ids(checkpoint, cut)[: cut.size])
+    if cut is None or (shared is None and cut.size == checkpoint.vocab_size):
+        return None if shared is None else shared.head_ids
+    return np.sort(_rank_ids(checkpoint, shared, cut)[: cut.size])
 
 
-def _rank_ids(checkpoint: "Checkpoint", cut: HeadCut) -> Int32Array:
-    """All token ids, those first that stay in the LM head."""
+def _rank_ids(checkpoint: "Checkpoint", shared: Shared | None, cut: HeadCut) -> Int32Array:
+    """All token ids that the LM head may have, those first that stay in it."""
     ends = [token for token in (checkpoint.bos_token_id, *checkpoint.eos_token_ids) if token is not None]
-    return rank_head_ids(
+    if shared is not None:
+        cut = cut._replace(ends=())  # they are ids of the target
+    ranked = rank_head_ids(
         cut,
         checkpoint.tokenizer_json,
         checkpoint.vocab_size,
         keep=ends,
         special_tokens=list(checkpoint.special_tokens.values()),
     )
+    return ranked if shared is None else ranked[np.isin(ranked, shared.head_ids)]
 
 
 def require_export_stack(backend: Backend | None = None) -> None:

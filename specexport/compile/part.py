@@ -6,7 +6,7 @@ loaded, referred to torch and traced, and in what :class:`Part` says of them.
 
 import gc
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,9 +19,10 @@ from specexport.channel_ranges import ChannelRanges
 from specexport.compile.built import BuiltModel, EngineCheck
 from specexport.compile.check import check_obstacle
 from specexport.compile.draft_trial import Chosen, DraftForm, FormChoice, describe_trial
+from specexport.compile.token_map import Shared
 from specexport.progress import StageClock
 from specexport.recipe import KEEP, BuildRecipe, model_dtype, with_quantization
-from specexport_runtime.bundle.arrays import LM_HEAD_IDS_NAME, MASK_NAME
+from specexport_runtime.bundle.arrays import LM_HEAD_IDS_NAME
 from specexport_runtime.bundle.entry import (
     AdapterEntry,
     AttentionEntry,
@@ -60,6 +61,7 @@ class ModelSource(NamedTuple):
     adapters: "tuple[LoraSource, ...]" = ()  # of a target
     turns_by_length: bool = False  # it may have rotary tables that depend on the length
     weight_bytes: int = 0  # of its weights' files
+    texts_sha256: str = ""  # over what decides its tokenizer: all files but those of weights alone
 
 
 class Texts(NamedTuple):
@@ -94,11 +96,12 @@ class Part:
     dropped_layers: tuple[DroppedLayer, ...] = ()
     adapters: tuple[AdapterEntry, ...] = ()
     draft_head: DraftHeadEntry | None = None
-    mask: Float32Array | None = None  # the feature for tokens not known yet, [E]; None where there is none
+    arrays: Mapping[str, Float32Array] = field(default_factory=dict)  # what lies beside the engine, by file name
     ranges: Mapping[str, ChannelRanges] | None = None  # of inputs, by name of the weight, where int4 weighs errors
     kept: "Mapping[str, BlockWeight] | None" = None  # quantized weights of the checkpoint, for a form that keeps them
     kept_formats: tuple[WeightFormat, ...] = ()  # of these
     choice: FormChoice | None = None  # of a draft whose form is to be found out
+    shared: Shared | None = None  # of a draft with another vocabulary than its target's
 
 
 def build_part(part: Part, dump_dir: Path | None = None) -> BuiltModel:
@@ -138,9 +141,10 @@ def _build_form(
         ranges=part.ranges if weighs_inputs(recipe, source.role) else None,
         kept=part.kept if keeps else None,
     )
-    for name, array in ((LM_HEAD_IDS_NAME, ids), (MASK_NAME, part.mask)):
-        if array is not None:
-            np.save(place / name, array, allow_pickle=False)
+    for name, array in {**part.arrays, **({} if ids is None else {LM_HEAD_IDS_NAME: ids})}.items():
+        np.save(place / name, array, allow_pickle=False)
+    if part.shared is not None:
+        part.shared.tokens.save(place / part.shared.entry.path)
     cache_dtype = None if job.cache_ranges is None else recipe.kv_cache_dtype
     return ModelEntry(
         backend=recipe.backend,
@@ -157,6 +161,7 @@ def _build_form(
         rope=part.rope,
         dropped_layers=part.dropped_layers,
         cut_lm_head=None if ids is None else CutLmHead(LM_HEAD_IDS_NAME, len(ids)),
+        token_map=None if part.shared is None else part.shared.entry,
         draft_head=part.draft_head,
         adapters=part.adapters,
     )

@@ -36,7 +36,7 @@ from specexport.compile.head import HeadPlan, plan_head, prepare_head
 from specexport.compile.lora import find_adapters
 from specexport.compile.model import WHOLE, Reductions, prepare_model, reads_texts, require_export_stack
 from specexport.compile.part import STAGES, ModelSource, Part, build_part
-from specexport.compile.vocabulary import check_vocabularies, read_vocabulary
+from specexport.compile.token_map import Side, check_shared, side_of
 from specexport.host import peak_memory_bytes, seldom_collected
 from specexport.progress import Progress, StageClock
 from specexport.recipe import AUTO, MTP, BuildRecipe, resolve_recipe, settle_quantization
@@ -160,7 +160,6 @@ def build_bundle(
                     cache.store(key, found, place)
             built[model.role] = found
         with clock.stage("bundle"):
-            _check_built_vocabularies(built)
             if untried is not None:
                 draft = built["draft"]
                 built["draft"] = replace(draft, entry=replace(draft.entry, trial=FormTrial(0, (), untried)))
@@ -276,6 +275,7 @@ def _make_plan(recipe: BuildRecipe, models: list[ModelSource]) -> _Plan:
             | ({"rope_len": recipe.max_model_len} if model.turns_by_length else {})
             | (reduced if model.role == "draft" else {})
             | ({"writer": keys["target"]} if model.role == "draft" and trial is not None else {})
+            | ({"beside": models[0].texts_sha256} if model.role == "draft" else {})
             | beside.get(model.role, {})
         )
     build_key = hash_values(
@@ -301,12 +301,12 @@ def _reductions_of(model: ModelSource, plan: _Plan, built: Mapping[str, BuiltMod
     """What a model is cut down by: only a draft, whose LM head keeps what ends a text of the target."""
     if model.role != "draft":
         return WHOLE
-    (cut, prune, trial), target = plan.reductions, built["target"]
+    (cut, prune, trial, _), target = plan.reductions, built["target"]
     if cut is not None:
         cut = cut._replace(ends=target.eos_token_ids)
     if trial is not None:
         trial = trial._replace(target=target, folder=folder / "target")
-    return Reductions(cut, prune, trial)
+    return Reductions(cut, prune, trial, side_of(target, target.entry.source.name, target.entry.vocab_size))
 
 
 def _find_model(recipe: BuildRecipe, role: str, source: str, revision: str | None) -> ModelSource:
@@ -316,8 +316,14 @@ def _find_model(recipe: BuildRecipe, role: str, source: str, revision: str | Non
         require_export_stack(find_backend(recipe.backend))
     found = resolve_source(source, revision, remote_code=recipe.trust_remote_code)
     named = (role, source, revision, found.name, hash_source(found), holds_quantized(found))
-    size = sum(file.stat().st_size for file in found.files if file.suffix in (".safetensors", ".gguf"))
-    return ModelSource(*named, turns_by_length=turns_by_length(found), weight_bytes=size)
+    weights = [file for file in found.files if file.suffix in (".safetensors", ".gguf")]
+    others = found._replace(files=tuple(file for file in found.files if file.suffix != ".safetensors"))
+    return ModelSource(
+        *named,
+        turns_by_length=turns_by_length(found),
+        weight_bytes=sum(file.stat().st_size for file in weights),
+        texts_sha256=hash_source(others),
+    )
 
 
 def _reuse(cache: EngineCache, key: str, model: ModelSource, folder: Path, clock: StageClock) -> BuiltModel | None:
@@ -364,11 +370,10 @@ def _prepare(
 
 
 def _check_tokenizer_files(plan: _Plan) -> None:
-    """Compare vocabularies before the long work where both are plain files; they are compared again once built."""
+    """Compare vocabularies before the long work where both are plain files; they are compared again once loaded."""
     paths = [Path(model.source).expanduser() / TOKENIZER_NAME for model in plan.models]
-    if len(paths) == 2 and all(path.is_file() for path in paths):
-        target, draft = (read_vocabulary(path.read_bytes(), where=path.parent.name) for path in paths)
-        check_vocabularies(target, draft, num_shared_rows=None)
+    if plan.models[-1].role == "draft" and all(path.is_file() for path in paths):
+        check_shared(*(Side(path.parent.name, path.read_bytes()) for path in paths))
 
 
 def _check_draft_sizes(plan: _Plan) -> None:
@@ -377,7 +382,7 @@ def _check_draft_sizes(plan: _Plan) -> None:
     Where it is not, or has other names, the loaded model says it.
     """
     config = Path(plan.models[-1].source).expanduser() / "config.json"
-    cut, prune, _ = plan.reductions
+    cut, prune = plan.reductions.cut, plan.reductions.prune
     if (cut is None and prune is None) or not config.is_file():
         return
     with contextlib.suppress(ValueError, AttributeError, OSError):  # the loader says what is wrong with a config
@@ -388,14 +393,3 @@ def _check_draft_sizes(plan: _Plan) -> None:
             check_head_size(cut.size, vocab_size)
         if prune is not None and isinstance(num_layers, int):
             check_num_layers(prune.num_layers, num_layers)
-
-
-def _check_built_vocabularies(models: Mapping[str, BuiltModel]) -> None:
-    if "draft" not in models:
-        return
-    target, draft = (
-        read_vocabulary(models[role].tokenizer_json, where=models[role].entry.source.name)
-        for role in ("target", "draft")
-    )
-    shared = min(built.entry.vocab_size for built in models.values())
-    check_vocabularies(target, draft, num_shared_rows=shared)

@@ -110,7 +110,7 @@ def debug_bundle(folder: Path, prompt: str, options: DebugOptions, *, progress: 
         kind: GraphKind = options.graph if options.against is not None else "engine"
         looked_at = _load(folder, entries[0], options.graph)
         reference = _load(options.against or folder, entries[1], kind)
-        tokens = bundle.tokenizer.encode(prompt).ids
+        tokens = _tokens(bundle, prompt, options.role)
     same_names = all(manifest.tools.get(name) == other_manifest.tools.get(name) for name in _TRACING)
     threads = options.num_threads or available_cores()
     with clock.stage("decode", options.role, f"to a {options.step} step"):
@@ -169,7 +169,7 @@ def _debug_engine(
             "leave out --save and --layer.",
         )
     assert options.against is not None  # noqa: S101 - _entry has seen it
-    tokens = bundle.tokenizer.encode(prompt).ids
+    tokens = _tokens(bundle, prompt, options.role)
     reference = load_bundle(options.against, max_num_seqs=1)
     needed = min(reference.max_model_len, len(tokens) + options.after + reference.manifest.lookahead + 1)
     reference = reference._replace(max_model_len=needed)
@@ -184,6 +184,14 @@ def _debug_engine(
         )
     what = f"bundle {reference.manifest.name}"
     return DebugReport(bundle.manifest.name, what, options.role, options.graph, step, found)
+
+
+def _tokens(bundle: "Bundle", prompt: str, role: str) -> Sequence[int]:
+    """The prompt in the tokens of a role's model."""
+    from specexport_runtime.bundle.token_map import own_texts
+
+    (tokens,) = own_texts(bundle.folder, bundle.manifest.models, role, [bundle.tokenizer.encode(prompt).ids])
+    return tokens
 
 
 def _entry(manifest: Manifest, folder: Path | None, options: DebugOptions) -> ModelEntry:

@@ -126,6 +126,9 @@ def _print(
         return
     pieces = Pieces(lambda ids: engine.tokenizer.decode(list(ids), skip_special_tokens=False), _before(result))
     lines = summary_lines(summary, result.stats.layer_choice)
+    if engine.token_map is not None:
+        shared = engine.token_map.num_shared
+        lines.append(f"The draft model has another vocabulary: it can say {shared} tokens of the target's.")
     print_report(make_table(trace, pieces), lines, colour=colour)
 
 

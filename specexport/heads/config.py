@@ -37,6 +37,7 @@ class HeadConfig:
     # it drafts all tokens in one step: this one stands for each unknown token; None for others
     mask_token_id: int | None = None
     block_size: int | None = None  # most tokens of a block that it fills, the newest and the ones to guess
+    from_anchor: bool = False  # the block's first place, that of the newest token, guesses too
     num_draft_heads: int = 0  # how many heads there are, each for a place of a draft; 0 for a kind that is one head
     reads_draft: bool = False  # each of these reads what those before it guessed; layers are for the first one alone
     # layers of the target whose caches it reads, in the order in which its graph has them

@@ -9,7 +9,7 @@ top level; ``target_layer_ids`` counts layers whose *output* is read. speculator
 ``aux_hidden_state_layer_ids`` counts hidden states.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 
 _ARCHITECTURE = "DFlashDraftModel"
 _SLIDING = "sliding_attention"
-_PLAIN: Mapping[str, tuple[Any, ...]] = {
+PLAIN: Mapping[str, tuple[Any, ...]] = {
     "use_swa": (None, False),
     "attention_sink_bias": (None, False),
     "add_swa_attention_sink_bias": (None, False),
@@ -44,9 +44,14 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "markov_rank": (None, 0),
     "selector_rank": (None, 0),
     "conv_kernel_size": (None, 0),
+    "causal_head": (None, False),
 }
-"""Keys of variants (DSpark, Domino, DFlash 2, windows and sinks of other writers): the values that ask for none."""
-_PLAIN_HEAD = "give a plain DFlash head, or an EAGLE-3 or P-EAGLE head."
+"""Keys of variants (DSpark, Domino, JetSpec, DFlash 2, windows and sinks of other writers): with what asks for none."""
+_NAMES = {"causal_head": "JetSpec"}
+"""What is known by another name than its key."""
+_SECTIONS = ("dflash_config", "dspark_config")
+"""Parts of a configuration with keys of its own; they come before the top level."""
+PLAIN_HEAD = "give a plain DFlash head, or an EAGLE-3 or P-EAGLE head."
 _AGAIN = "give the complete head, with the config.json that belongs to its weights."
 BLOCK_STEPS = (((5, 3), (2, 2)), ((1, 3), (3, 4)), ((2, 2), (1, 3)))
 """New context entries and tokens of the block, of each row in each step of the build's proof."""
@@ -70,12 +75,12 @@ class ContextProjection(FeatureProjection):
 class BlockHead(DraftHead):
     """A head that reads context entries, which have a feature and no token, and a block of tokens behind them."""
 
-    def __init__(self, config: HeadConfig) -> None:  # its ``shape``: which layers hide from tokens what follows them
+    def __init__(self, config: HeadConfig, causal: Sequence[bool]) -> None:  # layers that hide what follows a token
         super().__init__(config)
         # compute the rows of context entries too, so that no size depends on a value: a CUDA graph can hold it
         self.every_row = False
-        for layer, causal in zip(self.body.layers, config.shape, strict=True):
-            layer.self_attn.is_causal = causal
+        for layer, hides in zip(self.body.layers, causal, strict=True):
+            layer.self_attn.is_causal = hides
             whole = layer.self_attn.o_proj
             layer.self_attn.o_proj = _OfBlock(whole.in_features, whole.out_features, whole.bias is not None)
 
@@ -88,6 +93,7 @@ class BlockHead(DraftHead):
         """
         is_token = input_ids >= 0
         block = places = None
+        self.see(is_token)
         state = self.embed(input_ids.clamp(min=0))[None]
         if not self.every_row:
             block = is_token.nonzero().flatten()
@@ -95,11 +101,29 @@ class BlockHead(DraftHead):
             places = torch.where(is_token, counted - 1, counted[-1])  # behind the block is a row of zeros
             state = state.index_select(1, block)
         for layer in self.body.layers:
-            own = _spread(layer.input_layernorm(state), places)
+            given = layer.input_layernorm(state)
+            mix = self.mixer(layer, "attention", given)
+            own = _spread(mix(0, given), places)
             layer.self_attn.o_proj.rows = block
-            state = state + run(layer.self_attn, torch.where(is_token[None, :, None], own, features))
-            state = state + layer.mlp(layer.post_attention_layernorm(state))
+            state = state + mix(1, run(layer.self_attn, torch.where(is_token[None, :, None], own, features)))
+            given = layer.post_attention_layernorm(state)
+            mix = self.mixer(layer, "mlp", given)
+            state = state + mix(1, layer.mlp(mix(0, given)))
         return _spread(state, places)
+
+    def see(self, is_token: Tensor) -> None:
+        """A step begins: which of its entries [T] are of blocks. In front of each block is an entry that is not."""
+
+    def mixer(self, layer: Any, part: str, given: Tensor) -> Callable[[int, Tensor], Tensor]:  # noqa: ARG002
+        """What mixes a block's rows [1, n, H], before (0) and behind (1) a part of a layer that reads ``given``."""
+        return lambda _, rows: rows
+
+
+class PlainBlockHead(BlockHead):
+    """A head without more than that; ``shape`` of its configuration: which layers are causal."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__(config, config.shape)
 
 
 class _OfBlock(nn.Linear):  # type: ignore[misc]  # torch is not followed
@@ -127,20 +151,23 @@ def block_states(head: DraftHead, features: Tensor, starts: Tensor, blocks: Tens
     Attention is as transformers computes it. ``starts`` [A] is the position of each block's first token, at most n: it
     sees the ``features`` [n, E] before it.
     """
-    count, width = blocks.shape
-    known = len(features)
-    at = torch.cat([torch.arange(known), (starts[:, None] + torch.arange(width)).flatten()])
+    count, known = len(blocks), len(features)
+    # In front of each block is an entry that no block sees, as in a step: it parts the block from the one before.
+    blocks = torch.cat([torch.full((count, 1), CONTEXT_ID), blocks], dim=1)
+    width = blocks.shape[1]
+    at = torch.cat([torch.arange(known), (starts[:, None] - 1 + torch.arange(width)).flatten()])
     own = torch.cat([torch.full((known,), -1), torch.arange(count).repeat_interleave(width)])
     begin = torch.cat([torch.zeros(known, dtype=torch.long), starts.repeat_interleave(width)])
     whole = torch.where(own[None] < 0, at[None] < begin[:, None], own[:, None] == own[None])
     rotary = head.body.rotary_emb(features[None], at[None])
 
     def run(module: Any, hidden: Tensor) -> Tensor:
-        seen = whole
+        seen = whole.clone()
         if module.is_causal:
             seen = seen & (at[None] <= at[:, None])
         if module.sliding_window:
             seen = seen & (at[None] > at[:, None] - module.sliding_window)
+        seen[known:, known::width] = False
         seen = seen | torch.eye(len(at), dtype=torch.bool)  # a context entry sees something, so that it is a number
         mask = torch.zeros(seen.shape, dtype=hidden.dtype).masked_fill(~seen, float("-inf"))[None, None]
         output: Tensor = module(hidden_states=hidden, position_embeddings=rotary, attention_mask=mask)[0]
@@ -150,7 +177,7 @@ def block_states(head: DraftHead, features: Tensor, starts: Tensor, blocks: Tens
     rows = torch.cat([features, features.new_zeros(count * width, features.shape[1])])
     with torch.no_grad():
         state = head.states(ids, rows[None], run)[0, known:]
-    return state.view(count, width, -1)
+    return state.view(count, width, -1)[:, 1:]
 
 
 def _recognizes(files: HeadFiles) -> bool:
@@ -161,14 +188,33 @@ def _recognizes(files: HeadFiles) -> bool:
 
 
 def _read(files: HeadFiles, target: TargetFacts) -> HeadConfig:
+    config, causal = read_block(files, target, "dflash", PLAIN)
+    return replace(config, shape=causal)
+
+
+def read_block(
+    files: HeadFiles, target: TargetFacts, kind: str, plain: Mapping[str, tuple[Any, ...]], *, block_size: int = 16
+) -> tuple[HeadConfig, tuple[bool, ...]]:
+    """What a head that fills blocks computes, and which of its layers are causal.
+
+    ``plain`` has keys of what it does not compute, and the values that ask for none of it; ``block_size`` is that of
+    files that have none. Raises as ``HeadKind.read``.
+    """
     layer, layers = said_of_layers(files), plain_layers(files)
     layers |= _windows(files, layer) | {"model_type": body_of(files)}
     key, ids, shift = _layer_ids(files)
     taps = check_taps(files, target.num_layers, ids, key=key, shift=shift)
-    config = read_layered(files, target, "dflash", layers, taps, "z-lab", projects=True)
-    size, mask = _block(files, layer, target.vocab_size)
+    config = read_layered(files, target, kind, layers, taps, "z-lab", projects=True)
+    for name, values in plain.items():
+        value = value_of(files, name, layer.get(name))
+        if value not in values:
+            raise UnsupportedModelError(
+                f"{files.name} sets {name} to {value!r}, a variant of DFlash{_named(name)} that cannot be imported.",
+                PLAIN_HEAD,
+            )
+    size, mask = _block(files, target.vocab_size, block_size)
     causal = _causal_layers(files, layer, layers["num_hidden_layers"])
-    return replace(config, block_size=size, mask_token_id=mask, shape=causal)
+    return replace(config, block_size=size, mask_token_id=mask), causal
 
 
 def _windows(files: HeadFiles, layer: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,25 +231,18 @@ def _windows(files: HeadFiles, layer: Mapping[str, Any]) -> dict[str, Any]:
     return {"use_sliding_window": windows}
 
 
-def _block(files: HeadFiles, layer: Mapping[str, Any], vocab_size: int) -> tuple[int, int]:
-    """Block size and mask token.
+def _named(key: str) -> str:
+    return f" ({_NAMES[key]})" if key in _NAMES else ""
 
-    ``layer`` configures the head's layers. Raises CheckpointError if a value is out of range or a needed one is
-    missing, and UnsupportedModelError if it is a variant that computes something else.
-    """
-    for key, plain in _PLAIN.items():
-        value = _value(files, key, layer.get(key))
-        if value not in plain:
-            raise UnsupportedModelError(
-                f"{files.name} sets {key} to {value!r}, a variant of DFlash that cannot be imported.",
-                _PLAIN_HEAD,
-            )
-    size = _value(files, "block_size", 16)
+
+def _block(files: HeadFiles, vocab_size: int, default: int) -> tuple[int, int]:
+    """Block size and mask token; CheckpointError if a value is out of range or missing."""
+    size = value_of(files, "block_size", default)
     if type(size) is not int or size < 2:
         raise CheckpointError(
             f"{files.name}: block_size is {size!r}; a block has 2 tokens or more, the newest and one to guess.", _AGAIN
         )
-    mask = _value(files, "mask_token_id")
+    mask = value_of(files, "mask_token_id", value_of(files, "noise_token_id"))
     if type(mask) is not int or not 0 <= mask < vocab_size:
         raise CheckpointError(
             f"{files.name}: mask_token_id is {mask!r}, no token of {vocab_size}; a DFlash head reads it in the place "
@@ -219,7 +258,7 @@ def _layer_ids(files: HeadFiles) -> tuple[str, Any, int]:
     Raises CheckpointError if nothing says so.
     """
     for key, shift in (("aux_hidden_state_layer_ids", 0), ("target_layer_ids", 1)):
-        ids = _value(files, key)
+        ids = value_of(files, key)
         if ids is not None:
             return key, ids, shift
     raise CheckpointError(f"{files.name}: target_layer_ids, the target's layers that it reads, are not given.", _AGAIN)
@@ -230,7 +269,7 @@ def _causal_layers(files: HeadFiles, layer: Mapping[str, Any], count: int) -> tu
     types = layer.get("layer_types") or ["full_attention"] * count
     if not isinstance(types, list) or len(types) != count:
         raise CheckpointError(f"{files.name}: layer_types is {types!r}, and there are {count} layers.", _AGAIN)
-    told = [_value(files, key) for key in ("causal", "is_causal")]
+    told = [value_of(files, key) for key in ("causal", "is_causal")]
     for value in told:
         if value is not None:
             return (bool(value),) * count
@@ -238,23 +277,35 @@ def _causal_layers(files: HeadFiles, layer: Mapping[str, Any], count: int) -> tu
     return tuple(kind == _SLIDING and not non_causal for kind in types)
 
 
-def _value(files: HeadFiles, key: str, default: Any = None) -> Any:
-    """A value of ``dflash_config``, or else of the top level."""
-    inner = files.values.get("dflash_config")
-    for values in (inner if isinstance(inner, dict) else {}, files.values):
+def value_of(files: HeadFiles, key: str, default: Any = None) -> Any:
+    """A value of a section of the kind's own, or else of the top level."""
+    inner = [files.values.get(section) for section in _SECTIONS]
+    for values in (*(each for each in inner if isinstance(each, dict)), files.values):
         if values.get(key) is not None:
             return values[key]
     return default
 
 
 def _load(files: HeadFiles, config: HeadConfig, tables: TargetTables, dtype: torch.dtype) -> LoadedHead:
-    loaded = load_layered(BlockHead, files, config, tables, dtype, projection=ContextProjection)
+    return load_block(PlainBlockHead, files, config, tables, dtype)
+
+
+def load_block(
+    make: Callable[[HeadConfig], BlockHead],
+    files: HeadFiles,
+    config: HeadConfig,
+    tables: TargetTables,
+    dtype: torch.dtype,
+) -> LoadedHead:
+    """Load a head that fills blocks; raises as ``HeadKind.load``, and for tensors that it has no use for."""
+    loaded = load_layered(make, files, config, tables, dtype, projection=ContextProjection)
     known = {name.removeprefix("body.") for name in loaded.head.state_dict()} | {*loaded.projection.state_dict(), "d2t"}
-    refuse_variant(files, files.shapes.keys() - known, "its kind does not have", _PLAIN_HEAD)
+    refuse_variant(files, files.shapes.keys() - known, "its kind does not have", PLAIN_HEAD)
     return loaded
 
 
-def _trace(head: BlockHead, *, fixed_sizes: bool, group_experts: bool) -> TracedModel:
+def trace_block(head: BlockHead, *, fixed_sizes: bool, group_experts: bool) -> TracedModel:
+    """The head as a graph; with ``fixed_sizes`` it gives logits of every row."""
     head.every_row = fixed_sizes
     return trace_layers(head, group_experts=group_experts)
 
@@ -288,11 +339,19 @@ def first_guesses(head: DraftHead, tokens: Tensor, features: Tensor, *, step: in
 
     ``features`` [T-1, E] are of all its tokens but the last. ``rows`` is the length of each block, as a draft has them.
     """
+    states, _ = guessing_blocks(head, tokens, features, step=step, rows=rows)
+    logits: Tensor = head.read(states[:, 1])[0]
+    return logits
+
+
+def guessing_blocks(
+    head: DraftHead, tokens: Tensor, features: Tensor, *, step: int, rows: int
+) -> tuple[Tensor, Tensor]:
+    """Hidden states [A, R, H] of blocks as a draft has them, and the place of each block's first token in the text."""
     starts = torch.arange(1, len(tokens), step)
     blocks = torch.full((len(starts), rows), head.head_config.mask_token_id)
     blocks[:, 0] = tokens[starts]
-    logits: Tensor = head.read(block_states(head, features, starts, blocks)[:, 1])[0]
-    return logits
+    return block_states(head, features, starts, blocks), starts
 
 
 def _guesses(loaded: LoadedHead, tokens: Tensor, features: Tensor, _: Caches) -> Iterator[tuple[Tensor, slice]]:
@@ -301,7 +360,8 @@ def _guesses(loaded: LoadedHead, tokens: Tensor, features: Tensor, _: Caches) ->
     yield first_guesses(loaded.head, tokens, features, step=GUESS_STEP, rows=rows), slice(1, None, GUESS_STEP)
 
 
-def _readings(config: HeadConfig, num_layers: int) -> Sequence[Reading]:
+def tap_readings(config: HeadConfig, num_layers: int) -> list[Reading]:
+    """The hidden states that are named, all of them a layer earlier or later, and in the other order."""
     return [Reading(config), *shifted_taps(config, num_layers), *reversed_taps(config)]
 
 
@@ -311,10 +371,10 @@ KIND = HeadKind(
     recognizes=_recognizes,
     read=_read,
     load=_load,
-    trace=_trace,
+    trace=trace_block,
     reference=block_reference,
     guesses=_guesses,
-    readings=_readings,
+    readings=tap_readings,
     needs=frozenset(["later tokens"]),
     speculators=("dflash",),
 )

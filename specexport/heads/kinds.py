@@ -5,7 +5,7 @@ from functools import reduce
 from typing import Any
 
 from specexport.checkpoint.source import Source
-from specexport.heads import assistant, dflash, eagle, hydra, medusa, mtp
+from specexport.heads import assistant, dflash, dflash2, dspark, eagle, hydra, medusa, mtp
 from specexport.heads.config import HeadConfig, TargetFacts
 from specexport.heads.files import CONFIG_NAME, HeadFiles, our_name, read_names
 from specexport.heads.kind import HeadKind
@@ -17,11 +17,21 @@ KINDS: tuple[HeadKind, ...] = (
     medusa.KIND,
     assistant.KIND,
     mtp.KIND,
+    dspark.KIND,
+    dflash2.KIND,
     dflash.KIND,
     eagle.EAGLE3,
     eagle.EAGLE,
 )
 """Asked in this order whether files are theirs."""
+
+_REFUSED = {
+    "LiLiCorrDraftModel": "LiLiCorr",
+    "LlamaForCausalLMEagle4": "EAGLE-4",
+    "DeepseekV4DSparkModel": "DSpark with layers of DeepSeek-V4",
+    "xpress": "Xpress, which drafts by Jacobi passes",
+}
+"""Heads that are known and cannot be imported, by their architectures and speculators' names, and what they are."""
 
 _LOSSY = {
     "posterior_threshold": (None, 0, 0.0),
@@ -64,6 +74,7 @@ def read_config(files: HeadFiles, target: TargetFacts) -> HeadConfig:
     Raises CheckpointError if it was made for another target, or its tensors contradict its configuration, and
     UnsupportedModelError if its kind is not known, or it asks for what is not lossless.
     """
+    _refuse_known(files)
     _refuse_lossy(files)
     named = files.values.get("speculators_model_type")
     for kind in KINDS:
@@ -74,6 +85,19 @@ def read_config(files: HeadFiles, target: TargetFacts) -> HeadConfig:
     if named is not None:
         raise UnsupportedModelError(f"{files.name}: heads of kind {named!r} cannot be imported.", hint)
     raise UnsupportedModelError(f"{files.name} has the tensors of no kind of head that is known.", hint)
+
+
+def _refuse_known(files: HeadFiles) -> None:
+    """Refuse by its name what is known and cannot be imported, before anything else is said of it."""
+    config, named = files.values.get("speculators_config"), files.values.get("architectures")
+    said = [files.values.get("speculators_model_type"), *(named if isinstance(named, list) else [])]
+    said += [config.get("algorithm")] if isinstance(config, dict) else []
+    for name in said:
+        if isinstance(name, str) and name in _REFUSED:
+            raise UnsupportedModelError(
+                f"{files.name} is a head of kind {name!r} ({_REFUSED[name]}), which cannot be imported.",
+                "give a DSpark, DFlash 2, DFlash or EAGLE-3 head.",
+            )
 
 
 def _refuse_lossy(files: HeadFiles) -> None:

@@ -15,6 +15,14 @@ from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 from specexport_runtime.executors.base import Float32Array, Int32Array
 
 
+class HeadCorrection(NamedTuple):
+    """What corrects a head's logits by the token in front of a place; see the runtime's ``drafters.correction``."""
+
+    rule: str
+    tables: Mapping[str, Float32Array]  # by name
+    most: int  # how many tokens of a place it looks at
+
+
 class LoadedHead(NamedTuple):
     """A head that can run."""
 
@@ -24,6 +32,7 @@ class LoadedHead(NamedTuple):
     ids: Int32Array | None  # token ids of its LM head, int32 [N], ascending; None where it has all
     # what is fed for unknown tokens, float32 [E]; None for a head that reads no feature for them, or has no such tokens
     mask_feature: Float32Array | None = None
+    correction: HeadCorrection | None = None  # None: logits stay as the module gives them
 
 
 class TargetTables(NamedTuple):

@@ -69,10 +69,9 @@ def open_mtp(source: Source, values: Mapping[str, Any]) -> HeadFiles:
     its weights are quantized.
     """
     if source.gguf_file is not None:
-        raise CheckpointError(
-            f"{source.name}: MTP modules are read from safetensors only.",
-            "give the Hugging Face checkpoint that the file was made from.",
-        )
+        from specexport.heads.mtp_gguf import open_gguf_module
+
+        return open_gguf_module(source, values)
     layers = int(values.get("num_hidden_layers") or len(values.get("layers_block_type") or ()))
     shapes, stored = read_names(source, lambda key: name_in_module(key, layers))
     if EMBED_NORM not in shapes:
@@ -97,7 +96,9 @@ def open_mtp(source: Source, values: Mapping[str, Any]) -> HeadFiles:
 def holds_module(source: Source) -> bool:
     """Whether a checkpoint holds an MTP module that can be read; damaged files hold none."""
     if source.gguf_file is not None:
-        return False
+        from specexport.heads.mtp_gguf import holds_gguf_module
+
+        return holds_gguf_module(source)
     try:
         values = json.loads((source.folder / CONFIG_NAME).read_text(encoding="utf-8"))
         open_mtp(source, values.get("text_config") or values)

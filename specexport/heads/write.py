@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         except SafetensorError as error:  # what the operating system said is in its text alone
             raise OSError(errno.EIO, str(error)) from error
         temporary.chmod(mode)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
 
     write_file(path, write)
 

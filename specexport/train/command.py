@@ -30,6 +30,7 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
 @click.option("--rate", type=float, default=0.003, show_default=True, help="Learning rate of the matrices.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of everything random.")
 @click.option("--threads", type=int, help="Compute threads  [default: the cores available].")
+@click.option("--hours", type=float, help="End after so long; the same command goes on  [default: run to the end].")
 @click.option("--plot", type=_FILE, help="Draw the acceptance there (.png, .svg or .pdf); needs matplotlib.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 @click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
@@ -39,7 +40,7 @@ def train_draft(*, plot: Path | None, as_json: bool, quiet: bool, **asked: Any) 
     Of kind eagle3 or mtp it is a head, which reads the target's hidden states; of kind pruned it is a model of some of
     the target's own layers, which runs wherever models do.
 
-    A run that was ended goes on where it was: give the same command again.
+    A run that was ended goes on where it was, by --hours or otherwise: give the same command again.
     """
     from specexport.compile.model import require_export_stack
     from specexport.plots import check_plot
@@ -47,12 +48,20 @@ def train_draft(*, plot: Path | None, as_json: bool, quiet: bool, **asked: Any) 
     from specexport.report import print_json
     from specexport.train.options import TrainOptions
     from specexport.train.run import train_draft as run
+    from specexport.train.work import Paused
 
     options = TrainOptions(**asked)
     require_export_stack()
     check_plot(plot)
-    with show_progress(sys.stderr, quiet=quiet) as progress:
-        result = run(options, progress)
+    try:
+        with show_progress(sys.stderr, quiet=quiet) as progress:
+            result = run(options, progress)
+    except Paused as paused:
+        if as_json:
+            print_json({"finished": False, **vars(paused)})
+        else:
+            click.echo(f"The time is up: {paused}, saved in {options.work_folder}. The same command goes on.")
+        return
     if plot is not None:
         plot_curve(result.curve, plot)
     if as_json:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from specexport.heads.write import write_tensors
@@ -122,7 +122,7 @@ class Trainer:
         for number, optimizer in enumerate(self.optimizers):
             for index, state in optimizer.state_dict()["state"].items():
                 for key, value in state.items():
-                    tensors[f"optimizer.{number}.{index}.{key}"] = torch.as_tensor(value)
+                    tensors[f"{_OPTIMIZER}{number}.{index}.{key}"] = torch.as_tensor(value)
         told = {name: getattr(self, name) for name in _TOLD}
         whole = {name: value.detach().contiguous() for name, value in tensors.items()}
         folder.mkdir(parents=True, exist_ok=True)
@@ -130,43 +130,62 @@ class Trainer:
         write_tensors(folder / STATE_NAME, whole, meta)
 
     def resume(self, folder: Path) -> bool:
-        """Go on from what :meth:`save` wrote; False if there is nothing, InvalidRequestError for other settings."""
+        """Go on from what :meth:`save` wrote; False if there is nothing.
+
+        InvalidRequestError: it is damaged, or of other settings or texts.
+        """
         path = folder / STATE_NAME
         if not path.is_file():
             return False
-        with safe_open(path, framework="pt") as file:
-            meta = file.metadata()
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-        before, now = json.loads(meta["settings"]), self._made_with()
+        try:
+            with safe_open(path, framework="pt") as file:
+                meta = file.metadata()
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+            before, told = json.loads(meta["settings"]), json.loads(meta["state"])
+            self._check_settings(path, before)
+            self._take(tensors, {name: told[name] for name in _TOLD})
+        except (SafetensorError, OSError, LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            if isinstance(error, InvalidRequestError):
+                raise
+            raise InvalidRequestError(
+                f"{path} is damaged ({error}).", "remove it, and give the same command again: it learns from the start."
+            ) from error
+        return True
+
+    def _check_settings(self, path: Path, before: dict[str, Any]) -> None:
+        now = self._made_with()
         other = [name for name, value in now.items() if before.get(name) != value]
         if other:
             raise InvalidRequestError(
                 f"{path} was written with {other[0]} {before.get(other[0])}, and now it is {now[other[0]]}.",
                 "give the same settings, or another folder with --work.",
             )
+
+    def _take(self, tensors: dict[str, Tensor], told: dict[str, Any]) -> None:
+        """Become what was saved; an error if something is missing or has another shape."""
+        states: list[dict[int, dict[str, Tensor]]] = [{} for _ in self.optimizers]
+        for key, value in tensors.items():
+            if key.startswith(_OPTIMIZER):
+                number, index, name = key.removeprefix(_OPTIMIZER).split(".")
+                states[int(number)].setdefault(int(index), {})[name] = value
         with torch.no_grad():
             for name, parameter in self._trained().items():
                 parameter.copy_(tensors[name])
-        for number, optimizer in enumerate(self.optimizers):
-            state: dict[int, dict[str, Tensor]] = {}
-            for key, value in tensors.items():
-                kind, *parts = key.split(".")
-                if kind == "optimizer" and int(parts[0]) == number:
-                    state.setdefault(int(parts[1]), {})[parts[2]] = value
+        for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
-        for name, value in json.loads(meta["state"]).items():
+        for name, value in told.items():
             setattr(self, name, value)
-        return True
 
     def _trained(self) -> dict[str, Tensor]:
         return {name: each for name, each in self.student.modules.named_parameters() if each.requires_grad}
 
     def _made_with(self) -> dict[str, Any]:
-        return asdict(self.settings) | self.student.describe()
+        return asdict(self.settings) | self.student.describe() | {"texts": self.store.made_of}
 
 
 STATE_NAME = "state.safetensors"
 _TOLD = ("done", "tokens", "seconds", "curve")
+_OPTIMIZER = "optimizer."
 
 
 class Acceptance(NamedTuple):

@@ -9,6 +9,7 @@ from specexport_runtime.errors import InvalidRequestError, UnsupportedModelError
 HEAD_KINDS = ("eagle3", "mtp")
 KINDS = (*HEAD_KINDS, "pruned")
 DRAFT_STEPS = 3
+_PLACES = ("target", "output", "prompts", "work", "bundle", "max_states_gb", "hours")
 LAYER_SHARE, FEWEST_LAYERS = 4, 2
 """A pruned draft keeps one layer of so many, and at least so many, unless told otherwise."""
 HEAD_LAYERS = 4
@@ -42,6 +43,7 @@ class TrainOptions:
     rate: float = 0.003  # learning rate of the matrices
     seed: int = 0  # of everything random
     threads: int | None = None  # None: the cores there are
+    hours: float | None = None  # of one run, which then saves and ends; None: until the draft is there
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -69,6 +71,8 @@ class TrainOptions:
             raise InvalidRequestError(
                 f"max_states_gb is {self.max_states_gb:g}.", "give the disk that may be used, in GB."
             )
+        if self.hours is not None and not self.hours > 0:
+            raise InvalidRequestError(f"hours is {self.hours:g}.", "give the time that the run may take.")
         if not 0 < self.rate <= 1:
             raise InvalidRequestError(f"rate is {self.rate:g}.", "give a number in (0, 1].")
 
@@ -117,6 +121,13 @@ class TrainOptions:
     def text_settings(self) -> dict[str, Any]:
         """What decides the texts."""
         return {name: asdict(self)[name] for name in ("max_tokens", "temperature", "seed")}
+
+    def flags(self) -> str:
+        """What decides the draft, beside the target, the prompts and the bundle, as the command's flags."""
+        chosen = {name: value for name, value in asdict(self).items() if name not in _PLACES and value is not None}
+        if self.batches is not None:
+            del chosen["epochs"]
+        return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in chosen.items())
 
 
 def _check_kind(options: TrainOptions) -> None:

@@ -2,14 +2,13 @@
 
 import errno
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 
-from specexport.atomic import new_folder, write_text
+from specexport.atomic import write_text
 from specexport.checkpoint.load import load_checkpoint, quiet_transformers
 from specexport.checkpoint.loaded import Checkpoint
 from specexport.train.options import refuse_pruning
@@ -29,14 +28,10 @@ def round_weights(model: Any) -> None:
 
 
 def write_draft(folder: Path, model: Any, target: Checkpoint) -> None:
-    """Write a model with the target's tokenizer: weights in bfloat16, ``config.json`` last; other files stay."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write a model with the target's tokenizer, weights in bfloat16, to an empty folder."""
     try:
-        with new_folder(folder / ".new", sync=False) as made:
-            _save(made, model, target)
-            for path in sorted(made.iterdir(), key=lambda path: path.name == _CONFIG):
-                os.replace(path, folder / path.name)
-        (folder / ".new").rmdir()
+        folder.mkdir(parents=True, exist_ok=True)
+        _save(folder, model, target)
     except OSError as error:
         raise UserInputError(f"{folder} cannot be written ({error.strerror}).", "choose another place.") from error
 
@@ -93,7 +88,9 @@ def write_layers(folder: Path, told: dict[str, Any]) -> None:
 
 
 def read_layers(folder: Path) -> dict[str, Any]:
-    """What :func:`write_layers` kept; empty where there is nothing."""
-    path = folder / LAYERS_NAME
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return found
+    """What :func:`write_layers` kept; empty where there is nothing, or nothing that can be read."""
+    try:
+        found = json.loads((folder / LAYERS_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

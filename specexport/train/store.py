@@ -1,22 +1,25 @@
 """Hidden states of a target on disk: what a head learns from, in files of a bounded size."""
 
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from specexport.heads.write import write_tensors
 from specexport.trace.layers import tapped
 from specexport_runtime.abi import AFTER_NORM
+from specexport_runtime.errors import InvalidRequestError
 
-FILE_TOKENS = 16_384
-"""A file is closed when it has so many tokens."""
+FILE_TOKENS, FILE_SECONDS = 16_384, 120.0
+"""A file is closed when it has so many tokens, or was so long in the making."""
 
-_BATCH = 8  # texts that are read together
+BATCH = 8
+"""Texts that the target reads together. A file ends where a batch does: a text's neighbours may change last bits."""
 
 
 class Example(NamedTuple):
@@ -26,19 +29,44 @@ class Example(NamedTuple):
     states: Tensor  # tapped hidden states, and the one that its LM head reads last, bfloat16 [n, taps + 1, H]
 
 
-class FeatureStore:
-    """Texts with hidden states, in a folder. A file is written under another name, then renamed."""
+def file_name(number: int) -> str:
+    """Of the files of a store, from 0."""
+    return f"states-{number:05d}.safetensors"
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+
+class FeatureStore:
+    """Texts with hidden states, in a folder. A file is written under another name, then renamed.
+
+    ``made_of`` names the texts and the hidden states. InvalidRequestError: files are of others, damaged or missing.
+    """
+
+    def __init__(self, folder: Path, made_of: str) -> None:
+        self.folder, self.made_of = folder, made_of
+        self.num_files = 0
         self._places: list[tuple[Path, int, int]] = []
         for path in sorted(folder.glob("states-*.safetensors")):
-            with safe_open(path, framework="pt") as file:
-                lengths = json.loads(file.metadata()["lengths"])
-            start = 0
+            start, lengths = 0, self._lengths(path)
+            self.num_files += 1
             for length in lengths:
                 self._places.append((path, start, start + length))
                 start += length
+
+    def _lengths(self, path: Path) -> list[int]:
+        """Tokens of each text of the next file."""
+        hint = f"remove {self.folder}, and give the same command again: hidden states are made again."
+        try:
+            with safe_open(path, framework="pt") as file:
+                told = file.metadata()
+                lengths, before = [int(length) for length in json.loads(told["lengths"])], told.get("made_of")
+                if sum(lengths) != file.get_slice("tokens").get_shape()[0]:
+                    raise ValueError("its lengths are of other texts")
+        except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
+            raise InvalidRequestError(f"{path} is damaged ({error}).", hint) from error
+        if before != self.made_of:
+            raise InvalidRequestError(f"{path} holds hidden states of other texts or layers.", hint)
+        if path.name != (wanted := file_name(self.num_files)):
+            raise InvalidRequestError(f"{self.folder} lacks {wanted}.", hint)
+        return lengths
 
     def __len__(self) -> int:
         return len(self._places)
@@ -59,32 +87,39 @@ class FeatureStore:
         with safe_open(path, framework="pt") as file:
             return Example(file.get_slice("tokens")[start:stop].long(), file.get_slice("states")[start:stop])
 
+    def writer(self) -> "StoreWriter":
+        """What adds texts behind those that are there."""
+        return StoreWriter(self.folder, self.made_of, self.num_files)
+
 
 class StoreWriter:
-    """Adds texts to a folder, a file at a time; ``first`` is the number of the next file."""
+    """Adds texts to a folder, a file at a time; ``number`` is that of the next file."""
 
-    def __init__(self, folder: Path, first: int) -> None:
-        self.folder, self._next = folder, first
+    def __init__(self, folder: Path, made_of: str, number: int) -> None:
+        self.folder, self._made_of, self._next = folder, made_of, number
         self._waiting: list[Example] = []
+        self._since = time.monotonic()
 
-    def add(self, example: Example) -> None:
-        """Keep a text; written when there are enough."""
-        self._waiting.append(example)
-        if sum(len(each.tokens) for each in self._waiting) >= FILE_TOKENS:
+    def add(self, batch: Sequence[Example]) -> None:
+        """Keep a batch of texts; written when there are enough."""
+        self._waiting += batch
+        tokens = sum(len(each.tokens) for each in self._waiting)
+        if tokens >= FILE_TOKENS or time.monotonic() - self._since > FILE_SECONDS:
             self.flush()
 
     def flush(self) -> None:
         """Write what waits."""
         if not self._waiting:
             return
-        path = self.folder / f"states-{self._next:05d}.safetensors"
+        self.folder.mkdir(exist_ok=True)
+        path = self.folder / file_name(self._next)
         data = {
             "tokens": torch.cat([each.tokens for each in self._waiting]).int(),
             "states": torch.cat([each.states for each in self._waiting]).contiguous(),
         }
         lengths = [len(each.tokens) for each in self._waiting]
-        write_tensors(path, data, {"lengths": json.dumps(lengths)})
-        self._waiting, self._next = [], self._next + 1
+        write_tensors(path, data, {"lengths": json.dumps(lengths), "made_of": self._made_of})
+        self._waiting, self._next, self._since = [], self._next + 1, time.monotonic()
 
 
 def batches(
@@ -118,13 +153,14 @@ def collect_states(
 ) -> None:
     """Run the target over texts and keep what it has at ``taps`` and behind its last norm."""
     wanted = [*taps, AFTER_NORM]
-    for at in range(0, len(texts), _BATCH):
-        group = texts[at : at + _BATCH]
+    for at in range(0, len(texts), BATCH):
+        group = texts[at : at + BATCH]
         longest = max(map(len, group))
         ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in group])
         with torch.no_grad(), tapped(model, wanted) as found:
             model.base_model(input_ids=ids, use_cache=False)
         states = torch.stack([found[tap] for tap in wanted], dim=2).bfloat16()
-        for row, text in enumerate(group):
-            writer.add(Example(torch.tensor(list(text)), states[row, : len(text)].clone()))
+        writer.add(
+            [Example(torch.tensor(list(text)), states[row, : len(text)].clone()) for row, text in enumerate(group)]
+        )
         on_batch(at + len(group))

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ GROUP = 32
 def write_texts(
     bundle: Path,  # of the target
     prompts: Sequence[str],
-    path: Path,  # JSON lines with ``tokens`` (prompt and text) and ``num_prompt``
+    path: Path,  # JSON lines with ``tokens`` (prompt and text), ``num_prompt`` and ``key``
     settings: dict[str, Any],  # ``max_tokens``, ``temperature`` and ``seed``, and what else decides the texts
     *,
     threads: int | None = None,
@@ -23,10 +24,12 @@ def write_texts(
 ) -> None:
     """Let a bundle continue prompts, every second group greedily; ``path`` keeps the lines that it has.
 
-    InvalidRequestError: the file is of other prompts or settings, or the bundle has no room for such texts.
+    ``on_group`` may raise: the texts that it hears of are on the disk.
+    InvalidRequestError: the file is damaged or of other prompts or settings, or the bundle has no room for such texts.
     """
-    key = hashlib.sha256(json.dumps([list(prompts), settings]).encode()).hexdigest()[:16]
-    done = _whole_lines(path, key)
+    key = texts_key(prompts, settings)
+    _cut_half_line(path)
+    done = len(read_texts(path, key)) if path.is_file() else 0
     if done >= len(prompts):
         return
     from specexport_runtime import SamplingParams, SpecEngine
@@ -56,27 +59,40 @@ def write_texts(
                         line = {"tokens": [*ids, *result.token_ids], "num_prompt": len(ids), "key": key}
                         file.write(json.dumps(line) + "\n")
                 file.flush()
+                os.fsync(file.fileno())
                 on_group(min(start + GROUP, len(prompts)))
     finally:
         engine.close()
 
 
-def read_texts(path: Path) -> list[list[int]]:
-    """Token ids of the texts, prompts included."""
-    return [json.loads(line)["tokens"] for line in path.read_text(encoding="utf-8").splitlines()]
+def texts_key(prompts: Sequence[str], settings: dict[str, Any]) -> str:
+    """Names the texts that these prompts and settings give."""
+    return hashlib.sha256(json.dumps([list(prompts), settings]).encode()).hexdigest()[:16]
 
 
-def _whole_lines(path: Path, key: str) -> int:
-    """Texts that a run before this one has finished; a line that it did not finish is cut off."""
-    if not path.is_file():
-        return 0
-    data = path.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    if len(whole) < len(data):
-        path.write_bytes(whole)
-    lines = whole.decode("utf-8").splitlines()
-    if lines and json.loads(lines[0])["key"] != key:
-        raise InvalidRequestError(
-            f"{path} holds texts of other prompts or settings.", "give another folder with --work, or remove this one."
-        )
-    return len(lines)
+def read_texts(path: Path, key: str) -> list[list[int]]:
+    """Token ids of the texts, prompts included; InvalidRequestError for a damaged line and for another key."""
+    texts = []
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            found = json.loads(line)
+            tokens, written_for = [int(token) for token in found["tokens"]], found["key"]
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise InvalidRequestError(
+                f"{path} is damaged in line {number}.",
+                "remove the file: its texts are written again.",
+            ) from error
+        if written_for != key:
+            raise InvalidRequestError(
+                f"{path} holds texts of other prompts or settings.",
+                "give another folder with --work, or remove this one.",
+            )
+        texts.append(tokens)
+    return texts
+
+
+def _cut_half_line(path: Path) -> None:
+    """Cut off the line that a run before this one did not finish."""
+    if path.is_file():
+        data = path.read_bytes()
+        os.truncate(path, data.rfind(b"\n") + 1)

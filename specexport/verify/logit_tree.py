@@ -7,7 +7,9 @@ import numpy as np
 
 from specexport_runtime.abi import CONTEXT_ID
 from specexport_runtime.bundle.arrays import CutHead, MaskInput
+from specexport_runtime.bundle.token_map import TokenMap
 from specexport_runtime.drafters.at_once import draft_work, entry_tokens
+from specexport_runtime.drafters.correction import corrector_of
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import Executor
 from specexport_runtime.packing.batch import ModelRunner, RowWork
@@ -39,8 +41,9 @@ class LogitTree:
         *,
         vocab_size: int | None = None,
         cut_head: CutHead | None = None,
+        token_map: TokenMap | None = None,  # of a draft with another vocabulary than the context's
     ) -> None:
-        self._runner = ModelRunner(executor)
+        self._runner, self._map = ModelRunner(executor), token_map
         self._known = executor.vocab_size if cut_head is None else cut_head.vocab_size
         self.vocab_size = vocab_size or self._known
         self._cut_head = cut_head
@@ -58,7 +61,8 @@ class LogitTree:
 
     def _begin(self, context: Sequence[int]) -> None:
         """Read the context, all but its last token."""
-        *self._before, last = self._stand_in(context)
+        lead = [] if self._map is None else self._map.lead_of(context)
+        *self._before, last = lead + self._stand_in(context)
         self._last = [last]
         self._runner.prefill(0, self._before)
 
@@ -77,6 +81,8 @@ class LogitTree:
         return logits
 
     def _stand_in(self, tokens: Sequence[int]) -> list[int]:
+        if self._map is not None:
+            return self._map.spell(tokens)[0]
         # A draft cannot embed padding ids of a larger target: any stand-in keeps the drafts lossless.
         return [token if token < self._known else 0 for token in tokens]
 
@@ -188,14 +194,15 @@ class HeadTree(LogitTree):
         vocab_size: int | None = None,  # ids below it have a logit; None takes the head's
         cut_head: CutHead | None = None,  # the token ids of its LM head, if that was cut
         # of a head that drafts all tokens in one step: what it reads for unknown tokens; its logits of a place then do
-        # not depend on the path
+        # not depend on the path, unless the head corrects them
         mask: MaskInput | None = None,
         places: int = 1,  # tokens that such a head drafts in one step
     ) -> None:
         self._target, self._mask = target, mask
         self._num_heads, self._reads_draft = head.num_draft_heads, head.reads_draft
         self._places = places if mask is None or mask.most is None else min(places, mask.most)
-        self._at_once: Float32Array | None = None
+        self._at_once: tuple[Float32Array, Float32Array] | None = None  # logits [K, N], what is handed on [K, E]
+        self._corrector = corrector_of(mask)
         super().__init__(head, context, vocab_size=vocab_size, cut_head=cut_head)
 
     def _begin(self, context: Sequence[int]) -> None:
@@ -217,9 +224,15 @@ class HeadTree(LogitTree):
             return self._follow(path)
         if self._at_once is None:
             work = draft_work(self._last, self._feature, self._newest, self._places, self._mask).work
-            self._at_once = np.array(self._runner.step(0, [work]))
-        place: Float32Array = self._at_once[len(path) % self._places]
-        return place
+            logits = np.array(self._runner.step(0, [work]))
+            self._at_once = logits, self._runner.executor.next_features.copy()
+        logits, states = self._at_once
+        begin = len(path) - len(path) % self._places
+        if self._corrector is None:
+            place: Float32Array = logits[len(path) - begin]
+            return place
+        newest = path[begin - 1] if begin else self._newest
+        return self._corrector.begin(logits, states, newest).logits(path[begin:])
 
     def _follow(self, path: Path) -> Float32Array:
         """One step for each token, each fed what the one before handed on; then all of them are forgotten."""

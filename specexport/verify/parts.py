@@ -1,6 +1,7 @@
 """Each part as a step of a verification: runs the check and says passed, failed or skipped."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 from specexport.progress import StageClock
@@ -14,6 +15,7 @@ from specexport.verify.sampling import check_sampling
 from specexport.verify.tensors import TensorResult, check_tensors, make_sequences
 from specexport.verify.tolerance import step_tolerance, text_limits
 from specexport_runtime.bundle.manifest import Manifest
+from specexport_runtime.bundle.token_map import own_texts
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import CheckFailedError, UserInputError
 from specexport_runtime.executors.base import Executor
@@ -54,6 +56,7 @@ def run_tensors(engine: SpecEngine, manifest: Manifest, references: References, 
 
 
 def run_perplexity(
+    bundle: Path,
     engine: SpecEngine,
     manifest: Manifest,
     references: References,
@@ -71,8 +74,9 @@ def run_perplexity(
             continue
         with clock.stage("perplexity", role):
             cut_head = engine.cut_head if role == "draft" else None
+            own_windows = own_texts(bundle, manifest.models, role, windows)
             score = score_engine(
-                executor, windows, lookahead=manifest.lookahead, cut_head=cut_head, reference=reference.likeliest
+                executor, own_windows, lookahead=manifest.lookahead, cut_head=cut_head, reference=reference.likeliest
             )
         entry = manifest.models[role]
         results.append(
@@ -80,7 +84,7 @@ def run_perplexity(
                 role,
                 score,
                 reference.loss,
-                count_predicted(windows, cut_head),
+                count_predicted(own_windows, cut_head),
                 approximation=entry.approximation,
                 limits=text_limits(entry.approximation, entry.dtype, len(entry.attention.layers)),
                 reference=reference.source,

@@ -27,6 +27,7 @@ from specexport.verify.tensors import make_sequences
 from specexport_runtime.bundle.arrays import load_cut_head
 from specexport_runtime.bundle.manifest import Manifest, load_manifest
 from specexport_runtime.bundle.opened import load_bundle
+from specexport_runtime.bundle.token_map import own_texts
 from specexport_runtime.errors import InvalidRequestError, MissingDependencyError
 from specexport_runtime.executors.base import Float32Array
 from specexport_runtime.executors.open import open_executor
@@ -95,7 +96,7 @@ def collect_references(
     sources = _find_checkpoints(bundle, manifest, options, found, adapter)
     for role, source in sources.items():
         entry = manifest.models[role]
-        cut_head = load_cut_head(bundle, entry)
+        cut_head, own_windows = load_cut_head(bundle, entry), own_texts(bundle, manifest.models, role, windows)
         model = EagerModel(
             source,
             entry.dtype,
@@ -108,11 +109,12 @@ def collect_references(
         )
         with clock.stage("eager reference", role):
             if wants_loss(manifest, role, options) and role not in found.losses:
-                score = eager_score(model, windows, cut_head)
+                score = eager_score(model, own_windows, cut_head)
                 found.losses[role] = FloatScore(score.loss, score.likeliest, EAGER)
             if entry.approximation is None:
+                texts = own_texts(bundle, manifest.models, role, prompts)
                 sequences = make_sequences(
-                    prompts, entry.vocab_size, lookahead=manifest.lookahead, max_model_len=manifest.max_model_len
+                    texts, entry.vocab_size, lookahead=manifest.lookahead, max_model_len=manifest.max_model_len
                 )
                 logits = eager_references(model, sequences)
                 if cut_head is not None:
@@ -200,15 +202,16 @@ def _losses_of_bundle(
                 f"--reference {reference}: its {role} has an LM head of {len(theirs.ids)} other tokens.",
                 f"give a bundle built from {entry.source.name} without --draft-vocab-size.",
             )
+        own_windows = own_texts(bundle, manifest.models, role, windows)
         with clock.stage("reference bundle", role):
-            longest = max(map(len, windows))
+            longest = max(map(len, own_windows))
             opened = load_bundle(reference, max_num_seqs=1, max_model_len=min(longest, other.max_model_len))
             executor = open_executor(opened, role, num_threads=options.num_threads, spin=options.spin)
             try:
                 if role == "target" and adapter is not None and adapter.chosen is not None:
                     number = entry.chosen_adapters.index(adapter.chosen) + 1  # the same, by hash
                     executor.default_adapter = number
-                score = score_engine(executor, windows, lookahead=other.lookahead, cut_head=cut_head)
+                score = score_engine(executor, own_windows, lookahead=other.lookahead, cut_head=cut_head)
             finally:
                 executor.close()
             found.losses[role] = FloatScore(score.loss, score.likeliest, f"bundle {other.name}")

@@ -6,13 +6,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from specexport.atomic import write_json
+from specexport.compile.bundle import put_json
 from specexport.verify.goodness_of_fit import SamplingResult
 from specexport.verify.greedy import GreedyResult
 from specexport.verify.neighbours import NeighbourResult
 from specexport.verify.perplexity import PerplexityResult
 from specexport.verify.tensors import TensorResult
-from specexport_runtime.bundle.files import hash_files
 from specexport_runtime.bundle.manifest import Manifest, load_manifest
 from specexport_runtime.errors import BundleError, UserInputError
 
@@ -125,16 +124,12 @@ def record_report(bundle: Path, report: VerifyReport) -> Manifest:
     manifest = load_manifest(bundle)
     if manifest.build_key != report.build_key:
         raise BundleError(f"{bundle} was rebuilt while it was verified.", "run `specexport verify` again.")
-    files = {name: entry for name, entry in manifest.files.items() if name != REPORT_NAME}
+    manifest = replace(manifest, verify=None)  # until the new report is there
     try:
-        if len(files) < len(manifest.files):
-            replace(manifest, files=files, verify=None).write(bundle)  # the old report is about to go
-        write_json(bundle / REPORT_NAME, report.to_json())
-        files |= hash_files(bundle, [REPORT_NAME])
-        done = replace(manifest, files=files, verify=report.summary())
-        done.write(bundle)
+        return put_json(
+            bundle, manifest, REPORT_NAME, report.to_json(), lambda done: replace(done, verify=report.summary())
+        )
     except OSError as error:
         raise UserInputError(
             f"the report cannot be recorded in {bundle} ({error.strerror}).", "make it writable, or pass --no-record."
         ) from error
-    return done

@@ -51,7 +51,7 @@ def verify_bundle(bundle: Path, options: VerifyOptions, *, progress: Progress | 
     try:
         found = (
             run_tensors(engine, manifest, references, clock),
-            run_perplexity(engine, manifest, references, read, windows, clock),
+            run_perplexity(bundle, engine, manifest, references, read, windows, clock),
             run_neighbours(engine, manifest, prompts, clock),
             run_greedy(engine, prompts, clock, max_tokens=options.max_tokens, tolerance=tolerance),
             run_sampling(engine, manifest, prompts, clock, num_samples=options.num_samples, seed=options.seed),
@@ -92,7 +92,8 @@ def _encode(
     if not with_text:
         return prompts, []
     texts = options.texts or [prompt.text for prompt in read_builtin(())]
-    smallest = min(manifest.models[role].vocab_size for role in roles_of(manifest))
+    alike = [entry for role in roles_of(manifest) if (entry := manifest.models[role]).token_map is None]
+    smallest = min(entry.vocab_size for entry in alike)
     windows = make_windows(texts, tokenizer, vocab_size=smallest, max_model_len=manifest.max_model_len)
     return prompts, windows
 

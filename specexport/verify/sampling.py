@@ -119,7 +119,10 @@ def check_sampling(
         target = LogitTree(engine.target, tokens)
         draft = None
         if engine.draft is not None:
-            draft = LogitTree(engine.draft, tokens, vocab_size=draft_vocab_size, cut_head=engine.cut_head)
+            head, own = engine.cut_head, engine.token_map
+            if head is not None and own is not None:
+                head = own.target_head(head, engine.target.vocab_size)
+            draft = LogitTree(engine.draft, tokens, vocab_size=draft_vocab_size, cut_head=head, token_map=own)
         elif engine.head is not None and len(tokens) > 1:  # a head begins with the second token
             draft = HeadTree(
                 engine.target,

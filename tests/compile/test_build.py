@@ -73,6 +73,7 @@ def test_a_bundle_says_what_it_is(tiny_pair: TinyPair, tiny_bundle: Path) -> Non
         assert set(entry.engine.padded.inputs) >= {*entry.engine.inputs, "positions", "kv_positions"} - {
             "layer_mask",
             "want_similarity",
+            "parents",
         }
         assert manifest.files[entry.engine.padded.path].size < 100_000, "its weights are the engine's"
 

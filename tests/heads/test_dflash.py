@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from specexport.compile.check_head import check_head
-from specexport.compile.pipeline import build_bundle
 from specexport.heads import dflash
 from specexport.heads.dflash import BLOCK_STEPS, KIND, block_states
 from specexport.heads.kinds import trace_head
@@ -18,7 +17,6 @@ from specexport.heads.probe import check_probe, probe_head
 from specexport.heads.reference import CheckedRow, HeadReference
 from specexport.inspect import describe
 from specexport.passes.quantize_ort_cpu import is_lookup
-from specexport.recipe import BuildRecipe
 from specexport.trace.layers import tapped
 from specexport.verify.logit_tree import HeadTree
 from specexport.verify.sampling import check_sampling
@@ -29,6 +27,7 @@ from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from tests.support.drafted import PROMPTS
+from tests.support.head_bundles import Watch, build
 from tests.support.loading import config_of, load, load_head
 from tests.support.reference_dflash import context_of, draft, forward
 from tests.support.reference_head import doubled
@@ -85,28 +84,6 @@ def test_a_trace_says_which_layers_look_ahead_and_keeps_its_lookup(target: Any, 
     assert [bool(found["causal"].as_int()) for found in attention] == list(spec.causal)
     assert [found["window"].as_int() for found in attention] == [6, 6, -1]
     assert sum(map(is_lookup, nodes)) == 1  # so that its table is quantized like any other
-
-
-def build(target_folder: Path, folder: Path, **options: Any) -> Path:
-    recipe = BuildRecipe(
-        target=str(target_folder), head=str(folder / "head"), output=str(folder / "b"), max_model_len=64, **options
-    )
-    build_bundle(recipe)
-    return folder / "b"
-
-
-class Watch:
-    """What was drafted, and behind which tokens."""
-
-    def __init__(self) -> None:
-        self.rounds: list[tuple[list[int], list[int]]] = []
-
-    def on_round(self, record: Any) -> None:
-        for event in record.events:
-            before = event.request.tokens[: len(event.request.tokens) - len(event.tokens)]
-            self.rounds.append((before, list(event.proposal.tokens)))
-
-    def on_finish(self, _: Any) -> None: ...
 
 
 @pytest.mark.whole

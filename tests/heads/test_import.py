@@ -143,8 +143,8 @@ def test_knobs_that_are_not_lossless_are_refused_by_name(key: str, value: Any, t
 
 def test_a_kind_that_is_not_known_is_refused(tmp_path: Path, target: Any) -> None:
     speculators(tmp_path, target)
-    edit(tmp_path, speculators_model_type="dspark")
-    with pytest.raises(UnsupportedModelError, match="kind 'dspark'"):
+    edit(tmp_path, speculators_model_type="oracle")
+    with pytest.raises(UnsupportedModelError, match="kind 'oracle'"):
         config_of(tmp_path)
     write(tmp_path / "odd", LAYER, {"strange.weight": torch.ones(2, 2)})
     with pytest.raises(UnsupportedModelError, match="no kind of head that is known"):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specexport.checkpoint.source import Source, resolve_source
+from specexport.checkpoint.source import resolve_source
 from specexport.compile.head import untaken_module
 from specexport.compile.pipeline import build_bundle
 from specexport.heads.mtp_files import holds_module, name_in_module, open_mtp
@@ -222,12 +222,6 @@ def test_modules_of_other_forms_are_refused_by_name(extra: str, message: str, tm
         open_mtp(source, values)
     assert caught.value.exit_code == 2
     assert not holds_module(source)
-
-
-def test_a_gguf_file_has_no_module_that_is_read(tmp_path: Path) -> None:
-    source = Source("m.gguf", tmp_path, "m.gguf", ())
-    with pytest.raises(CheckpointError, match="MTP modules are read from safetensors only"):
-        open_mtp(source, {"num_hidden_layers": 2})
 
 
 @pytest.mark.whole

@@ -92,8 +92,8 @@ def test_a_new_kind_is_one_file_and_one_line_of_the_table(tmp_path: Path) -> Non
     assert changed_lines(runtime.parent) == {"specexport/heads/adding.py": 0, "specexport/heads/kinds.py": 1}
     found = run_with(runtime, PROGRAM, *folders)
     assert (
-        "MTP module, a DFlash head, an EAGLE-3 or P-EAGLE head, an EAGLE-1 or EAGLE-2 head or a head that adds"
-        in (found["refused"])
+        "MTP module, a DSpark head, a DFlash 2 head, a DFlash head, an EAGLE-3 or P-EAGLE head, an EAGLE-1 or EAGLE-2 "
+        "head or a head that adds" in (found["refused"])
     )
     assert found["error"] < 1e-4
     assert "  draft head: sum" in "\n".join(found["described"])
@@ -111,4 +111,5 @@ def test_a_kind_is_named_in_its_own_files_alone(kind: str) -> None:
     }
     drafters = {"drafters/head.py", "drafters/last_feature.py", "drafters/at_once.py", "drafters/head_kind.py"}
     titles = {"heads/hydra.py"}  # a paper's title has two names
-    assert found <= {f"heads/{kind}.py", "heads/kinds.py"} | titles | drafters
+    made_of_it = {"heads/dflash2.py", "heads/dspark.py", "drafters/selector.py"}
+    assert found <= {f"heads/{kind}.py", "heads/kinds.py"} | titles | drafters | made_of_it

@@ -101,7 +101,8 @@ bool check_experts(const char* first, const char* last, int64_t order) {
   return worst < 2e-3 * largest && same;  // a gate in float32 may round to another int8
 }
 
-// A row of 20 entries before and one of 530, which is more than a part, as one step and as two.
+// A row of 20 entries before and one of 530, which is more than a part, as one step, as two, and as a tree whose branch
+// begins behind its 8 first tokens.
 bool check_attention(bool int8, int64_t window, float softcap) {
   constexpr int64_t heads = 4, kv = 2, K = 20, V = 24, entries = 560, rows = 2, tokens = 12, held[] = {20, 530};
   const Attribute attributes[] = {{"num_heads", heads, 0, nullptr}, {"kv_num_heads", kv, 0, nullptr},
@@ -121,8 +122,8 @@ bool check_attention(bool int8, int64_t window, float softcap) {
       else
         cache->floats()[i] = draw_float();
   Value *q = drawn(rows * tokens, heads * K), *k = drawn(rows * tokens, kv * K), *v = drawn(rows * tokens, kv * V);
-  Value* out[3] = {};
-  for (int step = 0; step < 3; step++) {  // all tokens of each row, then its first 5, then the rest
+  Value* out[4] = {};
+  for (int step = 0; step < 4; step++) {  // all tokens of each row, then its first 5, then the rest; the tree
     const int64_t from = step == 2 ? 5 : 0, to = step == 1 ? 5 : tokens, n = to - from;
     Value *lens = tensor(kInt32, rows), *starts = tensor(kInt32, rows + 1), *part_of[3];
     for (int row = 0; row <= rows; row++) static_cast<int32_t*>(starts->data)[row] = int32_t(row * n);
@@ -135,8 +136,12 @@ bool check_attention(bool int8, int64_t window, float softcap) {
         memcpy(part_of[i]->floats() + row * n * width, whole->floats() + (row * tokens + from) * width,
                sizeof(float) * size_t(n * width));
     }
-    Value* inputs[15] = {part_of[0], part_of[1], part_of[2], keys, values, lens, starts};
+    Value* inputs[16] = {part_of[0], part_of[1], part_of[2], keys, values, lens, starts};
     if (int8) inputs[11] = key_scale, inputs[12] = value_scale;
+    if (step == 3) {
+      inputs[15] = tensor(kInt64, rows * n);
+      for (int64_t i = 0; i < rows * n; i++) static_cast<int64_t*>(inputs[15]->data)[i] = i % n == 8 ? 5 : 1;
+    }
     out[step] = run("UnpaddedAttention", attributes, inputs, keys, values);
   }
   bool same = true;
@@ -147,6 +152,7 @@ bool check_attention(bool int8, int64_t window, float softcap) {
       const float* again = t < 5 ? out[1]->floats() + (row * 5 + t) * heads * V
                                  : out[2]->floats() + (row * (tokens - 5) + t - 5) * heads * V;
       same = same && same_bits(got, again, heads * V);
+      same = same && (t >= 8 || same_bits(got, out[3]->floats() + (row * tokens + t) * heads * V, heads * V));
       for (int64_t head = 0; head < heads; head++) {
         const int64_t of = head / (heads / kv), last = held[row] + t, first = window > 0 ? last - window + 1 : 0;
         double sums[V + 1] = {};

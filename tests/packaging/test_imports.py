@@ -32,6 +32,7 @@ COMPILER_MAY_IMPORT = {
     "specexport_runtime.bundle.manifest",
     "specexport_runtime.bundle.entry",
     "specexport_runtime.bundle.quant_kinds",  # which kinds of quantized weights a manifest may name
+    "specexport_runtime.bundle.draft_layers",  # which layers drafts leave out, for `inspect`
     "specexport_runtime.records",  # how records become JSON
     "specexport_runtime.bundle.tokenizer_load",  # what of a tokenizer does not act
     "specexport_runtime.cli.gone",  # options of earlier releases
@@ -39,6 +40,9 @@ COMPILER_MAY_IMPORT = {
     "specexport_runtime.bundle.profiles",
     "specexport_runtime.bundle.files",  # hashes of files
     "specexport_runtime.bundle.arrays",  # token ids of a cut LM head, and what stands for unknown tokens
+    "specexport_runtime.bundle.token_map",  # a draft's tokens in another vocabulary
+    "specexport_runtime.intake.plain_tokens",  # tokens as bytes, and bytes as tokens
+    "specexport_runtime.requests.token_bytes",
     "specexport_runtime.cli.errors",
     "specexport_runtime.cli.prompts",  # how texts and JSON lines are read
     "specexport_runtime.costs.prior",  # what steps cost by sizes, to choose the form of a draft

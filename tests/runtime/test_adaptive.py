@@ -23,6 +23,7 @@ from specexport_runtime.drafters.suffix_store import SuffixStore
 from specexport_runtime.engine_parts import self_draft_obstacle
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.fake import FakeExecutor
+from specexport_runtime.intake.drafting import DraftDefaults
 from specexport_runtime.intake.speculative_config import parse_speculative_config
 from specexport_runtime.lookahead import rules
 from specexport_runtime.packing.batch import ModelRunner
@@ -173,6 +174,22 @@ def test_self_drafting_shows_its_layers_and_its_exits():
     assert {each.gamma for each in result.trace} == {0.9}
     without = engine.generate("w1 w2 w3", LONG, **options)[0].stats.to_json()
     assert without["draft_exits"] == 0
+
+
+@pytest.mark.parametrize(("noise", "pays"), [(0.0, True), (6.0, False)])
+def test_auto_leaves_the_kept_layers_where_they_lose(noise, pays):
+    target = FakeExecutor(VOCAB, 4, 900, context=3, num_gates=GATES, gate_noise=noise)
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    kept = LayerRules(None, None, None, skip_mixers=(0, 1, 2, 4), skip_mlps=(3,))
+    engine = engine_of(
+        target, tokenizer, max_model_len=850, cost_curves=gated_curves(), draft_defaults=DraftDefaults(layer_rules=kept)
+    )
+    # A stream of one word each repeats itself soon; suffix copies what self would draft, so that it is asked by name.
+    options = {"drafter": "self", "num_speculative_tokens": "auto", "trace": True}
+    (result,) = engine.generate([[1, 2]], SamplingParams(max_tokens=800, ignore_eos=True), **options)
+    drafted = sum(bool(each.drafted) for each in result.trace) / len(result.trace)
+    assert drafted > 0.9 if pays else drafted < 0.1
+    assert result.stats.layer_choice.removed_mlp == (3,)
 
 
 def test_chained_uses_the_own_layers_where_there_is_no_draft_model():

@@ -1,12 +1,14 @@
 """Sampled rounds whose logits stay on the device give the host's texts, laws and errors; little leaves it."""
 
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy.stats import chi2
 
 from specexport_runtime.errors import CheckFailedError, SpecexportError
+from specexport_runtime.executors.base import EngineRequest
 from specexport_runtime.executors.device_rows import RowSampler
 from specexport_runtime.executors.row_kernels import NOTHING
 from specexport_runtime.requests.records import DraftStage
@@ -297,6 +299,45 @@ def test_memory_is_given_back_and_grows_with_the_steps():
     assert device.gpu.in_use == small - 3  # what a step asks and finds, on both sides: allocated with the next one
     device.sampler.close()
     assert device.gpu.in_use == 1  # the logits
+
+
+def request(executor, role):
+    return EngineRequest(
+        folder=Path(), entry=None, role=role, num_rows=executor.num_rows, kv_capacity=0, lookahead=LOOKAHEAD
+    )
+
+
+def test_rounds_find_all_memory_reserved(tmp_path):
+    target, gpu, _ = open_fake(tmp_path, make_entry(LOOKAHEAD, ROWS), make_target(ROWS))
+    draft, other, _ = open_fake(tmp_path, make_entry(LOOKAHEAD, ROWS, draft=True), make_draft("good", ROWS))
+    target.reserve_rows(request(target, "target"))
+    draft.reserve_rows(request(draft, "draft"))
+    before = gpu._next, other._next
+    texts((target, draft), SamplingParams(max_tokens=20, temperature=1.0), range(8))
+    assert target.rows.counts.steps > 5
+    assert (gpu._next, other._next) == before
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_a_gpu_without_the_memory_leaves_sampling_to_the_host(tmp_path, caplog, role):
+    """``LEAST_ROWS`` rows take two megabytes for candidates."""
+    model = make_target(ROWS) if role == "target" else make_draft("good", ROWS)
+    entry = make_entry(LOOKAHEAD, ROWS, draft=role == "draft")
+    executor, gpu, _ = open_fake(tmp_path, entry, model, FakeGpu(1 << 20))
+    before = gpu.in_use
+    executor.reserve_rows(request(executor, role))
+    assert not executor.keeps_rows
+    assert gpu.in_use == before
+    (line,) = caplog.messages
+    assert line.startswith("tokens are drawn on the host: draws from logits wants")
+    given = SamplingParams(max_tokens=9, temperature=1.0)
+    pair = (executor, None) if role == "target" else (make_target(ROWS), executor)
+    plan = ("lookup", 2) if role == "target" else ("draft-model", 2)
+    other = (make_target(ROWS), None if role == "target" else make_draft("good", ROWS))
+    (found,), (expected,) = (texts(each, given, [4], plan=plan) for each in (pair, other))
+    assert found.output == expected.output
+    executor.close()
+    assert gpu.closed
 
 
 def test_a_driver_that_refuses_the_kernels_leaves_sampling_to_the_host(tmp_path, caplog):

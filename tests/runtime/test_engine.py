@@ -242,7 +242,7 @@ def test_a_head_in_a_speculative_config_is_the_bundles_own():
     parse = lambda config: parse_speculative_config(config, sources={"head": "my-head"}, built=8)  # noqa: E731
     assert parse({"method": "eagle3", "model": "my-head", "num_speculative_tokens": 3})[:2] == ("head", 3)
     assert parse({})[0] == "head"
-    assert [parse({"method": name})[0] for name in ("eagle", "mtp", "medusa", "dflash")] == ["head"] * 4
+    assert [parse({"method": name})[0] for name in ("eagle", "mtp", "medusa", "dflash", "dspark")] == ["head"] * 5
     with pytest.raises(InvalidRequestError, match="names head 'other'; this bundle was built with 'my-head'"):
         parse({"method": "eagle3", "model": "other"})
     with pytest.raises(InvalidRequestError, match="this bundle has no draft"):

@@ -66,7 +66,6 @@ def test_a_choice_says_what_it_is_as_json():
         "removed_mlp": [],
         "acs": [0.99, None, 0.1],
     }
-    assert LayerRules(period=None).to_json() == {"threshold": 0.985, "period": None, "keep_last": 2}
 
 
 HYBRID = ("recurrence", "", "attention", "MLP", "attention and recurrence", "MLP", "recurrence", "")
@@ -86,6 +85,29 @@ def test_an_mlp_that_is_not_there_makes_no_draft():
     assert not choose_layers((), LayerRules(threshold=None, period=5), 4, HYBRID).can_draft
     assert choose_layers((), LayerRules(threshold=None, period=4, keep_last=0), 4, HYBRID).can_draft
     assert not LayerChoice((False,), (False,), kinds=("recurrence", "")).can_draft  # nothing would be left
+
+
+def test_named_layers_go_whatever_the_rules_say():
+    fixed = LayerRules(None, None, None, skip_mixers=[3, 1, 3], skip_mlps=(0,))
+    assert (fixed.skip_mixers, fixed.is_blind, LayerRules().is_blind) == ((1, 3), True, False)
+    choice = choose_layers((), fixed, 5)
+    assert (choice.removed_attention, choice.removed_mlp) == ((1, 3), (0,))
+    both = LayerRules(skip_mixers=(9, 0), skip_mlps=(9,))
+    assert removed(both) == ((0, 1, 2, 3, 5, 7, 9), (2, 5, 9)), "the last layers are protected from the rules alone"
+    assert choose_layers((), fixed, 4, HYBRID).removed_mlp == (), "there is none"
+    LayerRules(None, None, 7, skip_mlps=(1,)).check_layers(2)
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        (LayerRules(skip_mixers=(2, 7)), "layer 7 is to be left out, and the model has layers 0 to 3"),
+        (LayerRules(skip_mixers=range(4), skip_mlps=range(4)), "all 4 layers are left out"),
+    ],
+)
+def test_named_layers_that_the_model_has_not_are_refused(rules, message):
+    with pytest.raises(InvalidRequestError, match=message):
+        rules.check_layers(4)
 
 
 def test_a_draft_that_is_the_target_or_nothing_is_no_draft():
@@ -109,6 +131,8 @@ def test_similarities_must_be_there_and_be_of_all_layers():
     [
         ({"threshold": 0.0}, "threshold is 0", r"\(0, 1\]"),
         ({"threshold": 1.01}, "threshold is 1.01", r"\(0, 1\]"),
+        ({"skip_mixers": (-1,)}, "a layer of skip_mixers is -1", "counted from 0"),
+        ({"skip_mlps": ("2",)}, "a layer of skip_mlps is '2', which is not an integer", "counted from 0"),
         ({"threshold": math.nan}, "threshold is nan", r"\(0, 1\]"),
         ({"threshold": "high"}, "threshold is 'high', which is not a number", r"\(0, 1\]"),
         ({"threshold": True}, "threshold is True, which is not a number", r"\(0, 1\]"),

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specexport_runtime.abi import kv_slack
+from specexport_runtime.costs.curves import CostCurves, LayerShares, StepCost
 from specexport_runtime.drafters.self_draft import SelfDrafter
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.fake import FakeExecutor
@@ -323,6 +324,17 @@ def test_whose_similarity_is_wanted_and_until_when():
     assert not drafter.wants_similarity(seq)
     assert not drafter.wants_similarity(make("lookup"))
     assert not drafter.wants_similarity(make("self", layer_rules=LayerRules(threshold=None)))
+
+
+def test_layers_that_no_prompt_changes_are_priced_before_the_first_draft():
+    drafter = SelfDrafter(ModelRunner(gated()), vocab_size=VOCAB)
+    rules = LayerRules(None, None, None, skip_mixers=(0, 2), skip_mlps=(1,))
+    seq = make_sequence(0, [1, 2], SamplingParams(max_tokens=9), layer_rules=rules)
+    assert drafter.choice_of(seq).removed_attention == (0, 2)
+    assert seq.stats.layer_choice is None, "nothing was drafted yet"
+    curves = CostCurves(StepCost(1.0, 0.0), shares=LayerShares(LAYERS, 0.1, 0.2))
+    assert drafter.cost(curves).seconds([seq], 1, 0) == pytest.approx(1 - 2 * 0.1 - 0.2)
+    assert drafter.choice_of(make_sequence(1, [1, 2], SamplingParams(max_tokens=9))) is None
 
 
 class TestTheFakeIsStrict:

@@ -63,7 +63,7 @@ def found(tmp_path: Path, demo_bundle: Path) -> dict:
     edit(  # one file edited
         package / "drafters" / "registry.py",
         {
-            "import head_kind, lookup, model, self_draft": "import head_kind, lookup, model, repeat, self_draft",
+            "model_kind, self_draft": "model_kind, repeat, self_draft",
             '"self": self_draft.KIND,\n': '"self": self_draft.KIND,\n    "repeat": repeat.KIND,\n',
         },
     )

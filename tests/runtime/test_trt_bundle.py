@@ -244,7 +244,7 @@ def test_without_a_gpu_generate_says_so_in_one_line(bundle):
 
 def test_ort_cuda_bundles_get_their_executor(tmp_path, monkeypatch):
     module = pytest.importorskip("specexport_runtime.executors.ort_cuda")
-    made, recorded = [], []
+    made, recorded, warmed = [], [], []
 
     class Stand:
         def __init__(self, *args, **options):
@@ -254,6 +254,10 @@ def test_ort_cuda_bundles_get_their_executor(tmp_path, monkeypatch):
         def capture(self, shapes):
             recorded.append(shapes)
 
+        def reserve_rows(self, request):
+            assert request.num_rows == 3
+
+    monkeypatch.setattr(module, "warm_up", lambda executor, shapes, *_: warmed.append(shapes))
     monkeypatch.setattr(module, "OrtCudaExecutor", Stand)
     bundle = load_bundle(write_bundle(tmp_path / "bundle", backend="ort-cuda"), max_num_seqs=3, max_model_len=40)
     open_executor(bundle, "target")
@@ -268,6 +272,7 @@ def test_ort_cuda_bundles_get_their_executor(tmp_path, monkeypatch):
     assert StepShape(0, 2, 2, 1, 2) in shapes, "decoding"
     assert StepShape(0, 3, 3 * width, width, 3 * width) in shapes, "verifying"
     assert len(shapes) == 2 * 3
+    assert [sorted(each[:6]) for each in warmed] == [sorted(shapes)] * 2
     assert more == shapes + token_row_shapes()
     assert StepShape(0, 5, 5, 1, 3) in more, "ragged steps with a row for each token"
 

@@ -35,7 +35,7 @@ def tensors(layers: int, taps: int, *, rows: int | None = None, seed: int = 0) -
     return made
 
 
-def _whole(own: dict[str, Tensor], target: Any) -> dict[str, Tensor]:
+def whole(own: dict[str, Tensor], target: Any) -> dict[str, Tensor]:
     """The weights, with the target's tables in the place of those that the files lack."""
     tables = {
         "embed_tokens.weight": target.get_input_embeddings().weight.detach(),
@@ -53,7 +53,7 @@ def zlab(folder: Path, target: Any) -> BlockSpec:
         "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 2, 4]},
     }  # fmt: skip
     write(folder, config, own)
-    return BlockSpec(_whole(own, target), (1, 3, 5), 3, MASK, 8, [False] * 3)
+    return BlockSpec(whole(own, target), (1, 3, 5), 3, MASK, 8, [False] * 3)
 
 
 def sliding(folder: Path, target: Any) -> BlockSpec:
@@ -66,7 +66,7 @@ def sliding(folder: Path, target: Any) -> BlockSpec:
         "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [4, 1], "block_size": 6},
     }  # fmt: skip
     write(folder, config, own)
-    return BlockSpec(_whole(own, target), (5, 2), 3, MASK, 6, [True, True, False], window=6)
+    return BlockSpec(whole(own, target), (5, 2), 3, MASK, 6, [True, True, False], window=6)
 
 
 def speculators(folder: Path, target: Any) -> BlockSpec:
@@ -80,7 +80,7 @@ def speculators(folder: Path, target: Any) -> BlockSpec:
         "speculators_config": {"proposal_methods": [{"accept_tolerance": 0.0, "verifier_accept_k": 1}]},
     }  # fmt: skip
     write(folder, config, own | mapping(IDS) | {"verifier_norm.weight": torch.ones(HIDDEN)})
-    return BlockSpec(_whole(own, target), (1, 4), 2, MASK, 3, [False] * 2, ids=IDS)
+    return BlockSpec(whole(own, target), (1, 4), 2, MASK, 3, [False] * 2, ids=IDS)
 
 
 DIALECTS = {"z-lab": zlab, "sliding": sliding, "speculators": speculators}

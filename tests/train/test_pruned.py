@@ -321,7 +321,7 @@ from pathlib import Path
 from specexport.train import run
 from specexport.train.loop import Trainer
 from specexport.train.options import TrainOptions
-run.SAVE_EVERY = 4
+run.LOOK_EVERY = 4
 step = Trainer.step
 def killed(self):
     if self.done == 10:
@@ -338,7 +338,7 @@ run.train_draft(TrainOptions(target, Path(output), (Path(prompts),), kind="prune
 def test_a_killed_run_goes_on_with_the_same_curve(
     target: Path, prompts: Path, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "SAVE_EVERY", 4)
+    monkeypatch.setattr(run, "LOOK_EVERY", 4)
     whole = train_draft(options(target, prompts, bundle, tmp_path / "whole"))
     places = [str(target), str(prompts), str(bundle), str(tmp_path / "cut")]
     ended = subprocess.run([sys.executable, "-c", _KILLED, *places], check=False, env=dict(os.environ))
@@ -362,7 +362,7 @@ def test_what_cannot_be_is_told_before_the_texts(target: Path, prompts: Path, bu
     for kept in (LAYERS, LAYERS + 3):
         with pytest.raises(InvalidRequestError, match=f"a pruned draft of {kept} layers .* target that has {LAYERS}"):
             train_draft(options(target, prompts, bundle, tmp_path / "a", keep_layers=kept))
-    assert not list((tmp_path / "a.work").iterdir())
+    assert not (tmp_path / "a.work").exists()
     (tmp_path / "head").mkdir()
     (tmp_path / "head" / "config.json").write_text('{"speculators_model_type": "eagle3"}')
     (tmp_path / "head" / "curve.json").write_text("[]")

@@ -1,11 +1,7 @@
-"""Training a head for a tiny target: what it learns is accepted, a killed run goes on, and bad input is told."""
+"""Training a head for a tiny target: what it learns is accepted, and bad input is told."""
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,45 +22,14 @@ from specexport.train import run
 from specexport.train.head import count_ids, draft_size, new_config
 from specexport.train.options import TrainOptions
 from specexport.train.run import train_draft
-from specexport.train.store import Example, FeatureStore, StoreWriter, batches
+from specexport.train.store import Example, FeatureStore, batches
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.abi import AFTER_NORM
 from specexport_runtime.errors import CheckpointError, InvalidRequestError, OutputExistsError, UnsupportedModelError
 from tests.support.acceptance import accepted
 from tests.support.loading import load_head
 from tests.support.tiny_models import HYBRIDS, calm, make_llama, make_model, save_checkpoint
-
-LAYERS = 6
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(make_llama(seed=11, num_hidden_layers=LAYERS), tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
-def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    lines = [json.dumps({"prompt": f"{i} and {i * i} are {chr(65 + i % 26)}"}) for i in range(40)]
-    path.write_text("\n".join(lines))
-    return path
-
-
-@pytest.fixture(scope="module")
-def bundle(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("bundle") / "b"
-    build_bundle(BuildRecipe(target=str(target), output=str(folder), max_model_len=128, check=False))
-    return folder
-
-
-def options(target: Path, prompts: Path, bundle: Path, output: Path, **changes: Any) -> TrainOptions:
-    usual = {"max_tokens": 24, "batches": 12, "batch_tokens": 256, "threads": 1}
-    return TrainOptions(str(target), output, (prompts,), bundle=bundle, **(usual | changes))
-
-
-@pytest.fixture
-def saves_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "SAVE_EVERY", 4)
+from tests.support.training import LAYERS, options
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +78,7 @@ def test_a_head_learns_from_a_target_whose_layers_keep_a_state(prompts: Path, tm
     with pytest.raises(UnsupportedModelError, match="of a target whose layers keep a state") as caught:
         train_draft(options(hybrid, prompts, bundle, tmp_path / "pruned", kind="pruned", keep_layers=2))
     assert caught.value.exit_code == 2
-    assert not list((tmp_path / "pruned.work").iterdir())
+    assert not (tmp_path / "pruned.work").exists()
 
 
 @pytest.fixture(scope="module")
@@ -225,45 +190,6 @@ def test_an_mtp_module_learns_too_and_is_taken_back(target: Path, prompts: Path,
     assert accepted(tmp_path / "b", TEXTS) > 0.25
 
 
-_KILLED = """
-import os, signal, sys
-from pathlib import Path
-from specexport.train import run
-from specexport.train.loop import Trainer
-from specexport.train.options import TrainOptions
-run.SAVE_EVERY = 4
-step = Trainer.step
-def killed(self):
-    if self.done == 10:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return step(self)
-Trainer.step = killed
-target, prompts, bundle, output = sys.argv[1:]
-run.train_draft(TrainOptions(target, Path(output), (Path(prompts),), bundle=Path(bundle), max_tokens=24, batches=12,
-                             batch_tokens=256, threads=1))
-"""
-
-
-@pytest.mark.bundle
-def test_a_killed_run_goes_on_with_the_same_curve(
-    target: Path, prompts: Path, bundle: Path, tmp_path: Path, saves_often: None
-) -> None:
-    whole = train_draft(options(target, prompts, bundle, tmp_path / "whole"))
-    places = [str(target), str(prompts), str(bundle), str(tmp_path / "cut")]
-    ended = subprocess.run([sys.executable, "-c", _KILLED, *places], check=False, env=dict(os.environ))
-    assert ended.returncode == -signal.SIGKILL
-    assert not (tmp_path / "cut").exists()
-    notes: list[str] = []
-    resumed = train_draft(
-        options(target, prompts, bundle, tmp_path / "cut"), lambda event: notes.append(f"{event.stage} {event.message}")
-    )
-    assert [point["batch"] for point in resumed.curve] == [4, 8, 12]
-    assert list(resumed.curve) == list(whole.curve)
-    assert not any("texts" in note for note in notes if note.startswith("write ") and "of" in note)
-    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut"))
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
 @pytest.mark.bundle
 def test_the_head_is_in_the_format_of_speculators(
     target: Path, prompts: Path, bundle: Path, tmp_path: Path, saves_often: None
@@ -279,6 +205,7 @@ def test_the_head_is_in_the_format_of_speculators(
     assert len(modes) == 1  # who may read the one may read the other
     card = (tmp_path / "head" / "README.md").read_text()
     assert "| on held-out texts: tokens a round" in card
+    assert "--kind eagle3 --max-tokens 24 --temperature 0.7 --draft-vocab-size 100 --batches 12" in card
     with pytest.raises(InvalidRequestError, match="was written with"):
         train_draft(options(target, prompts, bundle, tmp_path / "head", draft_vocab_size=100, batches=20))
 
@@ -293,6 +220,7 @@ def test_bad_options_are_told(tmp_path: Path, prompts: Path) -> None:
         ({"steps": 9}, "steps is 9"),
         ({"rate": 0.0}, "rate is 0"),
         ({"temperature": 3.0}, "temperature is 3"),
+        ({"hours": 0.0}, "hours is 0"),
         ({"max_states_gb": 0.0}, "max_states_gb is 0"),
     ):
         with pytest.raises(InvalidRequestError, match=message):
@@ -314,12 +242,11 @@ def test_limits_are_told_before_the_work(target: Path, prompts: Path, bundle: Pa
 
 
 def test_files_that_were_not_finished_are_no_texts(tmp_path: Path) -> None:
-    writer = StoreWriter(tmp_path, 0)
-    for n in (5, 9):
-        writer.add(Example(torch.arange(n), torch.ones(n, 2, 4, dtype=torch.bfloat16)))
+    writer = FeatureStore(tmp_path, "these").writer()
+    writer.add([Example(torch.arange(n), torch.ones(n, 2, 4, dtype=torch.bfloat16)) for n in (5, 9)])
     writer.flush()
     (tmp_path / ".states-00001.tmp-1.safetensors").write_bytes(b"half")
-    store = FeatureStore(tmp_path)
+    store = FeatureStore(tmp_path, "these")
     assert (len(store), store.num_tokens, store.length(1)) == (2, 14, 9)
     assert store.read(1).tokens.tolist() == list(range(9))
     order = list(batches(store, [0, 1], 12, 8, seed=0))

@@ -113,9 +113,9 @@ def test_the_bundle_keeps_the_report_and_stays_up_to_date(bundle):
 def test_an_interrupted_record_leaves_a_valid_bundle(bundle, monkeypatch, after):
     record_report(bundle, make_report())
     if after == "report":  # the new report is written, and then nothing more
-        monkeypatch.setattr("specexport.verify.report.hash_files", interrupt)
+        monkeypatch.setattr("specexport.compile.bundle.hash_files", interrupt)
     else:  # the old record is taken back, and then nothing more
-        monkeypatch.setattr("specexport.verify.report.write_json", interrupt)
+        monkeypatch.setattr("specexport.compile.bundle.write_json", interrupt)
     with pytest.raises(KeyboardInterrupt):
         record_report(bundle, make_report(date="2027-01-01T00:00:00+00:00"))
     manifest = load_manifest(bundle)

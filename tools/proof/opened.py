@@ -5,7 +5,6 @@ from pathlib import Path
 from specexport_runtime.bundle.profiles import Profile
 from specexport_runtime.executors.gpu import GpuDriver
 from specexport_runtime.executors.trt import TrtExecutor
-from specexport_runtime.executors.trt_open import record_fixed
 from tools.proof.devices import CudaDevice, Device, HostGpu
 from tools.proof.engine import proof_loader
 from tools.proof.graph import read_engine
@@ -36,4 +35,6 @@ def open_engine(
         entry, entry.engine.files[0], path.parent, num_rows=num_rows, driver=driver, use_graphs=graphs,
         load=proof_loader(device),
     )  # fmt: skip
-    return record_fixed(executor) if graphs else executor
+    if graphs:
+        executor.capture(executor.fixed_shapes())
+    return executor

@@ -1,4 +1,4 @@
-"""Arrays that lie beside an engine: token ids of a cut LM head, and the feature that stands for unknown tokens.
+"""Arrays that lie beside an engine: token ids of a cut LM head, what stands for unknown tokens, tables of a head.
 
 Of an LM head that was cut only some rows were kept. A draft need not be able to say everything (FR-Spec, Zhao et al.
 2025; VocabTrim, Goel et al. 2025): the head is the largest product of a small model, and most of its rows are hardly
@@ -6,13 +6,14 @@ ever the answer. What is left out has probability 0 in the draft, which changes 
 accepted.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from specexport_runtime.bundle.entry import ModelEntry
+from specexport_runtime.bundle.entry import CorrectionEntry, ModelEntry
 from specexport_runtime.errors import BundleError
 
 REBUILD = "build it again with `specexport build`."
@@ -24,10 +25,13 @@ MASK_NAME = "mask_feature.npy"
 """File in the head's folder: float32 [E]."""
 
 
-def read_array(path: Path) -> Any:
-    """What an ``.npy`` file holds, unchecked; BundleError if it cannot be read or holds pickles."""
+def read_array(path: Path, *, in_place: bool = False) -> Any:
+    """What an ``.npy`` file holds, unchecked; BundleError if it cannot be read or holds pickles.
+
+    ``in_place`` maps the file into memory.
+    """
     try:
-        return np.load(path, allow_pickle=False)
+        return np.load(path, "r" if in_place else None, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise BundleError(f"{path} cannot be read ({error}).", REBUILD) from error
 
@@ -73,6 +77,14 @@ def _problem(ids: object, entry: ModelEntry) -> str | None:
     return f"token id {beyond[0]} lies outside 0 to {entry.vocab_size - 1}" if beyond.size else None
 
 
+class CorrectionTables(NamedTuple):
+    """By what a head corrects the logits of a place, when the token in front of it is known."""
+
+    rule: str
+    arrays: Mapping[str, npt.NDArray[np.float32]]  # by name, see the rule
+    most: int  # how many tokens of a place it looks at, the likeliest ones
+
+
 class MaskInput(NamedTuple):
     """The stand-in for a token that is not known."""
 
@@ -81,11 +93,13 @@ class MaskInput(NamedTuple):
     # Of a head that fills blocks: most tokens of a block, the newest and those to guess. None for a head whose entries
     # all have a token and a feature.
     block_size: int | None = None
+    from_anchor: bool = False  # the block's first place guesses too
+    correction: CorrectionTables | None = None  # None: logits stay as the engine gives them
 
     @property
     def most(self) -> int | None:
         """Most tokens that a step can draft; None for no limit."""
-        return None if self.block_size is None else self.block_size - 1
+        return None if self.block_size is None else self.block_size - (not self.from_anchor)
 
 
 def load_mask(folder: Path, entry: ModelEntry) -> MaskInput | None:
@@ -95,7 +109,8 @@ def load_mask(folder: Path, entry: ModelEntry) -> MaskInput | None:
         return None
     token = head.mask_token_id
     if head.block_size is not None and token < entry.vocab_size:
-        return MaskInput(token, np.zeros(size, np.float32), head.block_size)
+        correction = None if head.correction is None else _load_tables(folder, head.correction)
+        return MaskInput(token, np.zeros(size, np.float32), head.block_size, head.from_anchor, correction)
     if head.mask_path is None:
         raise BundleError(f"{folder}: token {token} stands for unknown ones without a feature.", REBUILD)
     path = folder / head.mask_path
@@ -104,3 +119,14 @@ def load_mask(folder: Path, entry: ModelEntry) -> MaskInput | None:
     if not sound or not np.isfinite(feature).all() or token >= entry.vocab_size:
         raise BundleError(f"{path}: it is no feature of {size} numbers, or its token is unknown.", REBUILD)
     return MaskInput(token, feature)
+
+
+def _load_tables(folder: Path, entry: CorrectionEntry) -> CorrectionTables:
+    """Tables that are read where they lie: of most of them a draft needs a few rows."""
+    arrays = {}
+    for name in entry.tables:
+        path = folder / name
+        arrays[path.stem] = table = read_array(path, in_place=True)
+        if not isinstance(table, np.ndarray) or table.dtype != np.float32:
+            raise BundleError(f"{path}: it holds no float32 table.", REBUILD)
+    return CorrectionTables(entry.rule, arrays, entry.most)

@@ -176,6 +176,24 @@ class CutLmHead(NamedTuple):
     num_rows: VocabSize  # N, how many ids it has
 
 
+class CorrectionEntry(NamedTuple):
+    """How a parallel head corrects the logits of a place by the token in front of it (``drafters.correction``)."""
+
+    rule: str
+    tables: tuple[InnerPath, ...]  # its files; a file's name is its table's
+    most: Annotated[int, whole(1, 1 << 24)]  # how many tokens of a place it looks at, the likeliest ones
+
+
+class TokenMapEntry(NamedTuple):
+    """What a draft with another vocabulary than its target's shares with it, see ``bundle.token_map``."""
+
+    path: InnerPath
+    num_shared: VocabSize  # tokens of equal bytes, or of an equal role
+    of_draft: Share  # of the draft's tokens
+    of_target: Share  # of the target's
+    of_text: Share  # of the tokens that built-in texts have in the target's vocabulary
+
+
 class DraftHeadEntry(NamedTuple):
     """What a draft head is, beside its layers."""
 
@@ -192,6 +210,8 @@ class DraftHeadEntry(NamedTuple):
     # If it fills blocks: most tokens of one, the newest and those to guess.
     block_size: Annotated[int, whole(2, 1 << 16)] | None = None
     reads_draft: bool = False  # each of its heads reads what those before it guessed
+    from_anchor: bool = False  # the block's first place, that of the newest token, guesses too
+    correction: CorrectionEntry | None = None  # of logits by the tokens drafted in front; None for none
 
 
 class AdapterEntry(NamedTuple):
@@ -243,6 +263,7 @@ class ModelEntry:
     rope: Rope | None = None
     dropped_layers: tuple[DroppedLayer, ...] = ()  # in the order in which they were chosen
     cut_lm_head: CutLmHead | None = None
+    token_map: TokenMapEntry | None = None  # of a draft model with another vocabulary
     draft_head: DraftHeadEntry | None = None
     # Of a target: the merged one, or the ones that requests may choose, in the order of their numbers, from 1.
     adapters: tuple[AdapterEntry, ...] = ()

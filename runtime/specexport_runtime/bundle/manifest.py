@@ -27,7 +27,7 @@ from specexport_runtime.bundle.files import FileEntry, file_fault
 from specexport_runtime.errors import BundleError, IncompatibleError
 from specexport_runtime.records import InnerPath, MisfitError, from_json, map_paths, one_of, to_json, whole
 
-SCHEMA_VERSION = 15
+SCHEMA_VERSION = 16
 MANIFEST_NAME = "manifest.json"
 DEFAULT_NUM_SEQS = 8
 _REBUILD = "build it again with `specexport build`."
@@ -38,7 +38,9 @@ Role = Annotated[str, one_of("target", "draft", "head")]
 class VocabularyInfo:
     """Vocabulary and tokenizer identity."""
 
-    size: VocabSize  # ids that both models know and that the tokenizer can produce: only ids below it are drafted
+    # Ids that the tokenizer can produce and every model knows, but a draft with another vocabulary: only ids below it
+    # are drafted.
+    size: VocabSize
     tokenizer_sha256: str  # of ``tokenizer.json``
     bos_token_id: int | None
     eos_token_ids: tuple[TokenId, ...]  # any of them ends a generation
@@ -143,7 +145,9 @@ def _check_agreement(manifest: Manifest) -> None:
             raise MisfitError(
                 "max_model_len", manifest.max_model_len, f"within {role}'s {entry.max_positions} positions"
             )
-        if vocabulary.size > entry.vocab_size:
+        if entry.token_map is not None and (role != "draft" or entry.cut_lm_head is None):
+            raise MisfitError(f"token_map of models.{role}", entry.token_map.path, "null: only drafts speak by a map")
+        if vocabulary.size > entry.vocab_size and entry.token_map is None:
             raise MisfitError("vocabulary.size", vocabulary.size, f"within {role}'s vocabulary of {entry.vocab_size}")
         beyond = [token for token in vocabulary.eos_token_ids if role == "target" and token >= entry.vocab_size]
         if beyond:

@@ -231,7 +231,9 @@ def take_drafting(options: dict[str, Any]) -> "RequestOptions":
         check_acceptance(acceptance)
         drafting["acceptance"] = acceptance
     rules = {name: options.pop(f"layer_{name}") for name in ("threshold", "period", "keep_last")}
-    given = {name: None if value == OFF else value for name, value in rules.items() if value is not None}
+    given: dict[str, Any] = {
+        name: None if value == OFF else value for name, value in rules.items() if value is not None
+    }
     if given:
         drafting["layer_rules"] = LayerRules(**given)
     wanted = options.pop("draft_exit")

@@ -85,8 +85,10 @@ class MemoryBudget:
 
     def _holding(self, tokens: int) -> Holding:
         """A request of so many tokens, with a draft behind it, in the caches of each model."""
-        entries = min(tokens, self._most) + self._slack
-        return Holding((entries,) * len(self._runners), sum([runner.row_bytes(entries) for runner in self._runners]))
+        most = min(tokens, self._most)
+        entries = [min(int(most * runner.stretch) + self._slack, runner.kv.capacity) for runner in self._runners]
+        each = zip(self._runners, entries, strict=True)
+        return Holding(tuple(entries), sum([runner.row_bytes(count) for runner, count in each]))
 
     def need(self, req: Request) -> Holding:
         """All that a request may come to need, whatever drafts for it."""

@@ -8,8 +8,9 @@
                       token:    .    .    c    M    M    M
 
 With masks (P-EAGLE), an entry has a token and a feature, the learned one beside a mask. In a block (DFlash), an entry
-has either: features are context, and behind them comes a block that begins with the newest token. What stands for
-unknown tokens is forgotten after the step, and so is the whole block.
+has either: features are context, and behind them comes a block that begins with the newest token; where that place
+guesses too (DSpark), there is a mask less. What stands for unknown tokens is forgotten after the step, and so is the
+whole block.
 """
 
 from collections.abc import Sequence
@@ -52,11 +53,12 @@ def entry_tokens(tokens: Sequence[int], mask: MaskInput | None) -> list[int]:
 
 def num_behind(count: int, mask: MaskInput) -> int:
     """Entries behind those of features in a draft of ``count`` tokens: unknown ones, and the newest one of a block."""
-    return count - 1 if mask.block_size is None else count + 1
+    return count - 1 if mask.block_size is None else count + (not mask.from_anchor)
 
 
 def draft_work(tokens: Sequence[int], features: Float32Array, newest: int, count: int, mask: MaskInput) -> AtOnce:
     """The step that drafts ``count`` tokens behind ``newest`` and unread ``tokens`` with ``features`` [n, E]."""
-    behind = [mask.token] * (count - 1) if mask.block_size is None else [newest, *[mask.token] * count]
+    first = [] if mask.block_size is None else [newest]
+    behind = [*first, *[mask.token] * (num_behind(count, mask) - len(first))]
     whole = np.concatenate([features, np.tile(mask.feature, (len(behind), 1))])
     return AtOnce(RowWork([*tokens, *behind], count, whole), len(tokens))

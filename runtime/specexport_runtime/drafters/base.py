@@ -12,6 +12,7 @@ from specexport_runtime.requests.records import Begun, DrafterTraits, Proposal
 
 if TYPE_CHECKING:
     from specexport_runtime.bundle.arrays import CutHead, MaskInput
+    from specexport_runtime.bundle.token_map import TokenMap
     from specexport_runtime.costs.curves import CostCurves
     from specexport_runtime.drafters.suffix_store import SuffixStore
     from specexport_runtime.executors.base import Float32Array
@@ -193,6 +194,7 @@ class DrafterParts(NamedTuple):
         cut_head: the token ids of the LM head of the draft model, or the draft head; None where it has all.
         head: the draft head; None if there is none.
         mask: of a head that drafts all tokens in one step: what stands for unknown tokens.
+        token_map: of a draft model with another vocabulary: its tokens and the target's; None where they are the same.
     """
 
     target: "ModelRunner"
@@ -203,6 +205,7 @@ class DrafterParts(NamedTuple):
     cut_head: "CutHead | None" = None
     head: "ModelRunner | None" = None
     mask: "MaskInput | None" = None
+    token_map: "TokenMap | None" = None
 
 
 DrafterFactory = Callable[[DrafterParts], Drafter]

@@ -18,6 +18,7 @@ from specexport_runtime.sampling.distribution import Law, sample_token
 if TYPE_CHECKING:
     from specexport_runtime.bundle.arrays import CutHead
     from specexport_runtime.drafters.at_once import AtOnce
+    from specexport_runtime.drafters.correction import Correction, Corrector
 
 _NAN = "the draft's logits contain NaN."
 
@@ -60,8 +61,12 @@ class Draft:
     @property
     def needs_logits(self) -> bool:
         """Whether the next token takes more than its id. The last token of a draft has nothing to end."""
-        may_exit = self._exit is not None and self._steps + 1 < self.limit
-        return may_exit or not self.request.sampler.is_plain_greedy
+        return self.may_exit or not self.request.sampler.is_plain_greedy
+
+    @property
+    def may_exit(self) -> bool:
+        """Whether the draft may end with the next token because the model is not sure."""
+        return self._exit is not None and self._steps + 1 < self.limit
 
     def plain_steps(self, *, draws: bool) -> int:
         """Steps that feed the model the id that the step before gave; 0 where more is looked at.
@@ -132,10 +137,11 @@ class Draft:
         self.has_exited = draft_exit is not None and draft_exit.should_end(top)
         return self.append(token)
 
-    def draw(self, logits: Float32Array, cut_head: "CutHead | None" = None) -> None:
+    def draw(self, logits: Float32Array, cut_head: "CutHead | None" = None, confidence: float | None = None) -> None:
         """Append the token that ``logits`` [V], or [N] of ``cut_head``, give; end the draft if it is not sure of it.
 
         The token is kept then: to leave it out because of *what it is* would make the text follow another distribution.
+        ``confidence`` is what the model itself says of the place, whatever is drawn; without it the top probability is.
         CheckFailedError: the logits hold NaN or +inf. InvalidRequestError: every token is banned.
         """
         req, top = self.request, 1.0
@@ -155,6 +161,7 @@ class Draft:
             self.distributions.append(distribution)
             if draft_exit is not None:
                 top = float(distribution.probs.max())
+        top = top if confidence is None else confidence
         self.has_exited = draft_exit is not None and draft_exit.should_end(top)
         self.append(token)
 
@@ -303,24 +310,33 @@ def draft_at_once(
     work: "Sequence[AtOnce]",
     vocab_size: int,
     cut_head: "CutHead | None" = None,
+    corrector: "Corrector | None" = None,
 ) -> None:
     """Fill all drafts, open ones in ascending rows, from one packed step, whose last rows are of the draft's places.
 
     ``work`` wants as many logits for each draft as it has places; ``cut_head`` has the ids below ``vocab_size`` of the
-    LM head's rows, None where it has all.
+    LM head's rows, None where it has all. A ``corrector`` changes the logits of a place by the tokens before it.
     """
     first = drafts[0].request.row
     rows = [IDLE] * (drafts[-1].request.row - first + 1)
     for draft, given in zip(drafts, work, strict=True):
         rows[draft.request.row - first] = given.work
     num_rows = vocab_size if cut_head is None else len(cut_head.ids)
-    with_logits = any(draft.request.draft_exit is not None or draft.needs_logits for draft in drafts)
+    with_logits = corrector is not None or any(
+        draft.request.draft_exit is not None or draft.needs_logits for draft in drafts
+    )
     output = runner.step(first, rows, "logits" if with_logits else "token_ids")
     for draft, given in zip(drafts, work, strict=True):
         row = draft.request.row
         runner.kv.commit(row, runner.kv.kv_len(row) + given.kept)
         begin = runner.logit_starts[row - first]
-        for at in range(begin, begin + given.work.num_logits):
+        places = slice(begin, begin + given.work.num_logits)
+        if corrector is not None:
+            states = runner.executor.next_features[places]
+            newest = draft.request.tokens[-1]
+            _draw_corrected(draft, corrector.begin(output[places, :num_rows], states, newest), cut_head)
+            continue
+        for at in range(places.start, places.stop):
             if not draft.is_open:
                 break
             if with_logits:
@@ -335,10 +351,27 @@ def _draw(draft: Draft, logits: Float32Array, cut_head: "CutHead | None") -> Non
         if not draft.step_waiting():
             draft.draw(logits, cut_head)
     except Exception as error:  # whatever it is, it concerns this request alone
-        if cut_head is not None and isinstance(error, InvalidRequestError):
-            draft.has_ended = True  # the request bans all that this head has; the target has more
-        else:
-            draft.error = error
+        _fail(draft, error, has_less=cut_head is not None)
+
+
+def _draw_corrected(draft: Draft, correction: "Correction", cut_head: "CutHead | None") -> None:
+    """As :func:`_draw` till the draft is full, each place's logits corrected by the tokens before it."""
+    try:
+        while draft.is_open:
+            if not draft.step_waiting():
+                logits = correction.logits(draft.tokens)
+                confidence = correction.confidence(draft.tokens) if draft.may_exit else None
+                draft.draw(logits, cut_head, confidence)
+    except Exception as error:  # whatever it is, it concerns this request alone
+        _fail(draft, error, has_less=True)
+
+
+def _fail(draft: Draft, error: Exception, *, has_less: bool) -> None:
+    """A draft's token cannot be drawn; ``has_less``: the head cannot say all that the target can."""
+    if has_less and isinstance(error, InvalidRequestError):
+        draft.has_ended = True  # the request bans all that this head has; the target has more
+    else:
+        draft.error = error
 
 
 def _take(draft: Draft, token: int, num_rows: int, cut_head: "CutHead | None") -> None:

@@ -13,7 +13,8 @@ the features that the target gave: left in the cache, the head's own would cost 
 
 A parallel head (P-EAGLE, DFlash) guesses all tokens in one step: behind the entries that it catches up on come
 stand-ins for the tokens that are not known yet (``at_once``). Each guess is drawn from what the head says of its place
-alone, whatever the guesses before it are: that is the distribution that is tested against.
+alone, whatever the guesses before it are: that is the distribution that is tested against. Heads that correct their
+logits by the guesses before a place (DFlash 2, DSpark) draw from what comes of it (``correction``).
 
 Drafting with Hydra heads: each reads the tokens that those before it guessed (Ankner et al. 2024).
 
@@ -39,6 +40,7 @@ import numpy as np
 from specexport_runtime.abi import CONTEXT_ID
 from specexport_runtime.drafters.at_once import AtOnce, ParallelCost, draft_work, entry_tokens, num_behind
 from specexport_runtime.drafters.base import HEAD, DrafterTraits
+from specexport_runtime.drafters.correction import corrector_of
 from specexport_runtime.drafters.draft_loop import Draft, draft_at_once, open_drafts, run_drafts
 from specexport_runtime.drafters.own_cache import OwnCacheDrafter
 from specexport_runtime.errors import SpecexportError
@@ -112,7 +114,7 @@ class HeadDrafter(OwnCacheDrafter):
         if not runner.executor.reads_features:
             raise SpecexportError("the head drafter needs the engine of a draft head.")
         super().__init__(runner, **named)
-        self._mask = mask
+        self._mask, self._corrector = mask, corrector_of(mask)
         if mask is not None:
             self.traits = self.traits._replace(max_lookahead=mask.most)
         # By request, not by row: nothing to do when rows move, and a dropped request takes its features along.
@@ -148,7 +150,7 @@ class HeadDrafter(OwnCacheDrafter):
             run_drafts(self.runner, drafts, self.vocab_size, self._pending, self._cut_head, self._is_kept)
         elif opened := [draft for draft in drafts if draft.is_open]:
             work = [self._masked(draft, mask) for draft in opened]
-            draft_at_once(self.runner, opened, work, self.vocab_size, self._cut_head)
+            draft_at_once(self.runner, opened, work, self.vocab_size, self._cut_head, self._corrector)
         return [draft.proposal(HEAD) for draft in drafts]
 
     def _pending(self, draft: Draft) -> RowWork:

@@ -44,5 +44,5 @@ KIND = DrafterKind(
     lambda offer: offer.head_obstacle,
     method="eagle3",
     config_keys=frozenset(["model"]),
-    other_methods=("eagle", "mtp", "medusa", "dflash"),
+    other_methods=("eagle", "mtp", "medusa", "dflash", "dspark"),
 )

@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from specexport_runtime.drafters.base import DrafterKind, DrafterParts, DrafterTraits, DraftOffer, Obstacle
+from specexport_runtime.drafters.base import DrafterTraits
 from specexport_runtime.drafters.draft_loop import Draft, open_drafts, run_drafts
 from specexport_runtime.drafters.own_cache import OwnCacheDrafter
-from specexport_runtime.errors import SpecexportError
 from specexport_runtime.packing.batch import RowWork
 from specexport_runtime.requests.records import Begun, Proposal
 from specexport_runtime.requests.request import Request
@@ -46,12 +45,14 @@ class ModelDrafter(OwnCacheDrafter):
 
     def _pending(self, draft: Draft) -> RowWork:
         """Tokens the draft model has not seen: of the draft, and what it must catch up on."""
-        req = draft.request
-        pending = self._known(draft.since(self.runner.kv.kv_len(req.row)))
+        pending = self._unread(draft)
         if len(pending) > self.max_backlog:
-            self.runner.prefill(req.row, pending[:-1])
+            self.runner.prefill(draft.request.row, pending[:-1])
             pending = pending[-1:]
         return RowWork(pending, 1)
+
+    def _unread(self, draft: Draft) -> list[int]:
+        return self._known(draft.since(self.runner.kv.kv_len(draft.request.row)))
 
     def commit(self, requests: Sequence[Request]) -> None:
         """Keep the cache entries of accepted tokens; the token the target added has not been fed yet."""
@@ -65,20 +66,3 @@ class ModelDrafter(OwnCacheDrafter):
 
         curve = curves.drafters.get(DRAFT_MODEL)
         return None if curve is None else EngineCost(curve)
-
-
-def _make(parts: DrafterParts) -> ModelDrafter:
-    if parts.draft is None:
-        raise SpecexportError("there is no draft model to draft with.")
-    return ModelDrafter(parts.draft, vocab_size=parts.vocab_size, cut_head=parts.cut_head)
-
-
-def _obstacle(offer: DraftOffer) -> Obstacle | None:
-    if offer.has_draft:
-        return None
-    return Obstacle(
-        "this bundle has no draft model.", "build it with --draft, use drafter 'lookup', or do not speculate."
-    )
-
-
-KIND = DrafterKind(ModelDrafter.traits, _make, _obstacle, method="draft_model", config_keys=frozenset(["model"]))

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 
-from specexport_runtime.drafters import head_kind, lookup, model, self_draft, suffix
+from specexport_runtime.drafters import head_kind, lookup, model_kind, self_draft, suffix
 from specexport_runtime.drafters.base import DrafterKind
 
 KINDS: Mapping[str, DrafterKind] = {
-    "draft-model": model.KIND,
+    "draft-model": model_kind.KIND,
     "head": head_kind.KIND,
     "lookup": lookup.KIND,
     "self": self_draft.KIND,

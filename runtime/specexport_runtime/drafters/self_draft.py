@@ -18,6 +18,7 @@ No draft step lets anything into a state: what was accepted enters in the next v
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -30,7 +31,7 @@ from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import BoolArray, Float32Array
 from specexport_runtime.lookahead.draft_cost import DraftCost
 from specexport_runtime.packing.batch import ModelRunner, RowWork
-from specexport_runtime.requests.layer_choice import LayerChoice, choose_layers
+from specexport_runtime.requests.layer_choice import LayerChoice, LayerRules, choose_layers
 from specexport_runtime.requests.records import Begun, Proposal
 from specexport_runtime.requests.request import Request
 
@@ -127,7 +128,7 @@ class SelfDrafter(Drafter):
     def wants_similarity(self, request: Request) -> bool:
         """While the prompt is read, if the request may draft with its target and its rules look at similarities."""
         planned = any(stage.drafter == SELF for stage in request.draft_plan)
-        return planned and not request.num_generated and request.layer_rules.threshold is not None
+        return planned and not request.num_generated and not request.layer_rules.is_blind
 
     def note_similarity(self, request: Request, similarity: Float32Array) -> None:
         """Add a chunk of the prompt to what the choice is made from; see ``Drafter.note_similarity``.
@@ -141,7 +142,9 @@ class SelfDrafter(Drafter):
 
     def choice_of(self, request: Request) -> LayerChoice | None:
         """The layers that a request's drafts have; None while they are not chosen."""
-        return self._choices.get(request)
+        rules = request.layer_rules
+        known = self._choices.get(request)
+        return _choose_blindly(rules, self.num_layers, self._kinds) if known is None and rules.is_blind else known
 
     def choose(self, request: Request, choice: LayerChoice) -> None:
         """Draft for ``request`` with the layers of ``choice``; its statistics say so."""
@@ -154,13 +157,12 @@ class SelfDrafter(Drafter):
     def _choice(self, req: Request) -> LayerChoice:
         choice = self._choices.get(req)
         if choice is None:
-            acs: list[float] = []
-            if req.layer_rules.threshold is not None:
+            choice = self.choice_of(req)
+            if choice is None:
                 if req not in self._sums:
                     raise SpecexportError("no similarity was measured while the target read this prompt.")
                 sums, count = self._sums.pop(req)
-                acs = (sums / count).tolist()
-            choice = choose_layers(acs, req.layer_rules, self.num_layers, self._kinds)
+                choice = choose_layers((sums / count).tolist(), req.layer_rules, self.num_layers, self._kinds)
             self.choose(req, choice)
         return choice
 
@@ -187,6 +189,11 @@ class SelfDrafter(Drafter):
                 kv.commit(row, kv_len)
             self.engine_seconds += executor.engine_seconds - before
             executor.engine_seconds = before
+
+
+@lru_cache(maxsize=64)
+def _choose_blindly(rules: LayerRules, num_layers: int, kinds: tuple[str, ...]) -> LayerChoice:
+    return choose_layers((), rules, num_layers, kinds)
 
 
 KIND = DrafterKind(

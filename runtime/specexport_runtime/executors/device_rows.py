@@ -104,6 +104,16 @@ class RowSampler:
         self._rows: dict[int, ByteArray] = {}  # pinned memory of fetched rows, by place
         self._lanes: list[_Lane] = []
 
+    def reserve(self, rows: int, steps: int) -> None:
+        """Take the memory for steps of so many ``rows``, and for as many ``steps`` of a chain whose rows are kept.
+
+        IncompatibleError if the GPU has not so much; more is taken when a step needs it.
+        """
+        self._allocate(max(rows, LEAST_ROWS))
+        self._lanes += [self._make_lane() for _ in range(max(steps, 1))]
+        if steps:
+            self._slot(steps * self._num_slots - 1)
+
     def put(self, asks: Sequence[RowAsk], logits: int, *, token_ids: int = 0, step: int = 0) -> None:
         """Put on the stream, behind a step, what is asked of its rows, which lie at an address.
 

@@ -1,13 +1,17 @@
 """What executors on a GPU share, whatever the engine: steps by what is wanted of them, and rows that stay there."""
 
+import logging
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from specexport_runtime.executors.base import StepOutput, Want
+from specexport_runtime.errors import IncompatibleError
+from specexport_runtime.executors.base import EngineRequest, StepOutput, Want
 from specexport_runtime.executors.device_rows import DeviceRows, RowSampler
 from specexport_runtime.executors.features import WithFeatures
 from specexport_runtime.executors.row_kernels import RowAsk
+
+_log = logging.getLogger(__name__)
 
 
 class GpuSteps(WithFeatures):
@@ -16,6 +20,19 @@ class GpuSteps(WithFeatures):
     rows: RowSampler | None = None  # None where the driver runs no kernels
     _chain: list[Any]  # steps that were not collected
     _asked: list[Sequence[RowAsk]]  # of the steps of a chain
+
+    def reserve_rows(self, request: EngineRequest) -> None:
+        """Take the memory with which rounds draw from rows; where the GPU has not so much, the host draws."""
+        if self.rows is None:
+            return
+        is_target = request.role == "target"
+        count = request.num_rows * (request.lookahead + 1 if is_target else 1)
+        try:
+            self.rows.reserve(count, 0 if is_target else request.lookahead)
+        except IncompatibleError as error:
+            self.rows.close()
+            self.rows, self.keeps_rows = None, False
+            _log.warning("tokens are drawn on the host: %s", error)
 
     @abstractmethod
     def _execute(self, with_logits: bool, asks: Sequence[RowAsk] = ()) -> StepOutput:

@@ -66,6 +66,7 @@ from specexport_runtime.executors.paged import (
     token_rows,
 )
 from specexport_runtime.executors.row_kernels import RowAsk
+from specexport_runtime.executors.warm_up import warm_up
 
 _CACHE_TYPES = {"float16": (10, "uint16"), "bfloat16": (16, "uint16")}
 """ONNX TensorProto.DataType, and a numpy type of its size: numpy has no bfloat16."""
@@ -398,7 +399,7 @@ class OrtCudaExecutor(GatedByInputs, GpuSteps):
     def clear_row(self, row: int) -> None:
         """Nothing: attention reads no entry beyond a row's length."""
 
-    def move_entries(self, row: int, entries: Int64Array, start: int = 0) -> None:  # noqa: ARG002
+    def move_entries(self, row: int, entries: Int64Array) -> None:
         """Refuse (SpecexportError): only padded-KV graphs move entries, and this backend has none."""
         raise SpecexportError(f"backend ort-cuda cannot move {len(entries)} entries of row {row}.", "use unpadded KV.")
 
@@ -473,15 +474,29 @@ class OrtCudaExecutor(GatedByInputs, GpuSteps):
 
 
 def open_ort_cuda_executor(request: EngineRequest) -> OrtCudaExecutor:
-    """Open an engine on an NVIDIA GPU; its rounds are recorded as CUDA graphs unless that is switched off."""
+    """Open an engine on an NVIDIA GPU; its rounds are recorded as CUDA graphs unless that is switched off.
+
+    The first steps of rounds run at once, as :func:`warm_up` has it; errors as those of a step.
+    """
+    path = request.folder / request.entry.engine.path
     executor = OrtCudaExecutor(
-        request.folder / request.entry.engine.path,
+        path,
         request.entry,
         num_rows=request.num_rows,
         kv_capacity=request.kv_capacity,
         cuda_graphs=request.cuda_graphs,
     )
-    executor.capture(_round_shapes(request) + (token_row_shapes() if executor.splits_rows else []))
+    shapes = _round_shapes(request)
+    try:
+        executor.capture(shapes + (token_row_shapes() if executor.splits_rows else []))
+        shapes.sort(key=lambda shape: shape.num_seqs)
+        if executor.splits_rows and request.role == "target":  # shorter drafts
+            shapes += [StepShape(0, 1, count, count, count) for count in range(2, request.lookahead + 1)]
+        warm_up(executor, shapes, (0, SPLIT_BOUND - 1), path)
+        executor.reserve_rows(request)
+    except BaseException:
+        executor.close()
+        raise
     return executor
 
 

@@ -34,13 +34,10 @@ def open_trt_executor(request: EngineRequest) -> TrtExecutor:
         use_graphs=use_graphs,
         load=trt_engine.load_engine,
     )
-    return record_fixed(executor) if use_graphs else executor
-
-
-def record_fixed(executor: TrtExecutor) -> TrtExecutor:
-    """Record the steps of all fixed profiles; if that fails (SpecexportError), the executor is closed."""
     try:
-        executor.capture(executor.fixed_shapes())
+        if use_graphs:
+            executor.capture(executor.fixed_shapes())
+        executor.reserve_rows(request)
     except BaseException:
         executor.close()
         raise

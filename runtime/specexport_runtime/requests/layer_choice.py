@@ -2,10 +2,11 @@
 
 Metel et al. 2024, "Draft on the Fly: Adaptive Self-Speculative Decoding using Cosine Similarity" (ASD), the Adaptive
 Draft Model Generator. An attention layer that hardly turns the residual stream for this prompt hardly matters for it.
+Or the same layers for every prompt, as a search on many found them (Draft & Verify, Zhang et al. 2024).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,20 +33,37 @@ class LayerRules:
     threshold: float | None = DEFAULT_THRESHOLD
     period: int | None = DEFAULT_PERIOD  # m, rule 1: attention and MLP of layers m, 2m, … (counted from 1) are removed
     keep_last: int | None = DEFAULT_KEEP_LAST  # l, rule 2: the last l layers stay whole, whatever the other rules say
+    skip_mixers: tuple[int, ...] = ()  # layers (from 0) that go without their mixer, whatever the rules say
+    skip_mlps: tuple[int, ...] = ()  # layers (from 0) that go without their MLP, likewise
 
     def __post_init__(self) -> None:
         if self.threshold is not None:
             object.__setattr__(self, "threshold", _fraction(self.threshold))
         _integer("period", self.period, low=2, why="1 would remove every layer and leave an empty draft")
         _integer("keep_last", self.keep_last, low=0, why="0 protects no layer")
-        if self.threshold is None and self.period is None:
+        for name in ("skip_mixers", "skip_mlps"):
+            object.__setattr__(self, name, _layers(name, getattr(self, name)))
+        if self.threshold is None and self.period is None and not self.skips:
             raise InvalidRequestError(
                 "threshold and period are both off, so no layer is removed and the draft is the target itself.",
                 hint="give one of them, or draft another way.",
             )
 
+    @property
+    def is_blind(self) -> bool:
+        """Whether every prompt gets the same layers: none need be measured on it."""
+        return self.threshold is None
+
+    @property
+    def skips(self) -> tuple[int, ...]:
+        """Layers that go without a part, whatever the rules say."""
+        return (*self.skip_mixers, *self.skip_mlps)
+
     def check_layers(self, num_layers: int) -> None:
         """Refuse, by InvalidRequestError, rules that can make no draft of a model of N layers, whatever the prompt."""
+        if self.skips:
+            self._check_skips(num_layers)
+            return
         removable = num_layers - (self.keep_last or 0)
         if removable <= 0:
             raise InvalidRequestError(
@@ -59,9 +77,17 @@ class LayerRules:
                 hint=f"give at most {removable}, or a threshold." if removable > 1 else "give a threshold.",
             )
 
-    def to_json(self) -> dict[str, float | int | None]:
-        """As JSON types."""
-        return {"threshold": self.threshold, "period": self.period, "keep_last": self.keep_last}
+    def _check_skips(self, num_layers: int) -> None:
+        beyond = [layer for layer in self.skips if layer >= num_layers]
+        if beyond:
+            raise InvalidRequestError(
+                f"layer {beyond[0]} is to be left out, and the model has layers 0 to {num_layers - 1}.",
+                hint="give layers of this model.",
+            )
+        if len(self.skip_mixers) == len(self.skip_mlps) == num_layers:
+            raise InvalidRequestError(
+                f"all {num_layers} layers are left out, and nothing is left to draft with.", hint="keep some layers."
+            )
 
 
 @dataclass(frozen=True)
@@ -138,12 +164,21 @@ def choose_layers(
     periodic = [rules.period is not None and (i + 1) % rules.period == 0 and i < protected for i in range(count)]
     # A similarity that is no number is above nothing: such a layer stays.
     similar = [rules.threshold is not None and acs[i] > rules.threshold and i < protected for i in range(count)]
+    mixers_off = [p or s or i in rules.skip_mixers for i, (p, s) in enumerate(zip(periodic, similar, strict=True))]
+    mlps_off = [p or i in rules.skip_mlps for i, p in enumerate(periodic)]
     return LayerChoice(
-        mixers=tuple(not (p or s) for p, s in zip(periodic, similar, strict=True)),
-        mlp=tuple(not p and (not kinds or kinds[2 * i + 1] == MLP) for i, p in enumerate(periodic)),
+        mixers=tuple(not off for off in mixers_off),
+        mlp=tuple(not off and (not kinds or kinds[2 * i + 1] == MLP) for i, off in enumerate(mlps_off)),
         acs=tuple(float(value) for value in acs),
         kinds=kinds,
     )
+
+
+def _layers(name: str, layers: Iterable[int]) -> tuple[int, ...]:
+    found = tuple(layers)
+    for layer in found:
+        _integer(f"a layer of {name}", layer, low=0, why="layers are counted from 0")
+    return tuple(sorted(set(found)))
 
 
 def _fraction(value: float) -> float:

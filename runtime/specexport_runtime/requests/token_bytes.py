@@ -14,7 +14,8 @@ from specexport_runtime.errors import InvalidRequestError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+"""How sentencepiece names a token that is one byte."""
 _BEFORE = "a"  # decoders strip spaces of a first token
 
 _BY_TOKEN = {"BPEDecoder", "ByteFallback", "CTC", "Metaspace", "Replace", "WordPiece"}
@@ -44,7 +45,7 @@ def token_bytes(tokenizer: "Tokenizer", vocab_size: int) -> list[bytes]:
     for token, name in names.items():
         if token >= vocab_size:
             continue
-        if "ByteFallback" in kinds and (match := _BYTE_TOKEN.fullmatch(name)):
+        if "ByteFallback" in kinds and (match := BYTE_TOKEN.fullmatch(name)):
             found[token] = bytes([int(match[1], 16)])
         else:
             text = f"{_BEFORE} {name}" if decoder is None else decoder.decode([_BEFORE, name])
@@ -59,7 +60,7 @@ def same_at_first(tokenizer: "Tokenizer", found: Sequence[bytes]) -> npt.NDArray
     if "ByteLevel" in {step["type"] for step in decoder_steps(tokenizer)}:
         return same
     for name, token in tokenizer.get_vocab(with_added_tokens=True).items():
-        if token < len(found) and not _BYTE_TOKEN.fullmatch(name):
+        if token < len(found) and not BYTE_TOKEN.fullmatch(name):
             same[token] = (name if decoder is None else decoder.decode([name])).encode() == found[token]
     return same
 

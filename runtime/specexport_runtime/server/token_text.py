@@ -1,16 +1,13 @@
 """Text and exact bytes of single tokens, for log-probabilities."""
 
-import re
 from typing import TYPE_CHECKING, NamedTuple
 
 from specexport_runtime.requests.text import TextStream
-from specexport_runtime.requests.token_bytes import byte_of_char, decoder_steps
+from specexport_runtime.requests.token_bytes import BYTE_TOKEN, byte_of_char, decoder_steps
 from specexport_runtime.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenText(NamedTuple):
@@ -49,7 +46,7 @@ class TokenTexts:
             return b""  # a row of the LM head without a token
         if self._is_byte_level and all(char in byte_of_char() for char in name):
             return bytes(byte_of_char()[char] for char in name)
-        if self._has_byte_tokens and (match := _BYTE_TOKEN.fullmatch(name)):
+        if self._has_byte_tokens and (match := BYTE_TOKEN.fullmatch(name)):
             return bytes([int(match[1], 16)])
         return self._text_after_itself(token).encode()
 

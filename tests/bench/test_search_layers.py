@@ -1,0 +1,305 @@
+"""``specexport bench --search-layers`` on real engines, and what drafts do with what it kept."""
+
+import copy
+import json
+import shutil
+from contextlib import closing
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from specexport.bench import layer_costs
+from specexport.bench.layer_costs import LayerCosts
+from specexport.cli import main
+from specexport.compile.bundle import put_json
+from specexport.compile.pipeline import build_bundle
+from specexport.recipe import BuildRecipe
+from specexport_runtime import SamplingParams, SpecEngine
+from specexport_runtime.bundle.draft_layers import DRAFT_LAYERS_NAME, DraftLayers, load_draft_layers
+from specexport_runtime.bundle.manifest import load_manifest
+from specexport_runtime.errors import BundleError, InvalidRequestError
+from specexport_runtime.packing.batch import ModelRunner, RowWork
+from specexport_runtime.requests.layer_choice import LayerRules
+from tests.support.refusals import content_of, line_of
+from tests.support.tiny_models import make_llama, save_checkpoint
+
+LAYERS = 5
+VOCAB = 259  # that of the tokenizer: only such ids are drafted
+USELESS = ((1, 4), (0, 2, 4))
+"""Layers whose attention, and whose MLP, add nothing to the stream."""
+PROMPTS = ["def add(a, b):", "once", "The sum of 12 and 30 is", "x = [1, 2, 3]", "for i in", "abc abc"]
+
+
+def without(model, mixers, mlps):
+    """The same model whose parts in these layers add nothing."""
+    import torch
+
+    with torch.no_grad():
+        for i, layer in enumerate(model.model.layers):
+            if i in mixers:
+                layer.self_attn.o_proj.weight.zero_()
+            if i in mlps:
+                layer.mlp.down_proj.weight.zero_()
+    return model
+
+
+def build(folder, model):
+    recipe = BuildRecipe(
+        target=str(save_checkpoint(model, folder / "model")), output=str(folder / "out"), max_model_len=96,
+        check=False, self_draft=True,
+    )  # fmt: skip
+    build_bundle(recipe, use_cache=False)
+    return folder / "out"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Tiny targets: one with useless parts, one whose last layers are useless; their models and bundles."""
+    made = {}
+    for name, parts in (("parts", USELESS), ("exit", (range(2, LAYERS),) * 2)):
+        model = without(make_llama(seed=3, num_hidden_layers=LAYERS, vocab_size=VOCAB), *parts)
+        made[name] = (model, build(tmp_path_factory.mktemp(name), model))
+    return made
+
+
+@pytest.fixture
+def bundle(models, tmp_path):
+    return shutil.copytree(models["parts"][1], tmp_path / "bundle")
+
+
+@pytest.fixture(autouse=True)
+def _known_costs(monkeypatch):
+    """Tiny steps take no time that could be told from chance."""
+    costs = LayerCosts(tuple(1 + 0.05 * k for k in range(9)), (0.06, 0.1) * LAYERS)
+    monkeypatch.setattr(layer_costs, "measure_costs", lambda *_: costs)
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
+    return path
+
+
+def search(bundle, prompts, *arguments):
+    given = ["bench", bundle, "--search-layers", "--prompts", prompts, "--max-tokens", "24", "--ignore-eos", *arguments]
+    return CliRunner().invoke(main, list(map(str, [*given, "--threads", 1, "--no-spin", "-q"])))
+
+
+def found_in(bundle):
+    return load_draft_layers(bundle, load_manifest(bundle))
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+def test_parts_that_add_nothing_are_found_and_kept(bundle, prompts, tmp_path, temperature):
+    file = tmp_path / "found.json"
+    ended = search(bundle, prompts, "--temperature", temperature, "--json", file)
+    assert ended.exit_code == 0, ended.output
+    layers = found_in(bundle)
+    assert set(layers.mixers) >= set(USELESS[0])
+    assert set(layers.mlps) >= set(USELESS[1])
+    assert layers.speedup > 1.2
+    assert json.loads(file.read_text())["found"] == json.loads(json.dumps(layers._asdict()))
+    assert "ASD's rules" in ended.stdout
+    assert "early exit" in ended.stdout
+    inspected = CliRunner().invoke(main, ["inspect", str(bundle), "--check-files"])
+    assert "its own drafts go without the mixers of layers 1, " in inspected.stdout.replace("layers 0, 1", "layers 1")
+    shown = json.loads(CliRunner().invoke(main, ["inspect", str(bundle), "--json"]).stdout)
+    assert shown["draft_layers"]["lookahead"] == layers.lookahead
+    before = (bundle / DRAFT_LAYERS_NAME).read_bytes()
+    assert search(bundle, prompts, "--temperature", temperature).exit_code == 0
+    assert (bundle / DRAFT_LAYERS_NAME).read_bytes() == before, "the same search finds the same"
+
+
+def test_an_early_exit_is_found_where_the_last_layers_add_nothing(models, prompts, tmp_path):
+    bundle = shutil.copytree(models["exit"][1], tmp_path / "bundle")
+    file = tmp_path / "found.json"
+    assert search(bundle, prompts, "--json", file).exit_code == 0
+    data = json.loads(file.read_text())
+    assert sum(data["rivals"]["early exit"]["mask"]) == 2 * 2
+    layers = found_in(bundle)
+    assert set(layers.mixers) >= {2, 3, 4}
+    assert set(layers.mlps) >= {2, 3, 4}
+    assert layers.tokens_a_round > 0.9 * (1 + layers.lookahead)
+
+
+def keep(bundle, *, mixers=USELESS[0], mlps=USELESS[1], num_layers=LAYERS, **changes):
+    layers = DraftLayers(num_layers, tuple(mixers), tuple(mlps), 3, 3.5, 1.4, 100)
+    put_json(bundle, load_manifest(bundle), DRAFT_LAYERS_NAME, layers._asdict() | changes)
+
+
+def test_drafts_leave_out_what_was_kept_unless_a_request_says_otherwise(bundle):
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    with closing(SpecEngine.load(bundle, num_threads=1, spin=False)) as engine:
+        plain = engine.generate(PROMPTS, params, speculation=False)
+        by_rules = engine.generate(PROMPTS, params, drafter="self")
+    assert by_rules[0].stats.layer_choice.removed_mlp != USELESS[1]
+    keep(bundle)
+    with closing(SpecEngine.load(bundle, num_threads=1, spin=False)) as engine:
+        kept = engine.generate(PROMPTS, params, drafter="self")
+        own = engine.generate(PROMPTS, params, drafter="self", layer_rules=LayerRules(period=2, keep_last=1))
+        auto = engine.generate(PROMPTS, params)
+    for results in (by_rules, kept, own, auto):
+        assert [each.token_ids for each in results] == [each.token_ids for each in plain]
+    for result in kept:
+        choice = result.stats.layer_choice
+        assert (choice.removed_attention, choice.removed_mlp) == USELESS
+        assert result.stats.accepted == result.stats.drafted > 0, "what adds nothing is not missed"
+    assert own[0].stats.layer_choice.removed_mlp == (1, 3)
+
+
+def test_drafts_are_those_of_a_reference_and_accepted_as_promised(models, bundle, prompts):
+    """A model in torch reads the text with all layers, then the drafts without some, over the same keys and values."""
+    import torch
+
+    mixers, mlps = (1, 3), (0, 4)
+    whole = models["parts"][0]
+    thin = without(copy.deepcopy(whole), mixers, mlps)
+    keep(bundle, mixers=mixers, mlps=mlps)
+    with closing(SpecEngine.load(bundle, num_threads=1, spin=False)) as engine:
+        params = SamplingParams(max_tokens=24, ignore_eos=True)
+        results = engine.generate(PROMPTS, params, drafter="self", num_speculative_tokens=3, trace=True)
+        ids = [engine.encode(prompt) for prompt in PROMPTS]
+        runner = ModelRunner(engine.target)
+        mask = np.ones(2 * LAYERS, np.bool_)
+        mask[[2 * i for i in mixers]] = mask[[2 * i + 1 for i in mlps]] = False
+        drafted = 0
+        for prompt, result in zip(ids, results, strict=True):
+            text = list(prompt)
+            for each in result.trace:
+                with torch.no_grad():
+                    cache = whole(torch.tensor([text[:-1]]), use_cache=True).past_key_values
+                    logits, wanted, token = None, [], text[-1]
+                    for _ in each.drafted:
+                        logits = thin(torch.tensor([[token]]), past_key_values=cache, use_cache=True).logits[0, -1]
+                        token = int(logits.argmax())
+                        wanted.append(token)
+                assert list(each.drafted) == wanted
+                drafted += len(wanted)
+                text += each.emitted
+            with torch.no_grad():
+                cache = whole(torch.tensor([text[:-1]]), use_cache=True).past_key_values
+                logits = thin(torch.tensor([text[-1:]]), past_key_values=cache).logits[0, -1].numpy()
+            runner.reset()
+            runner.prefill(0, text[:-1])
+            engine.target.set_layers(mask)
+            ours = runner.step(0, [RowWork(text[-1:], 1)])[0].copy()
+            engine.target.set_layers(None)
+            np.testing.assert_allclose(ours, logits, atol=1e-5 * np.abs(logits).max())
+        runner.reset()
+    assert drafted > 50
+    rounds = [each for result in results for each in result.trace if len(each.drafted) == 3]
+    assert 1 + np.mean([each.accepted for each in rounds]) > 1.05, "some are accepted"
+
+
+def test_a_search_promises_what_drafts_then_do(models, bundle, prompts):
+    from specexport.bench.layer_agreement import AgreementReader, WrittenText, tokens_a_round
+
+    keep(bundle, mixers=(1, 2, 4), mlps=(0, 2, 4))
+    with closing(SpecEngine.load(bundle, num_threads=1, spin=False)) as engine:
+        params = SamplingParams(max_tokens=60, ignore_eos=True)
+        results = engine.generate(PROMPTS, params, drafter="self", num_speculative_tokens=2, trace=True)
+        texts = [WrittenText(engine.encode(p), r.token_ids) for p, r in zip(PROMPTS, results, strict=True)]
+        reader = AgreementReader(ModelRunner(engine.target), texts)
+        mask = np.ones(2 * LAYERS, np.bool_)
+        mask[[2, 4, 8, 1, 5, 9]] = False
+        promised = tokens_a_round(reader.agree([mask])[0], 2)[-1]
+    rounds = [each for result in results for each in result.trace if len(each.drafted) == 2]
+    assert len(rounds) > 50
+    assert np.mean([1 + each.accepted for each in rounds]) == pytest.approx(promised, rel=0.1)
+    assert promised > 1.1
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"num_layers": 7}, "it is of a target of 7 layers, and 5 of this one can be left out"),
+        ({"mixers": (9,)}, "it leaves out the mixer of layer 9, and there is none"),
+        ({"mlps": (5,)}, "it leaves out the MLP of layer 5, and there is none"),
+        ({"mixers": range(LAYERS), "mlps": range(LAYERS)}, "it leaves out everything"),
+        ({"mixers": (), "mlps": ()}, "it leaves out nothing"),
+        ({"speedup": "fast"}, "speedup is 'fast', not a number"),
+        ({"more": 1}, "'more' is not known"),
+    ],
+)
+def test_layers_of_another_model_are_refused(bundle, changes, why):
+    keep(bundle, **changes)
+    with pytest.raises(BundleError, match=why) as caught:
+        SpecEngine.load(bundle, num_threads=1)
+    assert "--search-layers" in caught.value.hint
+    assert why in line_of(CliRunner().invoke(main, ["inspect", str(bundle)]))
+
+
+def test_a_bundle_without_gates_has_no_layers_to_leave_out(bundle):
+    keep(bundle)
+    manifest = load_manifest(bundle)
+    target = manifest.models["target"]
+    closed = replace(target, engine=replace(target.engine, gates=target.engine.gates._replace(kinds=())))
+    with pytest.raises(BundleError, match="and 0 of this one can be left out"):
+        load_draft_layers(bundle, replace(manifest, models={"target": closed}))
+
+
+def test_altered_and_broken_files_are_refused(bundle):
+    keep(bundle)
+    path = bundle / DRAFT_LAYERS_NAME
+    path.write_text(path.read_text().replace("100", "101"))
+    with pytest.raises(BundleError, match=r"draft_layers\.json was altered"):
+        SpecEngine.load(bundle)
+    path.write_text("{")
+    with pytest.raises(BundleError, match=r"draft_layers\.json cannot be read"):
+        load_draft_layers(bundle, load_manifest(bundle))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--methods", "self"], "--search-layers takes no --methods."),
+        (["--batch-size", "2"], "--search-layers takes no --batch-size."),
+        (["--temperature", "0,0.5"], "--search-layers takes one --temperature."),
+        (["--seed", "-1"], "the seed is -1."),
+        (["--max-tokens", "95"], "prompt 'prompts/1'"),
+    ],
+)
+def test_searches_that_cannot_be_are_refused(bundle, prompts, arguments, why):
+    before = content_of(bundle)
+    if arguments[0] == "--max-tokens":
+        prompts.write_text(json.dumps({"prompt": "x" * 200}) + "\n")
+    assert why in line_of(search(bundle, prompts, *arguments))
+    assert content_of(bundle) == before
+
+
+def test_several_bundles_and_targets_without_gates_are_refused(bundle, prompts, tmp_path):
+    assert "takes one bundle, not 2" in line_of(search(bundle, prompts, bundle))
+    model = save_checkpoint(make_llama(vocab_size=VOCAB), tmp_path / "model")
+    recipe = BuildRecipe(target=str(model), output=str(tmp_path / "plain"), max_model_len=64, check=False)
+    build_bundle(recipe, use_cache=False)
+    line = line_of(search(tmp_path / "plain", prompts))
+    assert "without layers that can be left out" in line
+    assert "--self-draft" in line
+
+
+def test_a_bundle_that_was_rebuilt_meanwhile_keeps_nothing(bundle, prompts, monkeypatch):
+    import specexport.bench.search_layers as command
+
+    first = load_manifest(bundle)
+    seen = iter([first])
+    monkeypatch.setattr(command, "load_manifest", lambda _: next(seen, replace(first, build_key="other")))
+    assert "was rebuilt during the search" in line_of(search(bundle, prompts))
+    assert not (bundle / DRAFT_LAYERS_NAME).exists()
+
+
+@pytest.mark.parametrize(
+    ("rules", "why"),
+    [
+        ({"skip_mixers": (5,)}, "layer 5 is to be left out, and the model has layers 0 to 4"),
+        ({"skip_mlps": range(5), "skip_mixers": range(5)}, "all 5 layers are left out"),
+    ],
+)
+def test_requests_cannot_leave_out_what_is_not_there(bundle, rules, why):
+    with (
+        closing(SpecEngine.load(bundle, num_threads=1, spin=False)) as engine,
+        pytest.raises(InvalidRequestError, match=why),
+    ):
+        engine.generate("x", drafter="self", layer_rules=LayerRules(None, None, None, **rules))

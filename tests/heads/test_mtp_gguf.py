@@ -1,0 +1,306 @@
+"""MTP modules in GGUF files: their tensors and drafts are those of the same module in safetensors."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from specexport.checkpoint.load import load_checkpoint
+from specexport.checkpoint.source import resolve_source
+from specexport.compile.head import untaken_module
+from specexport.compile.pipeline import build_bundle
+from specexport.heads.config import TargetFacts
+from specexport.heads.kinds import read_config
+from specexport.heads.mtp_files import holds_module, open_mtp
+from specexport.heads.trace import causal_step
+from specexport.recipe import BuildRecipe
+from specexport_runtime.bundle.manifest import load_manifest
+from specexport_runtime.errors import CheckpointError, UnsupportedModelError
+from tests.support import tiny_gguf_modules, tiny_modules
+from tests.support.acceptance import accepted
+from tests.support.drafted import PROMPTS, check_drafts
+from tests.support.loading import load_head, tables_of
+from tests.support.reference_qwen import QwenModule
+from tests.support.tiny_models import HYBRIDS, calm, make_model
+
+LAYERS = tiny_modules.LAYERS
+FAMILIES = {"qwen35": "qwen3_5", "qwen35moe": "qwen3_5_moe"}
+
+
+class Files(NamedTuple):
+    """One target with one module: in a folder, in a file, and in a file each."""
+
+    module: tiny_modules.Module
+    folder: Path
+    whole: Path
+    trunk: Path
+    alone: Path
+
+
+def make_files(architecture: str, folder: Path, **changed: Any) -> Files:
+    module = tiny_modules.make(FAMILIES[architecture], folder / "hf")
+    round_tensors(module, folder / "hf")
+    paths = [
+        tiny_gguf_modules.qwen_file(folder / f"{name}.gguf", architecture, module, only, **changed)
+        for name, only in (("whole", ""), ("trunk", "trunk"), ("mtp-alone", "module"))
+    ]
+    return Files(module, folder / "hf", *paths)
+
+
+def round_tensors(module: tiny_modules.Module, folder: Path) -> None:
+    """Norms that a file, which has one more than each weight, holds exactly."""
+    for model in (module.target, module.deeper):
+        tiny_gguf_modules.round_norms(model)
+    for name, value in module.tensors.items():
+        if "norm" in name:
+            module.tensors[name] = (value * 1024).round() / 1024
+    stored = load_file(folder / "model.safetensors")
+    rounded = {name: (value * 1024).round() / 1024 if "norm" in name else value for name, value in stored.items()}
+    save_file(rounded, folder / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Files]:
+    made: dict[str, Files] = {}
+
+    def of(architecture: str) -> Files:
+        if architecture not in made:
+            made[architecture] = make_files(architecture, tmp_path_factory.mktemp(architecture))
+        return made[architecture]
+
+    return of
+
+
+def load_from(path: Path, model: Any) -> Any:
+    """The module of a folder or a file, for ``model``."""
+    text = model.config.get_text_config()
+    found = open_mtp(resolve_source(str(path), None), text.to_dict())
+    config = read_config(found, TargetFacts(text.num_hidden_layers, text.hidden_size, text.vocab_size))
+    return load_head(found, config, tables_of(model))
+
+
+def build(path: Path, output: Path, **changes: Any) -> Any:
+    usual = {"target": str(path), "head": "mtp", "output": str(output), "max_model_len": 64, "check": False}
+    build_bundle(BuildRecipe(**(usual | changes)))
+    return load_manifest(output).models
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_target_is_read_without_its_module(architecture: str, stream: bool, files: Any) -> None:
+    """All weights of the target, and value heads back in their order; logarithms are rounded."""
+    made = files(architecture)
+    wanted: Any = load_checkpoint(str(made.folder)).model
+    for path in (made.whole, made.trunk):
+        found: Any = load_checkpoint(str(path), stream=stream)
+        assert found.model.config.get_text_config().num_hidden_layers == LAYERS
+        own = {name: value for name, value in found.model.state_dict().items() if not value.is_meta}
+        own |= {name: weight.whole() for name, weight in found.stored.items()}
+        assert bool(found.stored) == stream
+        assert own.keys() == wanted.state_dict().keys()
+        for name, value in wanted.state_dict().items():
+            torch.testing.assert_close(own[name], value, rtol=0, atol=1e-6 if "A_log" in name else 0, msg=name)
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_a_module_is_that_of_the_safetensors_to_the_bit(architecture: str, files: Any) -> None:
+    made = files(architecture)
+    model: Any = load_checkpoint(str(made.folder)).model
+    wanted = load_from(made.folder, model)
+    for path in (made.whole, made.alone):
+        found = load_from(path, model)
+        assert (found.config.taps, found.config.feature_first, found.config.norm_output) == (
+            wanted.config.taps, wanted.config.feature_first, wanted.config.norm_output,
+        )  # fmt: skip
+        state = found.head.state_dict()
+        assert state.keys() == wanted.head.state_dict().keys()
+        assert [name for name, value in wanted.head.state_dict().items() if not torch.equal(state[name], value)] == []
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_a_module_computes_the_published_equations(architecture: str, files: Any) -> None:
+    made = files(architecture)
+    model: Any = load_checkpoint(str(made.whole)).model
+    tables, loaded = tables_of(model), load_from(made.alone, model)
+    stored, config = load_file(made.folder / "model.safetensors"), model.config.get_text_config().to_dict()
+    reference = QwenModule(in_layers(stored), config, tables.embedding, tables.lm_head)
+    features, tokens = torch.randn(7, loaded.config.hidden_size), torch.tensor([5, 6, 7, 200, 9, 10, 319])
+    wanted_logits, wanted = reference.forward(tokens, features)
+    logits, handed_on = causal_step(loaded.head, tokens, features)
+    torch.testing.assert_close(handed_on, wanted, rtol=0, atol=1e-5)
+    torch.testing.assert_close(logits, wanted_logits, rtol=0, atol=1e-5)
+
+
+def in_layers(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in stored.items() if name.startswith("mtp.")}
+
+
+@pytest.mark.whole
+@pytest.mark.bundle
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_bundles_draft_what_the_module_drafts(architecture: str, files: Any, tmp_path: Path) -> None:
+    """From the target's own file, and from a file of its own beside the target's."""
+    made = files(architecture)
+    for number, (target, head) in enumerate(((made.whole, "mtp"), (made.trunk, str(made.alone)))):
+        models = build(target, tmp_path / str(number), head=head, draft_quantize="none")
+        assert models["head"].draft_head.kind == "mtp"
+        check_drafts(
+            tmp_path / str(number),
+            lambda before, count, limit: tiny_modules.draft(made.module, before, count, limit),
+        )
+
+
+@pytest.mark.whole
+@pytest.mark.bundle
+def test_what_a_module_knows_is_accepted(tmp_path: Path) -> None:
+    """The probe finds the file's own reading right at every place, for a target of int8 weights too."""
+    classes, sizes = HYBRIDS["qwen3_5"]
+    target = calm(make_model(classes, sizes | {"head_dim": 64, "vocab_size": 260}, seed=5), 0.0)
+    deeper = copy.deepcopy(target)
+    deeper.model.layers.append(copy.deepcopy(target.model.layers[-1]))
+    width = target.config.hidden_size
+    tensors = {
+        "embed_norm": torch.zeros(width),
+        "feature_norm": torch.zeros(width),
+        "norm": target.model.norm.weight.detach(),
+        "fc": torch.cat([torch.eye(width), torch.zeros(width, width)], dim=1),
+    }
+    module = tiny_modules.Module(target, deeper, tensors, False, True, True)
+    path = tiny_gguf_modules.qwen_file(tmp_path / "t.gguf", "qwen35", module)
+    models = build(path, tmp_path / "b", check=True, quantize="int8")
+    entry = models["head"]
+    assert (entry.draft_head.guessed, entry.draft_head.reading, entry.quantize) == (1.0, None, "int8")
+    assert accepted(tmp_path / "b", PROMPTS) > 0.99
+
+
+@pytest.mark.whole
+@pytest.mark.bundle
+def test_a_target_is_built_without_its_module_and_says_so(files: Any, tmp_path: Path) -> None:
+    made = files("qwen35")
+    models = build(made.whole, tmp_path / "b", head=None)
+    assert list(models) == ["target"]
+    recipe = BuildRecipe(target=str(made.whole), output=str(tmp_path / "b"))
+    assert "with `--head mtp` it drafts" in str(untaken_module(recipe))
+    assert not holds_module(resolve_source(str(made.trunk), None))
+
+
+def test_a_file_of_the_trunk_alone_has_no_module(files: Any) -> None:
+    made = files("qwen35")
+    model: Any = load_checkpoint(str(made.trunk)).model
+    with pytest.raises(CheckpointError, match=r"trunk.gguf counts 1 MTP modules, and holds none \(blk.3.nextn.eh_proj"):
+        load_from(made.trunk, model)
+
+
+@pytest.mark.parametrize(
+    ("dropped", "message"),
+    [
+        ("nextn.hnorm.weight", r"t.gguf: its MTP module lacks blk.3.nextn.hnorm.weight"),
+        ("ffn_up.weight", r"t.gguf: block 3, its MTP module, lacks 1 tensors, for example that of mlp.up_proj.weight"),
+        ("attn_q_norm.weight", r"lacks 1 tensors, for example that of self_attn.q_norm.weight"),
+    ],
+)
+def test_a_module_without_all_tensors_is_refused(dropped: str, message: str, files: Any, tmp_path: Path) -> None:
+    module = files("qwen35").module
+    tensors = tiny_gguf_modules.qwen_tensors(module, LAYERS)
+    del tensors[f"blk.3.{dropped}"]
+    path = tiny_gguf_modules.write(
+        tmp_path / "t.gguf", "qwen35", tiny_gguf_modules.qwen_settings(module, LAYERS), tensors
+    )
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_from(path, load_checkpoint(str(path)).model)
+    assert caught.value.exit_code == 2
+
+
+def test_norm_and_tables_may_be_the_targets(files: Any, tmp_path: Path) -> None:
+    module = files("qwen35").module
+    tensors = tiny_gguf_modules.qwen_tensors(module, LAYERS)
+    del tensors["blk.3.nextn.shared_head_norm.weight"]
+    settings = tiny_gguf_modules.qwen_settings(module, LAYERS)
+    path = tiny_gguf_modules.write(tmp_path / "t.gguf", "qwen35", settings, tensors)
+    model: Any = load_checkpoint(str(path)).model
+    head = load_from(path, model).head
+    assert torch.equal(head.body.norm.weight, model.model.norm.weight)
+    assert torch.equal(head.embed_tokens.weight, model.model.embed_tokens.weight)
+    tensors["blk.3.nextn.embed_tokens.weight"] = torch.randn(head.embed_tokens.weight.shape)
+    own = tiny_gguf_modules.write(tmp_path / "own.gguf", "qwen35", settings, tensors)
+    assert torch.equal(load_from(own, model).head.embed_tokens.weight, tensors["blk.3.nextn.embed_tokens.weight"])
+
+
+def changed(files: Files, path: Path, change: Callable[[dict[str, torch.Tensor], dict[str, Any]], str]) -> Path:
+    """The file of the module alone, with other tensors and settings."""
+    tensors, settings = (
+        of(files.module, LAYERS) for of in (tiny_gguf_modules.qwen_tensors, tiny_gguf_modules.qwen_settings)
+    )
+    return tiny_gguf_modules.write(path, change(tensors, settings), settings, tensors)
+
+
+def no_module(_: Any, settings: dict[str, Any]) -> str:
+    del settings["nextn_predict_layers"]
+    settings["block_count"] = LAYERS
+    return "qwen35"
+
+
+def other_vocabulary(tensors: dict[str, torch.Tensor], _: Any) -> str:
+    tensors["token_embd.weight"] = torch.zeros(300, 64)
+    return "qwen35"
+
+
+def other_width(_: Any, settings: dict[str, Any]) -> str:
+    settings["embedding_length"] = 128
+    return "qwen35"
+
+
+def deeper_target(_: Any, settings: dict[str, Any]) -> str:
+    settings["block_count"] = LAYERS + 3
+    return "qwen35"
+
+
+def without_graph(_: Any, __: Any) -> str:
+    return "exaone-moe"
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        (no_module, CheckpointError, r"m.gguf holds no MTP module \(qwen35.nextn_predict_layers is not there, or 0\)"),
+        (other_vocabulary, CheckpointError, "m.gguf is for a vocabulary of 300 tokens, and the target has 320"),
+        (other_width, CheckpointError, "m.gguf reads hidden states of 128 values, and the target's have 64"),
+        (deeper_target, CheckpointError, "m.gguf counts 1 MTP modules, and holds none"),
+        (without_graph, UnsupportedModelError, "m.gguf: MTP modules in GGUF files of exaone-moe are not read"),
+    ],
+)
+def test_other_files_are_refused_by_name(change: Any, kind: Any, message: str, files: Any, tmp_path: Path) -> None:
+    made = files("qwen35")
+    path = changed(made, tmp_path / "m.gguf", change)
+    with pytest.raises(kind, match=message) as caught:
+        load_from(path, load_checkpoint(str(made.folder)).model)
+    assert caught.value.exit_code == 2
+
+
+def test_a_module_of_another_kind_of_target_is_refused(files: Any) -> None:
+    model: Any = load_checkpoint(str(files("qwen35").folder)).model
+    with pytest.raises(CheckpointError, match="an MTP module of a qwen35moe of 3 layers, and the target is a qwen3_5"):
+        load_from(files("qwen35moe").alone, model)
+
+
+def test_value_heads_in_another_order_cannot_be_kept_and_the_rest_can(files: Any, tmp_path: Path) -> None:
+    """Their columns go across blocks. Weights of the module's block are none of the target's."""
+    module = files("qwen35").module
+    settings, tensors = (of(module, LAYERS) for of in (tiny_gguf_modules.qwen_settings, tiny_gguf_modules.qwen_tensors))
+    path = tiny_gguf_modules.write(tmp_path / "q.gguf", "qwen35", settings, tensors, quantized=lambda _: True)
+    with pytest.raises(
+        UnsupportedModelError, match=r"blk.0.ssm_out.weight of q.gguf \(Q8_0\) cannot be kept"
+    ) as caught:
+        load_checkpoint(str(path), keep=True, stream=True)
+    assert caught.value.exit_code == 2
+    assert load_checkpoint(str(path)).kept == {}
+    some = tiny_gguf_modules.write(
+        tmp_path / "s.gguf", "qwen35", settings, tensors, quantized=lambda name: "ssm_out" not in name
+    )
+    found = load_checkpoint(str(some), keep=True, stream=True)
+    assert "model.model.layers.0.linear_attn.in_proj_qkv.weight" in found.kept
+    assert not any(f"layers.{LAYERS}." in name for name in found.kept)

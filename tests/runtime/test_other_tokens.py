@@ -1,0 +1,313 @@
+"""A draft model with another vocabulary: what it reads, drafts and keeps, and the law of what comes out."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from specexport_runtime.bundle.arrays import CutHead
+from specexport_runtime.bundle.token_map import NOT_SHARED, TokenMap
+from specexport_runtime.decoding.decoder import Decoder
+from specexport_runtime.drafters import other_tokens
+from specexport_runtime.drafters.chain import ChainDrafter
+from specexport_runtime.drafters.lookup import LookupDrafter
+from specexport_runtime.drafters.other_tokens import OtherTokensDrafter, SpelledText
+from specexport_runtime.executors.base import argmax_ids
+from specexport_runtime.executors.fake import FakeExecutor
+from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.requests.draft_exit import DraftExit, DraftExitParams
+from specexport_runtime.requests.records import DraftStage
+from specexport_runtime.requests.request import Request
+from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sampling.sampler import Sampler
+from tests.runtime.test_sampling_exact import P_VALUE, p_value
+from tests.support.loop import CAPACITY, VOCAB, finish, greedy_reference, make_sequence, make_target
+
+PLAN = (DraftStage("draft-model", 4),)
+PROMPTS = [[3], [1, 2, 3, 4, 5], [16] * 9, [7, 9, 0, 2, 5, 11, 6, 1, 8, 4, 10, 12]]
+
+
+@pytest.fixture(autouse=True)
+def _roomy(monkeypatch):
+    """These vocabularies differ more than people's do."""
+    monkeypatch.setattr(other_tokens, "STRETCH", 3.0)
+
+
+def make_map(vocab: int, shared: list[int], *, lead: bool = True, first: int = NOT_SHARED) -> TokenMap:
+    """Shared tokens have ids from the end, in turned order; others are two or three pieces; the last id begins texts.
+
+    A piece is of one token alone, so that a text can be read back from its spelling.
+    """
+    rest = [token for token in range(vocab) if token not in shared]
+    sizes = [2 + token % 2 for token in rest]
+    own = {token: sum(sizes) + place for place, token in enumerate(reversed(shared))}
+    size = sum(sizes) + len(shared) + 1
+    target_ids = np.full(size, NOT_SHARED, np.int32)
+    target_ids[list(own.values())] = list(own)
+    spelled, at = [], 0
+    for token in range(vocab):
+        if token in own:
+            spelled.append([own[token]])
+        else:
+            count = sizes[rest.index(token)]
+            spelled.append(list(range(at, at + count)))
+            at += count
+    starts = np.cumsum([0, *map(len, spelled)], dtype=np.int32)
+    return TokenMap(
+        target_ids,
+        starts,
+        np.array([piece for each in spelled for piece in each], np.int32),
+        np.array([size - 1] if lead else [], np.int32),
+        np.array(first, np.int64),
+    )
+
+
+class Reader(FakeExecutor):
+    """The draft: it reads a spelling back, and then says what ``source`` would of the shared tokens.
+
+    A spelling that is not the beginning of a text raises, unless ``garbled`` says what is said then.
+    """
+
+    def __init__(self, token_map: TokenMap, source: FakeExecutor, rows: int, capacity: int) -> None:
+        super().__init__(len(token_map.target_ids), rows, capacity)
+        self.map, self.source = token_map, source
+        self.rows = np.flatnonzero(token_map.target_ids != NOT_SHARED)
+        pieces = token_map.pieces.tolist()
+        self.spelled = {
+            tuple(pieces[start:end]): token
+            for token, (start, end) in enumerate(zip(token_map.starts, token_map.starts[1:], strict=False))
+        }
+
+    def read_back(self, ids: list[int]) -> list[int]:
+        lead = self.map.lead.tolist()
+        assert ids[: len(lead)] == lead, "the text begins as the draft was trained"
+        tokens, held = [], ()
+        for piece in ids[len(lead) :]:
+            held += (piece,)
+            if held in self.spelled:
+                tokens.append(self.spelled[held])
+                held = ()
+        self.held = held
+        return tokens
+
+    def logits_after(self, tokens, mask=None):
+        text = self.read_back([int(token) for token in tokens])
+        logits = np.full(self.vocab_size, -100.0, np.float32)  # nothing that is not shared is said
+        if not self.held and text:
+            logits[self.rows] = self.source.logits_after(text)[self.map.target_ids[self.rows]]
+        return logits
+
+    def execute(self, want="logits"):
+        logits = super().execute("logits")[:, self.rows]
+        return logits if want == "logits" else argmax_ids(logits)
+
+
+def make_drafter(
+    token_map, source=None, *, rows=4, capacity=CAPACITY, drafter=OtherTokensDrafter, vocab=VOCAB, **options
+):
+    reader = Reader(token_map, source or FakeExecutor(vocab, rows, capacity), rows, capacity)
+    head = CutHead(reader.rows.astype(np.int32), len(token_map.target_ids))
+    return drafter(ModelRunner(reader, **options), token_map, head, vocab_size=vocab, max_backlog=9)
+
+
+SHARED = [0, 2, 3, 5, 8, 9, 11, 12, 14, 16]
+MAP = make_map(VOCAB, SHARED)
+
+
+def make_decoder(drafter, rows=4, **options):
+    return Decoder(ModelRunner(make_target(rows)), ChainDrafter({"draft-model": drafter}), **options)
+
+
+def sequences(prompts=PROMPTS, plan=PLAN, **options):
+    exits = {"draft_exit": DraftExit(DraftExitParams(gamma=0.3))} if options.pop("exits", False) else {}
+    params = SamplingParams(max_tokens=30, **options)
+    return [make_sequence(i, prompt, params, draft_plan=plan, seed=i, **exits) for i, prompt in enumerate(prompts)]
+
+
+def ideal_rounds(token_map: TokenMap, target: FakeExecutor, prompt: list[int], count: int, lookahead: int) -> list[int]:
+    """Accepted drafts of each greedy round, by the definition: the target's likeliest of the shared tokens."""
+    shared = set(token_map.target_ids[token_map.target_ids != NOT_SHARED].tolist())
+    text = [*prompt, *greedy_reference(target, prompt, count)]
+    found, at = [], len(prompt) + 1
+    while at < len(text):
+        accepted = 0
+        while accepted < min(lookahead, len(text) - at - 1):
+            logits = target.logits_after(text[: at + accepted])
+            best = max(shared, key=lambda token: logits[token])
+            if best != text[at + accepted]:
+                break
+            accepted += 1
+        found.append(accepted)
+        at += accepted + 1
+    return found
+
+
+@pytest.mark.parametrize("exits", [False, True], ids=["ids", "logits"])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_greedy_text_is_plain_and_acceptance_is_that_of_the_definition(exits, rows):
+    """The draft reads the whole text right after each round, or it would guess otherwise, or fail."""
+    target, decoding = make_target(), sequences(exits=exits)
+    decoder = make_decoder(make_drafter(MAP, rows=rows), rows)
+    finish(decoder, decoding)
+    for seq, prompt in zip(decoding, PROMPTS, strict=True):
+        assert seq.output == greedy_reference(target, prompt, 30)
+        if not exits:
+            assert seq.stats.accepted == sum(ideal_rounds(MAP, target, prompt, 30, 4))
+    assert sum(seq.stats.accepted for seq in decoding) > 20
+
+
+def test_eight_ragged_rows_come_and_go():
+    generator = np.random.default_rng(3)
+    prompts = [generator.integers(0, VOCAB, 1 + 2 * i).tolist() for i in range(14)]
+    decoding = [
+        make_sequence(
+            i, prompt, SamplingParams(max_tokens=8 + 3 * (i % 5)), draft_plan=(DraftStage("draft-model", i % 6),)
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+    target = make_target(8)
+    decoder = Decoder(ModelRunner(target), ChainDrafter({"draft-model": make_drafter(MAP, rows=8)}))
+    finish(decoder, decoding)
+    for seq, prompt in zip(decoding, prompts, strict=True):
+        assert seq.output == greedy_reference(target, prompt, seq.num_generated)
+
+
+def test_padded_rows_are_as_exact():
+    target = make_target()
+    decoder = Decoder(
+        ModelRunner(target, unpad_kv=False), ChainDrafter({"draft-model": make_drafter(MAP, unpad_kv=False)})
+    )
+    decoding = sequences()
+    finish(decoder, decoding)
+    assert [seq.output for seq in decoding] == [greedy_reference(target, prompt, 30) for prompt in PROMPTS]
+
+
+def test_other_drafters_between_leave_much_to_catch_up_on():
+    decoder = make_decoder(make_drafter(MAP))
+    decoder.drafter.drafters["lookup"] = LookupDrafter()
+    plan = (DraftStage("lookup", 7), *PLAN)
+    decoding = sequences(plan=plan)
+    finish(decoder, decoding)
+    assert [seq.output for seq in decoding] == [greedy_reference(make_target(), prompt, 30) for prompt in PROMPTS]
+    assert sum(seq.stats.accepted for seq in decoding) > 20
+
+
+@pytest.mark.parametrize(
+    "options", [{"frequency_penalty": 0.9}, {"logit_bias": {9: 1.5, 10: 4.0}, "temperature": 0.7}], ids=str
+)
+def test_what_is_drawn_from_is_over_the_targets_ids(options):
+    params = SamplingParams(**({"temperature": 0.7} | options))
+    seq = make_sequence(0, [3, 9], params, draft_plan=PLAN, seed=3)
+    seq.row = 0
+    seq.commit([11])
+    (proposal,) = make_drafter(MAP).propose([seq], [3])
+    assert len(proposal.tokens) == 3
+    assert set(proposal.tokens) <= set(SHARED)
+    for drafted in range(3):
+        before = proposal.tokens[:drafted]
+        logits = make_target().logits_after([3, 9, 11, *before]).copy()
+        logits[np.setdiff1d(np.arange(VOCAB), SHARED)] = -np.inf
+        expected = seq.sampler.distribution(logits, before)
+        for token in range(VOCAB):
+            assert proposal.distributions[drafted].probability(token) == expected.probability(token)
+
+
+SMALL, SMALL_SHARED = 6, [1, 2, 4]
+
+
+class Shifted(OtherTokensDrafter):
+    """Says another law than it draws from: that of the next shared token."""
+
+    def propose(self, requests, lookaheads, begun=None):
+        found = super().propose(requests, lookaheads, begun)
+        return [
+            each._replace(
+                distributions=[
+                    p._replace(probs=np.roll(p.probs, 1) * 0.5 + p.probs * 0.5) for p in each.distributions or ()
+                ]
+            )
+            for each in found
+        ]
+
+
+def sampled_p_value(temperature, acceptance, drafter, count=1500):
+    target, source = FakeExecutor(SMALL, 8, 16, context=1, sharpness=1.0), FakeExecutor(SMALL, 8, 16, context=1, seed=4)
+    params = SamplingParams(temperature=temperature, max_tokens=3, top_p=0.97)
+    draft = make_drafter(make_map(SMALL, SMALL_SHARED), source, rows=8, capacity=24, drafter=drafter, vocab=SMALL)
+    decoder = Decoder(ModelRunner(target), ChainDrafter({"draft-model": draft}))
+    decoding = [
+        Request(i, [2, 3], params, vocab_size=SMALL, max_model_len=12, draft_plan=PLAN, seed=i, acceptance=acceptance)
+        for i in range(count)
+    ]
+    finish(decoder, decoding)
+    accepted, drafted = (sum(getattr(seq.stats, name) for seq in decoding) for name in ("accepted", "drafted"))
+    assert 0 < accepted < drafted
+    exact = {(): 1.0}
+    for _ in range(3):
+        exact = {
+            (*done, token): mass * p
+            for done, mass in exact.items()
+            for token in range(SMALL)
+            if (p := Sampler(params, (), SMALL).distribution(target.logits_after([3, *done])).probability(token)) > 0
+        }
+    return p_value(Counter(tuple(seq.output) for seq in decoding), exact)
+
+
+@pytest.mark.parametrize("acceptance", ["block", "token"])
+@pytest.mark.parametrize("temperature", [0.8, 1.0])
+def test_sampled_text_follows_the_targets_law(temperature, acceptance):
+    assert sampled_p_value(temperature, acceptance, OtherTokensDrafter) > P_VALUE
+
+
+def test_another_law_than_the_drawn_one_fails_the_same_check():
+    assert sampled_p_value(1.0, "token", Shifted) < P_VALUE
+
+
+def test_the_rate_of_acceptance_is_that_of_the_definition():
+    """The sum over the shared tokens of min(p, q), q the draft's softmax over these alone."""
+    target, source = FakeExecutor(SMALL, 8, 16, context=1, sharpness=1.0), FakeExecutor(SMALL, 8, 16, context=1, seed=4)
+    token_map = make_map(SMALL, SMALL_SHARED)
+    params, count = SamplingParams(temperature=1.0, max_tokens=3), 3000
+    draft = make_drafter(token_map, source, rows=8, capacity=24, vocab=SMALL)
+    decoder = Decoder(ModelRunner(target), ChainDrafter({"draft-model": draft}))
+    plan = (DraftStage("draft-model", 1),)
+    decoding = [
+        Request(i, [2, 3], params, vocab_size=SMALL, max_model_len=12, draft_plan=plan, seed=i) for i in range(count)
+    ]
+    finish(decoder, decoding)
+
+    def softmax(logits):
+        weights = np.exp(logits.astype(np.float64) - logits.max())
+        return weights / weights.sum()
+
+    wanted = 0.0
+    for token, mass in enumerate(softmax(target.logits_after([3]))):  # behind the first token, which has no draft
+        p, q = softmax(target.logits_after([token])), np.zeros(SMALL)
+        q[SMALL_SHARED] = softmax(source.logits_after([token])[SMALL_SHARED])
+        wanted += mass * float(np.minimum(p, q).sum())
+    accepted = sum(seq.stats.accepted for seq in decoding)
+    assert abs(accepted / count - wanted) < 4 * np.sqrt(wanted * (1 - wanted) / count)
+
+
+def test_a_text_whose_spelling_is_too_long_is_not_drafted_for(monkeypatch):
+    """Two or three pieces a token are more than a row is said to hold; the text is plain."""
+    monkeypatch.setattr(other_tokens, "STRETCH", 1.0)
+    alien = make_map(VOCAB, [3, 9])
+    decoding = sequences([[1, 2, 4, 5, 6, 7, 8] * 3])
+    drafter = make_drafter(alien)
+    finish(make_decoder(drafter), decoding)
+    assert decoding[0].output == greedy_reference(make_target(), [1, 2, 4, 5, 6, 7, 8] * 3, 30)
+    assert decoding[0].stats.drafted == 0
+    assert not drafter.runner.executor.calls
+
+
+def test_a_text_that_begins_as_the_drafts_do_has_no_second_beginning():
+    token_map = make_map(VOCAB, SHARED, first=7)
+    spelled, (start, end) = SpelledText(token_map, [7, 3]), token_map.starts[7:9]
+    spelled.grow([7, 3])
+    assert spelled.ids == [*token_map.pieces[start:end], int(np.flatnonzero(token_map.target_ids == 3)[0])]
+    other = SpelledText(token_map, [3])
+    other.grow([3])
+    assert other.ids[0] == token_map.lead[0]
+    other.grow([3, 1, 0])
+    assert other.before == [1, 2, 5, 6]
