@@ -207,7 +207,7 @@ PARENTS = TensorSpec(
     "token",
     "ort-cpu targets that verify trees only: how many places before each token its parent stands in its row: 1 in a "
     "chain, and for a row's first token. A token sees what is before the step, its ancestors and itself, and its "
-    "position counts these. The runtime's steps are chains so far",
+    "position counts these",
 )
 LOGITS = TensorSpec("logits", "float32", ("R", "V"), "output", "raw logits of the selected rows")
 TOKEN_IDS = TensorSpec(

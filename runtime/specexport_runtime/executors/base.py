@@ -69,7 +69,7 @@ class StepBuffers(NamedTuple):
     adapter_ids: Int64Array | None = None
     """Only of a target with adapters to choose from."""
     parents: Int64Array | None = None
-    """Only of a target that takes trees: ones, for no step is a tree yet."""
+    """Only of a target that verifies trees: ones, which a step that changes them puts back."""
 
 
 class Executor(ABC):
@@ -113,8 +113,11 @@ class Executor(ABC):
         """The sequence in ``row`` is gone: no value it left, a NaN for example, may reach the next one's attention."""
 
     @abstractmethod
-    def move_entries(self, row: int, entries: Int64Array) -> None:
-        """Keep the listed cache entries (ascending) of a row, packed to its front, in every layer."""
+    def move_entries(self, row: int, entries: Int64Array, start: int = 0) -> None:
+        """Put the listed cache entries of a row (ascending) one behind the other from ``start`` on, in every layer.
+
+        None of them lies before its new place.
+        """
 
     @abstractmethod
     def close(self) -> None:

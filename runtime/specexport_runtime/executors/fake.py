@@ -178,6 +178,8 @@ class FakeExecutor(Executor):
             self._buffers = self._buffers._replace(token_features=poison)
         if self.num_adapters:
             self._buffers = self._buffers._replace(adapter_ids=np.full(shape.num_tokens, -7, np.int64))
+        if self.takes_trees:
+            self._buffers = self._buffers._replace(parents=np.ones(shape.num_tokens, np.int64))
         return self._buffers
 
     def execute(self, want: Want = "logits") -> StepOutput:
@@ -247,11 +249,13 @@ class FakeExecutor(Executor):
         _require(bool(whole), f"row {offset}: kv_len {kv_len} covers entries written with other parts on")
         same = (writers[known] // _ADAPTER == adapter).all()
         _require(bool(same) or not count, f"row {offset}: kv_len {kv_len} covers entries of another adapter")
-        _require(positions == list(range(len(known), len(known) + count)), f"row {offset} goes on at {len(known)}")
+        paths = _paths(buffers, begin, count)
+        wanted = [len(known) + len(path) - 1 for path in paths]
+        _require(positions == wanted, f"row {offset} goes on at {len(known)}, each token behind its parent")
         if buffers.kv_positions is not None:
             own = buffers.kv_positions[offset, 0, kv_len : kv_len + count].tolist()
             _require(own == positions, "kv_positions holds the step's own tokens")
-        rows = [known + list(range(kv_len, kv_len + j + 1)) for j in range(count)]
+        rows = [known + [kv_len + j for j in path] for path in paths]
         if buffers.token_features is not None:
             features = buffers.token_features[begin:end]
             _require(bool(np.isfinite(features).all()), f"row {offset} has a feature for each token")
@@ -434,15 +438,26 @@ class FakeExecutor(Executor):
         pages = [(row != _POISON).nonzero()[0] // self._page for row in self._cache]
         return sum(len(set(written.tolist())) for written in pages) * self._page * ENTRY_BYTES
 
-    def move_entries(self, row: int, entries: npt.NDArray[np.int64]) -> None:
-        """Keep the listed entries of a row, packed to its front; the rest is poisoned."""
-        kept = self._cache[row, entries]
-        self._cache[row] = _POISON
-        self._cache[row, : len(kept)] = kept
-        self._writers[row, : len(kept)] = self._writers[row, entries]
+    def move_entries(self, row: int, entries: npt.NDArray[np.int64], start: int = 0) -> None:
+        """See ``Executor.move_entries``; what lies behind them is poisoned."""
+        kept, end = self._cache[row, entries], start + len(entries)
+        self._cache[row, start:] = _POISON
+        self._cache[row, start:end] = kept
+        self._writers[row, start:end] = self._writers[row, entries]
 
     def close(self) -> None:
         """Nothing to release."""
+
+
+def _paths(buffers: StepBuffers, begin: int, count: int) -> list[list[int]]:
+    """Of each new token of a row, the row's new tokens up to it."""
+    if buffers.parents is None:
+        return [list(range(j + 1)) for j in range(count)]
+    paths: list[list[int]] = []
+    for j, distance in enumerate(buffers.parents[begin : begin + count].tolist()):
+        _require(1 <= distance <= j + 1, "a token's parent stands before it in its row")
+        paths.append([*(paths[j - distance] if distance <= j else []), j])
+    return paths
 
 
 def _require(condition: bool, rule: str) -> None:

@@ -197,7 +197,7 @@ class ArenaRows(Executor):
         for state in self._states.values():
             state[row] = 0.0
 
-    def move_entries(self, row: int, entries: Int64Array) -> None:
-        """Keep the listed cache entries (ascending) of a row, packed to its front, in every layer."""
+    def move_entries(self, row: int, entries: Int64Array, start: int = 0) -> None:
+        """See ``Executor.move_entries``."""
         for memory in self._memory.values():
-            memory.array[row, :, :, : len(entries)] = memory.array[row][:, :, entries]
+            memory.array[row, :, :, start : start + len(entries)] = memory.array[row][:, :, entries]

@@ -399,7 +399,7 @@ class OrtCudaExecutor(GatedByInputs, GpuSteps):
     def clear_row(self, row: int) -> None:
         """Nothing: attention reads no entry beyond a row's length."""
 
-    def move_entries(self, row: int, entries: Int64Array) -> None:
+    def move_entries(self, row: int, entries: Int64Array, start: int = 0) -> None:  # noqa: ARG002
         """Refuse (SpecexportError): only padded-KV graphs move entries, and this backend has none."""
         raise SpecexportError(f"backend ort-cuda cannot move {len(entries)} entries of row {row}.", "use unpadded KV.")
 

@@ -260,7 +260,7 @@ class TrtExecutor(GpuSteps):
         self._parts.kv.clear_row(row)
         self._ends[row] = 0
 
-    def move_entries(self, row: int, entries: Int64Array) -> None:
+    def move_entries(self, row: int, entries: Int64Array, start: int = 0) -> None:  # noqa: ARG002
         """Refuse (SpecexportError): caches of GPU engines hold no padding."""
         raise SpecexportError(f"TensorRT engines have no padded KV cache: {len(entries)} entries of row {row} stay.")
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from specexport_runtime.abi import StepShape
-from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.errors import InvalidRequestError, SpecexportError
 from specexport_runtime.executors.base import (
     MAX_CHUNK,
     RECEDE_EVERY,
@@ -50,6 +50,8 @@ class RowWork(NamedTuple):
     # states of those layers would lack it, and the states of the others would have been given other inputs.
     settles: bool = True
     asks: Sequence[RowAsk] = ()  # of its rows of logits, in order; those without are asked nothing
+    # Of the row's last tokens, how many places before each its parent stands; the others follow each other.
+    parents: Sequence[int] = ()
 
 
 IDLE = RowWork((), 0)
@@ -106,6 +108,19 @@ def _fill_adapters(buffer: Int64Array, work: Sequence[RowWork], default: int) ->
     for row in work:
         buffer[start : start + len(row.tokens)] = default if row.adapter is None else row.adapter
         start += len(row.tokens)
+
+
+def _fill_parents(buffers: StepBuffers, work: Sequence[RowWork]) -> None:
+    """Parents of tokens that are no chain, and their positions."""
+    if buffers.parents is None:
+        raise SpecexportError("this engine takes no trees.")
+    end = 0
+    for row in work:
+        end += len(row.tokens)
+        for token, distance in enumerate(row.parents, start=end - len(row.parents)):
+            buffers.parents[token] = distance
+            if distance > 1:  # what it follows is in the step: the newest token of the text at the least
+                buffers.positions[token] = buffers.positions[token - distance] + 1
 
 
 class ModelRunner:
@@ -173,8 +188,14 @@ class ModelRunner:
         ids int64 [R], those of ``work[i]`` from ``logit_starts[i]`` on; the next step overwrites them.
         SpecexportError if a row cannot hold the new tokens.
         """
-        self._pack(first_row, work)
-        return self.executor.execute(want)
+        parents = self._pack(first_row, work).parents
+        if not any(row.parents for row in work):
+            return self.executor.execute(want)
+        try:
+            return self.executor.execute(want)
+        finally:
+            if parents is not None:
+                parents.fill(1)
 
     @property
     def chains(self) -> bool:
@@ -301,6 +322,8 @@ class ModelRunner:
             if len(self._arange) < len(buffers.positions):  # many short rows make a step longer than any row
                 self._arange = np.arange(len(buffers.positions), dtype=np.int64)
             np.add(self._arange[: len(buffers.positions)], np.repeat(shifts, counts), out=buffers.positions)
+        if any(row.parents for row in work):
+            _fill_parents(buffers, work)
         if buffers.token_features is not None:
             _fill_features(buffers.token_features, work)
         if buffers.adapter_ids is not None:
@@ -362,6 +385,18 @@ class ModelRunner:
                 self.kv.touch(row, count)
                 if self.gives_back:
                     self.kv.untouch(row, count)
+
+    def keep_path(self, row: int, kv_len: int, places: Sequence[int]) -> int:
+        """Commit ``kv_len`` entries of a row, and behind them those of a path; gives how many had to be moved.
+
+        ``places`` of the path's entries count from ``kv_len``, ascending.
+        """
+        still = next((i for i, place in enumerate(places) if place != i), len(places))
+        if still < len(places):
+            entries = np.array(places[still:], np.int64) + kv_len
+            self.executor.move_entries(row, entries, kv_len + still)
+        self.kv.commit(row, kv_len + len(places))
+        return len(places) - still
 
     def row_bytes(self, entries: int) -> int:
         """Bytes of memory that the first ``entries`` of a row take; 0 where that is not known."""

@@ -12,6 +12,16 @@ FORCED = "forced"
 """What forced draft tokens of a grammar are counted under, with any drafter around them."""
 
 
+class Branch(NamedTuple):
+    """One more token that is tested in the place of another: a draft with branches is a tree."""
+
+    token: int
+    # Place of the token before it, among the draft's tokens and then its branches; -1 behind the text. A branch comes
+    # behind its parent, and siblings stand in the order in which they were drawn, the draft's own token first.
+    parent: int
+    law: "Law | None" = None  # that of its parent's children, from which it was drawn without its elder siblings
+
+
 class Proposal(NamedTuple):
     """Draft tokens for one request."""
 
@@ -26,6 +36,23 @@ class Proposal(NamedTuple):
     promised: "tuple[Promise, ...]" = ()  # by each way to go on; only for an adaptive request that keeps a trace
     error: Exception | None = None  # drafting failed, by logits with a NaN for example: the request ends with this
     forced: tuple[int, ...] = ()  # places of tokens that a grammar forces, ascending; the others are the drafter's own
+    branches: tuple[Branch, ...] = ()  # beside ``tokens``, which is the best chain; empty for a chain
+
+    @property
+    def nodes(self) -> list[int]:
+        """All tokens that are tested: the chain's, then those of its branches."""
+        return [*self.tokens, *[branch.token for branch in self.branches]] if self.branches else self.tokens
+
+    @property
+    def parents(self) -> list[int]:
+        """Of each node, the place of the one before it; -1 behind the text."""
+        return [*range(-1, len(self.tokens) - 1), *[branch.parent for branch in self.branches]]
+
+    def path_to(self, place: int) -> list[int]:
+        """Places of the nodes from the text to a node, which is the last; none for -1."""
+        if place < len(self.tokens):
+            return list(range(place + 1))
+        return [*self.path_to(self.branches[place - len(self.tokens)].parent), place]
 
     @property
     def num_own(self) -> int:
