@@ -13,7 +13,7 @@ from specexport_runtime.errors import CheckFailedError
 from specexport_runtime.requests.records import Branch, Proposal
 from specexport_runtime.sampling import accept, block, tree
 from specexport_runtime.sampling.accept import Verdict
-from specexport_runtime.sampling.block import RULES, accept_block
+from specexport_runtime.sampling.block import RULES
 from specexport_runtime.sampling.distribution import Distribution
 from specexport_runtime.sampling.rng import Draws, RandomStream, RoundDraws
 from specexport_runtime.sampling.tree import TREE_RULES, accept_tree, accept_tree_block, accept_tree_greedy, without
@@ -220,17 +220,15 @@ def test_a_tree_keeps_more_than_its_chain_and_the_whole_more_than_one_by_one():
     assert np.mean(whole) > 1.01
 
 
-GROWTHS = {
-    # As many tokens as what is kept, or was drawn elsewhere, says: never what is left out.
-    "behind likely tokens": lambda text: [("d", [] if text else (lambda t: [("d", [])] * (1 + t[0] % 2)))] * 2,
-    "by elder siblings": "elder",
-}
+def below(text):
+    """As many children as the kept tokens say."""
+    return [("d", [])] * (1 + sum(text) % 2)
 
 
 @pytest.mark.parametrize("rule", TREE_RULES.values(), ids=TREE_RULES)
 def test_a_tree_may_grow_by_what_it_keeps(rule):
     for seed in range(3):
-        assert error(Models(seed), rule, GROWTHS["behind likely tokens"]) < 1e-12
+        assert error(Models(seed), rule, [("d", below), ("d", below)]) < 1e-12
 
 
 @pytest.mark.parametrize("rule", TREE_RULES.values(), ids=TREE_RULES)
@@ -287,7 +285,7 @@ def test_a_drawn_chain_is_accepted_by_the_same_numbers_as_a_chain(name, kind):
 
         verdict = TREE_RULES[name](tokens, range(-1, len(tokens) - 1), laws, target, ours)
         assert verdict == RULES[name](tokens, laws, expected_target, theirs)
-        assert ours.looked_at == theirs.looked_at  # the next round begins at the same number
+        assert max(ours.looked_at) == max(theirs.looked_at)  # the next round begins at the same number
         assert calls == expected_calls  # no row is processed that a chain leaves alone
 
 
@@ -356,6 +354,7 @@ def test_the_best_chain_is_no_path():
     assert accept_tree_greedy([], [], {-1: 7}.__getitem__) == Verdict(0, 7, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TREE_RULES)
 @pytest.mark.parametrize("how", ["drawn", "mixed", "by probability"])
 def test_texts_of_many_rounds_have_the_target_s_law(name, how):
