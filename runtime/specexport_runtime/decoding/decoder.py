@@ -206,9 +206,8 @@ class Decoder:
                 self.rows.advance(row, count)
         verified = [req for req in drafting if req not in broken] if broken else drafting
         events = self._accept(verified, proposals, output, first, scored)
-        if trees:
-            kept = [event for event in events if event.path is not None]
-            note_paths(self.target, self.drafter, [path_of(event, *trees[event.request.row]) for event in kept])
+        tested = [event for event in events if event.tokens and event.request.row in trees]
+        note_paths(self.target, self.drafter, [path_of(event, *trees[event.request.row]) for event in tested])
         events += [RoundEvent(req, [], 0, 0, is_bonus=False) for req in broken]
         if ready:
             self.padding.record_round([len(event.tokens) for event in events if event.request.row not in chunks])
@@ -253,7 +252,7 @@ class Decoder:
                 event = self._commit(req, proposal, verdict)
                 if req.logprobs is not None:
                     logits = rows.fetch() if isinstance(rows, DeviceRows) else rows
-                    if event.path is not None:
+                    if event.path is not None:  # of each token that stays, the row of the one before it
                         logits = logits[[0, *[place + 1 for place in event.path]]]
                     req.logprobs += logprobs_of(event.tokens, logits, req.params.logprobs or 0)
                 events.append(event)
@@ -270,19 +269,20 @@ class Decoder:
         accepted = min(verdict.accepted, taken)
         drafted, exited = len(nodes), proposal.end == "exit"
         event = RoundEvent(req, tokens[:taken], drafted, accepted, False, proposal, path=verdict.path)
-        on_chain = event.on_chain
-        req.stats.record_round(drafted, accepted, taken, shares=proposal.shares(accepted, on_chain), exited=exited)
+        shares = proposal.shares(accepted, event.on_chain)
+        req.stats.record_round(drafted, accepted, taken, shares=shares, exited=exited)
         # Everything but the newest token is in the cache; entries of rejected tokens stay uncounted.
         if verdict.path is None:
             self.target.kv.commit(req.row, len(req.tokens) - 1)
         else:
             self.times.moved += self.target.keep_path(req.row, before, verdict.path[: taken - 1])
-        req.num_agreed = min(before + on_chain, len(req.tokens) - 1)
+        req.num_agreed = min(before + event.on_chain, len(req.tokens) - 1)
+        on_chain = verdict.on_chain(len(proposal.tokens))
         is_bonus = bool(nodes) and verdict.is_bonus and taken == len(tokens)
         gamma = None if req.draft_exit is None else req.draft_exit.gamma
         # A draft that could not end early, a copy for example, tells nothing of one that could.
         if req.draft_exit is not None and proposal.gamma is not None:
-            req.draft_exit.observe(*proposal.own_tests(verdict.on_chain(len(proposal.tokens))))
+            req.draft_exit.observe(*proposal.own_tests(on_chain))
         if req.adaptive and self.lengths is not None:
-            self.lengths.observe(req, proposal, verdict.accepted, rejected=verdict.accepted < drafted)
+            self.lengths.observe(req, proposal, before, on_chain, rejected=on_chain < len(proposal.tokens))
         return event._replace(is_bonus=is_bonus, gamma=gamma)

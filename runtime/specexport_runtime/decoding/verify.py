@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from specexport_runtime.drafters.base import Drafter
-from specexport_runtime.errors import CheckFailedError
+from specexport_runtime.errors import CheckFailedError, SpecexportError
 from specexport_runtime.executors.base import NO_TOKEN, Float32Array, StepOutput, Want, argmax_ids
 from specexport_runtime.executors.device_rows import DeviceRows
 from specexport_runtime.executors.row_kernels import RowAsk, whole_row
@@ -50,9 +50,12 @@ def row_work(target: ModelRunner, req: Request, count: int, proposal: Proposal |
 
 
 def fit_branches(req: Request, proposal: Proposal, target: ModelRunner) -> Proposal:
-    """A draft without the branches that its cache row has no room for."""
-    room = target.kv.capacity - len(req.tokens) - len(proposal.tokens)
-    return proposal if len(proposal.branches) <= room else proposal._replace(branches=proposal.branches[: max(room, 0)])
+    """A draft without the branches that its cache row has no room for; with an error if the target takes none."""
+    if not target.executor.takes_trees:
+        error = SpecexportError("this target verifies no trees, and a draft has branches.", "draft chains.")
+        return proposal._replace(branches=(), error=error)
+    room = max(target.kv.capacity - len(req.tokens) - len(proposal.tokens), 0)
+    return proposal if len(proposal.branches) <= room else proposal._replace(branches=proposal.branches[:room])
 
 
 def told_step(
@@ -116,11 +119,10 @@ class PathOf(NamedTuple):
 
 def path_of(event: RoundEvent, start: int, position: int) -> PathOf:
     """What stays of a tree, whose row began at token ``start`` of the step, and at ``position`` of its text."""
-    req, path = event.request, event.path or ()
+    req, path = event.request, range(event.accepted) if event.path is None else event.path[: event.accepted]
     # The draft's first node stands behind what was known of the text before the round.
     draft = start + len(req.tokens) - len(event.tokens) - position
-    known = range(start, draft)
-    return PathOf(req, position, [*known, *[draft + place for place in path[: event.accepted]]])
+    return PathOf(req, position, [*range(start, draft), *[draft + place for place in path]])
 
 
 def note_paths(target: ModelRunner, drafter: Drafter, paths: Sequence[PathOf]) -> None:

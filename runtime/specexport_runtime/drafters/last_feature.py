@@ -76,12 +76,12 @@ class LastFeatures:
         return len(self._last)
 
     def note(self, request: Request, start: int, features: Float32Array) -> None:
-        """Keep the feature of the last token that is known now, or of a draft token behind it.
+        """Keep the feature of the last token that is known now, of the one before it, or of a draft token behind them.
 
         ``features`` [t, E] are of the tokens that the target has just read, from position ``start`` on; they are
         copied.
         """
-        first = max(start, len(request.tokens) - 1)
+        first = max(start, len(request.tokens) - 2)  # those of a tree come when it is known what stays of it
         if first < start + len(features):
             self._last[request] = _Last(first, features[first - start :].copy())
 

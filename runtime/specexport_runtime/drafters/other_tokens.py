@@ -90,7 +90,7 @@ class OtherTokensDrafter(ModelDrafter):
         for req in requests:
             kv_len = self.runner.kv.kv_len(req.row)
             if kv_len:
-                self.runner.kv.commit(req.row, min(kv_len, self._text(req).before[len(req.tokens) - 1]))
+                self.runner.kv.commit(req.row, min(kv_len, self._text(req).before[req.num_agreed]))
 
     def adopt(self, request: Request, kept: Any, count: int) -> None:
         """A request goes on behind ``count`` tokens of a kept text, which are spelled alike; see ``Drafter.adopt``."""

@@ -188,12 +188,11 @@ class Controller:
         if all(req.sampler.is_greedy for req in requests if req.adaptive):
             self._learned.adopt()
 
-    def observe(self, request: "Request", proposal: Proposal, accepted: int, *, rejected: bool) -> None:
-        """How many of its tests an adaptive request's draft passed, and whether one failed; called once a round.
+    def observe(self, request: "Request", proposal: Proposal, before: int, accepted: int, *, rejected: bool) -> None:
+        """How many of its tests the chain of an adaptive request's draft passed, and whether one failed.
 
-        Its tokens already end with what the round gave it.
+        Called once a round. Its tokens, of which there were ``before``, already end with what the round gave it.
         """
-        before = len(request.tokens) - accepted - 1  # wrong for a request that ended within its draft
         own, failed = proposal.own_tests(accepted)
         for name, memory in self._stages.get(request, _NO_STAGES).items():
             if memory.shadow is not None:
@@ -209,7 +208,7 @@ class Controller:
                 memory.sure.observe(own, rejected=rejected and failed)
                 memory.timer.note(self._round.number, passed=own > 0)
                 if self._known[name].traits.has_own_cache:
-                    memory.read = min(before + proposal.last_own, len(request.tokens) - 1)
+                    memory.read = min(before + proposal.last_own, request.num_agreed)
 
     def restarted(self, request: "Request") -> None:
         """A request was paused: what drafters had read of it may be gone."""

@@ -1,0 +1,163 @@
+"""Trees in the decoding loop: every path is read as a text of its own, and what stays of it is where it belongs."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from specexport_runtime.decoding.decoder import Decoder
+from specexport_runtime.drafters.chain import ChainDrafter
+from specexport_runtime.drafters.model import ModelDrafter
+from specexport_runtime.errors import SpecexportError
+from specexport_runtime.executors.fake import FakeExecutor
+from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.requests.records import Branch, DraftStage, Proposal
+from specexport_runtime.requests.request import Request
+from specexport_runtime.sampling.params import SamplingParams
+from tests.runtime.test_sampling_exact import P_VALUE, p_value
+from tests.runtime.test_self_draft_whole import LENGTH, PROMPTS, SMALL, exact
+from tests.support.drafter_kinds import KINDS, NOISES
+from tests.support.grown_trees import let_trees_grow
+from tests.support.heads_on_fakes import check_plain, make_sequences, totals
+from tests.support.loop import VOCAB, finish, make_decoder, make_draft, make_sequence, make_target, run
+
+
+@pytest.mark.parametrize("noise", ["good", "random"])
+@pytest.mark.parametrize("name", KINDS)
+def test_greedy_text_equals_plain_greedy(name, noise):
+    """The fakes fail a step that reads a stale entry, and heads a feature of another token."""
+    for lookahead in (1, 3, 7):
+        decoder, target, drafter = KINDS[name].make(lookahead, NOISES[noise])
+        let_trees_grow(decoder, target, most=1 + 2 * lookahead)
+        sequences = make_sequences(lambda i: 5 + 7 * i)
+        events = run(decoder, sequences)
+        check_plain(target, sequences)
+        tested, paths = sum(event.drafted for event in events), [event.path for event in events if event.path]
+        assert tested > sum(len(event.proposal.tokens) for event in events), "there were branches"
+        if lookahead > 1:
+            assert paths, "some of them stayed"
+        assert sum(event.accepted for event in events) == totals(sequences)[1]
+        assert all(len(event.tokens) in (event.accepted, event.accepted + 1) for event in events)
+        assert decoder.times.moved >= len([path for path in paths if len(path) > 1])
+
+
+@pytest.mark.parametrize("name", ["draft model", "head", "assistant", "block head", "medusa", "hydra"])
+def test_what_is_drafted_behind_a_branch_that_stays_is_of_the_text(name):
+    """Where nothing is noisy the chain is right, and so is every draft behind a path that left a wrong chain."""
+    kind = KINDS[name]
+    decoder, target, drafter = kind.make(3)
+    let_trees_grow(decoder, target, right=1.0)
+    inner, wrong = decoder.drafter.drafters[kind.stage].propose, []
+
+    def spoiled(requests, lookaheads, begun=None):
+        found = inner(requests, lookaheads, begun)
+        for i, (req, proposal) in enumerate(zip(requests, found, strict=True)):
+            if len(req.tokens) % 2 and proposal.tokens:
+                wrong.append(req.index)
+                spoilt = [(proposal.tokens[0] + 1) % VOCAB, *proposal.tokens[1:]]
+                found[i] = proposal._replace(tokens=spoilt)
+            else:
+                right = [int(target.logits_after([*req.tokens, *proposal.tokens[:j]]).argmax()) for j in range(99)]
+                assert proposal.tokens == right[: len(proposal.tokens)]
+        return found
+
+    decoder.drafter.drafters[kind.stage].propose = spoiled
+    sequences = make_sequences(lambda i: 12 + 7 * i)
+    events = run(decoder, sequences)
+    check_plain(target, sequences)
+    assert len(wrong) > 20
+    assert sum(event.path is not None for event in events) > 10
+
+
+@pytest.mark.parametrize("acceptance", ["token", "block"])
+@pytest.mark.parametrize("options", [{"temperature": 0.8}, {"temperature": 1.0, "frequency_penalty": 0.4, "top_k": 4}])
+def test_draws_of_a_tree_leave_the_target_s_law(acceptance, options):
+    """Texts of many rounds, with a drawn chain and branches beside it."""
+    params = SamplingParams(max_tokens=LENGTH + 1, **options)
+    target = FakeExecutor(SMALL, 8, 40, context=3, sharpness=1.2)
+    runner = ModelRunner(FakeExecutor(SMALL, 8, 40, context=3, sharpness=1.2, noise=0.8))
+    decoder = Decoder(ModelRunner(target), ChainDrafter({"draft-model": ModelDrafter(runner, vocab_size=SMALL)}))
+    let_trees_grow(decoder, target, right=0.3, most=4)
+    sequences = [
+        Request(
+            i,
+            PROMPTS[i % 2],
+            params,
+            vocab_size=SMALL,
+            max_model_len=30,
+            seed=i,
+            draft_plan=(DraftStage("draft-model", 2),),
+            acceptance=acceptance,
+            tree_size=8,
+        )
+        for i in range(1600)
+    ]
+    finish(decoder, sequences)
+    assert decoder.times.moved > 300
+    for i, prompt in enumerate(PROMPTS):
+        counts = Counter(tuple(seq.output[:LENGTH]) for seq in sequences[i::2])
+        assert p_value(counts, exact(target, params, prompt)) > P_VALUE
+
+
+def test_log_probabilities_of_a_path_are_those_of_its_text():
+    found = []
+    for grows in (False, True):
+        decoder, target, _ = KINDS["draft model"].make(3, NOISES["good"])
+        if grows:
+            let_trees_grow(decoder, target)
+        params = SamplingParams(max_tokens=20, logprobs=2)
+        sequences = [make_sequence(i, prompt, params) for i, prompt in enumerate([[3], [1, 2, 3], [7, 0, 7]])]
+        events = run(decoder, sequences)
+        assert any(event.path for event in events) == grows
+        found.append([seq.logprobs for seq in sequences])
+    assert found[0] == found[1]
+
+
+def test_branches_take_no_more_room_than_the_cache_row_has():
+    decoder, target, _ = KINDS["draft model"].make(4, NOISES["good"])
+    let_trees_grow(decoder, target, most=60)
+    sequences = make_sequences(lambda _: 60)
+    run(decoder, sequences)
+    check_plain(target, sequences)
+
+
+def test_a_tree_for_a_target_that_takes_none_ends_its_request_alone():
+    target = make_target()
+    decoder = make_decoder(target, make_draft("same"), 2)
+
+    class Branching:
+        def __init__(self, inner):
+            self.inner = inner
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+        def propose(self, requests, lookaheads, begun=None):
+            found = self.inner.propose(requests, lookaheads, begun)
+            return [each._replace(branches=(Branch(0, -1),)) if i == 0 else each for i, each in enumerate(found)]
+
+    decoder.drafter.drafters["draft-model"] = Branching(decoder.drafter.drafters["draft-model"])
+    sequences = make_sequences(lambda _: 9)[:2]
+    with pytest.raises(SpecexportError, match="no trees"):
+        run(decoder, sequences)
+    assert len(sequences[1].output) == 9
+
+
+def test_places_of_a_draft():
+    proposal = Proposal([5, 6], branches=(Branch(7, -1), Branch(8, 2), Branch(9, 0)))
+    assert proposal.nodes == [5, 6, 7, 8, 9]
+    assert proposal.parents == [-1, 0, -1, 2, 0]
+    assert [proposal.path_to(place) for place in range(-1, 5)] == [[], [0], [0, 1], [2], [2, 3], [0, 4]]
+
+
+def test_entries_of_a_path_come_one_behind_the_other():
+    runner = ModelRunner(make_target())
+    executor = runner.executor
+    runner.kv.write(1, [9])
+    executor._cache[1, :9] = 10 + np.arange(9)
+    assert runner.keep_path(1, 4, [0, 1, 4]) == 1
+    assert executor._cache[1, :7].tolist() == [10, 11, 12, 13, 14, 15, 18]
+    assert runner.kv.kv_len(1) == 7
+    runner.kv.write(1, [2])
+    assert runner.keep_path(1, 7, [0, 1]) == 0
+    assert runner.kv.kv_len(1) == 9
