@@ -1,0 +1,227 @@
+"""Acceptance of a draft that is a tree: a token may be one of several that are tested in the same place.
+
+- One by one: recursive rejection without replacement (Jeon et al. 2024, "Recursive Speculative Decoding").
+- As a whole: traversal verification (2025, arXiv:2505.12398), which is block verification on a chain. A likely leaf can
+  save the unlikely nodes in front of it.
+- Where no child was drawn, one draw from the target decides: it is one of the children, or what the text goes on with.
+
+Either leaves the text the target's law, if the tree has grown as follows. Siblings are drawn in order from the law that
+they name, each without its elder siblings (:func:`without`); one that is not drawn (law None) may depend on the text in
+front of it and on its elder siblings. Whether a node gets one more child may depend on what was drawn elsewhere, but
+never on that child: a token that was drawn stays. The numbers of a tree serve one round (``RoundDraws``, ``fresh``).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, cast
+
+import numpy as np
+
+from specexport_runtime.errors import CheckFailedError
+from specexport_runtime.sampling.accept import Verdict, draft_probability, normalised, surplus
+from specexport_runtime.sampling.device import on_host
+from specexport_runtime.sampling.distribution import Distribution, Law, sample_token
+from specexport_runtime.sampling.rng import Draws
+
+
+class TreeDraws(Protocol):
+    """The random numbers of a round with a tree: :class:`RoundDraws`."""
+
+    def __call__(self, place: int) -> Draws:
+        """Those of the chain's node ``place``, and of the token that the round ends with behind ``place`` tokens."""
+        ...
+
+    def branch(self, number: int) -> Draws:
+        """Those of one more node."""
+        ...
+
+
+def accept_tree_greedy(nodes: Sequence[int], parents: Sequence[int], greedy: Callable[[int], int]) -> Verdict:
+    """Follow the target's greedy tokens through the tree; ``greedy(place)`` is the one behind a node, -1: the text."""
+    tree = _Tree(nodes, parents)
+    place = -1
+    while True:
+        token = greedy(place)
+        child = tree.child(place, token)
+        if child is None:
+            return tree.verdict(place, token)
+        place = child
+
+
+def accept_tree(
+    nodes: Sequence[int],  # tokens: the chain's, then those of branches, each behind its parent; siblings differ
+    parents: Sequence[int],  # place of the node before each; -1 behind the text
+    draft_laws: Sequence[Law | None] | None,  # what siblings were drawn from; None, for all or one: not drawn
+    target_law: Callable[[int], Law],  # behind a node, -1: the text; called at most once for each, parents first
+    draws: TreeDraws,
+) -> Verdict:
+    """Test siblings one by one and descend to the first that passes; where none does, what they left is drawn.
+
+    CheckFailedError: a node has no probability above 0 in its law.
+    """
+    tree = _DrawnTree(nodes, parents, draft_laws, draws)
+    place = -1
+    while True:
+        law = on_host(target_law(place))
+        child, drawn = None, tree.is_drawn(place)
+        if drawn:
+            child, law = _first_passing(tree, place, law)
+        if child is None:
+            token = tree.draw(place, law)
+            child = None if drawn else tree.child(place, token)
+            if child is None:
+                return tree.verdict(place, token)
+        place = child
+
+
+def accept_tree_block(
+    nodes: Sequence[int],
+    parents: Sequence[int],
+    draft_laws: Sequence[Law | None] | None,
+    target_law: Callable[[int], Law],  # as for ``accept_tree``; called behind nodes that are not kept too
+    draws: TreeDraws,
+) -> Verdict:
+    """Test leaves first, and a node where nothing behind it passed: never fewer tokens in the mean than one by one.
+
+    A node of which r is the chance that it or one behind it stays passes on r q(x)/p(x), at most 1, to its first child
+    x. If nothing there stays, the next child meets q and r as x leaves them: the positive part of r q - p, and its mass
+    m over m + 1 - r. Where nothing was drawn the rule is ``accept_tree``. CheckFailedError: as there.
+    """
+    tree = _DrawnTree(nodes, parents, draft_laws, draws)
+    if not any(map(tree.is_drawn, tree.children)):
+        return accept_tree(nodes, parents, draft_laws, target_law, draws)
+    # The text itself always passes.
+    place, law = cast("tuple[int, Distribution]", _last_passing(tree, -1, 1.0, target_law))
+    return tree.verdict(place, tree.draw(place, law))
+
+
+TREE_RULES = {"block": accept_tree_block, "token": accept_tree}
+"""How sampled trees are accepted, by the names of ``sampling.block.RULES``."""
+
+
+def without(law: Law, tokens: Sequence[int]) -> Distribution:
+    """What the next sibling is drawn from: a law without the tokens of its elder siblings, by probability.
+
+    CheckFailedError: they have all of its mass.
+    """
+    ids, probs = on_host(law)
+    rest = probs.copy()
+    if ids is None:
+        rest[[token for token in tokens if token < len(rest)]] = 0.0
+    else:
+        rest[np.isin(ids, tokens)] = 0.0
+    total = rest.sum()
+    if not total > 0.0:
+        raise CheckFailedError(
+            f"A draft has {len(tokens) + 1} tokens in one place, and its distribution fewer.",
+            hint="the drafter must draw no more siblings than tokens are possible.",
+        )
+    return Distribution(ids, rest / total)
+
+
+class _Tree:
+    """A draft, with its text at place -1."""
+
+    def __init__(self, nodes: Sequence[int], parents: Sequence[int]) -> None:
+        self.nodes, self._parents = nodes, parents
+        self.children: dict[int, list[int]] = {}
+        self.depths = {-1: 0}  # tokens from the text up to a node
+        for place, parent in enumerate(parents):
+            self.children.setdefault(parent, []).append(place)
+            self.depths[place] = self.depths[parent] + 1
+
+    def child(self, place: int, token: int) -> int | None:
+        return next((child for child in self.children.get(place, ()) if self.nodes[child] == token), None)
+
+    def verdict(self, place: int, token: int) -> Verdict:
+        """The path to a node stays, and ``token`` comes behind it."""
+        path, is_bonus = [], place not in self.children
+        while place >= 0:
+            path.append(place)
+            place = self._parents[place]
+        path.reverse()
+        in_chain = not path or path[-1] == len(path) - 1
+        return Verdict(len(path), int(token), is_bonus, None if in_chain else tuple(path))
+
+
+class _DrawnTree(_Tree):
+    """A tree with what it was drawn from, and the numbers that it is tested with."""
+
+    def __init__(
+        self, nodes: Sequence[int], parents: Sequence[int], laws: Sequence[Law | None] | None, draws: TreeDraws
+    ) -> None:
+        super().__init__(nodes, parents)
+        self._laws, self._draws = laws, draws
+
+    def law(self, place: int) -> Law | None:
+        return None if self._laws is None else self._laws[place]
+
+    def is_drawn(self, place: int) -> bool:
+        """Whether one of a node's children was drawn."""
+        return any(self.law(child) is not None for child in self.children.get(place, ()))
+
+    def siblings(self, place: int) -> Iterator[tuple[int, Law | None]]:
+        """A node's children, and what each was drawn from in its turn."""
+        elder: list[int] = []
+        for child in self.children.get(place, ()):
+            law = self.law(child)
+            yield child, law if law is None or not elder else without(law, elder)
+            elder.append(self.nodes[child])
+
+    def uniform(self, place: int) -> float:
+        """The number that a node is tested with."""
+        in_chain = self.depths[place] == place + 1
+        return (self._draws(place) if in_chain else self._draws.branch(place)).accept
+
+    def draw(self, place: int, law: Law) -> int:
+        """What comes behind a node if the text ends its path there."""
+        return sample_token(law, self._draws(self.depths[place]).resample)
+
+
+def _first_passing(tree: _DrawnTree, place: int, law: Distribution) -> tuple[int | None, Distribution]:
+    """The first child that passes; else None, and what the target's law is when all were refused."""
+    for child, draft in tree.siblings(place):
+        token = tree.nodes[child]
+        if tree.uniform(child) * draft_probability(draft, token, child) < law.probability(token):
+            return child, law
+        law = _left(law, draft, token, 1.0)[0]
+    return None, law
+
+
+def _last_passing(
+    tree: _DrawnTree, place: int, chance: float, target_law: Callable[[int], Law]
+) -> tuple[int, Distribution] | None:
+    """The last node that passes on the first path that has one, of a node with a ``chance`` and all behind it."""
+    if not _may_pass(tree, place, chance):
+        return None
+    law = on_host(target_law(place))
+    for child, draft in tree.siblings(place):
+        token = tree.nodes[child]
+        passed_on = min(1.0, chance * law.probability(token) / draft_probability(draft, token, child))
+        found = _last_passing(tree, child, passed_on, target_law) if passed_on > 0.0 else None
+        if found is not None:
+            return found
+        law, mass = _left(law, draft, token, chance)
+        if chance < 1.0:
+            chance = mass / (mass + 1.0 - chance)
+            if not chance > 0.0:
+                return None
+    return (place, law) if place < 0 or tree.uniform(place) < chance else None
+
+
+def _left(law: Distribution, draft: Law | None, token: int, weight: float) -> tuple[Distribution, float]:
+    """What a refused token leaves of the target's law, and the mass of that."""
+    masses = surplus(law, draft, token, weight)
+    mass = float(masses.sum())
+    return on_host(cast("Law", normalised(law, masses))), mass
+
+
+def _may_pass(tree: _DrawnTree, place: int, chance: float) -> bool:
+    """Whether a node passes, or one behind it, if the target is sure of all that follows; else no law matters there."""
+    if place < 0 or tree.uniform(place) < chance:
+        return True
+    for child in tree.children.get(place, ()):
+        # Without its elder siblings it is as probable, or more.
+        probability = draft_probability(tree.law(child), tree.nodes[child], child)
+        if _may_pass(tree, child, min(1.0, chance / probability)):
+            return True
+    return False
