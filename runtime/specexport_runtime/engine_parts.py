@@ -179,6 +179,7 @@ def describe_abilities(
         lookahead,
         frozenset(weighed or ()),
         target.num_gates // 2,
+        target.takes_trees,
     )
 
 

@@ -99,7 +99,9 @@ def test_a_body_that_never_ends_is_given_up(served: Served) -> None:
     assert answer.status == 408
 
 
-@pytest.mark.parametrize("name", ["prompt", "stop", "speculative.num_speculative_tokens", "logit_bias", "messages"])
+@pytest.mark.parametrize(
+    "name", ["prompt", "stop", "speculative.num_speculative_tokens", "speculative.tree_size", "logit_bias", "messages"]
+)
 def test_an_object_in_place_of_a_value_is_named(served: Served, name: str) -> None:
     path = "/v1/chat/completions" if name == "messages" else "/v1/completions"
     body = {"prompt": "w1", "max_tokens": 1} if name != "messages" else {"max_tokens": 1}

@@ -196,6 +196,13 @@ def drafting_options(command: Any) -> Any:
             metavar="block|token",
             help="How sampled drafts are accepted: as a block, which keeps more, or token by token.  [default: block]",
         ),
+        click.option(
+            "--tree-size",
+            type=NumberOr("auto", "auto"),
+            metavar="N|auto",
+            help="Most draft tokens tested in a round, branches included; 0 for chains; auto: as many as pay.  "
+            "[default: auto where the number of draft tokens is auto, else 0]",
+        ),
         click.option("--draft-exit-gamma", type=float, help="Threshold to start with.  [default: 0.8]"),
         click.option("--draft-exit-acceptance", type=float, help="Acceptance rate that it moves to.  [default: 0.9]"),
         click.option("--draft-exit-step", type=float, help="How far it moves in a round.  [default: 0.01]"),
@@ -230,6 +237,9 @@ def take_drafting(options: dict[str, Any]) -> "RequestOptions":
     if acceptance is not None:
         check_acceptance(acceptance)
         drafting["acceptance"] = acceptance
+    tree_size = options.pop("tree_size")
+    if tree_size is not None:
+        drafting["tree_size"] = tree_size
     rules = {name: options.pop(f"layer_{name}") for name in ("threshold", "period", "keep_last")}
     given: dict[str, Any] = {
         name: None if value == OFF else value for name, value in rules.items() if value is not None

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from specexport_runtime.drafters.siblings import path_chances, runners_up
 from specexport_runtime.errors import CheckFailedError, InvalidRequestError
 from specexport_runtime.executors.base import NO_TOKEN, Float32Array, StepOutput, Want
 from specexport_runtime.executors.device_rows import DeviceRow
 from specexport_runtime.executors.row_kernels import NOTHING, RowAsk
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
-from specexport_runtime.requests.records import Begun, DraftEnd, Proposal
+from specexport_runtime.requests.records import Begun, Branch, DraftEnd, Proposal
 from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.distribution import Law, sample_token
 
@@ -37,6 +38,7 @@ class Draft:
         self.forced: list[int] = []  # places of forced tokens in the draft
         # What each token was drawn from; None for a greedy request.
         self.distributions: list[Law | None] | None = None if request.sampler.is_greedy else []
+        self.branches: list[Branch] = []  # beside its tokens
         self.has_exited = False  # the model was no longer sure
         self.carried: Float32Array | None = None  # [E], what a draft head handed on behind its last token
         self.error: Exception | None = None  # of drawing a token from the model's logits: they held a NaN, say
@@ -61,12 +63,18 @@ class Draft:
     @property
     def needs_logits(self) -> bool:
         """Whether the next token takes more than its id. The last token of a draft has nothing to end."""
-        return self.may_exit or not self.request.sampler.is_plain_greedy
+        return self.may_exit or self.num_siblings > 0 or not self.request.sampler.is_plain_greedy
 
     @property
     def may_exit(self) -> bool:
         """Whether the draft may end with the next token because the model is not sure."""
         return self._exit is not None and self._steps + 1 < self.limit
+
+    @property
+    def num_siblings(self) -> int:
+        """Branches that there may be beside the next token, if it is the model's."""
+        siblings, place = self.request.siblings, len(self.tokens) - len(self.forced)
+        return siblings[place] if place < len(siblings) else 0
 
     def plain_steps(self, *, draws: bool) -> int:
         """Steps that feed the model the id that the step before gave; 0 where more is looked at.
@@ -144,7 +152,7 @@ class Draft:
         ``confidence`` is what the model itself says of the place, whatever is drawn; without it the top probability is.
         CheckFailedError: the logits hold NaN or +inf. InvalidRequestError: every token is banned.
         """
-        req, top = self.request, 1.0
+        req, top, siblings = self.request, 1.0, self.num_siblings
         draft_exit = self._exit if self._steps + 1 < self.limit else None
         plain = req.sampler.is_plain_greedy
         if cut_head is not None and not plain:  # penalties and bias go by token id
@@ -153,6 +161,8 @@ class Draft:
             token = _plain_greedy(logits) if plain else req.sampler.greedy_token(logits, self.tokens)
             if draft_exit is not None:  # with penalties: of the token they chose, but before them
                 top = _probability(logits, token)
+            if siblings:
+                self._branch_greedily(logits, token, siblings, cut_head if plain else None)
             if cut_head is not None and plain:
                 token = int(cut_head.ids[token])
         else:
@@ -164,6 +174,19 @@ class Draft:
         top = top if confidence is None else confidence
         self.has_exited = draft_exit is not None and draft_exit.should_end(top)
         self.append(token)
+
+    def _branch_greedily(self, logits: Float32Array, token: int, count: int, cut_head: "CutHead | None") -> None:
+        """Put the next best tokens beside the next one, ``token``; with a ``cut_head`` they are rows of it."""
+        sampler, parent = self.request.sampler, len(self.tokens) - 1
+        if sampler.is_plain:
+            found = runners_up(logits, token, count)
+        else:
+            allowed, ids = sampler.allowed_logits(logits, self.tokens)
+            found = runners_up(allowed, int(ids.searchsorted(token)), count)
+            found = [(int(ids[place]), ratio) for place, ratio in found]
+        if cut_head is not None:
+            found = [(int(cut_head.ids[row]), ratio) for row, ratio in found]
+        self.branches += [Branch(sibling, parent, ratio=ratio) for sibling, ratio in found]
 
     def append(self, token: int) -> None:
         """Append the token of a step, and look at what a grammar forces behind it."""
@@ -184,7 +207,17 @@ class Draft:
         end: DraftEnd = "exit" if self.has_exited else "lookahead"
         draft_exit = self.request.draft_exit
         gamma = None if draft_exit is None else draft_exit.gamma
-        return Proposal(self.tokens, self.distributions, end, drafter, gamma=gamma, forced=tuple(self.forced))
+        proposal = Proposal(self.tokens, self.distributions, end, drafter, gamma=gamma, forced=tuple(self.forced))
+        return proposal._replace(branches=self._kept_branches()) if self.branches else proposal
+
+    def _kept_branches(self) -> tuple[Branch, ...]:
+        """Those that a tree of a fixed size has room for: the best by cumulative probability, if none was drawn."""
+        req, room = self.request, self.request.tree_size - len(self.tokens) + len(self.forced)
+        if req.adaptive or self.distributions is not None or len(self.branches) <= room:
+            return tuple(self.branches)
+        chances = path_chances(self.branches, len(self.tokens))
+        best = sorted(range(len(chances)), key=lambda place: -chances[place])[: max(room, 0)]
+        return tuple([self.branches[place] for place in sorted(best)])
 
 
 def open_drafts(

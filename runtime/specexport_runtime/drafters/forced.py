@@ -6,7 +6,7 @@ masked distribution, in which each is the only one. So the law is exact, and a s
 
 from collections.abc import Callable, Sequence
 
-from specexport_runtime.requests.records import FORCED, Begun, DraftEnd, Proposal
+from specexport_runtime.requests.records import FORCED, Begun, Branch, DraftEnd, Proposal
 from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.grammar import Grammar
 
@@ -69,14 +69,27 @@ def shorten(proposal: Proposal, count: int, end: DraftEnd) -> Proposal:
     """The first ``count`` tokens of a draft; nothing if none of them is the drafter's own."""
     forced = tuple(place for place in proposal.forced if place < count)
     if count == len(forced):
-        return proposal._replace(tokens=[], distributions=None, end="none", forced=())
+        return proposal._replace(tokens=[], distributions=None, end="none", forced=(), branches=())
     drawn_from = proposal.distributions
     return proposal._replace(
         tokens=proposal.tokens[:count],
         distributions=None if drawn_from is None else drawn_from[:count],
         end=end,
         forced=forced,
+        branches=branches_of(proposal, count),
     )
+
+
+def branches_of(proposal: Proposal, count: int) -> tuple[Branch, ...]:
+    """The branches of a draft that gets a chain of ``count`` tokens: those beside one that is left, or behind all."""
+    chain, places, kept = len(proposal.tokens), dict[int, int](), list[Branch]()
+    known = count - 1 if count < chain else chain
+    for place, branch in enumerate(proposal.branches, start=chain):
+        parent = branch.parent if branch.parent < known else places.get(branch.parent)
+        if parent is not None:
+            places[place] = count + len(kept)
+            kept.append(branch._replace(parent=parent))
+    return tuple(kept)
 
 
 def _alone(begun: Begun) -> Proposal:
@@ -102,4 +115,5 @@ def _extend(grammar: Grammar, proposal: Proposal, room: int) -> Proposal:
         tokens=[*proposal.tokens, *tokens],
         distributions=None if drawn_from is None else [*drawn_from, *[None] * len(tokens)],
         forced=(*proposal.forced, *range(count, count + len(tokens))),
+        branches=branches_of(proposal, count + len(tokens)),
     )

@@ -131,6 +131,7 @@ class RequestBuilder:
             forced_lookahead=self.abilities.lookahead,
             adapter=self.find_adapter(options.get("lora")),
             acceptance=acceptance,
+            tree_size=plan.tree_size,
         )
 
     @cached_property

@@ -24,6 +24,11 @@ Lookahead = int | Literal["auto"]
 """Draft tokens a round, or ``"auto"``: chosen in every round for the most expected tokens per second."""
 
 
+TreeSize = int | Literal["auto"]
+"""Most draft tokens tested in a round, branches included; 0: chains; ``"auto"``: as many as pay."""
+MOST_NODES = 63
+
+
 class RequestOptions(TypedDict, total=False):
     """How to draft for one request, and for whom: keyword arguments of ``SpecEngine.submit`` and others."""
 
@@ -43,6 +48,9 @@ class RequestOptions(TypedDict, total=False):
     # How sampled drafts are accepted: ``"block"``, which keeps the most, or ``"token"``, one by one; None takes
     # ``"block"``. Another rule is another draw from the same distribution.
     acceptance: str | None
+    # Most draft tokens tested in a round, branches included, or 0 for chains without branches, or ``"auto"``: chosen in
+    # every round, where K is. None takes ``"auto"`` where K is ``"auto"``, else 0.
+    tree_size: TreeSize | None
     trace: bool  # keep what each round did; else False
     cache_salt: str | None  # requests of one salt, or of none, may see what is kept of each other
     # False keeps nothing of this request for later ones, and shows it nothing of earlier ones; else True.
@@ -73,6 +81,7 @@ class Abilities(NamedTuple):
     # drafters between which, and for which, K can be chosen; empty without cost curves
     weighed: frozenset[str] = frozenset()
     num_layers: int = 0  # of a target that can draft with its own layers
+    takes_trees: bool = False  # drafts may have branches
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -96,6 +105,7 @@ class DraftPlan(NamedTuple):
 
     stages: tuple[DraftStage, ...] = ()  # in the order they are tried; empty for plain decoding
     adaptive: bool = False  # the lookahead of each stage is the most that may be chosen, round by round
+    tree_size: int = 0  # most draft tokens of a drafter in a round, branches included; 0: chains
 
 
 def check_names(options: Mapping[str, Any]) -> None:
@@ -131,6 +141,40 @@ def resolve_draft_plan(
     ``is_repeatable`` has to ask for it.
     """
     check_names(options)
+    plan = _resolve_stages(options, abilities, defaults, is_repeatable=is_repeatable)
+    size = _resolve_tree_size(asked := options.get("tree_size"), plan, abilities)
+    if not size or asked in (None, "auto"):
+        return plan._replace(tree_size=size)
+    stages = tuple(stage._replace(lookahead=min(stage.lookahead, size)) for stage in plan.stages)
+    return plan._replace(stages=stages, tree_size=size)
+
+
+def _resolve_tree_size(asked: TreeSize | None, plan: DraftPlan, abilities: Abilities) -> int:
+    """Most draft tokens of a round; 0 for chains. InvalidRequestError for a size that cannot be had."""
+    if asked is not None and asked != "auto":
+        if isinstance(asked, bool) or not isinstance(asked, int) or not 0 <= asked <= MOST_NODES:
+            raise InvalidRequestError(
+                f"tree_size is {asked!r}.", f"give an integer from 0 (chains) to {MOST_NODES}, or 'auto'."
+            )
+        if asked and not plan.stages:
+            raise InvalidRequestError("tree_size was given, and nothing drafts here.", "drop it, or name a drafter.")
+        if asked and not abilities.takes_trees:
+            raise InvalidRequestError(
+                f"tree_size is {asked}, and this target cannot verify trees.",
+                "leave it out: drafts are chains then; trees need backend ort-cpu, and a target without recurrences.",
+            )
+        return asked
+    if asked == "auto" and plan.stages and not plan.adaptive:
+        raise InvalidRequestError(
+            "tree_size is 'auto', and the number of draft tokens is not.",
+            f"give a number from 0 to {MOST_NODES}, or let num_speculative_tokens be 'auto' too.",
+        )
+    return MOST_NODES if plan.adaptive and abilities.takes_trees else 0
+
+
+def _resolve_stages(
+    options: RequestOptions, abilities: Abilities, defaults: DraftDefaults, *, is_repeatable: bool
+) -> DraftPlan:
     drafter, requested = options.get("drafter"), options.get("num_speculative_tokens")
     if drafter is not None and drafter not in abilities.names:
         near = get_close_matches(drafter, abilities.names, n=1)

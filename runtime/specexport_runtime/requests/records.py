@@ -20,6 +20,7 @@ class Branch(NamedTuple):
     # behind its parent, and siblings stand in the order in which they were drawn, the draft's own token first.
     parent: int
     law: "Law | None" = None  # that of its parent's children, from which it was drawn without its elder siblings
+    ratio: float | None = None  # how likely its drafter took it to be beside its parent's likeliest child; None: unsaid
 
 
 class Proposal(NamedTuple):

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 NO_ROW = -1
 DEFAULT_RULES = LayerRules()
+MOST_SIBLINGS = 8
+"""Most branches beside one token of a model's draft."""
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
@@ -59,6 +61,7 @@ class Request:
         forced_lookahead: int = 0,  # most draft tokens of a round in which the grammar forces some
         adapter: int | None = None,  # number of its LoRA adapter, from 1; None for the engine's default
         acceptance: str = DEFAULT_RULE,  # of drafts if it is sampled, one of ``sampling.block.RULES``
+        tree_size: int = 0,  # most draft tokens of a drafter in a round, branches included; 0: chains without bound
     ) -> None:
         self.index = index
         self.params = params
@@ -79,6 +82,8 @@ class Request:
         self.adaptive = adaptive
         self.draft_exit = draft_exit
         self.sure: EndsDraft | None = None  # ends a draft of this round that is no longer worth its steps
+        # Tokens that a model's draft of this round may have beside each of its own.
+        self.tree_size, self.siblings = tree_size, () if adaptive else self._usual_siblings(tree_size)
         self.layer_rules = DEFAULT_RULES if layer_rules is None else layer_rules
         self.trace: list[RoundTrace] | None = [] if trace else None  # one entry a round; None: not asked for
         self.scope, self.adapter = scope, adapter
@@ -143,6 +148,14 @@ class Request:
         """Most draft tokens of a round: what the plan may ask for, or what a grammar forces besides."""
         planned = max((stage.lookahead for stage in self.draft_plan), default=0)
         return max(planned, self._forced_lookahead) if planned else 0
+
+    def _usual_siblings(self, tree_size: int) -> tuple[int, ...]:
+        """Branches beside each token of a draft where no controller chooses; of a greedy one the best are kept."""
+        depth = max((stage.lookahead for stage in self.draft_plan), default=0)
+        room = max(tree_size - depth, 0)
+        if self.sampler.is_greedy:
+            return (min(room, MOST_SIBLINGS),) * depth
+        return tuple(min(room // depth + (place < room % depth), MOST_SIBLINGS) for place in range(depth))
 
     def is_end(self, token: int) -> bool:
         """Whether the text ends with this token, wherever it comes."""

@@ -125,6 +125,15 @@ class Sampler:
         ids = _ids_of(allowed, processed)
         return int(ids[_argmax(processed[ids])])
 
+    def allowed_logits(self, logits: Float32Array, drafted: Sequence[int]) -> tuple[Float32Array, Int64Array]:
+        """Logits after bias and penalties of the tokens [n] that a grammar allows, and their ids, ascending."""
+        processed = self._adjusted(logits, drafted)
+        allowed = None if self.grammar is None else self.grammar.allowed(drafted)
+        if allowed is None:
+            return processed, np.arange(len(processed))
+        ids = _ids_of(allowed, processed)
+        return processed[ids], ids
+
     def _adjusted(self, logits: Float32Array, drafted: Sequence[int]) -> Float32Array:
         row = logits[: self._vocab_size]
         return self._adjuster.apply(row, drafted) if self._adjuster.active else row

@@ -252,6 +252,8 @@ def _drafting(body: Sampling, engine: SpecEngine, reference: list[int] | None, o
         drafting["num_speculative_tokens"] = asked.num_speculative_tokens
     if asked is not None and asked.acceptance is not None:
         drafting["acceptance"] = asked.acceptance
+    if asked is not None and asked.tree_size is not None:
+        drafting["tree_size"] = asked.tree_size
     if asked is not None and asked.remember is not None:
         drafting["remember"] = asked.remember
     if owner or body.cache_salt is not None:  # a key's digest has no slash: no client can name another's scope

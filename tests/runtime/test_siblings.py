@@ -1,0 +1,123 @@
+"""Branches of models' drafts: the other likely tokens of the same logits, and nothing at all for chains."""
+
+import numpy as np
+import pytest
+
+from specexport_runtime.bundle.arrays import CutHead
+from specexport_runtime.drafters import draft_loop
+from specexport_runtime.drafters.forced import branches_of, shorten
+from specexport_runtime.drafters.model import ModelDrafter
+from specexport_runtime.drafters.siblings import LEAST_RATIO, runners_up
+from specexport_runtime.executors.fake import FakeExecutor
+from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.requests.records import Branch, DraftStage, Proposal
+from specexport_runtime.requests.request import MOST_SIBLINGS
+from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sampling.sampler import Sampler
+from tests.support.loop import CAPACITY, VOCAB, make_sequence
+from tests.support.tree import best_beside
+
+PLAN = (DraftStage("draft-model", 4),)
+PROMPTS = [[3, 1], [1, 2, 3, 4, 5], [16] * 9]
+
+
+def propose(tree_size, *, rows=3, cut_head=None, lookahead=4, **options):
+    """A first draft for each prompt, and its requests; ``options`` are of the sampling parameters."""
+    draft = FakeExecutor(VOCAB, rows, CAPACITY)
+    drafter = ModelDrafter(ModelRunner(draft), vocab_size=VOCAB, max_backlog=16, cut_head=cut_head)
+    params = SamplingParams(max_tokens=40, **options)
+    requests = [
+        make_sequence(i, prompt, params, draft_plan=PLAN, tree_size=tree_size, seed=i)
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    for row, request in enumerate(requests):
+        request.row = row
+        request.commit([2])
+    return drafter.propose(requests, [lookahead] * len(requests)), requests, draft
+
+
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.7, "logit_bias": {4: 3.0}}], ids=["plain", "bias"])
+def test_siblings_are_the_next_best_tokens_of_the_same_logits(options):
+    found, requests, draft = propose(40, **options)
+    for proposal, request in zip(found, requests, strict=True):
+        sampler, beside = Sampler(request.params, request.tokens[:-1], VOCAB), {}
+        sampler.append([2])
+        for place, token in enumerate(proposal.tokens):
+            logits = draft.logits_after([*request.tokens, *proposal.tokens[:place]])
+            best = sampler.allowed_logits(logits, proposal.tokens[:place])[0]
+            assert int(best.argmax()) == token
+            beside[place - 1] = best_beside(best, token, MOST_SIBLINGS)
+        assert [(each.parent, each.token) for each in proposal.branches] == [
+            (parent, token) for parent, tokens in beside.items() for token in tokens
+        ]
+        assert all(LEAST_RATIO <= each.ratio <= 1 and each.law is None for each in proposal.branches)
+
+
+def test_siblings_of_a_cut_head_are_its_own_tokens():
+    ids = np.array([0, 2, 3, 5, 8, 9, 11, 12, 14, 16], np.int32)
+    found, _, _ = propose(8, cut_head=CutHead(ids, VOCAB))
+    whole, _, _ = propose(8)
+    assert any(proposal.branches for proposal in found)
+    assert {token for proposal in found for token in proposal.nodes} <= set(ids.tolist())
+    assert not {token for proposal in whole for token in proposal.nodes} <= set(ids.tolist())
+
+
+@pytest.mark.parametrize("size", [4, 5, 7, 12])
+def test_a_fixed_tree_has_the_most_likely_paths(size):
+    """By cumulative probability among the tokens that were looked at (EAGLE-2)."""
+    every, _, _ = propose(63)
+    found, requests, draft = propose(size)
+    for all_of_them, proposal, request in zip(every, found, requests, strict=True):
+        assert proposal.tokens == all_of_them.tokens
+        assert len(proposal.nodes) <= size
+        if len(all_of_them.nodes) >= size and size < 4 + MOST_SIBLINGS:
+            assert len(proposal.nodes) == size
+        chances, reached = {}, 1.0
+        for place, token in enumerate(proposal.tokens):
+            logits = draft.logits_after([*request.tokens, *proposal.tokens[:place]]).astype(np.float64)
+            near = [token, *best_beside(logits, token, MOST_SIBLINGS if size > 11 else size - 4)]
+            weights = np.exp(logits[near])
+            for other, weight in zip(near[1:], weights[1:], strict=True):
+                chances[place - 1, other] = reached * weight / weights.sum()
+            reached *= weights[0] / weights.sum()
+        best = sorted(chances, key=lambda each: -chances[each])[: size - 4]
+        assert {(each.parent, each.token) for each in proposal.branches} == set(best)
+
+
+def test_nothing_is_computed_for_chains(monkeypatch):
+    def refuse(*args):
+        raise AssertionError("a chain has no siblings")
+
+    execute, wants = FakeExecutor.execute, set()
+    monkeypatch.setattr(FakeExecutor, "execute", lambda self, want="logits": (wants.add(want), execute(self, want))[1])
+    monkeypatch.setattr(draft_loop, "runners_up", refuse)
+    found, _, _ = propose(0)
+    assert all(proposal.tokens and not proposal.branches for proposal in found)
+    assert wants == {"token_ids"}
+
+
+def test_the_row_that_is_looked_at_stays_as_it_was():
+    logits = np.random.default_rng(0).normal(0, 2, 50).astype(np.float32)
+    before, token = logits.copy(), int(logits.argmax())
+    found = runners_up(logits, token, 5)
+    assert [each for each, _ in found] == best_beside(logits, token, 5)
+    assert np.array_equal(logits, before)
+    logits.flags.writeable = False
+    assert runners_up(logits, token, 5) == found
+
+
+@pytest.mark.parametrize("peak", [np.nan, np.inf])
+def test_logits_that_are_no_numbers_have_no_siblings(peak):
+    logits = np.array([1.0, peak, 2.0], np.float32)
+    assert runners_up(logits, 1, 3) == []
+
+
+def test_branches_follow_a_chain_that_is_cut_or_goes_on():
+    # The chain 1 2 3; beside 1: 10, behind which comes 11; beside 2: 12; beside 3: 13; behind 3: 14.
+    branches = (Branch(10, -1), Branch(11, 3), Branch(12, 0), Branch(13, 1), Branch(14, 2))
+    proposal = Proposal([1, 2, 3], branches=branches)
+    assert branches_of(proposal, 3) == branches
+    assert branches_of(proposal, 5) == (Branch(10, -1), Branch(11, 5), Branch(12, 0), Branch(13, 1), Branch(14, 2))
+    assert shorten(proposal, 2, "text").branches == (Branch(10, -1), Branch(11, 2), Branch(12, 0))
+    assert shorten(proposal, 1, "text").branches == (Branch(10, -1), Branch(11, 1))
+    assert shorten(proposal, 0, "text").branches == ()
