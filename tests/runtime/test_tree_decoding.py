@@ -1,5 +1,6 @@
 """Trees in the decoding loop: every path is read as a text of its own, and what stays of it is where it belongs."""
 
+import random
 from collections import Counter
 
 import numpy as np
@@ -34,7 +35,7 @@ def test_greedy_text_equals_plain_greedy(name, noise):
         check_plain(target, sequences)
         tested, paths = sum(event.drafted for event in events), [event.path for event in events if event.path]
         assert tested > sum(len(event.proposal.tokens) for event in events), "there were branches"
-        if lookahead > 1:
+        if lookahead > 1 and KINDS[name].good is not None:
             assert paths, "some of them stayed"
         assert sum(event.accepted for event in events) == totals(sequences)[1]
         assert all(len(event.tokens) in (event.accepted, event.accepted + 1) for event in events)
@@ -52,7 +53,7 @@ def test_what_is_drafted_behind_a_branch_that_stays_is_of_the_text(name):
     def spoiled(requests, lookaheads, begun=None):
         found = inner(requests, lookaheads, begun)
         for i, (req, proposal) in enumerate(zip(requests, found, strict=True)):
-            if len(req.tokens) % 2 and proposal.tokens:
+            if random.Random(len(req.tokens)).random() < 0.6 and proposal.tokens:  # noqa: S311
                 wrong.append(req.index)
                 spoilt = [(proposal.tokens[0] + 1) % VOCAB, *proposal.tokens[1:]]
                 found[i] = proposal._replace(tokens=spoilt)
@@ -62,7 +63,7 @@ def test_what_is_drafted_behind_a_branch_that_stays_is_of_the_text(name):
         return found
 
     decoder.drafter.drafters[kind.stage].propose = spoiled
-    sequences = make_sequences(lambda i: 12 + 7 * i)
+    sequences = make_sequences(lambda i: 30 + 4 * i)
     events = run(decoder, sequences)
     check_plain(target, sequences)
     assert len(wrong) > 20
@@ -93,7 +94,7 @@ def test_draws_of_a_tree_leave_the_target_s_law(acceptance, options):
         for i in range(1600)
     ]
     finish(decoder, sequences)
-    assert decoder.times.moved > 300
+    assert decoder.times.moved > 150
     for i, prompt in enumerate(PROMPTS):
         counts = Counter(tuple(seq.output[:LENGTH]) for seq in sequences[i::2])
         assert p_value(counts, exact(target, params, prompt)) > P_VALUE
@@ -134,7 +135,10 @@ def test_a_tree_for_a_target_that_takes_none_ends_its_request_alone():
 
         def propose(self, requests, lookaheads, begun=None):
             found = self.inner.propose(requests, lookaheads, begun)
-            return [each._replace(branches=(Branch(0, -1),)) if i == 0 else each for i, each in enumerate(found)]
+            return [
+                each._replace(branches=(Branch(0, -1),)) if req.index == 0 else each
+                for req, each in zip(requests, found, strict=True)
+            ]
 
     decoder.drafter.drafters["draft-model"] = Branching(decoder.drafter.drafters["draft-model"])
     sequences = make_sequences(lambda _: 9)[:2]

@@ -118,9 +118,8 @@ def _fill_parents(buffers: StepBuffers, work: Sequence[RowWork]) -> None:
     for row in work:
         end += len(row.tokens)
         for token, distance in enumerate(row.parents, start=end - len(row.parents)):
-            buffers.parents[token] = distance
-            if distance > 1:  # what it follows is in the step: the newest token of the text at the least
-                buffers.positions[token] = buffers.positions[token - distance] + 1
+            buffers.parents[token] = distance  # it is in the step: the newest token of the text at the least
+            buffers.positions[token] = buffers.positions[token - distance] + 1
 
 
 class ModelRunner:
