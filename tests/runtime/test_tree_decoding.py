@@ -1,6 +1,5 @@
 """Trees in the decoding loop: every path is read as a text of its own, and what stays of it is where it belongs."""
 
-import random
 from collections import Counter
 
 import numpy as np
@@ -43,31 +42,34 @@ def test_greedy_text_equals_plain_greedy(name, noise):
 
 
 @pytest.mark.parametrize("name", ["draft model", "head", "assistant", "block head", "medusa", "hydra"])
-def test_what_is_drafted_behind_a_branch_that_stays_is_of_the_text(name):
-    """Where nothing is noisy the chain is right, and so is every draft behind a path that left a wrong chain."""
+def test_every_draft_is_of_the_text_alone(name):
+    """Behind a path that left the chain too: what a drafter has read of the chain beyond that is forgotten."""
     kind = KINDS[name]
-    decoder, target, drafter = kind.make(3)
+    decoder, target, drafter = kind.make(3, NOISES["good"])
     let_trees_grow(decoder, target, right=1.0)
-    inner, wrong = decoder.drafter.drafters[kind.stage].propose, []
+    model, drafted = drafter.runner.executor, 0
+    events = []
+    inner = decoder.drafter.propose
 
-    def spoiled(requests, lookaheads, begun=None):
-        found = inner(requests, lookaheads, begun)
-        for i, (req, proposal) in enumerate(zip(requests, found, strict=True)):
-            if random.Random(len(req.tokens)).random() < 0.6 and proposal.tokens:  # noqa: S311
-                wrong.append(req.index)
-                spoilt = [(proposal.tokens[0] + 1) % VOCAB, *proposal.tokens[1:]]
-                found[i] = proposal._replace(tokens=spoilt)
-            else:
-                right = [int(target.logits_after([*req.tokens, *proposal.tokens[:j]]).argmax()) for j in range(99)]
-                assert proposal.tokens == right[: len(proposal.tokens)]
+    def propose(requests, lookaheads):
+        nonlocal drafted
+        found = inner(requests, lookaheads)
+        for req, proposal in zip(requests, found, strict=True):
+            text = list(req.tokens)
+            if name == "medusa":  # its heads know the feature before the newest token, and nothing else
+                text[-1:] = [model.logits_after(text[:-1]).argmax()]
+            for token in proposal.tokens:
+                assert token == model.logits_after(text).argmax()
+                text.append(token)
+                drafted += 1
         return found
 
-    decoder.drafter.drafters[kind.stage].propose = spoiled
+    decoder.drafter.propose = propose
     sequences = make_sequences(lambda i: 30 + 4 * i)
     events = run(decoder, sequences)
     check_plain(target, sequences)
-    assert len(wrong) > 20
-    assert sum(event.path is not None for event in events) > 10
+    assert drafted > 60
+    assert sum(event.path is not None for event in events) > 20
 
 
 @pytest.mark.parametrize("acceptance", ["token", "block"])

@@ -214,9 +214,7 @@ def _accept_tree(req: Request, proposal: Proposal, logits: Float32Array) -> Verd
     nodes, parents, sampler = proposal.nodes, proposal.parents, req.sampler
     before = lambda place: [nodes[each] for each in proposal.path_to(place)]  # noqa: E731
     if sampler.is_greedy:
-        return accept_tree_greedy(
-            nodes, parents, lambda place: sampler.greedy_token(logits[place + 1], before(place))
-        )
+        return accept_tree_greedy(nodes, parents, lambda place: sampler.greedy_token(logits[place + 1], before(place)))
     chain = proposal.distributions or [None] * len(proposal.tokens)
     drafted = [*chain, *[branch.law for branch in proposal.branches]]
     target = lambda place: sampler.distribution(logits[place + 1], before(place))  # noqa: E731
