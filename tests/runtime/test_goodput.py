@@ -168,7 +168,7 @@ def rounds(lengths, sequences, passes, count, name="draft-model"):
             accepted = next((j for j in range(each.lookahead) if not passes(i, j)), each.lookahead)
             seq.tokens += [1] * (accepted + 1)
             drafted = Proposal([1] * each.lookahead, drafter=name if each.lookahead else "")
-            lengths.observe(seq, drafted, accepted, rejected=accepted < each.lookahead)
+            lengths.observe(seq, drafted, len(seq.tokens) - accepted - 1, accepted, rejected=accepted < each.lookahead)
     return chosen
 
 
@@ -281,5 +281,5 @@ def test_sequences_with_a_fixed_length_keep_it():
         assert allowed[0] == (5, "fixed", None)
         drafted = allowed[1].lookahead
         proposal = Proposal([1] * drafted, drafter="draft-model" if drafted else "")
-        lengths.observe(free, proposal, 0, rejected=drafted > 0)
+        lengths.observe(free, proposal, len(free.tokens) - 1, 0, rejected=drafted > 0)
     assert drafted == 0

@@ -97,7 +97,7 @@ def test_what_a_draft_reads_in_passing_tells_nothing_of_reading():
         proposal = Proposal([1] * count, None, "lookahead", "draft-model")
         lengths.drafted("draft-model", [sequence], [proposal], 1.3 * count * told.drafters["draft-model"].seconds(1, 1))
         sequence.tokens += [1] * (count + 1)
-        lengths.observe(sequence, proposal, count, rejected=False)
+        lengths.observe(sequence, proposal, len(sequence.tokens) - count - 1, count, rejected=False)
         lengths.took([sequence], count, told.target.seconds(1 + count, 1))
         sequence.tokens += [1] * 3  # a copy, of which it has read nothing
     assert 1.2 < learned.draft_ratio("draft-model", 1) < 1.4
@@ -158,7 +158,7 @@ def test_a_draft_that_was_shortened_to_nothing_is_asked_for_again():
             accepted = min(number % 3, 1)
             proposal = Proposal(tokens, None, "lookahead", "draft-model")
             lengths.drafted("draft-model", [sequence], [proposal], 0.0)
-            lengths.observe(sequence, proposal, accepted, rejected=accepted < len(tokens))
+            lengths.observe(sequence, proposal, len(sequence.tokens) - accepted - 1, accepted, rejected=accepted < len(tokens))
         lengths.took([sequence], len(tokens), 0.0)
     assert 4 < drafted.count(0) < 12
     assert drafted[40:] == [1] * 80

@@ -81,6 +81,8 @@ class ChainDrafter(Drafter):
                     traces[i].append(Asked(name, *self._allowed(req, name, limit, allowed[i])))
         if forced is not None:
             proposals = forced.extend(proposals)
+        if lengths is not None:
+            proposals = lengths.branched(requests, proposals)
         for i, asked in traces.items():
             promised = () if lengths is None or not requests[i].adaptive else lengths.promises(requests[i], asked)
             proposals[i] = proposals[i]._replace(asked=tuple(asked), promised=promised)

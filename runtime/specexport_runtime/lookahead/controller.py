@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from specexport_runtime.costs.curves import CostCurves
 from specexport_runtime.costs.learned import LearnedCosts, RoundSeconds, reading_of
 from specexport_runtime.errors import SpecexportError
+from specexport_runtime.lookahead import trees
 from specexport_runtime.lookahead.acceptance import GUESS, MAX_MATCH, MODEL_GUESS, NUM_MATCH_SLOTS, match_slots
 from specexport_runtime.lookahead.draft_cost import WeighedDrafter
 from specexport_runtime.lookahead.memory import DrafterMemory, StageMemory
@@ -112,9 +113,88 @@ class Controller:
                 allowed[ask.index] = Allowed(ask.most if goes_on else ask.count, reason, 1.0 + ask.expected)
                 if reading := stage.catch_up(ask, mended=False):
                     now.catching_up[drafter] = now.catching_up.get(drafter, 0.0) + reading
+            ask.req.siblings = ()
         self._note_quiet(drafter, asks)
         now.grant(asks)
+        self._let_branch(stage)
         return allowed
+
+    def _let_branch(self, stage: Stage) -> None:
+        """Say how many branches the drafts of a stage may have beside each token.
+
+        Where tokens are drawn, these are tested, so that their number is what gives most tokens a second. What a greedy
+        draft has beside it is looked at if one could be worth its test, and now and then.
+        """
+        now = self._round
+        asks = [ask for ask in stage.asks if ask.count and not ask.is_probe and ask.req.tree_size]
+        if not asks or now.is_shorter:
+            return
+        drafting = [ask.count for ask in stage.asks]
+        draft = stage.draft_step(len(stage.requests))
+        fixed = (*stage.fixed, *[0] * max(drafting))
+        spent = sum([draft[fixed[depth] + sum([count > depth for count in drafting])] for depth in range(max(drafting))])
+        seconds = [target + spent for target in now.verify(trees.MOST_BESIDE * sum(drafting))]
+        found = []
+        for i, ask in enumerate(asks):
+            misses = ask.memory.drafter.branches.failure_rates
+            if not ask.req.sampler.is_greedy:
+                beside = trees.drawn_beside(ask.gains[: ask.count], misses)
+                found += [trees.Candidate(gain, i, depth) for gain, depth in beside]
+            elif now.number % trees.LOOKED_EVERY == 0 or trees.worth_testing(
+                [trees.Candidate(1.0 - min(misses), i, 0)], now.expected, seconds
+            ):
+                ask.req.siblings = (trees.MOST_BESIDE,) * ask.most
+        for _, i, depth in trees.worth_testing(found, now.expected, seconds):
+            req, count = asks[i].req, asks[i].count
+            siblings = list(req.siblings or [0] * count)
+            if sum(siblings) + count < req.tree_size:
+                siblings[depth] += 1
+                now.drafted += 1
+            req.siblings = tuple(siblings)
+
+    def branched(self, requests: "Sequence[Request]", proposals: Sequence[Proposal]) -> list[Proposal]:
+        """The drafts of a round with the branches that are worth their tests; all that were drawn stay.
+
+        Of requests that are not adaptive all stay.
+        """
+        now, found, best = self._round, list[trees.Candidate](), list(proposals)
+        drafted, expected = 0, float(now.load.num_ready)
+        for i, (req, proposal) in enumerate(zip(requests, proposals, strict=True)):
+            memory = self._stages.get(req, _NO_STAGES).get(proposal.drafter)
+            drafted += len(proposal.tokens)
+            if not req.adaptive or memory is None or not proposal.tokens:
+                drafted += len(proposal.branches)
+                continue
+            memory.looked = proposal if proposal.branches else None
+            reach = memory.acceptance.reach(memory.slots[: proposal.num_own])
+            expected += sum(reach)
+            if any(branch.law is not None for branch in proposal.branches):
+                drafted += len(proposal.branches)
+            elif proposal.branches:
+                best[i] = proposal._replace(branches=())
+                reached = trees.reach_of_tokens(proposal, reach)
+                found += trees.candidates(i, proposal, reached, memory.drafter.branches.failure_rates)
+        if not found:
+            return best
+        now.drafted = drafted
+        spent = sum([self._draft_seconds(name, requests, proposals) for name in {each.drafter for each in proposals}])
+        seconds = [target + spent for target in now.verify(len(found))]
+        kept = [set[int]() for _ in requests]
+        for _, i, place in trees.worth_testing(found, expected, seconds):
+            if len(kept[i]) < requests[i].tree_size - proposals[i].num_own:
+                kept[i].add(place)
+        return [
+            trees.with_branches(proposals[i], places) if places else proposal
+            for i, (proposal, places) in enumerate(zip(best, kept, strict=True))
+        ]
+
+    def _draft_seconds(self, drafter: str, requests: "Sequence[Request]", proposals: Sequence[Proposal]) -> float:
+        """Seconds that the drafts of one drafter took, by what is known of its steps."""
+        lengths = [proposal.num_own for proposal in proposals if proposal.drafter == drafter]
+        if drafter not in self._known or self._known[drafter].cost is None or not any(lengths):
+            return 0.0
+        step = Stage(self._round, drafter, self._known[drafter], requests, []).draft_step(len(lengths))
+        return sum([step[sum([length > depth for length in lengths])] for depth in range(max(lengths))])
 
     def cut(
         self, drafter: str, requests: "Sequence[Request]", proposals: Sequence[Proposal], limits: Sequence[int]
@@ -201,6 +281,9 @@ class Controller:
                     passed = request.tokens[before + place] == token
                     memory.acceptance.observe(memory.slots, int(passed), rejected=not passed)
                 memory.shadow = None
+            if memory.looked is not None and request.finish_reason is None:
+                trees.observe(memory.drafter.branches, request, memory.looked, before)
+            memory.looked = None
             if name == proposal.drafter:
                 if memory.timer.is_probing and own:
                     memory.acceptance.fade()  # it became better: what it did long ago tells little
@@ -208,7 +291,7 @@ class Controller:
                 memory.sure.observe(own, rejected=rejected and failed)
                 memory.timer.note(self._round.number, passed=own > 0)
                 if self._known[name].traits.has_own_cache:
-                    memory.read = min(before + proposal.last_own, request.num_agreed)
+                    memory.read = min(before + min(proposal.last_own, accepted), len(request.tokens) - 1)
 
     def restarted(self, request: "Request") -> None:
         """A request was paused: what drafters had read of it may be gone."""

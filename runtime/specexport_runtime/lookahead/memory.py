@@ -9,6 +9,8 @@ from specexport_runtime.lookahead.acceptance import (
     Sureness,
     shared_sureness,
 )
+from specexport_runtime.lookahead.trees import shared_chances
+from specexport_runtime.requests.records import Proposal
 
 _FEW_TESTS = 1.9  # two: they fade
 _SHARE = 0.01
@@ -23,6 +25,7 @@ class DrafterMemory:
 
     def __init__(self, num_slots: int, guess: float = GUESS) -> None:
         self.shared, self.sure = SharedAcceptance(num_slots, guess), shared_sureness()
+        self.branches = shared_chances()
         self.budget = ProbeBudget()
 
     @property
@@ -93,4 +96,5 @@ class StageMemory:
         self.read = 0  # tokens of the request that a drafter with a separate cache has read
         # A copy's first token that was not tested, and its place: whether it would have passed is seen without a test.
         self.shadow: tuple[int, int] | None = None
+        self.looked: Proposal | None = None  # with all branches that there were to choose from in this round
         self.copied: tuple[int, Sequence[float]] = (-1, ())  # the last copy's round and chances, for a trace
