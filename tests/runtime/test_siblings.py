@@ -7,11 +7,10 @@ from specexport_runtime.bundle.arrays import CutHead
 from specexport_runtime.drafters import draft_loop
 from specexport_runtime.drafters.forced import branches_of, shorten
 from specexport_runtime.drafters.model import ModelDrafter
-from specexport_runtime.drafters.siblings import LEAST_RATIO, runners_up
+from specexport_runtime.drafters.siblings import LEAST_RATIO, MOST_SIBLINGS, runners_up
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.records import Branch, DraftStage, Proposal
-from specexport_runtime.requests.request import MOST_SIBLINGS
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.sampler import Sampler
 from tests.support.loop import CAPACITY, VOCAB, make_sequence

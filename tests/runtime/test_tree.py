@@ -39,10 +39,13 @@ class WholeDraws:
         self._way, self._places, self._branches = way, {}, {}
 
     def __call__(self, place):
-        return self._places.setdefault(place, Draws(Uniform(self._way), Uniform(self._way), Uniform(self._way)))
+        return self._places.setdefault(place, self._new())
 
     def branch(self, number):
-        return self._branches.setdefault(number, Draws(None, Uniform(self._way), None))
+        return self._branches.setdefault(number, self._new())
+
+    def _new(self):
+        return Draws(*[Uniform(self._way) for _ in range(3)])
 
 
 class Models:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specexport_runtime.drafters.siblings import path_chances, runners_up
+from specexport_runtime.drafters.siblings import drawn_siblings, path_chances, runners_up, usual_siblings
 from specexport_runtime.errors import CheckFailedError, InvalidRequestError
 from specexport_runtime.executors.base import NO_TOKEN, Float32Array, StepOutput, Want
 from specexport_runtime.executors.device_rows import DeviceRow
@@ -42,6 +42,7 @@ class Draft:
         self.has_exited = False  # the model was no longer sure
         self.carried: Float32Array | None = None  # [E], what a draft head handed on behind its last token
         self.error: Exception | None = None  # of drawing a token from the model's logits: they held a NaN, say
+        self._siblings = request.siblings if request.adaptive else usual_siblings(request, limit)
         self._exit = request.draft_exit or request.sure
         self._num_begun = len(self.waiting)
         # Its last token ends the text, or the model has no more to say.
@@ -73,8 +74,8 @@ class Draft:
     @property
     def num_siblings(self) -> int:
         """Branches that there may be beside the next token, if it is the model's."""
-        siblings, place = self.request.siblings, len(self.tokens) - len(self.forced)
-        return siblings[place] if place < len(siblings) else 0
+        place = len(self.tokens) - len(self.forced)
+        return self._siblings[place] if place < len(self._siblings) else 0
 
     def plain_steps(self, *, draws: bool) -> int:
         """Steps that feed the model the id that the step before gave; 0 where more is looked at.
@@ -82,7 +83,7 @@ class Draft:
         With ``draws`` the device draws by itself.
         """
         sampler = self.request.sampler
-        if self._one_by_one or self.waiting or self._exit is not None:
+        if self._one_by_one or self.waiting or self._exit is not None or self._siblings:
             return 0
         if not sampler.is_plain_greedy and not (draws and sampler.is_uncut):
             return 0
@@ -131,6 +132,8 @@ class Draft:
     def draw_row(self, row: DeviceRow, width: int) -> None:
         """As :meth:`draw`, from a row that stays on the device and was asked by :meth:`ask`."""
         sampler = self.request.sampler
+        if self.num_siblings:
+            return self.draw(row.fetch())
         if self.distributions is None:
             if sampler.is_plain and row.ask == NOTHING:
                 return _take(self, row.token_id, width, None)
@@ -169,6 +172,8 @@ class Draft:
             distribution = req.sampler.distribution(logits, self.tokens)
             token = sample_token(distribution, req.draws(len(self.tokens)).draft)
             self.distributions.append(distribution)
+            if siblings:
+                self._branch_drawn(distribution, token, siblings)
             if draft_exit is not None:
                 top = float(distribution.probs.max())
         top = top if confidence is None else confidence
@@ -187,6 +192,12 @@ class Draft:
         if cut_head is not None:
             found = [(int(cut_head.ids[row]), ratio) for row, ratio in found]
         self.branches += [Branch(sibling, parent, ratio=ratio) for sibling, ratio in found]
+
+    def _branch_drawn(self, law: Law, token: int, count: int) -> None:
+        """Put tokens beside the next one, ``token``, that are drawn from what it and its elder siblings leave."""
+        parent, number = len(self.tokens) - 1, len(self.branches)
+        uniforms = [self.request.draws.branch(number + i).draft for i in range(count)]
+        self.branches += [Branch(sibling, parent, law) for sibling in drawn_siblings(law, token, uniforms)]
 
     def append(self, token: int) -> None:
         """Append the token of a step, and look at what a grammar forces behind it."""
@@ -211,7 +222,10 @@ class Draft:
         return proposal._replace(branches=self._kept_branches()) if self.branches else proposal
 
     def _kept_branches(self) -> tuple[Branch, ...]:
-        """Those that a tree of a fixed size has room for: the best by cumulative probability, if none was drawn."""
+        """Those that a tree of a fixed size has room for: the best by cumulative probability.
+
+        All that were drawn stay: to leave one out because of *what it is* would make the text follow another law.
+        """
         req, room = self.request, self.request.tree_size - len(self.tokens) + len(self.forced)
         if req.adaptive or self.distributions is not None or len(self.branches) <= room:
             return tuple(self.branches)

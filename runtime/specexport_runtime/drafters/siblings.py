@@ -1,16 +1,52 @@
 """The other likely tokens beside one of a model's draft: tests of the target that cost the draft no step.
 
-How many there may be is decided before anything is drafted (``Request.siblings``).
+How many there may be is decided before anything is drafted. Of greedy drafts the best are kept then, by how likely the
+model takes them to be; what is drawn stays.
 """
 
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from specexport_runtime.executors.base import Float32Array
 from specexport_runtime.requests.records import Branch
+from specexport_runtime.requests.request import Request
+from specexport_runtime.sampling.device import on_host
+from specexport_runtime.sampling.distribution import Law, sample_token
+from specexport_runtime.sampling.tree import without
 
+MOST_SIBLINGS = 8
+"""Most branches beside one token of a draft."""
 LEAST_RATIO = 0.02
 """A greedy draft has no branch that its model takes to be less likely, beside the token that it drafts."""
+
+
+def usual_siblings(request: Request, depth: int) -> tuple[int, ...]:
+    """Branches beside each of up to ``depth`` tokens of a draft where no controller chooses; empty for a chain.
+
+    With a draw for each they stand where the text most likely comes to and leaves the chain, by what became of the
+    request's earlier drafts: if a token passes with probability a, the n-th sibling beside token k is worth a^k times
+    (1 - a/2)^n, where each sibling takes half as much of what is left as a token of the chain.
+    """
+    room = min(request.tree_size - depth, MOST_SIBLINGS * depth)
+    if room <= 0:
+        return ()
+    if request.sampler.is_greedy:
+        return (min(room, MOST_SIBLINGS),) * depth
+    stats = request.stats
+    passes = (stats.accepted + 2) / (stats.accepted + stats.draft_rounds + 3)
+    worth = np.outer(passes ** np.arange(depth), (1.0 - passes / 2) ** np.arange(MOST_SIBLINGS))
+    best = np.argsort(-worth, axis=None, kind="stable")[:room] // MOST_SIBLINGS
+    return tuple(np.bincount(best, minlength=depth).tolist())
+
+
+def drawn_siblings(law: Law, token: int, uniforms: Sequence[float]) -> list[int]:
+    """Tokens that are drawn in turn from a law without ``token`` and those before: fewer if it has no more."""
+    here, drawn = on_host(law), [token]
+    for uniform in uniforms[: np.count_nonzero(here.probs) - 1]:
+        drawn.append(sample_token(without(here, drawn), uniform))
+    return drawn[1:]
 
 
 def runners_up(logits: Float32Array, token: int, count: int) -> list[tuple[int, float]]:

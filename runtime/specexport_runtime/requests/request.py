@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 NO_ROW = -1
 DEFAULT_RULES = LayerRules()
-MOST_SIBLINGS = 8
-"""Most branches beside one token of a model's draft."""
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
@@ -70,7 +68,9 @@ class Request:
         self.max_tokens = min(params.max_tokens, max_model_len - len(prompt))
         self.sampler = Sampler(params, prompt, vocab_size, grammar)
         self.acceptance = acceptance
-        self.draws = RoundDraws(RandomStream(seed), fresh=acceptance == "block")  # by place in the round at hand
+        self.draws = RoundDraws(
+            RandomStream(seed), fresh=acceptance == "block" or tree_size > 0
+        )  # by place in the round
         self.text = text
         self._pieces: list[tuple[str, int]] | None = [] if stream else None
         self.row = NO_ROW  # cache row while it is running
@@ -82,8 +82,9 @@ class Request:
         self.adaptive = adaptive
         self.draft_exit = draft_exit
         self.sure: EndsDraft | None = None  # ends a draft of this round that is no longer worth its steps
-        # Tokens that a model's draft of this round may have beside each of its own.
-        self.tree_size, self.siblings = tree_size, () if adaptive else self._usual_siblings(tree_size)
+        self.tree_size = tree_size
+        # Branches that a model's draft of this round may have beside each of its own tokens, if it is adaptive.
+        self.siblings: tuple[int, ...] = ()
         self.layer_rules = DEFAULT_RULES if layer_rules is None else layer_rules
         self.trace: list[RoundTrace] | None = [] if trace else None  # one entry a round; None: not asked for
         self.scope, self.adapter = scope, adapter
@@ -148,14 +149,6 @@ class Request:
         """Most draft tokens of a round: what the plan may ask for, or what a grammar forces besides."""
         planned = max((stage.lookahead for stage in self.draft_plan), default=0)
         return max(planned, self._forced_lookahead) if planned else 0
-
-    def _usual_siblings(self, tree_size: int) -> tuple[int, ...]:
-        """Branches beside each token of a draft where no controller chooses; of a greedy one the best are kept."""
-        depth = max((stage.lookahead for stage in self.draft_plan), default=0)
-        room = max(tree_size - depth, 0)
-        if self.sampler.is_greedy:
-            return (min(room, MOST_SIBLINGS),) * depth
-        return tuple(min(room // depth + (place < room % depth), MOST_SIBLINGS) for place in range(depth))
 
     def is_end(self, token: int) -> bool:
         """Whether the text ends with this token, wherever it comes."""

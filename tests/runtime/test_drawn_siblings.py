@@ -1,0 +1,212 @@
+"""Sampled drafts of models as trees: each sibling comes from what its elders leave, and the text's law stays as it is.
+
+A round is run once for each way that its draws and comparisons can end, the drafter's own among them (``test_block``).
+"""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from specexport_runtime.drafters import draft_loop, siblings
+from specexport_runtime.drafters.at_once import AtOnce
+from specexport_runtime.drafters.draft_loop import draft_at_once, open_drafts
+from specexport_runtime.drafters.model import ModelDrafter
+from specexport_runtime.drafters.siblings import MOST_SIBLINGS, drawn_siblings, usual_siblings
+from specexport_runtime.executors.fake import FakeExecutor
+from specexport_runtime.packing.batch import ModelRunner, RowWork
+from specexport_runtime.requests.records import DraftStage
+from specexport_runtime.requests.request import Request
+from specexport_runtime.sampling import accept, tree
+from specexport_runtime.sampling.distribution import Distribution
+from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sampling.sampler import Sampler
+from specexport_runtime.sampling.tree import TREE_RULES, without
+from tests.runtime.test_block import Uniform, draw, law
+from tests.runtime.test_sampling_exact import P_VALUE, p_value
+from tests.runtime.test_tree import WholeDraws, laws_of, path_of
+
+VOCAB, PROMPT = 3, [1, 2]
+PLAN = (DraftStage("draft-model", 2),)
+
+
+@pytest.fixture
+def whole_law(monkeypatch):
+    for module in (accept, tree, draft_loop, siblings):
+        drawn = module.sample_token
+        monkeypatch.setattr(
+            module, "sample_token", lambda d, u, drawn=drawn: draw(d, u) if isinstance(u, Uniform) else drawn(d, u)
+        )
+
+
+def model(**options):
+    return FakeExecutor(options.pop("vocab", VOCAB), 1, 40, context=3, sharpness=1.2, **options)
+
+
+def request(tree_size, *, vocab=VOCAB, plan=PLAN, seed=0, prompt=PROMPT, **options):
+    params = SamplingParams(max_tokens=30, **{"temperature": 0.9, **options})
+    made = Request(
+        0, prompt, params, vocab_size=vocab, max_model_len=36, draft_plan=plan, tree_size=tree_size, seed=seed
+    )
+    made.row = 0
+    made.commit([0])
+    return made
+
+
+def draft(executor, made, lookahead=2):
+    drafter = ModelDrafter(ModelRunner(executor), vocab_size=executor.vocab_size)
+    return drafter.propose([made], [lookahead])[0]
+
+
+def parallel(executor, made, lookahead=2):
+    """A draft in one step, each place blind to the tokens before it: of a prompt, whatever it is."""
+    drafts = open_drafts([made], [lookahead])
+    work = AtOnce(RowWork([0] * lookahead, lookahead), 0)
+    draft_at_once(ModelRunner(executor), drafts, [work], executor.vocab_size)
+    return drafts[0].proposal("draft-model")
+
+
+def laws(target, made, proposal):
+    """The target's law behind each node."""
+
+    def behind(place):
+        path = [proposal.nodes[i] for i in proposal.path_to(place)]
+        return made.sampler.distribution(target.logits_after([*made.tokens, *path]), path)
+
+    return behind
+
+
+def texts(target, options, length):
+    """The law of what follows the prompt and the token behind it, of the target alone."""
+    found = {(): 1.0}
+    for _ in range(length):
+        longer = {}
+        for text, p in found.items():
+            sampler = Sampler(SamplingParams(max_tokens=30, **{"temperature": 0.9, **options}), PROMPT, VOCAB)
+            sampler.append([0, *text])
+            behind = sampler.distribution(target.logits_after([*PROMPT, 0, *text]))
+            longer |= {(*text, x): p * behind.probability(x) for x in range(VOCAB) if behind.probability(x) > 0}
+        found = longer
+    return found
+
+
+@pytest.mark.usefixtures("whole_law")
+@pytest.mark.parametrize("rule", TREE_RULES)
+@pytest.mark.parametrize("options", [{}, {"top_k": 2}, {"frequency_penalty": 0.8}], ids=str)
+@pytest.mark.parametrize(("make", "size"), [(draft, 3), (draft, 4), (parallel, 4)], ids=["3", "4", "parallel"])
+def test_a_drafter_s_tree_leaves_the_target_s_law(make, size, options, rule):
+    target, drafts, shapes, length = model(), model(noise=0.9), set(), 3
+    expected, found = texts(target, options, length), Counter()
+
+    def run_round(way):
+        made = request(size, **options)
+        made.draws = WholeDraws(way)
+        proposal = make(drafts, made)
+        shapes.add(tuple(proposal.parents))
+        drawn, behind = laws_of(proposal), laws(target, made, proposal)
+        verdict = TREE_RULES[rule](proposal.nodes, proposal.parents, drawn, behind, made.draws)
+        return (*[proposal.nodes[i] for i in path_of(verdict)], verdict.next_token)
+
+    for tokens, weight in law(run_round).items():
+        begun = sum(p for text, p in expected.items() if text[: len(tokens)] == tokens)
+        for text, p in expected.items():
+            if text[: len(tokens)] == tokens:
+                found[text] += weight * p / begun
+    assert max(abs(found[text] - p) for text, p in expected.items()) < 1e-12
+    assert max(map(len, shapes)) == (3 if options.get("top_k") else size)
+
+
+def test_nodes_are_drawn_in_their_order_each_from_its_own_law():
+    """The chain has the numbers of a chain, and the law beside a sibling is that of its place."""
+    drafts, wide = model(noise=0.9, vocab=17), 12
+    for seed in range(20):
+        made, plain = [request(size, vocab=17, seed=seed) for size in (wide, 0)]
+        proposal, chain = draft(drafts, made, 3), draft(drafts, plain, 3)
+        assert proposal.tokens == chain.tokens
+        assert len(proposal.nodes) == wide
+        counts, number = usual_siblings(made, 3), 0
+        for place, token in enumerate(proposal.tokens):
+            path, elder = proposal.tokens[:place], [token]
+            expected = made.sampler.distribution(drafts.logits_after([*made.tokens, *path]), path)
+            assert np.array_equal(proposal.distributions[place].probs, expected.probs)
+            for branch in proposal.branches[number : number + counts[place]]:
+                assert branch.parent == place - 1
+                assert branch.law is proposal.distributions[place]
+                assert branch.token == without(expected, elder).draw(made.draws.branch(number).draft)
+                elder.append(branch.token)
+                number += 1
+            assert len(set(elder)) == len(elder)
+        assert number == len(proposal.branches)
+
+
+def test_siblings_end_with_the_tokens_that_there_are():
+    law_of_two = Distribution(np.array([3, 8]), np.array([0.3, 0.7]))
+    assert drawn_siblings(law_of_two, 8, [0.5, 0.5, 0.5]) == [3]
+    assert drawn_siblings(Distribution(None, np.array([0.0, 1.0])), 1, [0.5]) == []
+    proposal = draft(model(noise=0.9), request(30, top_k=1), 2)
+    assert (len(proposal.tokens), proposal.branches) == (2, ())
+    assert [len(draft(model(), request(30, top_k=k), 1).nodes) for k in (2, 3)] == [2, 3]
+
+
+def test_how_many_siblings_there_are_is_known_before_anything_is_drawn():
+    """By depth, and by what became of earlier drafts: nearer the text where little was accepted."""
+    made = request(12, vocab=17)
+    shapes = set()
+    for seed in range(30):
+        shapes.add(tuple(draft(model(noise=0.9, vocab=17), request(12, vocab=17, seed=seed), 4).parents))
+    assert len(shapes) == 1
+    first = usual_siblings(made, 4)
+    assert sum(first) == 8
+    assert list(first) == sorted(first, reverse=True)
+    made.stats.accepted, made.stats.draft_rounds = 2, 60
+    poor = usual_siblings(made, 4)
+    made.stats.accepted = 230
+    rich = usual_siblings(made, 4)
+    assert sum(poor) == sum(rich) == 8
+    assert poor[0] > rich[0]
+    assert rich[3] > poor[3]
+
+
+@pytest.mark.parametrize(("size", "depth"), [(0, 4), (4, 4), (3, 4), (4, 0)])
+def test_a_chain_has_none(size, depth):
+    assert not any(usual_siblings(request(size), depth))
+
+
+def test_no_place_has_more_than_there_may_be():
+    assert usual_siblings(request(63), 3) == (MOST_SIBLINGS,) * 3
+    assert usual_siblings(request(63, temperature=0.0), 3) == (MOST_SIBLINGS,) * 3
+
+
+@pytest.mark.parametrize("acceptance", ["token", "block"])
+def test_a_tree_s_numbers_serve_one_round(acceptance):
+    for size, fresh in ((0, acceptance == "block"), (1, True)):
+        made = Request(
+            0, PROMPT, SamplingParams(), vocab_size=3, max_model_len=9, tree_size=size, acceptance=acceptance
+        )
+        used = made.draws(2)
+        made.draws.end_round(1)
+        assert (used in [made.draws(place) for place in range(3)]) != fresh
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", TREE_RULES)
+def test_texts_of_many_rounds_have_the_target_s_law(rule):
+    target, drafts, length = model(), model(noise=0.9), 4
+    counts, passed = Counter(), 0
+    drafter = ModelDrafter(ModelRunner(drafts), vocab_size=VOCAB)
+    for seed in range(3000):
+        made = request(5, seed=seed)
+        while made.num_generated <= length:
+            proposal = drafter.propose([made], [2])[0]
+            drawn, behind = laws_of(proposal), laws(target, made, proposal)
+            verdict = TREE_RULES[rule](proposal.nodes, proposal.parents, drawn, behind, made.draws)
+            path = path_of(verdict)
+            made.stats.record_round(len(proposal.nodes), len(path), len(path) + 1)
+            made.num_agreed = len(made.tokens) + sum(place < len(proposal.tokens) for place in path)
+            made.commit([*[proposal.nodes[i] for i in path], verdict.next_token])
+            drafter.commit([made])
+            passed += verdict.path is not None
+        counts[tuple(made.output[1 : length + 1])] += 1
+        drafter.release_row(0)
+    assert passed > 500
+    assert p_value(counts, texts(target, {}, length)) > P_VALUE
