@@ -51,7 +51,7 @@ class _Step(NamedTuple):
 
     feeds: Arrays  # its step inputs, by name
     num_rows: int  # logit rows
-    moved: tuple[tuple[int, Int64Array], ...]  # before it, entries of these rows were packed to the front
+    moved: tuple[tuple[int, Int64Array, int], ...]  # before it, entries of these rows were packed, from a place on
     fresh: bool  # before it, all rows were forgotten
 
 
@@ -69,7 +69,7 @@ class PartedExecutor(Executor):
         self._steps: list[_Step] = []
         self._answers: Iterator[StepOutput] | None = None
         self._buffers: StepBuffers | None = None
-        self._moved: list[tuple[int, Int64Array]] = []
+        self._moved: list[tuple[int, Int64Array, int]] = []
         self._fresh = True
 
     def prepare(self, shape: StepShape) -> StepBuffers:
@@ -93,9 +93,9 @@ class PartedExecutor(Executor):
         self._moved, self._fresh = [], False
         return np.zeros((num_rows, self.vocab_size), np.float32)
 
-    def move_entries(self, row: int, entries: Int64Array) -> None:
+    def move_entries(self, row: int, entries: Int64Array, start: int = 0) -> None:
         """See ``Executor.move_entries``."""
-        self._moved.append((row, entries.copy()))
+        self._moved.append((row, entries.copy(), start))
 
     def clear_row(self, row: int) -> None:
         """The check forgets all rows at once. See ``Executor.clear_row``."""
@@ -138,9 +138,9 @@ class PartedExecutor(Executor):
         for step, values in zip(self._steps, known, strict=True):
             if step.fresh:
                 caches = self._empty_caches()
-            for row, entries in step.moved:
+            for row, entries, start in step.moved:
                 for cache in caches.values():
-                    cache[row, :, :, : len(entries)] = cache[row][:, :, entries]
+                    cache[row, :, :, start : start + len(entries)] = cache[row][:, :, entries]
             found = dict(zip(outputs, session.run(outputs, {n: (values | caches)[n] for n in names}), strict=True))
             for name, cache_out in self._cache_outputs().items():
                 if cache_out in found:

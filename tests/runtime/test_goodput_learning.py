@@ -158,7 +158,9 @@ def test_a_draft_that_was_shortened_to_nothing_is_asked_for_again():
             accepted = min(number % 3, 1)
             proposal = Proposal(tokens, None, "lookahead", "draft-model")
             lengths.drafted("draft-model", [sequence], [proposal], 0.0)
-            lengths.observe(sequence, proposal, len(sequence.tokens) - accepted - 1, accepted, rejected=accepted < len(tokens))
+            lengths.observe(
+                sequence, proposal, len(sequence.tokens) - accepted - 1, accepted, rejected=accepted < len(tokens)
+            )
         lengths.took([sequence], len(tokens), 0.0)
     assert 4 < drafted.count(0) < 12
     assert drafted[40:] == [1] * 80

@@ -19,7 +19,7 @@ from tests.runtime.test_self_draft_whole import LENGTH, PROMPTS, SMALL, exact
 from tests.support.drafter_kinds import KINDS, NOISES
 from tests.support.grown_trees import let_trees_grow
 from tests.support.heads_on_fakes import check_plain, make_sequences, totals
-from tests.support.loop import VOCAB, finish, make_decoder, make_draft, make_sequence, make_target, run
+from tests.support.loop import finish, make_decoder, make_draft, make_sequence, make_target, run
 
 
 @pytest.mark.parametrize("noise", ["good", "random"])
@@ -27,7 +27,7 @@ from tests.support.loop import VOCAB, finish, make_decoder, make_draft, make_seq
 def test_greedy_text_equals_plain_greedy(name, noise):
     """The fakes fail a step that reads a stale entry, and heads a feature of another token."""
     for lookahead in (1, 3, 7):
-        decoder, target, drafter = KINDS[name].make(lookahead, NOISES[noise])
+        decoder, target, _ = KINDS[name].make(lookahead, NOISES[noise])
         let_trees_grow(decoder, target, most=1 + 2 * lookahead)
         sequences = make_sequences(lambda i: 5 + 7 * i)
         events = run(decoder, sequences)

@@ -21,7 +21,7 @@ def grown(proposal: Proposal, text: Sequence[int], target: FakeExecutor, *, righ
     branches: list[Branch] = []
     if not nodes or proposal.error is not None:
         return proposal
-    chance = random.Random(len(text))  # noqa: S311 - no cryptography
+    chance = random.Random(len(text))
     for _ in range(most):
         parent = chance.randrange(-1, len(nodes))
         if parent == len(proposal.tokens) - 1:

@@ -212,10 +212,14 @@ def accept_processed(req: Request, proposal: Proposal, logits: Float32Array) -> 
 def _accept_tree(req: Request, proposal: Proposal, logits: Float32Array) -> Verdict:
     """As :func:`accept_processed`: each node's row of logits sees the tokens of its own path."""
     nodes, parents, sampler = proposal.nodes, proposal.parents, req.sampler
-    before = lambda place: [nodes[each] for each in proposal.path_to(place)]  # noqa: E731
+
+    def before(place: int) -> list[int]:
+        return [nodes[each] for each in proposal.path_to(place)]
+
     if sampler.is_greedy:
         return accept_tree_greedy(nodes, parents, lambda place: sampler.greedy_token(logits[place + 1], before(place)))
     chain = proposal.distributions or [None] * len(proposal.tokens)
     drafted = [*chain, *[branch.law for branch in proposal.branches]]
-    target = lambda place: sampler.distribution(logits[place + 1], before(place))  # noqa: E731
-    return TREE_RULES[req.acceptance](nodes, parents, drafted, target, req.draws)
+    return TREE_RULES[req.acceptance](
+        nodes, parents, drafted, lambda place: sampler.distribution(logits[place + 1], before(place)), req.draws
+    )

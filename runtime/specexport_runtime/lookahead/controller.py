@@ -129,11 +129,9 @@ class Controller:
         asks = [ask for ask in stage.asks if ask.count and not ask.is_probe and ask.req.tree_size]
         if not asks or now.is_shorter:
             return
-        drafting = [ask.count for ask in stage.asks]
-        draft = stage.draft_step(len(stage.requests))
-        fixed = (*stage.fixed, *[0] * max(drafting))
-        spent = sum([draft[fixed[depth] + sum([count > depth for count in drafting])] for depth in range(max(drafting))])
-        seconds = [target + spent for target in now.verify(trees.MOST_BESIDE * sum(drafting))]
+        most = trees.MOST_BESIDE * sum([ask.count for ask in asks])
+        spent = stage.draft_seconds([ask.count for ask in stage.asks])
+        seconds = [target + spent for target in now.verify(most)]
         found = []
         for i, ask in enumerate(asks):
             misses = ask.memory.drafter.branches.failure_rates
@@ -190,11 +188,10 @@ class Controller:
 
     def _draft_seconds(self, drafter: str, requests: "Sequence[Request]", proposals: Sequence[Proposal]) -> float:
         """Seconds that the drafts of one drafter took, by what is known of its steps."""
-        lengths = [proposal.num_own for proposal in proposals if proposal.drafter == drafter]
-        if drafter not in self._known or self._known[drafter].cost is None or not any(lengths):
+        if drafter not in self._known:
             return 0.0
-        step = Stage(self._round, drafter, self._known[drafter], requests, []).draft_step(len(lengths))
-        return sum([step[sum([length > depth for length in lengths])] for depth in range(max(lengths))])
+        lengths = [proposal.num_own for proposal in proposals if proposal.drafter == drafter]
+        return Stage(self._round, drafter, self._known[drafter], requests, []).draft_seconds(lengths)
 
     def cut(
         self, drafter: str, requests: "Sequence[Request]", proposals: Sequence[Proposal], limits: Sequence[int]

@@ -108,6 +108,14 @@ class Stage:
         past = load.kv_entries / load.num_rows
         return [0.0, *[ratio * cost.seconds(self.requests, rows, past * rows) for rows in range(1, most + 1)]]
 
+    def draft_seconds(self, lengths: Sequence[int]) -> float:
+        """Seconds of the draft steps of rows that draft so many tokens each, besides those that draft anyway."""
+        if self.drafter.cost is None:
+            return 0.0
+        step, fixed = self.draft_step(len(self.requests)), [*self.fixed, *[0] * max(lengths)]
+        active = [fixed[depth] + sum([length > depth for length in lengths]) for depth in range(max(lengths))]
+        return sum([step[rows] for rows in active])
+
     def catch_up(self, ask: Ask, *, mended: bool = True) -> float:
         """Seconds for reading what the drafter has missed of a request; 0 if it has nothing to read with."""
         if self.drafter.cost is None or not self.drafter.traits.has_own_cache:

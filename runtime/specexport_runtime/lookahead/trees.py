@@ -23,7 +23,7 @@ LOOKED_EVERY = 16
 _MARGIN = 0.01
 _RATIOS = (0.03, 0.06, 0.12, 0.2, 0.35, 0.5, 0.7)
 _MISSES = (0.98, 0.97, 0.94, 0.9, 0.85, 0.8, 0.75, 0.7, 0.7, 0.8, 0.9)
-"""Before anything was seen: by ratio, then of the first, second and third that was drawn, where all before it failed."""
+"""Before anything was seen: by ratio, then of the first, second and third that was drawn, if all before it failed."""
 _WEIGHT = 4.0
 
 
@@ -43,17 +43,17 @@ class Candidate(NamedTuple):
     """A branch that may be tested."""
 
     gain: float  # chance that the text comes to it and takes it
-    index: int  # of its request
+    request: int  # its place in the round
     place: int  # among the branches of its draft
 
 
-def candidates(index: int, proposal: Proposal, reach: Sequence[float], misses: Sequence[float]) -> list[Candidate]:
+def candidates(request: int, proposal: Proposal, reach: Sequence[float], misses: Sequence[float]) -> list[Candidate]:
     """All branches of a draft, whose chain is accepted up to its tokens with the chances ``reach``."""
     chain, found = len(proposal.tokens), list[Candidate]()
     for place, branch in enumerate(proposal.branches):
         parent = branch.parent
         before = 1.0 if parent < 0 else reach[parent] if parent < chain else found[parent - chain].gain
-        found.append(Candidate(before * (1.0 - misses[slot_of(branch)]), index, place))
+        found.append(Candidate(before * (1.0 - misses[slot_of(branch)]), request, place))
     return found
 
 
@@ -78,7 +78,7 @@ def with_branches(proposal: Proposal, places: Collection[int]) -> Proposal:
 
 def worth_testing(found: Sequence[Candidate], expected: float, seconds: Sequence[float]) -> list[Candidate]:
     """Of candidates, those that a step gives most tokens a second with; ``seconds`` of it with 0, 1, … of them."""
-    ordered = sorted(found, key=lambda each: (-each.gain, each.index, each.place))
+    ordered = sorted(found, key=lambda each: (-each.gain, each.request, each.place))
     best, count = (1.0 + _MARGIN) * expected / seconds[0], 0
     for taken, each in enumerate(ordered, 1):
         expected += each.gain
