@@ -1,0 +1,116 @@
+"""Branches where the controller chooses: what they are worth is learned, and as many are tested as pay."""
+
+from collections import Counter
+
+import pytest
+
+from specexport_runtime.decoding.decoder import Decoder
+from specexport_runtime.drafters.chain import ChainDrafter
+from specexport_runtime.drafters.model import ModelDrafter
+from specexport_runtime.executors.fake import FakeExecutor
+from specexport_runtime.lookahead import trees
+from specexport_runtime.lookahead.trees import Candidate, worth_testing
+from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.requests.records import Branch, DraftStage, Proposal
+from specexport_runtime.requests.request import Request
+from specexport_runtime.sampling.params import SamplingParams
+from tests.runtime.test_sampling_exact import P_VALUE, p_value
+from tests.runtime.test_self_draft_whole import LENGTH, PROMPTS, SMALL, exact
+from tests.support.goodput_fakes import CAPACITY, LOOKAHEAD, curves, make_sequences
+from tests.support.loop import VOCAB, finish, goodput_length, make_sequence
+
+
+def decode(curve, *, tree_size, noise=0.4, count=1, max_tokens=200, params=None):
+    """Modelled seconds, and the sequences, of a draft model of the target's likes."""
+    target, draft = FakeExecutor(VOCAB, count, CAPACITY), FakeExecutor(VOCAB, count, CAPACITY, noise=noise)
+    target.takes_trees = True
+    lengths = goodput_length(curve, LOOKAHEAD)
+    drafters = {"draft-model": ModelDrafter(ModelRunner(draft), vocab_size=VOCAB, max_backlog=32)}
+    decoder = Decoder(ModelRunner(target), ChainDrafter(drafters, lengths), lengths=lengths)
+    sequences = make_sequences(count, ["draft-model"], max_tokens, params=params, tree_size=tree_size, trace=True)
+    finish(decoder, sequences)
+    seconds = sum(curve.target.seconds(call.num_tokens, call.num_seqs) for call in target.calls)
+    seconds += sum(curve.drafters["draft-model"].seconds(call.num_tokens, call.num_seqs) for call in draft.calls)
+    return seconds, sequences, target
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_trees_are_no_slower_than_chains_and_faster_where_tests_are_cheap(count):
+    for per_token, least in ((0.002, 1.03), (0.02, 1.0), (0.2, 0.99)):
+        curve = curves(draft=0.3, per_token=per_token)
+        chain, plain, _ = decode(curve, tree_size=0, count=count)
+        tree, grown, _ = decode(curve, tree_size=63, count=count)
+        assert [seq.output for seq in grown] == [seq.output for seq in plain]
+        assert chain / tree > least, per_token
+
+
+def test_where_a_test_is_dear_nothing_is_looked_at_but_now_and_then():
+    curve = curves(draft=0.3, per_token=0.9)
+    _, (seq,), _ = decode(curve, tree_size=63)
+    assert seq.stats.drafted == sum(len(each.drafted) for each in seq.trace), "no branch was tested"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_tree_is_no_larger_than_the_request_allows(temperature):
+    params = SamplingParams(max_tokens=200, temperature=temperature, seed=1)
+    _, (seq,), target = decode(curves(draft=0.3, per_token=0.0001), tree_size=10, params=params)
+    widest = max(call.num_tokens for call in target.calls if call.num_logit_rows > 1)
+    assert widest == 11, "with the newest token"
+    assert seq.stats.drafted > 7 * seq.stats.draft_rounds
+
+
+@pytest.mark.parametrize("acceptance", ["token", "block"])
+def test_sampled_trees_of_any_size_leave_the_target_s_law(acceptance):
+    params = SamplingParams(max_tokens=LENGTH + 1, temperature=0.8)
+    target = FakeExecutor(SMALL, 8, 40, context=3, sharpness=1.2)
+    target.takes_trees = True
+    draft = FakeExecutor(SMALL, 8, 40, context=3, sharpness=1.2, noise=0.8)
+    lengths = goodput_length(curves(draft=0.1, per_token=0.001), 4)
+    drafters = {"draft-model": ModelDrafter(ModelRunner(draft), vocab_size=SMALL)}
+    decoder = Decoder(ModelRunner(target), ChainDrafter(drafters, lengths), lengths=lengths)
+    sequences = [
+        Request(
+            i, PROMPTS[i % 2], params, vocab_size=SMALL, max_model_len=30, seed=i, adaptive=True,
+            draft_plan=[DraftStage("draft-model", 4)], tree_size=63, acceptance=acceptance,
+        )
+        for i in range(1600)
+    ]  # fmt: skip
+    finish(decoder, sequences)
+    assert decoder.times.moved > 100
+    for i, prompt in enumerate(PROMPTS):
+        counts = Counter(tuple(seq.output[:LENGTH]) for seq in sequences[i::2])
+        assert p_value(counts, exact(target, params, prompt)) > P_VALUE
+
+
+def test_as_many_are_tested_as_give_most_tokens_a_second():
+    found = [Candidate(gain, 0, place) for place, gain in enumerate([0.1, 0.5, 0.02, 0.3])]
+    assert [each.place for each in worth_testing(found, 2.0, [1.0, 1.05, 1.1, 1.15, 1.2])] == [1, 3]
+    assert worth_testing(found, 2.0, [1.0, 1.3, 1.6, 1.9, 2.2]) == []
+    assert len(worth_testing(found, 2.0, [1.0] * 5)) == 4
+    assert worth_testing([Candidate(0.01, 0, 0)], 2.0, [1.0, 1.0]) == [], "less than the error of what is known"
+
+
+def test_branches_are_kept_with_their_parents():
+    proposal = Proposal([5, 6], branches=(Branch(7, -1), Branch(8, 2), Branch(9, 0), Branch(3, 3)))
+    kept = trees.with_branches(proposal, {2, 0, 1})
+    assert kept.branches == (Branch(7, -1), Branch(8, 2), Branch(9, 0))
+    assert trees.with_branches(proposal, {2}).branches == (Branch(9, 0),)
+    assert trees.reach_of_tokens(proposal._replace(forced=(0,)), [0.4]) == [1.0, 0.4]
+
+
+def test_what_the_text_takes_is_counted_and_what_it_does_not_come_to_is_not():
+    chances = trees.shared_chances()
+    seq = make_sequence(0, [1, 2, 3], SamplingParams(max_tokens=9))
+    seq.tokens += [5, 9, 4]  # the chain's first token, then its branch
+    proposal = Proposal(
+        [5, 6, 7], branches=(Branch(9, 0, ratio=0.6), Branch(8, -1, ratio=0.6), Branch(4, 1, ratio=0.6))
+    )
+    before = chances.failure_rates[trees.slot_of(proposal.branches[0])]
+    tests = list(chances.tests)
+    trees.observe(chances, seq, proposal, 3)
+    slot = trees.slot_of(proposal.branches[0])
+    assert chances.failure_rates[slot] < before, "one of two"
+    assert chances.tests[slot] > tests[slot] + 1.5
+    assert [new for i, new in enumerate(chances.tests) if i != slot] == [
+        old for i, old in enumerate(tests) if i != slot
+    ]
