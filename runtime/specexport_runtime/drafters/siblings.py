@@ -44,7 +44,7 @@ def usual_siblings(request: Request, depth: int) -> tuple[int, ...]:
 def drawn_siblings(law: Law, token: int, uniforms: Sequence[float]) -> list[int]:
     """Tokens that are drawn in turn from a law without ``token`` and those before: fewer if it has no more."""
     here, drawn = on_host(law), [token]
-    for uniform in uniforms[: np.count_nonzero(here.probs) - 1]:
+    for uniform in uniforms[: int(np.count_nonzero(here.probs)) - 1]:
         drawn.append(sample_token(without(here, drawn), uniform))
     return drawn[1:]
 
