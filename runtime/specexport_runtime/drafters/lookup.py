@@ -3,19 +3,24 @@
 LLMA (Yang et al. 2023, "Inference with Reference: Lossless Acceleration of Large Language Models") copies from a
 reference text; prompt lookup copies from the prompt and the output. This drafter does both.
 
-Where the end of a growing text occurred before, a suffix automaton says that also remembers recent places.
+Where the end of a growing text occurred before, a suffix automaton says that also remembers recent places. It says as
+well what else followed there: the branches of a draft that may be a tree.
 """
 
 from collections.abc import Iterable, Sequence
+from heapq import nlargest
 from weakref import WeakKeyDictionary
 
 from specexport_runtime.drafters.base import Drafter, DrafterKind, DrafterTraits
+from specexport_runtime.drafters.continuations import Continuations, room_for_branches
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.requests.records import Begun, DraftEnd, Proposal
 from specexport_runtime.requests.request import Request
 
 _MAX_WALK = 64
 _HIT_WEIGHT = 0.1
+_MOST_WAYS = 8  # tokens that are looked at in one place
+_LEAST_RATE = 0.1  # matches are taken to foretell neither less than this, nor all but as much
 
 DEFAULT_MATCH_LENGTH = 2
 DEFAULT_COPY_LENGTH = 7
@@ -87,13 +92,33 @@ class SuffixIndex:
         """``match_length`` and ``match_end`` as if the text went on with ``tokens``; it stays as it is."""
         if not tokens:
             return self.match_length, self.match_end
+        state, length = self._behind(tokens)
+        return length, self._last[state]
+
+    def ways_behind(self, tokens: Sequence[int], count: int) -> list[tuple[int, int]]:
+        """Up to ``count`` tokens that followed the text's end with ``tokens`` before, and a place behind each.
+
+        Those behind the longest match come first, then those behind shorter ones of ``min_length``; the newest of each.
+        """
+        state, length = self._behind(tokens)
+        found: dict[int, int] = {}
+        while state > 0 and length >= self.min_length and len(found) < count:
+            newest = nlargest(count, [(self._last[target], token) for token, target in self._next[state].items()])
+            for place, token in newest:
+                found.setdefault(token, place)
+            state = self._link[state]
+            length = self._length[state]
+        return list(found.items())[:count]
+
+    def _behind(self, tokens: Sequence[int]) -> tuple[int, int]:
+        """The state of the longest match if the text went on with ``tokens``, and the length of the match."""
         state, length = self._link[self._tail], self.match_length
         for token in tokens:
             while state >= 0 and token not in self._next[state]:
                 state = self._link[state]
                 length = self._length[state] if state >= 0 else 0
             state, length = (self._next[state][token], length + 1) if state >= 0 else (0, 0)
-        return length, self._last[state]
+        return state, length
 
     def _add_state(self, transitions: dict[int, int], link: int, length: int, last: int) -> int:
         self._next.append(transitions)
@@ -125,6 +150,8 @@ class LookupDrafter(Drafter):
     - A copy that reaches the end of the text goes on into what it has just copied (as in LZ77), so periodic text
       drafts its full length. A copy from the reference ends where the reference ends; no match runs across that border.
     - Copied tokens have no distribution: the proposal is one-hot, for sampled requests too.
+    - A draft that may be a tree has other continuations as branches, where they leave the copy. How likely they are
+      follows from how often matches foretold the next token.
 
     The gate keeps bad copies short, because in a large batch each rejected token costs compute. While fewer than half
     of the recent matches foretold their next token, a copy is no longer than its match. The gate looks at the text
@@ -149,14 +176,7 @@ class LookupDrafter(Drafter):
     ) -> list[Proposal]:
         """Up to ``lookaheads[i]`` copied tokens for each request; see ``Drafter.propose``."""
         return [
-            self._copy(
-                self._updated_index(req),
-                lookahead,
-                [] if begun is None else begun[i].tokens,
-                gated=self.gate and not req.adaptive,
-            )
-            if lookahead > 0
-            else _NOTHING
+            self._copy(req, lookahead, [] if begun is None else begun[i].tokens) if lookahead > 0 else _NOTHING
             for i, (req, lookahead) in enumerate(zip(requests, lookaheads, strict=True))
         ]
 
@@ -179,22 +199,52 @@ class LookupDrafter(Drafter):
         index.extend(req.tokens[len(index.tokens) - before :])
         return index
 
-    def _copy(self, index: SuffixIndex, count: int, begun: list[int], *, gated: bool) -> Proposal:
+    def _copy(self, req: Request, count: int, begun: list[int]) -> Proposal:
+        index = self._updated_index(req)
         matched, place = index.match_behind(begun)
         if matched < self.match_length:
             return _NOTHING
-        end: DraftEnd = "lookahead"
-        if gated and index.hit_rate < 0.5 and matched < count:
-            count, end = matched, "exit"
-        copied = index.tokens[place : place + count]
-        if len(copied) < count:  # the end of the text: what was copied so far repeats
+        copied = _read(index, place, count)
+        if len(copied) < count and place + len(copied) == len(index.tokens):  # what was copied so far repeats
             copied += begun
             copied = (copied * (count // len(copied) + 1))[:count]
-        if _SEPARATOR in copied:
-            copied, end = copied[: copied.index(_SEPARATOR)], "text"
-        if not copied:
+        end: DraftEnd = "lookahead" if len(copied) == count else "text"
+        chain = copied
+        if self.gate and not req.adaptive and index.hit_rate < 0.5 and matched < len(copied):
+            chain, end = copied[:matched], "exit"
+        if not chain:
             return _NOTHING
-        return Proposal([*begun, *copied], None, end, "lookup", matched, forced=tuple(range(len(begun))))
+        room, forced = room_for_branches(req, len(chain)), tuple(range(len(begun)))
+        whole, copied = [*begun, *chain], [*begun, *copied]
+        branches = _ways(index, whole, copied, len(begun), count).branches(room) if room else ()
+        return Proposal(whole, None, end, "lookup", matched, forced=forced, branches=branches)
+
+
+def _ways(index: SuffixIndex, chain: list[int], copied: list[int], first: int, most: int) -> Continuations:
+    """A copy, and where it may be left: what else followed matches, up to ``most`` tokens from place ``first`` on.
+
+    How likely each is follows from how often a match foretold the next token, and where there are several ways to leave
+    the copy, each takes half of what those before it leave.
+    """
+    right = min(max(index.hit_rate, _LEAST_RATE), 1.0 - _LEAST_RATE)
+    found, chances = Continuations(chain), [right**depth for depth in range(most + 1)]
+    found.add(copied, [*[1.0] * first, *chances[1 : len(copied) - first + 1]])
+    for depth, token in enumerate(copied[first:]):
+        before, share = copied[: first + depth], chances[depth] * (1.0 - right)
+        for other, place in index.ways_behind(before, _MOST_WAYS):
+            if other in (token, _SEPARATOR):
+                continue
+            share /= 2
+            behind = _read(index, place, most - depth - 1)
+            added = [share * chance for chance in chances[: len(behind) + 1]]
+            found.add([*before, other, *behind], [*[0.0] * len(before), *added])
+    return found
+
+
+def _read(index: SuffixIndex, place: int, count: int) -> list[int]:
+    """Up to ``count`` tokens from a place on, of the reference up to its end."""
+    found = index.tokens[place : place + count]
+    return found[: found.index(_SEPARATOR)] if _SEPARATOR in found else found
 
 
 _NOTHING = Proposal([], end="none")

@@ -6,13 +6,14 @@ corpus that the engine was loaded with, in a :class:`SuffixStore` (REST, He et a
 
 Of many continuations the path with the most expected accepted tokens is drafted: the chance of a token is taken as the
 count of its node over the count of its parent, and the score of a path is the sum over its tokens of the products of
-these chances.
+these chances. A draft that may be a tree has the likeliest tokens of the other continuations as branches.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from specexport_runtime.drafters.base import Drafter, DrafterKind, DrafterTraits
+from specexport_runtime.drafters.continuations import Continuations, room_for_branches
 from specexport_runtime.drafters.lookup import DEFAULT_COPY_LENGTH, LookupDrafter
 from specexport_runtime.drafters.suffix_segment import DEPTH
 from specexport_runtime.drafters.suffix_store import DEFAULT_MEMORY_MB, SuffixStore, tokens_within
@@ -82,8 +83,19 @@ class SuffixDrafter(Drafter):
             if tokens:
                 end: DraftEnd = "lookahead" if len(tokens) == most else "text"
                 whole, places = [*begun, *tokens], tuple(range(len(begun)))
-                return Proposal(whole, None, end, SUFFIX, found.length, forced=places)
+                room = room_for_branches(req, len(tokens))
+                branches = _ways(whole, begun, found.continuations).branches(room) if room else ()
+                return Proposal(whole, None, end, SUFFIX, found.length, forced=places, branches=branches)
         return own._replace(drafter=SUFFIX) if own.tokens else own
+
+
+def _ways(chain: list[int], begun: list[int], continuations: Sequence[Sequence[int]]) -> Continuations:
+    """A draft from the store among the ``continuations`` behind ``begun``: how many of them come to each token."""
+    found, share = Continuations(chain), 1.0 / len(continuations)
+    for each in continuations:
+        whole = [*begun, *each]
+        found.add(whole, [share] * len(whole))
+    return found
 
 
 def _is_planned(req: Request) -> bool:
