@@ -8,7 +8,8 @@ from specexport_runtime.requests.request import Request
 
 def room_for_branches(request: Request, chain: int) -> int:
     """Most branches of a copy beside a chain of so many tokens; a controller says it by the siblings that it allows."""
-    return sum(request.siblings) if request.adaptive else max(request.tree_size - chain, 0)
+    room = max(request.tree_size - chain, 0)
+    return min(sum(request.siblings), room) if request.adaptive else room
 
 
 class Continuations:
