@@ -73,6 +73,7 @@ def describe_json(manifest: Manifest, layers: DraftLayers | None = None) -> dict
     data["draft_layers"] = None if layers is None else layers._asdict()
     data["total_bytes"] = sum(entry.size for entry in manifest.files.values())
     for role, entry in manifest.models.items():
+        data["models"][role]["takes_trees"] = entry.takes_trees
         data["models"][role]["contract"] = [spec._asdict() for spec in contract_of(entry)]
         data["models"][role]["kept_layers"] = list(entry.kept_layers)
         data["models"][role]["engine_bytes"] = _engine_bytes(manifest, role)
@@ -218,6 +219,8 @@ def _describe_model(manifest: Manifest, role: str, entry: ModelEntry) -> Iterato
         yield from _describe_weights(entry, str(rounded or entry.dtype))
     if (chosen := _kernels(entry)) is not None:
         yield f"  operators run here with: {chosen}"
+    if role == "target":
+        yield f"  drafts for it: {'chains or trees' if entry.takes_trees else 'chains, no trees'}"
     yield from _self_drafting(entry.engine.gates)
     if entry.passes:
         yield "  passes: " + ", ".join(f"{name} {count}" for name, count in (*entry.passes, *entry.engine.fused))

@@ -64,6 +64,16 @@ _NUMBERS = (
         "Draft tokens that were accepted and emitted.",
         lambda c: c.all_drafts().accepted,
     ),
+    _Number(
+        "specexport:branch_tokens",
+        "Draft tokens tested beside the chain of their draft.",
+        lambda c: c.all_drafts().branches,
+    ),
+    _Number(
+        "specexport:accepted_branch_tokens",
+        "Of these, tokens that were accepted and emitted.",
+        lambda c: c.all_drafts().accepted_branches,
+    ),
     _Number("specexport:steps", "Steps of the engine.", lambda c: c.steps),
     _Number("specexport:step_seconds", "Seconds that the steps took, drafting included.", lambda c: c.step_seconds),
     _Number(

@@ -105,7 +105,7 @@ def compared_methods(named: Mapping[str, Subject], names: Sequence[str] | None, 
 
 
 def check_room(named: Mapping[str, Subject], options: BenchOptions) -> None:
-    """Refuse contexts that leave no room for the new tokens, and a K that not all of several bundles were built for."""
+    """Refuse contexts that leave no room for the new tokens, a K or trees that not all bundles were built for."""
     several, tokens = len(named) > 1, options.max_tokens[1]
     most, longest = max(options.num_speculative_tokens or (0,)), max(options.contexts, default=0)
     for bundle, subject in named.items():
@@ -114,6 +114,11 @@ def check_room(named: Mapping[str, Subject], options: BenchOptions) -> None:
             raise InvalidRequestError(
                 f"{most} draft tokens are asked for; {name} was built for up to {subject.lookahead}.",
                 "choose fewer, or build with a larger --lookahead.",
+            )
+        if any(options.tree_sizes or ()) and not subject.takes_trees:
+            raise InvalidRequestError(
+                f"--tree-sizes asks for trees, and the target of {name} cannot verify them.",
+                "leave it out: drafts are chains then; trees need backend ort-cpu, and a target without recurrences.",
             )
         if longest and longest + tokens > (room := subject.details["max_model_len"]):
             raise InvalidRequestError(

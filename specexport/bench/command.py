@@ -86,6 +86,13 @@ _NAMES, _WHOLE, _NUMBERS = list_of(str, "names"), list_of(int, "whole numbers"),
     help="Draft tokens a round; `auto` chooses in every round.  [default: 4 of a draft model, 7 of lookup, 3 of self]",
 )
 @click.option(
+    "--tree-sizes",
+    metavar="N,…",
+    callback=_LOOKAHEADS,
+    help="Draft tokens tested in a round, branches included: 0 for chains; `auto` where K is auto.  [default: 0 of a "
+    "fixed K, else auto]",
+)
+@click.option(
     "--batch-size", metavar="B,…", default="1", show_default=True, callback=_WHOLE, help="Sequences decoded at a time."
 )
 @click.option("--contexts", metavar="L,…", callback=_WHOLE, help="Repeat or cut prompts to lengths.  [default: no]")

@@ -12,7 +12,7 @@ from specexport_runtime.intake.drafting import resolve_lookahead
 
 DRAFTERS = (*KINDS, "chained", "auto")
 AUTO = -1
-"""Stands for a K that is chosen in every round."""
+"""Stands for a K, or the size of a tree, that is chosen in every round."""
 SWITCHES = {"unpad-kv": (True, False), "unpad-input": (False, True), "vanilla": (False, False)}
 """The padded methods as (unpad_kv, unpad_input); EMS-SD (Ni et al. 2025) calls the last one vanilla."""
 METHODS = ("plain", *DRAFTERS, *SWITCHES)
@@ -56,18 +56,22 @@ class Cell(NamedTuple):
     batching: str  # ``"continuous"``, or ``"static"``: groups of ``batch_size`` prompts, one after another
     context: int = 0  # tokens of each prompt, repeated or cut; 0 for prompts as they are
     bundle: str = ""  # see :class:`Method`
+    # most draft tokens of a round, branches included; 0 for chains, :data:`AUTO` where it is chosen in every round
+    tree_size: int = 0
 
     @property
     def plain(self) -> "Cell":
         """Plain decoding in the same circumstances: what it is compared with."""
         return self._replace(
-            method="plain", drafter="none", unpad_kv=True, unpad_input=True, num_speculative_tokens=0, bundle=""
+            method="plain", drafter="none", unpad_kv=True, unpad_input=True, num_speculative_tokens=0, bundle="",
+            tree_size=0,
         )  # fmt: skip
 
     @property
     def vanilla(self) -> "Cell":
-        """The padded method with the same drafter in the same circumstances."""
-        return self._replace(method="vanilla", unpad_kv=False, unpad_input=False)
+        """The padded method with the same drafter in the same circumstances; it takes no trees."""
+        size = min(self.tree_size, 0)
+        return self._replace(method="vanilla", unpad_kv=False, unpad_input=False, tree_size=size)
 
     @property
     def requested(self) -> int | Literal["auto"] | None:
@@ -75,9 +79,22 @@ class Cell(NamedTuple):
         return "auto" if self.num_speculative_tokens == AUTO else self.num_speculative_tokens or None
 
     @property
+    def requested_tree(self) -> int | Literal["auto"] | None:
+        """The tree's size as ``SpecEngine.generate`` takes it; None for what the request takes anyway."""
+        if self.tree_size == self._usual_tree:
+            return None
+        return "auto" if self.tree_size == AUTO else self.tree_size
+
+    @property
+    def _usual_tree(self) -> int:
+        return AUTO if self.num_speculative_tokens == AUTO else 0
+
+    @property
     def label(self) -> str:
         """The method for a reader, without K and batch size."""
         of = f" of {self.bundle}" if self.bundle else ""
+        if self.requested_tree is not None:
+            of += f", trees of {self.tree_size}" if self.tree_size else ", chains"
         if self.method in SWITCHES:
             return f"{self.method}{'' if self.method == 'vanilla' else ' only'} ({self.drafter}){of}"
         padded = [name for name, unpadded in (("KV", self.unpad_kv), ("input", self.unpad_input)) if not unpadded]
@@ -163,6 +180,15 @@ def lookaheads(method: Method, requested: Sequence[int] | None, *, built: int) -
     return list(dict.fromkeys(values))
 
 
+def tree_sizes(method: Method, lookahead: int, requested: Sequence[int] | None) -> list[int]:
+    """The sizes of trees to measure a method with one K with; chains alone where it can have no other."""
+    if lookahead == AUTO:
+        return [AUTO] if requested is None or not method.unpad_kv else list(requested)
+    if method.drafter == "none" or not method.unpad_kv:
+        return [0]
+    return [size for size in requested or () if size != AUTO] or [0]
+
+
 def make_cells(
     methods: Iterable[Method],
     batch_size: int,
@@ -173,14 +199,20 @@ def make_cells(
     domains: Sequence[str],
     batchings: Sequence[str],
     contexts: Sequence[int] = (0,),
+    trees: Sequence[int] | None = None,
 ) -> list[Cell]:
     """Everything to measure at one batch size; the methods of one comparison are neighbours, plain first."""
-    pairs = [(method, value) for method in methods for value in lookaheads(method, requested, built=built)]
+    drafts = [
+        (method, value, size)
+        for method in methods
+        for value in lookaheads(method, requested, built=built)
+        for size in tree_sizes(method, value, trees)
+    ]
     return [
-        Cell(*method[:4], batch_size, value, temperature, domain, batching, context, method.bundle)
+        Cell(*method[:4], batch_size, value, temperature, domain, batching, context, method.bundle, size)
         for domain in domains
         for context in contexts
         for temperature in temperatures
         for batching in batchings
-        for method, value in pairs
+        for method, value, size in drafts
     ]

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from specexport.bench.methods import Method
+from specexport.bench.methods import AUTO, Method
 from specexport_runtime.bundle.opened import check_num_seqs
 from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.intake.drafting import check_tree_size
 
 BATCHINGS = ("continuous", "static")
 
@@ -17,6 +18,8 @@ class BenchOptions:
 
     methods: tuple[Method, ...]  # see :func:`specexport.bench.methods.resolve_methods`
     num_speculative_tokens: tuple[int, ...] | None = None  # values of K; None takes each drafter's default
+    # most draft tokens of a round, branches included; 0 for chains, ``AUTO`` where K is chosen; None: what each takes
+    tree_sizes: tuple[int, ...] | None = None
     batch_sizes: tuple[int, ...] = (1,)  # cache rows; each value needs another engine
     temperatures: tuple[float, ...] = (0.0,)  # 0 is greedy
     contexts: tuple[int, ...] = ()  # tokens of each prompt, repeated or cut; none leaves prompts as they are
@@ -31,6 +34,9 @@ class BenchOptions:
     def __post_init__(self) -> None:
         for size in self.batch_sizes:
             check_num_seqs(size, "a batch size")
+        for size in self.tree_sizes or ():
+            if size != AUTO:
+                check_tree_size(size)
         _check_least("the number of repeats", [self.repeats], 1)
         _check_least("the number of warm-up runs", [self.warmup], 0)
         _check_least("the seed", [self.seed], 0)

@@ -42,8 +42,8 @@ class PromptRecord:
     new_tokens: int  # generated
     rounds: int  # target passes that gave it tokens, prefill's last one too
     draft_rounds: int  # rounds with draft tokens
-    drafted: int  # draft tokens tested
-    accepted: int  # draft tokens accepted
+    drafted: int  # draft tokens tested, those of branches included
+    accepted: int  # draft tokens accepted, likewise
     accepted_lengths: Sequence[int]  # tokens of each round, the target's own included
     wall_s: float  # from the start of its prefill to its end
     queued_s: float  # from the start of the run to the start of its prefill
@@ -52,6 +52,8 @@ class PromptRecord:
     finish_reason: str  # ``"stop"`` or ``"length"``
     equal_to_plain: bool | None  # same tokens as plain greedy decoding; None where nothing can be compared (sampling)
     first_difference: int | None  # output position of the first other token; None if there is none
+    branches: int = 0  # of ``drafted``, tokens beside the chain of their draft
+    accepted_branches: int = 0  # of ``accepted``
 
 
 @dataclass(frozen=True)

@@ -68,11 +68,14 @@ def format_table(rows: Sequence[Summary]) -> str:
         Column("over vanilla", lambda row: row.over_vanilla, ".2f", "×", shown=_any(rows, "over_vanilla")),
         Column("over static", lambda row: row.over_static, ".2f", "×", shown=_any(rows, "over_static")),
         Column("acceptance", lambda row: row.acceptance_rate, ".3f"),
+        Column("of branches", lambda row: row.branch_rate, ".3f", shown=_any(rows, "branch_rate")),
         Column("accepted length", lambda row: row.mean_accepted_length, ".2f"),
         Column("padding ratio", lambda row: row.padding_ratio, ".1%"),
         Column("input padding", lambda row: row.input_padding, ".1%", shown=any(row.input_padding for row in rows)),
         Column("ms a token, P50", lambda row: row.latency_p50, ".1f", shown=any(row.latency for row in rows)),
         Column("P99", lambda row: row.latency_p99, ".1f", shown=any(row.latency for row in rows)),
+        Column("moved a round", lambda row: row.moved, ".2f", shown=any(row.moved for row in rows)),
+        Column("moving", lambda row: row.moving, ".2%", shown=any(row.moved for row in rows)),
         Column("schedule + pack", lambda row: row.overhead, ".1%"),
     ]
     return markdown_table(columns, rows)

@@ -70,7 +70,7 @@ class BenchRunner:
         return make_cells(
             options.methods, batch_size, requested=options.num_speculative_tokens, built=self._subject.lookahead,
             temperatures=options.temperatures, domains=list(self._domains), batchings=options.batchings,
-            contexts=options.contexts or (0,),
+            contexts=options.contexts or (0,), trees=options.tree_sizes,
         )  # fmt: skip
 
     def _use(self, key: EngineKey, cells: Sequence[Cell]) -> "SpecEngine":
@@ -99,7 +99,7 @@ class BenchRunner:
     def _warm_up(self, engine: "SpecEngine", key: EngineKey, cells: Sequence[Cell]) -> None:
         """Short runs with each drafter, on prompts of every domain: bindings, memory, threads."""
         mixed = mix_domains([prompt for prompts in self._domains.values() for prompt in prompts])
-        ordered = sorted(cells, key=lambda cell: (cell.num_speculative_tokens, -cell.context))
+        ordered = sorted(cells, key=lambda cell: (cell.num_speculative_tokens, cell.tree_size, -cell.context))
         largest = {cell.drafter: cell for cell in ordered}
         for _ in range(self._options.warmup):
             for cell in largest.values():
@@ -132,6 +132,7 @@ class BenchRunner:
             "params": [self._params(prompt, cell.temperature, most) for prompt in prompts],
             "drafter": cell.drafter,
             "num_speculative_tokens": cell.requested,
+            "tree_size": cell.requested_tree,
             "references": references if copies(cell.drafter) and any(references) else None,
         }
 
@@ -161,6 +162,8 @@ class BenchRunner:
             finish_reason=result.finish_reason,
             equal_to_plain=equal,
             first_difference=position,
+            branches=stats.branches,
+            accepted_branches=stats.accepted_branches,
         )  # fmt: skip
 
     def _compare(self, cell: Cell, prompt: tuple[str, int], tokens: list[int]) -> tuple[bool | None, int | None]:

@@ -35,6 +35,7 @@ class Subject:
     load: "Callable[[EngineKey], SpecEngine]"
     has_gates: bool = False  # the target can draft with some of its layers, as it is asked by default
     has_head: bool = False  # it has a draft head
+    takes_trees: bool = False  # drafts may have branches
     first: str = ""  # of several bundles the one that stands for their target
 
     @property
@@ -71,9 +72,11 @@ def open_subject(folder: Path, options: EngineOptions) -> Subject:
         "max_num_batched_tokens": options.max_num_batched_tokens, "spin": options.spin,
     }  # fmt: skip
     has_draft, has_head = "draft" in manifest.models, "head" in manifest.models
+    target = manifest.models.get("target")
     return Subject(
-        manifest.name, has_draft, manifest.lookahead, details, load, _can_draft_itself(folder, manifest), has_head
-    )
+        manifest.name, has_draft, manifest.lookahead, details, load, _can_draft_itself(folder, manifest), has_head,
+        takes_trees=target is not None and target.takes_trees,
+    )  # fmt: skip
 
 
 def _can_draft_itself(folder: Path, manifest: Manifest) -> bool:

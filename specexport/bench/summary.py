@@ -23,8 +23,9 @@ class Summary(NamedTuple):
     over_vanilla: float | None  # the same over the padded method with the same drafter and K
     over_static: float | None  # the same over static batching; None for static batching itself
     acceptance_rate: float | None  # accepted over drafted tokens; None if nothing was drafted
+    branch_rate: float | None  # the same of tokens beside the chain; None without one
     mean_accepted_length: float | None  # tokens of a speculative round, the target's own included; None without one
-    # tokens of the speculative rounds over the most they could give, their draft tokens and one more:
+    # tokens of the speculative rounds over the most they could give, the tokens of their chains and one more:
     # ``mean_accepted_length / (K + 1)`` if every draft has K tokens (Chen et al. 2023, figure 1); None without such a
     # round
     efficiency: float | None
@@ -34,6 +35,8 @@ class Summary(NamedTuple):
     # repeats; None without one
     draft_milliseconds: float | None
     verify_milliseconds: float | None  # of the target's step in a round: median over the repeats; None without a round
+    moved: float  # cache entries of accepted branches that a round moved, and the share of its time
+    moving: float
     overhead: float  # scheduling and packing over the time of the rounds: median over the repeats
     latency: float  # milliseconds of a text for each of its tokens: mean over the prompts
     latency_deviation: float  # standard deviation of the latency over the prompts
@@ -67,6 +70,8 @@ def _summarize(cell: Cell, runs: dict[Cell, dict[int, RunRecord]], prompts: list
     rates = [run.tokens_per_second for run in own]
     drafted, accepted = sum(p.drafted for p in prompts), sum(p.accepted for p in prompts)
     draft_rounds = sum(p.draft_rounds for p in prompts)
+    branches = sum(p.branches for p in prompts)
+    most = drafted - branches + draft_rounds
     length = 1 + accepted / draft_rounds if draft_rounds else None
     latency = list(_latency(prompts).values()) or [0.0]
     decode = [run.decode_tokens_per_second for run in own if run.decode_tokens_per_second is not None]
@@ -83,12 +88,15 @@ def _summarize(cell: Cell, runs: dict[Cell, dict[int, RunRecord]], prompts: list
         over_vanilla=_ratio(cell, cell.vanilla, runs) if cell.drafter != "none" else None,
         over_static=_ratio(cell, cell._replace(batching="static"), runs) if cell.batching != "static" else None,
         acceptance_rate=accepted / drafted if drafted else None,
+        branch_rate=sum(p.accepted_branches for p in prompts) / branches if branches else None,
         mean_accepted_length=length,
-        efficiency=(accepted + draft_rounds) / (drafted + draft_rounds) if draft_rounds else None,
+        efficiency=(accepted + draft_rounds) / most if draft_rounds else None,
         padding_ratio=_share(_padding(own, "padding"), _padding(own, "accepted")),
         input_padding=_share(padded, _padding(own, "input_tokens") + padded),
         draft_milliseconds=1e3 * median(drafting) if drafting else None,
         verify_milliseconds=1e3 * median(verifying) if verifying else None,
+        moved=_share(sum(each.get("moved", 0) for each in phases), sum(each["rounds"] for each in phases)),
+        moving=_share(sum(each.get("move", 0.0) for each in phases), sum(each["total"] for each in phases)),
         overhead=median(_share(run.phases["schedule"] + run.phases["pack"], run.phases["total"]) for run in own),
         latency=mean(latency),
         latency_deviation=pstdev(latency),

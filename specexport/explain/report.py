@@ -54,16 +54,21 @@ class Pieces:
 
 
 def make_table(trace: Sequence[RoundTrace], pieces: Pieces) -> "Table":
-    """One row a round. Draft tokens: accepted ones in green, a bar, rejected ones in red, ``→`` the target's own."""
-    promises = any(r.promised for r in trace)
+    """One row a round. Draft tokens: accepted ones in green, a bar, rejected ones in red, ``→`` the target's own.
+
+    Where branches were tested, ``┬`` and the accepted tokens of one stand behind the rejected ones that it replaces.
+    """
+    promises, beside = any(r.promised for r in trace), any(r.branches for r in trace)
     columns: list[Column[tuple[int, RoundTrace]]] = [
         Column("round", lambda row: row[0]),
         Column("drafter", lambda row: row[1].drafter or "-", left=True,
                shown=len({r.drafter for r in trace if r.drafter}) > 1),
         Column("K", lambda row: row[1].allowed.lookahead if row[1].allowed else None),
         Column("why", lambda row: row[1].allowed.reason if row[1].allowed else "plain", left=True),
-        Column("drafted │ rejected → target's own", lambda row: show_draft(row[1], pieces), left=True, fold=True),
-        Column("accepted", lambda row: f"{row[1].accepted}/{len(row[1].drafted)}" if row[1].drafted else "-"),
+        Column(f"drafted │ rejected{beside * ' ┬ branch'} → target's own", lambda row: show_draft(row[1], pieces),
+               left=True, fold=True),
+        Column("accepted", lambda row: f"{row[1].accepted}/{row[1].num_tested}" if row[1].drafted else "-"),
+        Column("branches", lambda row: len(row[1].branches), shown=beside),
         Column("draft ended", lambda row: row[1].end, left=True),
         Column("gamma", lambda row: row[1].gamma, ".3f", shown=any(r.gamma is not None for r in trace)),
         Column("promised", lambda row: row[1].taken and row[1].taken.tokens_per_second, ".1f", shown=promises),
@@ -85,24 +90,27 @@ def show_draft(r: RoundTrace, pieces: Pieces) -> "Text":
     """The draft of a round with what became of it."""
     from rich.text import Text
 
-    drafted = pieces.of(r.drafted)
-    emitted = pieces.of(r.emitted)
-    text = Text("".join(drafted[: r.accepted]), style="green")
-    if r.accepted < len(drafted):
+    drafted, emitted, on_chain = pieces.of(r.drafted), pieces.of(r.emitted), r.on_chain
+    text = Text("".join(drafted[:on_chain]), style="green")
+    if on_chain < len(drafted):
         text.append("│")
-        text.append("".join(drafted[r.accepted :]), style="red")
+        text.append("".join(drafted[on_chain:]), style="red")
+    if r.accepted > on_chain:
+        text.append("┬")
+        text.append("".join(emitted[on_chain : r.accepted]), style="green")
     if len(emitted) > r.accepted:
         text.append(" → ", style="dim")
-        text.append("".join(emitted[r.accepted :]), style="cyan" if r.accepted == len(drafted) else "")
+        text.append("".join(emitted[r.accepted :]), style="cyan" if r.passed_whole else "")
     return text
 
 
 def summary_lines(summary: Summary, layers: "LayerChoice | None" = None) -> list[str]:
     """What the trace adds up to, in sentences."""
     rate = f" ({summary.accepted / summary.drafted:.3f})" if summary.drafted else ""
+    beside = f", {summary.accepted_branches} of {summary.branches} beside the chain" if summary.branches else ""
     lines = [
         f"{summary.tokens} tokens in {summary.rounds} rounds; {summary.accepted} of {summary.drafted} draft tokens "
-        f"accepted{rate}.",
+        f"accepted{rate}{beside}.",
         _time_line(summary),
         "K was chosen as: " + _counted(summary.reasons, _REASONS) + ".",
         "Drafts ended because: " + _counted(summary.ends, _ENDS) + ".",

@@ -54,8 +54,10 @@ class Summary(NamedTuple):
 
     rounds: int  # verify rounds
     tokens: int  # that the rounds gave
-    drafted: int  # draft tokens
+    drafted: int  # draft tokens, those of branches included
     accepted: int  # draft tokens that were accepted
+    branches: int  # of ``drafted``, tokens beside the chain
+    accepted_branches: int  # of ``accepted``
     milliseconds: float  # of all rounds
     plain_milliseconds: float | None  # of plain decoding for the same tokens; None if that is not known
     ends: dict[str, int]  # why drafts ended, and how often
@@ -81,7 +83,7 @@ class Summary(NamedTuple):
 
 
 def count_positions(trace: Sequence[RoundTrace], drafter: str) -> list[Position]:
-    """Tests of each position of one drafter's drafts, from the first on, as far as any was tested."""
+    """Tests of each position of the chains of one drafter, from the first on, as far as any was tested."""
     drafts = [r.own for r in trace if r.drafter == drafter and r.drafted]
     found = []
     for index in range(max((length for length, _ in drafts), default=0)):
@@ -163,8 +165,10 @@ def summarize(
     return Summary(
         rounds=len(trace),
         tokens=sum(len(r.emitted) for r in trace),
-        drafted=sum(len(r.drafted) for r in trace),
+        drafted=sum(r.num_tested for r in trace),
         accepted=sum(r.accepted for r in trace),
+        branches=sum(len(r.branches) for r in trace),
+        accepted_branches=sum(r.accepted - r.on_chain for r in trace),
         milliseconds=sum(r.milliseconds for r in trace),
         plain_milliseconds=None if None in plain else sum(value for value in plain if value is not None),
         ends=dict(Counter(r.end for r in trace)),

@@ -10,7 +10,7 @@ import numpy as np
 from specexport.verify.logit_tree import IMPOSSIBLE, Partition, Path
 from specexport_runtime.sampling.distribution import Float64Array, Int64Array
 
-DrawKind = Literal["acceptance", "engine"]
+DrawKind = Literal["acceptance", "engine", "trees"]
 
 _EPSILON = 1e-15
 _MAX_TERMS = 100_000

@@ -10,17 +10,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specexport.verify.tolerance import logit_scale
+from specexport.verify.trees import Drafting, tree_drafting
 from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.base import Begun, Drafter, DrafterTraits, Proposal
 from specexport_runtime.drafters.registry import KINDS
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.base import Executor, Float32Array
+from specexport_runtime.intake.drafting import RequestOptions
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from specexport_runtime.requests.layer_choice import LayerRules
 from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.params import SamplingParams
 
+_TREE_LOOKAHEAD = 8
 _RULES = LayerRules(period=2, keep_last=None)
 """Rules that leave something out of any model of two layers or more, so that drafts do differ from their target."""
 
@@ -132,6 +135,7 @@ class GreedyRun:
 
     drafter: str  # in words
     lookahead: int  # K
+    tree_size: int  # most draft tokens of a round, branches included; 0 for chains
     identical: int  # prompts whose output is the same to the last token
     tokens_compared: int  # up to each prompt's first difference, that one included
     mean_accepted_length: float | None  # mean tokens of a speculative round; None if no round had a draft
@@ -171,8 +175,8 @@ def check_greedy(
     """Decode all prompts plainly and speculatively and compare the tokens.
 
     The draft model drafts if the engine has one, the target's own layers if they can be switched off, lookup and the
-    scripted drafter always. An empty prompt, one that is too long or out of range, or such a lookahead raises
-    InvalidRequestError.
+    scripted drafter always. One run has trees, if the target takes them. An empty prompt, one that is too long or out
+    of range, or such a lookahead raises InvalidRequestError.
     """
     given = [list(prompt) for prompt in prompts]
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
@@ -180,16 +184,18 @@ def check_greedy(
     plain = [result.token_ids for result in engine.generate(given, params, speculation=False)]
     runs: list[GreedyRun] = []
     differences: list[GreedyDifference] = []
-    for drafter, lookahead in _drafters(engine, chosen):
-        kind = drafter.replace("-", " ")
+    for way in _ways(engine, chosen):
+        drafter, lookahead, size = way
+        kind = drafter.replace("-", " ") + (f", trees of {size}" if size else "")
         rules = _RULES if engine.target.num_gates and drafter in KINDS and KINDS[drafter].traits.takes_layers else None
-        results = engine.generate(given, params, drafter=drafter, num_speculative_tokens=lookahead, layer_rules=rules)
+        options: RequestOptions = {**way.options, "layer_rules": rules}
+        results = engine.generate(given, params, **options)
         rounds = sum(result.stats.draft_rounds for result in results)
         accepted = sum(result.stats.accepted for result in results)
         found = compare_outputs(
             engine.target, given, plain, [result.token_ids for result in results], kind, lookahead, tolerance
         )
-        runs.append(_run(kind, lookahead, plain, found, accepted, rounds))
+        runs.append(_run(kind, lookahead, plain, found, accepted, rounds, size))
         differences += found
     sequences = _decode_scripted(engine, given, params, plain)
     found = compare_outputs(
@@ -206,8 +212,8 @@ def check_greedy(
     return GreedyResult(passed, len(given), tuple(runs), tuple(differences), tolerance, compared)
 
 
-def _drafters(engine: SpecEngine, lookaheads: Sequence[int]) -> list[tuple[str, int]]:
-    """What drafts in each run, by the engine's name for it, and K.
+def _ways(engine: SpecEngine, lookaheads: Sequence[int]) -> list[Drafting]:
+    """How each run drafts; the last one by trees, if the target takes them.
 
     A drafter with its own cache is tried at every K: what it keeps must be taken back by any number of tokens.
     """
@@ -218,14 +224,15 @@ def _drafters(engine: SpecEngine, lookaheads: Sequence[int]) -> list[tuple[str, 
         except InvalidRequestError:  # the bundle has nothing to draft so
             continue
         if kind.traits.has_own_cache:
-            runs += [(name, lookahead) for lookahead in lookaheads]
+            runs += [Drafting(name, lookahead) for lookahead in lookaheads]
         elif kind.traits.is_free:
-            runs.append((name, min(kind.traits.default_lookahead, engine.lookahead)))
+            runs.append(Drafting(name, min(kind.traits.default_lookahead, engine.lookahead)))
         else:
-            runs.append((name, max(lookaheads)))
+            runs.append(Drafting(name, max(lookaheads)))
     if engine.draft is not None or engine.head is not None:
-        runs.append(("chained", max(lookaheads)))
-    return runs
+        runs.append(Drafting("chained", max(lookaheads)))
+    trees = tree_drafting(engine, min(max(lookaheads), _TREE_LOOKAHEAD))
+    return runs if trees is None else [*runs, trees]
 
 
 def _run(
@@ -235,11 +242,12 @@ def _run(
     found: Sequence[GreedyDifference],
     accepted: int,
     rounds: int,
+    tree_size: int = 0,
 ) -> GreedyRun:
     ends = {difference.prompt: difference.position + 1 for difference in found}
     compared = sum(ends.get(index, len(output)) for index, output in enumerate(plain))
     mean = 1 + accepted / rounds if rounds else None
-    return GreedyRun(drafter, lookahead, len(plain) - len(found), compared, mean)
+    return GreedyRun(drafter, lookahead, tree_size, len(plain) - len(found), compared, mean)
 
 
 def _decode_scripted(

@@ -1,11 +1,12 @@
 """Part (c): sampled speculative output follows the target's distribution.
 
-Two ways to draw, judged by the same test against the same exact probabilities:
+Ways to draw, judged by the same test against the same exact probabilities:
 
 ``acceptance``  logits of target and draft are computed once for each context and continuation; drafting, testing and
                 resampling then run thousands of times on them with the runtime's own sampler, random streams and
                 acceptance function
 ``engine``      whole generations through the engine, each with its own seed: fewer, but every part takes part
+``trees``       the same with drafts that have branches, if the target takes them
 
 An outcome is the first few tokens together, so that acceptance at one position and its effect on the next are seen.
 """
@@ -18,6 +19,7 @@ import numpy as np
 
 from specexport.verify.goodness_of_fit import SamplingResult, SamplingTest, judge
 from specexport.verify.logit_tree import Conditional, HeadTree, LogitTree, Partition, Path, conditional
+from specexport.verify.trees import Drafting, tree_drafting
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.sampling.accept import Verdict
@@ -110,7 +112,8 @@ def check_sampling(
     if not prompts or not settings or min(num_samples, num_runs) < _MIN_SAMPLES:
         raise InvalidRequestError(f"the sampling test needs a prompt and {_MIN_SAMPLES} samples.", "ask for more.")
     chosen = _choose_contexts(engine, prompts, num_contexts)
-    alpha = FAMILY_ALPHA / (2 * len(settings) * (len(chosen) + 1))
+    trees = tree_drafting(engine, _ENGINE_DEPTH)
+    alpha = FAMILY_ALPHA / (2 * (len(settings) * (len(chosen) + 1) + (trees is not None)))
     drawing = _Drawing(engine.lookahead, num_samples, seed, alpha)
     tests: list[SamplingTest] = []
     control: float | None = None
@@ -145,6 +148,9 @@ def check_sampling(
         prompt, tokens = chosen[0]
         outcomes = _run_engine(engine, tokens, setting.params, num_runs, seed)
         tests.append(judge("engine", setting.name, prompt, partition, outcomes, _ENGINE_DEPTH, alpha))
+    if trees is not None:  # with the last setting, which looks at the history: of a tree, each path's own
+        outcomes = _run_engine(engine, tokens, setting.params, num_runs, seed, trees)
+        tests.append(judge("trees", setting.name, prompt, partition, outcomes, _ENGINE_DEPTH, alpha))
     compared = (
         f"{len(settings)} settings: {num_samples} draws on recorded logits of {len(chosen)} contexts and {num_runs} "
         "generations each, against the target's exact distribution"
@@ -176,13 +182,20 @@ def _test_recorded(context: _Context, setting: Setting, accept: AcceptFunction, 
     return judge("acceptance", setting.name, context.prompt, partition, outcomes, setting.depth, drawing.alpha)
 
 
-def _run_engine(engine: SpecEngine, tokens: list[int], params: SamplingParams, count: int, seed: int) -> list[Path]:
+def _run_engine(
+    engine: SpecEngine,
+    tokens: list[int],
+    params: SamplingParams,
+    count: int,
+    seed: int,
+    drafting: Drafting | None = None,  # None takes what the engine does
+) -> list[Path]:
     """First tokens of ``count`` generations. One more token is generated, so that the last one counted was drafted."""
     each = [
         replace(params, seed=seed + i, max_tokens=_ENGINE_DEPTH + 1, ignore_eos=True, stop=(), stop_token_ids=())
         for i in range(count)
     ]
-    results = engine.generate([tokens] * count, each)
+    results = engine.generate([tokens] * count, each, **({} if drafting is None else drafting.options))
     return [tuple(result.token_ids[:_ENGINE_DEPTH]) for result in results]
 
 

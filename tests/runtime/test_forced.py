@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specexport_runtime.drafters.base import Drafter
-from specexport_runtime.requests.records import DrafterTraits, DraftStage, Proposal
+from specexport_runtime.requests.records import DrafterTraits, DraftStage, Proposal, Share
 from specexport_runtime.requests.results import make_chunk
 from specexport_runtime.sampling.distribution import Distribution
 from specexport_runtime.sampling.params import SamplingParams
@@ -285,10 +285,10 @@ def test_acceptance_is_learned_from_guesses_alone():
         (2, False),
         (2, False),
     ]
-    assert proposal.shares(2) == [("draft-model", 2, 1), ("forced", 2, 1)]
-    assert proposal.shares(0) == [("draft-model", 2, 0), ("forced", 2, 0)]
+    assert proposal.shares(2, 2) == [Share("draft-model", 2, 1), Share("forced", 2, 1)]
+    assert proposal.shares(0, 0) == [Share("draft-model", 2, 0), Share("forced", 2, 0)]
     assert (proposal.num_own, proposal.last_own) == (2, 2)
-    assert Proposal([], None).shares(0) == []
+    assert Proposal([], None).shares(0, 0) == []
 
 
 def test_pieces_and_traces_say_what_was_forced():

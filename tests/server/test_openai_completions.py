@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from specexport_runtime.requests.records import Share
 from specexport_runtime.requests.stats import RequestStats
 from specexport_runtime.server.answer_schema import CompletionAnswer, SpeculativeUsage
 from specexport_runtime.server.responses import usage_of
@@ -150,6 +151,8 @@ def test_usage_tells_of_the_draft(client, fake_served):
         "rounds": stats.rounds,
         "drafted": stats.drafted,
         "accepted": stats.accepted,
+        "branches": stats.branches,
+        "accepted_branches": stats.accepted_branches,
         "acceptance_rate": stats.acceptance_rate,
         "mean_accepted_length": stats.mean_accepted_length,
         "drafters": {name: counts.to_json() for name, counts in stats.drafters.items()},
@@ -160,16 +163,17 @@ def test_usage_tells_of_the_draft(client, fake_served):
 def test_usage_of_drafters_is_that_of_all_choices():
     """Two choices, one of which another drafter helped; the sums are those of the answer."""
     stats = [RequestStats(), RequestStats()]
-    stats[0].record_round(4, 2, 3, shares=[("suffix", 4, 2)])
-    stats[0].record_round(3, 3, 4, shares=[("draft-model", 3, 3)])
-    stats[1].record_round(5, 1, 2, shares=[("suffix", 5, 1)])
+    stats[0].record_round(4, 2, 3, shares=[Share("suffix", 4, 2, 1, 1)])
+    stats[0].record_round(3, 3, 4, shares=[Share("draft-model", 3, 3)])
+    stats[1].record_round(5, 1, 2, shares=[Share("suffix", 5, 1, 3, 0)])
     stats[1].record_round(0, 0, 1)
     usage = usage_of(7, stats)["speculative"]
     assert usage["drafters"] == {
-        "suffix": {"rounds": 2, "drafted": 9, "accepted": 3},
-        "draft-model": {"rounds": 1, "drafted": 3, "accepted": 3},
+        "suffix": {"rounds": 2, "drafted": 9, "accepted": 3, "branches": 4, "accepted_branches": 1},
+        "draft-model": {"rounds": 1, "drafted": 3, "accepted": 3, "branches": 0, "accepted_branches": 0},
     }
     assert (usage["rounds"], usage["drafted"], usage["accepted"]) == (4, 12, 6)
+    assert (usage["branches"], usage["accepted_branches"]) == (4, 1)
     assert (usage["acceptance_rate"], usage["mean_accepted_length"]) == (0.5, 3.0)
     assert stats[0].drafters["suffix"].drafted == 4  # they are added up elsewhere
     assert SpeculativeUsage.model_validate(usage).model_dump() == usage

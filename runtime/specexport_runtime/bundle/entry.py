@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
-from specexport_runtime.abi import CACHE_BYTES, ITEM_BYTES, GateKind, LayerGeometry, Size, StateGeometry
+from specexport_runtime.abi import CACHE_BYTES, ITEM_BYTES, PARENTS, GateKind, LayerGeometry, Size, StateGeometry
 from specexport_runtime.bundle.profiles import Profile
 from specexport_runtime.records import InnerPath, number, one_of, whole
 
@@ -279,6 +279,11 @@ class ModelEntry:
         """What makes it another function than its checkpoint: its quantization, else its caches; None for nothing."""
         cache_dtype = self.attention.cache_dtype
         return self.quantize or (None if cache_dtype == self.dtype else f"{cache_dtype} KV cache")
+
+    @property
+    def takes_trees(self) -> bool:
+        """Whether it verifies drafts with branches."""
+        return PARENTS.name in self.engine.inputs
 
     @property
     def lm_head_rows(self) -> int:

@@ -27,6 +27,7 @@ class OutputOptions:
 
 _STYLES: dict[str, dict[str, Any]] = {
     "accepted": {"fg": "green"},
+    "branch": {"fg": "green", "underline": True},
     "corrected": {"fg": "red"},
     "bonus": {"fg": "cyan"},
     "target": {},
@@ -53,7 +54,8 @@ def print_stream(prompt: str, chunks: "Iterator[StreamChunk]", output: OutputOpt
 def print_chunk(chunk: "StreamChunk", *, colour: bool, is_dim: Callable[[str], bool] = lambda _: False) -> None:
     """Print the pieces of one round, coloured by where they came from; ``is_dim`` gets each piece's text in turn."""
     for piece in chunk.pieces:
-        style = {**_STYLES[piece.kind], "dim": is_dim(piece.text) or None} if colour else {}
+        kind = "branch" if piece.is_branch else piece.kind
+        style = {**_STYLES[kind], "dim": is_dim(piece.text) or None} if colour else {}
         click.echo(click.style(piece.text, **style), nl=False, color=colour)
     sys.stdout.flush()
 
@@ -135,10 +137,12 @@ def print_stats(stats: dict[str, Any]) -> None:
     def number(key: str, form: str) -> str:
         return "-" if stats[key] is None else format(stats[key], form)
 
+    branches = f", beside the chain {stats['accepted_branches']} of {stats['branches']}" if stats["branches"] else ""
     click.echo(
         f"{stats['num_generated_tokens']} tokens in {stats['rounds']} rounds, "
         f"{number('tokens_per_second', '.1f')} tokens/s, first after {number('time_to_first_token_s', '.3f')} s; "
-        f"drafted {stats['drafted']}, accepted {stats['accepted']} (rate {number('acceptance_rate', '.3f')}), "
+        f"drafted {stats['drafted']}, accepted {stats['accepted']} "
+        f"(rate {number('acceptance_rate', '.3f')}{branches}), "
         f"mean accepted length {number('mean_accepted_length', '.2f')}",
         err=True,
     )

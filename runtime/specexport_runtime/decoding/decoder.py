@@ -275,7 +275,8 @@ class Decoder:
         if verdict.path is None:
             self.target.kv.commit(req.row, len(req.tokens) - 1)
         else:
-            self.times.moved += self.target.keep_path(req.row, before, verdict.path[: taken - 1])
+            start = time.perf_counter()
+            self.times.count_move(self.target.keep_path(req.row, before, verdict.path[: taken - 1]), start)
         req.num_agreed = min(before + event.on_chain, len(req.tokens) - 1)
         on_chain = verdict.on_chain(len(proposal.tokens))
         is_bonus = bool(nodes) and verdict.is_bonus and taken == len(tokens)

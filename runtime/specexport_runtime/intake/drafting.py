@@ -149,13 +149,18 @@ def resolve_draft_plan(
     return plan._replace(stages=stages, tree_size=size)
 
 
+def check_tree_size(asked: object) -> None:
+    """Refuse what is no number of draft tokens of a round: a step has that many at most."""
+    if isinstance(asked, bool) or not isinstance(asked, int) or not 0 <= asked <= MOST_NODES:
+        raise InvalidRequestError(
+            f"tree_size is {asked!r}.", f"give an integer from 0 (chains) to {MOST_NODES}, or 'auto'."
+        )
+
+
 def _resolve_tree_size(asked: TreeSize | None, plan: DraftPlan, abilities: Abilities) -> int:
     """Most draft tokens of a round; 0 for chains. InvalidRequestError for a size that cannot be had."""
     if asked is not None and asked != "auto":
-        if isinstance(asked, bool) or not isinstance(asked, int) or not 0 <= asked <= MOST_NODES:
-            raise InvalidRequestError(
-                f"tree_size is {asked!r}.", f"give an integer from 0 (chains) to {MOST_NODES}, or 'auto'."
-            )
+        check_tree_size(asked)
         if asked and not plan.stages:
             raise InvalidRequestError("tree_size was given, and nothing drafts here.", "drop it, or name a drafter.")
         if asked and not abilities.takes_trees:

@@ -23,6 +23,16 @@ class Branch(NamedTuple):
     ratio: float | None = None  # how likely its drafter took it to be beside its parent's likeliest child; None: unsaid
 
 
+class Share(NamedTuple):
+    """What a drafter has in one draft."""
+
+    drafter: str
+    drafted: int  # tokens, those of branches included
+    accepted: int  # of these
+    branches: int = 0  # of ``drafted``, tokens beside the chain
+    accepted_branches: int = 0
+
+
 class Proposal(NamedTuple):
     """Draft tokens for one request."""
 
@@ -74,17 +84,15 @@ class Proposal(NamedTuple):
         failed = accepted < len(self.tokens) and accepted not in self.forced
         return accepted - self.num_forced(accepted), failed
 
-    def shares(self, accepted: int, on_chain: int) -> list[tuple[str, int, int]]:
-        """Who drafted tokens: name, tokens, and how many of them were accepted, ``on_chain`` of them in the chain."""
-        drafted = len(self.tokens) + len(self.branches)
-        if not self.forced:
-            return [(self.drafter, drafted, accepted)] if drafted else []
-        known = self.num_forced(on_chain)
+    def shares(self, accepted: int, on_chain: int) -> list[Share]:
+        """Who drafted tokens, of which ``accepted`` stay, ``on_chain`` of them the chain's."""
+        known = self.num_forced(on_chain) if self.forced else 0
+        beside, drafted = len(self.branches), self.num_own + len(self.branches)
         shares = [
-            (self.drafter, drafted - len(self.forced), accepted - known),
-            (FORCED, len(self.forced), known),
+            Share(self.drafter, drafted, accepted - known, beside, accepted - on_chain),
+            Share(FORCED, len(self.forced), known),
         ]
-        return [share for share in shares if share[1]]
+        return [share for share in shares if share.drafted]
 
 
 class Begun(NamedTuple):
@@ -175,8 +183,8 @@ class RoundTrace(NamedTuple):
     prompt_tokens: int  # of these, of prompts that other requests brought along
     asked: tuple[Asked, ...]  # stages of the draft plan that were considered, in order
     drafter: str  # empty if none drafted
-    drafted: tuple[int, ...]  # token ids
-    accepted: int
+    drafted: tuple[int, ...]  # token ids of the chain
+    accepted: int  # draft tokens, those of branches included
     end: DraftEnd
     emitted: tuple[int, ...]  # token ids that the round gave the request
     gamma: float | None  # threshold of the draft exit; None without one
@@ -186,11 +194,33 @@ class RoundTrace(NamedTuple):
     plain_milliseconds: float | None
     promised: tuple[Promise, ...] = ()  # by each way to go on, plain decoding too; empty where none was weighed
     forced: tuple[int, ...] = ()  # places of draft tokens that a grammar forces
+    # Tokens beside the chain, each with the place of the one before it, as ``Branch`` counts places.
+    branches: tuple[tuple[int, int], ...] = ()
+    path: tuple[int, ...] | None = None  # places of the accepted tokens if some are of branches; else None
+
+    @property
+    def num_tested(self) -> int:
+        """Draft tokens, those of branches included."""
+        return len(self.drafted) + len(self.branches)
+
+    @property
+    def on_chain(self) -> int:
+        """Accepted tokens of the chain: all that branches have come behind them."""
+        if self.path is None:
+            return self.accepted
+        return sum([place < len(self.drafted) for place in self.path])
+
+    @property
+    def passed_whole(self) -> bool:
+        """Whether nothing was drafted behind the last accepted token: the target's own is no correction."""
+        last = self.path[-1] if self.path else self.accepted - 1
+        parents = [*range(-1, len(self.drafted) - 1), *[parent for _, parent in self.branches]]
+        return last not in parents
 
     @property
     def own(self) -> tuple[int, int]:
-        """Draft tokens that the drafter guessed, and those of them that were accepted."""
-        accepted = self.accepted - sum([place < self.accepted for place in self.forced])
+        """Tokens of the chain that the drafter guessed, and those of them that were accepted."""
+        accepted = self.on_chain - sum([place < self.on_chain for place in self.forced])
         return len(self.drafted) - len(self.forced), accepted
 
     @property
@@ -227,7 +257,12 @@ class RoundTrace(NamedTuple):
             stages.append(f"{allowed.expected:.1f} tokens expected")
         if self.gamma is not None:
             stages.append(f"gamma {self.gamma:.3f}")
-        draft = f"drafted {len(self.drafted)} ({self.end}), accepted {self.accepted}" if self.drafted else "no draft"
+        draft = "no draft"
+        if self.drafted:
+            beside = f" and {len(self.branches)} branches" if self.branches else ""
+            draft = f"drafted {len(self.drafted)}{beside} ({self.end}), accepted {self.accepted}"
+        if self.path is not None:
+            draft += f", {self.accepted - self.on_chain} of them beside the draft"
         saved, took = self.saved_milliseconds, f"{len(self.emitted)} tokens in {self.milliseconds:.2f} ms"
         if saved is not None:
             took += f", {'saved' if saved >= 0 else 'lost'} {abs(saved):.2f} ms"
@@ -244,6 +279,8 @@ class RoundTrace(NamedTuple):
             "promised": [each._asdict() for each in self.promised],
             "drafted": list(self.drafted),
             "forced": list(self.forced),
+            "branches": [list(branch) for branch in self.branches],
+            "path": None if self.path is None else list(self.path),
             "emitted": list(self.emitted),
             "saved_milliseconds": self.saved_milliseconds,
         }

@@ -228,3 +228,7 @@ class RoundEvent(NamedTuple):
         if self.path is None:
             return self.accepted
         return sum([place < len(self.proposal.tokens) for place in self.path[: self.accepted]])
+
+    def is_branch(self, position: int) -> bool:
+        """Whether one of its tokens is an accepted one of a branch: these come behind those of the chain."""
+        return self.on_chain <= position < self.accepted

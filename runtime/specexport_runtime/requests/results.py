@@ -46,7 +46,8 @@ class StreamPiece(NamedTuple):
     one), ``"bonus"`` (the target's token after a draft that passed whole) or ``"target"`` (no draft was tested).
     ``logprobs`` is None unless the request asked for them. ``drafter`` is who drafted an accepted token, and empty for
     others. ``offset`` is how many characters of the text are before the token, if log-probabilities were asked for;
-    one that a stop string ended may lie behind the end of the text.
+    one that a stop string ended may lie behind the end of the text. ``is_branch``: an accepted token stood beside the
+    chain of its draft.
     """
 
     text: str
@@ -55,6 +56,7 @@ class StreamPiece(NamedTuple):
     logprobs: TokenLogprobs | None = None
     drafter: str = ""
     offset: int = 0
+    is_branch: bool = False
 
 
 class StreamChunk(NamedTuple):
@@ -65,7 +67,7 @@ class StreamChunk(NamedTuple):
         finish_reason: why the request ended; None while it goes on.
         stats: counters of the request, which go on counting.
         trace: what the round did; None unless it was asked for.
-        drafted: draft tokens that the round tested.
+        drafted: draft tokens that the round tested, those of branches included.
     """
 
     pieces: list[StreamPiece]
@@ -113,7 +115,7 @@ def make_chunk(event: RoundEvent) -> StreamChunk:
     for place in event.proposal.forced[: event.proposal.num_forced(event.on_chain)]:
         drafters[place] = FORCED
     pieces = [
-        StreamPiece(text, event.tokens[j], piece_kind(event, j), logprobs[j], drafters[j], offset)
+        StreamPiece(text, event.tokens[j], piece_kind(event, j), logprobs[j], drafters[j], offset, event.is_branch(j))
         for j, (text, offset) in enumerate(texts)
     ]
     return StreamChunk(pieces, req.finish_reason, req.stats, req.trace[-1] if req.trace else None, event.drafted)

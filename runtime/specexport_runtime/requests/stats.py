@@ -2,8 +2,10 @@
 
 =======================  =====================================================================
 ``rounds``               target forward passes that gave this request tokens (prefill's last one too)
-``drafted``              draft tokens that the target tested
-``accepted``             draft tokens that were accepted and emitted
+``drafted``              draft tokens that the target tested, those of branches included
+``accepted``             draft tokens that were accepted and emitted, those of branches included
+``branches``             of ``drafted``, tokens beside the chain of their draft
+``accepted_branches``    of ``accepted``, tokens of branches
 ``acceptance_rate``      accepted / drafted
 ``mean_accepted_length`` 1 + accepted / rounds that had a draft: the mean tokens of a speculative round
 ``drafters``             rounds with a draft, drafted and accepted of each drafter; drafted and accepted add up to those
@@ -13,11 +15,12 @@
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specexport_runtime.requests.layer_choice import LayerChoice
+    from specexport_runtime.requests.records import Share
 
 UNNAMED = "other"
 """What drafts of a drafter without a name are counted under."""
@@ -33,12 +36,16 @@ class DraftCounts:
     rounds: int = 0  # of a request, with a draft of it
     drafted: int = 0  # draft tokens that the target tested
     accepted: int = 0  # of these, accepted and emitted
+    branches: int = 0  # of ``drafted``, tokens beside the chain of their draft
+    accepted_branches: int = 0  # of ``accepted``
 
-    def add(self, drafted: int, accepted: int) -> None:
+    def add(self, drafted: int, accepted: int, branches: int = 0, accepted_branches: int = 0) -> None:
         """Count a draft."""
         self.rounds += 1
         self.drafted += drafted
         self.accepted += accepted
+        self.branches += branches
+        self.accepted_branches += accepted_branches
 
     @property
     def never_accepted(self) -> bool:
@@ -47,7 +54,7 @@ class DraftCounts:
 
     def to_json(self) -> dict[str, int]:
         """JSON form."""
-        return {"rounds": self.rounds, "drafted": self.drafted, "accepted": self.accepted}
+        return asdict(self)
 
 
 def counts_of(counts: dict[str, DraftCounts], drafter: str) -> DraftCounts:
@@ -65,6 +72,8 @@ def sum_counts(parts: Iterable[DraftCounts]) -> DraftCounts:
         total.rounds += part.rounds
         total.drafted += part.drafted
         total.accepted += part.accepted
+        total.branches += part.branches
+        total.accepted_branches += part.accepted_branches
     return total
 
 
@@ -112,7 +121,7 @@ class RequestStats:
         accepted: int,
         emitted: int,
         *,
-        shares: Sequence[tuple[str, int, int]] = (),
+        shares: "Sequence[Share]" = (),
         exited: bool = False,
     ) -> None:
         """Count one verify round; ``accepted`` of the drafts were emitted, and ``emitted`` tokens in all.
@@ -127,9 +136,19 @@ class RequestStats:
             self.draft_exits += exited
             self.drafted += drafted
             self.accepted += accepted
-            for drafter, tested, passed in shares:
-                counts_of(self.drafters, drafter or UNNAMED).add(tested, passed)
+            for drafter, *counts in shares:
+                counts_of(self.drafters, drafter or UNNAMED).add(*counts)
             self.accepted_histogram[accepted] = self.accepted_histogram.get(accepted, 0) + 1
+
+    @property
+    def branches(self) -> int:
+        """Of the drafted tokens, those beside the chain of their draft."""
+        return sum([counts.branches for counts in self.drafters.values()])
+
+    @property
+    def accepted_branches(self) -> int:
+        """Of the accepted tokens, those of branches."""
+        return sum([counts.accepted_branches for counts in self.drafters.values()])
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -174,6 +193,8 @@ class RequestStats:
             "rounds": self.rounds,
             "drafted": self.drafted,
             "accepted": self.accepted,
+            "branches": self.branches,
+            "accepted_branches": self.accepted_branches,
             "acceptance_rate": self.acceptance_rate,
             "mean_accepted_length": self.mean_accepted_length,
             "accepted_histogram": {str(count): n for count, n in sorted(self.accepted_histogram.items())},
@@ -203,7 +224,8 @@ class PhaseTimes:
     engine: float = 0.0  # inside the engines of target and draft, in the rounds counted by ``rounds``
     total: float = 0.0  # those rounds as a whole; total - engine is the runtime's own time
     rounds: int = 0  # steps in which requests were verified
-    moved: int = 0  # cache entries of accepted nodes that were put in their place behind a tree was tested
+    moved: int = 0  # cache entries of accepted branches that were put in their place
+    move: float = 0.0  # of ``accept``, for that
     draft_steps: int = 0  # steps of a draft engine: the longest draft of each round, without a grammar's tokens, summed
 
     def count_draft(self, seconds: float, prefill: float, tokens: Sequence[int]) -> None:
@@ -214,6 +236,11 @@ class PhaseTimes:
         self.draft += seconds
         self.draft_prefill += prefill
         self.draft_steps += max(tokens, default=0)
+
+    def count_move(self, moved: int, start: float) -> None:
+        """Count cache entries that were moved, which began at ``start``."""
+        self.moved += moved
+        self.move += time.perf_counter() - start
 
     def count_step(self, start: float, executed: float, engine: float, *, is_round: bool) -> None:
         """Count a step of the target, packed from ``start``, done at ``executed``, with ``engine`` seconds inside."""

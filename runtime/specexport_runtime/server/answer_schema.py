@@ -14,11 +14,13 @@ class Part(BaseModel):
 
 
 class DrafterUsage(Part):
-    """What one drafter did: rounds with a draft of it, draft tokens tested, and of these accepted."""
+    """What one drafter did: rounds with a draft of it, draft tokens tested, of these accepted; both of branches."""
 
     rounds: int
     drafted: int
     accepted: int
+    branches: int
+    accepted_branches: int
 
 
 class SpeculativeUsage(Part):
@@ -30,6 +32,8 @@ class SpeculativeUsage(Part):
     rounds: int
     drafted: int
     accepted: int
+    branches: int
+    accepted_branches: int
     acceptance_rate: float | None
     mean_accepted_length: float | None
     drafters: dict[str, DrafterUsage]
@@ -52,11 +56,12 @@ class Usage(Part):
 
 
 class TokenOrigin(Part):
-    """Text that one token added, and where the token came from; ``drafter`` only of accepted ones."""
+    """Text that one token added, and where the token came from; ``drafter`` and ``branch`` only of accepted ones."""
 
     text: str
     kind: Literal["accepted", "corrected", "bonus", "target"]
     drafter: str = ""
+    branch: bool = False
 
 
 class CompletionLogprobs(Part):

@@ -217,6 +217,8 @@ def usage_of(num_prompt_tokens: int, stats: Sequence[RequestStats], cached_token
             "rounds": sum(item.rounds for item in stats),
             "drafted": drafts.drafted,
             "accepted": drafts.accepted,
+            "branches": drafts.branches,
+            "accepted_branches": drafts.accepted_branches,
             "acceptance_rate": drafts.accepted / drafts.drafted if drafts.drafted else None,
             "mean_accepted_length": 1 + drafts.accepted / drafts.rounds if drafts.rounds else None,
             "drafters": {name: counts.to_json() for name, counts in drafters.items()},
@@ -224,10 +226,12 @@ def usage_of(num_prompt_tokens: int, stats: Sequence[RequestStats], cached_token
     }
 
 
-def origins_of(pieces: Sequence[StreamPiece]) -> list[dict[str, str]]:
+def origins_of(pieces: Sequence[StreamPiece]) -> list[dict[str, Any]]:
     """Where each token came from."""
     return [
-        {"text": piece.text, "kind": piece.kind} | ({"drafter": piece.drafter} if piece.drafter else {})
+        {"text": piece.text, "kind": piece.kind}
+        | ({"drafter": piece.drafter} if piece.drafter else {})
+        | ({"branch": True} if piece.is_branch else {})
         for piece in pieces
     ]
 

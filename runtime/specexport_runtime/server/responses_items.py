@@ -97,7 +97,7 @@ class MessageItem(_WithPart):
     def __init__(self, item_id: str, index: int) -> None:
         super().__init__(item_id, index)
         self.logprobs: list[dict[str, Any]] = []
-        self.origins: list[dict[str, str]] | None = None
+        self.origins: list[dict[str, Any]] | None = None
 
     def grown(self, text: str) -> Told:
         """See ``OutputItem.grown``."""

@@ -125,7 +125,7 @@ class EngineCounts:
         return sum_counts(self.drafters.values())
 
     def accepted_at(self) -> list[int]:
-        """Accepted draft tokens by their position in the draft."""
+        """Accepted draft tokens by their position in the draft: of a branch, the tokens in front of it."""
         return [sum(self.accepted[position + 1 :]) for position in range(len(self.accepted) - 1)]
 
     def set_limits(self, longest: int, lookahead: int) -> None:
@@ -146,10 +146,10 @@ class EngineCounts:
             generated += len(event.tokens)
             if event.drafted:
                 self._add_accepted(event.accepted)
-                for drafter, drafted, accepted in event.proposal.shares(event.accepted, event.on_chain):
+                for drafter, *counts in event.proposal.shares(event.accepted, event.on_chain):
                     name = drafter or UNNAMED
-                    tested[name] = tested.get(name, 0) + drafted
-                    counts_of(self.drafters, name).add(drafted, accepted)
+                    tested[name] = tested.get(name, 0) + counts[0]
+                    counts_of(self.drafters, name).add(*counts)
             stats = request.stats
             if stats.rounds == 1:
                 self.histograms["first_token"].observe((stats.first_token_time or now) - stats.submit_time)

@@ -24,11 +24,11 @@ class NeverAccepted:
         for event in record.events:
             drafter = event.proposal.drafter or UNNAMED
             shares = event.proposal.shares(event.accepted, event.on_chain)
-            drafted, accepted = next((counts for name, *counts in shares if name != FORCED), (0, 0))
-            if not drafted or not event.tokens or drafter in self._settled:
+            own = next((share for share in shares if share.drafter != FORCED), None)
+            if own is None or not event.tokens or drafter in self._settled:
                 continue
             counts = counts_of(self._counts, drafter)
-            counts.add(drafted, accepted)
+            counts.add(own.drafted, own.accepted)
             if counts.accepted:
                 self._settled.add(drafter)
             elif counts.never_accepted:

@@ -48,6 +48,8 @@ class RoundTracer:
                     plain_milliseconds=None if plain is None else 1000 * plain * len(event.tokens),
                     promised=event.proposal.promised,
                     forced=event.proposal.forced,
+                    branches=tuple([branch[:2] for branch in event.proposal.branches]),
+                    path=event.path[: event.accepted] if event.path and event.accepted > event.on_chain else None,
                 )
             )
         return plain

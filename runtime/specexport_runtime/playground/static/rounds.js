@@ -79,7 +79,8 @@ export class RoundChart {
     const cells = round.accepted + (round.end ? 1 : 0);
     group.append(element("rect", { class: "hit", x: x - 1, y: -this.rows * STEP - 1, width: STEP, height: this.rows * STEP + 2 }));
     for (let i = 0; i < round.accepted; i += 1) {
-      group.append(element("rect", { class: "accepted", x, y: -(i + 1) * STEP + 1, width: CELL, height: CELL, rx: 2 }));
+      const own = i < round.accepted - round.branches; // those of branches come last
+      group.append(element("rect", { class: own ? "accepted" : "accepted branch", x, y: -(i + 1) * STEP + 1, width: CELL, height: CELL, rx: 2 }));
     }
     if (round.end) group.append(topCell(round.end, x, -cells * STEP + 1));
     return group;

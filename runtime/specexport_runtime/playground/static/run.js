@@ -29,7 +29,7 @@ export class Run {
     this.settings = settings;
     this.counts = { accepted: 0, corrected: 0, bonus: 0, target: 0 };
     this.drafters = new Map(); // accepted tokens by drafter, in the order in which they first had one
-    // {accepted, drafter, end}: accepted tokens, whose they are, and the kind of the target's own token; null if it was cut off
+    // {accepted, branches, drafter, end}: accepted tokens, those beside the chain, whose they are, and the kind of the target's own token; null if it was cut off
     this.rounds = [];
     this.text = "";
     this.usage = null;
@@ -72,24 +72,25 @@ export class Run {
   }
 
   // A round is some accepted tokens, then one of the target's own, unless the text ended before it.
-  _count({ text, kind, drafter }) {
+  _count({ text, kind, drafter, branch = false }) {
     this.counts[kind] += 1;
     this._open ??= this._newRound();
     const round = this._open;
     const index = this.rounds.length - 1;
     if (kind === "accepted") {
       round.accepted += 1;
+      if (branch) round.branches += 1;
       round.drafter = drafter;
       this.drafters.set(drafter, (this.drafters.get(drafter) ?? 0) + 1);
     } else {
       round.end = kind;
       this._open = null;
     }
-    return { text, kind, drafter, round: index };
+    return { text, kind, drafter, branch, round: index };
   }
 
   _newRound() {
-    const round = { accepted: 0, drafter: null, end: null };
+    const round = { accepted: 0, branches: 0, drafter: null, end: null };
     this.rounds.push(round);
     return round;
   }

@@ -2,6 +2,7 @@
 
 const ORIGIN = {
   accepted: (drafter) => `Accepted: drafted by ${drafter}, and the target agreed`,
+  branch: (drafter) => `Accepted: a branch of ${drafter}’s draft, beside its chain`,
   corrected: () => "Corrected: the target’s token in place of a rejected draft",
   bonus: () => "Bonus: the target’s token after a draft that passed whole",
   target: () => "Target: no draft was tested",
@@ -30,7 +31,8 @@ export function hideTip() {
 export function describeRound(round, index) {
   const end = { corrected: ", then a correction", bonus: ", then the bonus", target: "", null: ", then the text ended" };
   const whose = round.drafter ? ` of ${round.drafter}` : "";
-  const drafted = round.end === "target" ? "no draft" : `${round.accepted} accepted${whose}`;
+  const beside = round.branches ? `, ${round.branches} of them beside the chain` : "";
+  const drafted = round.end === "target" ? "no draft" : `${round.accepted} accepted${whose}${beside}`;
   return `Round ${index + 1}: ${drafted}${end[round.end]}`;
 }
 
@@ -72,9 +74,9 @@ export class TokenView {
     const box = this.container;
     const atEnd = box.scrollHeight - box.scrollTop - box.clientHeight < 24;
     const fragment = document.createDocumentFragment();
-    for (const { text, kind, drafter, round } of tokens) {
+    for (const { text, kind, drafter, branch, round } of tokens) {
       const span = document.createElement("span");
-      span.className = `t ${kind}`;
+      span.className = branch ? `t ${kind} branch` : `t ${kind}`;
       span.textContent = text; // the model's text is never markup
       if (drafter) span.dataset.drafter = drafter;
       span.dataset.round = round;
@@ -108,7 +110,7 @@ export class TokenView {
 
   _enter(element, aloud = false) {
     if (!element.classList.contains("t") || !this.run) return;
-    const kind = element.classList[1];
+    const kind = element.classList[2] === "branch" ? "branch" : element.classList[1];
     const round = Number(element.dataset.round);
     const lines = [ORIGIN[kind](element.dataset.drafter), `${describeRound(this.run.rounds[round], round)} · token ${Number(element.dataset.index) + 1}`];
     showTip(element, lines);
