@@ -158,7 +158,7 @@ class Decoder:
         rooms = [req.room_for_drafts for req in requests]
         proposals = self.drafter.propose(requests, rooms) if requests else []
         proposals = [
-            fit_branches(req, proposal, self.target) if proposal.branches else proposal
+            fit_branches(self.target, req, proposal, self.rows.memory.most_entries(req.row)) if proposal.branches else proposal
             for req, proposal in zip(requests, proposals, strict=True)
         ]
         read = self.drafter.prefill_seconds - read_before
