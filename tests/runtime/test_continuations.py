@@ -88,13 +88,13 @@ def test_branches_stand_behind_what_a_grammar_forces():
     assert leaves(proposal) == ([3, 4, 5, 5], [[3, 4, 6, 6]])
 
 
-def test_nothing_but_chains_without_a_tree():
+def test_there_are_as_many_branches_as_may_be():
     text = [1, 2, 3, 4, 5, 1, 2, 6, 7, 8, 1, 2]
     assert lookup(text, 3, 3).branches == ()
-    made = request(text, 63, adaptive=True)
-    assert LookupDrafter().propose([made], [3])[0].branches == ()
-    made.siblings = (1, 1, 0)
-    assert leaves(LookupDrafter().propose([made], [3])[0]) == ([6, 7, 8], [[3, 4]])
+    assert leaves(lookup(text, 3, 5)) == ([6, 7, 8], [[3, 4]])
+    many = [token for i in range(9) for token in (1, 2, *range(10 * i, 10 * i + 6))] + [1, 2]
+    assert len(lookup(many, 7, 63).branches) == 21
+    assert lookup(many, 7, 63, adaptive=True).branches == lookup(many, 7, 7 + 16).branches, "a controller chooses"
 
 
 def test_the_store_s_other_continuations_are_branches_by_their_counts():

@@ -5,10 +5,13 @@ from collections.abc import Sequence
 from specexport_runtime.requests.records import Branch
 from specexport_runtime.requests.request import Request
 
+_MOST_OFFERED = 16
+
 
 def room_for_branches(request: Request, chain: int) -> int:
-    """Most branches of a copy beside a chain of so many tokens; a controller says it by the siblings that it allows."""
-    return sum(request.siblings) if request.adaptive else max(request.tree_size - chain, 0)
+    """Most branches of a copy beside a chain of so many tokens; a controller tests those of them that pay."""
+    room = max(request.tree_size - chain, 0)
+    return min(room, _MOST_OFFERED) if request.adaptive else room
 
 
 class Continuations:
