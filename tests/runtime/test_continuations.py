@@ -94,7 +94,10 @@ def test_there_are_as_many_branches_as_may_be():
     assert leaves(lookup(text, 3, 5)) == ([6, 7, 8], [[3, 4]])
     many = [token for i in range(9) for token in (1, 2, *range(10 * i, 10 * i + 6))] + [1, 2]
     assert len(lookup(many, 7, 63).branches) == 21
-    assert lookup(many, 7, 63, adaptive=True).branches == lookup(many, 7, 7 + 16).branches, "a controller chooses"
+    made = request(many, 63, adaptive=True)
+    assert LookupDrafter().propose([made], [7])[0].branches == (), "a controller says how many are looked at"
+    made.siblings = (2, 2, 1)
+    assert LookupDrafter().propose([made], [7])[0].branches == lookup(many, 7, 7 + 5).branches
 
 
 def test_the_store_s_other_continuations_are_branches_by_their_counts():

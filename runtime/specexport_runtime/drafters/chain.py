@@ -101,6 +101,7 @@ class ChainDrafter(Drafter):
         if lengths is None:
             return _drafts_of(drafter, requests, limits, begun), [None] * len(limits)
         if drafter.traits.is_free:
+            lengths.look(name, requests, limits)
             found = _drafts_of(drafter, requests, limits, begun)
             allowed = lengths.cut(name, requests, found, limits)
             cut = [

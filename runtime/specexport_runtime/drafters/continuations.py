@@ -5,13 +5,11 @@ from collections.abc import Sequence
 from specexport_runtime.requests.records import Branch
 from specexport_runtime.requests.request import Request
 
-_MOST_OFFERED = 16
-
 
 def room_for_branches(request: Request, chain: int) -> int:
-    """Most branches of a copy beside a chain of so many tokens; a controller tests those of them that pay."""
+    """Most branches of a copy beside a chain of so many tokens; a controller says it by the siblings that it allows."""
     room = max(request.tree_size - chain, 0)
-    return min(room, _MOST_OFFERED) if request.adaptive else room
+    return min(sum(request.siblings), room) if request.adaptive else room
 
 
 class Continuations:

@@ -134,14 +134,11 @@ class Controller:
         seconds = [target + spent for target in now.verify(most)]
         found = []
         for i, ask in enumerate(asks):
-            misses = ask.memory.drafter.branches.failure_rates
-            if not ask.req.sampler.is_greedy:
-                beside = trees.drawn_beside(ask.gains[: ask.count], misses)
+            if ask.req.sampler.is_greedy:
+                ask.req.siblings = self._looks(ask.memory, seconds) * ask.most
+            else:
+                beside = trees.drawn_beside(ask.gains[: ask.count], ask.memory.drafter.branches.failure_rates)
                 found += [trees.Candidate(gain, i, depth) for gain, depth in beside]
-            elif now.number % trees.LOOKED_EVERY == 0 or trees.worth_testing(
-                [trees.Candidate(1.0 - min(misses), i, 0)], now.expected, seconds
-            ):
-                ask.req.siblings = (trees.MOST_BESIDE,) * ask.most
         for _, i, depth in trees.worth_testing(found, now.expected, seconds):
             req, count = asks[i].req, asks[i].count
             siblings = list(req.siblings or [0] * count)
@@ -149,6 +146,19 @@ class Controller:
                 siblings[depth] += 1
                 now.drafted += 1
             req.siblings = tuple(siblings)
+
+    def look(self, drafter: str, requests: "Sequence[Request]", limits: Sequence[int]) -> None:
+        """Say whether copies are looked at for branches; called before they are made."""
+        seconds = self._round.verify(1)
+        for req, limit in zip(requests, limits, strict=True):
+            if req.adaptive and limit:
+                req.siblings = self._looks(self._memory(drafter, req), seconds) * limit if req.tree_size else ()
+
+    def _looks(self, memory: StageMemory, seconds: Sequence[float]) -> tuple[int, ...]:
+        """Branches beside a token that are looked at: if one could be worth its test, and now and then."""
+        likeliest = trees.Candidate(1.0 - min(memory.drafter.branches.failure_rates), 0, 0)
+        worth = trees.worth_testing([likeliest], self._round.expected, seconds)
+        return (trees.MOST_BESIDE,) if worth or self._round.number % trees.LOOKED_EVERY == 0 else ()
 
     def branched(self, requests: "Sequence[Request]", proposals: Sequence[Proposal]) -> list[Proposal]:
         """The drafts of a round with the branches that are worth their tests; all that were drawn stay.
