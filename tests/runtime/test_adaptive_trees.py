@@ -20,7 +20,7 @@ from tests.support.goodput_fakes import CAPACITY, LOOKAHEAD, curves, make_sequen
 from tests.support.loop import VOCAB, finish, goodput_length, make_sequence
 
 
-def decode(curve, *, tree_size, noise=0.4, count=1, max_tokens=200, params=None):
+def decode(curve, *, tree_size, noise=0.4, count=1, max_tokens=500, params=None):
     """Modelled seconds, and the sequences, of a draft model of the target's likes."""
     target, draft = FakeExecutor(VOCAB, count, CAPACITY), FakeExecutor(VOCAB, count, CAPACITY, noise=noise)
     target.takes_trees = True
@@ -52,7 +52,7 @@ def test_where_a_test_is_dear_nothing_is_looked_at_but_now_and_then():
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_tree_is_no_larger_than_the_request_allows(temperature):
-    params = SamplingParams(max_tokens=200, temperature=temperature, seed=1)
+    params = SamplingParams(max_tokens=500, temperature=temperature, seed=1)
     _, (seq,), target = decode(curves(draft=0.3, per_token=0.0001), tree_size=10, params=params)
     widest = max(call.num_tokens for call in target.calls if call.num_logit_rows > 1)
     assert widest == 11, "with the newest token"

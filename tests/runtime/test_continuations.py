@@ -88,13 +88,16 @@ def test_branches_stand_behind_what_a_grammar_forces():
     assert leaves(proposal) == ([3, 4, 5, 5], [[3, 4, 6, 6]])
 
 
-def test_nothing_but_chains_without_a_tree():
+def test_there_are_as_many_branches_as_may_be():
     text = [1, 2, 3, 4, 5, 1, 2, 6, 7, 8, 1, 2]
     assert lookup(text, 3, 3).branches == ()
-    made = request(text, 63, adaptive=True)
-    assert LookupDrafter().propose([made], [3])[0].branches == ()
-    made.siblings = (1, 1, 0)
-    assert leaves(LookupDrafter().propose([made], [3])[0]) == ([6, 7, 8], [[3, 4]])
+    assert leaves(lookup(text, 3, 5)) == ([6, 7, 8], [[3, 4]])
+    many = [token for i in range(9) for token in (1, 2, *range(10 * i, 10 * i + 6))] + [1, 2]
+    assert len(lookup(many, 7, 63).branches) == 21
+    made = request(many, 63, adaptive=True)
+    assert LookupDrafter().propose([made], [7])[0].branches == (), "a controller says how many are looked at"
+    made.siblings = (2, 2, 1)
+    assert LookupDrafter().propose([made], [7])[0].branches == lookup(many, 7, 7 + 5).branches
 
 
 def test_the_store_s_other_continuations_are_branches_by_their_counts():

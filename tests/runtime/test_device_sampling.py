@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 from scipy.stats import chi2
 
+from specexport_runtime.drafters.model import ModelDrafter
 from specexport_runtime.errors import CheckFailedError, SpecexportError
 from specexport_runtime.executors.base import EngineRequest
 from specexport_runtime.executors.device_rows import RowSampler
 from specexport_runtime.executors.row_kernels import NOTHING
+from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.records import DraftStage
 from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.accept import accept_sampled
@@ -146,6 +148,32 @@ def test_copies_are_tested_on_the_device(pair):
     assert [req.output for req in found] == [req.output for req in expected]
     assert sum(req.stats.drafted for req in found) > 20
     assert pair[0].rows.counts.fetches == before
+
+
+@pytest.mark.parametrize("params", ["greedy", *PARAMS])
+def test_drafts_with_siblings_are_the_hosts(pair, params):
+    """Rows that a sibling is drawn from are fetched; a chain beside them stays on the device."""
+    given, found = SamplingParams(max_tokens=24, **PARAMS.get(params, {})), []
+    for executor in (pair[1], make_draft("good", ROWS)):
+        drafter = ModelDrafter(ModelRunner(executor), vocab_size=VOCAB)
+        requests = [
+            Request(
+                i, [1 + i % 3, 5], given, vocab_size=VOCAB, max_model_len=MAX_MODEL_LEN, seed=i,
+                draft_plan=(DraftStage("draft-model", LOOKAHEAD),), tree_size=size,
+            )
+            for i, size in enumerate((12, 0, 7))
+        ]  # fmt: skip
+        for row, request in enumerate(requests):
+            request.row = row
+            request.commit([2])
+        found.append(drafter.propose(requests, [LOOKAHEAD] * 3))
+        for row in range(3):
+            drafter.release_row(row)
+    for one, other in zip(*found, strict=True):
+        assert (one.tokens, one.end) == (other.tokens, other.end)
+        assert [branch[:2] for branch in one.branches] == [branch[:2] for branch in other.branches]
+    assert len(found[0][1].nodes) == 4 < len(found[0][2].nodes) <= 7
+    assert 4 < len(found[0][0].nodes) <= 12
 
 
 def test_a_row_that_is_no_distribution_ends_its_request_with_the_hosts_words(pair, monkeypatch):

@@ -1,5 +1,8 @@
 """Branches of models' drafts: the other likely tokens of the same logits, and nothing at all for chains."""
 
+import itertools
+import math
+
 import numpy as np
 import pytest
 
@@ -7,13 +10,15 @@ from specexport_runtime.bundle.arrays import CutHead
 from specexport_runtime.drafters import draft_loop
 from specexport_runtime.drafters.forced import branches_of, shorten
 from specexport_runtime.drafters.model import ModelDrafter
-from specexport_runtime.drafters.siblings import LEAST_RATIO, MOST_SIBLINGS, runners_up
+from specexport_runtime.drafters.siblings import LEAST_RATIO, MOST_SIBLINGS, combined, runners_up
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.records import Branch, DraftStage, Proposal
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.sampler import Sampler
-from tests.support.loop import CAPACITY, VOCAB, make_sequence
+from tests.support.drafter_kinds import KINDS, NOISES
+from tests.support.heads_on_fakes import check_plain, make_sequences
+from tests.support.loop import CAPACITY, VOCAB, make_sequence, run
 from tests.support.tree import best_beside
 
 PLAN = (DraftStage("draft-model", 4),)
@@ -120,3 +125,42 @@ def test_branches_follow_a_chain_that_is_cut_or_goes_on():
     assert shorten(proposal, 2, "text").branches == (Branch(10, -1), Branch(11, 2), Branch(12, 0))
     assert shorten(proposal, 1, "text").branches == (Branch(10, -1), Branch(11, 1))
     assert shorten(proposal, 0, "text").branches == ()
+
+
+def test_where_places_know_nothing_of_each_other_any_token_may_follow_any():
+    """The best by cumulative probability, of all ways through the places: by brute force."""
+    tokens = [1, 2, 3]
+    beside = (Branch(11, -1, ratio=0.6), Branch(12, -1, ratio=0.1), Branch(21, 0, ratio=0.3), Branch(31, 1, ratio=0.9))
+    ways = [[(1, 1.0), (11, 0.6), (12, 0.1)], [(2, 1.0), (21, 0.3)], [(3, 1.0), (31, 0.9)]]
+    chances = {}
+    for length in (1, 2, 3):
+        for path in itertools.product(*ways[:length]):
+            chance = math.prod(ratio / sum(r for _, r in ways[depth]) for depth, (_, ratio) in enumerate(path))
+            chances[tuple(token for token, _ in path)] = chance
+    others = sorted((path for path in chances if list(path) != tokens[: len(path)]), key=lambda path: -chances[path])
+    for room in range(len(others) + 1):
+        proposal = Proposal(tokens, branches=combined(beside, tokens, room))
+        paths = [
+            tuple(proposal.nodes[each] for each in proposal.path_to(place)) for place in range(3, len(proposal.nodes))
+        ]
+        assert sorted(chances[path] for path in paths) == sorted(chances[path] for path in others[:room])
+        assert len(set(paths)) == room
+    assert len(combined(beside, tokens, 99)) == len(others)
+
+
+@pytest.mark.parametrize("name", ["medusa", "block head"])
+def test_drafts_in_one_step_have_deep_branches(name):
+    accepted = {}
+    for size in (0, 3, 12):
+        decoder, target, _ = KINDS[name].make(3, NOISES["good"])
+        target.takes_trees = True
+        sequences = make_sequences(lambda i: 30 + i)
+        for seq in sequences:
+            seq.tree_size = size
+        events = run(decoder, sequences)
+        check_plain(target, sequences)
+        accepted[size] = sum(event.accepted for event in events) / len(events)
+        branches = [branch for event in events for branch in event.proposal.branches]
+        deep = any(branch.parent >= 3 for branch in branches)
+        assert deep == (size == 12)
+    assert accepted[12] > 1.1 * accepted[0]

@@ -124,6 +124,20 @@ def test_branches_take_no_more_room_than_the_cache_row_has():
     check_plain(target, sequences)
 
 
+def test_branches_take_no_more_memory_than_their_request_was_given():
+    target = make_target()
+    decoder = make_decoder(target, make_draft("good"), 4, budget=12_288)
+    let_trees_grow(decoder, target, most=60)
+    sequences = make_sequences(lambda _: 20)
+    for seq in sequences:
+        decoder.add(seq)
+    while decoder.has_work:
+        decoder.step()
+        decoder.rows.memory.check()
+    check_plain(target, sequences)
+    assert sum(seq.stats.drafted for seq in sequences) > 4 * sum(seq.stats.draft_rounds for seq in sequences)
+
+
 def test_a_tree_for_a_target_that_takes_none_ends_its_request_alone():
     target = make_target()
     decoder = make_decoder(target, make_draft("same"), 2)

@@ -157,10 +157,9 @@ class Decoder:
             self.lengths.begin_round(load)
         rooms = [req.room_for_drafts for req in requests]
         proposals = self.drafter.propose(requests, rooms) if requests else []
-        proposals = [
-            fit_branches(req, proposal, self.target) if proposal.branches else proposal
-            for req, proposal in zip(requests, proposals, strict=True)
-        ]
+        for i, (req, proposal) in enumerate(zip(requests, proposals, strict=True)):
+            if proposal.branches:
+                proposals[i] = fit_branches(self.target, req, proposal, self.rows.memory.most_entries(req.row))
         read = self.drafter.prefill_seconds - read_before
         self.times.count_draft(time.perf_counter() - start, read, [proposal.num_own for proposal in proposals])
         return {req.row: proposal for req, proposal in zip(requests, proposals, strict=True)}

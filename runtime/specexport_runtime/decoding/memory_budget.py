@@ -121,6 +121,11 @@ class MemoryBudget:
                 "load the engine with more kv_cache_memory_bytes, or a smaller max_model_len.",
             )
 
+    def most_entries(self, row: int) -> int:
+        """Entries that the target may write to a row."""
+        capacity, held = self._runners[0].kv.capacity, self._held.get(row)
+        return capacity if self.limit is None or held is None else held.entries[0]
+
     def reserve(self, req: Request) -> None:
         """A request begins in its row: all that it may need is its own, and spare memory makes way."""
         self._held[req.row] = self.need(req)

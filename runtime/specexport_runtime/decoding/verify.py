@@ -49,12 +49,12 @@ def row_work(target: ModelRunner, req: Request, count: int, proposal: Proposal |
     return RowWork(known + nodes, len(nodes) + wanted, drafts=len(nodes), adapter=req.adapter, parents=parents)
 
 
-def fit_branches(req: Request, proposal: Proposal, target: ModelRunner) -> Proposal:
-    """A draft without the branches that its cache row has no room for; with an error if the target takes none."""
+def fit_branches(target: ModelRunner, req: Request, proposal: Proposal, entries: int) -> Proposal:
+    """A draft without the branches that its row of ``entries`` has no room for; an error if the target takes none."""
     if not target.executor.takes_trees:
         error = SpecexportError("this target verifies no trees, and a draft has branches.", "draft chains.")
         return proposal._replace(branches=(), error=error)
-    room = max(target.kv.capacity - len(req.tokens) - len(proposal.tokens), 0)
+    room = max(entries - len(req.tokens) - len(proposal.tokens), 0)
     return proposal if len(proposal.branches) <= room else proposal._replace(branches=proposal.branches[:room])
 
 

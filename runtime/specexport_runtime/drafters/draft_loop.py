@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specexport_runtime.drafters.siblings import drawn_siblings, path_chances, runners_up, usual_siblings
+from specexport_runtime.drafters.siblings import (
+    MOST_OFFERED,
+    combined,
+    drawn_siblings,
+    path_chances,
+    runners_up,
+    usual_siblings,
+)
 from specexport_runtime.errors import CheckFailedError, InvalidRequestError
 from specexport_runtime.executors.base import NO_TOKEN, Float32Array, StepOutput, Want
 from specexport_runtime.executors.device_rows import DeviceRow
@@ -40,6 +47,7 @@ class Draft:
         self.distributions: list[Law | None] | None = None if request.sampler.is_greedy else []
         self.branches: list[Branch] = []  # beside its tokens
         self.has_exited = False  # the model was no longer sure
+        self.is_combined = False  # its places know nothing of each other
         self.carried: Float32Array | None = None  # [E], what a draft head handed on behind its last token
         self.error: Exception | None = None  # of drawing a token from the model's logits: they held a NaN, say
         self._siblings = request.siblings if request.adaptive else usual_siblings(request, limit)
@@ -227,6 +235,8 @@ class Draft:
         All that were drawn stay: to leave one out because of *what it is* would make the text follow another law.
         """
         req, room = self.request, self.request.tree_size - len(self.tokens) + len(self.forced)
+        if self.distributions is None and self.is_combined and not self.forced:
+            return combined(self.branches, self.tokens, max(min(room, MOST_OFFERED) if req.adaptive else room, 0))
         if req.adaptive or self.distributions is not None or len(self.branches) <= room:
             return tuple(self.branches)
         chances = path_chances(self.branches, len(self.tokens))
@@ -383,6 +393,7 @@ def draft_at_once(
             newest = draft.request.tokens[-1]
             _draw_corrected(draft, corrector.begin(output[places, :num_rows], states, newest), cut_head)
             continue
+        draft.is_combined = True
         for at in range(places.start, places.stop):
             if not draft.is_open:
                 break

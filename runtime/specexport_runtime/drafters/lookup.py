@@ -19,7 +19,8 @@ from specexport_runtime.requests.request import Request
 
 _MAX_WALK = 64
 _HIT_WEIGHT = 0.1
-_MOST_WAYS = 8  # tokens that are looked at in one place
+_MOST_WAYS = 4  # tokens that are looked at in one place
+_LEAST_CHANCE = 0.01  # a place is left in no way that is less likely than this to be taken
 _LEAST_RATE = 0.1  # matches are taken to foretell neither less than this, nor all but as much
 
 DEFAULT_MATCH_LENGTH = 2
@@ -231,7 +232,8 @@ def _ways(index: SuffixIndex, chain: list[int], copied: list[int], first: int, m
     found.add(copied, [*[1.0] * first, *chances[1 : len(copied) - first + 1]])
     for depth, token in enumerate(copied[first:]):
         before, share = copied[: first + depth], chances[depth] * (1.0 - right)
-        for other, place in index.ways_behind(before, _MOST_WAYS):
+        ways = index.ways_behind(before, _MOST_WAYS) if share > 2 * _LEAST_CHANCE else []
+        for other, place in ways:
             if other in (token, _SEPARATOR):
                 continue
             share /= 2

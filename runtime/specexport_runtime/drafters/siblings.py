@@ -6,6 +6,7 @@ model takes them to be; what is drawn stays.
 
 import math
 from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from specexport_runtime.sampling.device import on_host
 from specexport_runtime.sampling.distribution import Law, sample_token
 from specexport_runtime.sampling.tree import without
 
+MOST_OFFERED = 16
+"""Most branches of a draft of which a controller tests those that pay."""
 MOST_SIBLINGS = 8
 """Most branches beside one token of a draft."""
 LEAST_RATIO = 0.02
@@ -69,6 +72,30 @@ def runners_up(logits: Float32Array, token: int, count: int) -> list[tuple[int, 
     for best, logit in masked:
         logits[best] = logit
     return found
+
+
+def combined(branches: Sequence[Branch], tokens: Sequence[int], room: int) -> tuple[Branch, ...]:
+    """The likeliest ``room`` ways beside a draft whose places know nothing of each other: any token may follow any.
+
+    ``branches`` are beside ``tokens``; the best by cumulative probability are kept, each with all before it.
+    """
+    ways: list[list[tuple[int, float]]] = [[(token, 1.0)] for token in tokens]
+    for branch in branches:
+        ways[branch.parent + 1].append((branch.token, branch.ratio or 0.0))
+    shares = [1.0 / sum([ratio for _, ratio in each]) for each in ways]
+    reached, waiting, found = 1.0, list[tuple[float, int, int, int, float]](), list[Branch]()
+    for depth, (each, share) in enumerate(zip(ways, shares, strict=True)):
+        waiting += [(-reached * share * ratio, depth, token, depth - 1, ratio) for token, ratio in each[1:]]
+        reached *= share
+    heapify(waiting)
+    while waiting and len(found) < room:
+        chance, depth, token, parent, ratio = heappop(waiting)
+        place = len(tokens) + len(found)
+        found.append(Branch(token, parent, ratio=ratio))
+        if depth + 1 < len(ways):
+            for follower, beside in ways[depth + 1]:
+                heappush(waiting, (chance * shares[depth + 1] * beside, depth + 1, follower, place, beside))
+    return tuple(found)
 
 
 def path_chances(branches: Sequence[Branch], depth: int) -> list[float]:

@@ -156,7 +156,7 @@ class Controller:
 
     def _looks(self, memory: StageMemory, seconds: Sequence[float]) -> tuple[int, ...]:
         """Branches beside a token that are looked at: if one could be worth its test, and now and then."""
-        likeliest = trees.Candidate(1.0 - min(memory.drafter.branches.failure_rates), 0, 0)
+        likeliest = trees.Candidate(trees.best_beside(memory.drafter.branches.failure_rates), 0, 0)
         worth = trees.worth_testing([likeliest], self._round.expected, seconds)
         return (trees.MOST_BESIDE,) if worth or self._round.number % trees.LOOKED_EVERY == 0 else ()
 

@@ -21,9 +21,10 @@ MOST_BESIDE = 3
 LOOKED_EVERY = 16
 """Rounds after which branches are looked for where none has paid."""
 _MARGIN = 0.01
-_RATIOS = (0.03, 0.06, 0.12, 0.2, 0.35, 0.5, 0.7)
-_MISSES = (0.98, 0.97, 0.94, 0.9, 0.85, 0.8, 0.75, 0.7, 0.7, 0.8, 0.9)
-"""Before anything was seen: by ratio, then of the first, second and third that was drawn, if all before it failed."""
+_RATIOS = (0.03, 0.06, 0.12, 0.2, 0.35, 0.5, 0.7, 1.0)
+_MISSES = (0.98, 0.97, 0.94, 0.9, 0.85, 0.8, 0.75, 0.7, 0.4, 0.7, 0.8, 0.9)
+"""Before anything was seen: by ratio, the last of which are of what a branch most likely goes on with; then of the
+first, second and third that was drawn, if all before it failed."""
 _WEIGHT = 4.0
 
 
@@ -37,6 +38,11 @@ def slot_of(branch: Branch, elder: int = 0) -> int:
     if branch.law is None and branch.ratio is not None:
         return bisect_right(_RATIOS, branch.ratio)
     return len(_RATIOS) + 1 + min(elder, MOST_BESIDE - 1)
+
+
+def best_beside(misses: Sequence[float]) -> float:
+    """Chance of the branch beside a token that is likeliest to be taken."""
+    return 1.0 - min(misses[: len(_RATIOS)])
 
 
 class Candidate(NamedTuple):
