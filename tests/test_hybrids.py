@@ -269,6 +269,20 @@ def test_what_a_state_cannot_do_is_refused(bundle: Path, tmp_path: Path) -> None
     assert not (tmp_path / "bundle").exists()
 
 
+def test_trees_for_a_target_with_states_are_refused_in_a_line(bundle: Path) -> None:
+    from specexport.cli import main
+
+    for args, words in (
+        (["generate", "x", "--tree-size", "8"], "this target cannot verify trees"),
+        (["bench", "--tree-sizes", "0,8"], "the target of the bundle cannot verify them"),
+    ):
+        result = CliRunner().invoke(main, [args[0], str(bundle), *args[1:]])
+        assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+        assert words in result.stderr
+        assert "a target without recurrences" in result.stderr
+    assert "chains, no trees" in CliRunner().invoke(main, ["inspect", str(bundle)]).stdout
+
+
 @pytest.mark.parametrize("role", ["target", "draft"])
 def test_a_step_that_is_debugged_is_one_of_the_engines_own_decode(bundle: Path, role: str) -> None:
     from specexport.debug.capture import capture_step

@@ -139,12 +139,13 @@ def test_inspect_needs_the_manifest_only(run_cli: RunCli, tiny_bundle: Path) -> 
     assert result.exit_code == 0, result.output
     for words in ("target: LlamaForCausalLM", "input_ids[T] int64", "KV cache: float32, 512 bytes a token",
                   "not verified yet", "lookahead K up to 8", "max_model_len 256", "every hash checked",
-                  "torch 2.", f"operators run here with: {kernels()}"):  # fmt: skip
+                  "torch 2.", "drafts for it: chains or trees", f"operators run here with: {kernels()}"):  # fmt: skip
         assert words in result.stdout, words
     assert result.stdout.index("target: ") < result.stdout.index("draft: ")
     data = json.loads(run_cli("inspect", tiny_bundle, "--json").stdout)
     assert data["models"]["target"]["kv_bytes_per_token"] == 2 * 2 * (16 + 16) * 4  # layers, heads, dims, bytes
     assert data["models"]["target"]["kernels"] == kernels()
+    assert [data["models"][role]["takes_trees"] for role in ("target", "draft")] == [True, False]
     assert data["total_bytes"] == sum(entry["size"] for entry in data["files"].values())
     assert {"name": "logits", "dtype": "float32"}.items() <= data["models"]["draft"]["contract"][-3].items()
 

@@ -215,3 +215,42 @@ def test_columns_that_say_nothing_are_left_out():
     )
     shown = [next(iter(column.cells)) for column in make_table([plain], Pieces(decode, 9)).columns]
     assert shown[1:3] == ["-", "plain"]
+
+
+BESIDE = {"branches": ((3, -1), (1, 0), (2, 3)), "asked": (Asked("self", 2, "goodput"),)}
+TREES = [
+    make_round([1, 2], 2, path=(0, 3), emitted=(1, 1, 9), **BESIDE),  # left the chain behind its first token
+    make_round([1, 2], 2, **BESIDE),
+    make_round([1, 2], 1, path=(2,), emitted=(3, 9), **BESIDE),
+    make_round([1, 2], 3, path=(0, 3, 4), emitted=(1, 1, 2), **BESIDE),  # the text ended
+]
+
+
+@pytest.mark.parametrize(
+    ("r", "shown", "style"),
+    [
+        (TREES[0], " one│ two┬ one →  nine", None),
+        (TREES[1], " one two →  nine", "cyan"),  # nothing was drafted behind the path: the target's own is a bonus
+        (TREES[2], "│ one two┬⏎three →  nine", "cyan"),
+        (TREES[3], " one│ two┬ one two", None),
+    ],
+)
+def test_a_branch_stands_behind_what_it_replaces(r, shown, style):
+    text = show_draft(r, Pieces(decode, 9))
+    assert text.plain == shown
+    styles = {text.plain[span.start : span.end]: str(span.style) for span in text.spans}
+    assert styles.get(" nine") == style
+
+
+def test_sums_of_trees():
+    summary = summarize(TREES, curves=None, longest=4, context=10)
+    assert (summary.drafted, summary.accepted, summary.branches, summary.accepted_branches) == (20, 8, 12, 4)
+    # Of the chain: its first token passed in three rounds of four, and its second in one of these three.
+    assert summary.positions == {"self": [Position(4, 3), Position(3, 1)]}
+    assert summary_lines(summary)[0].endswith("8 of 20 draft tokens accepted (0.400), 4 of 12 beside the chain.")
+    table = make_table(TREES, Pieces(decode, 9))
+    columns = {column.header: list(column.cells) for column in table.columns}
+    assert columns["accepted"] == ["2/5", "2/5", "1/5", "3/5"]
+    assert columns["branches"] == ["3"] * 4
+    assert "drafted │ rejected ┬ branch → target's own" in columns
+    assert "branches" not in [column.header for column in make_table(TRACE, Pieces(decode, 9)).columns]

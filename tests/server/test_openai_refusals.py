@@ -72,6 +72,9 @@ IN_BOTH = [
     ({"speculative": {"num_speculative_tokens": 0}}, "speculative.num_speculative_tokens", "invalid_value"),
     ({"speculative": {"num_speculative_tokens": 9}}, "speculative", "invalid_value"),
     ({"speculative": {"num_speculative_tokens": "auto"}}, "speculative", "invalid_value"),
+    ({"speculative": {"tree_size": 64}}, "speculative.tree_size", "invalid_value"),
+    ({"speculative": {"tree_size": "wide"}}, "speculative.tree_size", "invalid_value"),
+    ({"speculative": {"tree_size": 8}}, "speculative", "invalid_value"),  # its target takes none
     ({"speculative": {"num_speculative_tokens": True}}, "speculative.num_speculative_tokens", "invalid_value"),
     ({"speculative": {"drafter": "oracle"}}, "speculative.drafter", "invalid_value"),
     ({"speculative": {"drafter": "self"}}, "speculative", "invalid_value"),

@@ -4,6 +4,7 @@ import pytest
 
 from specexport.verify.greedy import ScriptedDrafter, check_greedy, explain, logits_one_at_a_time
 from specexport_runtime.errors import InvalidRequestError
+from specexport_runtime.executors.fake import FakeExecutor
 from tests.support.verify_fakes import LOOKAHEAD, PROMPTS, VOCAB, WidthDependent, make_engine, make_executor
 
 
@@ -19,6 +20,34 @@ def test_a_right_engine_passes_with_any_draft(draft):
         expected = [*models, *copies, ("chained", LOOKAHEAD), ("scripted", LOOKAHEAD)]
     assert [(run.drafter, run.lookahead) for run in result.runs] == expected
     assert all(run.identical == len(PROMPTS) and run.tokens_compared == 24 * len(PROMPTS) for run in result.runs)
+
+
+@pytest.mark.parametrize(("draft", "drafter"), [("good", "draft model"), (None, "lookup")])
+def test_one_run_has_trees_if_the_target_takes_them(draft, drafter):
+    target = make_executor()
+    target.takes_trees = True
+    result = check_greedy(make_engine(draft, target), PROMPTS, max_tokens=24)
+    assert result.passed
+    trees = [run for run in result.runs if run.tree_size]
+    assert [(run.drafter, run.lookahead, run.tree_size) for run in trees] == [
+        (f"{drafter}, trees of 12", LOOKAHEAD, 12)
+    ]
+    assert trees[0].identical == len(PROMPTS)
+    if draft:
+        chain = next(run for run in result.runs if run.drafter == drafter and run.lookahead == LOOKAHEAD)
+        assert trees[0].mean_accepted_length > 1.2 * chain.mean_accepted_length
+
+
+def test_a_wrong_path_fails_the_run_with_trees():
+    class Misplaced(FakeExecutor):
+        def move_entries(self, row, entries, start):
+            """Leaves everything where it was."""
+
+    target = make_executor(Misplaced)
+    target.takes_trees = True
+    result = check_greedy(make_engine("good", target), PROMPTS, max_tokens=24)
+    assert not result.passed
+    assert {difference.drafter for difference in result.differences} == {"draft model, trees of 12"}
 
 
 def test_a_target_with_gates_also_drafts_for_itself():

@@ -12,6 +12,7 @@ from specexport_runtime.sampling.distribution import Distribution, sample_token
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.rng import RandomStream, RoundDraws
 from specexport_runtime.sampling.sampler import Sampler
+from specexport_runtime.sampling.tree import TREE_RULES
 from tests.support.verify_fakes import PROMPTS, VOCAB, make_engine, make_executor
 
 SIZES = {"num_samples": 1500, "num_runs": 200, "num_contexts": 2}
@@ -28,6 +29,32 @@ def test_exact_draws_pass_with_any_draft(draft):
 def test_exact_draws_pass_with_fewer_draft_tokens_than_an_outcome_has(lookahead):
     """Then a token that follows accepted drafts is a part of the outcome."""
     check_exact(make_engine("good", lookahead=lookahead), "good")
+
+
+def tree_engine(draft):
+    target = make_executor()
+    target.takes_trees = True
+    return make_engine(draft, target)
+
+
+@pytest.mark.parametrize("draft", ["good", "random"])
+def test_exact_draws_of_trees_pass(draft):
+    engine = tree_engine(draft)
+    result = check_sampling(engine, PROMPTS, **SIZES)
+    assert result.passed, [test for test in result.tests if not test.passed]
+    assert [test.setting for test in result.tests if test.kind == "trees"] == [SETTINGS[-1].name]
+    assert result.alpha < check_sampling(make_engine(draft), PROMPTS, **SIZES).alpha, "one more test of the family"
+    assert engine.times.moved > 0
+
+
+def test_a_broken_rule_for_trees_fails_them_alone(monkeypatch):
+    def take_the_chain(nodes, parents, laws, target_law, draws):
+        place = max(i for i, parent in enumerate(parents) if parent == i - 1)
+        return Verdict(place + 1, sample_token(target_law(place), draws(place + 1).resample), is_bonus=True)
+
+    monkeypatch.setitem(TREE_RULES, DEFAULT_RULE, take_the_chain)
+    result = check_sampling(tree_engine("random"), PROMPTS, **ENGINE)
+    assert {test.kind for test in result.tests if not test.passed} == {"trees"}
 
 
 def check_exact(engine, draft):
