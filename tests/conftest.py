@@ -12,7 +12,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests.support import chance
+from tests.support import chance, tiny_traces
 from tests.support.lanes import keep_lanes
 from tests.support.tiny_models import ARCHITECTURES, HYBRIDS
 from tests.support.tiny_traces import share_exports
@@ -46,7 +46,7 @@ def session_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _isolated_environment(session_dir: Path) -> Iterator[None]:
+def _isolated_environment(session_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Caches of this session only, and no model hub: a test must not depend on what a machine did before."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("SPECEXPORT_CACHE_DIR", raising=False)
@@ -54,6 +54,9 @@ def _isolated_environment(session_dir: Path) -> Iterator[None]:
         patch.setenv("XDG_CACHE_HOME", str(session_dir / "cache"))
         patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setenv("TOKENIZERS_PARALLELISM", "false")
+        if session_dir != tmp_path_factory.getbasetemp():  # there are other workers
+            tiny_traces.folder = session_dir / "exports"
+            tiny_traces.folder.mkdir(exist_ok=True)
         yield
 
 

@@ -77,7 +77,7 @@ def test_without_the_examples_the_error_says_what_to_do(tmp_path: Path, monkeypa
 @pytest.mark.whole
 @pytest.mark.slow
 def test_the_command_measures_a_real_bundle(demo_bundle: Path, tmp_path: Path) -> None:
-    # `demo_bundle` has put the engines into the session's cache; the command makes its own bundle from them.
+    # `demo_bundle` has put the draft's engine into the session's cache; the target's is one that cannot draft itself.
     arguments = ["--output", str(tmp_path / "bundle"), "--repeats", "1", "--max-tokens", "8", "--json"]
     result = subprocess.run([COMMAND, "demo", *arguments], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert result.returncode == 0, result.stderr

@@ -93,7 +93,7 @@ def run_block(block: Block, folder: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.whole
 @pytest.mark.parametrize("page", [page for page in PAGES if runnable(page)], ids=lambda page: page.name)
 def test_commands_run_as_written(page: Path, demo_bundle: Path, tmp_path: Path) -> None:
-    # Waiting for `demo_bundle` puts the demo's engines into the session's cache, so that the README's build is quick.
+    # Waiting for `demo_bundle` puts the draft's engine into the session's cache, so that the README's build is quicker.
     folder = tmp_path / "specexport"
     shutil.copytree(ROOT, folder, ignore=not_copied)
     if page != README:  # the other pages start where the README ends

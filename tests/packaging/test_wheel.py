@@ -30,16 +30,6 @@ def run(command: Sequence[str | Path], cwd: Path, **environment: str) -> subproc
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    # hatchling itself, not through a build front end: no isolated environment, no index.
-    result = run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder], cwd=ROOT)
-    assert result.returncode == 0, result.stderr
-    (path,) = folder.glob("*.whl")
-    return path
-
-
-@pytest.fixture(scope="module")
 def members(wheel: Path) -> Mapping[str, bytes]:
     with zipfile.ZipFile(wheel) as archive:
         return {name: archive.read(name) for name in archive.namelist()}

@@ -1,14 +1,16 @@
-"""The tiny models and what torch exports of them, made once in a process.
+"""The tiny models and what torch exports of them, made once in a process, and once in all workers where it is shared.
 
 To export a model takes seconds, to copy a graph milliseconds. Models that differ in the values of their weights only
 share an export; all that a build checks of a model is still checked of each.
 """
 
+import fcntl
 import hashlib
 import sys
 from collections.abc import Callable
 from copy import copy
 from functools import cache, wraps
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,6 +26,8 @@ _EXPORTERS = ("trace.export", "heads.trace")
 _NOT_EXPORTED = {"name_or_path", "_name_or_path", "generation_config", "_parameters", "_buffers", "_modules"}
 shares_exports = True
 """Whether the test that runs takes part; set by ``conftest.py``."""
+folder: Path | None = None
+"""Where exports lie for other workers; set by ``conftest.py``."""
 
 
 class Unknown(Exception):
@@ -91,8 +95,7 @@ def _sharing(trace_step: Callable[..., Any]) -> Callable[..., Any]:
         if key is None:
             return trace_step(packed, *given, **options)
         if key not in _EXPORTS:
-            keep_operator_table()
-            _EXPORTS[key] = trace_step(packed, *given, **options)
+            _EXPORTS[key] = _once(key, lambda: trace_step(packed, *given, **options))
         ir_model = _EXPORTS[key].clone()
         own = dict(packed.named_parameters(remove_duplicate=False))
         for name, value in ir_model.graph.initializers.items():
@@ -101,6 +104,46 @@ def _sharing(trace_step: Callable[..., Any]) -> Callable[..., Any]:
         return ir_model
 
     return shared
+
+
+def _once(key: str, export: Callable[[], Any]) -> Any:
+    """An export of this worker, or of the one that had the same to export before."""
+    keep_operator_table()
+    if folder is None:
+        return export()
+    path = folder / f"{key}.onnx"
+    with path.with_suffix(".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if path.is_file():
+            return read_export(path)
+        ir_model = export()
+        write_export(ir_model, path)
+        return ir_model
+
+
+def write_export(ir_model: Any, path: Path) -> None:
+    """Keep an export, with the weights of the model it was made of."""
+    import onnx_ir as ir
+
+    path.write_bytes(ir.to_proto(ir_model).SerializeToString())
+
+
+def read_export(path: Path) -> Any:
+    """The export in a file, its weights in the memory of torch as the exporter leaves them."""
+    import onnx
+    import onnx_ir as ir
+    import torch
+    from onnx_ir.tensor_adapters import to_torch_dtype
+    from torch.onnx._internal.exporter._core import TorchTensor
+
+    ir_model = ir.from_proto(onnx.load(path))
+    for name, value in ir_model.graph.initializers.items():
+        stored = value.const_value
+        tensor = torch.empty(tuple(stored.shape), dtype=to_torch_dtype(stored.dtype))
+        if tensor.numel():
+            tensor.reshape(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(stored.tobytes()), dtype=torch.uint8))
+        value.const_value = TorchTensor(tensor, name=name)
+    return ir_model
 
 
 def structure_of(module: Any, *more: Any) -> str | None:

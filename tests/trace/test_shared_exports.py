@@ -1,8 +1,10 @@
 """What tests of one structure share: an export with the weights of each model, and nothing where structures differ."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from specexport.trace.check import trace_checkpoint
 from tests.support import tiny_traces
 from tests.support.engine_harness import make_checkpoint
 from tests.support.tiny_models import ARCHITECTURES, make_llama, make_model
-from tests.support.tiny_traces import Unknown, structure_of
+from tests.support.tiny_traces import Unknown, read_export, structure_of, tiny_model, trace_of, write_export
 
 
 def test_models_that_differ_in_weights_share_an_export_and_keep_their_own() -> None:
@@ -61,3 +63,16 @@ def test_what_cannot_be_compared_is_exported_anew() -> None:
     different = 1
     with pytest.raises(Unknown):
         structure_of(closure)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("llama", "bfloat16"), ("gpt_oss", "float32"), ("mamba2", "float32")])
+def test_an_export_of_another_worker_is_the_same(name: str, dtype: str, tmp_path: Path) -> None:
+    """Graph, weights and constants, bit by bit."""
+    model = tiny_model(name) if dtype == "float32" else make_model(*ARCHITECTURES[name]).to(getattr(torch, dtype))
+    own = trace_of(model).ir_model
+    write_export(own, tmp_path / "export.onnx")
+    read = read_export(tmp_path / "export.onnx")
+    contents = [ir.to_proto(each).SerializeToString(deterministic=True) for each in (own, read)]
+    assert contents[0] == contents[1]
+    kinds = [{type(value.const_value) for value in each.graph.initializers.values()} for each in (own, read)]
+    assert kinds[0] == kinds[1]
