@@ -179,7 +179,7 @@ def test_residuals_of_all_requests_are_one_wait(opened: Callable[..., Opened], r
     while decoder.has_work:
         waits = rows.counts.waits
         events = decoder.step()
-        assert rows.counts.waits <= waits + 1
+        assert rows.counts.waits <= waits + 1 or len(events) == 1
         rounds += 1
         rejected += sum(event.accepted < event.drafted for event in events)
     assert rejected > len(found) > rounds // 2

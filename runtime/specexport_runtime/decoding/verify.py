@@ -183,7 +183,8 @@ def row_laws(
     for req in requests:
         proposal, begin = proposals[req.row], starts[req.row - first_row]
         laws[req.row] = law = RowLaws(req, proposal.tokens, rows, begin)
-        if proposal.error is None and proposal.tokens and req.sampler.is_uncut:
+        # One request rarely asks twice, and looking ahead costs more than that.
+        if len(requests) > 1 and proposal.error is None and proposal.tokens and req.sampler.is_uncut:
             with suppress(Exception):  # acceptance meets it again
                 _ask_ahead(req, proposal, law, asked)
     find_masses(asked)
