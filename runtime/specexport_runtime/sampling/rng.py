@@ -46,11 +46,9 @@ class RandomStream:
 
     def draws(self, position: int) -> Draws:
         """The uniforms of one absolute position in a sequence, from 0; ValueError beyond 2**62."""
-        index, offset = divmod(position, _BLOCK)
-        block = self._blocks.get(index)
-        if block is None:
-            block = self._generate(index)
-        return block[offset]
+        index = position // _BLOCK
+        block = self._blocks.get(index) or self._generate(index)
+        return block[position - index * _BLOCK]
 
     def _generate(self, index: int) -> list[Draws]:
         first = index * _BLOCK
@@ -80,7 +78,8 @@ class RoundDraws:
 
     def __call__(self, place: int) -> Draws:
         """The uniforms of a place, from 0, of this round."""
-        self._seen = max(self._seen, place + 1)
+        if place >= self._seen:
+            self._seen = place + 1
         return self._stream.draws(self._start + place)
 
     def peek(self, place: int) -> Draws:
