@@ -131,27 +131,29 @@ class RowSampler:
         lane = self._lanes[step]
         self.generation += 1
         self._address = logits
-        driver = self._driver
-        if any(ask.temperature for ask in asks):
-            lane.asks[:rows] = [ask[:ASK] for ask in asks]
+        driver, columns = self._driver, list(zip(*asks, strict=True))
+        temperatures, *_, cuts, slots, comes = columns
+        if any(temperatures):
+            lane.asks[:rows].T[:] = columns[:ASK]
             driver.copy_in(lane.at_asks, int(lane.asks.ctypes.data), 8 * ASK * rows)
             parts = (lane.at_asks, self._at_tops, self._at_sums)
             self._launch("weigh", (rows, self._blocks), logits, *parts, self.width, self._blocks)
             found = (lane.at_found, self._at_bins, token_ids or self._at_bins)
             self._launch("draw", (rows, 1), logits, *parts, *found, self.width, self._blocks, int(token_ids > 0))
             size = _FOUND_BYTES * rows
-            if any(ask.cuts for ask in asks):
+            if any(cuts):
                 size += _FEW_BYTES * rows
                 self._put_cuts(asks, lane)
             driver.copy_out(int(lane.found.ctypes.data), lane.at_found, size)
             self.counts.bytes += size
         row_bytes = 4 * self.width
-        slots = [ask.slot for ask in asks]
         if max(slots) >= 0:
-            for first, count in _runs([self._slot(slot) if slot >= 0 else -1 for slot in slots], row_bytes):
-                driver.copy_rows(self._slot(slots[first]), logits + first * row_bytes, row_bytes, count, row_bytes)
-        for i in [i for i, ask in enumerate(asks) if ask.comes]:
-            self._put_row(i, logits + i * row_bytes)
+            kept = [self._slot(slot) if slot >= 0 else -1 for slot in slots]
+            for first, count in _runs(kept, row_bytes):
+                driver.copy_rows(kept[first], logits + first * row_bytes, row_bytes, count, row_bytes)
+        if any(comes):
+            for i in np.flatnonzero(comes).tolist():
+                self._put_row(i, logits + i * row_bytes)
         self.counts.steps += 1
 
     def _put_cuts(self, asks: Sequence[RowAsk], lane: _Lane) -> None:
@@ -243,7 +245,7 @@ class RowSampler:
     def _slot(self, slot: int) -> int:
         """Where a kept row lies."""
         group, place = divmod(slot, self._num_slots)
-        while len(self._slots) <= group:
+        while group >= len(self._slots):
             self._slots.append(self._driver.allocate(4 * self.width * self._num_slots, "logits of drafts"))
         return self._slots[group] + 4 * place * self.width
 
