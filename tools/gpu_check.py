@@ -5,7 +5,6 @@
     python tools/gpu_check.py run --backend ort-cpu --tiny --out results    # a dry run on any machine
     python tools/gpu_check.py pack --sm 90 --out wheels    # where there is an index: what the GPU machine lacks
     python tools/gpu_check.py run --wheels wheels --out results             # on the GPU machine, without a network
-    python tools/gpu_check.py tune --results results       # the sweep's best tiles become the tuning table
     python tools/gpu_check.py --list
 
 Each task runs in a separate process with a time limit: what crashes or hangs becomes a row of the report, and the
@@ -233,24 +232,6 @@ def run_pack(options: argparse.Namespace) -> int:
     return 0
 
 
-def run_tune(options: argparse.Namespace) -> int:
-    """``tune``: the sweep's best tiles become the tuning table."""
-    from tools.gpu_check_lib.tile_table import PLACE, best_tiles, read_results, write_table
-
-    try:
-        rows, source = read_results(options.results)
-        entries = best_tiles(rows)
-    except ValueError as error:
-        print(f"gpu_check: {error}", file=sys.stderr)
-        return 2
-    for entry in entries:
-        print(f"sm {entry.key[0]}, heads of {entry.key[1]}, {'48 KiB' if entry.key[3] else 'any size'}: {entry.tiles}, "
-              f"{entry.share:.0%} of the time of the tiles before")  # fmt: skip
-    write_table(entries, source, options.out or PLACE)
-    print(f"{len(entries)} entries written to {options.out or PLACE}; the tests of the kernels must pass with them.")
-    return 0
-
-
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -270,9 +251,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     packs.add_argument("--out", type=Path, required=True)
     packs.add_argument("--sm", type=int, required=True, help="architecture of the GPU, such as 90: the only one packed")
     packs.add_argument("--tensorrt-rtx", action="store_true", help="TensorRT-RTX too, for all architectures")
-    tune = commands.add_parser("tune", help="write the sweep's best tiles into the tuning table")
-    tune.add_argument("--results", type=Path, required=True, help="the --out of a run of kernels.sweep")
-    tune.add_argument("--out", type=Path, help="the module to write [specexport/kernels/measured.py]")
     task = commands.add_parser("task")
     task.add_argument("name")
     task.add_argument("--work", type=Path, required=True)
@@ -297,7 +275,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     with contextlib.suppress(ValueError):  # not in the main thread
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the running task is ended too
-    return {"run": run, "task": run_task, "pack": run_pack, "tune": run_tune}[options.command](options)
+    return {"run": run, "task": run_task, "pack": run_pack}[options.command](options)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specexport.backends.base import ANY_ARCHITECTURE
 from specexport.backends.profiles import input_shapes
-from specexport.backends.trt_package import PACKAGES
 from specexport.plugin.naming import plugin_names
 from specexport_runtime.abi import LayerGeometry
 from specexport_runtime.bundle.entry import EngineFile, EngineReport
@@ -26,7 +25,6 @@ from specexport_runtime.errors import (
     UnsupportedModelError,
 )
 from specexport_runtime.records import from_json
-from specexport_runtime.user_cache import cache_folder
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -87,7 +85,6 @@ def write_trt_engines(
                 "shapes": shapes,
                 "engine": str(folder / engine_name(sm)),
                 "log": str(folder / f"model.{label(sm)}.log"),
-                "timing_cache": _timing_cache(plan.backend, sm),
                 "num_layers": len(plan.layers),
                 "float32_products": products,
                 "plugins": plugin_names(ir_model),
@@ -104,13 +101,6 @@ def _is_float32_product(node: "ir.Node") -> bool:
 
 def _note_for(note: Callable[[str], None], sm: str, text: str) -> None:
     note(f"{label(sm)}: {text}")
-
-
-def _timing_cache(backend: str, sm: str) -> str:
-    if not PACKAGES[backend].times_kernels:
-        return ""
-    folder = cache_folder("timing")  # None where others may write: the builder would read what they left
-    return "" if folder is None else str(folder / f"{backend}-{label(sm)}.cache")
 
 
 def _engine_file(backend: str, sm: str, report: Mapping[str, Any]) -> EngineFile:

@@ -1,8 +1,8 @@
 """What differs between the two TensorRT packages. Everything else is one code path over the same network API.
 
 ``tensorrt-rtx`` builds on any machine for the architectures it is told, and compiles the last step on the GPU when an
-engine is loaded; ``tensorrt`` times kernels on the GPU it builds for, so it builds for that one alone, keeps what it
-timed, and takes plugins. Imports neither of them.
+engine is loaded; ``tensorrt`` times kernels on the GPU it builds for, so it builds for that one alone, and takes
+plugins. Imports neither of them.
 """
 
 import importlib
@@ -21,11 +21,10 @@ class TrtPackage(NamedTuple):
     backend: str  # also the name of our extra
     module: str  # import name
     cross_builds: bool  # builds for architectures that are not in this machine
-    times_kernels: bool  # keeps a timing cache worth writing
 
 
-TENSORRT_RTX = TrtPackage("tensorrt-rtx", "tensorrt_rtx", cross_builds=True, times_kernels=False)
-TENSORRT = TrtPackage("tensorrt", "tensorrt", cross_builds=False, times_kernels=True)
+TENSORRT_RTX = TrtPackage("tensorrt-rtx", "tensorrt_rtx", cross_builds=True)
+TENSORRT = TrtPackage("tensorrt", "tensorrt", cross_builds=False)
 PACKAGES = {package.backend: package for package in (TENSORRT, TENSORRT_RTX)}
 
 
@@ -89,20 +88,11 @@ def resolve_architectures(package: TrtPackage, asked: Sequence[str]) -> tuple[st
     return chosen
 
 
-def configure(
-    trt: Any, package: TrtPackage, config: Any, sm: str, timing_cache: bytes | None, *, has_plugins: bool = False
-) -> None:
-    """Set the architecture (``"any"``: portable) and the timing cache (None: none) on an ``IBuilderConfig``."""
+def configure(trt: Any, package: TrtPackage, config: Any, sm: str, *, has_plugins: bool = False) -> None:
+    """Set the architecture (``"any"``: portable) and where activations come from on an ``IBuilderConfig``."""
     if package.cross_builds and sm != ANY_ARCHITECTURE:
         config.num_compute_capabilities = 1
         config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{sm}"), 0)
     # Activations come from the runtime alone, or a step could not be recorded into a CUDA graph.
     if not has_plugins:  # NVIDIA: incompatible with quickly deployable plugins
         config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
-    if package.times_kernels and timing_cache is not None:
-        config.set_timing_cache(config.create_timing_cache(timing_cache), ignore_mismatch=False)
-
-
-def timing_cache_bytes(package: TrtPackage, config: Any) -> bytes | None:
-    """What to keep of a build's kernel timings; None where there is nothing to keep."""
-    return bytes(config.get_timing_cache().serialize()) if package.times_kernels else None

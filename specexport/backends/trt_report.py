@@ -1,17 +1,12 @@
-"""What TensorRT made of a graph: read from the network before the build, and from the list of layers after it.
+"""What TensorRT made of a graph: read from the network before the build, and from the builder's messages after it.
 
-The engine inspector needs a GPU that the engine runs on; elsewhere the builder's messages are read.
+The engine inspector would need a GPU that the engine runs on.
 """
 
-import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
-
-from specexport.backends import present_gpu
-from specexport.backends.base import ANY_ARCHITECTURE
 
 _LAYER = re.compile(
     r"^Name: (?P<name>[^,]+), LayerType: (?P<type>\w+), Inputs: (?P<inputs>.*?), Constants: (?P<constants>.*?), "
@@ -76,41 +71,6 @@ def parse_layers(texts: Iterable[str]) -> list[Layer]:
             layer = Layer(match["name"], match["type"], 0, *tensors)
             found.append((subgraph, layer))
     return [layer._replace(profile=profiles.get(subgraph, 0)) for subgraph, layer in found]
-
-
-def read_layers(text: str, profile: int) -> list[Layer] | None:
-    """The layers of one profile, from the engine inspector's JSON; None if it has names only, or another form."""
-    try:
-        found = [_layer_of(layer) for layer in json.loads(text)["Layers"]]
-    except (ValueError, KeyError, TypeError):
-        return None
-    profiles = {subgraph: mark for subgraph, mark, _ in found if mark is not None}
-    # A list without marks is that of the context's profile alone.
-    return [
-        layer._replace(profile=profile)
-        for subgraph, _, layer in found
-        if not profiles or profiles.get(subgraph, 0) == profile
-    ]
-
-
-def _layer_of(told: Mapping[str, Any]) -> tuple[str, int | None, Layer]:
-    """Subgraph, profile if the tensors tell it, and the layer."""
-    number = _SUBGRAPH.search(told["Name"])
-    parts = [told.get(part) or [] for part in ("Inputs", "Outputs", "Constants")]
-    marks = [match for tensors in parts for tensor in tensors if (match := _PROFILE.search(tensor["Name"]))]
-    inputs, outputs, constants = (
-        tuple(
-            Tensor(
-                tensor["Name"].partition(" [profile")[0],
-                tuple(int(dim) for dim in tensor["Dimensions"]),
-                tensor["Datatype"],
-            )
-            for tensor in tensors
-        )
-        for tensors in parts
-    )
-    layer = Layer(told["Name"], told["LayerType"], 0, inputs, outputs, constants)
-    return number[1] if number else "", int(marks[0][1]) if marks else None, layer
 
 
 def _tensors(text: str) -> tuple[Tensor, ...]:
@@ -188,17 +148,16 @@ def describe_layers(layers: Sequence[Layer]) -> str:
 
 
 def make_report(
-    trt: Any, network: Any, texts: Sequence[str], profiles: Sequence[str], inspected: Sequence[Layer] | None = None
+    trt: Any, network: Any, texts: Sequence[str], layers: Sequence[Layer], profiles: Sequence[str]
 ) -> dict[str, Any]:
-    """Everything the manifest keeps of a build; layers are ``inspected``, else those in the builder's ``texts``."""
-    layers = parse_layers(texts) if inspected is None else inspected
+    """Everything the manifest keeps of a build, from the builder's ``texts`` and the ``layers`` in them."""
     activations = [int(size) for text in texts for size in _ACTIVATIONS.findall(text)]
     weights = [int(size) for text in texts for size in _WEIGHTS.findall(text)]
     return {
         "aliased": [list(pair) for pair in aliased_caches(trt, network)],
         "attention_nodes": _count(trt, network, "ATTENTION_INPUT"),
         "profiles": summarize(layers, profiles),
-        "layers_from": "builder" if inspected is None else "inspector",
+        "layers_from": "builder",
         "activation_bytes": max(activations, default=None),
         "weight_bytes": max(weights, default=None),
     }
@@ -241,43 +200,3 @@ def network_problems(trt: Any, network: Any, num_layers: int, float32_products: 
             if layer.name not in float32_products:
                 problems.append(f"{layer.name} multiplies matrices in float32")
     return problems
-
-
-def can_inspect(sm: str) -> bool:
-    """Whether this machine's GPU is one that an engine for ``sm`` runs on."""
-    present = present_gpu.present_architecture()
-    return present is not None and sm in (present, ANY_ARCHITECTURE)
-
-
-def inspect_engine(trt: Any, logger: Any, path: Path, num_profiles: int) -> list[Layer] | None:
-    """The layers of every profile at its tuned sizes; None where TensorRT does not tell them (``logger`` has why)."""
-    runtime = trt.Runtime(logger)
-    engine = runtime.deserialize_cuda_engine(path.read_bytes())
-    if engine is None:
-        return None
-    layers: list[Layer] = []
-    for profile in range(num_profiles):
-        context = _make_context(trt, engine, profile)
-        if context is None:
-            return None
-        inspector = engine.create_engine_inspector()
-        inspector.execution_context = context
-        found = read_layers(inspector.get_engine_information(trt.LayerInformationFormat.JSON), profile)
-        if found is None:
-            return None
-        layers += found
-    return layers
-
-
-def _make_context(trt: Any, engine: Any, profile: int) -> Any:
-    """A context that is never run, and needs no device memory: the inspector reads its sizes. None if refused."""
-    context = engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
-    if context is None or not context.set_optimization_profile_async(profile, 0):
-        return None
-    for i in range(engine.num_io_tensors):
-        name = engine.get_tensor_name(i)
-        if engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT:
-            _, best, _ = engine.get_tensor_profile_shape(name, profile)
-            if not context.set_input_shape(name, best):
-                return None
-    return context

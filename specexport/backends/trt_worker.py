@@ -3,7 +3,6 @@
 An abort inside TensorRT then is an error message. Progress and result are JSON lines on standard output.
 """
 
-import contextlib
 import json
 import os
 import sys
@@ -12,20 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TextIO
 
-from specexport.atomic import temporary_name, write_file
+from specexport.atomic import temporary_name
 from specexport.backends.profiles import describe_shapes
-from specexport.backends.trt_package import PACKAGES, configure, import_package, timing_cache_bytes
-from specexport.backends.trt_report import (
-    Layer,
-    can_inspect,
-    describe_layers,
-    inspect_engine,
-    make_report,
-    network_problems,
-    parse_layers,
-)
+from specexport.backends.trt_package import PACKAGES, configure, import_package
+from specexport.backends.trt_report import describe_layers, make_report, network_problems, parse_layers
 from specexport.host import peak_memory_bytes, resident_memory
-from specexport_runtime.errors import CheckFailedError, SpecexportError, UserInputError
+from specexport_runtime.errors import CheckFailedError, SpecexportError
 
 _HARMLESS = (
     "has Int64 binding",  # the contract's token inputs are int64 on purpose
@@ -65,7 +56,6 @@ class Job(NamedTuple):
     shapes: list[Mapping[str, Any]]  # for each profile, smallest, optimal and largest shape of each input
     engine: str  # file to write
     log: str  # file for what TensorRT says
-    timing_cache: str  # file to read and write kernel timings, or an empty string
     num_layers: int  # attention layers of the model
     float32_products: list[str]  # names of the matrix products that the model itself has in float32
     plugins: list[str]  # names of the plugins in the graph
@@ -113,8 +103,7 @@ def build(job: Job, log: TextIO) -> dict[str, Any]:
     memory.mark("network")
     config = builder.create_builder_config()
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
-    cache = Path(job.timing_cache) if job.timing_cache else None
-    configure(trt, package, config, job.sm, _read(cache), has_plugins=bool(job.plugins))
+    configure(trt, package, config, job.sm, has_plugins=bool(job.plugins))
     if job.plugins:
         config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
     _add_profiles(builder, network, config, job, log)
@@ -129,19 +118,15 @@ def build(job: Job, log: TextIO) -> dict[str, Any]:
         raise CheckFailedError(f"TensorRT cannot build this graph for sm {job.sm}: {said}")
     _refuse_warnings(logger)
     os.replace(temporary_name(Path(job.engine)), job.engine)
-    kept = timing_cache_bytes(package, config)
-    if cache is not None and kept is not None:
-        _keep(cache, kept)
     measured = {
         "build_seconds": time.perf_counter() - started,
         "engine_bytes": Path(job.engine).stat().st_size,
         "peak_memory_bytes": peak_memory_bytes(),
         "memory": memory.marks,
     }
-    texts = list(logger.text)
-    inspected = _inspect(trt, logger, job, log) if can_inspect(job.sm) else None
-    log.write(describe_layers(parse_layers(texts) if inspected is None else inspected))
-    report = make_report(trt, network, texts, job.profiles, inspected)
+    layers = parse_layers(logger.text)
+    log.write(describe_layers(layers))
+    report = make_report(trt, network, logger.text, layers, job.profiles)
     return report | measured | {"version": str(trt.__version__)}
 
 
@@ -157,32 +142,6 @@ def _add_profiles(builder: Any, network: Any, config: Any, job: Job, log: TextIO
         log.write(f"profile {name}: {describe_shapes(shapes)}\n")
         if config.add_optimization_profile(profile) < 0:
             raise CheckFailedError(f"TensorRT refuses the profile {name}.")
-
-
-def _keep(path: Path, content: bytes) -> None:
-    """Write the timing cache. One that cannot be written never fails a build."""
-
-    def write(temporary: Path) -> None:
-        temporary.write_bytes(content)
-
-    with contextlib.suppress(OSError, UserInputError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, write)
-
-
-def _inspect(trt: Any, logger: Any, job: Job, log: TextIO) -> list[Layer] | None:
-    """The engine's layers as TensorRT tells them; the engine is done, so whatever goes wrong here is only noted."""
-    try:
-        return inspect_engine(trt, logger, Path(job.engine), len(job.profiles))
-    except Exception as error:
-        log.write(f"the engine inspector tells nothing ({error!r}); the builder's list of layers is taken.\n")
-        return None
-
-
-def _read(path: Path | None) -> bytes | None:
-    if path is None:
-        return None
-    return path.read_bytes() if path.is_file() else b""
 
 
 def _make_writer(trt: Any, file: BinaryIO, memory: MemoryTrail) -> Any:

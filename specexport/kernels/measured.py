@@ -1,4 +1,4 @@
-"""Tiles of ``ragged_attention`` that ran fastest on a GPU. ``tools/gpu_check.py tune`` writes this file."""
+"""Tiles of ``ragged_attention`` that ran fastest on a GPU. Commit d597d3e has the script that wrote it."""
 
 MEASURED: dict[tuple[int, int, int, bool], tuple[int, int, int]] = {
     (90, 128, 32, True): (64, 4, 2),

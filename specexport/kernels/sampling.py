@@ -151,8 +151,13 @@ def gather(
 
 
 @triton.jit
-def surplus(target, draft, ask, ids):
-    """max(0, w q - p) of some ids; ``ask`` has T, V, peak and total of q, the same of p, w, one-hot p's id, uniform."""
+def surplus(ask, rows, ids):
+    """max(0, w q - p) of some ids; ``ask`` has T, V, peak and total of q, the same of p, w, one-hot p's id, uniform.
+
+    ``rows`` has the addresses of q's logits and of p's.
+    """
+    target = tl.load(rows).to(tl.pointer_type(tl.float32))
+    draft = tl.load(rows + 1).to(tl.pointer_type(tl.float32))
     width, token = tl.load(ask + 1).to(tl.int32), tl.load(ask + 9).to(tl.int32)
     values = tl.load(target + ids, mask=ids < width, other=-float("inf")).to(tl.float64)
     masses = tl.load(ask + 8) * (tl.exp((values - tl.load(ask + 2)) / tl.load(ask)) / tl.load(ask + 3))
@@ -165,22 +170,25 @@ def surplus(target, draft, ask, ids):
 
 
 @triton.jit
-def weigh_surplus(target, draft, ask, sums, BLOCK: tl.constexpr):
-    """The surplus of a block of ids. Grid (blocks)."""
-    block = tl.program_id(0)
-    masses = surplus(target, draft, ask, block * BLOCK + tl.arange(0, BLOCK))
-    tl.store(sums + block, tl.sum(masses, 0))
+def weigh_surplus(asks, rows, sums, blocks, SURPLUS_ASK: tl.constexpr, BLOCK: tl.constexpr):
+    """The surplus of a block of ids. Grid (pairs of rows, blocks)."""
+    pair, block = tl.program_id(0), tl.program_id(1)
+    place = pair * SURPLUS_ASK
+    masses = surplus(asks + place, rows + place, block * BLOCK + tl.arange(0, BLOCK))
+    tl.store(sums + pair * blocks + block, tl.sum(masses, 0))
 
 
 @triton.jit
-def draw_surplus(target, draft, ask, sums, found, blocks, BLOCK: tl.constexpr, PARTS: tl.constexpr):
-    """The whole surplus, and the token at the uniform of it. Grid (1)."""
-    parts = tl.arange(0, PARTS)
-    masses = tl.load(sums + parts, mask=parts < blocks, other=0.0)
+def draw_surplus(asks, rows, sums, found, blocks, SURPLUS_ASK: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr):
+    """The whole surplus, and the token at the uniform of it. Grid (pairs)."""
+    pair = tl.program_id(0)
+    ask, parts = asks + pair * SURPLUS_ASK, tl.arange(0, PARTS)
+    masses = tl.load(sums + pair * blocks + parts, mask=parts < blocks, other=0.0)
     total = tl.sum(masses, 0)
     goal = tl.load(ask + 10) * total
     block = pick(masses, parts, goal)
     before = tl.sum(tl.where(parts < block, masses, 0.0), 0)
     ids = block * BLOCK + tl.arange(0, BLOCK)
-    tl.store(found, total)
-    tl.store(found + 1, pick(surplus(target, draft, ask, ids), ids, goal - before).to(tl.float64))
+    masses = surplus(ask, rows + pair * SURPLUS_ASK, ids)
+    tl.store(found + 2 * pair, total)
+    tl.store(found + 2 * pair + 1, pick(masses, ids, goal - before).to(tl.float64))

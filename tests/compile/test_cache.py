@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from specexport.backends import trt
 from specexport.compile.built import BuiltModel, EngineCheck
 from specexport.compile.bundle import write_bundle
 from specexport.compile.cache import EngineCache, cache_folder
@@ -138,13 +137,6 @@ def test_a_folder_that_others_may_write_to_is_not_used(cache: EngineCache, tmp_p
     assert not cache.store("b" * 64, built, tmp_path / "one")
     cache.folder.chmod(0o755)
     assert cache.restore(KEY, tmp_path / "two") == built
-
-
-def test_kernel_timings_are_kept_where_nobody_else_writes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("SPECEXPORT_CACHE_DIR", str(tmp_path))
-    assert trt._timing_cache("tensorrt", "89") == str(tmp_path / "timing" / "tensorrt-sm89.cache")
-    (tmp_path / "timing").chmod(0o777)
-    assert trt._timing_cache("tensorrt", "89") == ""
 
 
 def test_ids_that_the_model_has_no_row_for_end_nothing(tmp_path: Path) -> None:

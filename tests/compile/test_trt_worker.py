@@ -1,6 +1,5 @@
 """What a TensorRT build refuses, and what it reads out of the builder's words. Uses the real parser, and no GPU."""
 
-import inspect
 import io
 import json
 import subprocess
@@ -12,16 +11,9 @@ from typing import Any
 import pytest
 
 from specexport.backends import present_gpu
-from specexport.backends.trt_package import TENSORRT, TENSORRT_RTX, configure, timing_cache_bytes
-from specexport.backends.trt_report import (
-    can_inspect,
-    inspect_engine,
-    network_problems,
-    parse_layers,
-    read_layers,
-    summarize,
-)
-from specexport.backends.trt_worker import Job, _keep, build, main
+from specexport.backends.trt_package import TENSORRT, TENSORRT_RTX, configure
+from specexport.backends.trt_report import network_problems, parse_layers, summarize
+from specexport.backends.trt_worker import Job, build, main
 from specexport_runtime.errors import CheckFailedError
 
 F16 = 10  # onnx's number of float16
@@ -53,7 +45,6 @@ def make_job(folder: Path, model: Path, shapes: dict[str, Any], **changes: Any) 
         "shapes": [shapes],
         "engine": str(folder / "model.engine"),
         "log": str(folder / "log"),
-        "timing_cache": "",
         "num_layers": 0,
         "float32_products": [],
         "plugins": [],
@@ -112,7 +103,7 @@ def test_a_hidden_float32_product_is_refused_and_one_of_the_model_is_not(tmp_pat
     assert set(report["memory"]) == {"libraries", "network", "engine", "largest"}
     own = {name: parts["own"] for name, parts in report["memory"].items()}
     assert 10**6 < own["libraries"] <= own["engine"] <= own["largest"] <= report["peak_memory_bytes"]
-    assert report["layers_from"] == ("inspector" if can_inspect("89") else "builder")
+    assert report["layers_from"] == "builder"
     with pytest.raises(CheckFailedError, match="0 of 2 caches are updated in place"):
         build(make_job(tmp_path, model, shapes, num_layers=1), io.StringIO())
     with pytest.raises(CheckFailedError, match=r"inputs are not the contract's: .*surplus"):
@@ -182,118 +173,6 @@ def test_products_of_quantized_weights_are_told_from_kernels_that_make_them_floa
     assert (row["quantized_products"], row["expanded_weights"]) == (2, 1)
 
 
-def told(name: str, inputs: list[tuple[str, list[int], str]], outputs: list[tuple[str, list[int], str]]) -> Any:
-    """A layer as TensorRT 11's engine inspector tells it in JSON."""
-
-    def tensors(values: list[tuple[str, list[int], str]]) -> Any:
-        return [{"Name": n, "Dimensions": d, "Datatype": t, "Format": "Linear"} for n, d, t in values]
-
-    kind = "gemm" if "gemm" in name else "kgen"
-    return {"Name": name, "LayerType": kind, "Inputs": tensors(inputs), "Outputs": tensors(outputs), "Constants": []}
-
-
-def test_the_inspector_tells_the_same_report_as_the_builders_text() -> None:
-    read, made = ("k_cache_out.0", "1,2,64,16", "Half"), ("a", "4,16,64", "Half")
-    text = layer_text("__myl_Resh_myl0_1", [read], [made]) + layer_text("some_gemm_myl0_2", [made], [made])
-    layers = [
-        told("__myl_Resh_myl0_1", [("k_cache_out.0", [1, 2, 64, 16], "Half")], [("a", [4, 16, 64], "Half")]),
-        told("some_gemm_myl0_2", [("a", [4, 16, 64], "Half")], [("a", [4, 16, 64], "Half")]),
-    ]
-    found = read_layers(json.dumps({"Layers": layers, "Bindings": []}), 0)
-    assert found == parse_layers([text])
-    assert summarize(found, ["verify 1x5"])[0]["kv_copy_bytes"] == 4 * 16 * 64 * 2
-
-
-def test_layers_of_other_profiles_are_left_out_where_the_inspector_tells_all() -> None:
-    plain = told("a_gemm_myl0_0", [("x", [5], "Half")], [("y", [5], "Half")])
-    marked = told("b_gemm_myl3_0", [("x [profile 1]", [5], "Half")], [("y [profile 1]", [5], "Half")])
-    unmarked = told("c_gemm_myl3_1", [("z", [5], "Half")], [])
-    every = json.dumps({"Layers": [plain, marked, unmarked]})
-    names = [[layer.name for layer in read_layers(every, profile) or ()] for profile in range(3)]
-    assert names == [["a_gemm_myl0_0"], ["b_gemm_myl3_0", "c_gemm_myl3_1"], []]
-    (alone,) = read_layers(json.dumps({"Layers": [plain]}), 2) or ()
-    assert (alone.name, alone.profile) == ("a_gemm_myl0_0", 2)
-
-
-@pytest.mark.parametrize("text", ["", "{}", '{"Layers": ["a name"]}', '{"Layers": [{"Name": "x", "Inputs": [{}]}]}'])
-def test_another_form_of_the_inspectors_answer_is_told_from_layers(text: str) -> None:
-    assert read_layers(text, 0) is None
-
-
-class InspectedTensorRt:
-    """The parts of the package that the inspector needs; what it is asked is checked against the real one's below."""
-
-    LayerInformationFormat = SimpleNamespace(JSON="json")
-    ExecutionContextAllocationStrategy = SimpleNamespace(USER_MANAGED="user")
-    TensorIOMode = SimpleNamespace(INPUT="in", OUTPUT="out")
-
-    def __init__(self, refuses: str = "") -> None:
-        self.refuses = refuses
-        self.execution_context: Any = None
-        self.num_io_tensors = 2
-        self.profile, self.shapes = -1, {}  # type: ignore[var-annotated]
-
-    def Runtime(self, _logger: Any) -> Any:
-        return self
-
-    def deserialize_cuda_engine(self, serialized_engine: bytes) -> Any:
-        assert serialized_engine == b"engine"
-        return None if self.refuses == "engine" else self
-
-    def create_execution_context(self, strategy: str) -> Any:
-        assert strategy == "user", "it needs no device memory"
-        return None if self.refuses == "context" else self
-
-    def set_optimization_profile_async(self, profile_index: int, stream_handle: int) -> bool:
-        self.profile = profile_index
-        return stream_handle == 0
-
-    def get_tensor_name(self, index: int) -> str:
-        return ("x", "y")[index]
-
-    def get_tensor_mode(self, name: str) -> str:
-        return "in" if name == "x" else "out"
-
-    def get_tensor_profile_shape(self, name: str, profile_index: int) -> Any:
-        assert name == "x"
-        return [(1,), (5 + profile_index,), (64,)]
-
-    def set_input_shape(self, name: str, shape: Any) -> bool:
-        self.shapes[name] = shape
-        return self.refuses != "shape"
-
-    def create_engine_inspector(self) -> Any:
-        return self
-
-    def get_engine_information(self, format: str) -> str:  # noqa: A002 - TensorRT's name
-        assert (format, self.execution_context) == ("json", self)
-        size = list(self.shapes["x"])
-        return json.dumps({"Layers": [told(f"gemm_myl{self.profile}_0", [("x", size, "Half")], [])]})
-
-
-def test_every_profile_is_inspected_at_the_size_that_it_is_tuned_for(tmp_path: Path) -> None:
-    (tmp_path / "engine").write_bytes(b"engine")
-    layers = inspect_engine(InspectedTensorRt(), None, tmp_path / "engine", 2)
-    assert layers is not None
-    assert [(layer.profile, layer.inputs[0].dims) for layer in layers] == [(0, (5,)), (1, (6,))]
-    for refused in ("engine", "context", "shape"):
-        assert inspect_engine(InspectedTensorRt(refused), None, tmp_path / "engine", 2) is None
-
-
-def test_what_the_inspector_is_asked_is_what_the_real_package_has() -> None:
-    trt = pytest.importorskip("tensorrt_rtx")
-    homes = (trt.Runtime, trt.ICudaEngine, trt.IExecutionContext, trt.EngineInspector)
-    assert {"JSON"} <= set(trt.LayerInformationFormat.__members__)
-    assert {"USER_MANAGED"} <= set(trt.ExecutionContextAllocationStrategy.__members__)
-    assert hasattr(trt.EngineInspector, "execution_context")
-    for name, method in vars(InspectedTensorRt).items():
-        if name.startswith("_") or not callable(method) or name == "Runtime":
-            continue
-        (home,) = (home for home in homes if hasattr(home, name))
-        for argument in list(inspect.signature(method).parameters)[1:]:
-            assert f"{argument}: " in getattr(home, name).__doc__, f"{home.__name__}.{name} takes no {argument}"
-
-
 STRIPPED = """
 import sys
 import numpy as np
@@ -325,15 +204,6 @@ def test_tensorrt_strips_no_weights_without_a_gpu(flag: tuple[str, ...], builds:
     assert done.stdout.split()[-1:] == [str(builds)], done.stderr
 
 
-@pytest.mark.parametrize(("present", "sm", "can"), [(None, "any", False), ("89", "120", False), ("89", "89", True)])
-def test_engines_are_inspected_where_they_run(
-    monkeypatch: pytest.MonkeyPatch, present: str | None, sm: str, can: bool
-) -> None:
-    monkeypatch.setattr(present_gpu, "present_architecture", lambda: present)
-    assert can_inspect(sm) == can
-    assert can_inspect("any") == (present is not None)
-
-
 class Config:
     """What ``configure`` uses of an ``IBuilderConfig``."""
 
@@ -347,31 +217,20 @@ class Config:
     def set_compute_capability(self, capability: str, index: int) -> None:
         self.calls.append((capability, index))
 
-    def create_timing_cache(self, content: bytes) -> str:
-        return f"cache of {content!r}"
 
-    def set_timing_cache(self, cache: str, *, ignore_mismatch: bool) -> None:
-        self.calls.append((cache, ignore_mismatch))
-
-    def get_timing_cache(self) -> Any:
-        return SimpleNamespace(serialize=lambda: b"timings")
-
-
-def test_the_two_packages_differ_in_architecture_and_timing_cache() -> None:
+def test_the_two_packages_differ_in_architecture() -> None:
     trt = SimpleNamespace(
         BuilderFlag=SimpleNamespace(REQUIRE_USER_ALLOCATION="user"), ComputeCapability=SimpleNamespace(SM89="89!")
     )
     rtx, full = Config(), Config()
-    configure(trt, TENSORRT_RTX, rtx, "89", b"old")
-    configure(trt, TENSORRT, full, "90", b"old")
+    configure(trt, TENSORRT_RTX, rtx, "89")
+    configure(trt, TENSORRT, full, "90")
     assert rtx.calls == [("89!", 0), "user"]
     assert rtx.num_compute_capabilities == 1
-    assert full.calls == ["user", ("cache of b'old'", False)]
+    assert full.calls == ["user"]
     plugins = Config()
-    configure(trt, TENSORRT, plugins, "90", None, has_plugins=True)
+    configure(trt, TENSORRT, plugins, "90", has_plugins=True)
     assert plugins.calls == [], "the flag is incompatible with plugins that carry their kernels"
-    assert timing_cache_bytes(TENSORRT_RTX, rtx) is None
-    assert timing_cache_bytes(TENSORRT, full) == b"timings"
 
 
 def test_caches_of_a_plugin_engine_are_checked_too() -> None:
@@ -395,11 +254,3 @@ def test_caches_of_a_plugin_engine_are_checked_too() -> None:
     assert network_problems(trt, network(["k_cache_out.0", "v_cache_out.0"]), 1) == []
     assert network_problems(trt, network(["k_cache_out.0", "copy"]), 1) == ["v_cache.0 is not updated in place"]
     assert "2 of 4 caches are updated in place" in network_problems(trt, network(["k_cache_out.0", "v_cache_out.0"]), 2)
-
-
-def test_a_timing_cache_that_cannot_be_kept_fails_no_build(tmp_path: Path) -> None:
-    _keep(tmp_path / "timing" / "sm90.cache", b"timings")
-    assert (tmp_path / "timing" / "sm90.cache").read_bytes() == b"timings"
-    (tmp_path / "file").write_text("")
-    _keep(tmp_path / "file" / "sm90.cache", b"timings")
-    assert [path.name for path in (tmp_path / "timing").iterdir()] == ["sm90.cache"]

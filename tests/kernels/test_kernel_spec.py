@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from specexport.kernels import tuning
 from specexport.kernels.signatures import SIGNATURES
 from specexport.kernels.spec import KernelSpec
 from specexport.kernels.tuning import MULTIPROCESSORS, TileConfig, attention_tiles, choose_splits
@@ -134,6 +135,14 @@ def test_a_tile_holds_the_queries_of_a_verify_step_of_one_row(sm: int, head_size
     assert attention_tiles(sm, head_size, 1).block_m == 16
     assert attention_tiles(sm, head_size, 20).block_m == 32
     assert attention_tiles(sm, head_size, 10_000).block_m <= 128
+
+
+def test_measured_tiles_come_before_chosen_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = {(90, 128, 32, True): (32, 8, 2), (90, 128, 32, False): (128, 8, 2)}
+    monkeypatch.setattr(tuning, "MEASURED", measured)
+    assert attention_tiles(90, 128, 20, small=True) == TileConfig(32, 32, 8, 2)
+    assert attention_tiles(90, 128, 20) == TileConfig(32, 128, 8, 2)
+    assert attention_tiles(80, 128, 20) == TileConfig(32, 64, 4, 2), "another architecture"
 
 
 def test_splits_fill_the_gpu_and_no_more() -> None:

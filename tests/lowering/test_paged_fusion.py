@@ -130,6 +130,26 @@ def test_an_operator_without_a_kernel_is_refused_by_name() -> None:
     assert "ort-cpu" in str(caught.value)
 
 
+def test_a_type_without_a_kernel_is_refused_by_the_operators_name() -> None:
+    wide, narrow = (
+        ir.Value(name=f"x{dtype}", type=ir.TensorType(dtype), shape=ir.Shape([2, 2]))
+        for dtype in (ir.DataType.FLOAT, ir.DataType.BFLOAT16)
+    )
+    nodes = [
+        ir.node("ArgMax", [wide]),  # has kernels for both, and for neither of the next two
+        ir.node("ArgMax", [narrow]),
+        ir.node("PagedAttention", [wide, None, None, wide], domain="com.microsoft"),
+        ir.node("Concat", [narrow, narrow], {"axis": 0}),  # its types could not be read
+    ]
+    opsets = {"": 23, "com.microsoft": 1}
+    graph = ir.Graph([wide, narrow], [], nodes=nodes, opset_imports=opsets, name="g")
+    with pytest.raises(UnsupportedModelError) as caught:
+        check_kernels(ir.Model(graph, ir_version=10))
+    text = "CUDA kernel for ai.onnx.ArgMax (13) of bfloat16, com.microsoft.PagedAttention (1) of float32."
+    assert text in str(caught.value)
+    assert "another dtype" in str(caught.value)
+
+
 @pytest.mark.parametrize(("sizes", "left"), [([8, 8], 0), ([8, 4, 4], 0), ([16 - 4, 4], 1), ([4, 4, 2, 6], 1)])
 def test_splits_that_a_cuda_graph_cannot_hold_become_slices(sizes: list[int], left: int) -> None:
     x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([3, 16]))
@@ -156,5 +176,5 @@ def test_the_table_of_kernels_is_what_onnxruntime_has() -> None:
         if kernel.provider == "CUDAExecutionProvider" and kernel.domain in ("", "com.microsoft"):
             first, last = kernel.version_range
             theirs.add((f"{kernel.domain}:{kernel.op_name}", first, 0 if last >= 2**31 - 1 else last))
-    ours = {(name, *versions) for name, all_versions in _kernels().items() for versions in all_versions}
+    ours = {(name, *versions) for name, kernels in _kernels().items() for *versions, _types in kernels}
     assert ours == theirs

@@ -166,6 +166,27 @@ def test_a_sampled_round_waits_twice_and_once_for_a_residual(opened: Callable[..
     assert draft.executor.rows.counts.waits == 0
 
 
+@pytest.mark.parametrize("rule", ["block", "token"])
+def test_residuals_of_all_requests_are_one_wait(opened: Callable[..., Opened], rule: str) -> None:
+    target, draft = opened(make_target()), opened(make_draft("good"))
+    decoder = make_decoder(target.executor, draft.executor, LOOKAHEAD)
+    for i, prompt in enumerate(PROMPTS):
+        params = SamplingParams(max_tokens=40, temperature=1.0)
+        decoder.add(make_sequence(i, prompt, params, seed=i, acceptance=rule))
+    rows, found, rounds, rejected = target.executor.rows, [], 0, 0
+    surpluses = rows.surpluses
+    rows.surpluses = lambda asks: (found.append(len(asks)), surpluses(asks))[1]
+    while decoder.has_work:
+        waits = rows.counts.waits
+        events = decoder.step()
+        assert rows.counts.waits <= waits + 1 or len(events) == 1
+        rounds += 1
+        rejected += sum(event.accepted < event.drafted for event in events)
+    assert rejected > len(found) > rounds // 2
+    assert max(found) > 2
+    assert draft.executor.rows.counts.waits == 0
+
+
 @pytest.mark.parametrize("what", ["exit", "cuts", "cut head"])
 def test_what_looks_at_logits_in_between_is_not_chained(opened: Callable[..., Opened], what: str) -> None:
     gpu = opened(make_draft("good", 1))

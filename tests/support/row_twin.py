@@ -88,8 +88,9 @@ def gather(at, grid, logits, asks, found, bins, few_ids, few_values, many_ids, m
 
 
 @np.errstate(all="ignore")
-def _surplus(at, target, draft, ask):
-    ask = at(ask, "float64")[:SURPLUS_ASK]
+def _surplus(at, asks, rows, pair):
+    ask = at(asks, "float64")[pair * SURPLUS_ASK :][:SURPLUS_ASK]
+    target, draft = at(rows, "int64")[pair * SURPLUS_ASK :][:2].tolist()
     width, other, token = int(ask[1]), int(ask[5]), int(ask[9])
     masses = ask[8] * (np.exp((at(target, "float32")[:width].astype(np.float64) - ask[2]) / ask[0]) / ask[3])
     if token < 0:
@@ -100,19 +101,21 @@ def _surplus(at, target, draft, ask):
     return np.maximum(masses, 0), ask[10]
 
 
-def weigh_surplus(at, grid, target, draft, ask, sums):
-    masses, _ = _surplus(at, target, draft, ask)
-    sums_of = np.add.reduceat(masses, np.arange(0, len(masses), BLOCK))
-    at(sums, "float64")[: grid[0]] = [*sums_of, *[0] * (grid[0] - len(sums_of))]
+def weigh_surplus(at, grid, asks, rows, sums, blocks):
+    for pair in range(grid[0]):
+        masses, _ = _surplus(at, asks, rows, pair)
+        sums_of = np.add.reduceat(masses, np.arange(0, len(masses), BLOCK))
+        at(sums, "float64")[pair * blocks :][:blocks] = [*sums_of, *[0] * (blocks - len(sums_of))]
 
 
-def draw_surplus(at, grid, target, draft, ask, sums, found, blocks):
-    masses, uniform = _surplus(at, target, draft, ask)
-    parts = at(sums, "float64")[:blocks]
-    total = parts.sum()
-    block = _pick(parts, uniform * total)
-    place = _pick(masses[block * BLOCK :][:BLOCK], uniform * total - parts[:block].sum())
-    at(found, "float64")[:2] = total, block * BLOCK + place
+def draw_surplus(at, grid, asks, rows, sums, found, blocks):
+    for pair in range(grid[0]):
+        masses, uniform = _surplus(at, asks, rows, pair)
+        parts = at(sums, "float64")[pair * blocks :][:blocks]
+        total = parts.sum()
+        block = _pick(parts, uniform * total)
+        place = _pick(masses[block * BLOCK :][:BLOCK], uniform * total - parts[:block].sum())
+        at(found, "float64")[2 * pair :][:2] = total, block * BLOCK + place
 
 
 KERNELS = {kernel.__name__: kernel for kernel in (weigh, draw, spread, gather, weigh_surplus, draw_surplus)}

@@ -177,8 +177,7 @@ def test_the_kernels_table(monkeypatch: pytest.MonkeyPatch, context: Context, ou
         return kernel_speed.expected(kernel_speed.case_of(64), q, k, v, options["scale"]).to(q.dtype)
 
     def measured(calls: Sequence[Any], **_: Any) -> tuple[float, str]:
-        ours = calls[0].__qualname__.startswith("call.")
-        return (ours_ms, "a graph") if ours else (0.002, "a graph")
+        return ours_ms, "a graph"
 
     gpu = SimpleNamespace(L2_cache_size=2**10, major=9, minor=0, multi_processor_count=132)
     make_inputs = kernel_speed.make_inputs
@@ -197,16 +196,11 @@ def test_the_kernels_table(monkeypatch: pytest.MonkeyPatch, context: Context, ou
     kernel_speed.measure_kernels(context)
     rows = rows_of(context)
     assert "failed" not in {row.verdict for row in rows}, rows
-    main, copy, best = (row for row in rows if not row.is_detail)
+    main, copy = (row for row in rows if not row.is_detail)
     num_bytes = 2 * 8 * 69 * 2 * 128 * 2
     assert main.data["kv_bytes"] == num_bytes
     assert main.data["gb_per_s"] == pytest.approx(num_bytes / ours_ms / 1e6)
     assert copy.verdict == ("missed" if num_bytes / ours_ms / 1e6 < 800 else "ok")
-    assert best.data["ratio"] == pytest.approx(0.002 / ours_ms)
-    assert best.verdict == ("ok" if ours_ms < 0.002 else "missed")
-    ways = {row.what.rpartition("torch ")[2]: row for row in rows if row.is_detail and "torch" in row.what}
-    assert ways["sdpa math, queries of a group stacked"].value == "2.0 us"
-    assert any("not possible" in row.value for row in ways.values())
 
 
 # models

@@ -41,7 +41,7 @@ def test_every_task_has_code() -> None:
 def test_what_needs_no_carried_package_comes_first() -> None:
     names = [task.name for task in registry.list_tasks(registry.GPU_BACKENDS)]
     carried = [number for number, name in enumerate(names) if name.rpartition(".")[2].endswith(("ort-cuda", "rtx"))]
-    assert max(names.index(name) for name in ("kernels.speed", "loop.speed", "machine.triton")) < min(carried)
+    assert max(names.index(name) for name in ("kernels.speed", "loop.speed")) < min(carried)
     assert names.index("machine.ort-cuda") < names.index("machine.tensorrt-rtx"), (
         "RTX need not run on such a GPU at all"
     )
@@ -153,20 +153,14 @@ def test_the_report_holds_every_calls_rows_in_order(tmp_path: Path) -> None:
 # int4 weights of ort-cuda
 
 
-def test_int4_engines_are_held_against_the_same_codes_and_layers_are_timed(context: Context) -> None:
-    from tools.gpu_check_lib import int4
+def test_int4_engines_are_held_against_the_same_codes(context: Context) -> None:
+    from tools.gpu_check_lib import outputs
 
     context.tiny = True
-    int4.check_int4(context, "ort-cpu")
-    int4.measure_int4(context)
+    outputs.check_int4(context, "ort-cpu")
     rows = rows_of(context)
-    assert {row.verdict for row in rows} == {"ok", "info"}
+    assert {row.verdict for row in rows} == {"ok"}
     assert any("greedy" in row.what and "ort-cpu, int4" in row.what for row in rows)
-    (same,) = [row for row in rows if "same" in row.what and "kernels" in row.what]
-    assert same.verdict == "ok"
-    assert [row.what.partition(", ")[2] for row in rows if "us a layer" in row.what] == [
-        f"{what}: us a layer" for what in ("float32", "int4", "int4, tensor cores")
-    ]
 
 
 # attention in torch: what the kernels are measured against
@@ -195,23 +189,6 @@ def test_reference_attention_is_that_of_the_op() -> None:
         )  # fmt: skip
         np.testing.assert_allclose(found, right, atol=2e-5)
         np.testing.assert_array_equal(caches["k"].float().numpy(), keys)
-
-
-def test_torch_attention_is_right_in_every_form() -> None:
-    from tools.gpu_check_lib.kernels import Case, expected, make_inputs
-    from tools.gpu_check_lib.torch_attention import ways
-
-    case = Case(rows=((40, 5),) * 3, heads=8, kv_heads=2, head_size=16)
-    inputs = {
-        name: tensor.nan_to_num().float() if tensor.is_floating_point() else tensor
-        for name, tensor in make_inputs(case, "float16", "cpu").items()
-    }
-    right = expected(case, inputs["q"], inputs["k_cache"], inputs["v_cache"], 16**-0.5)
-    names = [name for name in ways() if "math" in name]
-    assert len(names) == 3
-    for name in names:
-        output = ways()[name](inputs)()
-        assert float((output - right).abs().max()) < 1e-5, name
 
 
 # the whole, dry

@@ -1,4 +1,4 @@
-"""Section 3, second half: time of the attention kernel against the copy bandwidth and torch's attention."""
+"""Section 3, second half: time of the attention kernel against the copy bandwidth."""
 # mypy: disable-error-code="no-any-unimported"
 
 from collections.abc import Callable, Mapping
@@ -13,11 +13,9 @@ from tools.gpu_check_lib.timing import copy_bandwidth, gigabytes_per_second, kv_
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from specexport.kernels.tuning import TileConfig
-
 NUM_SEQS, NEW_TOKENS, HEADS, KV_HEADS, HEAD_SIZE = 8, 5, 32, 8, 128
 PASTS = (4096, 8192, 16384)
-COPY_TARGET, TORCH_TARGET = 0.8, 1.0
+COPY_TARGET = 0.8
 TOLERANCE = 3e-2  # bfloat16
 
 Tensors = Mapping[str, "Tensor"]
@@ -42,7 +40,7 @@ def measure_kernels(context: Context) -> None:
 
 
 def measure_past(context: Context, what: str, past: int) -> None:
-    """One length: our kernel, splits beside its choice, the copy bandwidth, torch's attention."""
+    """One length: our kernel, splits beside its choice, the copy bandwidth."""
     import torch
 
     device = torch.cuda.get_device_properties(0)
@@ -63,7 +61,6 @@ def measure_past(context: Context, what: str, past: int) -> None:
     row(f"{what}: of the copy bandwidth ({copied:.0f} GB/s, read plus written)", f"{achieved / copied:.1%}",
         target=f"at least {COPY_TARGET:.0%}", verdict=judge(achieved / copied, at_least=COPY_TARGET),
         copy_gb_per_s=copied)  # fmt: skip
-    _measure_torch(context, what, sets, right, ours)
     _try_splits(context, what, sets, chosen)
 
 
@@ -85,15 +82,14 @@ def _chosen_splits(sm: int, past: int, multiprocessors: int) -> int:
     return spec.with_splits(sm, num_seqs=NUM_SEQS, kv_len=past, multiprocessors=multiprocessors).num_splits
 
 
-def call(tensors: Tensors, splits: int, tiles: "TileConfig | None" = None) -> "Callable[[], Tensor]":
-    """Our kernel on the inputs of a step, from :func:`filled`, to be called; tiles None are the tuning table's."""
+def call(tensors: Tensors, splits: int) -> "Callable[[], Tensor]":
+    """Our kernel on the inputs of a step, from :func:`filled`, to be called."""
     from specexport.kernels import launch
 
     def run() -> "Tensor":
         names = ("q", "k_cache", "v_cache", "kv_lens", "cu_new_tokens")
         return launch.ragged_attention(
             *(tensors[name] for name in names), scale=HEAD_SIZE**-0.5, num_splits=splits, new_tokens=NEW_TOKENS,
-            tiles=tiles,
         )  # fmt: skip
 
     return run
@@ -106,33 +102,6 @@ def require_right(output: "Tensor", right: "Tensor") -> None:
     error = float((output[: len(right)].float() - right).abs().max())
     if not error <= TOLERANCE:
         raise CheckFailedError(f"off by {error:.1e}")
-
-
-def _measure_torch(context: Context, what: str, sets: "list[dict[str, Tensor]]", right: "Tensor", ours: float) -> None:
-    """Every way torch has; the fastest that is right counts."""
-    from tools.gpu_check_lib.torch_attention import ways
-
-    times: dict[str, float] = {}
-    for name, make in ways().items():
-        try:
-            calls = [make(tensors) for tensors in sets]
-            require_right(calls[0](), right)
-            times[name], _ = time_rotating(calls)
-            value = f"{1e3 * times[name]:.1f} us"
-        except Exception as error:  # a way that torch does not take here
-            value = f"not possible: {type(error).__name__}: {error}"
-        context.recorder.row(f"{what}: torch {name}", value, is_detail=True, milliseconds=times.get(name))
-        if context.left < 5:
-            break
-    if not times:
-        context.recorder.row(f"{what}: torch", "failed: none of its ways ran and was right", verdict="failed")
-        return
-    best = min(times, key=lambda name: times[name])
-    ratio = times[best] / ours
-    context.recorder.row(
-        f"{what}: torch's best ({best})", f"{1e3 * times[best]:.1f} us; ours is {ratio:.2f}x as fast",
-        target=f"at least {TORCH_TARGET:.1f}x", verdict=judge(ratio, at_least=TORCH_TARGET), ratio=ratio, ways=times,
-    )  # fmt: skip
 
 
 def _try_splits(context: Context, what: str, sets: "list[dict[str, Tensor]]", chosen: int) -> None:

@@ -6,10 +6,9 @@ import shutil
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 
-from specexport_runtime.bundle.entry import EngineFile
 from specexport_runtime.errors import SpecexportError
 from tools.gpu_check_lib.context import Context, SkipTaskError
-from tools.gpu_check_lib.needs import require_gpu, require_modules
+from tools.gpu_check_lib.needs import require_modules
 from tools.gpu_check_lib.rows import reason_of
 
 PACKAGES = (
@@ -111,22 +110,5 @@ def _generate(context: Context, backend: str) -> str:
     if len(done.outputs[0]) != NEW_TOKENS:
         raise SpecexportError(f"{len(done.outputs[0])} tokens came instead of {NEW_TOKENS}.")
     entry = bundle.manifest.models["target"]
-    engine = ", ".join(_describe(file) for file in entry.engine.files) or "one graph for all"
+    engine = ", ".join(file.sm for file in entry.engine.files) or "one graph for all"
     return f"{entry.dtype}, lowering {entry.engine.lowering or 'default'}, engine: {engine}; tokens {done.outputs[0]}"
-
-
-def _describe(file: EngineFile) -> str:
-    """An engine's architecture, and who told its layers: the inspector on a GPU, the text of the builder elsewhere."""
-    return file.sm if file.report is None else f"{file.sm} (layers told by the {file.report.layers_from})"
-
-
-def triton(context: Context) -> None:
-    """Compile and run one Triton kernel of ours on the GPU."""
-    require_gpu()
-    from tools.gpu_check_lib.kernels import CASES, check_case
-
-    found = check_case(CASES[0], "float16", device="cuda")
-    context.recorder.row(
-        f"triton kernels: {found.name}", f"run; largest error {found.error:.1e}",
-        target=f"at most {found.tolerance:.0e}", verdict=found.verdict, error=found.error,
-    )  # fmt: skip

@@ -1,10 +1,13 @@
 """Section 2: the output of GPU engines against the CPU engine, float32, of the same weights."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
 
+from specexport_runtime.bundle.quant_kinds import INT4
 from specexport_runtime.executors.base import Executor, Float32Array
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from tools.gpu_check_lib.context import Context
@@ -60,6 +63,35 @@ def check_outputs(context: Context, backend: str) -> None:
         check_greedy(context, backend, reference, other)
     other.close()
     reference.close()
+
+
+def check_int4(context: Context, backend: str = "ort-cuda") -> None:
+    """Logits and greedy texts of int4 engines against ONNX Runtime's CPU with the same codes, in float32."""
+    context.require_backend(backend)
+    from specexport_runtime.bundle.opened import load_bundle
+    from tools.gpu_check_lib.bundles import CPU, PLANS, build, open_executor
+
+    name, opened = "tiny" if context.tiny else "small", []
+    for each in (CPU, backend):
+        with same_codes():
+            folder = context.work / "bundles" / f"{name}-{each}-int4"
+            build(context.work, name, each, output=folder, quantize="int4")
+        bundle = load_bundle(folder, max_num_seqs=PLANS[name].max_num_seqs)
+        opened.append(open_executor(bundle, "target", graphs=False, num_rows=NUM_PROMPTS))
+    what, (reference, other) = f"{backend}, int4", opened
+    with context.part(f"{what}: logits"):
+        check_logits(context, what, reference, other, bundle.manifest.models["target"].dtype)
+    with context.part(f"{what}: greedy texts"):
+        check_greedy(context, what, reference, other)
+    for executor in opened:
+        executor.close()
+
+
+@contextmanager
+def same_codes() -> Iterator[None]:
+    """Let builds for the CPU take the operator and the blocks of ``ort-cuda``."""
+    with mock.patch.dict(INT4.backends, {"ort-cpu": INT4.backends["ort-cuda"]}):
+        yield
 
 
 def check_logits(context: Context, backend: str, reference: Executor, other: Executor, dtype: str) -> None:

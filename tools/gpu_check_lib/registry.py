@@ -23,7 +23,6 @@ SECTIONS = {
 _BEFORE = {
     # What needs no carried package comes first.
     "machine.info": ("machine", "info", 30, 1),
-    "machine.triton": ("machine", "triton", 60, 5),
     "kernels.correct": ("kernels", "check_all", 80, 15),
     "kernels.speed": ("kernel_speed", "measure_kernels", 80, 15),
     "loop.greedy": ("tools.proof.checks", "check_greedy", 60, 5),
@@ -31,7 +30,6 @@ _BEFORE = {
     "loop.speed": ("tools.proof.checks", "measure_loop", 150, 30),
     "loop.verify": ("tools.proof.checks", "verify_loop", 60, 5),
     "loop.sampled": ("tools.proof.sampled", "check_sampled", 60, 10),
-    "kernels.sweep": ("kernel_sweep", "sweep", 120, 40),
     "machine.ort-cpu": ("machine", "try_backend", 75, 15),
     "machine.ort-cuda": ("machine", "try_backend", 75, 15),
     "machine.tensorrt-rtx": ("machine", "try_backend", 90, 15),
@@ -47,17 +45,16 @@ _PER_BACKEND = {
 # int4 engines of ort-cuda: before what takes longest.
 _INT4 = {
     "outputs.sampled-ort-cuda": ("tools.proof.sampled", "check_backend", 60, 10),
-    "outputs.int4-ort-cuda": ("int4", "check_int4", 60, 15),
-    "speed.int4-ort-cuda": ("int4", "measure_int4", 60, 10),
+    "outputs.int4-ort-cuda": ("outputs", "check_int4", 60, 15),
 }
 
 _ESTIMATES = {
-    "machine.info": 1, "machine.triton": 8, "machine.ort-cpu": 22, "machine.ort-cuda": 22,
+    "machine.info": 1, "machine.ort-cpu": 22, "machine.ort-cuda": 22,
     "machine.tensorrt-rtx": 45, "machine.tensorrt": 45, "kernels.correct": 23, "kernels.speed": 16,
-    "kernels.sweep": 72, "loop.greedy": 8, "loop.graphs": 13, "loop.speed": 33, "loop.verify": 8,
+    "loop.greedy": 8, "loop.graphs": 13, "loop.speed": 33, "loop.verify": 8,
     "loop.sampled": 20, "outputs.sampled": 15,
     "outputs": 21, "outputs.verify": 16, "graphs": 6,
-    "outputs.int4": 25, "speed.int4": 11, "speed.build": 53, "speed.build-tensorrt-rtx": 120,
+    "outputs.int4": 25, "speed.build": 53, "speed.build-tensorrt-rtx": 120,
     "speed.build-tensorrt": 120, "speed.measure": 50,
 }  # fmt: skip
 """Seconds that a task takes on a GPU machine, by name, or by its name less the backend: measured on an H200, but for

@@ -195,15 +195,6 @@ def measure_decoding(context: Context, backend: str, target: Executor, draft: Ex
                 context.recorder.row(f"{backend}: host time a speculative round, batch 1, K={lookahead}",
                                      f"{found.host_us:.0f} us outside the engines ({lookahead + 1} steps or more)",
                                      host_us=found.host_us)  # fmt: skip
-                if draft.chains:
-                    draft.chains = False
-                    waits = decode(target, prompts, plan.tokens, **settings)  # type: ignore[arg-type]
-                    draft.chains = True
-                    context.recorder.row(
-                        f"{backend}: a wait behind each step of the draft, batch 1, K={lookahead}",
-                        f"{waits.tokens_per_second:.0f} tokens/s; {waits.host_us:.0f} us outside the engines",
-                        tokens_per_second=waits.tokens_per_second, host_us=waits.host_us,
-                    )  # fmt: skip
 
 
 def _plain(context: Context, backend: str, target: Executor, prompts: list[list[int]], tokens: int) -> Decoded:

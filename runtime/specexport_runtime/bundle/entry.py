@@ -44,7 +44,7 @@ class EngineReport(NamedTuple):
     aliased: tuple[tuple[str, str], ...]  # input and output of each cache that is updated in place
     attention_nodes: int  # of the network
     profiles: tuple[ProfileReport, ...]
-    layers_from: str  # who listed the kernels: "builder" or "inspector"
+    layers_from: str  # who listed the kernels: "builder"; earlier bundles may say "inspector"
     weight_bytes: int | None
     engine_bytes: int
     build_seconds: float

@@ -1,6 +1,7 @@
 """A step of the target, and what its logits say: of drafts, and of prompts that are scored."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Literal, NamedTuple
 
 from specexport_runtime.drafters.base import Drafter
@@ -11,8 +12,10 @@ from specexport_runtime.executors.row_kernels import RowAsk, whole_row
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from specexport_runtime.requests.records import Proposal
 from specexport_runtime.requests.request import Request, RoundEvent
-from specexport_runtime.sampling.accept import Verdict, accept_greedy
-from specexport_runtime.sampling.block import RULES
+from specexport_runtime.sampling.accept import Verdict, accept_greedy, first_refused
+from specexport_runtime.sampling.block import RULES, Chances, accept_block, find_chances, tested_places
+from specexport_runtime.sampling.device import DeviceLaw, Surplus, find_masses
+from specexport_runtime.sampling.distribution import Law
 from specexport_runtime.sampling.logprobs import logprobs_of
 from specexport_runtime.sampling.tree import TREE_RULES, accept_tree_greedy
 
@@ -179,13 +182,74 @@ def accept_argmax(proposal: Proposal, greedy: Sequence[int]) -> Verdict:
     return verdict
 
 
-def accept_rows(req: Request, proposal: Proposal, rows: DeviceRows) -> Verdict:
-    """As :func:`accept_processed`, of rows [K+1] that stay on the device and were asked by :func:`row_asks`."""
+class RowLaws:
+    """What the target says behind one request's draft, by place, in rows that stay on a device from ``begin`` on."""
+
+    def __init__(self, req: Request, drafted: Sequence[int], rows: DeviceRows, begin: int) -> None:
+        self._sampler, self._drafted, self._rows, self._begin = req.sampler, drafted, rows, begin
+        self._made: dict[int, Law] = {}
+        self.chances: Chances | None = None  # of a draft that is accepted as a block
+
+    def __call__(self, place: int) -> Law:
+        """The law behind so many draft tokens."""
+        law = self._made.get(place)
+        if law is None:
+            law = self._sampler.law(self._rows[self._begin + place], self._drafted[:place])
+            self._made[place] = law
+        return law
+
+
+def accept_rows(req: Request, proposal: Proposal, rows: DeviceRows, laws: RowLaws) -> Verdict:
+    """As :func:`accept_processed`, of rows [K+1] that stay on the device, with laws by :func:`row_laws`."""
     if req.sampler.is_greedy:
         return accept_processed(req, proposal, rows.fetch())
-    drafted = proposal.tokens
-    laws = lambda j: req.sampler.law(rows[j], drafted[:j])  # noqa: E731
-    return RULES[req.acceptance](drafted, proposal.distributions, laws, req.draws)
+    if laws.chances is not None:
+        return accept_block(proposal.tokens, proposal.distributions, laws, req.draws, laws.chances)
+    return RULES[req.acceptance](proposal.tokens, proposal.distributions, laws, req.draws)
+
+
+def row_laws(
+    requests: Sequence[Request],
+    proposals: Mapping[int, Proposal],
+    rows: DeviceRows,
+    starts: Sequence[int],  # where those of each cache row begin, from the first one of the step on
+    first_row: int,
+) -> dict[int, RowLaws]:
+    """By cache row, the laws of requests whose rows stay on the device and were asked by :func:`row_asks`.
+
+    All residuals that a draft may end with are found at once.
+    """
+    laws: dict[int, RowLaws] = {}
+    asked: list[Surplus] = []
+    for req in requests:
+        proposal, begin = proposals[req.row], starts[req.row - first_row]
+        laws[req.row] = law = RowLaws(req, proposal.tokens, rows, begin)
+        # One request rarely asks twice, and looking ahead costs more than that.
+        if len(requests) > 1 and proposal.error is None and proposal.tokens and req.sampler.is_uncut:
+            with suppress(Exception):  # acceptance meets it again
+                _ask_ahead(req, proposal, law, asked)
+    find_masses(asked)
+    return laws
+
+
+def _ask_ahead(req: Request, proposal: Proposal, laws: RowLaws, asked: list[Surplus]) -> None:
+    """Ask for the residuals that a draft may end with."""
+    drafted, draws = proposal.tokens, req.draws
+    drafts = proposal.distributions or [None] * len(drafted)
+    places: Iterable[tuple[int, float]]
+    if req.acceptance == "token" or all(draft is None for draft in drafts):
+        places = [(first_refused(drafted, drafts, laws, draws)[0], 1.0)]
+    else:
+        laws.chances = find_chances(drafted, drafts, laws, draws)
+        places = tested_places(laws.chances.found, draws)
+    for place, chance in places:
+        if place == len(drafted):
+            return
+        target, draft = laws(place), drafts[place]
+        if isinstance(target, DeviceLaw) and (draft is None or isinstance(draft, DeviceLaw)):
+            asked.append(Surplus(target, draft, drafted[place], chance))
+        if chance == 1.0:
+            return
 
 
 def accept_processed(req: Request, proposal: Proposal, logits: Float32Array) -> Verdict:

@@ -6,6 +6,7 @@ and sum is float64, ids ascend: a draw is the host's but for rounding.
 """
 
 import logging
+import struct
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, overload
 
@@ -23,10 +24,11 @@ from specexport_runtime.executors.row_kernels import (
     FOUND,
     MANY,
     PARTS,
-    SURPLUS_ASK,
+    SURPLUS_FORM,
     UNKNOWN,
     RowAsk,
     RowFound,
+    SurplusAsk,
     ptx_path,
 )
 
@@ -35,6 +37,7 @@ Int64Array = npt.NDArray[np.int64]
 _log = logging.getLogger(__name__)
 _FEW_BYTES = 8 * FEW  # ids int32, and logits float32
 _FOUND_BYTES = 8 * FOUND
+_SURPLUS = struct.Struct(SURPLUS_FORM)
 LEAST_ROWS = 64
 """Rows of a step for which there is memory at the least."""
 
@@ -128,25 +131,28 @@ class RowSampler:
         lane = self._lanes[step]
         self.generation += 1
         self._address = logits
-        lane.asks[:rows] = [ask[:ASK] for ask in asks]
-        driver = self._driver
-        if any(ask.temperature for ask in asks):
+        driver, columns = self._driver, list(zip(*asks, strict=True))
+        temperatures, *_, cuts, slots, comes = columns
+        if any(temperatures):
+            lane.asks[:rows].T[:] = columns[:ASK]
             driver.copy_in(lane.at_asks, int(lane.asks.ctypes.data), 8 * ASK * rows)
             parts = (lane.at_asks, self._at_tops, self._at_sums)
             self._launch("weigh", (rows, self._blocks), logits, *parts, self.width, self._blocks)
             found = (lane.at_found, self._at_bins, token_ids or self._at_bins)
             self._launch("draw", (rows, 1), logits, *parts, *found, self.width, self._blocks, int(token_ids > 0))
             size = _FOUND_BYTES * rows
-            if any(ask.cuts for ask in asks):
+            if any(cuts):
                 size += _FEW_BYTES * rows
                 self._put_cuts(asks, lane)
             driver.copy_out(int(lane.found.ctypes.data), lane.at_found, size)
             self.counts.bytes += size
         row_bytes = 4 * self.width
-        for first, count in _runs([self._slot(ask.slot) if ask.slot >= 0 else -1 for ask in asks], row_bytes):
-            driver.copy_rows(self._slot(asks[first].slot), logits + first * row_bytes, row_bytes, count, row_bytes)
-        for i, ask in enumerate(asks):
-            if ask.comes:
+        if max(slots) >= 0:
+            kept = [self._slot(slot) if slot >= 0 else -1 for slot in slots]
+            for first, count in _runs(kept, row_bytes):
+                driver.copy_rows(kept[first], logits + first * row_bytes, row_bytes, count, row_bytes)
+        if any(comes):
+            for i in np.flatnonzero(comes).tolist():
                 self._put_row(i, logits + i * row_bytes)
         self.counts.steps += 1
 
@@ -162,7 +168,8 @@ class RowSampler:
     def take(self, asks: Sequence[RowAsk], token_ids: Int64Array, *, step: int = 0) -> "DeviceRows":
         """What was found, after the wait; ``token_ids`` [R] are the greedy ones. ``step``: see :meth:`put`."""
         rows, answer = len(asks), self._lanes[step].found
-        found = answer[: FOUND * rows].reshape(rows, FOUND).tolist()
+        found = list(map(RowFound._make, answer[: FOUND * rows].reshape(rows, FOUND).tolist()))
+        greedy = token_ids.tolist()
         ids: npt.NDArray[np.int32] | None = None
         values: Float32Array | None = None
         if any(ask.cuts for ask in asks):
@@ -172,8 +179,7 @@ class RowSampler:
         made = []
         for i, ask in enumerate(asks):
             address = self._slot(ask.slot) if ask.slot >= 0 else self._address + 4 * i * self.width
-            numbers = RowFound(*found[i]) if ask.temperature else UNKNOWN
-            row = DeviceRow(self, i, ask, numbers, int(token_ids[i]), address)
+            row = DeviceRow(self, i, ask, found[i] if ask.temperature else UNKNOWN, greedy[i], address)
             if ids is not None and values is not None:
                 row.few = ids[i], values[i]
             made.append(row)
@@ -216,17 +222,21 @@ class RowSampler:
         found = self._many.copy()
         return found.view(np.int32)[:count], found.view(np.float32)[MANY:][:count]
 
-    def surplus(self, target: int, draft: int, ask: Sequence[float]) -> tuple[float, int]:
-        """The sum of max(0, w q - p) and the token at a uniform of it; of rows at two addresses. Waits."""
-        self._surplus_ask[:] = ask
-        self._driver.copy_in(self._at_surplus_ask, int(self._surplus_ask.ctypes.data), 8 * SURPLUS_ASK)
-        at = (target, draft, self._at_surplus_ask, self._at_surplus_sums)
-        self._launch("weigh_surplus", (self._blocks, 1), *at)
-        self._launch("draw_surplus", (1, 1), *at, self._at_surplus, self._blocks)
-        self._driver.copy_out(int(self._surplus.ctypes.data), self._at_surplus, 16)
-        self.counts.bytes += 16
+    def surpluses(self, asks: Sequence[SurplusAsk]) -> list[tuple[float, int]]:
+        """Sum and token of each, of no more pairs than the last step had rows. Waits."""
+        count = len(asks)
+        for i, ask in enumerate(asks):
+            _SURPLUS.pack_into(self._surplus_asks.data, i * _SURPLUS.size, *ask)
+        asked, found = self._at_surplus_asks, self._at_surplus
+        self._driver.copy_in(asked, int(self._surplus_asks.ctypes.data), _SURPLUS.size * count)
+        at = (asked, asked + 8 * SurplusAsk._fields.index("target"), self._at_sums)
+        self._launch("weigh_surplus", (count, self._blocks), *at, self._blocks)
+        self._launch("draw_surplus", (count, 1), *at, found, self._blocks)
+        self._driver.copy_out(int(self._surplus.ctypes.data), found, 16 * count)
+        self.counts.bytes += 16 * count
         self.wait()
-        return float(self._surplus[0]), int(self._surplus[1])
+        numbers = self._surplus[: 2 * count].tolist()
+        return [(total, int(token)) for total, token in zip(numbers[::2], numbers[1::2], strict=True)]
 
     def _launch(self, name: str, grid: tuple[int, int], *arguments: int) -> None:
         kernel = self._kernels[name]
@@ -235,7 +245,7 @@ class RowSampler:
     def _slot(self, slot: int) -> int:
         """Where a kept row lies."""
         group, place = divmod(slot, self._num_slots)
-        while len(self._slots) <= group:
+        while group >= len(self._slots):
             self._slots.append(self._driver.allocate(4 * self.width * self._num_slots, "logits of drafts"))
         return self._slots[group] + 4 * place * self.width
 
@@ -244,12 +254,12 @@ class RowSampler:
         self._free()
         blocks = self._blocks
         (
-            self._at_tops, self._at_sums, self._at_bins, self._at_many, self._at_surplus_ask, self._at_surplus_sums,
-            self._at_surplus,
+            self._at_tops, self._at_sums, self._at_bins, self._at_many, self._at_surplus_asks, self._at_surplus,
         ) = self._take_memory(
-            4 * rows * blocks, 8 * rows * blocks, 8 * rows * BINS, 8 * MANY * rows, 8 * SURPLUS_ASK, 8 * blocks, 16
+            4 * rows * blocks, 8 * rows * blocks, 8 * rows * BINS, 8 * MANY * rows, _SURPLUS.size * rows, 16 * rows
         )  # fmt: skip
-        self._many, self._surplus_ask, self._surplus = (self._pin(size) for size in (8 * MANY, 8 * SURPLUS_ASK, 16))
+        sizes = (8 * MANY, _SURPLUS.size * rows, 16 * rows)
+        self._many, self._surplus_asks, self._surplus = map(self._pin, sizes)
         self._max_rows = rows
 
     def _make_lane(self) -> _Lane:
@@ -329,19 +339,24 @@ class DeviceRow:
         order = ids[:count].argsort()
         return ids[order].astype(np.int64), values[order]
 
-    def surplus(self, draft: "DeviceRow | None", token: int, weight: float) -> tuple[float, int]:
-        """The sum of max(0, w q - p) over ids, and the token at this row's uniform of it.
+    def surplus_ask(self, draft: "DeviceRow | None", token: int, weight: float) -> SurplusAsk:
+        """To ask for max(0, w q - p) at this row's uniform.
 
         q is this row's softmax and p ``draft``'s, at the temperatures they were asked with; None: one-hot at ``token``.
         """
-        mine = (self.ask.temperature, self.ask.width, self.found.peak, self.found.total)
+        ask, found = self.ask, self.found
         if draft is None:
-            ask = (*mine, 1.0, 0, 0.0, 1.0, weight, token, self.ask.uniform, 0.0)
-            return self._sampler.surplus(self._address, self._address, ask)
-        other = (draft.ask.temperature, draft.ask.width, draft.found.peak, draft.found.total)
-        return self._sampler.surplus(
-            self._address, draft._address, (*mine, *other, weight, -1.0, self.ask.uniform, 0.0)
-        )
+            other: tuple[float, int, float, float] = (1.0, 0, 0.0, 1.0)
+            at = self._address
+        else:
+            other = (draft.ask.temperature, draft.ask.width, draft.found.peak, draft.found.total)
+            at, token = draft._address, -1
+        mine = (ask.temperature, ask.width, found.peak, found.total)
+        return SurplusAsk(*mine, *other, weight, token, ask.uniform, self._address, at)
+
+    def surpluses(self, asks: Sequence[SurplusAsk]) -> list[tuple[float, int]]:
+        """Sum and token of what was asked of rows of this row's step; waits."""
+        return self._sampler.surpluses(asks)
 
 
 class DeviceRows(Sequence[DeviceRow]):

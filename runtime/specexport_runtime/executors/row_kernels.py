@@ -67,13 +67,32 @@ class RowFound(NamedTuple):
 UNKNOWN = RowFound(*[math.nan] * 8)
 """Of a row that was not asked."""
 FOUND = len(RowFound._fields)
-SURPLUS_ASK = 12
-"""Numbers of a surplus: T, width, peak and total of q; the same of p; its weight; -1 or a one-hot p's token; a uniform;
-0."""
+
+
+class SurplusAsk(NamedTuple):
+    """What is asked of two rows: the sum of max(0, w q - p) and the token at a uniform of it; float64, int64."""
+
+    temperature: float  # of q
+    width: int
+    peak: float
+    total: float
+    other_temperature: float  # of p
+    other_width: int
+    other_peak: float
+    other_total: float
+    weight: float  # w
+    token: int  # p is one-hot there; -1: it is not
+    uniform: float
+    target: int  # address of q's logits, float32
+    draft: int  # address of p's
+
+
+SURPLUS_ASK = len(SurplusAsk._fields)
+SURPLUS_FORM = "11d2q"
 
 CONSTANTS: dict[str, int | float] = {
     "ASK": ASK, "FOUND": FOUND, "BINS": BINS, "PER_BIN": PER_BIN, "BLOCK": BLOCK, "PARTS": PARTS, "FEW": FEW,
-    "MANY": MANY,
+    "MANY": MANY, "SURPLUS_ASK": SURPLUS_ASK,
 }  # fmt: skip
 """Compile-time parameters of the kernels by name."""
 ARGUMENTS = {
@@ -81,8 +100,8 @@ ARGUMENTS = {
     "draw": ("*fp32", "*fp64", "*fp32", "*fp64", "*fp64", "*fp64", "*i64", "i32", "i32", "i32"),
     "spread": ("*fp32", "*fp64", "*fp64", "*fp64", "i32"),
     "gather": ("*fp32", "*fp64", "*fp64", "*fp64", "*i32", "*fp32", "*i32", "*fp32", "i32"),
-    "weigh_surplus": ("*fp32", "*fp32", "*fp64", "*fp64"),
-    "draw_surplus": ("*fp32", "*fp32", "*fp64", "*fp64", "*fp64", "i32"),
+    "weigh_surplus": ("*fp64", "*i64", "*fp64", "i32"),
+    "draw_surplus": ("*fp64", "*i64", "*fp64", "*fp64", "i32"),
 }
 """Types of the kernels' arguments, in order."""
 

@@ -55,16 +55,28 @@ def accept_sampled(
     p is the draft's distribution and q the target's, both after the request's logits processing. CheckFailedError: a
     draft token has no probability above 0 in the distribution that it is said to come from.
     """
+    j, target = first_refused(drafted, draft_distributions, target_distribution, draws)
+    if j == len(drafted):
+        return Verdict(j, sample_token(target, draws(j).resample), is_bonus=True)
+    draft = None if draft_distributions is None else draft_distributions[j]
+    rest = normalised(target, surplus(target, draft, drafted[j]))
+    return Verdict(j, sample_token(rest, draws(j).resample), is_bonus=False)
+
+
+def first_refused(
+    drafted: Sequence[int],
+    draft_distributions: Sequence[Law | None] | None,
+    target_distribution: Callable[[int], Law],
+    draws: Callable[[int], Draws],
+) -> tuple[int, Law]:
+    """The place of the first token that :func:`accept_sampled` refuses, K if it takes all, and q there."""
     for j, token in enumerate(drafted):
         target = target_distribution(j)
         draft = None if draft_distributions is None else draft_distributions[j]
         # Multiplied out and strict: with u = 0 a token of target probability 0 is still refused.
-        if draws(j).accept * draft_probability(draft, token, j) < target.probability(token):
-            continue
-        rest = normalised(target, surplus(target, draft, token))
-        return Verdict(j, sample_token(rest, draws(j).resample), is_bonus=False)
-    last = len(drafted)
-    return Verdict(last, sample_token(target_distribution(last), draws(last).resample), is_bonus=True)
+        if not draws(j).accept * draft_probability(draft, token, j) < target.probability(token):
+            return j, target
+    return len(drafted), target_distribution(len(drafted))
 
 
 def draft_probability(draft: Law | None, token: int, place: int) -> float:

@@ -4,7 +4,8 @@ Sun et al. 2024, "Block Verification Accelerates Speculative Decoding", algorith
 behind an unlikely one can save both: a test that fails does not end the tests, the *last* that passes counts.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from specexport_runtime.sampling.accept import (
     Verdict,
@@ -15,6 +16,13 @@ from specexport_runtime.sampling.accept import (
 )
 from specexport_runtime.sampling.distribution import Law, sample_token
 from specexport_runtime.sampling.rng import Draws
+
+
+class Chances(NamedTuple):
+    """How likely the first tokens of a draft stay, of 0, 1, 2 … of them, up to where no more matters."""
+
+    targets: list[Law]  # that were looked at
+    found: list[float]
 
 
 def accept_block(
@@ -28,6 +36,7 @@ def accept_block(
     # The uniforms of new position j. Tokens are kept or not by what comes behind them too, so that no later round may
     # look at any of these again (``RoundDraws``).
     draws: Callable[[int], Draws],
+    chances: Chances | None = None,  # of these arguments, where they are known
 ) -> Verdict:
     """Accept draft tokens up to the last whose test passes, and behind them draw from max(0, r q - p).
 
@@ -37,6 +46,28 @@ def accept_block(
     """
     if draft_distributions is None or all(draft is None for draft in draft_distributions):
         return accept_sampled(drafted, draft_distributions, target_distribution, draws)
+    targets, found = chances or find_chances(drafted, draft_distributions, target_distribution, draws)
+    last = len(drafted)
+    for kept, chance in tested_places(found, draws):
+        if kept == last:
+            return Verdict(last, sample_token(target_distribution(last), draws(last).resample), is_bonus=True)
+        if kept == len(targets):
+            targets.append(target_distribution(kept))
+        masses = surplus(targets[kept], draft_distributions[kept], drafted[kept], chance)
+        mass = float(masses.sum())
+        # With a chance of 1 it passes whatever was drawn: at the latest in front of all tokens.
+        if chance == 1.0 or draws(kept - 1).accept * (mass + 1.0 - chance) < mass:
+            break
+    return Verdict(kept, sample_token(normalised(targets[kept], masses), draws(kept).resample), is_bonus=False)
+
+
+def find_chances(
+    drafted: Sequence[int],
+    draft_distributions: Sequence[Law | None],
+    target_distribution: Callable[[int], Law],
+    draws: Callable[[int], Draws],
+) -> Chances:
+    """See :class:`Chances`; arguments and errors as of :func:`accept_block`."""
     probabilities = [
         draft_probability(draft, token, j)
         for j, (token, draft) in enumerate(zip(drafted, draft_distributions, strict=True))
@@ -51,21 +82,15 @@ def accept_block(
         chances.append(min(1.0, chance))
         if not _may_pass(chances[-1], probabilities, j + 1, draws):
             break
-    last = len(drafted)
+    return Chances(targets, chances)
+
+
+def tested_places(chances: Sequence[float], draws: Callable[[int], Draws]) -> Iterator[tuple[int, float]]:
+    """Places and their chances, the last first, whose test may pass: none does more often than its tokens stay."""
     for kept in range(len(chances) - 1, -1, -1):
         chance = chances[kept]
-        if chance < 1.0 and draws(kept - 1).accept >= chance:
-            continue  # no test passes more often than its tokens stay
-        if kept == last:
-            return Verdict(last, sample_token(target_distribution(last), draws(last).resample), is_bonus=True)
-        if kept == len(targets):
-            targets.append(target_distribution(kept))
-        masses = surplus(targets[kept], draft_distributions[kept], drafted[kept], chance)
-        mass = float(masses.sum())
-        # With a chance of 1 it passes whatever was drawn: at the latest in front of all tokens.
-        if chance == 1.0 or draws(kept - 1).accept * (mass + 1.0 - chance) < mass:
-            break
-    return Verdict(kept, sample_token(normalised(targets[kept], masses), draws(kept).resample), is_bonus=False)
+        if chance == 1.0 or draws(kept - 1).accept < chance:
+            yield kept, chance
 
 
 def _may_pass(chance: float, probabilities: Sequence[float], start: int, draws: Callable[[int], Draws]) -> bool:

@@ -5,11 +5,12 @@ are fetched, and the host's own code cuts them, so that what is left is what it 
 """
 
 import math
-from typing import cast
+from collections.abc import Sequence
+from typing import NamedTuple, cast
 
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.device_rows import DeviceRow
-from specexport_runtime.executors.row_kernels import FEW, RowAsk, whole_row
+from specexport_runtime.executors.row_kernels import FEW, RowAsk, SurplusAsk, whole_row
 from specexport_runtime.sampling.distribution import Distribution, Law
 from specexport_runtime.sampling.params import CUTS, SamplingParams
 from specexport_runtime.sampling.truncation import cut_softmax, truncated_softmax
@@ -57,34 +58,59 @@ class DeviceLaw:
     """The softmax of a row at a temperature; ``params`` are those that the row was asked with."""
 
     def __init__(self, row: DeviceRow, params: SamplingParams) -> None:
-        self._row, self._params = row, params
+        self.row, self._params = row, params
         self._drawn = int(row.found.drawn)
+        self.masses: dict[Surplus, DeviceMasses] = {}  # that were asked for ahead
 
     @property
     def top(self) -> float:
         """Probability of the likeliest token."""
-        return 1.0 / self._row.found.total
+        return 1.0 / self.row.found.total
 
     def probability(self, token: int) -> float:
         """Probability of one token; that of another than was drawn or asked for fetches the row."""
         if token == self._drawn:
-            return self._row.found.drawn_probability
-        if token == self._row.ask.token:
-            return self._row.found.token_probability
+            return self.row.found.drawn_probability
+        if token == self.row.ask.token:
+            return self.row.found.token_probability
         return self.on_host().probability(token)
 
     def draw(self, u: float) -> int:
         """The token at ``u``; at another than was asked for it fetches the row."""
-        return self._drawn if u == self._row.ask.uniform else self.on_host().draw(u)
+        return self._drawn if u == self.row.ask.uniform else self.on_host().draw(u)
 
     def surplus(self, draft: "DeviceLaw | None", token: int, weight: float) -> "DeviceMasses":
         """See ``accept.surplus``; of a ``draft`` that lies on the device too."""
-        total, drawn = self._row.surplus(None if draft is None else draft._row, token, weight)
-        return DeviceMasses(total, drawn, self._row.ask.uniform)
+        asked = Surplus(self, draft, token, weight)
+        if asked not in self.masses:
+            find_masses([asked])
+        return self.masses[asked]
 
     def on_host(self) -> Distribution:
         """The same distribution; fetches the row."""
-        return _on_host(self._row, self._params)
+        return _on_host(self.row, self._params)
+
+
+class Surplus(NamedTuple):
+    """The masses max(0, w q - p) of laws on the device, see ``accept.surplus``."""
+
+    target: DeviceLaw
+    draft: DeviceLaw | None
+    token: int
+    weight: float
+
+    def ask(self) -> SurplusAsk:
+        """What to ask the device."""
+        draft = None if self.draft is None else self.draft.row
+        return self.target.row.surplus_ask(draft, self.token, self.weight)
+
+
+def find_masses(asked: Sequence[Surplus]) -> None:
+    """Find what ``DeviceLaw.surplus`` will be asked for, of targets of one step, with one wait."""
+    if asked:
+        found = asked[0].target.row.surpluses([surplus.ask() for surplus in asked])
+        for surplus, (total, drawn) in zip(asked, found, strict=True):
+            surplus.target.masses[surplus] = DeviceMasses(total, drawn, surplus.target.row.ask.uniform)
 
 
 class FlatRows:

@@ -48,14 +48,14 @@ class RandomStream:
 
     def draws(self, position: int) -> Draws:
         """The uniforms of one absolute position in a sequence, from 0; ValueError beyond 2**62."""
-        index, offset = divmod(position, _BLOCK)
+        index = position // _BLOCK
         block = self._blocks.get(index)
         if block is None:
             block = self._generate(index * _BLOCK)
             while len(self._blocks) > 1:  # the current block and the one before it: a round can straddle the border
                 del self._blocks[next(iter(self._blocks))]
             self._blocks[index] = block
-        return block[offset]
+        return block[position - index * _BLOCK]
 
     def branch(self, position: int, number: int) -> Draws:
         """Those of one more token that is tested there or behind it, by its number from 0."""
@@ -88,7 +88,8 @@ class RoundDraws:
 
     def __call__(self, place: int) -> Draws:
         """The uniforms of a place, from 0, of this round."""
-        self._seen = max(self._seen, place + 1)
+        if place >= self._seen:
+            self._seen = place + 1
         return self._stream.draws(self._start + place)
 
     def peek(self, place: int) -> Draws:

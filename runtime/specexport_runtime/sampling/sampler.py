@@ -49,16 +49,12 @@ class Sampler:
         self._vocab_size = vocab_size
         self._adjuster = LogitAdjuster(params, prompt_tokens, vocab_size)
         self._flat = FlatRows()
-
-    @property
-    def is_greedy(self) -> bool:
+        self.is_greedy = params.is_greedy
         """Nothing is drawn: use ``greedy_token``."""
-        return self.params.is_greedy
-
-    @property
-    def is_plain_greedy(self) -> bool:
-        """Greedy without penalties, bias or grammar: the argmax of the raw logits, so callers may batch it."""
-        return self.is_greedy and self.is_plain
+        self.is_plain = not self._adjuster.active and grammar is None
+        """Whether raw logits and the parameters say all: without penalties, bias or grammar."""
+        self.is_plain_greedy = self.is_greedy and self.is_plain
+        """The token is the argmax of the raw logits, so callers may batch it."""
 
     def append(self, tokens: Sequence[int]) -> None:
         """Add committed output tokens to the history."""
@@ -66,16 +62,11 @@ class Sampler:
         if self.grammar is not None:
             self.grammar.consume(tokens)
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether raw logits and the parameters say all: without penalties, bias or grammar."""
-        return not self._adjuster.active and self.grammar is None
-
     @cached_property
     def _ask(self) -> RowAsk:
         return row_ask(self.params, self._vocab_size)
 
-    @property
+    @cached_property
     def is_uncut(self) -> bool:
         """Whether raw logits are drawn from at a temperature, and no more."""
         return self.is_plain and not self.is_greedy and not (self._ask.cuts or self._ask.comes)
