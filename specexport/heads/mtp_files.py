@@ -116,7 +116,8 @@ def num_modules(files: HeadFiles) -> int:
 def _check_modules(files: HeadFiles) -> None:
     """Refuse layers that share what is around them, and another count of modules than the configuration's."""
     count = num_modules(files)
-    around = {int(name.split(".")[1]) if name.startswith(MORE) else 0 for name in files.shapes if "norm." in name}
+    around = {int(name.split(".")[1]) for name in files.shapes if name.startswith(MORE)}
+    around |= {0} if EMBED_NORM in files.shapes else set()
     absent = sorted(set(range(count)) - around)
     if absent and around == {0}:
         raise UnsupportedModelError(

@@ -108,6 +108,7 @@ class ModulesDrafter(HeadDrafter):
 
     def _read_held(self, request: Request, held: Held) -> None:
         """Read the features that wait and whose entries lack no token, in chunks."""
+        self._settle(request, held)
         runner, ahead = self.runner, self.reach - 1
         before = runner.executor.engine_seconds
         while (count := min(held.count, len(request.tokens) - 1 - ahead - held.start, runner.max_chunk - ahead)) > 0:
