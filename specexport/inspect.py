@@ -188,7 +188,7 @@ def _describe_model(manifest: Manifest, role: str, entry: ModelEntry) -> Iterato
         yield f"  {describe_layers(entry)}"
     yield from map(_describe_adapter, entry.adapters)
     if (head := entry.draft_head) is not None:
-        kind = f"{head.num_draft_heads} of {head.kind}" if head.num_draft_heads else head.kind
+        kind = f"{count} of {head.kind}" if (count := head.num_draft_heads or head.num_modules) else head.kind
         blocks = "" if head.block_size is None else f" with blocks of {head.block_size}"
         if head.correction is not None:
             blocks += f" and a {head.correction.rule} over {head.correction.most} tokens of a place"

@@ -58,13 +58,15 @@ class TensorSpec(NamedTuple):
 
 CONTEXT_ID = -1
 """In ``input_ids`` of heads that fill blocks, or read the draft: an entry that has a feature and no token."""
+AHEAD_ID = -2
+"""In ``input_ids`` of MTP modules in turn, less its id: a token that has no feature yet, behind those that have."""
 INPUT_IDS = TensorSpec(
     "input_ids",
     "int64",
     ("T",),
     "token",
     "the step's new tokens of all sequences, concatenated; of a draft head that fills blocks, or reads the draft, -1 "
-    "for an entry that has a feature alone",
+    "for an entry that has a feature alone; of MTP modules in turn, -2 less its id for a token that has no feature",
 )
 POSITIONS = TensorSpec("positions", "int64", ("T",), "token", "absolute position of each token in its sequence")
 LOGIT_ROWS = TensorSpec("logit_rows", "int64", ("R",), "token", "which of the T rows reach the LM head")

@@ -239,6 +239,7 @@ def prepare_head(source: ModelSource, plan: HeadPlan, folder: Path, clock: Stage
             reading=None if probe is None else probe.reading.change or None,
             num_draft_heads=config.num_draft_heads,
             reads_draft=config.reads_draft,
+            num_modules=config.num_modules,
             mask_token_id=config.mask_token_id,
             mask_path=None if mask is None else MASK_NAME,
             block_size=config.block_size,

@@ -40,6 +40,7 @@ class HeadConfig:
     from_anchor: bool = False  # the block's first place, that of the newest token, guesses too
     num_draft_heads: int = 0  # how many heads there are, each for a place of a draft; 0 for a kind that is one head
     reads_draft: bool = False  # each of these reads what those before it guessed; layers are for the first one alone
+    num_modules: int = 0  # how many MTP modules, each for a token of a draft; 0 for a head that is run again and again
     # layers of the target whose caches it reads, in the order in which its graph has them
     target_layers: tuple[int, ...] = ()
     source_format: str = ""  # which writer's names the file had, for reports

@@ -21,7 +21,7 @@ Caches = Sequence[tuple[Tensor, Tensor]]
 
 SWAPPED = "embedding and feature joined in the other order"
 BEFORE_NORM = "the hidden state before the last norm"
-_AFTER_NORM = "the hidden state behind the last norm"
+AFTER_LAST = "the hidden state behind the last norm"
 
 
 class Reading(NamedTuple):
@@ -73,7 +73,7 @@ class HeadKind:
 
 def other_last_states(config: HeadConfig, num_layers: int) -> Sequence[Reading]:
     """Of heads that read one hidden state: those beside it; behind the last comes that behind the norm."""
-    told, tap = {num_layers: BEFORE_NORM, AFTER_NORM: _AFTER_NORM}, config.taps[0]
+    told, tap = {num_layers: BEFORE_NORM, AFTER_NORM: AFTER_LAST}, config.taps[0]
     beside = [*([tap - 1] if tap else []), tap + 1 if tap < num_layers else AFTER_NORM]
     others = [num_layers] if tap == AFTER_NORM else beside
     named = [(other, told.get(other, f"hidden state {other} in the place of {tap}")) for other in others]

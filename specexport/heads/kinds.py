@@ -5,7 +5,7 @@ from functools import reduce
 from typing import Any
 
 from specexport.checkpoint.source import Source
-from specexport.heads import assistant, dflash, dflash2, dspark, eagle, hydra, medusa, mtp
+from specexport.heads import assistant, dflash, dflash2, dspark, eagle, hydra, medusa, mtp, mtp_modules
 from specexport.heads.config import HeadConfig, TargetFacts
 from specexport.heads.files import CONFIG_NAME, HeadFiles, our_name, read_names
 from specexport.heads.kind import HeadKind
@@ -16,6 +16,7 @@ KINDS: tuple[HeadKind, ...] = (
     hydra.KIND,
     medusa.KIND,
     assistant.KIND,
+    mtp_modules.KIND,
     mtp.KIND,
     dspark.KIND,
     dflash2.KIND,

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from specexport.checkpoint.load import quiet_transformers
 from specexport.heads.config import HeadConfig, TargetFacts
 from specexport.heads.files import HeadFiles, is_named
-from specexport.heads.kind import BEFORE_NORM, SWAPPED, Reading
+from specexport.heads.kind import AFTER_LAST, BEFORE_NORM, SWAPPED, Reading
 from specexport.heads.layered import layered_kind, load_layered, read_layered, said_of_layers
 from specexport.heads.modules import DraftHead, RunModule, body_config, norm_class
-from specexport.heads.mtp_files import EMBED_NORM, name_beside_module, stored_name
+from specexport.heads.mtp_files import EMBED_NORM, name_beside_module, num_modules, stored_name
 from specexport_runtime.abi import AFTER_NORM
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 
@@ -83,7 +83,7 @@ def load_body(files: HeadFiles, config: HeadConfig, dtype: torch.dtype) -> Any:
     return body
 
 
-def _read(files: HeadFiles, target: TargetFacts) -> HeadConfig:
+def read_module(files: HeadFiles, target: TargetFacts) -> HeadConfig:
     config = read_layered(files, target, "mtp", _layers(files), (AFTER_NORM,), "the target's checkpoint")
     # What writers of these names mean, as far as it is known; a checkpoint says nothing of it.
     stored = {key.rpartition(".")[0].rpartition(".")[2] for _, key in files.stored.values()}
@@ -92,27 +92,29 @@ def _read(files: HeadFiles, target: TargetFacts) -> HeadConfig:
 
 
 def _layers(files: HeadFiles) -> dict[str, Any]:
-    """Configuration of the module's one layer: the target's own, with the kind of layer that its tensors have."""
-    sparse = any(".experts." in name for name in files.shapes)
+    """Configuration of a layer for each module: the target's own, with the kinds of layers that the tensors have."""
+    count = num_modules(files)
+    sparse = [any(f"layers.{i}." in name and ".experts." in name for name in files.shapes) for i in range(count)]
     config = {key: value for key, value in said_of_layers(files).items() if value is not None}
-    config["num_hidden_layers"] = 1
+    config["num_hidden_layers"] = count
     choices: dict[str, Any] = {
-        "layer_types": ["full_attention"],
-        "mlp_layer_types": ["sparse" if sparse else "dense"],
-        "first_k_dense_replace": 0 if sparse else 1,
+        "layer_types": ["full_attention"] * count,
+        "mlp_layer_types": ["sparse" if each else "dense" for each in sparse],
+        "first_k_dense_replace": sparse.index(True) if any(sparse) else count,
         "decoder_sparse_step": 1,
-        "mlp_only_layers": [] if sparse else [0],
+        "mlp_only_layers": [i for i, each in enumerate(sparse) if not each],
     }
     return config | {key: value for key, value in choices.items() if key in config}
 
 
-def _readings(config: HeadConfig, num_layers: int) -> Sequence[Reading]:
+def readings_of_module(config: HeadConfig, num_layers: int) -> Sequence[Reading]:
     """All there are: checkpoints say nothing of these, and one wrong choice hides what another is worth."""
     found = []
     firsts, outputs = ((own, not own) for own in (config.feature_first, config.norm_output))
-    for taps, first, output in product((config.taps, (num_layers,)), firsts, outputs):
+    others = (AFTER_NORM,) if config.taps == (num_layers,) else (num_layers,)
+    for taps, first, output in product((config.taps, others), firsts, outputs):
         changes = [
-            BEFORE_NORM if taps != config.taps else "",
+            (AFTER_LAST if taps == (AFTER_NORM,) else BEFORE_NORM) if taps != config.taps else "",
             SWAPPED if first != config.feature_first else "",
             f"norm_output {str(output).lower()}" if output != config.norm_output else "",
         ]
@@ -125,9 +127,9 @@ KIND = layered_kind(
     name="mtp",
     called="an MTP module",
     recognizes=lambda files: not is_named(files) and EMBED_NORM in files.shapes,
-    read=_read,
+    read=read_module,
     load=partial(load_layered, MtpHead, load_body=load_body),
-    readings=_readings,
+    readings=readings_of_module,
     speculators=("mtp",),
     our_name=name_beside_module,
     make=MtpHead,

@@ -56,6 +56,10 @@ def open_gguf_module(source: Source, values: Mapping[str, Any]) -> HeadFiles:
             f"{source.name}: MTP modules in GGUF files of {arch} are not read.",
             f"{_FORM[:-1]}, or draft with `lookup`.",
         )
+    if len(blocks) > 1:
+        raise UnsupportedModelError(
+            f"{source.name} holds {len(blocks)} MTP modules, and files of {arch} are read with one.", _FORM
+        )
     layers = int(values["num_hidden_layers"])
     if values.get("model_type") != MODEL_TYPES[arch] or blocks.start != layers:
         raise CheckpointError(
@@ -89,7 +93,7 @@ def holds_gguf_module(source: Source) -> bool:
     """Whether a GGUF file holds a module that can be read; damaged files hold none."""
     try:
         reader = open_reader(source)
-        return bool(_find(source, reader)) and architecture(reader) in MODEL_TYPES
+        return len(_find(source, reader)) == 1 and architecture(reader) in MODEL_TYPES
     except CheckpointError:
         return False
 

@@ -24,7 +24,7 @@ class HeadStep(torch.nn.Module):  # type: ignore[misc]  # torch is not followed
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """One step. Inputs: the step inputs, the features, then k and v cache of each layer."""
-        input_ids, positions, _, *step = inputs[: len(STEP_INPUTS)]
+        _, _, _, *step = inputs[: len(STEP_INPUTS)]
         features, *caches = inputs[len(STEP_INPUTS) :]
 
         def answer(call: LayerCall, q: Tensor, k: Tensor, v: Tensor, terms: ScoreTerms) -> Tensor:
@@ -33,9 +33,13 @@ class HeadStep(torch.nn.Module):  # type: ignore[misc]  # torch is not followed
             output, *caches[pair] = unpadded_attention(call, q, k, v, (old_k, old_v), tuple(step), terms)
             return output
 
-        state = run_layers(self.model, AttentionContext(answer, causal_only=False), input_ids, positions, features)
+        state = self.states(AttentionContext(answer, causal_only=False), features, inputs[: len(STEP_INPUTS)])
         logits, handed_on = self.read(state[0], features, inputs[: len(STEP_INPUTS)])
         return (logits, handed_on.float(), *caches)
+
+    def states(self, context: AttentionContext, features: Tensor, step: tuple[Tensor, ...]) -> Tensor:
+        """See :func:`run_layers`; ``step`` are the step inputs."""
+        return run_layers(self.model, context, step[0], step[1], features)
 
     def read(self, state: Tensor, features: Tensor, step: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         """What comes of the hidden state [T, H] behind the layers: logits, and what is handed on.
@@ -46,11 +50,11 @@ class HeadStep(torch.nn.Module):  # type: ignore[misc]  # torch is not followed
 
 
 def run_layers(
-    head: DraftHead, context: AttentionContext, input_ids: Tensor, positions: Tensor, features: Tensor
+    head: DraftHead, context: AttentionContext, input_ids: Tensor, positions: Tensor, features: Tensor, *more: Tensor
 ) -> Tensor:
     """The hidden state [1, T, H] behind a head's layers, for token ids [T], positions [T] and features [T, E].
 
-    ``context`` answers its attention.
+    ``context`` answers its attention; ``more`` is what a kind's ``states`` reads besides.
     """
     given = features[None].to(head.dtype)
     if head.body is None:  # nothing but heads
@@ -61,7 +65,7 @@ def run_layers(
         return hidden_of(module(hidden_states=hidden, position_embeddings=rotary, attention_mask=None))
 
     with attention_hook(head.body, context):
-        return head.states(input_ids, given, run)
+        return head.states(input_ids, given, run, *more)
 
 
 def causal_step(head: Any, input_ids: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from specexport_runtime.bundle.arrays import CutHead, MaskInput
 from specexport_runtime.bundle.token_map import TokenMap
 from specexport_runtime.drafters.at_once import draft_work, entry_tokens
 from specexport_runtime.drafters.correction import corrector_of
+from specexport_runtime.drafters.in_turn import modules_work
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import Executor
 from specexport_runtime.packing.batch import ModelRunner, RowWork
@@ -200,6 +201,7 @@ class HeadTree(LogitTree):
     ) -> None:
         self._target, self._mask = target, mask
         self._num_heads, self._reads_draft = head.num_draft_heads, head.reads_draft
+        self._num_modules = head.num_modules
         self._places = places if mask is None or mask.most is None else min(places, mask.most)
         self._at_once: tuple[Float32Array, Float32Array] | None = None  # logits [K, N], what is handed on [K, E]
         self._corrector = corrector_of(mask)
@@ -210,6 +212,9 @@ class HeadTree(LogitTree):
         fed = entry_tokens(self._stand_in(context[1:]), self._mask)
         if self._reads_draft:
             fed = [*[CONTEXT_ID] * (len(fed) - 1), *fed[-1:]]
+        if self._num_modules:  # entries read later tokens too: all of them are read with each path
+            self._last, self._feature = fed, features
+            return
         if not self._num_heads or self._reads_draft:
             self._runner.prefill(0, fed[:-1], features[:-1])
         self._last, self._feature, self._newest = fed[-1:], features[-1:], self._stand_in(context[-1:])[0]
@@ -220,6 +225,8 @@ class HeadTree(LogitTree):
             return self._continue(path)
         if self._num_heads:
             return self._guess(path)
+        if self._num_modules:
+            return self._ask_module(path)
         if self._mask is None:
             return self._follow(path)
         if self._at_once is None:
@@ -258,6 +265,13 @@ class HeadTree(LogitTree):
             state = self._runner.executor.next_features.copy()
             tokens = [self._newest, *self._stand_in(path)][-self._num_heads :]
             logits = self._runner.step(0, [RowWork(tokens, 1, np.tile(state, (len(tokens), 1)))])[0].copy()
+        return logits
+
+    def _ask_module(self, path: Path) -> Float32Array:
+        """What the module of a place says of the path to it, in rounds of whole drafts."""
+        drafted = path[len(path) - len(path) % self._num_modules :]
+        work = modules_work([*self._last, *self._stand_in(drafted)], self._feature)
+        logits: Float32Array = self._runner.step(0, [work])[0].copy()
         return logits
 
     def _guess(self, path: Path) -> Float32Array:

@@ -259,6 +259,12 @@ def deeper_target(_: Any, settings: dict[str, Any]) -> str:
     return "qwen35"
 
 
+def several(tensors: dict[str, torch.Tensor], settings: dict[str, Any]) -> str:
+    settings |= {"block_count": LAYERS + 2, "nextn_predict_layers": 2}
+    tensors |= {name.replace("blk.3.", "blk.4."): value for name, value in tensors.items() if "blk.3." in name}
+    return "qwen35"
+
+
 def without_graph(_: Any, __: Any) -> str:
     return "exaone-moe"
 
@@ -270,6 +276,7 @@ def without_graph(_: Any, __: Any) -> str:
         (other_vocabulary, CheckpointError, "m.gguf is for a vocabulary of 300 tokens, and the target has 320"),
         (other_width, CheckpointError, "m.gguf reads hidden states of 128 values, and the target's have 64"),
         (deeper_target, CheckpointError, "m.gguf counts 1 MTP modules, and holds none"),
+        (several, UnsupportedModelError, "m.gguf holds 2 MTP modules, and files of qwen35 are read with one"),
         (without_graph, UnsupportedModelError, "m.gguf: MTP modules in GGUF files of exaone-moe are not read"),
     ],
 )

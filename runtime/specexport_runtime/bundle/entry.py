@@ -210,6 +210,8 @@ class DraftHeadEntry(NamedTuple):
     # If it fills blocks: most tokens of one, the newest and those to guess.
     block_size: Annotated[int, whole(2, 1 << 16)] | None = None
     reads_draft: bool = False  # each of its heads reads what those before it guessed
+    # How many MTP modules it is, each for a token of a draft; 0 for a head that is run again and again.
+    num_modules: Annotated[int, whole(0, MAX_LOOKAHEAD)] = 0
     from_anchor: bool = False  # the block's first place, that of the newest token, guesses too
     correction: CorrectionEntry | None = None  # of logits by the tokens drafted in front; None for none
 

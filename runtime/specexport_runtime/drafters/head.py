@@ -59,7 +59,7 @@ DEFAULT_HEAD_LOOKAHEAD = 4
 MAX_HELD = 512  # features of a request that wait for the head to read them
 
 
-class _Held:
+class Held:
     """Features of a request that the head has not read: those of consecutive positions."""
 
     def __init__(self, start: int = 0) -> None:
@@ -75,9 +75,9 @@ class _Held:
         self.parts.append(features.copy())
         self.count += len(features)
 
-    def copy(self) -> "_Held":
+    def copy(self) -> "Held":
         """The same features; what becomes of them does not change the copy."""
-        made = _Held(self.start)
+        made = Held(self.start)
         made.parts, made.count = list(self.parts), self.count
         return made
 
@@ -98,7 +98,7 @@ class _Snapshot(NamedTuple):
     """What a head has of a row: entries in its cache, and the features behind them."""
 
     entries: int
-    held: _Held
+    held: Held
 
 
 class HeadDrafter(OwnCacheDrafter):
@@ -109,6 +109,7 @@ class HeadDrafter(OwnCacheDrafter):
     """
 
     traits = DrafterTraits(default_lookahead=DEFAULT_HEAD_LOOKAHEAD, has_own_cache=True, can_exit=True, goes_on=True)
+    reach = 1  # tokens behind its feature that an entry knows
 
     def __init__(self, runner: ModelRunner, *, mask: "MaskInput | None" = None, **named: Any) -> None:
         if not runner.executor.reads_features:
@@ -118,7 +119,7 @@ class HeadDrafter(OwnCacheDrafter):
         if mask is not None:
             self.traits = self.traits._replace(max_lookahead=mask.most)
         # By request, not by row: nothing to do when rows move, and a dropped request takes its features along.
-        self._held: WeakKeyDictionary[Request, _Held] = WeakKeyDictionary()
+        self._held: WeakKeyDictionary[Request, Held] = WeakKeyDictionary()
 
     def wants_features(self, request: Request) -> bool:
         """Whether the head may be asked for this request; see ``Drafter.wants_features``."""
@@ -130,9 +131,9 @@ class HeadDrafter(OwnCacheDrafter):
         The features kept so far are of committed tokens. If there are many, of a long prompt or after many rounds
         without a draft, the head reads them now.
         """
-        held = self._held.setdefault(request, _Held())
+        held = self._held.setdefault(request, Held())
         if held.count + len(features) > MAX_HELD and held.count:
-            self.runner.prefill(request.row, *self._entries(request, held))
+            self._read_held(request, held)
         held.add(start, features)
 
     def propose(
@@ -166,6 +167,10 @@ class HeadDrafter(OwnCacheDrafter):
         """Whether the entries of the next step are committed, till the draft was tested."""
         return True
 
+    def _read_held(self, request: Request, held: Held) -> None:
+        """Read all features that wait."""
+        self.runner.prefill(request.row, *self._entries(request, held))
+
     def _unread(self, req: Request, behind: int = 0) -> tuple[list[int], Float32Array]:
         """Input ids and features of the entries that the head has not read; if they are many, of the last of them.
 
@@ -186,7 +191,7 @@ class HeadDrafter(OwnCacheDrafter):
         newest = self._known(draft.request.tokens[-1:])[0]
         return draft_work(tokens, features, newest, draft.limit, mask)
 
-    def _entries(self, req: Request, held: _Held) -> tuple[list[int], Float32Array]:
+    def _entries(self, req: Request, held: Held) -> tuple[list[int], Float32Array]:
         """Tokens and features of the entries that are held; none are left."""
         start, count = held.start, held.count
         if start != self.runner.kv.kv_len(req.row):
@@ -207,18 +212,18 @@ class HeadDrafter(OwnCacheDrafter):
     def snapshot(self, request: Request) -> Any:
         """Entries, and features that the head has not read; see ``Drafter.snapshot``."""
         entries, held = self.runner.kv.kv_len(request.row), self._held.get(request)
-        return _Snapshot(entries, held.copy() if held is not None and held.start == entries else _Held(entries))
+        return _Snapshot(entries, held.copy() if held is not None and held.start == entries else Held(entries))
 
     def usable(self, request: Request, kept: Any, count: int) -> int:
         """See ``Drafter.usable``: the head goes on only behind the last token that it has the feature of.
 
-        Entry i knows token i+1 too, so that the last one of a common text is another one, and the feature that it
-        would be made of again is gone.
+        Entry i knows tokens behind it, one or ``reach``, so that the last ones of a common text are others, and the
+        features that they would be made of again are gone.
         """
         if not self.wants_features(request):
             return count
         entries, held = kept
-        return min(count, held.start + held.count) if entries < count else count - 1
+        return min(count, held.start + held.count) if entries <= count - self.reach else max(0, count - self.reach)
 
     def adopt(self, request: Request, kept: Any, count: int) -> None:
         """See ``Drafter.adopt``."""
@@ -226,7 +231,7 @@ class HeadDrafter(OwnCacheDrafter):
             return
         entries, held = kept
         self.runner.kv.restore(request.row, min(entries, count))
-        self._held[request] = own = held.copy() if entries < count else _Held(count)
+        self._held[request] = own = held.copy() if entries < count else Held(count)
         own.keep(count - own.start)
 
     def _entries_of(self, kept: Any) -> int:

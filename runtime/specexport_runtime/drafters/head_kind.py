@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from specexport_runtime.drafters.base import NO_HEAD, Drafter, DrafterKind, DrafterParts, Obstacle
 from specexport_runtime.drafters.head import HeadDrafter, HydraDrafter
+from specexport_runtime.drafters.in_turn import ModulesDrafter
 from specexport_runtime.drafters.last_feature import AssistantDrafter, MedusaDrafter
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import Executor
@@ -13,6 +14,7 @@ _DRAFTERS: tuple[tuple[Callable[[Executor], bool], Callable[..., Drafter]], ...]
     (lambda head: head.reads_draft, HydraDrafter),
     (lambda head: head.num_draft_heads > 0, MedusaDrafter),
     (lambda head: head.borrows_cache, AssistantDrafter),
+    (lambda head: head.num_modules > 0, ModulesDrafter),
 )
 """What engines each of these drafts with; the first that fits. ``HeadDrafter`` takes all others."""
 

@@ -265,6 +265,8 @@ class Executor(ABC):
     reads_draft: bool = False
     """Each of its heads reads what those before it guessed: as many tokens as a row ends in, so many its head reads.
     Where several heads do not, a token is the number of a head."""
+    num_modules: int = 0
+    """How many MTP modules a draft head is of, each for a token of a draft; see ``drafters.in_turn``."""
 
     @property
     def next_features(self) -> Float32Array:

@@ -112,6 +112,7 @@ class OrtExecutor(ArenaRows, GatedByInputs, WithFeatures):
         self.num_adapters = len(entry.chosen_adapters)
         self.num_draft_heads = 0 if head is None else head.num_draft_heads
         self.reads_draft = head is not None and head.reads_draft
+        self.num_modules = 0 if head is None else head.num_modules
         self.borrows_cache = bool(attention.target_layers)
         self._lent: dict[str, npt.NDArray[Any]] = {}
         self.num_pending = num_pending(lookahead, drafts_itself=self.num_gates > 0) if entry.states else 0
