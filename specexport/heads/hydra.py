@@ -30,7 +30,7 @@ from specexport.heads.config import HeadConfig, TargetFacts
 from specexport.heads.files import OTHER_TARGET, HeadFiles, check_target, read_size
 from specexport.heads.kind import Caches, HeadKind, other_last_states
 from specexport.heads.loaded import LoadedHead, TargetTables, fill_module, load_projection, modules_of, refuse_variant
-from specexport.heads.modules import HeadModule, RunModule, answer_by_head, make_body, through_layer
+from specexport.heads.modules import HeadModule, RunModule, answer_by_head, heads_asked, make_body, through_layer
 from specexport.heads.reference import CheckedRow, HeadReference
 from specexport.heads.trace import HeadStep, causal_states, trace_layers
 from specexport_runtime.abi import AFTER_NORM, CONTEXT_ID
@@ -109,19 +109,6 @@ class HydraHeads(HeadModule):
         normed = states if self.body is None else self.body.norm(states)
         logits: Tensor = self.heads[number](torch.cat([normed, embedded.flatten(1)], dim=-1))
         return logits
-
-
-def heads_asked(input_ids: Tensor, logit_rows: Tensor, cu_new_tokens: Tensor) -> Tensor:
-    """Which head each logit row asks, int64 [R]; -1 for the row of an entry without a token.
-
-    A row asks head i if i + 1 tokens stand among its sequence's entries up to it. An entry that has a feature alone has
-    ``abi.CONTEXT_ID`` in ``input_ids`` [T]; such entries come first. ``logit_rows`` is [R], ``cu_new_tokens`` [B+1].
-    """
-    is_token = (input_ids >= 0).to(torch.int64)
-    counted = is_token.cumsum(0)
-    begins = cu_new_tokens.to(torch.int64)[None]
-    begin = torch.where(begins <= logit_rows[:, None], begins, 0).amax(1)
-    return counted.index_select(0, logit_rows) - (counted - is_token).index_select(0, begin) - 1
 
 
 def read_rows(

@@ -122,6 +122,19 @@ def norm_class(config: HeadConfig) -> Callable[[int], Any]:
     return lambda width: kind(width, eps=eps)
 
 
+def heads_asked(input_ids: Tensor, logit_rows: Tensor, cu_new_tokens: Tensor) -> Tensor:
+    """Which head each logit row asks, int64 [R]; -1 for the row of an entry without a token.
+
+    A row asks head i if i + 1 tokens stand among its sequence's entries up to it. An entry that has a feature alone has
+    ``abi.CONTEXT_ID`` in ``input_ids`` [T]; such entries come first. ``logit_rows`` is [R], ``cu_new_tokens`` [B+1].
+    """
+    is_token = (input_ids >= 0).to(torch.int64)
+    counted = is_token.cumsum(0)
+    begins = cu_new_tokens.to(torch.int64)[None]
+    begin = torch.where(begins <= logit_rows[:, None], begins, 0).amax(1)
+    return counted.index_select(0, logit_rows) - (counted - is_token).index_select(0, begin) - 1
+
+
 def answer_by_head(numbers: Tensor, count: int, answer: Callable[[int, Tensor], Tensor]) -> Tensor:
     """What heads say of the rows that ask them [R, ·], in the order of the rows.
 

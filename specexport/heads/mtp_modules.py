@@ -24,11 +24,10 @@ from torch import Tensor, nn
 
 from specexport.heads.config import HeadConfig, TargetFacts
 from specexport.heads.files import HeadFiles
-from specexport.heads.hydra import heads_asked
 from specexport.heads.kind import Caches, HeadKind, Reading
 from specexport.heads.layered import load_layered
 from specexport.heads.loaded import LoadedHead
-from specexport.heads.modules import RunModule, answer_by_head, norm_class
+from specexport.heads.modules import RunModule, answer_by_head, heads_asked, norm_class
 from specexport.heads.mtp import MtpHead, load_body, read_module, readings_of_module
 from specexport.heads.mtp_files import EMBED_NORM, MORE, num_modules
 from specexport.heads.reference import CheckedRow, HeadReference

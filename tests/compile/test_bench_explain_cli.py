@@ -98,11 +98,13 @@ def test_explain_tells_of_every_round(run_cli, gated_bundle, cache, drafting, te
     assert 0 < len(emitted) < len(data["token_ids"]) == 24  # the first round reads the prompt
     assert data["token_ids"][-len(emitted) :] == emitted
     for r in rounds:
-        assert r["emitted"][: r["accepted"]] == r["drafted"][: r["accepted"]]
+        nodes = r["drafted"] + [token for _, token in r["branches"]]
+        path = range(r["accepted"]) if r["path"] is None else r["path"]
+        assert r["emitted"][: r["accepted"]] == [nodes[place] for place in path]
         assert r["saved_milliseconds"] == pytest.approx(r["plain_milliseconds"] - r["milliseconds"])
     summary = data["summary"]
     assert summary["tokens"] == len(emitted)
-    assert summary["drafted"] == sum(len(r["drafted"]) for r in rounds)
+    assert summary["drafted"] == sum(len(r["drafted"]) + len(r["branches"]) for r in rounds)
     assert summary["saved_milliseconds"] == pytest.approx(sum(r["saved_milliseconds"] for r in rounds))
     assert {v["drafter"] for v in summary["verdicts"]} == {r["drafter"] for r in rounds if r["drafted"]}
     assert sum(way["taken"] for way in summary["ways"]) == len(rounds)

@@ -33,6 +33,8 @@ COUNTERS = {
     "vllm:spec_decode_num_draft_tokens": set(),
     "vllm:spec_decode_num_accepted_tokens": set(),
     "vllm:spec_decode_num_accepted_tokens_per_pos": {"position"},
+    "specexport:branch_tokens": set(),
+    "specexport:accepted_branch_tokens": set(),
     "specexport:steps": set(),
     "specexport:step_seconds": set(),
     "specexport:saved_seconds": set(),
@@ -327,7 +329,7 @@ class Event:
     """What a round did for one sequence."""
 
     def __init__(self, tokens: int, drafted: int = 2, drafter: str = "") -> None:
-        self.tokens, self.drafted, self.accepted = [0] * tokens, drafted, 0
+        self.tokens, self.drafted, self.accepted, self.on_chain = [0] * tokens, drafted, 0, 0
         self.proposal = Proposal([0] * drafted, drafter=drafter)
         self.request = type("S", (), {"stats": type("T", (), {"rounds": 2})(), "finish_reason": None})()
 

@@ -150,11 +150,12 @@ def replay(
             for i, k, proposal in zip(active, counts, proposals, strict=True):
                 seq = sequences[i]
                 accepted = min(k, group[i][seq.num_generated - 1])
+                before = len(seq.tokens)
                 seq.tokens += [1] * (accepted + 1)
                 if k:
                     read[i] = len(seq.tokens) - 1
                 if controller is not None:
-                    controller.observe(seq, proposal, accepted, rejected=accepted < k)
+                    controller.observe(seq, proposal, before, accepted, rejected=accepted < k)
             if controller is not None:
                 controller.took(some, sum(counts), seconds)
     return clock.now
