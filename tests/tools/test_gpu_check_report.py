@@ -62,18 +62,24 @@ def row(what, value):
 """
 
 
-def run_scripts(tmp_path: Path, names: Sequence[str], seconds: float = 120.0, limit: float = 100.0) -> list[list[Row]]:
-    """What was reported after each task."""
+def run_scripts(tmp_path: Path, names: Sequence[str], last: str = "", limit: float = 100.0) -> list[list[Row]]:
+    """What was reported after each task; time is up behind the task ``last``."""
     reports: list[list[Row]] = []
+    clock = Clock()
     tasks = [Task(name, "s", 1.0 if name == "hangs" else limit, needs=0.5) for name in names]
 
     def command(task: Task, limit: float) -> list[str]:
         place = runner.rows_file(tmp_path, task)
         return [sys.executable, "-S", "-c", HEAD + SCRIPTS[task.name], str(place)]
 
+    def report(found: Sequence[Row]) -> None:
+        reports.append(list(found))
+        if found[-1].what == f"task {last}":
+            clock.now += 1000
+
     rows = run_tasks(
-        tasks, Budget(seconds), tmp_path, tmp_path / "log.txt",
-        command=command, environment=dict(os.environ), report=lambda found: reports.append(list(found)),
+        tasks, Budget(120.0, clock), tmp_path, tmp_path / "log.txt",
+        command=command, environment=dict(os.environ), report=report,
     )  # fmt: skip
     assert reports[-1] == rows
     return reports
@@ -94,7 +100,7 @@ def test_a_task_that_fails_costs_its_own_rows_only(tmp_path: Path) -> None:
 
 
 def test_a_task_that_would_start_too_late_is_skipped(tmp_path: Path) -> None:
-    rows = run_scripts(tmp_path, ["hangs", "fine"], seconds=1.3)[-1]
+    rows = run_scripts(tmp_path, ["hangs", "fine"], "hangs")[-1]
     assert [row.what for row in rows] == ["before the hang", "hangs", "task hangs", "fine"]
     assert rows[-1].verdict == "skipped"
     assert rows[-1].value.startswith("skipped: out of time")
@@ -119,7 +125,7 @@ def test_what_a_task_started_ends_with_it(tmp_path: Path) -> None:
 
 
 def test_a_second_call_goes_on_where_the_first_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first = run_scripts(tmp_path, ["fine", "hangs", "raises"], seconds=1.3)[-1]
+    first = run_scripts(tmp_path, ["fine", "hangs", "raises"], "hangs")[-1]
     assert [row.what for row in first if row.verdict == "skipped"] == ["raises"]
     capsys.readouterr()
     second = run_scripts(tmp_path, ["fine", "hangs", "raises", "crashes"])[-1]
@@ -153,7 +159,7 @@ def test_a_task_that_its_call_cut_short_runs_again(tmp_path: Path) -> None:
             environment=dict(os.environ), report=lambda _: None,
         )  # fmt: skip
 
-    assert not runner.is_finished(rows_of_call(1.0))
+    assert not runner.is_finished(rows_of_call(1.8))
     cut = rows_of_call(0.2)  # no time to start it: what it had found stays
     assert [row.what for row in cut][:1] == ["early"]
     assert runner.is_finished(rows_of_call(9.0)), "now it ran past its own limit"
