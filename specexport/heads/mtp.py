@@ -84,7 +84,7 @@ def load_body(files: HeadFiles, config: HeadConfig, dtype: torch.dtype) -> Any:
 
 
 def read_module(files: HeadFiles, target: TargetFacts) -> HeadConfig:
-    """The configuration of one MTP module, or of each in turn; raises ``CheckpointError`` for what no module has."""
+    """What MTP modules compute, one or several in turn; raises CheckpointError as ``read_layered`` does."""
     config = read_layered(files, target, "mtp", _layers(files), (AFTER_NORM,), "the target's checkpoint")
     # What writers of these names mean, as far as it is known; a checkpoint says nothing of it.
     stored = {key.rpartition(".")[0].rpartition(".")[2] for _, key in files.stored.values()}
