@@ -75,7 +75,7 @@ class Controller:
         """A round with adaptive requests begins."""
         number = self._round.number + 1
         self._round = Round(number, load, self.curves, self._learned, expected=float(load.num_ready))
-        plain = self._round.promised(0)
+        plain = self._round.promised(0, load.decoding)
         for drafter in self._drafters.values():
             drafter.budget.earn(plain)
 

@@ -46,13 +46,17 @@ class Round:
         return self.curves.target.seconds(step.num_tokens + drafted, step.num_rows, step.kv_entries)
 
     def verify(self, most: int, load: StepLoad | None = None) -> list[float]:
-        """Seconds of the target's step with 0, 1, … ``most`` draft tokens more than there are; in ``load`` none are."""
+        """Seconds of decoding with 0, 1, … ``most`` draft tokens more than there are; in ``load`` none are.
+
+        Prompts of the step are read anyway: what a draft token adds is that of a step with them, and no more.
+        """
         ratio, already = self.learned.extra_ratio((load or self.load).num_rows), 0 if load else self.drafted
-        return [self.promised(ratio * (already + more), load) for more in range(most + 1)]
+        reading = 0.0 if load else self.promised(0) - self.promised(0, self.load.decoding)
+        return [self.promised(ratio * (already + more), load) - reading for more in range(most + 1)]
 
     def plain_rate(self, load: StepLoad | None = None) -> float:
         """Tokens a second of each row without drafts."""
-        return 1.0 / self.promised(0, load)
+        return 1.0 / self.promised(0, load or self.load.decoding)
 
     def grant(self, asks: "Iterable[Ask]") -> None:
         """What was allowed counts for the stages that are asked after it."""
@@ -139,9 +143,9 @@ class Stage:
         self, ask: Ask, load: StepLoad | None = None, gains: Sequence[float] | None = None
     ) -> Iterator[tuple[float, float]]:
         """Tokens, and tokens a second, that drafts of one token, of two and so on promise, if all rows do the same."""
-        step, gains = load or self.round.load, ask.gains if gains is None else gains
+        step, gains = load or self.round.load.decoding, ask.gains if gains is None else gains
         rows = step.num_rows
-        each = self.draft_step(rows, load)[rows]
+        each = self.draft_step(rows, step)[rows]
         target = self.round.verify(rows * len(gains), step)
         seconds, expected = self.price(ask) * rows, 1.0
         for depth, gain in enumerate(gains, 1):

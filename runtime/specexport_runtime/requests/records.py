@@ -135,6 +135,14 @@ class StepLoad(NamedTuple):
         """Tokens of prompts in the step (0 in a round that only decodes)."""
         return self.num_tokens - self.num_rows
 
+    @property
+    def decoding(self) -> "StepLoad":
+        """The step without its prompts. They must be read anyway, so the time of that decides about no draft."""
+        if self.num_tokens == self.num_ready == self.num_rows:
+            return self
+        rows = max(self.num_ready, 1)
+        return StepLoad(rows, rows, rows, self.kv_entries * rows // self.num_rows)
+
     def when_full(self) -> "StepLoad | None":
         """The step that follows when all prompts have been read; None if this is one of that kind."""
         rows = max(self.num_soon, self.num_rows)
