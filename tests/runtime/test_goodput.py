@@ -252,6 +252,32 @@ def test_a_step_that_reads_prompts_makes_no_draft_look_cheap():
     assert StepLoad(2, 30, 2, 60, 2).when_full() == StepLoad(2, 2, 2, 60)
 
 
+@pytest.mark.parametrize(("per_token", "drafts"), [(0.5, 0), (0.02, 4)])
+def test_prompts_in_a_step_change_no_length(per_token, drafts):
+    """Each draft token costs what it costs without them, and what they take is taken anyway."""
+    rng = random.Random(4)
+    lengths = goodput_length(curves(0.1, per_token=per_token), LOOKAHEAD)
+    sequences = make_sequences(4, ["draft-model"])
+    rounds(lengths, sequences, lambda i, j: rng.random() < 0.85, 100)
+    entries = sum(len(seq.tokens) for seq in sequences)
+    allowed = []
+    for load in (StepLoad(4, 4, 4, entries), StepLoad(5, 260, 4, entries + 256)):
+        lengths.begin_round(load)
+        allowed.append([each.lookahead for each in lengths.allow("draft-model", sequences, [LOOKAHEAD] * 4)])
+    assert allowed[0] == allowed[1]
+    assert min(allowed[0]) >= drafts
+    assert drafts or not any(allowed[0])
+
+
+def test_a_long_prompt_buys_no_probes():
+    lengths = goodput_length(curves(), LOOKAHEAD)
+    rounds(lengths, make_sequences(1, ["draft-model"]), lambda i, j: False, 40)
+    (memory,) = lengths._drafters.values()
+    memory.budget.spend(memory.budget._seconds)
+    lengths.begin_round(StepLoad(2, 500, 1, 600))
+    assert memory.budget._seconds < 0.02 * curves().target.seconds(1, 1)
+
+
 def test_a_step_knows_how_many_rows_will_decode_soon():
     loads = []
 
