@@ -98,7 +98,7 @@ def test_explain_tells_of_every_round(run_cli, gated_bundle, cache, drafting, te
     assert 0 < len(emitted) < len(data["token_ids"]) == 24  # the first round reads the prompt
     assert data["token_ids"][-len(emitted) :] == emitted
     for r in rounds:
-        nodes = r["drafted"] + [token for _, token in r["branches"]]
+        nodes = r["drafted"] + [token for token, _ in r["branches"]]
         path = range(r["accepted"]) if r["path"] is None else r["path"]
         assert r["emitted"][: r["accepted"]] == [nodes[place] for place in path]
         assert r["saved_milliseconds"] == pytest.approx(r["plain_milliseconds"] - r["milliseconds"])
