@@ -75,9 +75,8 @@ class Controller:
         """A round with adaptive requests begins."""
         number = self._round.number + 1
         self._round = Round(number, load, self.curves, self._learned, expected=float(load.num_ready))
-        plain = self._round.promised(0, load.decoding)
         for drafter in self._drafters.values():
-            drafter.budget.earn(plain)
+            drafter.budget.earn(self._round.plain)
 
     def begun(self, num_forced: int) -> None:
         """Drafts begin with so many tokens in this round that are sure to be accepted; called before all stages."""

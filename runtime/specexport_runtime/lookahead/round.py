@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from specexport_runtime.costs.curves import CostCurves
@@ -40,6 +41,16 @@ class Round:
     draft_seconds: dict[str, tuple[float, float]] = field(default_factory=dict)  # promised and real ones of its steps
     readings: dict[str, tuple[float, float, float]] = field(default_factory=dict)  # promised, steps, and all of it
 
+    @cached_property
+    def plain(self) -> float:
+        """Seconds of decoding without drafts."""
+        return self.promised(0, self.load.decoding)
+
+    @cached_property
+    def _reading(self) -> float:
+        """Seconds that the step's prompts add."""
+        return self.promised(0) - self.plain
+
     def promised(self, drafted: float, load: StepLoad | None = None) -> float:
         """Seconds of the target's step with so many draft tokens, by size."""
         step = load or self.load
@@ -51,12 +62,12 @@ class Round:
         Prompts of the step are read anyway: what a draft token adds is that of a step with them, and no more.
         """
         ratio, already = self.learned.extra_ratio((load or self.load).num_rows), 0 if load else self.drafted
-        reading = 0.0 if load else self.promised(0) - self.promised(0, self.load.decoding)
+        reading = 0.0 if load else self._reading
         return [self.promised(ratio * (already + more), load) - reading for more in range(most + 1)]
 
     def plain_rate(self, load: StepLoad | None = None) -> float:
         """Tokens a second of each row without drafts."""
-        return 1.0 / self.promised(0, load or self.load.decoding)
+        return 1.0 / (self.promised(0, load) if load else self.plain)
 
     def grant(self, asks: "Iterable[Ask]") -> None:
         """What was allowed counts for the stages that are asked after it."""

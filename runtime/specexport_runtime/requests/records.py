@@ -138,16 +138,14 @@ class StepLoad(NamedTuple):
     @property
     def decoding(self) -> "StepLoad":
         """The step without its prompts. They must be read anyway, so the time of that decides about no draft."""
-        if self.num_tokens == self.num_ready == self.num_rows:
-            return self
-        rows = max(self.num_ready, 1)
-        return StepLoad(rows, rows, rows, self.kv_entries * rows // self.num_rows)
+        return self._with_rows(self.num_ready)
 
     def when_full(self) -> "StepLoad | None":
         """The step that follows when all prompts have been read; None if this is one of that kind."""
         rows = max(self.num_soon, self.num_rows)
-        if rows == self.num_ready and not self.prompt_tokens:
-            return None
+        return None if rows == self.num_ready and not self.prompt_tokens else self._with_rows(rows)
+
+    def _with_rows(self, rows: int) -> "StepLoad":
         return StepLoad(rows, rows, rows, self.kv_entries * rows // self.num_rows)
 
 
