@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specexport.checkpoint.gguf_mapped import MAPPED
+from specexport.checkpoint.gguf_layouts import LAYOUTS
+from specexport.checkpoint.gguf_mapped import is_described
 from specexport.checkpoint.gguf_reader import architecture, read
 from specexport.checkpoint.source import Source
 from specexport_runtime.errors import CheckpointError
@@ -36,8 +37,11 @@ def correct_config(source: Source, reader: Any, config: Any) -> Any:
     if arch == "llama" and read(reader, "llama.expert_count"):
         config = _mixtral(reader, config)
     text = config.get_text_config()
-    if arch in MAPPED:  # transformers looks into the first part of a split file
+    if is_described(arch):  # transformers looks into the first part of a split file
         text.tie_word_embeddings = all(tensor.name != "output.weight" for tensor in reader.tensors)
+    if arch in LAYOUTS:  # said whole there, but for scaled positions
+        _set_rope(source, reader, arch, text)
+        return config
     _set_experts(reader, text)
     for key, name in (_STATED | ({"attention.key_length": "head_dim"} if arch == "gpt-oss" else {})).items():
         value = read(reader, f"{arch}.{key}")

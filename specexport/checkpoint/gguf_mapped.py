@@ -9,14 +9,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specexport.checkpoint.gguf_layouts import LAYOUTS, LaidConversion
 from specexport.checkpoint.gguf_reader import architecture
 from specexport.checkpoint.gguf_rows import Conversion, Rows, find_stacks
 
-MAPPED = ("qwen35", "qwen35moe")
+_MAPPED = ("qwen35", "qwen35moe")
+
+
+def is_described(arch: str) -> bool:
+    """Whether a file of an architecture is read by a description of its tensors, and not by transformers' own code."""
+    return arch in _MAPPED or arch in LAYOUTS
 
 
 class MappedConversion(Conversion):
-    """As :class:`Conversion`, of an architecture in ``MAPPED``."""
+    """As :class:`Conversion`, of an architecture in ``_MAPPED``."""
 
     def __init__(self, reader: Any, model: Any) -> None:
         from transformers.core_model_loading import WeightConverter, WeightRenaming
@@ -71,4 +77,6 @@ class MappedConversion(Conversion):
 
 def convert(reader: Any, model: Any) -> Conversion:
     """What transformers makes of a file's tensors for a model."""
-    return (MappedConversion if architecture(reader) in MAPPED else Conversion)(reader, model)
+    arch = architecture(reader)
+    kind = LaidConversion if arch in LAYOUTS else MappedConversion if arch in _MAPPED else Conversion
+    return kind(reader, model)

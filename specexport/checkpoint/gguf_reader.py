@@ -1,8 +1,5 @@
 """One reading of a GGUF file's header, which takes seconds, and which transformers parses four times."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +35,6 @@ def open_reader(source: Source) -> Any:
 
 
 _ALL_PARTS = "fetch all parts of one and the same file."
-_MISREAD = "gpt-oss.rope.scaling."  # transformers fails at these; ``gguf_config`` reads them
-_SETTINGS_LIKE = {"olmoe": "qwen2_moe"}
-"""Architectures that transformers has models of and no table of settings, and whose table is theirs too."""
 
 
 def _check_part(path: Path, reader: Any, number: int, found: int) -> None:
@@ -82,46 +76,6 @@ def _open_file(path: Path) -> Any:
             f"{path.name} is no readable GGUF file ({type(error).__name__}: {str(error)[:200]}).",
             "fetch or convert the checkpoint again.",
         ) from error
-
-
-@contextmanager
-def shared(source: Source, reader: Any) -> Iterator[None]:
-    """Within the block, ``gguf`` gives ``reader`` for the source's file; nothing changes without a reader."""
-    if reader is None:
-        yield
-        return
-    import gguf
-
-    opens, path = gguf.GGUFReader, (source.folder / str(source.gguf_file)).resolve()
-    shown = copy(reader)
-    shown.fields = {key: value for key, value in reader.fields.items() if not key.startswith(_MISREAD)}
-
-    def same(wanted: Any, *args: Any, **named: Any) -> Any:
-        return shown if not args and not named and Path(wanted).resolve() == path else opens(wanted, *args, **named)
-
-    gguf.GGUFReader = same
-    try:
-        with _more_architectures():
-            yield
-    finally:
-        gguf.GGUFReader = opens
-
-
-@contextmanager
-def _more_architectures() -> Iterator[None]:
-    """Within the block, transformers reads the settings of files of the architectures in ``_SETTINGS_LIKE``."""
-    from transformers import modeling_gguf_pytorch_utils as gguf_utils
-
-    tables, known = gguf_utils.GGUF_TO_TRANSFORMERS_MAPPING["config"], gguf_utils.GGUF_SUPPORTED_ARCHITECTURES
-    added = {name: tables[like] for name, like in _SETTINGS_LIKE.items() if name not in tables}
-    tables.update(added)
-    known.extend(added)
-    try:
-        yield
-    finally:
-        for name in added:
-            del tables[name]
-            known.remove(name)
 
 
 def read(reader: Any, key: str) -> Any:

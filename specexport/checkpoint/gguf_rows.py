@@ -46,6 +46,15 @@ class Stack(NamedTuple):
         return order
 
 
+class JoinedRows(NamedTuple):
+    """What a weight is made of that no tensor of the file holds."""
+
+    shape: tuple[int, ...]
+    names: tuple[str, ...]  # of the file's tensors
+    # Which rows of these, one tensor below the other; or what makes the weight of them as floats
+    how: Rows | Callable[..., npt.NDArray[np.float32]]
+
+
 def holds_experts(reader: Any) -> bool:
     """Whether a GGUF file has experts; no reader, no file."""
     return reader is not None and any(_OF_EXPERTS.fullmatch(tensor.name) for tensor in reader.tensors)
@@ -84,6 +93,8 @@ def check_experts(source: Source, reader: Any, stacks: Mapping[str, Stack]) -> N
 
 class Conversion:
     """What transformers makes of a file's tensors for a model, whose weights may be on the ``meta`` device."""
+
+    joined: Mapping[str, JoinedRows] = {}  # by the name of the weight
 
     def __init__(self, reader: Any, model: Any) -> None:
         from transformers.modeling_gguf_pytorch_utils import (
@@ -197,6 +208,31 @@ def float_rows(file: WatchedFile, tensor: Any, order: Rows, dtype: torch.dtype) 
         plain = _FLOATS.get(kind.name)
         values = dequantize(data, kind) if plain is None else data.view(plain)
         return torch.from_numpy(np.ascontiguousarray(values, np.float32)).to(dtype)
+
+    return rows
+
+
+def joined_rows(
+    files: Mapping[str, WatchedFile], tensors: Mapping[str, Any], joined: JoinedRows, dtype: torch.dtype
+) -> Callable[[int, int], Tensor]:
+    """Reads rows of a weight made of several tensors as floats; see ``StoredWeight.rows``."""
+    shapes, how = [tensor_shape(tensors[name]) for name in joined.names], joined.how
+
+    def part(number: int, rows: Rows, kind: torch.dtype) -> Tensor:
+        name = joined.names[number]
+        return float_rows(files[name], tensors[name], rows, kind)(0, len(rows))
+
+    def rows(start: int, stop: int) -> Tensor:
+        if not isinstance(how, np.ndarray):
+            whole = [part(i, np.arange(shape[0]), torch.float32).view(shape) for i, shape in enumerate(shapes)]
+            return torch.from_numpy(how(*(each.numpy() for each in whole))[start:stop].copy()).to(dtype)
+        wanted, found, begin = how[start:stop], torch.empty((stop - start, *joined.shape[1:]), dtype=dtype), 0
+        for number, (height, *_) in enumerate(shapes):
+            mine = np.flatnonzero((wanted >= begin) & (wanted < begin + height))
+            if len(mine):
+                found[torch.from_numpy(mine)] = part(number, wanted[mine] - begin, dtype)
+            begin += height
+        return found
 
     return rows
 

@@ -70,6 +70,10 @@ def kept_weights(
         for alias, parameter in parameters.items():  # a tied LM head is traced under either name
             if parameter is parameters[name]:
                 kept[WEIGHT_PREFIX + alias] = weight
+    for name, joined in conversion.joined.items():  # what is made of floats stays one of floats
+        if isinstance(joined.how, np.ndarray) and quantized.keys() & set(joined.names):
+            whole = _joined(source, [(part, quantized.get(part)) for part in joined.names], watched, reader)
+            kept[WEIGHT_PREFIX + name] = whole.take(joined.how)
     return kept
 
 

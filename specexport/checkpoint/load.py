@@ -19,9 +19,10 @@ from specexport.checkpoint.config_checks import (
     unknown_kind,
 )
 from specexport.checkpoint.gguf_config import correct_config
-from specexport.checkpoint.gguf_mapped import MAPPED, convert
-from specexport.checkpoint.gguf_reader import architecture, open_reader, shared
+from specexport.checkpoint.gguf_mapped import convert, is_described
+from specexport.checkpoint.gguf_reader import architecture, open_reader
 from specexport.checkpoint.gguf_rows import Conversion, check_experts, holds_experts
+from specexport.checkpoint.gguf_shared import shared
 from specexport.checkpoint.gguf_tokenizer import honour_file
 from specexport.checkpoint.kept import check_formats, kept_weights
 from specexport.checkpoint.lengths import max_positions, plain_length, plain_positions, unknown_rope_types
@@ -32,7 +33,7 @@ from specexport.checkpoint.stored import Stored, StoredWeight
 from specexport.checkpoint.streaming import load_all
 from specexport.checkpoint.tagged import Tags, tagged_gguf, tagged_safetensors
 from specexport.checkpoint.tokenizer import collect_eos_ids, load_tokenizer
-from specexport_runtime.errors import CheckpointError, UnsupportedModelError
+from specexport_runtime.errors import CheckpointError, SpecexportError, UnsupportedModelError
 
 
 def load_checkpoint(
@@ -64,7 +65,7 @@ def load_checkpoint(
         how = _How(found, config, getattr(torch, dtype), trust_remote_code, settings is not None)
         model, stored, conversion = None, None, None
         experts = holds_experts(reader)
-        whole = experts or (reader is not None and architecture(reader) in MAPPED)
+        whole = experts or (reader is not None and is_described(architecture(reader)))
         if stream or whole:
             conversion = None if reader is None else _conversion(how, reader)
             if experts:
@@ -166,6 +167,8 @@ def _load_config(source: Source, trust_remote_code: bool) -> Any:
         config = AutoConfig.from_pretrained(
             source.folder, local_files_only=True, trust_remote_code=trust_remote_code, **named
         )
+    except SpecexportError:
+        raise
     except Exception as error:  # unreadable JSON, missing keys, values of the wrong type, unknown model types
         raise CheckpointError(
             f"{source.name}: the model configuration cannot be read ({_first_line(error)}).",

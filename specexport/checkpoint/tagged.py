@@ -14,7 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specexport.checkpoint.gguf_rows import Conversion, float_rows, stacked_rows, stacked_shape, tensor_shape
+from specexport.checkpoint.gguf_rows import (
+    Conversion,
+    float_rows,
+    joined_rows,
+    stacked_rows,
+    stacked_shape,
+    tensor_shape,
+)
 from specexport.checkpoint.source import Source
 from specexport.checkpoint.stored import StoredWeight, WatchedFile
 from specexport.checkpoint.streaming import replace_parameters
@@ -162,6 +169,9 @@ def gguf_weights(
     found: dict[str, StoredWeight | Tensor] = {
         name: StoredWeight(stacked_shape(tensors, stack), dtype, stacked_rows(files, tensors, stack, dtype))
         for name, stack in conversion.stacks.items()
+    } | {
+        name: StoredWeight(joined.shape, dtype, joined_rows(files, tensors, joined, dtype))
+        for name, joined in conversion.joined.items()
     }
     for tensor in reader.tensors:
         name, shape = conversion.names.get(tensor.name), tensor_shape(tensor)

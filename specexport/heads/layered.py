@@ -17,7 +17,7 @@ from specexport.heads.config import HeadConfig, TargetFacts
 from specexport.heads.files import OTHER_TARGET, HeadFiles, check_target, is_named, read_size
 from specexport.heads.kind import Caches, HeadKind
 from specexport.heads.loaded import LoadedHead, TargetTables, fill_module, kept_ids, load_projection, modules_of
-from specexport.heads.modules import DraftHead, FeatureProjection, make_body
+from specexport.heads.modules import DraftHead, FeatureProjection, make_body, rotation
 from specexport.heads.reference import CHECK_LENS, HeadReference, causal_reference
 from specexport.heads.trace import causal_step, trace_layers
 from specexport.trace.layers import hidden_of
@@ -212,7 +212,7 @@ def unroll(head: DraftHead, tokens: Tensor, features: Tensor, lengths: Tensor, s
     for step in range(steps):
         shifted = functional.pad(tokens[:, 1 + step :], (0, step))[:, :width]
         positions = (places + step)[None].expand(count, -1)
-        rotary = head.body.rotary_emb(features, positions)
+        rotary = rotation(head.body, features, positions)
         mask = torch.cat([causal, *[diagonal] * step], dim=1)
         state = head.hidden(head.embed(shifted).detach(), features, _Run(past, rotary, mask[None, None]))
         logits, features = head.read(state)

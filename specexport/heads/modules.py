@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from specexport.heads.config import HeadConfig
+from specexport_runtime.errors import UnsupportedModelError
 
 RunModule = Callable[[Any, Tensor], Tensor]
 """``run(module, its input [B, T, ·])`` gives the output [B, T, H] of a decoder layer, or of the attention of one."""
@@ -112,6 +113,18 @@ def body_config(config: HeadConfig) -> Any:
     values = {key: value for key, value in config.layer_config.items() if not key.endswith("token_id")}
     none = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # it has no vocabulary to have them in
     return AutoConfig.for_model(**{**values, **none, "vocab_size": 1, "tie_word_embeddings": False})
+
+
+def rotation(body: Any, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """What turns queries and keys at ``positions`` [B, T]; UnsupportedModelError if layers differ in it."""
+    kinds = set(getattr(body.config, "layer_types", None) or ()) & (body.config.rope_parameters or {}).keys()
+    if len(kinds) > 1:
+        raise UnsupportedModelError(
+            f"the layers of a head are of kinds {', '.join(sorted(kinds))}, and turn positions in different ways.",
+            "draft with `lookup`.",
+        )
+    found: tuple[Tensor, Tensor] = body.rotary_emb(states, positions, *kinds)
+    return found
 
 
 def norm_class(config: HeadConfig) -> Callable[[int], Any]:

@@ -99,13 +99,19 @@ def _layers(files: HeadFiles) -> dict[str, Any]:
     config = {key: value for key, value in said_of_layers(files).items() if value is not None}
     config["num_hidden_layers"] = count
     choices: dict[str, Any] = {
-        "layer_types": ["full_attention"] * count,
+        "layer_types": [_attention(files, i) for i in range(count)],
         "mlp_layer_types": ["sparse" if each else "dense" for each in sparse],
         "first_k_dense_replace": sparse.index(True) if any(sparse) else count,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [i for i, each in enumerate(sparse) if not each],
     }
     return config | {key: value for key, value in choices.items() if key in config}
+
+
+def _attention(files: HeadFiles, number: int) -> str:
+    """The kind of a layer; those with sinks see a window (MiMo-V2)."""
+    sinks = any(name.startswith(f"layers.{number}.self_attn.") and "sink" in name for name in files.shapes)
+    return "sliding_attention" if sinks else "full_attention"
 
 
 def readings_of_module(config: HeadConfig, num_layers: int) -> Sequence[Reading]:

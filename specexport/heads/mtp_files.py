@@ -9,13 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from specexport.checkpoint.source import PACKED_PARTS, Source
-from specexport.heads.files import CONFIG_NAME, HeadFiles, our_name, read_names
+from specexport.heads.files import CONFIG_NAME, MORE, HeadFiles, our_name, read_names
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 
 EMBED_NORM = "embed_norm.weight"
 """What every MTP module has, and no other head."""
-MORE = "more."
-"""What names of tensors beside the layers begin with, and a number, in modules behind the first."""
 _PLACES = (r"(?:.+\.)?mtp_layers\.(?P<at>\d+)", r"(?:.+\.)?mtp\.layers\.(?P<at>\d+)", r"(?:.+\.)?mtp")
 _DECODER = r"(?:model\.|language_model\.)*layers\.(?P<at>\d+)"
 _NUMBER = re.compile(r"(?:layers|more)\.(\d+)\.")

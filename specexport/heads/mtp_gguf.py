@@ -1,13 +1,13 @@
 """MTP modules in GGUF files: the last blocks of the target's own file, or a file of their own (``mtp-*.gguf``).
 
 ``block_count`` counts modules too, ``nextn_predict_layers`` says how many of the blocks are modules. Each is a decoder
-layer of the target's kind, with ``nextn`` tensors beside it. So its block is read as a layer of a deeper target.
+layer of the target's kind, with ``nextn`` tensors beside it. So the blocks are read as layers of a deeper target.
 """
 
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,16 +18,29 @@ from specexport.checkpoint.gguf_rows import Conversion
 from specexport.checkpoint.source import Source
 from specexport.checkpoint.stored import StoredWeight
 from specexport.checkpoint.tagged import gguf_weights
-from specexport.heads.files import OTHER_TARGET, HeadFiles
+from specexport.heads.files import MORE, OTHER_TARGET, HeadFiles
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 
-MODEL_TYPES = {"qwen35": "qwen3_5_text", "qwen35moe": "qwen3_5_moe_text"}
-"""Architectures whose modules are read, and transformers' name of the target's kind; ``docs/heads.md`` lists them."""
+
+class _Kind(NamedTuple):
+    """What is known of the modules of an architecture (llama.cpp, which runs them; ``docs/heads.md`` lists them)."""
+
+    targets: tuple[str, ...]  # transformers' names of the target's kind
+    norm_output: bool = True  # what the next step reads is normed
+    several: bool = False  # files hold several, which draft in turn
+
+
+_KINDS = {
+    "qwen35": _Kind(("qwen3_5_text",)),
+    "qwen35moe": _Kind(("qwen3_5_moe_text",)),
+    "qwen3next": _Kind(("qwen3_next",)),
+    "glm4moe": _Kind(("glm4_moe",)),
+    "deepseek2": _Kind(("deepseek_v3", "glm4_moe_lite")),
+    "mimo2": _Kind(("mimo_v2_flash",), norm_output=False, several=True),
+}
 _FORM = "give the Hugging Face checkpoint that the file was made from."
 _NAMES = {"enorm": "embed_norm", "hnorm": "feature_norm", "eh_proj": "fc"}
 _OPTIONAL = {"shared_head_norm": "norm", "embed_tokens": "embed_tokens", "shared_head_head": "lm_head"}
-_ALL_VALUES = {"norm_output": True}
-"""What the next step reads is normed (llama.cpp)."""
 
 
 @dataclass(frozen=True)
@@ -49,51 +62,57 @@ def open_gguf_module(source: Source, values: Mapping[str, Any]) -> HeadFiles:
     whose modules are not read.
     """
     reader = open_reader(source)
-    blocks = _find(source, reader)
-    arch = architecture(reader)
-    if arch not in MODEL_TYPES:
+    blocks, arch = _find(source, reader), architecture(reader)
+    kind = _KINDS.get(arch)
+    if kind is None:
         raise UnsupportedModelError(
             f"{source.name}: MTP modules in GGUF files of {arch} are not read.",
             f"{_FORM[:-1]}, or draft with `lookup`.",
         )
-    if len(blocks) > 1:
+    if len(blocks) > 1 and not kind.several:
         raise UnsupportedModelError(
             f"{source.name} holds {len(blocks)} MTP modules, and files of {arch} are read with one.", _FORM
         )
     layers = int(values["num_hidden_layers"])
-    if values.get("model_type") != MODEL_TYPES[arch] or blocks.start != layers:
+    if values.get("model_type") not in kind.targets or blocks.start != layers:
         raise CheckpointError(
             f"{source.name} holds an MTP module of a {arch} of {blocks.start} layers, and the target is a "
             f"{values.get('model_type')} of {layers}.",
             OTHER_TARGET,
         )
     own = copy(reader)
-    own.tensors = [tensor for tensor in reader.tensors if tensor.name.startswith(f"blk.{blocks.start}.")]
-    model = _deeper(source, values, reader, layers)
+    own.tensors = [tensor for tensor in reader.tensors if tensor.name.startswith(tuple(f"blk.{i}." for i in blocks))]
+    model = _deeper(source, values, reader, blocks)
     conversion = convert(own, model)
     found = gguf_weights(source, own, conversion, torch.float32)
     if found is None:
         raise UnsupportedModelError(f"{source.name}: the layer of its MTP module is stored in an unknown way.", _FORM)
-    place = f"model.layers.{layers}."
-    weights = {f"layers.0.{name.removeprefix(place)}": weight for name, weight in found.items()}
-    lacking = [name for name in model.state_dict() if name.startswith(place) and name not in found]
-    if lacking:
-        raise CheckpointError(
-            f"{source.name}: block {layers}, its MTP module, lacks {len(lacking)} tensors, for example that of "
-            f"{lacking[0].removeprefix(place)}.",
-            "fetch or convert the file again.",
-        )
-    weights |= _beside(source, reader, conversion, layers)
+    weights: dict[str, StoredWeight | Tensor] = {}
+    for number, block in enumerate(blocks):
+        place = f"model.layers.{block}."
+        lacking = [name for name in model.state_dict() if name.startswith(place) and name not in found]
+        if lacking:
+            raise CheckpointError(
+                f"{source.name}: block {block}, its MTP module, lacks {len(lacking)} tensors, for example that of "
+                f"{lacking[0].removeprefix(place)}.",
+                "fetch or convert the file again.",
+            )
+        own_names = ((name.removeprefix(place), weight) for name, weight in found.items() if name.startswith(place))
+        weights |= {f"layers.{number}.{name}": weight for name, weight in own_names}
+        beside = f"{MORE}{number}." if number else ""
+        weights |= {beside + name: value for name, value in _beside(source, reader, conversion, block).items()}
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
     stated = {"hidden_size": int(read(reader, f"{arch}.embedding_length") or 0), **_vocabulary(reader)}
-    return GgufModule(source.name, {**values, **stated, **_ALL_VALUES}, shapes, {}, weights)
+    said = {**values, **stated, "norm_output": kind.norm_output}
+    return GgufModule(source.name, said, shapes, {}, weights)
 
 
 def holds_gguf_module(source: Source) -> bool:
     """Whether a GGUF file holds a module that can be read; damaged files hold none."""
     try:
         reader = open_reader(source)
-        return len(_find(source, reader)) == 1 and architecture(reader) in MODEL_TYPES
+        found, kind = len(_find(source, reader)), _KINDS.get(architecture(reader))
+        return kind is not None and (found == 1 or kind.several)
     except CheckpointError:
         return False
 
@@ -115,13 +134,16 @@ def _find(source: Source, reader: Any) -> range:
     return blocks
 
 
-def _deeper(source: Source, values: Mapping[str, Any], reader: Any, layers: int) -> Any:
-    """The target with one layer more, without data."""
+def _deeper(source: Source, values: Mapping[str, Any], reader: Any, blocks: range) -> Any:
+    """The target with a layer more for each block of a module, of the kind of its tensors, without data."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    more: dict[str, Any] = {"num_hidden_layers": layers + 1}
-    if isinstance(values.get("layer_types"), list):
-        more["layer_types"] = [*values["layer_types"][:layers], "full_attention"]
+    there = {tensor.name for tensor in reader.tensors}
+    more: dict[str, Any] = {"num_hidden_layers": blocks.stop}
+    for key, sign, kinds in _LISTS:
+        if isinstance(values.get(key), list):
+            mine = [kinds[f"blk.{block}.{sign}.weight" in there] for block in blocks]
+            more[key] = [*values[key][: blocks.start], *mine]
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**values, **more}))
@@ -130,6 +152,13 @@ def _deeper(source: Source, values: Mapping[str, Any], reader: Any, layers: int)
             f"{source.name}: no layer of {architecture(reader)} can be made ({type(error).__name__}: {error}).",
             "fetch or convert the file again.",
         ) from error
+
+
+_LISTS = (
+    ("layer_types", "attn_sinks", ("full_attention", "sliding_attention")),
+    ("mlp_layer_types", "ffn_gate_inp", ("dense", "sparse")),
+)
+"""Lists of the kinds of layers, and the tensor by which a layer is of the second."""
 
 
 def _beside(source: Source, reader: Any, conversion: Conversion, block: int) -> dict[str, Tensor]:

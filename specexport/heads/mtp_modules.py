@@ -23,13 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from specexport.heads.config import HeadConfig, TargetFacts
-from specexport.heads.files import HeadFiles
+from specexport.heads.files import MORE, HeadFiles
 from specexport.heads.kind import Caches, HeadKind, Reading
 from specexport.heads.layered import load_layered
 from specexport.heads.loaded import LoadedHead
 from specexport.heads.modules import RunModule, answer_by_head, heads_asked, norm_class
 from specexport.heads.mtp import MtpHead, load_body, read_module, readings_of_module
-from specexport.heads.mtp_files import EMBED_NORM, MORE, num_modules
+from specexport.heads.mtp_files import EMBED_NORM, num_modules
 from specexport.heads.reference import CheckedRow, HeadReference
 from specexport.heads.trace import HeadStep, causal_states, run_layers, trace_layers
 from specexport.trace.attention import AttentionContext

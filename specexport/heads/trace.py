@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specexport.heads.modules import DraftHead
+from specexport.heads.modules import DraftHead, rotation
 from specexport.trace.attention import AttentionContext, LayerCall, ScoreTerms, attention_hook, unpadded_attention
 from specexport.trace.experts import traceable_experts
 from specexport.trace.export import TracedModel, trace_step
@@ -59,7 +59,7 @@ def run_layers(
     given = features[None].to(head.dtype)
     if head.body is None:  # nothing but heads
         return given
-    rotary = head.body.rotary_emb(given, positions[None])
+    rotary = rotation(head.body, given, positions[None])
 
     def run(module: Any, hidden: Tensor) -> Tensor:
         return hidden_of(module(hidden_states=hidden, position_embeddings=rotary, attention_mask=None))
@@ -84,8 +84,10 @@ def causal_states(head: Any, input_ids: Tensor, features: Tensor) -> Tensor:
     if head.body is None:
         return features
     width = len(input_ids)
-    mask = torch.full((width, width), float("-inf")).triu(1)[None, None]
-    rotary = head.body.rotary_emb(features, torch.arange(width)[None])
+    hidden = torch.ones(width, width, dtype=torch.bool)
+    hidden = hidden.triu(1) | hidden.tril(-(_window(head.body) or width))
+    mask = torch.zeros(width, width).masked_fill(hidden, float("-inf"))[None, None]
+    rotary = rotation(head.body, features, torch.arange(width)[None])
 
     def run(module: Any, hidden: Tensor) -> Tensor:
         return hidden_of(module(hidden_states=hidden, position_embeddings=rotary, attention_mask=mask))
@@ -93,6 +95,12 @@ def causal_states(head: Any, input_ids: Tensor, features: Tensor) -> Tensor:
     with torch.no_grad():
         state: Tensor = head.states(input_ids, features[None], run)[0]
     return state
+
+
+def _window(body: Any) -> int | None:
+    """How many tokens a layer of a head sees, itself among them; None without a window."""
+    found: int | None = getattr(body.layers[0].self_attn, "sliding_window", None)
+    return found
 
 
 def probe_calls(head: DraftHead) -> tuple[LayerCall, ...]:

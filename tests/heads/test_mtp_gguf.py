@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,17 +19,24 @@ from specexport.heads.kinds import read_config
 from specexport.heads.mtp_files import holds_module, open_mtp
 from specexport.heads.trace import causal_step
 from specexport.recipe import BuildRecipe
+from specexport_runtime import SpecEngine
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
-from tests.support import tiny_gguf_modules, tiny_modules
+from tests.support import tiny_gguf_modules, tiny_modules, tiny_turns
 from tests.support.acceptance import accepted
-from tests.support.drafted import PROMPTS, check_drafts
+from tests.support.drafted import PROMPTS, check_drafts, check_drafts_of
 from tests.support.loading import load_head, tables_of
 from tests.support.reference_qwen import QwenModule
 from tests.support.tiny_models import HYBRIDS, calm, make_model
 
 LAYERS = tiny_modules.LAYERS
-FAMILIES = {"qwen35": "qwen3_5", "qwen35moe": "qwen3_5_moe"}
+FAMILIES = {
+    "qwen35": "qwen3_5",
+    "qwen35moe": "qwen3_5_moe",
+    "qwen3next": "qwen3_next",
+    "glm4moe": "glm",
+    "deepseek2": "deepseek",
+}
 
 
 class Files(NamedTuple):
@@ -42,10 +50,11 @@ class Files(NamedTuple):
 
 
 def make_files(architecture: str, folder: Path, **changed: Any) -> Files:
-    module = tiny_modules.make(FAMILIES[architecture], folder / "hf")
+    # What the next step reads is normed, as llama.cpp has it; a checkpoint does not say so
+    module = tiny_modules.make(FAMILIES[architecture], folder / "hf")._replace(norm_output=True)
     round_tensors(module, folder / "hf")
     paths = [
-        tiny_gguf_modules.qwen_file(folder / f"{name}.gguf", architecture, module, only, **changed)
+        tiny_gguf_modules.file_of(folder / f"{name}.gguf", architecture, module, only, **changed)
         for name, only in (("whole", ""), ("trunk", "trunk"), ("mtp-alone", "module"))
     ]
     return Files(module, folder / "hf", *paths)
@@ -113,9 +122,8 @@ def test_a_module_is_that_of_the_safetensors_to_the_bit(architecture: str, files
     wanted = load_from(made.folder, model)
     for path in (made.whole, made.alone):
         found = load_from(path, model)
-        assert (found.config.taps, found.config.feature_first, found.config.norm_output) == (
-            wanted.config.taps, wanted.config.feature_first, wanted.config.norm_output,
-        )  # fmt: skip
+        assert (found.config.taps, found.config.feature_first) == (wanted.config.taps, wanted.config.feature_first)
+        assert found.config.norm_output
         state = found.head.state_dict()
         assert state.keys() == wanted.head.state_dict().keys()
         assert [name for name, value in wanted.head.state_dict().items() if not torch.equal(state[name], value)] == []
@@ -127,9 +135,13 @@ def test_a_module_computes_the_published_equations(architecture: str, files: Any
     model: Any = load_checkpoint(str(made.whole)).model
     tables, loaded = tables_of(model), load_from(made.alone, model)
     stored, config = load_file(made.folder / "model.safetensors"), model.config.get_text_config().to_dict()
-    reference = QwenModule(in_layers(stored), config, tables.embedding, tables.lm_head)
     features, tokens = torch.randn(7, loaded.config.hidden_size), torch.tensor([5, 6, 7, 200, 9, 10, 319])
-    wanted_logits, wanted = reference.forward(tokens, features)
+    if architecture.startswith("qwen35"):
+        reference = QwenModule(in_layers(stored), config, tables.embedding, tables.lm_head)
+        wanted_logits, wanted = reference.forward(tokens, features)
+    else:
+        with torch.no_grad():
+            wanted_logits, wanted = tiny_modules.forward(made.module, tokens, features)
     logits, handed_on = causal_step(loaded.head, tokens, features)
     torch.testing.assert_close(handed_on, wanted, rtol=0, atol=1e-5)
     torch.testing.assert_close(logits, wanted_logits, rtol=0, atol=1e-5)
@@ -139,9 +151,45 @@ def in_layers(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: value for name, value in stored.items() if name.startswith("mtp.")}
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_modules_in_turn_are_those_of_the_safetensors_to_the_bit(fused: bool, tmp_path: Path) -> None:
+    """MiMo-V2's, with windows, sinks, and queries, keys and values in a tensor each or in one."""
+    modules = tiny_turns.make("mimo-v2-flash", tmp_path / "hf")
+    tensors, settings = (
+        of("mimo2", modules, LAYERS) for of in (tiny_gguf_modules.tensors_of, tiny_gguf_modules.settings_of)
+    )
+    for block in range(LAYERS + 3) if fused else ():
+        parts = [tensors.pop(f"blk.{block}.attn_{part}.weight") for part in "qkv"]
+        tensors[f"blk.{block}.attn_qkv.weight"] = torch.cat(parts)
+    path = tiny_gguf_modules.write(tmp_path / "t.gguf", "mimo2", settings, tensors)
+    model, wanted_model = (load_checkpoint(str(each)).model for each in (path, tmp_path / "hf"))
+    for name, value in wanted_model.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+    assert model.config.to_dict()["layer_types"] == wanted_model.config.layer_types
+    assert model.config.sliding_window == wanted_model.config.sliding_window
+    wanted, found = load_from(tmp_path / "hf", model), load_from(path, model)
+    assert (found.config.kind, found.config.taps, found.config.norm_output) == ("mtp-modules", (LAYERS,), False)
+    state = found.head.state_dict()
+    assert state.keys() == wanted.head.state_dict().keys()
+    assert [name for name, value in wanted.head.state_dict().items() if not torch.equal(state[name], value)] == []
+
+
 @pytest.mark.whole
 @pytest.mark.bundle
-@pytest.mark.parametrize("architecture", FAMILIES)
+def test_a_bundle_drafts_what_modules_in_turn_draft(tmp_path: Path) -> None:
+    """Behind more tokens than a window has; what they know is accepted."""
+    modules = tiny_turns.make("mimo-v2-flash", tmp_path / "hf", seed=5, scale=0.02, num_tokens=260)
+    path = tiny_gguf_modules.file_of(tmp_path / "t.gguf", "mimo2", modules)
+    head = build(path, tmp_path / "b", draft_quantize="none", check=True)["head"].draft_head
+    assert (head.kind, head.num_modules, head.reading) == ("mtp-modules", 3, None)
+    assert accepted(tmp_path / "b", PROMPTS) > 0.2
+    with closing(SpecEngine.load(tmp_path / "b", num_threads=1, spin=False, adaptive=False, max_num_seqs=3)) as engine:
+        check_drafts_of(engine, lambda *args: tiny_turns.draft(modules, *args), 3, 260, least=20)
+
+
+@pytest.mark.whole
+@pytest.mark.bundle
+@pytest.mark.parametrize("architecture", ["qwen35", "qwen35moe", "deepseek2"])
 def test_bundles_draft_what_the_module_drafts(architecture: str, files: Any, tmp_path: Path) -> None:
     """From the target's own file, and from a file of its own beside the target's."""
     made = files(architecture)
@@ -170,7 +218,7 @@ def test_what_a_module_knows_is_accepted(tmp_path: Path) -> None:
         "fc": torch.cat([torch.eye(width), torch.zeros(width, width)], dim=1),
     }
     module = tiny_modules.Module(target, deeper, tensors, False, True, True)
-    path = tiny_gguf_modules.qwen_file(tmp_path / "t.gguf", "qwen35", module)
+    path = tiny_gguf_modules.file_of(tmp_path / "t.gguf", "qwen35", module)
     models = build(path, tmp_path / "b", check=True, quantize="int8")
     entry = models["head"]
     assert (entry.draft_head.guessed, entry.draft_head.reading, entry.quantize) == (1.0, None, "int8")
@@ -205,10 +253,10 @@ def test_a_file_of_the_trunk_alone_has_no_module(files: Any) -> None:
 )
 def test_a_module_without_all_tensors_is_refused(dropped: str, message: str, files: Any, tmp_path: Path) -> None:
     module = files("qwen35").module
-    tensors = tiny_gguf_modules.qwen_tensors(module, LAYERS)
+    tensors = tiny_gguf_modules.tensors_of("qwen35", module, LAYERS)
     del tensors[f"blk.3.{dropped}"]
     path = tiny_gguf_modules.write(
-        tmp_path / "t.gguf", "qwen35", tiny_gguf_modules.qwen_settings(module, LAYERS), tensors
+        tmp_path / "t.gguf", "qwen35", tiny_gguf_modules.settings_of("qwen35", module, LAYERS), tensors
     )
     with pytest.raises(CheckpointError, match=message) as caught:
         load_from(path, load_checkpoint(str(path)).model)
@@ -217,9 +265,9 @@ def test_a_module_without_all_tensors_is_refused(dropped: str, message: str, fil
 
 def test_norm_and_tables_may_be_the_targets(files: Any, tmp_path: Path) -> None:
     module = files("qwen35").module
-    tensors = tiny_gguf_modules.qwen_tensors(module, LAYERS)
+    tensors = tiny_gguf_modules.tensors_of("qwen35", module, LAYERS)
     del tensors["blk.3.nextn.shared_head_norm.weight"]
-    settings = tiny_gguf_modules.qwen_settings(module, LAYERS)
+    settings = tiny_gguf_modules.settings_of("qwen35", module, LAYERS)
     path = tiny_gguf_modules.write(tmp_path / "t.gguf", "qwen35", settings, tensors)
     model: Any = load_checkpoint(str(path)).model
     head = load_from(path, model).head
@@ -233,7 +281,7 @@ def test_norm_and_tables_may_be_the_targets(files: Any, tmp_path: Path) -> None:
 def changed(files: Files, path: Path, change: Callable[[dict[str, torch.Tensor], dict[str, Any]], str]) -> Path:
     """The file of the module alone, with other tensors and settings."""
     tensors, settings = (
-        of(files.module, LAYERS) for of in (tiny_gguf_modules.qwen_tensors, tiny_gguf_modules.qwen_settings)
+        of("qwen35", files.module, LAYERS) for of in (tiny_gguf_modules.tensors_of, tiny_gguf_modules.settings_of)
     )
     return tiny_gguf_modules.write(path, change(tensors, settings), settings, tensors)
 
@@ -297,7 +345,9 @@ def test_a_module_of_another_kind_of_target_is_refused(files: Any) -> None:
 def test_value_heads_in_another_order_cannot_be_kept_and_the_rest_can(files: Any, tmp_path: Path) -> None:
     """Their columns go across blocks. Weights of the module's block are none of the target's."""
     module = files("qwen35").module
-    settings, tensors = (of(module, LAYERS) for of in (tiny_gguf_modules.qwen_settings, tiny_gguf_modules.qwen_tensors))
+    settings, tensors = (
+        of("qwen35", module, LAYERS) for of in (tiny_gguf_modules.settings_of, tiny_gguf_modules.tensors_of)
+    )
     path = tiny_gguf_modules.write(tmp_path / "q.gguf", "qwen35", settings, tensors, quantized=lambda _: True)
     with pytest.raises(
         UnsupportedModelError, match=r"blk.0.ssm_out.weight of q.gguf \(Q8_0\) cannot be kept"

@@ -28,7 +28,7 @@ from tests.support.tiny_modules import LAYERS
 
 
 @pytest.mark.one_of_kind
-@pytest.mark.parametrize("family", ["deepseek", "glm", "mimo-v2"])
+@pytest.mark.parametrize("family", ["deepseek", "glm", "mimo-v2", "mimo-v2-flash"])
 @pytest.mark.parametrize("own_lm_heads", [False, True])
 def test_modules_compute_the_published_equations(family: str, own_lm_heads: bool, tmp_path: Path) -> None:
     modules = tiny_turns.make(family, tmp_path, own_lm_heads=own_lm_heads)

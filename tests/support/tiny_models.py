@@ -233,7 +233,7 @@ def randomize(model: Any, seed: int = 0) -> Any:
 def calm(model: Any, scale: float) -> Any:
     """The same model with layers that do less: its last token tells the next one, mostly."""
     for name, weight in model.named_parameters():
-        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
+        if name.removesuffix(".weight").endswith(("o_proj", "out_proj", "down_proj")):
             weight.data.mul_(scale)
     return model
 

@@ -13,7 +13,10 @@ from torch import Tensor
 from tests.support.tiny_models import calm, make_model, randomize, save_checkpoint
 from tests.support.tiny_modules import FAMILIES, LAYERS, Family, _layers, norm
 
-PLACES = {"deepseek": "model.layers.{}.", "glm": "model.layers.{}.", "mimo-v2": "model.mtp.layers.{}."}
+PLACES = {
+    **dict.fromkeys(("deepseek", "glm"), "model.layers.{}."),
+    **dict.fromkeys(("mimo-v2", "mimo-v2-flash"), "model.mtp.layers.{}."),
+}
 
 
 class Modules(NamedTuple):
@@ -26,10 +29,17 @@ class Modules(NamedTuple):
 
 
 def make(
-    name: str, folder: Path, *, seed: int = 0, own_lm_heads: bool = False, scale: float | None = None, count: int = 3
+    name: str,
+    folder: Path,
+    *,
+    seed: int = 0,
+    own_lm_heads: bool = False,
+    scale: float | None = None,
+    count: int = 3,
+    num_tokens: int = 259,
 ) -> Modules:
     """A random target with modules, in ``folder``; if its layers do only what ``scale`` says, modules know a part."""
-    tokens = {} if scale is None else {"vocab_size": 259}  # those of the tokenizer
+    tokens = {} if scale is None else {"vocab_size": num_tokens}  # those of the tokenizer
     more = {"num_nextn_predict_layers": count} | tokens
     family: Family = FAMILIES[name]._replace(config=FAMILIES[name].config | more)
     deeper, target = (make_model(family.classes, _layers(family, size), seed) for size in (LAYERS + count, LAYERS))
@@ -44,7 +54,7 @@ def make(
     for i, at in enumerate(numbers):
         last, place = f"model.layers.{at}.", PLACES[name].format(at if "model.layers" in PLACES[name] else i)
         moved = {place + key.removeprefix(last): stored.pop(key) for key in list(stored) if key.startswith(last)}
-        if name == "mimo-v2":
+        if name.startswith("mimo-v2"):
             old = place + "post_attention_layernorm.weight"
             moved[place + "pre_mlp_layernorm.weight"] = moved.pop(old)
         generator = torch.Generator().manual_seed(seed + i)
@@ -87,8 +97,11 @@ def forward(modules: Modules, number: int, tokens: Sequence[int], states: Tensor
     embedded = norm(modules.target.get_input_embeddings()(torch.tensor(list(tokens))), t["embed_norm"], eps)
     joined = torch.cat([embedded, norm(states, t["feature_norm"], eps)], -1) @ t["fc"].T
     width = len(tokens)
-    rotary = model.rotary_emb(joined[None], torch.arange(width)[None])
-    mask = torch.full((width, width), float("-inf")).triu(1)[None, None]
+    config, in_windows = model.config, getattr(model.config, "layer_types", ["full_attention"])[-1] != "full_attention"
+    rotary = model.rotary_emb(joined[None], torch.arange(width)[None], *["sliding_attention"][:in_windows])
+    mask = torch.full((width, width), float("-inf"))
+    mask = mask.triu(1) + (mask.tril(-config.sliding_window) if in_windows else 0)
+    mask = mask[None, None]
     made = model.layers[LAYERS + number](joined[None], attention_mask=mask, position_embeddings=rotary)
     state = (made if isinstance(made, Tensor) else made[0])[0]
     own = modules.target.get_output_embeddings().weight if modules.lm_heads is None else modules.lm_heads[number]

@@ -1,0 +1,60 @@
+"""What transformers sees of a GGUF file: one reading of its header, and settings of more architectures."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import copy
+from pathlib import Path
+from typing import Any
+
+from specexport.checkpoint.gguf_layouts import LAYOUTS, settings_of
+from specexport.checkpoint.source import Source
+
+_MISREAD = "gpt-oss.rope.scaling."  # transformers fails at these; ``gguf_config`` reads them
+_SETTINGS_LIKE = {"olmoe": "qwen2_moe"}
+"""Architectures that transformers has models of and no table of settings, and whose table is theirs too."""
+
+
+@contextmanager
+def shared(source: Source, reader: Any) -> Iterator[None]:
+    """Within the block, ``gguf`` gives ``reader`` for the source's file; nothing changes without a reader."""
+    if reader is None:
+        yield
+        return
+    import gguf
+
+    opens, path = gguf.GGUFReader, (source.folder / str(source.gguf_file)).resolve()
+    shown = copy(reader)
+    shown.fields = {key: value for key, value in reader.fields.items() if not key.startswith(_MISREAD)}
+
+    def same(wanted: Any, *args: Any, **named: Any) -> Any:
+        return shown if not args and not named and Path(wanted).resolve() == path else opens(wanted, *args, **named)
+
+    gguf.GGUFReader = same
+    try:
+        with _more_architectures(reader):
+            yield
+    finally:
+        gguf.GGUFReader = opens
+
+
+@contextmanager
+def _more_architectures(reader: Any) -> Iterator[None]:
+    """Within the block, transformers knows the settings of files in ``_SETTINGS_LIKE`` and in ``LAYOUTS``."""
+    from transformers import modeling_gguf_pytorch_utils as gguf_utils
+    from transformers.integrations import gguf as by_description
+
+    described = by_description.GGUF_CONFIG_ARCHS
+    tables, known = gguf_utils.GGUF_TO_TRANSFORMERS_MAPPING["config"], gguf_utils.GGUF_SUPPORTED_ARCHITECTURES
+    added = {name: tables[like] for name, like in _SETTINGS_LIKE.items() if name not in tables}
+    ours = {name: lambda *_: settings_of(reader) for name in LAYOUTS.keys() - described.keys()}
+    tables.update(added)
+    known.extend(added)
+    described.update(ours)
+    try:
+        yield
+    finally:
+        for name in added:
+            del tables[name]
+            known.remove(name)
+        for name in ours:
+            del described[name]
