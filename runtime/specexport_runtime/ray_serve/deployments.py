@@ -37,7 +37,7 @@ def engine_options(settings: RaySettings) -> dict[str, Any]:
         "health_check_period_s": settings.health_check_period_s,
         "graceful_shutdown_wait_loop_s": 0.2,
         "graceful_shutdown_timeout_s": settings.server.drain_timeout_s + _SHUTDOWN_SPARE_S,
-        "max_constructor_retry_count": 3,
+        "max_constructor_retry_count": 1,  # what fails twice is a setting or a file
     }
     if settings.max_replicas is None:
         options["num_replicas"] = settings.num_replicas or 1
