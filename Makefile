@@ -10,8 +10,8 @@ BIN := $(VENV)/bin
 INPUTS := pyproject.toml hatch_build.py tools/install.py $(wildcard $(foreach part,*.cpp *.h */*.cpp */*.h build.py,runtime/operators/$(part)))
 INPUTS += $(if $(wildcard runtime/specexport_runtime/_operators.*),,no-library)
 
-# Two workers on two cores: one thread each, or they fight.
-TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+# Two workers on two cores: one thread each, or they fight. Compiled modules are kept, for tests start many processes.
+TEST_ENV := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=10
 
 .DEFAULT_GOAL := help

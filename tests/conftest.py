@@ -13,7 +13,7 @@ import hypothesis
 import pytest
 
 from tests.support import chance, tiny_traces
-from tests.support.lanes import keep_lanes
+from tests.support.lanes import keep_lanes, skip_when_late
 from tests.support.tiny_models import ARCHITECTURES, HYBRIDS
 from tests.support.tiny_traces import share_exports
 
@@ -35,6 +35,7 @@ def locked(path: Path) -> Iterator[None]:
 @pytest.hookimpl(tryfirst=True)  # before fixtures of any scope
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Most tests are about what is done with what torch exports of a model, and share it."""
+    skip_when_late(item)
     share_exports(item.get_closest_marker("exports") is None)
 
 

@@ -5,8 +5,12 @@ import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+
+from tests.support.lanes import LIMIT, skip_when_late
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,3 +52,18 @@ def test_all_tests_of_a_group_run_on_one_worker(tmp_path: Path) -> None:
 
 def test_the_makefile_asks_for_groups() -> None:
     assert "--dist loadgroup" in (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("marker", "skipped"), [("whole", True), ("annex", True), ("slow", False)])
+def test_a_slow_machine_leaves_out_the_long_lane_alone(
+    marker: str, skipped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    item: Any = SimpleNamespace(get_closest_marker=lambda name: name == marker or None)
+    monkeypatch.delenv(LIMIT, raising=False)
+    skip_when_late(item)
+    monkeypatch.setenv(LIMIT, "0")
+    if not skipped:
+        skip_when_late(item)
+        return
+    with pytest.raises(pytest.skip.Exception, match="this machine is slow: 0 s of the long lane are over"):
+        skip_when_late(item)

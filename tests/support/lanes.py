@@ -1,8 +1,14 @@
 """Lanes of tests: what every change runs, and what ``make test-all`` adds (marked ``whole``, or ``annex``)."""
 
+import os
+import time
 from collections.abc import Sequence
 
 import pytest
+
+_BEGAN = time.monotonic()
+LIMIT = "SPECEXPORT_LONG_LANE_S"
+"""Names the variable that says for how many seconds tests of the long lane are begun; CI ends at an hour and a half."""
 
 EVERY_DAY_MODELS = {"llama", "gemma3", "qwen3_moe", "gpt_oss", "qwen3_next", "mamba2"}
 """Plain, windows, experts, sinks, a hybrid with attention, states alone. The long lane has others of their kinds."""
@@ -35,3 +41,10 @@ def keep_lanes(items: Sequence[pytest.Item], models: set[str]) -> None:
             if kind in seen:
                 item.add_marker("whole")
             seen.add(kind)
+
+
+def skip_when_late(item: pytest.Item) -> None:
+    """Leave out a test of the long lane that a slow machine has no time for, and say so."""
+    limit = float(os.environ.get(LIMIT, "inf"))
+    if time.monotonic() - _BEGAN > limit and any(map(item.get_closest_marker, ("whole", "annex"))):
+        pytest.skip(f"this machine is slow: {limit:.0f} s of the long lane are over ({LIMIT})")
