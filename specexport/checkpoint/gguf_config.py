@@ -40,7 +40,8 @@ def correct_config(source: Source, reader: Any, config: Any) -> Any:
     if is_described(arch):  # transformers looks into the first part of a split file
         text.tie_word_embeddings = all(tensor.name != "output.weight" for tensor in reader.tensors)
     if arch in LAYOUTS:  # said whole there, but for scaled positions
-        _set_rope(source, reader, arch, text)
+        if arch != "gemma4":
+            _set_rope(source, reader, arch, text)
         return config
     _set_experts(reader, text)
     for key, name in (_STATED | ({"attention.key_length": "head_dim"} if arch == "gpt-oss" else {})).items():

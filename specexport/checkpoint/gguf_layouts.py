@@ -1,7 +1,7 @@
 """GGUF files of architectures that transformers has models of, and no way from file to model: names and settings.
 
-They are those of GLM-4.5 and its successors, DeepSeek-V3 and what is made like it, Qwen3-Next, and MiMo-V2: targets
-whose files hold MTP modules.
+They are those of GLM-4.5 and its successors, DeepSeek-V3 and what is made like it, Qwen3-Next, and MiMo-V2, targets
+whose files hold MTP modules; and those of Gemma 4, whose assistants are files of their own.
 """
 
 import re
@@ -18,6 +18,7 @@ from specexport.checkpoint.gguf_rows import Conversion, JoinedRows, Rows, find_s
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 from specexport_runtime.executors.base import Float32Array
 
+_ENDLESS = 1e20
 _SIGMOID = 2
 """What ``expert_gating_func`` says of routers that score each expert by itself."""
 
@@ -35,13 +36,13 @@ class Joined(NamedTuple):
 class Layout(NamedTuple):
     """How a file of an architecture has a model of transformers."""
 
-    settings: Callable[["_Said"], dict[str, Any]]  # of the model's kind
+    settings: Callable[["Said"], dict[str, Any]]  # of the model's kind
     names: Mapping[str, str]  # of modules of a layer, or of parameters, by what the file calls them within a block
     changes: Mapping[str, Callable[[Float32Array], Float32Array]] = {}  # by the file's name
     joined: Mapping[str, Joined] = {}  # by the module's name
 
 
-class _Said:
+class Said:
     """What a file says, by keys behind its architecture; CheckpointError for what it must say and does not."""
 
     def __init__(self, reader: Any) -> None:
@@ -73,13 +74,23 @@ class _Said:
         found = read(self._reader, f"tokenizer.ggml.{name}_token_id")
         return None if found is None else int(found)
 
+    def named_tokens(self, *names: str) -> list[int]:
+        """The ids of those tokens that there are."""
+        tokens = read(self._reader, "tokenizer.ggml.tokens") or []
+        return [tokens.index(name) for name in names if name in tokens]
+
+    def turned_part(self) -> float:
+        """The part of a head that positions turn, by factors that are endless where they turn nothing."""
+        factors = next((tensor.data for tensor in self._reader.tensors if tensor.name == "rope_freqs.weight"), None)
+        return 1.0 if factors is None else float((np.asarray(factors, np.float64) < _ENDLESS).mean())
+
     @property
     def num_layers(self) -> int:
         """Layers of the target, without modules."""
         return int(self("block_count") - self.get("nextn_predict_layers", 0))
 
 
-def _common(said: _Said) -> dict[str, Any]:
+def _common(said: Said) -> dict[str, Any]:
     """Settings by names that all of these models have."""
     return {
         "vocab_size": said.there.get("token_embd.weight", (0,))[0],
@@ -96,7 +107,7 @@ def _common(said: _Said) -> dict[str, Any]:
 _TOKENS = (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
 
 
-def _scored(said: _Said) -> dict[str, Any]:
+def _scored(said: Said) -> dict[str, Any]:
     """Settings of experts as DeepSeek-V3 scores them; UnsupportedModelError if the file's are scored otherwise."""
     if said.get("expert_gating_func", _SIGMOID) != _SIGMOID:
         raise said.refuse(f"expert_gating_func {said('expert_gating_func')}")
@@ -111,7 +122,7 @@ def _scored(said: _Said) -> dict[str, Any]:
     }
 
 
-def _shared(said: _Said) -> dict[str, Any]:
+def _shared(said: Said) -> dict[str, Any]:
     """Settings of experts that all tokens use, and of layers without experts."""
     return {
         "n_shared_experts": said("expert_shared_count"),
@@ -120,7 +131,7 @@ def _shared(said: _Said) -> dict[str, Any]:
     }
 
 
-def _glm(said: _Said) -> dict[str, Any]:
+def _glm(said: Said) -> dict[str, Any]:
     common, heads = _common(said), said("attention.head_count")
     size = said.get("attention.key_length", common["hidden_size"] // heads)
     common["rope_parameters"]["partial_rotary_factor"] = said("rope.dimension_count") / size
@@ -136,7 +147,7 @@ def _glm(said: _Said) -> dict[str, Any]:
     }
 
 
-def _deepseek(said: _Said) -> dict[str, Any]:
+def _deepseek(said: Said) -> dict[str, Any]:
     if said.get("rope.scaling.type", "none") != "none":
         raise said.refuse(f"rope.scaling.type {said('rope.scaling.type')}")
     turned = said("rope.dimension_count")
@@ -155,7 +166,7 @@ def _deepseek(said: _Said) -> dict[str, Any]:
     }
 
 
-def _qwen_next(said: _Said) -> dict[str, Any]:
+def _qwen_next(said: Said) -> dict[str, Any]:
     common, value_heads = _common(said), said("ssm.time_step_rank")
     common["rope_parameters"]["partial_rotary_factor"] = said("rope.dimension_count") / said("attention.key_length")
     attention = [f"blk.{i}.attn_q.weight" in said.there for i in range(said.num_layers)]
@@ -178,7 +189,7 @@ def _qwen_next(said: _Said) -> dict[str, Any]:
     }
 
 
-def _mimo(said: _Said) -> dict[str, Any]:
+def _mimo(said: Said) -> dict[str, Any]:
     common, layers = _common(said), range(said.num_layers)
     windows = [f"blk.{i}.attn_sinks.weight" in said.there for i in layers]
     size, heads = said("attention.key_length"), said("attention.head_count_kv")
@@ -202,6 +213,54 @@ def _mimo(said: _Said) -> dict[str, Any]:
     }
 
 
+def gemma(said: Said) -> dict[str, Any]:
+    """Settings of Gemma 4's layers, of a target and of an assistant."""
+    common, windows = _common(said), said("attention.sliding_window_pattern")
+    sharing = said.get("attention.shared_kv_layers", 0)
+    heads, widths = said("attention.head_count_kv"), said("feed_forward_length")
+    heads = heads if isinstance(heads, list) else [heads] * len(windows)
+    widths = widths if isinstance(widths, list) else [widths] * len(windows)
+    of_kind = dict(zip(windows, heads, strict=False))
+    # Where all tokens are seen, keys of some models are values too, and they have other numbers of heads
+    keys = (i for i in range(len(windows)) if f"blk.{i}.attn_k.weight" in said.there)
+    alone = any(f"blk.{i}.attn_v.weight" not in said.there for i in keys) or len(set(of_kind.values())) > 1
+    narrow = said.get("embedding_length_per_layer_input", 0)
+    found = {
+        **common,
+        "model_type": "gemma4_text",
+        "eos_token_id": [common["eos_token_id"], *said.named_tokens("<turn|>", "<|tool_response>")],  # all end a turn
+        "intermediate_size": widths[0],
+        "use_double_wide_mlp": widths[-1] == 2 * widths[0],
+        "head_dim": said("attention.key_length_swa"),
+        "global_head_dim": said("attention.key_length"),
+        "num_key_value_heads": of_kind.get(True, heads[0]),
+        "num_global_key_value_heads": of_kind.get(False) if alone else None,
+        "attention_k_eq_v": alone,
+        "num_kv_shared_layers": sharing,
+        "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
+        "sliding_window": said("attention.sliding_window"),
+        "final_logit_softcapping": said.get("final_logit_softcapping"),
+        "hidden_size_per_layer_input": narrow,
+        "vocab_size_per_layer_input": said.there.get("per_layer_token_embd.weight", (0,))[0],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": said.get("rope.freq_base_swa", 10000.0)},
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": said("rope.freq_base"),
+                "partial_rotary_factor": said.turned_part(),
+            },
+        },
+    }
+    if said.get("expert_count"):
+        found |= {
+            "enable_moe_block": True,
+            "num_experts": said("expert_count"),
+            "top_k_experts": said("expert_used_count"),
+            "moe_intermediate_size": said("expert_feed_forward_length"),
+        }
+    return found
+
+
 _BLOCK = {
     "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
@@ -221,6 +280,16 @@ _GATED_DELTA = {
     "ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias", "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj", "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     **{f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+}  # fmt: skip
+GEMMA_NAMES = {
+    **{key: name for key, name in _BLOCK.items() if name.startswith("self_attn.")},
+    "attn_norm": "input_layernorm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+    "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm", "layer_output_scale.weight": "layer_scalar",
+    "inp_gate": "per_layer_input_gate", "proj": "per_layer_projection", "post_norm": "post_per_layer_input_norm",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2", "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2", "ffn_gate_inp.weight": "router.proj.weight",
+    "ffn_gate_inp.scale": "router.scale", "ffn_down_exps.scale": "router.per_expert_scale",
 }  # fmt: skip
 _CENTRED = ("attn_norm", "post_attention_norm", "attn_q_norm", "attn_k_norm", "output_norm")
 
@@ -261,6 +330,7 @@ LAYOUTS = {
         {**dict.fromkeys(_CENTRED, _less_one), "ssm_a": lambda values: np.log(-values)},
         {"linear_attn.in_proj_qkvz": Joined(("attn_qkv", "attn_gate"), _delta)},
     ),
+    "gemma4": Layout(gemma, GEMMA_NAMES),
     "mimo2": Layout(
         _mimo,
         _BLOCK | {"attn_sinks.weight": "self_attn.sinks"},
@@ -275,7 +345,7 @@ LAYOUTS = {
 
 def settings_of(reader: Any) -> dict[str, Any]:
     """The configuration of a file's target, without scaled positions; raises as what it says demands."""
-    said = _Said(reader)
+    said = Said(reader)
     tied = "output.weight" not in said.there
     return LAYOUTS[architecture(reader)].settings(said) | {"tie_word_embeddings": tied}
 
@@ -336,6 +406,9 @@ _BESIDE = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
+    "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
+    "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
+    "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
 }
 _BLOCKS = re.compile(r"blk\.(?P<number>\d+)\.(?P<rest>.+)")
 _LAYER = re.compile(r"model\.layers\.(?P<number>\d+)\.(?P<module>.+)\.weight")

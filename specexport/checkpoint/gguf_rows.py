@@ -79,9 +79,11 @@ def find_stacks(reader: Any, model: Any) -> dict[str, Stack]:
     return found
 
 
-def check_experts(source: Source, reader: Any, stacks: Mapping[str, Stack]) -> None:
+def check_experts(source: Source, reader: Any, conversion: "Conversion | None") -> None:
     """Refuse (``UnsupportedModelError``) a file with experts that are no parameters of its model."""
-    read = {name for stack in stacks.values() for name in stack.names}
+    read: set[str] = set()
+    if conversion is not None:
+        read = {name for stack in conversion.stacks.values() for name in stack.names} | conversion.names.keys()
     modules = {str(block) for block in module_blocks(reader)}
     for tensor in reader.tensors:
         if _OF_EXPERTS.fullmatch(tensor.name) and tensor.name not in read and tensor.name.split(".")[1] not in modules:
@@ -94,6 +96,7 @@ def check_experts(source: Source, reader: Any, stacks: Mapping[str, Stack]) -> N
 class Conversion:
     """What transformers makes of a file's tensors for a model, whose weights may be on the ``meta`` device."""
 
+    names: dict[str, str]  # of the model's weights, by those of the file
     joined: Mapping[str, JoinedRows] = {}  # by the name of the weight
 
     def __init__(self, reader: Any, model: Any) -> None:
@@ -108,7 +111,7 @@ class Conversion:
         architecture = read_field(reader, "general.architecture")[0]
         self._processor: Any = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config)
         with _one_name_map():
-            names: dict[str, str] = get_gguf_hf_weights_map(model, self._processor, model_type=architecture)
+            names = get_gguf_hf_weights_map(model, self._processor, model_type=architecture)
         there = {tensor.name for tensor in reader.tensors}
         # Names of the model's weights by those of the file. A parameter that is no layer's weight has no ending, and
         # the file's tensor has one.

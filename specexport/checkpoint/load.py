@@ -69,10 +69,10 @@ def load_checkpoint(
         if stream or whole:
             conversion = None if reader is None else _conversion(how, reader)
             if experts:
-                check_experts(found, reader, {} if conversion is None else conversion.stacks)
+                check_experts(found, reader, conversion)
             model, stored = _load_tagged(how, reader, conversion, packed)
         if experts:  # transformers itself would hold all of them as floats, and knows fewer models
-            check_experts(found, reader, {} if conversion is None or stored is None else conversion.stacks)
+            check_experts(found, reader, None if stored is None else conversion)
         if whole and not stream and stored is not None:
             load_all(model, stored)
             stored = {}

@@ -14,6 +14,7 @@ from specexport.compile.check_head import check_head
 from specexport.compile.pipeline import build_bundle
 from specexport.heads import assistant
 from specexport.heads.assistant import LentCache, lent_caches
+from specexport.heads.assistant_gguf import is_assistant, open_gguf_assistant
 from specexport.heads.config import TargetFacts
 from specexport.heads.kinds import open_head, read_config
 from specexport.heads.loaded import TargetTables
@@ -28,7 +29,7 @@ from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 from tests.support import tiny_assistants
 from tests.support.drafted import PROMPTS, check_drafts
-from tests.support.loading import load_head
+from tests.support.loading import load_head, tables_of
 from tests.support.tiny_assistants import (
     HIDDEN,
     LAYERS,
@@ -43,6 +44,7 @@ from tests.support.tiny_assistants import (
     save_assistant,
     save_target,
 )
+from tests.support.tiny_gguf_gemma import gemma_file
 from tests.support.tiny_models import make_llama
 
 FEW = {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
@@ -87,6 +89,35 @@ def test_a_bundle_drafts_what_transformers_drafts(pair: str, tmp_path: Path) -> 
     check_drafts(bundle, wanted, lookahead=3, max_num_batched_tokens=4)  # prompts in pieces
     lengths = {length for length, _ in drafts}
     assert min(lengths) < WINDOW < 2 * WINDOW < max(lengths)
+
+
+@pytest.mark.parametrize("text", [{}, ONE_KEY])
+def test_an_assistant_of_a_gguf_file_is_that_of_the_folder(text: dict[str, Any], tmp_path: Path) -> None:
+    target, assistant = make_target(**text), make_assistant(text=text)
+    file = resolve_source(str(gemma_file(tmp_path / "a.gguf", assistant)), None)
+    folder = resolve_source(str(save_assistant(assistant, tmp_path / "head")), None)
+    assert is_assistant(file)
+    assert not is_assistant(folder)
+    facts = TargetFacts(LAYERS, HIDDEN, VOCAB, target.config)
+    configs = [(files, read_config(files, facts)) for files in (open_gguf_assistant(file), open_head(folder))]
+    found, wanted = (load_head(files, config, tables_of(target)) for files, config in configs)
+    assert (found.config.shape, found.config.taps) == (wanted.config.shape, wanted.config.taps)
+    assert found.config.target_layers == wanted.config.target_layers
+    own, state = found.head.state_dict(), wanted.head.state_dict()
+    assert own.keys() == state.keys()
+    assert [name for name, value in state.items() if not torch.equal(own[name], value)] == []
+    for key in ("layer_types", "sliding_window", "rope_parameters", "hidden_activation"):
+        assert getattr(found.head.body.config, key) == getattr(wanted.head.body.config, key)
+
+
+@pytest.mark.whole
+@pytest.mark.bundle
+def test_a_pair_of_gguf_files_drafts_what_transformers_drafts(tmp_path: Path) -> None:
+    size = {"vocab_size": 260}
+    target, assistant = make_target(**(FEW | ONE_KEY | size)), make_assistant(text=ONE_KEY | size)
+    files = gemma_file(tmp_path / "t.gguf", target), gemma_file(tmp_path / "a.gguf", assistant)
+    bundle = build(*files, tmp_path / "b", check=False, draft_quantize="none")
+    check_drafts(bundle, lambda *given: tiny_assistants.draft(target, assistant, *given[:2]), lookahead=4)
 
 
 def check_reference(bundle: Path, target: Any, assistant: Any) -> None:
