@@ -5,10 +5,12 @@ from typing import Any
 
 import torch
 
-from specexport.checkpoint.gguf_layouts import GEMMA_NAMES, Said, gemma
+from specexport.checkpoint.gguf_layouts import GEMMA_NAMES
 from specexport.checkpoint.gguf_reader import architecture, open_reader
+from specexport.checkpoint.gguf_settings import Said, gemma
 from specexport.checkpoint.source import Source
 from specexport.heads.files import HeadFiles
+from specexport_runtime.errors import CheckpointError
 
 ARCHITECTURE = "gemma4-assistant"
 _PROJECTIONS = {
@@ -42,9 +44,16 @@ def open_gguf_assistant(source: Source) -> HeadFiles:
     """What its folder would say, and its tensors; CheckpointError for a file that does not say its settings."""
     reader = open_reader(source)
     said = Said(reader)
+    try:
+        text = gemma(said) | {"num_hidden_layers": said("block_count")}
+    except (TypeError, ValueError, IndexError) as error:  # values of other types than they should have
+        raise CheckpointError(
+            f"{source.name}: its settings cannot be read ({type(error).__name__}: {error}).",
+            "fetch or convert the file again.",
+        ) from error
     values = {
         "model_type": "gemma4_assistant",
-        "text_config": gemma(said) | {"num_hidden_layers": said("block_count")},
+        "text_config": text,
         "backbone_hidden_size": said("embedding_length_out"),
         "use_ordered_embeddings": False,  # converters leave the groups out
     }

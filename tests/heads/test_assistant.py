@@ -110,6 +110,26 @@ def test_an_assistant_of_a_gguf_file_is_that_of_the_folder(text: dict[str, Any],
         assert getattr(found.head.body.config, key) == getattr(wanted.head.body.config, key)
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"attention.sliding_window_pattern": 3}, r"a.gguf: its settings cannot be read \(TypeError"),
+        ({"embedding_length_out": None}, "does not say gemma4-assistant.embedding_length_out"),
+        ({"embedding_length_out": HIDDEN + 8}, "reads hidden states of 72 values, and the target's have 64"),
+        ({"attention.key_length_swa": 24}, "its layer 0 reads 2 heads of 24 values"),
+    ],
+)
+def test_an_odd_gguf_file_is_refused(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path, facts = gemma_file(tmp_path / "a.gguf", make_assistant(), changed=changed), make_target().config
+
+    def read() -> None:
+        read_config(open_gguf_assistant(resolve_source(str(path), None)), TargetFacts(LAYERS, HIDDEN, VOCAB, facts))
+
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read()
+    assert caught.value.exit_code == 2
+
+
 @pytest.mark.whole
 @pytest.mark.bundle
 def test_a_pair_of_gguf_files_drafts_what_transformers_drafts(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """GGUF files of Gemma-4 targets and assistants, as llama.cpp's converter writes them."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,11 @@ _BESIDE = NAMES | {
 }
 
 
-def gemma_file(path: Path, model: Any, **how: Any) -> Path:
-    """A file of a target, or of an assistant; ``how`` is what ``tiny_gguf_modules.write`` takes."""
+def gemma_file(path: Path, model: Any, changed: Mapping[str, Any] = {}, **how: Any) -> Path:
+    """A file of a target, or of an assistant; ``how`` is what ``tiny_gguf_modules.write`` takes.
+
+    ``changed`` are settings, None for those to leave out.
+    """
     config, found = model.config.get_text_config(), {}
     for name, value in model.state_dict().items():
         if name.startswith("model.layers."):
@@ -47,6 +51,7 @@ def gemma_file(path: Path, model: Any, **how: Any) -> Path:
             "embedding_length_out": model.config.backbone_hidden_size, "nextn_predict_layers": config.num_hidden_layers,
         }
     )  # fmt: skip
+    settings = {key: value for key, value in (settings | dict(changed)).items() if value is not None}
     return tiny_gguf_modules.write(path, "gemma4" if is_target else "gemma4-assistant", settings, found, **how)
 
 
