@@ -21,14 +21,15 @@ FORMS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("form", FORMS)
 def test_a_target_is_read_whole(form: str, tmp_path: Path) -> None:
     wanted = make_target(**(FORMS[form] | SIZE))
-    found = load_checkpoint(str(gemma_file(tmp_path / "t.gguf", wanted)))
+    path = gemma_file(tmp_path / "t.gguf", wanted, named={200: "<|tool_response>", 201: "<turn|>"})
+    found = load_checkpoint(str(path))
     state = found.model.state_dict()
     assert state.keys() == wanted.state_dict().keys()
     assert [name for name, value in wanted.state_dict().items() if not torch.equal(state[name], value)] == []
     ids = torch.arange(5, 25)[None]  # more than a window
     with torch.no_grad():
         torch.testing.assert_close(found.model(ids).logits, wanted(ids).logits, rtol=0, atol=1e-6)
-    assert 2 in found.eos_token_ids
+    assert set(found.eos_token_ids) == {2, 200, 201}
 
 
 @pytest.mark.parametrize("form", ["shared-keys", "experts"])

@@ -254,10 +254,11 @@ def write(
     *,
     wanted: Callable[[str], bool] = lambda _: True,
     quantized: Callable[[str], bool] = lambda _: False,
+    named: Mapping[int, str] = {},
 ) -> Path:
     """Write those tensors of a file whose names are ``wanted``, with a byte vocabulary.
 
-    Matrices whose names are ``quantized`` are Q8_0.
+    Matrices whose names are ``quantized`` are Q8_0. Tokens are ``named`` by their ids.
     """
     import gguf
     from tokenizers import pre_tokenizers
@@ -271,8 +272,9 @@ def write(
         adders[type(value)](f"{architecture}.{key}", value)
     size = tensors["token_embd.weight"].shape[0]
     tokens = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ab"][:size]
+    tokens += [f"<extra{i}>" for i in range(size - len(tokens))]
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(tokens + [f"<extra{i}>" for i in range(size - len(tokens))])
+    writer.add_token_list([named.get(i, token) for i, token in enumerate(tokens)])
     writer.add_token_merges(["a b"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
