@@ -16,11 +16,6 @@ _GLM = GROUPED | {
     "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_group": 1, "topk_group": 1,
     "first_k_dense_replace": 1, "head_dim": 16, "num_nextn_predict_layers": 1,
 }  # fmt: skip
-_MIMO = GROUPED | {
-    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 24, "v_head_dim": 16,
-    "num_key_value_heads": 1, "sliding_window": 5, "mlp_layer_types": ["dense", "sparse", "sparse", *["dense"] * 3],
-    "layer_types": ["full_attention", *["sliding_attention"] * 5],
-}  # fmt: skip
 
 
 class Module(NamedTuple):
@@ -83,9 +78,6 @@ FAMILIES = {
     "mimo": Family(
         "Qwen2", GROUPED, "model.mtp_layers.0.", "",
         ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"), feature_first=True,
-    ),
-    "mimo-v2-flash": Family(
-        "MiMoV2Flash", _MIMO, "", "", ("enorm", "hnorm", "eh_proj", "final_layernorm"), norm_output=False
     ),
     "mimo-v2": Family(
         "Qwen2", GROUPED, "model.mtp.layers.0.", "", ("enorm", "hnorm", "eh_proj", "final_layernorm"), norm_output=False

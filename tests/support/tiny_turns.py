@@ -10,9 +10,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.support.tiny_models import calm, make_model, randomize, save_checkpoint
+from tests.support.tiny_models import GROUPED, calm, make_model, randomize, save_checkpoint
 from tests.support.tiny_modules import FAMILIES, LAYERS, Family, _layers, norm
 
+_MIMO = GROUPED | {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 24, "v_head_dim": 16,
+    "num_key_value_heads": 1, "sliding_window": 5, "mlp_layer_types": ["dense", "sparse", "sparse", *["dense"] * 3],
+    "layer_types": ["full_attention", *["sliding_attention"] * 5],
+}  # fmt: skip
+ALL_FAMILIES = FAMILIES | {
+    "mimo-v2-flash": Family(
+        "MiMoV2Flash", _MIMO, "", "", ("enorm", "hnorm", "eh_proj", "final_layernorm"), norm_output=False
+    ),
+}
+"""MiMo-V2's own layers have a window and sinks, and are those of modules in turn alone."""
 PLACES = {
     **dict.fromkeys(("deepseek", "glm"), "model.layers.{}."),
     **dict.fromkeys(("mimo-v2", "mimo-v2-flash"), "model.mtp.layers.{}."),
@@ -41,7 +52,7 @@ def make(
     """A random target with modules, in ``folder``; if its layers do only what ``scale`` says, modules know a part."""
     tokens = {} if scale is None else {"vocab_size": num_tokens}  # those of the tokenizer
     more = {"num_nextn_predict_layers": count} | tokens
-    family: Family = FAMILIES[name]._replace(config=FAMILIES[name].config | more)
+    family: Family = ALL_FAMILIES[name]._replace(config=ALL_FAMILIES[name].config | more)
     deeper, target = (make_model(family.classes, _layers(family, size), seed) for size in (LAYERS + count, LAYERS))
     numbers = range(LAYERS, LAYERS + count)
     if scale is not None:
