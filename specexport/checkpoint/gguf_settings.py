@@ -103,6 +103,7 @@ def _shared(said: Said) -> dict[str, Any]:
 
 
 def glm(said: Said) -> dict[str, Any]:
+    """GLM-4.5's, and of what is converted as such."""
     common, heads = _common(said), said("attention.head_count")
     size = said.get("attention.key_length", common["hidden_size"] // heads)
     common["rope_parameters"]["partial_rotary_factor"] = said("rope.dimension_count") / size
@@ -119,6 +120,7 @@ def glm(said: Said) -> dict[str, Any]:
 
 
 def deepseek(said: Said) -> dict[str, Any]:
+    """DeepSeek-V3's and GLM-4.7-Flash's; UnsupportedModelError for scaled positions."""
     if said.get("rope.scaling.type", "none") != "none":
         raise said.refuse(f"rope.scaling.type {said('rope.scaling.type')}")
     turned = said("rope.dimension_count")
@@ -138,6 +140,7 @@ def deepseek(said: Said) -> dict[str, Any]:
 
 
 def qwen_next(said: Said) -> dict[str, Any]:
+    """Qwen3-Next's."""
     common, value_heads = _common(said), said("ssm.time_step_rank")
     common["rope_parameters"]["partial_rotary_factor"] = said("rope.dimension_count") / said("attention.key_length")
     attention = [f"blk.{i}.attn_q.weight" in said.there for i in range(said.num_layers)]
@@ -161,6 +164,7 @@ def qwen_next(said: Said) -> dict[str, Any]:
 
 
 def mimo(said: Said) -> dict[str, Any]:
+    """MiMo-V2's."""
     common, layers = _common(said), range(said.num_layers)
     windows = [f"blk.{i}.attn_sinks.weight" in said.there for i in layers]
     size, heads = said("attention.key_length"), said("attention.head_count_kv")
