@@ -40,7 +40,7 @@ def correct_config(source: Source, reader: Any, config: Any) -> Any:
     if is_described(arch):  # transformers looks into the first part of a split file
         text.tie_word_embeddings = all(tensor.name != "output.weight" for tensor in reader.tensors)
     if arch in LAYOUTS:  # said whole there, but for scaled positions
-        if arch != "gemma4":
+        if LAYOUTS[arch].scales:
             _set_rope(source, reader, arch, text)
         return config
     _set_experts(reader, text)

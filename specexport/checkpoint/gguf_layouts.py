@@ -36,6 +36,7 @@ class Layout(NamedTuple):
     names: Mapping[str, str]  # of modules of a layer, or of parameters, by what the file calls them within a block
     changes: Mapping[str, Callable[[Float32Array], Float32Array]] = {}  # by the file's name
     joined: Mapping[str, Joined] = {}  # by the module's name
+    scales: bool = True  # positions may be scaled; if not, ``settings`` refuse that
 
 
 _BLOCK = {
@@ -100,6 +101,7 @@ LAYOUTS = {
         deepseek,
         _BLOCK | _LATENT_NAMES,
         joined={"self_attn.kv_b_proj": Joined(("attn_k_b", "attn_v_b"), _latent, in_rows=False)},
+        scales=False,
     ),
     "qwen3next": Layout(
         qwen_next,
@@ -107,7 +109,7 @@ LAYOUTS = {
         {**dict.fromkeys(_CENTRED, _less_one), "ssm_a": lambda values: np.log(-values)},
         {"linear_attn.in_proj_qkvz": Joined(("attn_qkv", "attn_gate"), _delta)},
     ),
-    "gemma4": Layout(gemma, GEMMA_NAMES),
+    "gemma4": Layout(gemma, GEMMA_NAMES, scales=False),
     "mimo2": Layout(
         mimo,
         _BLOCK | {"attn_sinks.weight": "self_attn.sinks"},
@@ -121,10 +123,14 @@ LAYOUTS = {
 
 
 def settings_of(reader: Any) -> dict[str, Any]:
-    """The configuration of a file's target, without scaled positions; raises as what it says demands."""
-    said = Said(reader)
-    tied = "output.weight" not in said.there
-    return LAYOUTS[architecture(reader)].settings(said) | {"tie_word_embeddings": tied}
+    """The configuration of a file's target, but for scaled positions; raises as what it says demands."""
+    return LAYOUTS[architecture(reader)].settings(Said(reader))
+
+
+def name_within(names: Mapping[str, str], rest: str) -> str | None:
+    """The model's name, within its layer, of a tensor within a block; see ``Layout.names``."""
+    stem, _, ending = rest.rpartition(".")
+    return names.get(rest) or (f"{names[stem]}.{ending}" if stem in names else None)
 
 
 class LaidConversion(Conversion):
@@ -153,11 +159,8 @@ class LaidConversion(Conversion):
         if name in _BESIDE:
             return _BESIDE[name]
         at = _BLOCKS.fullmatch(name)
-        if at is None:
-            return None
-        place, (stem, _, ending) = f"model.layers.{at['number']}.", at["rest"].rpartition(".")
-        whole, module = self._layout.names.get(at["rest"]), self._layout.names.get(stem)
-        return place + whole if whole else f"{place}{module}.{ending}" if module else None
+        own = None if at is None else name_within(self._layout.names, at["rest"])
+        return None if at is None or own is None else f"model.layers.{at['number']}.{own}"
 
     def _processed(self, values: np.ndarray, name: str) -> np.ndarray | None:
         short = name.removesuffix(".weight").rpartition(".")[2]

@@ -13,16 +13,14 @@ from specexport.checkpoint.gguf_layouts import LAYOUTS, LaidConversion
 from specexport.checkpoint.gguf_reader import architecture
 from specexport.checkpoint.gguf_rows import Conversion, Rows, find_stacks
 
-_MAPPED = ("qwen35", "qwen35moe")
-
 
 def is_described(arch: str) -> bool:
     """Whether a file of an architecture is read by a description of its tensors, and not by transformers' own code."""
-    return arch in _MAPPED or arch in LAYOUTS
+    return arch in _DESCRIBED
 
 
 class MappedConversion(Conversion):
-    """As :class:`Conversion`, of an architecture in ``_MAPPED``."""
+    """As :class:`Conversion`, of Qwen3.5's architectures."""
 
     def __init__(self, reader: Any, model: Any) -> None:
         from transformers.core_model_loading import WeightConverter, WeightRenaming
@@ -77,6 +75,9 @@ class MappedConversion(Conversion):
 
 def convert(reader: Any, model: Any) -> Conversion:
     """What transformers makes of a file's tensors for a model."""
-    arch = architecture(reader)
-    kind = LaidConversion if arch in LAYOUTS else MappedConversion if arch in _MAPPED else Conversion
-    return kind(reader, model)
+    return _DESCRIBED.get(architecture(reader), Conversion)(reader, model)
+
+
+_DESCRIBED: dict[str, type[Conversion]] = {
+    **dict.fromkeys(LAYOUTS, LaidConversion), **dict.fromkeys(("qwen35", "qwen35moe"), MappedConversion),
+}  # fmt: skip

@@ -35,6 +35,12 @@ class Said:
             "give the Hugging Face checkpoint that the file was made from.",
         )
 
+    def check_unscaled(self) -> None:
+        """Raise UnsupportedModelError where positions are scaled."""
+        kind = self.get("rope.scaling.type", "linear" if self.get("rope.scale_linear") else "none")
+        if kind != "none":
+            raise self.refuse(f"positions scaled by {kind}")
+
     def get(self, key: str, default: Any = None) -> Any:
         """The same; ``default`` for what it does not say."""
         found = read(self._reader, f"{architecture(self._reader)}.{key}")
@@ -121,8 +127,7 @@ def glm(said: Said) -> dict[str, Any]:
 
 def deepseek(said: Said) -> dict[str, Any]:
     """DeepSeek-V3's and GLM-4.7-Flash's; UnsupportedModelError for scaled positions."""
-    if said.get("rope.scaling.type", "none") != "none":
-        raise said.refuse(f"rope.scaling.type {said('rope.scaling.type')}")
+    said.check_unscaled()
     turned = said("rope.dimension_count")
     size = said.get("attention.key_length_mla") or said("attention.key_length")
     return {
@@ -189,7 +194,8 @@ def mimo(said: Said) -> dict[str, Any]:
 
 
 def gemma(said: Said) -> dict[str, Any]:
-    """Settings of Gemma 4's layers, of a target and of an assistant."""
+    """Gemma 4's, of a target and of an assistant; UnsupportedModelError for scaled positions."""
+    said.check_unscaled()
     common, windows = _common(said), said("attention.sliding_window_pattern")
     sharing = said.get("attention.shared_kv_layers", 0)
     heads, widths = said("attention.head_count_kv"), said("feed_forward_length")

@@ -49,6 +49,18 @@ def kept_weights(
     parameters = dict(model.named_parameters(remove_duplicate=False))
     stacked = {part: name for name, stack in conversion.stacks.items() for part in stack.names}
     kept: dict[str, BlockWeight] = {}
+
+    def keep(name: str, weight: BlockWeight | None, tensors: str, kind: str) -> None:
+        if weight is None or name not in parameters or not _same(weight, parameters, stored, name, conversion):
+            raise UnsupportedModelError(
+                f"{tensors} of {source.name} ({kind}) cannot be kept as it is stored: "
+                "transformers makes another weight of it.",
+                _HOW_TO_CONVERT,
+            )
+        for alias, parameter in parameters.items():  # a tied LM head is traced under either name
+            if parameter is parameters[name]:
+                kept[WEIGHT_PREFIX + alias] = weight
+
     for tensor in quantized.values():
         name = stacked.get(tensor.name) or conversion.names.get(tensor.name)
         if name is None or WEIGHT_PREFIX + name in kept:  # no weight of this model: transformers leaves it out too
@@ -61,19 +73,11 @@ def kept_weights(
             order, weight = conversion.row_order(tensor), _rows(tensor, watched[reader.paths[tensor.name]])
             in_place = order is not None and np.array_equal(order, np.arange(len(order)))
             weight = None if order is None else weight if in_place else weight.take(order)
-        if weight is None or name not in parameters or not _same(weight, parameters, stored, name, conversion):
-            raise UnsupportedModelError(
-                f"{tensor.name} of {source.name} ({tensor.tensor_type.name}) cannot be kept as it is stored: "
-                "transformers makes another weight of it.",
-                _HOW_TO_CONVERT,
-            )
-        for alias, parameter in parameters.items():  # a tied LM head is traced under either name
-            if parameter is parameters[name]:
-                kept[WEIGHT_PREFIX + alias] = weight
+        keep(name, weight, tensor.name, tensor.tensor_type.name)
     for name, joined in conversion.joined.items():  # what is made of floats stays one of floats
         if isinstance(joined.how, np.ndarray) and quantized.keys() & set(joined.names):
             whole = _joined(source, [(part, quantized.get(part)) for part in joined.names], watched, reader)
-            kept[WEIGHT_PREFIX + name] = whole.take(joined.how)
+            keep(name, whole.take(joined.how), " and ".join(joined.names), whole.kind)
     return kept
 
 

@@ -147,17 +147,14 @@ def _load(recipe: BuildRecipe, source: ModelSource, checkpoint: "Checkpoint") ->
     import torch
 
     from specexport.checkpoint.source import resolve_source
-    from specexport.heads.assistant_gguf import is_assistant, open_gguf_assistant
+    from specexport.heads.assistant_gguf import is_assistant
     from specexport.heads.config import TargetFacts
     from specexport.heads.kinds import kind_of, open_head, read_config
     from specexport.heads.mtp_files import open_mtp
 
     found, text = resolve_source(source.source, source.revision), checkpoint.model.config.get_text_config()
-    is_module = recipe.head == MTP or found.gguf_file is not None
-    if is_assistant(found):
-        files = open_gguf_assistant(found)
-    else:
-        files = open_mtp(found, text.to_dict()) if is_module else open_head(found)
+    is_module = recipe.head == MTP or (found.gguf_file is not None and not is_assistant(found))
+    files = open_mtp(found, text.to_dict()) if is_module else open_head(found)
     config = read_config(
         files, TargetFacts(_num_layers(checkpoint), int(text.hidden_size), checkpoint.vocab_size, text)
     )

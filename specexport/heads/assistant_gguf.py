@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from specexport.checkpoint.gguf_layouts import GEMMA_NAMES
+from specexport.checkpoint.gguf_layouts import GEMMA_NAMES, name_within
 from specexport.checkpoint.gguf_reader import architecture, open_reader
 from specexport.checkpoint.gguf_settings import Said, gemma
 from specexport.checkpoint.source import Source
@@ -62,9 +62,8 @@ def open_gguf_assistant(source: Source) -> HeadFiles:
         name = _BESIDE.get(tensor.name)
         if tensor.name.startswith("blk."):
             _, block, rest = tensor.name.split(".", 2)
-            stem, _, ending = rest.rpartition(".")
-            own = GEMMA_NAMES.get(rest) or f"{GEMMA_NAMES.get(stem, stem)}.{ending}"
-            name = f"layers.{block}.{own}"
+            own = name_within(GEMMA_NAMES, rest)
+            name = own and f"layers.{block}.{own}"
         if name is not None:
             found[name] = tensor
     shapes = {name: said.there[tensor.name] for name, tensor in found.items()}

@@ -6,6 +6,7 @@ from typing import Any
 
 from specexport.checkpoint.source import Source
 from specexport.heads import assistant, dflash, dflash2, dspark, eagle, hydra, medusa, mtp, mtp_modules
+from specexport.heads.assistant_gguf import open_gguf_assistant
 from specexport.heads.config import HeadConfig, TargetFacts
 from specexport.heads.files import CONFIG_NAME, HeadFiles, our_name, read_names
 from specexport.heads.kind import HeadKind
@@ -53,7 +54,9 @@ def kind_of(config: HeadConfig) -> HeadKind:
 
 
 def open_head(source: Source) -> HeadFiles:
-    """Open a head's configuration and safetensors; raises CheckpointError if one cannot be read."""
+    """Open a head's configuration and tensors; raises CheckpointError if one cannot be read."""
+    if source.gguf_file is not None:
+        return open_gguf_assistant(source)
     try:
         values = json.loads((source.folder / CONFIG_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -84,23 +84,18 @@ def causal_states(head: Any, input_ids: Tensor, features: Tensor) -> Tensor:
     if head.body is None:
         return features
     width = len(input_ids)
-    hidden = torch.ones(width, width, dtype=torch.bool)
-    hidden = hidden.triu(1) | hidden.tril(-(_window(head.body) or width))
-    mask = torch.zeros(width, width).masked_fill(hidden, float("-inf"))[None, None]
+    behind = torch.arange(width)[:, None] - torch.arange(width)
     rotary = rotation(head.body, features, torch.arange(width)[None])
 
     def run(module: Any, hidden: Tensor) -> Tensor:
+        window = getattr(getattr(module, "self_attn", module), "sliding_window", None) or width
+        seen = (behind >= 0) & (behind < window)
+        mask = torch.zeros(width, width).masked_fill(~seen, float("-inf"))[None, None]
         return hidden_of(module(hidden_states=hidden, position_embeddings=rotary, attention_mask=mask))
 
     with torch.no_grad():
         state: Tensor = head.states(input_ids, features[None], run)[0]
     return state
-
-
-def _window(body: Any) -> int | None:
-    """How many tokens a layer of a head sees, itself among them; None without a window."""
-    found: int | None = getattr(body.layers[0].self_attn, "sliding_window", None)
-    return found
 
 
 def probe_calls(head: DraftHead) -> tuple[LayerCall, ...]:
