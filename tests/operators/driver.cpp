@@ -5,11 +5,17 @@
 
 #include <math.h>
 #include <stdio.h>
+#include <string.h>
 
 #include "../../runtime/operators/cpu.h"
 #include "emulated_tiles.h"
 
 using namespace specexport;
+
+extern "C" void specexport_cut_rows(int64_t, int64_t, const double*, const double*, const double*, const int32_t*, const float*,
+                                    double*, int64_t*, double*);
+extern "C" void specexport_cut_surplus(int64_t, const int64_t*, const double*, int64_t, const int64_t*, const double*, int64_t,
+                                       double, double, double*);
 
 namespace {
 void product(const Kernels& set, Product& p, int64_t rows) {
@@ -75,6 +81,36 @@ bool check(const char* name, const Set& the, int64_t n, int64_t k) {
            same ? "equal" : "other");
   return error <= 1e-5 && same;
 }
+// Rows with as many candidates as there may be, one more and fewer; every law sums to 1, and no memory beside is touched.
+bool cuts_are_laws() {
+  constexpr int64_t kRows = 130, kFew = 128;
+  double* numbers = static_cast<double*>(calloc(size_t(kRows), (8 + 8 + 1 + 5 + kFew) * sizeof(double)));
+  double *asks = numbers, *found = asks + 8 * kRows, *masses = found + 8 * kRows, *cut = masses + kRows, *probs = cut + 5 * kRows;
+  int64_t* kept = static_cast<int64_t*>(calloc(size_t(kRows * kFew), sizeof(int64_t)));
+  int32_t* ids = static_cast<int32_t*>(calloc(size_t(kRows * kFew), sizeof(int32_t)));
+  float* values = static_cast<float*>(calloc(size_t(kRows * kFew), sizeof(float)));
+  for (int64_t row = 0; row < kRows; row++) {
+    double ask[] = {0.7, 1000, 0.999, 3, row % 3 ? -8.0 : -1e30, double(row % 5), 0, 1}, answer[] = {0, 50, 0, 0, 0, double(row)};
+    memcpy(asks + 8 * row, ask, sizeof ask), memcpy(found + 8 * row, answer, sizeof answer);
+    masses[row] = row % 2 ? 0.9 : 1.0;
+    for (int64_t i = 0; i < kFew; i++) ids[row * kFew + i] = int32_t((i * 37 + row) % 1009), values[row * kFew + i] = -float(i * 29 % 41);
+  }
+  specexport_cut_rows(kRows, kFew, asks, found, masses, ids, values, cut, kept, probs);
+  bool right = cut[0] == 0 && cut[5 * (kRows - 1)] == 0;
+  for (int64_t row = 1; row < kRows - 1; row++) {
+    const int64_t count = int64_t(cut[5 * row]);
+    double sum = 0, left[2];
+    for (int64_t i = 0; i < count; i++) sum += probs[row * kFew + i];
+    right = right && count >= 1 && sum > 1 - 1e-12 && sum < 1 + 1e-12;
+    const int64_t other = row > 1 ? int64_t(cut[5 * (row - 1)]) : 0;
+    const int64_t at = row * kFew, before = at - kFew;
+    specexport_cut_surplus(count, kept + at, probs + at, other, kept + before, probs + before, kept[at], 1.0, 0.5, left);
+    right = right && left[0] >= 0 && left[0] < 1 + 1e-12 && (left[1] >= 0 || left[0] == 0);
+  }
+  free(numbers), free(kept), free(ids), free(values);
+  if (!right) printf("cuts of candidates are wrong\n");
+  return right;
+}
 int check_kernels() {
   const Set sets[] = {
       {"portable", Isa::portable, &portable_kernels, &portable_kernels},
@@ -99,7 +135,7 @@ int check_kernels() {
       for (const char* name : kGroupFormats) failed += !check(name, set, shape[0], shape[1]);
     }
   }
-  return failed;
+  return failed + !cuts_are_laws();
 }
 }  // namespace
 

@@ -17,6 +17,7 @@ from specexport_runtime.requests.records import DraftStage
 from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.accept import accept_sampled
 from specexport_runtime.sampling.block import RULES, accept_block
+from specexport_runtime.sampling.device import on_host
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.rng import RandomStream, RoundDraws
 from specexport_runtime.sampling.sampler import Sampler
@@ -266,9 +267,9 @@ def test_few_bytes_and_one_wait_a_step(params):
         target_laws = [sampler.law(row) for row in rows]
         found = [rule(tokens, laws, target_laws.__getitem__, draws) for rule in (accept_block, accept_sampled)]
         host = [sampler.distribution(row) for row in q]
-        on_host = [law if hasattr(law, "probs") else law.on_host() for law in laws] if not seed else laws
+        numbers = [on_host(law) for law in laws] if not seed else laws
         if not seed:
-            assert found == [rule(tokens, on_host, host.__getitem__, draws) for rule in (accept_block, accept_sampled)]
+            assert found == [rule(tokens, numbers, host.__getitem__, draws) for rule in (accept_block, accept_sampled)]
             draft.sampler.counts.__init__()
     left = target.sampler.counts.bytes + draft.sampler.counts.bytes
     assert left / rounds <= 20_000
@@ -284,8 +285,8 @@ def test_flat_rows_come_whole_after_a_few():
     for flat in (True,) * 10 + (False,) * 130:
         row = rng.normal(0, 0.1, (1, WIDE)).astype(np.float32) if flat else likely_logits(rng, 1) * 4
         (found,) = device.step(row, [sampler.ask(0.5, WIDE)])
-        comes.append(found.ask.comes)
-        law, host = sampler.law(found), sampler.distribution(row[0])
+        comes.append(found.ask.rule.comes)
+        law, host = on_host(sampler.law(found)), sampler.distribution(row[0])
         np.testing.assert_array_equal(law.token_ids, host.token_ids)
         np.testing.assert_allclose(law.probs, host.probs, rtol=1e-9)
     assert comes == [False] * 4 + [True] * 127 + [False] * 9

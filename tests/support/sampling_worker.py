@@ -33,12 +33,13 @@ def make_rows(rng: np.random.Generator) -> np.ndarray:
 
 def shrink() -> None:
     """Short blocks, for the kernels and their caller."""
-    from specexport_runtime.executors import device_rows, row_kernels
+    from specexport_runtime.executors import device_rows, row_cuts, row_kernels
 
     small = {"BLOCK": 16, "PARTS": 8, "BINS": 16, "FEW": 8, "MANY": 32}
     row_kernels.CONSTANTS.update(small)
     for name, value in (small | {"_FEW_BYTES": 8 * small["FEW"]}).items():
         setattr(device_rows, name, value)
+    row_cuts.FEW = small["FEW"]
 
 
 class Device:
@@ -74,6 +75,7 @@ def dense(law: Any) -> np.ndarray:
 def laws() -> None:
     """Draws, probabilities and errors of single rows, for all cuts."""
     from specexport_runtime.errors import SpecexportError
+    from specexport_runtime.sampling.device import on_host
     from specexport_runtime.sampling.params import SamplingParams
     from specexport_runtime.sampling.sampler import Sampler
 
@@ -97,8 +99,7 @@ def laws() -> None:
             law, masses = sampler.law(row), dense(expected)
             where = f"{given}, row {i}"
             if "top_p" in given or "top_k" in given or "min_p" in given:
-                assert isinstance(law, type(expected)), where
-                np.testing.assert_allclose(dense(law), masses, rtol=1e-12, err_msg=where)
+                np.testing.assert_allclose(dense(on_host(law)), masses, rtol=1e-12, err_msg=where)
             drawn = law.draw(uniforms[i])
             assert is_at(masses, drawn, uniforms[i]), f"{where}: {drawn} for {uniforms[i]}"
             for token in (tokens[i], drawn):
@@ -144,7 +145,7 @@ def residuals() -> None:
 def twins() -> None:
     """What the numpy twin finds, which other tests run on."""
     from specexport.kernels import sampling
-    from specexport_runtime.executors.row_kernels import ARGUMENTS, ASK, CONSTANTS, FOUND
+    from specexport_runtime.executors.row_kernels import ARGUMENTS, CONSTANTS, FOUND, ON_DEVICE, RowRule
     from specexport_runtime.sampling.params import SamplingParams
     from specexport_runtime.sampling.sampler import Sampler
     from tests.support import row_twin
@@ -154,7 +155,8 @@ def twins() -> None:
     rng = np.random.default_rng(3)
     rows, blocks = make_rows(rng)[:8], -(-WIDTH // 16)
     asks = np.array([
-        Sampler(SamplingParams(**given), [1], USED).ask(rng.random(), WIDTH, 3)[:ASK] for given in PARAMS[:8]
+        [getattr(ask.rule if name in RowRule._fields else ask, name) for name in ON_DEVICE]
+        for ask in [Sampler(SamplingParams(**given), [1], USED).ask(rng.random(), WIDTH, 3) for given in PARAMS[:8]]
     ])  # fmt: skip
     sizes = {
         "tops": 8 * blocks, "sums": 8 * blocks, "found": 8 * FOUND, "bins": 8 * 16, "few_ids": 64, "few_values": 64,

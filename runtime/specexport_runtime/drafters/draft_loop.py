@@ -17,7 +17,7 @@ from specexport_runtime.drafters.siblings import (
 from specexport_runtime.errors import CheckFailedError, InvalidRequestError
 from specexport_runtime.executors.base import NO_TOKEN, Float32Array, StepOutput, Want
 from specexport_runtime.executors.device_rows import DeviceRow
-from specexport_runtime.executors.row_kernels import NOTHING, RowAsk
+from specexport_runtime.executors.row_kernels import NOTHING, RowAsk, RowRule
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
 from specexport_runtime.requests.records import Begun, Branch, DraftEnd, Proposal
 from specexport_runtime.requests.request import Request
@@ -133,7 +133,7 @@ class Draft:
         """What to ask of a row of logits on the device, ``ahead`` of the next; there are ``num_rows`` cache rows."""
         sampler = self.request.sampler
         if sampler.is_plain_greedy:  # the probability of the likeliest token, to end the draft by
-            return NOTHING if self._exit is None else RowAsk(1.0, width)
+            return NOTHING if self._exit is None else RowAsk(RowRule(1.0, width))
         uniform = self.request.draws.peek(len(self.tokens) + ahead).draft
         return sampler.ask(uniform, width, slot=(self._steps + ahead) * num_rows + self.request.row)
 

@@ -7,7 +7,8 @@ and sum is float64, ids ascend: a draw is the host's but for rounding.
 
 import logging
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple, overload
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy.typing as npt
 
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.gpu import ALIGNMENT, ByteArray, GpuDriver
+from specexport_runtime.executors.row_cuts import RowCuts, can_cut
 from specexport_runtime.executors.row_kernels import (
     ARGUMENTS,
     ASK,
@@ -23,21 +25,27 @@ from specexport_runtime.executors.row_kernels import (
     FEW,
     FOUND,
     MANY,
+    ON_DEVICE,
     PARTS,
+    RULE_PLACES,
     SURPLUS_FORM,
     UNKNOWN,
     RowAsk,
     RowFound,
+    RowRule,
     SurplusAsk,
     ptx_path,
 )
 
 Float32Array = npt.NDArray[np.float32]
+Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
 _log = logging.getLogger(__name__)
 _FEW_BYTES = 8 * FEW  # ids int32, and logits float32
 _FOUND_BYTES = 8 * FOUND
 _SURPLUS = struct.Struct(SURPLUS_FORM)
+_UNIFORM, _TOKEN = ON_DEVICE.index("uniform"), ON_DEVICE.index("token")
+_AS_FOUND = partial(tuple.__new__, RowFound)
 LEAST_ROWS = 64
 """Rows of a step for which there is memory at the least."""
 
@@ -81,13 +89,30 @@ def open_sampler(driver: GpuDriver, width: int, num_slots: int) -> "RowSampler |
         return None
 
 
-class _Lane(NamedTuple):
+class _Lane:
     """What is asked and found in one step: steps of a chain have one each."""
 
-    at_asks: int
-    at_found: int
-    asks: npt.NDArray[np.float64]  # pinned
-    found: npt.NDArray[np.float64]
+    def __init__(self, at_asks: int, at_found: int, asks: Float64Array, found: Float64Array) -> None:
+        self.at_asks, self.at_found = at_asks, at_found
+        self.asks, self.found = asks, found  # pinned
+        self.host_asks, self.host_found = int(asks.ctypes.data), int(found.ctypes.data)
+        self.rules: tuple[RowRule, ...] = ()  # that ``asks`` has
+        self.draws, self.cuts, self.spreads = False, False, False
+        self.comes: list[int] = []  # rows
+        self._kept_masses = np.ones(len(asks))
+        self.host_kept_masses = int(self._kept_masses.ctypes.data)
+        self.slots: tuple[int, ...] = ()  # of which ``runs`` are
+        self.runs: list[tuple[int, int, int]] = []  # first row, rows, and where they are kept
+
+    def set_rules(self, rules: tuple[RowRule, ...]) -> None:
+        """Ask by these rules from now on."""
+        numbers = np.array(rules)
+        self.asks[: len(rules), RULE_PLACES] = numbers[:, : len(RULE_PLACES)]
+        self._kept_masses[: len(rules)] = [rule.kept_mass for rule in rules]
+        self.draws = any(rule.temperature for rule in rules)
+        self.cuts, self.spreads = any(rule.cuts for rule in rules), any(rule.top_p for rule in rules)
+        self.comes = [i for i, rule in enumerate(rules) if rule.comes]
+        self.rules = rules
 
 
 class RowSampler:
@@ -106,6 +131,7 @@ class RowSampler:
         self._pinned: list[ByteArray] = []
         self._rows: dict[int, ByteArray] = {}  # pinned memory of fetched rows, by place
         self._lanes: list[_Lane] = []
+        self._cuts_rows = can_cut()
 
     def reserve(self, rows: int, steps: int) -> None:
         """Take the memory for steps of so many ``rows``, and for as many ``steps`` of a chain whose rows are kept.
@@ -115,7 +141,7 @@ class RowSampler:
         self._allocate(max(rows, LEAST_ROWS))
         self._lanes += [self._make_lane() for _ in range(max(steps, 1))]
         if steps:
-            self._slot(steps * self._num_slots - 1)
+            self.slot(steps * self._num_slots - 1)
 
     def put(self, asks: Sequence[RowAsk], logits: int, *, token_ids: int = 0, step: int = 0) -> None:
         """Put on the stream, behind a step, what is asked of its rows, which lie at an address.
@@ -131,35 +157,38 @@ class RowSampler:
         lane = self._lanes[step]
         self.generation += 1
         self._address = logits
-        driver, columns = self._driver, list(zip(*asks, strict=True))
-        temperatures, *_, cuts, slots, comes = columns
-        if any(temperatures):
-            lane.asks[:rows].T[:] = columns[:ASK]
-            driver.copy_in(lane.at_asks, int(lane.asks.ctypes.data), 8 * ASK * rows)
+        driver = self._driver
+        rules, uniforms, tokens, slots = zip(*asks, strict=True)
+        if rules != lane.rules:
+            lane.set_rules(rules)
+        if lane.draws:
+            lane.asks[:rows, _UNIFORM] = uniforms
+            lane.asks[:rows, _TOKEN] = tokens
+            driver.copy_in(lane.at_asks, lane.host_asks, 8 * ASK * rows)
             parts = (lane.at_asks, self._at_tops, self._at_sums)
             self._launch("weigh", (rows, self._blocks), logits, *parts, self.width, self._blocks)
             found = (lane.at_found, self._at_bins, token_ids or self._at_bins)
             self._launch("draw", (rows, 1), logits, *parts, *found, self.width, self._blocks, int(token_ids > 0))
             size = _FOUND_BYTES * rows
-            if any(cuts):
+            if lane.cuts:
                 size += _FEW_BYTES * rows
-                self._put_cuts(asks, lane)
-            driver.copy_out(int(lane.found.ctypes.data), lane.at_found, size)
+                self._put_cuts(rows, lane)
+            driver.copy_out(lane.host_found, lane.at_found, size)
             self.counts.bytes += size
         row_bytes = 4 * self.width
-        if max(slots) >= 0:
-            kept = [self._slot(slot) if slot >= 0 else -1 for slot in slots]
-            for first, count in _runs(kept, row_bytes):
-                driver.copy_rows(kept[first], logits + first * row_bytes, row_bytes, count, row_bytes)
-        if any(comes):
-            for i in np.flatnonzero(comes).tolist():
-                self._put_row(i, logits + i * row_bytes)
+        if slots != lane.slots:
+            kept = [self.slot(slot) if slot >= 0 else -1 for slot in slots]
+            lane.slots, lane.runs = slots, list(_runs(kept, row_bytes))
+        for first, count, place in lane.runs:
+            driver.copy_rows(place, logits + first * row_bytes, row_bytes, count, row_bytes)
+        for i in lane.comes:
+            self._put_row(i, logits + i * row_bytes)
         self.counts.steps += 1
 
-    def _put_cuts(self, asks: Sequence[RowAsk], lane: _Lane) -> None:
-        rows, places = len(asks), (len(asks), self._blocks)
+    def _put_cuts(self, rows: int, lane: _Lane) -> None:
+        places = (rows, self._blocks)
         arguments = (self._address, lane.at_asks, lane.at_found, self._at_bins)
-        if any(ask.top_p for ask in asks):
+        if lane.spreads:
             self._launch("spread", places, *arguments, self.width)
         ids = lane.at_found + _FOUND_BYTES * rows
         many = self._at_many + 4 * MANY * self._max_rows
@@ -167,23 +196,34 @@ class RowSampler:
 
     def take(self, asks: Sequence[RowAsk], token_ids: Int64Array, *, step: int = 0) -> "DeviceRows":
         """What was found, after the wait; ``token_ids`` [R] are the greedy ones. ``step``: see :meth:`put`."""
-        rows, answer = len(asks), self._lanes[step].found
-        found = list(map(RowFound._make, answer[: FOUND * rows].reshape(rows, FOUND).tolist()))
+        rows, lane, generation = len(asks), self._lanes[step], self.generation
         greedy = token_ids.tolist()
-        ids: npt.NDArray[np.int32] | None = None
-        values: Float32Array | None = None
-        if any(ask.cuts for ask in asks):
-            few = answer[FOUND * rows :][: _FEW_BYTES // 8 * rows].copy()
-            ids = few.view(np.int32)[: FEW * rows].reshape(rows, FEW)
-            values = few.view(np.float32)[FEW * rows :].reshape(rows, FEW)
-        made = []
-        for i, ask in enumerate(asks):
-            address = self._slot(ask.slot) if ask.slot >= 0 else self._address + 4 * i * self.width
-            row = DeviceRow(self, i, ask, found[i] if ask.temperature else UNKNOWN, greedy[i], address)
-            if ids is not None and values is not None:
-                row.few = ids[i], values[i]
-            made.append(row)
+        address, pitch = self._address, 4 * self.width
+        if not lane.draws:
+            found: Iterable[RowFound] = [UNKNOWN] * rows
+        else:
+            found = map(_AS_FOUND, lane.found[: FOUND * rows].reshape(rows, FOUND).tolist())
+        made = [
+            DeviceRow(self, i, ask, answer if ask.rule.temperature else UNKNOWN, token, address + pitch * i, generation)
+            for i, (ask, answer, token) in enumerate(zip(asks, found, greedy, strict=True))
+        ]
+        if lane.cuts:
+            self._take_cuts(lane, made)
         return DeviceRows(made)
+
+    def _take_cuts(self, lane: _Lane, made: "Sequence[DeviceRow]") -> None:
+        rows = len(made)
+        if self._cuts_rows:
+            at_few = lane.host_found + _FOUND_BYTES * rows
+            cuts = RowCuts(rows, lane.host_asks, lane.host_found, lane.host_kept_masses, at_few)
+            for row in made:
+                row.cuts = cuts
+            return
+        few = lane.found[FOUND * rows :][: _FEW_BYTES // 8 * rows].copy()
+        ids = few.view(np.int32)[: FEW * rows].reshape(rows, FEW)
+        values = few.view(np.float32)[FEW * rows :].reshape(rows, FEW)
+        for i, row in enumerate(made):
+            row.few = ids[i], values[i]
 
     def take_chain(self, asks: Sequence[Sequence[RowAsk]], token_ids: Sequence[Int64Array]) -> "list[DeviceRows]":
         """What was found in the steps of a chain."""
@@ -242,7 +282,7 @@ class RowSampler:
         kernel = self._kernels[name]
         self._driver.launch_kernel(kernel.handle, (*grid, 1), kernel.threads, kernel.shared, arguments)
 
-    def _slot(self, slot: int) -> int:
+    def slot(self, slot: int) -> int:
         """Where a kept row lies."""
         group, place = divmod(slot, self._num_slots)
         while group >= len(self._slots):
@@ -294,48 +334,59 @@ class RowSampler:
         self._slots, self._rows = [], {}
 
 
-def _runs(addresses: Sequence[int], pitch: int) -> Iterator[tuple[int, int]]:
-    """Places and lengths of the runs whose addresses lie ``pitch`` apart; below 0 there is none."""
+def _runs(addresses: Sequence[int], pitch: int) -> Iterator[tuple[int, int, int]]:
+    """Place, length and address of the runs whose addresses lie ``pitch`` apart; below 0 there is none."""
     first = 0
-    for i, address in enumerate(addresses):
+    for i, address in enumerate([*addresses, -1]):
         if i > first and address != addresses[i - 1] + pitch:
             if addresses[first] >= 0:
-                yield first, i - first
+                yield first, i - first, addresses[first]
             first = i
-    if addresses and addresses[first] >= 0:
-        yield first, len(addresses) - first
 
 
 class DeviceRow:
     """One row of logits [V] of a step; valid until the next step, or, if it was kept, until its slot is used again."""
 
-    __slots__ = ("_address", "_generation", "_place", "_sampler", "ask", "few", "found", "token_id")
+    __slots__ = ("_address", "_generation", "_sampler", "ask", "cuts", "few", "found", "place", "token_id")
 
     def __init__(
-        self, sampler: RowSampler, place: int, ask: RowAsk, found: RowFound, token_id: int, address: int
+        self,
+        sampler: RowSampler,
+        place: int,
+        ask: RowAsk,
+        found: RowFound,
+        token_id: int,  # the greedy one, of all V; ``NO_TOKEN`` if the row holds a NaN
+        address: int,  # in the step
+        generation: int,
     ) -> None:
-        self._sampler, self._place, self._address = sampler, place, address
-        self._generation = sampler.generation
-        self.ask = ask
-        self.found = found
-        self.token_id = token_id  # the greedy one, of all V; ``NO_TOKEN`` if the row holds a NaN
-        self.few: tuple[npt.NDArray[np.int32], Float32Array] | None = None  # the first candidates
+        self._sampler, self.place, self._address, self._generation = sampler, place, address, generation
+        self.ask, self.found, self.token_id = ask, found, token_id
+        self.cuts: RowCuts | None = None  # of its step
+        self.few: tuple[npt.NDArray[np.int32], Float32Array] | None = None  # the first candidates, where nothing is cut
+
+    @property
+    def address(self) -> int:
+        """Where its logits lie."""
+        return self._address if self.ask.slot < 0 else self._sampler.slot(self.ask.slot)
 
     def fetch(self) -> Float32Array:
         """The ids that count, on the host in memory that is used again. SpecexportError: it is no longer there."""
-        is_last = self._generation == self._sampler.generation
+        is_last, rule = self._generation == self._sampler.generation, self.ask.rule
         if not is_last and self.ask.slot < 0:
             raise SpecexportError("this row of logits was overwritten by a later step.")
-        came = self.ask.comes and is_last
-        row = self._sampler.come(self._place) if came else self._sampler.fetch(self._place, self._address)
-        return row[: self.ask.width or None]
+        came = rule.comes and is_last
+        row = self._sampler.come(self.place) if came else self._sampler.fetch(self.place, self.address)
+        return row[: rule.width or None]
 
     def candidates(self) -> tuple[Int64Array, Float32Array] | None:
         """Ids, ascending, and logits of all that the asked cut may keep; None if they are too many."""
         count = int(self.found.candidates)
-        if count > MANY or self.few is None or (count > FEW and self._generation != self._sampler.generation):
+        if count > MANY or (count > FEW and self._generation != self._sampler.generation):
             return None
-        ids, values = self.few if count <= FEW else self._sampler.candidates(self._place, count)
+        few = self.few if count <= FEW else self._sampler.candidates(self.place, count)
+        if few is None:
+            return None
+        ids, values = few
         order = ids[:count].argsort()
         return ids[order].astype(np.int64), values[order]
 
@@ -344,15 +395,15 @@ class DeviceRow:
 
         q is this row's softmax and p ``draft``'s, at the temperatures they were asked with; None: one-hot at ``token``.
         """
-        ask, found = self.ask, self.found
+        rule, found = self.ask.rule, self.found
         if draft is None:
             other: tuple[float, int, float, float] = (1.0, 0, 0.0, 1.0)
             at = self._address
         else:
-            other = (draft.ask.temperature, draft.ask.width, draft.found.peak, draft.found.total)
-            at, token = draft._address, -1
-        mine = (ask.temperature, ask.width, found.peak, found.total)
-        return SurplusAsk(*mine, *other, weight, token, ask.uniform, self._address, at)
+            other = (draft.ask.rule.temperature, draft.ask.rule.width, draft.found.peak, draft.found.total)
+            at, token = draft.address, -1
+        mine = (rule.temperature, rule.width, found.peak, found.total)
+        return SurplusAsk(*mine, *other, weight, token, self.ask.uniform, self.address, at)
 
     def surpluses(self, asks: Sequence[SurplusAsk]) -> list[tuple[float, int]]:
         """Sum and token of what was asked of rows of this row's step; waits."""

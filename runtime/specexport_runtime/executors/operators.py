@@ -47,6 +47,13 @@ def runnable_kernels() -> tuple[str, ...]:
     return tuple(name for name, runs in _all_kernels(_loaded()) if runs)
 
 
+def function(name: str, types: list[Any]) -> Any:
+    """One of the library's functions, of arguments of such types, that gives nothing. Raises as :func:`kernels`."""
+    found = getattr(_loaded(), name)
+    found.argtypes, found.restype = types, None
+    return found
+
+
 def check_sources() -> None:
     """Refuse an editable installation's library of other sources, whatever their dates (IncompatibleError)."""
     if _has_sources() and (built := _text(_loaded().specexport_build)) != _fingerprint():

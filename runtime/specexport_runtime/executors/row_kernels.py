@@ -22,28 +22,39 @@ MANY = 4096
 """Candidates that are kept on the device; of more, the whole row is fetched."""
 
 
-class RowAsk(NamedTuple):
-    """What is asked of a row of logits, float64 on the device; the last two stay on the host."""
+class RowRule(NamedTuple):
+    """What is asked of all rows of a request; the last two stay on the host."""
 
     temperature: float = 0.0  # 0: nothing is asked
     width: int = 0  # ids that count; 0 for all
-    uniform: float = 0.0  # of the token that is drawn
-    token: int = -1  # whose probability is wanted too; -1 for none
     least: float = -math.inf  # candidates lie no further below the peak, 0 or less; -inf where no cut says so
     top_k: int = 0  # candidates hold as many of the largest logits; 0 for no such cut
     top_p: float = 0.0  # candidates hold this much of the whole row's mass; 0 for no such cut
     cuts: int = 0  # 1: candidates are wanted
-    slot: int = -1  # the row is kept there for later steps; -1: it is not
+    kept_mass: float = 1.0  # top-p of what the other cuts leave
     comes: bool = False  # the logits come to the host with the step
+
+
+class RowAsk(NamedTuple):
+    """What is asked of a row of logits."""
+
+    rule: RowRule
+    uniform: float = 0.0  # of the token that is drawn
+    token: int = -1  # whose probability is wanted too; -1 for none
+    slot: int = -1  # the row is kept there for later steps; -1: it is not
 
 
 def whole_row(width: int) -> RowAsk:
     """The first ``width`` logits come to the host with the step."""
-    return RowAsk(width=width, comes=True)
+    return RowAsk(RowRule(width=width, comes=True))
 
 
-NOTHING = RowAsk()
-ASK = len(RowAsk._fields) - 2
+NOTHING = RowAsk(RowRule())
+ON_DEVICE = ("temperature", "width", "uniform", "token", "least", "top_k", "top_p", "cuts")
+"""What the device is told of each row, float64."""
+ASK = len(ON_DEVICE)
+RULE_PLACES = [ON_DEVICE.index(name) for name in RowRule._fields if name in ON_DEVICE]
+"""Where a rule's numbers, in its own order, stand among them."""
 
 
 class RowFound(NamedTuple):

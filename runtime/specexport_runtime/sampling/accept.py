@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from specexport_runtime.errors import CheckFailedError
-from specexport_runtime.sampling.device import DeviceLaw, DeviceMasses, on_host
+from specexport_runtime.sampling.device import FoundMasses, RowLaw, on_host
 from specexport_runtime.sampling.distribution import Distribution, Drawable, Float64Array, Int64Array, Law, sample_token
 from specexport_runtime.sampling.rng import Draws
 
@@ -93,14 +93,14 @@ def draft_probability(draft: Law | None, token: int, place: int) -> float:
     return probability
 
 
-def surplus(target: Law, draft: Law | None, token: int, weight: float = 1.0) -> Float64Array | DeviceMasses:
+def surplus(target: Law, draft: Law | None, token: int, weight: float = 1.0) -> Float64Array | FoundMasses:
     """The masses max(0, w q - p), on the target's support, for a ``weight`` w in (0, 1].
 
     Either distribution may be dense or sparse; ids that only one has are probability 0 in the other. A ``draft`` of
-    None is one-hot at ``token``. If both lie on a device, the masses do too.
+    None is one-hot at ``token``. Of two rows that were asked for a draw, that alone is known of the masses.
     """
-    if isinstance(target, DeviceLaw) and (draft is None or isinstance(draft, DeviceLaw)):
-        return target.surplus(draft, token, weight)
+    if isinstance(target, RowLaw) and (found := target.surplus(draft, token, weight)) is not None:
+        return found
     return _host_surplus(on_host(target), None if draft is None else on_host(draft), token, weight)
 
 
@@ -126,7 +126,7 @@ def _host_surplus(target: Distribution, draft: Distribution | None, token: int, 
     return masses
 
 
-def normalised(target: Law, masses: Float64Array | DeviceMasses) -> Drawable:
+def normalised(target: Law, masses: Float64Array | FoundMasses) -> Drawable:
     """The distribution proportional to ``masses``, in the target's form (dense or sparse).
 
     Without any mass it is the target's own: that needs q = p, where nothing can be rejected, so it only happens when q
@@ -135,7 +135,7 @@ def normalised(target: Law, masses: Float64Array | DeviceMasses) -> Drawable:
     total = float(masses.sum())
     if total <= 0.0:
         return target
-    if isinstance(masses, DeviceMasses):
+    if isinstance(masses, FoundMasses):
         return masses
     masses /= total
     return Distribution(on_host(target).token_ids, masses)

@@ -1,16 +1,18 @@
 """Distributions of rows of logits that stay on a device (``executors.device_rows``): what a host asks for is fetched.
 
 Rows at a temperature, with no cut, stay where they are. A cut (min-p, top-k, top-p) leaves few tokens as a rule: these
-are fetched, and the host's own code cuts them, so that what is left is what it would leave of the whole row.
+come along, and are cut here, by the rules of ``truncation``.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.device_rows import DeviceRow
-from specexport_runtime.executors.row_kernels import FEW, RowAsk, SurplusAsk, whole_row
+from specexport_runtime.executors.row_cuts import RowCuts, cut_surplus
+from specexport_runtime.executors.row_kernels import FEW, RowRule, SurplusAsk, whole_row
 from specexport_runtime.sampling.distribution import Distribution, Law
 from specexport_runtime.sampling.params import CUTS, SamplingParams
 from specexport_runtime.sampling.truncation import cut_softmax, truncated_softmax
@@ -19,34 +21,33 @@ _SHARE = 64  # candidates that are more than this part of the ids cost as much a
 _MOST_FLAT, _COMING = 4, 128  # so many flat rows more than others, and the next come whole
 
 
-def row_ask(params: SamplingParams, width: int) -> RowAsk:
-    """What to ask of rows whose tokens below ``width`` are drawn by ``params``, which are not greedy, but for a place.
-
-    That is a uniform, a token, and a slot for rows that no cut makes short.
-    """
+def row_rule(params: SamplingParams, width: int) -> RowRule:
+    """What to ask of rows whose tokens below ``width`` are drawn by ``params``, which are not greedy."""
     least, has_cut = -math.inf, False
     for name, cut in CUTS.items():
         number = getattr(params, name)
         if number != cut.off:
             if cut.reach is None:
-                return whole_row(width)
+                return whole_row(width).rule
             least, has_cut = max(least, cut.reach(number, params.temperature)), True
     top_k = params.top_k if params.top_k < width else 0
     # With another cut before it, top-p is taken of what that leaves: all of it is needed.
     top_p = params.top_p if params.top_p < 1.0 and not top_k and not has_cut else 0.0
     has_cut = has_cut or top_k > 0 or params.top_p < 1.0
-    return RowAsk(params.temperature, width, least=least, top_k=top_k, top_p=top_p, cuts=int(has_cut))
+    return RowRule(params.temperature, width, least, top_k, top_p, int(has_cut), params.top_p)
 
 
 def row_law(row: DeviceRow, params: SamplingParams) -> Law:
     """The distribution of a row that was asked by ``Sampler.ask`` with ``params``; errors as ``truncated_softmax``."""
     if row.found.is_whole:
-        if not row.ask.cuts:
+        if not row.ask.rule.cuts:
             return DeviceLaw(row, params)
+        if row.cuts is not None and row.cuts.numbers[row.place][0]:
+            return CutLaw(row, row.cuts)
         candidates = row.candidates()
         if candidates is not None:
             ids, values = candidates
-            return cut_softmax(values, params, row.found.peak, ids, row.found.total if row.ask.top_p else None)
+            return cut_softmax(values, params, row.found.peak, ids, row.found.total if row.ask.rule.top_p else None)
     return _on_host(row, params)
 
 
@@ -54,40 +55,86 @@ def _on_host(row: DeviceRow, params: SamplingParams) -> Distribution:
     return truncated_softmax(row.fetch(), params)
 
 
-class DeviceLaw:
-    """The softmax of a row at a temperature; ``params`` are those that the row was asked with."""
+class RowLaw(ABC):
+    """The law of a row that was asked for a draw and for a token's probability."""
 
-    def __init__(self, row: DeviceRow, params: SamplingParams) -> None:
-        self.row, self._params = row, params
-        self._drawn = int(row.found.drawn)
-        self.masses: dict[Surplus, DeviceMasses] = {}  # that were asked for ahead
+    __slots__ = ("drawn", "drawn_probability", "row", "token_probability", "top")
 
-    @property
-    def top(self) -> float:
-        """Probability of the likeliest token."""
-        return 1.0 / self.row.found.total
+    row: DeviceRow
+    top: float  # probability of the likeliest token
+    drawn: int
+    drawn_probability: float
+    token_probability: float  # of the asked token
 
     def probability(self, token: int) -> float:
-        """Probability of one token; that of another than was drawn or asked for fetches the row."""
-        if token == self._drawn:
-            return self.row.found.drawn_probability
+        """Probability of one token; of another than was drawn or asked for by :meth:`on_host`."""
+        if token == self.drawn:
+            return self.drawn_probability
         if token == self.row.ask.token:
-            return self.row.found.token_probability
+            return self.token_probability
         return self.on_host().probability(token)
 
     def draw(self, u: float) -> int:
-        """The token at ``u``; at another than was asked for it fetches the row."""
-        return self._drawn if u == self.row.ask.uniform else self.on_host().draw(u)
+        """The token at ``u``; at another than was asked for by :meth:`on_host`."""
+        return self.drawn if u == self.row.ask.uniform else self.on_host().draw(u)
 
-    def surplus(self, draft: "DeviceLaw | None", token: int, weight: float) -> "DeviceMasses":
-        """See ``accept.surplus``; of a ``draft`` that lies on the device too."""
-        asked = Surplus(self, draft, token, weight)
-        if asked not in self.masses:
-            find_masses([asked])
-        return self.masses[asked]
+    @abstractmethod
+    def on_host(self) -> Distribution:
+        """The same distribution as numbers."""
+
+    @abstractmethod
+    def surplus(self, draft: Law | None, token: int, weight: float) -> "FoundMasses | None":
+        """See ``accept.surplus``; None of a ``draft`` of another kind."""
+
+
+class CutLaw(RowLaw):
+    """What a cut left of a row."""
+
+    __slots__ = ("_cuts",)
+
+    def __init__(self, row: DeviceRow, cuts: RowCuts) -> None:
+        self.row, self._cuts = row, cuts
+        _, self.top, drawn, self.drawn_probability, self.token_probability = cuts.numbers[row.place]
+        self.drawn = int(drawn)
 
     def on_host(self) -> Distribution:
-        """The same distribution; fetches the row."""
+        """See the base class."""
+        return Distribution(*self._cuts.kept(self.row.place))
+
+    def surplus(self, draft: Law | None, token: int, weight: float) -> "FoundMasses | None":
+        """See the base class."""
+        if not (draft is None or isinstance(draft, CutLaw)):
+            return None
+        other, uniform = None if draft is None else draft._memory, self.row.ask.uniform
+        return FoundMasses(*cut_surplus(self._memory, other, token, weight, uniform), uniform)
+
+    @property
+    def _memory(self) -> tuple[int, int, int]:
+        return self._cuts.memory(self.row.place)
+
+
+class DeviceLaw(RowLaw):
+    """The softmax of a row at a temperature, which lies on the device; ``params`` are those that it was asked with."""
+
+    __slots__ = ("_params", "masses")
+
+    def __init__(self, row: DeviceRow, params: SamplingParams) -> None:
+        self.row, self._params = row, params
+        _, total, drawn, self.drawn_probability, self.token_probability, _, _, _ = row.found
+        self.top, self.drawn = 1.0 / total, int(drawn)
+        self.masses: dict[Surplus, FoundMasses] | None = None  # that were asked for ahead
+
+    def surplus(self, draft: Law | None, token: int, weight: float) -> "FoundMasses | None":
+        """See the base class."""
+        if not (draft is None or isinstance(draft, DeviceLaw)):
+            return None
+        asked = Surplus(self, draft, token, weight)
+        if self.masses is None or asked not in self.masses:
+            find_masses([asked])
+        return self.masses[asked] if self.masses else None
+
+    def on_host(self) -> Distribution:
+        """See the base class; fetches the row."""
         return _on_host(self.row, self._params)
 
 
@@ -110,7 +157,8 @@ def find_masses(asked: Sequence[Surplus]) -> None:
     if asked:
         found = asked[0].target.row.surpluses([surplus.ask() for surplus in asked])
         for surplus, (total, drawn) in zip(asked, found, strict=True):
-            surplus.target.masses[surplus] = DeviceMasses(total, drawn, surplus.target.row.ask.uniform)
+            masses = FoundMasses(total, drawn, surplus.target.row.ask.uniform)
+            surplus.target.masses = {**(surplus.target.masses or {}), surplus: masses}
 
 
 class FlatRows:
@@ -121,8 +169,10 @@ class FlatRows:
 
     def note(self, row: DeviceRow) -> None:
         """A row was looked at."""
-        is_flat = row.found.candidates > max(FEW, row.ask.width // _SHARE)
-        self._flat = self._flat + 1 if is_flat else max(0, self._flat - 1)
+        if row.found.candidates <= max(FEW, row.ask.rule.width // _SHARE):
+            self._flat -= self._flat > 0
+            return
+        self._flat += 1
         if self._flat == _MOST_FLAT:
             self._flat, self._coming = _MOST_FLAT // 2, _COMING
 
@@ -134,11 +184,11 @@ class FlatRows:
 
 def on_host(law: Law) -> Distribution:
     """A law as numbers on the host; one of a device fetches its row."""
-    return law if isinstance(law, Distribution) else cast("DeviceLaw", law).on_host()
+    return law if isinstance(law, Distribution) else cast("RowLaw", law).on_host()
 
 
-class DeviceMasses:
-    """Masses on the device, of which the sum and one draw are known."""
+class FoundMasses:
+    """Masses of which the sum and one draw are known."""
 
     def __init__(self, total: float, drawn: int, uniform: float) -> None:
         self._total, self._drawn, self._uniform = total, drawn, uniform

@@ -8,8 +8,8 @@ import numpy as np
 
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.device_rows import DeviceRow
-from specexport_runtime.executors.row_kernels import NOTHING, RowAsk, whole_row
-from specexport_runtime.sampling.device import FlatRows, row_ask, row_law
+from specexport_runtime.executors.row_kernels import NOTHING, RowAsk, RowRule, whole_row
+from specexport_runtime.sampling.device import FlatRows, row_law, row_rule
 from specexport_runtime.sampling.distribution import (
     Distribution,
     Float32Array,
@@ -49,6 +49,7 @@ class Sampler:
         self._vocab_size = vocab_size
         self._adjuster = LogitAdjuster(params, prompt_tokens, vocab_size)
         self._flat = FlatRows()
+        self._rules: dict[int, RowRule] = {}  # by width
         self.is_greedy = params.is_greedy
         """Nothing is drawn: use ``greedy_token``."""
         self.is_plain = not self._adjuster.active and grammar is None
@@ -63,30 +64,33 @@ class Sampler:
             self.grammar.consume(tokens)
 
     @cached_property
-    def _ask(self) -> RowAsk:
-        return row_ask(self.params, self._vocab_size)
-
-    @cached_property
     def is_uncut(self) -> bool:
         """Whether raw logits are drawn from at a temperature, and no more."""
-        return self.is_plain and not self.is_greedy and not (self._ask.cuts or self._ask.comes)
+        rule = self._rule(self._vocab_size)
+        return rule.temperature > 0 and not (rule.cuts or rule.comes)
+
+    def _rule(self, width: int) -> RowRule:
+        if not self.is_plain:
+            rule = whole_row(width).rule
+        elif self.is_greedy:
+            rule = NOTHING.rule
+        else:
+            rule = row_rule(self.params, self._vocab_size)._replace(width=min(width, self._vocab_size))
+        self._rules[width] = rule
+        return rule
 
     def ask(self, uniform: float, width: int, token: int = -1, slot: int = -1) -> RowAsk:
-        """What to ask of a row of logits that stays on a device; see ``device.row_ask``."""
-        if not self.is_plain:
-            return whole_row(width)
-        if self.is_greedy:
-            return NOTHING
-        temperature, known, _, _, least, top_k, top_p, cuts, _, comes = self._ask
-        if cuts and self._flat.comes():
-            return whole_row(width)
-        slot = -1 if cuts or comes else slot
-        return RowAsk(temperature, min(width, known), uniform, token, least, top_k, top_p, cuts, slot, comes)
+        """What to ask of a row of logits that stays on a device; see ``device.row_rule``."""
+        rule = self._rules.get(width) or self._rule(width)
+        if rule.cuts or rule.comes:
+            return whole_row(width) if rule.cuts and self._flat.comes() else RowAsk(rule, uniform, token)
+        return RowAsk(rule, uniform, token, slot)
 
     def law(self, row: DeviceRow, drafted: Sequence[int] = ()) -> Law:
         """As :meth:`distribution`, of a row that stays on a device and was asked by :meth:`ask`."""
-        if row.ask.temperature:
-            if row.ask.cuts:
+        rule = row.ask.rule
+        if rule.temperature:
+            if rule.cuts:
                 self._flat.note(row)
             return row_law(row, self.params)
         return self.distribution(row.fetch(), drafted)

@@ -1,0 +1,72 @@
+"""Cuts of candidates by the library of operators (``row_cuts.cpp``): of all rows of a step in one call."""
+
+import ctypes
+import functools
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from specexport_runtime.errors import SpecexportError
+from specexport_runtime.executors.operators import function
+from specexport_runtime.executors.row_kernels import FEW
+
+_NUMBERS = 5  # float64 of a row
+
+
+class RowCuts:
+    """What cuts leave of the rows of one step."""
+
+    def __init__(self, rows: int, asks: int, found: int, kept_masses: int, few: int) -> None:
+        """Of addresses: asks and answers of ``rows`` rows, their ``RowRule.kept_mass``, and candidates, ids first."""
+        memory = np.empty((2 * FEW + _NUMBERS) * rows)
+        self._ids = memory[: FEW * rows].view(np.int64).reshape(rows, FEW)
+        self._probs = memory[FEW * rows : 2 * FEW * rows].reshape(rows, FEW)
+        self._at_ids = ids = int(memory.ctypes.data)
+        self._at_probs = probs = ids + 8 * FEW * rows
+        cut, _ = _functions()
+        cut(rows, FEW, asks, found, kept_masses, few, few + 4 * FEW * rows, probs + 8 * FEW * rows, ids, probs)
+        # Of each row: how many tokens stay (0: it has no candidates, or too many), the largest probability, the token at
+        # the asked uniform, its probability, and that of the asked token.
+        self.numbers: list[list[float]] = memory[2 * FEW * rows :].reshape(rows, _NUMBERS).tolist()
+
+    def kept(self, place: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+        """Ids [n] of one row, ascending, and their probabilities."""
+        count = int(self.numbers[place][0])
+        return self._ids[place, :count], self._probs[place, :count]
+
+    def memory(self, place: int) -> tuple[int, int, int]:
+        """How many stay of one row, and the addresses of their ids and probabilities."""
+        begin = 8 * FEW * place
+        return int(self.numbers[place][0]), self._at_ids + begin, self._at_probs + begin
+
+
+def cut_surplus(
+    target: tuple[int, int, int], draft: tuple[int, int, int] | None, token: int, weight: float, uniform: float
+) -> tuple[float, int]:
+    """Sum of max(0, ``weight`` q - p), and the token at a uniform of it; rows as ``RowCuts.memory`` gives them.
+
+    Without a ``draft``, p is one-hot at ``token``.
+    """
+    out = (ctypes.c_double * 2)()
+    _, surplus = _functions()
+    surplus(*target, *(draft or (0, 0, 0)), token, weight, uniform, out)
+    return out[0], int(out[1])
+
+
+def can_cut() -> bool:
+    """Whether the library is here."""
+    try:
+        return bool(_functions())
+    except SpecexportError:
+        return False
+
+
+@functools.cache
+def _functions() -> tuple[Any, Any]:
+    size, address, number = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
+    cut = function("specexport_cut_rows", [size, size, *[address] * 8])
+    surplus = function(
+        "specexport_cut_surplus", [size, address, address, size, address, address, size, number, number, address]
+    )
+    return cut, surplus

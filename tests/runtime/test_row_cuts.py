@@ -1,0 +1,114 @@
+"""Cuts of candidates by the library of operators are those of ``truncation``, and what a refusal leaves of two too."""
+
+import numpy as np
+import pytest
+
+from specexport_runtime.executors import device_rows
+from specexport_runtime.executors.device_rows import DeviceRow, _Lane
+from specexport_runtime.executors.row_cuts import RowCuts, can_cut
+from specexport_runtime.executors.row_kernels import ASK, FEW, FOUND, RowFound
+from specexport_runtime.sampling.accept import normalised, surplus
+from specexport_runtime.sampling.device import CutLaw, on_host, row_law
+from specexport_runtime.sampling.distribution import Distribution
+from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sampling.sampler import Sampler
+from specexport_runtime.sampling.truncation import cut_softmax
+from tests.runtime.test_device_sampling import PARAMS, ROWS, pair, texts  # noqa: F401 a fixture
+from tests.support import chance
+from tests.support.loop import make_draft, make_target
+
+WIDTH = 5000
+LAWS = [
+    {"top_p": 0.9}, {"top_k": 7}, {"min_p": 0.05}, {"top_k": 12, "top_p": 0.8}, {"min_p": 0.02, "top_p": 0.6},
+    {"min_p": 0.01, "top_k": 5, "top_p": 0.9}, {"top_p": 1e-9}, {"top_k": 1}, {"min_p": 1.0},
+]  # fmt: skip
+
+
+def candidates(rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Ids in any order, and logits among which many are equal."""
+    ids = rng.permutation(WIDTH)[:count].astype(np.int32)
+    kinds = (rng.normal(size=count) * 3, rng.integers(-2, 2, count), np.zeros(count), -rng.exponential(30, count))
+    return ids, kinds[rng.integers(4)].astype(np.float32)
+
+
+def make_rows(samplers, uniforms, tokens, found) -> list[DeviceRow]:
+    """Rows of a step whose candidates ``found`` are there."""
+    count = len(samplers)
+    lane = _Lane(0, 0, np.zeros((count, ASK)), np.zeros(count * (FOUND + FEW)))
+    asks = [s.ask(u, WIDTH, t) for s, u, t in zip(samplers, uniforms, tokens, strict=True)]
+    lane.set_rules(tuple(ask.rule for ask in asks))
+    lane.asks[:, 2:4] = list(zip(uniforms, tokens, strict=True))
+    few = lane.found[FOUND * count :]
+    ids, values = few.view(np.int32)[: FEW * count], few.view(np.float32)[FEW * count :]
+    answers = []
+    for i, (given, logits) in enumerate(found):
+        peak = np.float64(logits.max(initial=-np.inf))
+        total = 1.25 * np.exp((logits.astype(np.float64) - peak) / samplers[i].params.temperature).sum()
+        answers.append(RowFound(peak, total, 0.0, 0.0, 0.0, len(given), 0.0, 0.0))
+        here = slice(FEW * i, FEW * i + min(len(given), FEW))
+        ids[here], values[here] = given[:FEW], logits[:FEW]
+    lane.found[: FOUND * count] = np.ravel(answers)
+    address = lane.host_found + 8 * FOUND * count
+    cuts = RowCuts(count, lane.host_asks, lane.host_found, lane.host_kept_masses, address)
+    rows = [DeviceRow(None, i, ask, answer, 0, 0, 0) for i, (ask, answer) in enumerate(zip(asks, answers, strict=True))]
+    for row in rows:
+        row.cuts = cuts
+    return rows
+
+
+def host_law(row: DeviceRow, params: SamplingParams, found) -> Distribution:
+    order = found[0].argsort()
+    ids, values = found[0][order].astype(np.int64), found[1][order]
+    return cut_softmax(values, params, row.found.peak, ids, row.found.total if row.ask.rule.top_p else None)
+
+
+@pytest.mark.fuzz
+def test_cuts_and_surpluses_are_the_hosts():
+    rng = np.random.default_rng(chance.seed(5))
+    for _ in range(chance.many(60)):
+        params = [
+            SamplingParams(temperature=float(rng.uniform(0.1, 2)), **LAWS[rng.integers(len(LAWS))]) for _ in range(6)
+        ]
+        found = [candidates(rng, int(rng.integers(1, FEW + 1))) for _ in params]
+        tokens = [int(given[rng.integers(len(given))]) for given, _ in found]
+        uniforms = [0.0, 1 - 2**-53, *rng.random(4).tolist()]
+        samplers = [Sampler(each, [1], WIDTH) for each in params]
+        rows = make_rows(samplers, uniforms, tokens, found)
+        laws = [row_law(row, each) for row, each in zip(rows, params, strict=True)]
+        hosts = [host_law(*each) for each in zip(rows, params, found, strict=True)]
+        for law, host, u, token in zip(laws, hosts, uniforms, tokens, strict=True):
+            assert isinstance(law, CutLaw)
+            np.testing.assert_array_equal(on_host(law).token_ids, host.token_ids)
+            np.testing.assert_allclose(on_host(law).probs, host.probs, rtol=1e-12)
+            np.testing.assert_allclose(law.top, host.top, rtol=1e-12)
+            np.testing.assert_allclose(law.probability(token), host.probability(token), rtol=1e-12)
+            assert law.draw(u) == host.draw(u) or abs(host.probs.cumsum() - u).min() < 1e-12
+        for place, other in enumerate(rng.permutation(6)):
+            weight = float(rng.uniform(0.3, 1))
+            for drafts in ((laws[other], hosts[other]), (None, None)):
+                masses = surplus(laws[place], drafts[0], tokens[place], weight)
+                expected = surplus(hosts[place], drafts[1], tokens[place], weight)
+                np.testing.assert_allclose(masses.sum(), expected.sum(), rtol=1e-9, atol=1e-14)
+                if expected.sum() > 1e-9:
+                    u, running = uniforms[place], expected.cumsum() / expected.sum()
+                    drawn = normalised(laws[place], masses).draw(u)
+                    assert drawn == normalised(hosts[place], expected).draw(u) or abs(running - u).min() < 1e-9
+
+
+def test_rows_without_candidates_or_with_more_than_come_are_left_out():
+    rng, sampler = np.random.default_rng(1), Sampler(SamplingParams(temperature=1.0, top_k=3), [1], WIDTH)
+    found = [candidates(rng, count) for count in (5, 0, FEW + 1, 2)]
+    rows = make_rows([sampler] * 4, [0.5] * 4, [-1] * 4, found)
+    assert [row.cuts.numbers[i][0] for i, row in enumerate(rows)] == [3, 0, 0, 2]
+
+
+@pytest.mark.parametrize("params", PARAMS)
+def test_without_the_library_texts_are_the_same(pair, params, monkeypatch):  # noqa: F811
+    assert can_cut()
+    assert device_rows.can_cut is can_cut
+    given = SamplingParams(max_tokens=24, **PARAMS[params])
+    for executor in pair:
+        monkeypatch.setattr(executor.rows, "_cuts_rows", False)
+    found = texts(pair, given, range(12))
+    expected = texts((make_target(ROWS), make_draft("good", ROWS)), given, range(12))
+    assert [req.output for req in found] == [req.output for req in expected]
