@@ -26,8 +26,8 @@ class RowCuts:
         self._at_probs = probs = ids + 8 * FEW * rows
         cut, _ = _functions()
         cut(rows, FEW, asks, found, kept_masses, few, few + 4 * FEW * rows, probs + 8 * FEW * rows, ids, probs)
-        # Of each row: how many tokens stay (0: it has no candidates, or too many), the largest probability, the token at
-        # the asked uniform, its probability, and that of the asked token.
+        # Of each row: how many tokens stay (0: it has no candidates, or too many), the largest probability, the token
+        # at the asked uniform, its probability, and that of the asked token.
         self.numbers: list[list[float]] = memory[2 * FEW * rows :].reshape(rows, _NUMBERS).tolist()
 
     def kept(self, place: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
