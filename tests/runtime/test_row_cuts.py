@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from specexport_runtime.executors import device_rows
-from specexport_runtime.executors.device_rows import DeviceRow, _Lane
+from specexport_runtime.executors.device_rows import DeviceRow, Lane
 from specexport_runtime.executors.row_cuts import RowCuts, can_cut
 from specexport_runtime.executors.row_kernels import ASK, FEW, FOUND, RowFound
 from specexport_runtime.sampling.accept import normalised, surplus
@@ -34,7 +34,7 @@ def candidates(rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.nda
 def make_rows(samplers, uniforms, tokens, found) -> list[DeviceRow]:
     """Rows of a step whose candidates ``found`` are there."""
     count = len(samplers)
-    lane = _Lane(0, 0, np.zeros((count, ASK)), np.zeros(count * (FOUND + FEW)))
+    lane = Lane(0, 0, np.zeros((count, ASK)), np.zeros(count * (FOUND + FEW)))
     asks = [s.ask(u, WIDTH, t) for s, u, t in zip(samplers, uniforms, tokens, strict=True)]
     lane.set_rules(tuple(ask.rule for ask in asks))
     lane.asks[:, 2:4] = list(zip(uniforms, tokens, strict=True))
@@ -49,7 +49,7 @@ def make_rows(samplers, uniforms, tokens, found) -> list[DeviceRow]:
         ids[here], values[here] = given[:FEW], logits[:FEW]
     lane.found[: FOUND * count] = np.ravel(answers)
     address = lane.host_found + 8 * FOUND * count
-    cuts = RowCuts(count, lane.host_asks, lane.host_found, lane.host_kept_masses, address)
+    cuts = RowCuts(count, FEW, lane.host_asks, lane.host_found, lane.host_kept_masses, address)
     rows = [DeviceRow(None, i, ask, answer, 0, 0, 0) for i, (ask, answer) in enumerate(zip(asks, answers, strict=True))]
     for row in rows:
         row.cuts = cuts

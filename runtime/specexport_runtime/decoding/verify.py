@@ -33,6 +33,8 @@ def wanted(target: ModelRunner, requests: Sequence[Request], *, scores: bool) ->
 def row_asks(req: Request, proposal: Proposal, width: int) -> list[RowAsk]:
     """What is asked of the rows of logits [K+1, ``width``] that test a draft, if they stay on the device."""
     drafted = proposal.tokens
+    if proposal.branches:
+        return [whole_row(width)] * (len(proposal.nodes) + 1)
     if req.sampler.is_greedy:
         return [whole_row(width)] * (len(drafted) + 1) if req.needs_logits else []
     asks = [req.sampler.ask(req.draws.peek(j).resample, width, token) for j, token in enumerate([*drafted, NO_TOKEN])]
@@ -166,7 +168,7 @@ def note_scores(req: Request, start: int, logits: Float32Array) -> None:
 def greedy_ids(output: StepOutput | DeviceRows) -> list[int]:
     """The greedy token of each row of a step, ``NO_TOKEN`` for one with a NaN."""
     if isinstance(output, DeviceRows):
-        return [row.token_id for row in output]
+        return output.token_ids()
     ids: list[int] = (output if output.ndim == 1 else argmax_ids(output)).tolist()
     return ids
 
@@ -201,7 +203,7 @@ class RowLaws:
 
 def accept_rows(req: Request, proposal: Proposal, rows: DeviceRows, laws: RowLaws) -> Verdict:
     """As :func:`accept_processed`, of rows [K+1] that stay on the device, with laws by :func:`row_laws`."""
-    if req.sampler.is_greedy:
+    if req.sampler.is_greedy or proposal.branches:
         return accept_processed(req, proposal, rows.fetch())
     if laws.chances is not None:
         return accept_block(proposal.tokens, proposal.distributions, laws, req.draws, laws.chances)
@@ -225,7 +227,13 @@ def row_laws(
         proposal, begin = proposals[req.row], starts[req.row - first_row]
         laws[req.row] = law = RowLaws(req, proposal.tokens, rows, begin)
         # One request rarely asks twice, and looking ahead costs more than that.
-        if len(requests) > 1 and proposal.error is None and proposal.tokens and req.sampler.is_uncut:
+        if (
+            len(requests) > 1
+            and not rows.is_near
+            and proposal.error is None
+            and proposal.tokens
+            and req.sampler.is_uncut
+        ):
             with suppress(Exception):  # acceptance meets it again
                 _ask_ahead(req, proposal, law, asked)
     find_masses(asked)

@@ -296,8 +296,8 @@ def run_drafts(
             _carry(runner, active)
             for draft, token in zip(active, ids, strict=True):
                 _take(draft, token, num_rows, cut_head)
-        elif runner.executor.keeps_rows and cut_head is None:
-            _draw_on_device(runner, active, work, kept, num_rows)
+        elif runner.executor.keeps_rows and (cut_head is None or runner.executor.names_rows):
+            _draw_on_device(runner, active, work, kept, vocab_size, cut_head)
         else:
             logits = _step(runner, work, kept, "logits")[:, :num_rows]
             _carry(runner, active)
@@ -306,7 +306,12 @@ def run_drafts(
 
 
 def _draw_on_device(
-    runner: ModelRunner, active: Sequence[Draft], work: Sequence[tuple[int, RowWork]], kept: Sequence[bool], width: int
+    runner: ModelRunner,
+    active: Sequence[Draft],
+    work: Sequence[tuple[int, RowWork]],
+    kept: Sequence[bool],
+    width: int,
+    cut_head: "CutHead | None",
 ) -> None:
     """A step whose logits stay on the device."""
     num_rows = runner.executor.num_rows
@@ -319,9 +324,13 @@ def _draw_on_device(
     _count_seen(runner, work, kept)
     _carry(runner, active)
     for draft in active:
+        place = runner.logit_starts[draft.request.row - first]
+        if cut_head is not None and (draft.num_siblings or not draft.request.sampler.is_plain):
+            _draw(draft, rows.fetch()[place, : len(cut_head.ids)], cut_head)
+            continue
         try:
             if not draft.step_waiting():
-                draft.draw_row(rows[runner.logit_starts[draft.request.row - first]], width)
+                draft.draw_row(rows[place], width)
         except Exception as error:  # whatever it is, it concerns this request alone
             draft.error = error
 

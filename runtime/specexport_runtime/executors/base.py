@@ -13,6 +13,7 @@ from specexport_runtime.abi import StepShape
 from specexport_runtime.errors import SpecexportError
 
 if TYPE_CHECKING:
+    from specexport_runtime.bundle.arrays import CutHead
     from specexport_runtime.bundle.entry import ModelEntry
     from specexport_runtime.executors.device_rows import DeviceRows
     from specexport_runtime.executors.row_kernels import RowAsk
@@ -134,6 +135,12 @@ class Executor(ABC):
     def execute_rows(self, asks: "Sequence[RowAsk]") -> "DeviceRows":
         """As :meth:`execute`, with what is asked of each row of logits."""
         raise SpecexportError("logits of this engine do not stay on a device.")
+
+    names_rows: bool = False
+    """Rows of a cut LM head are drawn from too, by the ids that :meth:`name_rows` told."""
+
+    def name_rows(self, head: "CutHead | None") -> None:
+        """Tell which token ids the first rows of the LM head are; None: each is its own number."""
 
     # ---- steps that wait for none before them ----
 

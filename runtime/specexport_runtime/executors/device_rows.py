@@ -7,6 +7,7 @@ and sum is float64, ids ascend: a draw is the host's but for rounding.
 
 import logging
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple, overload
@@ -45,7 +46,7 @@ _FEW_BYTES = 8 * FEW  # ids int32, and logits float32
 _FOUND_BYTES = 8 * FOUND
 _SURPLUS = struct.Struct(SURPLUS_FORM)
 _UNIFORM, _TOKEN = ON_DEVICE.index("uniform"), ON_DEVICE.index("token")
-_AS_FOUND = partial(tuple.__new__, RowFound)
+AS_FOUND = partial(tuple.__new__, RowFound)
 LEAST_ROWS = 64
 """Rows of a step for which there is memory at the least."""
 
@@ -89,7 +90,7 @@ def open_sampler(driver: GpuDriver, width: int, num_slots: int) -> "RowSampler |
         return None
 
 
-class _Lane:
+class Lane:
     """What is asked and found in one step: steps of a chain have one each."""
 
     def __init__(self, at_asks: int, at_found: int, asks: Float64Array, found: Float64Array) -> None:
@@ -114,8 +115,40 @@ class _Lane:
         self.comes = [i for i, rule in enumerate(rules) if rule.comes]
         self.rules = rules
 
+    def tell(self, rows: int, uniforms: Sequence[float], tokens: Sequence[int]) -> None:
+        """Ask of the first ``rows`` rows with these."""
+        self.asks[:rows, _UNIFORM] = uniforms
+        self.asks[:rows, _TOKEN] = tokens
 
-class RowSampler:
+
+class RowSource(ABC):
+    """Whose rows they are."""
+
+    generation: int
+    """Steps so far."""
+
+    @abstractmethod
+    def slot(self, slot: int) -> int:
+        """Where a kept row lies."""
+
+    @abstractmethod
+    def fetch(self, place: int, address: int) -> Float32Array:
+        """A row [V], in memory of that place that the next fetch overwrites; waits."""
+
+    @abstractmethod
+    def come(self, place: int) -> Float32Array:
+        """A row [V] that came with its step."""
+
+    @abstractmethod
+    def candidates(self, place: int, count: int) -> tuple[npt.NDArray[np.int32], Float32Array] | None:
+        """Ids and logits of the ``count`` candidates of the last step's row, in any order, or None; waits."""
+
+    @abstractmethod
+    def surpluses(self, asks: Sequence[SurplusAsk]) -> list[tuple[float, int]]:
+        """Sum and token of each, of no more pairs than the last step had rows. Waits."""
+
+
+class RowSampler(RowSource):
     """Draws from the rows of logits [R, V] float32 that the steps of one executor leave on the device."""
 
     def __init__(self, driver: GpuDriver, width: int, num_slots: int) -> None:
@@ -130,7 +163,7 @@ class RowSampler:
         self._memory: list[int] = []
         self._pinned: list[ByteArray] = []
         self._rows: dict[int, ByteArray] = {}  # pinned memory of fetched rows, by place
-        self._lanes: list[_Lane] = []
+        self._lanes: list[Lane] = []
         self._cuts_rows = can_cut()
 
     def reserve(self, rows: int, steps: int) -> None:
@@ -162,8 +195,7 @@ class RowSampler:
         if rules != lane.rules:
             lane.set_rules(rules)
         if lane.draws:
-            lane.asks[:rows, _UNIFORM] = uniforms
-            lane.asks[:rows, _TOKEN] = tokens
+            lane.tell(rows, uniforms, tokens)
             driver.copy_in(lane.at_asks, lane.host_asks, 8 * ASK * rows)
             parts = (lane.at_asks, self._at_tops, self._at_sums)
             self._launch("weigh", (rows, self._blocks), logits, *parts, self.width, self._blocks)
@@ -185,7 +217,7 @@ class RowSampler:
             self._put_row(i, logits + i * row_bytes)
         self.counts.steps += 1
 
-    def _put_cuts(self, rows: int, lane: _Lane) -> None:
+    def _put_cuts(self, rows: int, lane: Lane) -> None:
         places = (rows, self._blocks)
         arguments = (self._address, lane.at_asks, lane.at_found, self._at_bins)
         if lane.spreads:
@@ -202,7 +234,7 @@ class RowSampler:
         if not lane.draws:
             found: Iterable[RowFound] = [UNKNOWN] * rows
         else:
-            found = map(_AS_FOUND, lane.found[: FOUND * rows].reshape(rows, FOUND).tolist())
+            found = map(AS_FOUND, lane.found[: FOUND * rows].reshape(rows, FOUND).tolist())
         made = [
             DeviceRow(self, i, ask, answer if ask.rule.temperature else UNKNOWN, token, address + pitch * i, generation)
             for i, (ask, answer, token) in enumerate(zip(asks, found, greedy, strict=True))
@@ -211,11 +243,11 @@ class RowSampler:
             self._take_cuts(lane, made)
         return DeviceRows(made)
 
-    def _take_cuts(self, lane: _Lane, made: "Sequence[DeviceRow]") -> None:
+    def _take_cuts(self, lane: Lane, made: "Sequence[DeviceRow]") -> None:
         rows = len(made)
         if self._cuts_rows:
             at_few = lane.host_found + _FOUND_BYTES * rows
-            cuts = RowCuts(rows, lane.host_asks, lane.host_found, lane.host_kept_masses, at_few)
+            cuts = RowCuts(rows, FEW, lane.host_asks, lane.host_found, lane.host_kept_masses, at_few)
             for row in made:
                 row.cuts = cuts
             return
@@ -230,13 +262,13 @@ class RowSampler:
         return [self.take(*each, step=step) for step, each in enumerate(zip(asks, token_ids, strict=True))]
 
     def fetch(self, place: int, address: int) -> Float32Array:
-        """A row [V], in memory of that place that the next fetch overwrites; waits."""
+        """See ``RowSource.fetch``."""
         self._put_row(place, address)
         self.wait()
         return self.come(place)
 
     def come(self, place: int) -> Float32Array:
-        """A row [V] that came with its step."""
+        """See ``RowSource.come``."""
         return self._rows[place].view(np.float32)
 
     def _put_row(self, place: int, address: int) -> None:
@@ -252,7 +284,7 @@ class RowSampler:
         self.counts.waits += 1
 
     def candidates(self, place: int, count: int) -> tuple[npt.NDArray[np.int32], Float32Array]:
-        """Ids and logits of the ``count`` candidates of the last step's row, in any order; waits."""
+        """See ``RowSource.candidates``."""
         host = int(self._many.ctypes.data)
         for part in range(2):
             source = self._at_many + 4 * MANY * (part * self._max_rows + place)
@@ -263,7 +295,7 @@ class RowSampler:
         return found.view(np.int32)[:count], found.view(np.float32)[MANY:][:count]
 
     def surpluses(self, asks: Sequence[SurplusAsk]) -> list[tuple[float, int]]:
-        """Sum and token of each, of no more pairs than the last step had rows. Waits."""
+        """See ``RowSource.surpluses``."""
         count = len(asks)
         for i, ask in enumerate(asks):
             _SURPLUS.pack_into(self._surplus_asks.data, i * _SURPLUS.size, *ask)
@@ -283,7 +315,7 @@ class RowSampler:
         self._driver.launch_kernel(kernel.handle, (*grid, 1), kernel.threads, kernel.shared, arguments)
 
     def slot(self, slot: int) -> int:
-        """Where a kept row lies."""
+        """See ``RowSource.slot``."""
         group, place = divmod(slot, self._num_slots)
         while group >= len(self._slots):
             self._slots.append(self._driver.allocate(4 * self.width * self._num_slots, "logits of drafts"))
@@ -302,10 +334,10 @@ class RowSampler:
         self._many, self._surplus_asks, self._surplus = map(self._pin, sizes)
         self._max_rows = rows
 
-    def _make_lane(self) -> _Lane:
+    def _make_lane(self) -> Lane:
         rows, found = self._max_rows, self._max_rows * (_FOUND_BYTES + _FEW_BYTES)
         at_asks, at_found = self._take_memory(8 * ASK * rows, found)
-        return _Lane(at_asks, at_found, self._pin(8 * ASK * rows).reshape(rows, ASK), self._pin(found))
+        return Lane(at_asks, at_found, self._pin(8 * ASK * rows).reshape(rows, ASK), self._pin(found))
 
     def _take_memory(self, *sizes: int) -> list[int]:
         """Device memory for several things, one behind the other."""
@@ -351,7 +383,7 @@ class DeviceRow:
 
     def __init__(
         self,
-        sampler: RowSampler,
+        sampler: RowSource,
         place: int,
         ask: RowAsk,
         found: RowFound,
@@ -413,6 +445,9 @@ class DeviceRow:
 class DeviceRows(Sequence[DeviceRow]):
     """The rows of logits of a step."""
 
+    is_near = False
+    """What is asked of a row costs no wait."""
+
     def __init__(self, rows: Sequence[DeviceRow]) -> None:
         self._rows = rows
 
@@ -428,6 +463,10 @@ class DeviceRows(Sequence[DeviceRow]):
     def __getitem__(self, place: slice) -> "DeviceRows": ...
     def __getitem__(self, place: int | slice) -> "DeviceRow | DeviceRows":
         return DeviceRows(self._rows[place]) if isinstance(place, slice) else self._rows[place]
+
+    def token_ids(self) -> list[int]:
+        """The greedy token of each row, ``NO_TOKEN`` for one with a NaN."""
+        return [row.token_id for row in self._rows]
 
     def fetch(self) -> Float32Array:
         """All of them on the host, [R, V]."""

@@ -9,7 +9,6 @@ import numpy.typing as npt
 
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.operators import function
-from specexport_runtime.executors.row_kernels import FEW
 
 _NUMBERS = 5  # float64 of a row
 
@@ -17,18 +16,23 @@ _NUMBERS = 5  # float64 of a row
 class RowCuts:
     """What cuts leave of the rows of one step."""
 
-    def __init__(self, rows: int, asks: int, found: int, kept_masses: int, few: int) -> None:
-        """Of addresses: asks and answers of ``rows`` rows, their ``RowRule.kept_mass``, and candidates, ids first."""
-        memory = np.empty((2 * FEW + _NUMBERS) * rows)
-        self._ids = memory[: FEW * rows].view(np.int64).reshape(rows, FEW)
-        self._probs = memory[FEW * rows : 2 * FEW * rows].reshape(rows, FEW)
+    def __init__(self, rows: int, few: int, asks: int, found: int, kept_masses: int, candidates: int) -> None:
+        """Of ``rows`` rows and up to ``few`` candidates each, 1024 at most.
+
+        The others are addresses: of asks and answers, ``RowRule.kept_mass`` of each, and candidates, ids first.
+        """
+        size = few * rows
+        memory = np.empty(2 * size + _NUMBERS * rows)
+        self._few = few
+        self._ids = memory[:size].view(np.int64).reshape(rows, few)
+        self._probs = memory[size : 2 * size].reshape(rows, few)
         self._at_ids = ids = int(memory.ctypes.data)
-        self._at_probs = probs = ids + 8 * FEW * rows
+        self._at_probs = probs = ids + 8 * size
         cut, _ = _functions()
-        cut(rows, FEW, asks, found, kept_masses, few, few + 4 * FEW * rows, probs + 8 * FEW * rows, ids, probs)
+        cut(rows, few, asks, found, kept_masses, candidates, candidates + 4 * size, probs + 8 * size, ids, probs)
         # Of each row: how many tokens stay (0: it has no candidates, or too many), the largest probability, the token
         # at the asked uniform, its probability, and that of the asked token.
-        self.numbers: list[list[float]] = memory[2 * FEW * rows :].reshape(rows, _NUMBERS).tolist()
+        self.numbers: list[list[float]] = memory[2 * size :].reshape(rows, _NUMBERS).tolist()
 
     def kept(self, place: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
         """Ids [n] of one row, ascending, and their probabilities."""
@@ -37,7 +41,7 @@ class RowCuts:
 
     def memory(self, place: int) -> tuple[int, int, int]:
         """How many stay of one row, and the addresses of their ids and probabilities."""
-        begin = 8 * FEW * place
+        begin = 8 * self._few * place
         return int(self.numbers[place][0]), self._at_ids + begin, self._at_probs + begin
 
 

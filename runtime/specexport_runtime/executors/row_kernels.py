@@ -18,6 +18,8 @@ PER_BIN = 0.5
 """Nats of a bin."""
 FEW = 128
 """Candidates of a cut that come along with a step."""
+MOST_CUT = 1024
+"""Candidates of a row that the library of operators can cut (``kMost`` in ``rows.cpp``)."""
 MANY = 4096
 """Candidates that are kept on the device; of more, the whole row is fetched."""
 
@@ -67,7 +69,7 @@ class RowFound(NamedTuple):
     token_probability: float  # of the asked one
     candidates: float  # how many there are
     least: float  # the smallest logit that may be one, before top-p
-    spare: float
+    likeliest: float  # the likeliest token, of a row on a CPU alone
 
     @property
     def is_whole(self) -> bool:

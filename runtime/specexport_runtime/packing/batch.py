@@ -110,6 +110,12 @@ def _fill_adapters(buffer: Int64Array, work: Sequence[RowWork], default: int) ->
         start += len(row.tokens)
 
 
+def _put_parents_back(work: Sequence[RowWork], buffers: StepBuffers) -> None:
+    """After a step with trees each token's parent is the one before it again."""
+    if buffers.parents is not None and any(row.parents for row in work):
+        buffers.parents.fill(1)
+
+
 def _fill_parents(buffers: StepBuffers, work: Sequence[RowWork]) -> None:
     """Parents of tokens that are no chain, and their positions."""
     if buffers.parents is None:
@@ -175,10 +181,14 @@ class ModelRunner:
 
     def step_rows(self, first_row: int, work: Sequence[RowWork]) -> "DeviceRows":
         """As :meth:`step`, with logits that stay on the device: needs ``Executor.keeps_rows``."""
-        asks = [NOTHING] * len(self._pack(first_row, work).logit_rows)
+        buffers = self._pack(first_row, work)
+        asks = [NOTHING] * len(buffers.logit_rows)
         for start, row in zip(self.logit_starts, work, strict=True):
             asks[start : start + len(row.asks)] = row.asks
-        return self.executor.execute_rows(asks)
+        try:
+            return self.executor.execute_rows(asks)
+        finally:
+            _put_parents_back(work, buffers)
 
     def step(self, first_row: int, work: Sequence[RowWork], want: Want = "logits") -> StepOutput:
         """Run one packed step of consecutive rows, with at least one token and one logit row in all.
@@ -187,14 +197,11 @@ class ModelRunner:
         ids int64 [R], those of ``work[i]`` from ``logit_starts[i]`` on; the next step overwrites them.
         SpecexportError if a row cannot hold the new tokens.
         """
-        parents = self._pack(first_row, work).parents
-        if not any(row.parents for row in work):
-            return self.executor.execute(want)
+        buffers = self._pack(first_row, work)
         try:
             return self.executor.execute(want)
         finally:
-            if parents is not None:
-                parents.fill(1)
+            _put_parents_back(work, buffers)
 
     @property
     def chains(self) -> bool:

@@ -57,12 +57,6 @@ class RandomStream:
             self._blocks[index] = block
         return block[position - index * _BLOCK]
 
-    def near(self, position: int) -> list[Draws]:
-        """The uniforms of a position, and of some behind it."""
-        self.draws(position)
-        index, offset = divmod(position, _BLOCK)
-        return self._blocks[index][offset:]
-
     def branch(self, position: int, number: int) -> Draws:
         """Those of one more token that is tested there or behind it, by its number from 0."""
         index, offset = divmod(number, _BLOCK)
@@ -91,19 +85,16 @@ class RoundDraws:
     def __init__(self, stream: RandomStream, *, fresh: bool) -> None:
         self._stream, self._fresh = stream, fresh
         self._start, self._seen = 0, 0
-        self._near: list[Draws] = []  # of this round's first places
 
     def __call__(self, place: int) -> Draws:
         """The uniforms of a place, from 0, of this round."""
         if place >= self._seen:
             self._seen = place + 1
-        return self.peek(place)
+        return self._stream.draws(self._start + place)
 
     def peek(self, place: int) -> Draws:
         """As calling it, for numbers that are perhaps not used: what is only peeked at counts as not looked at."""
-        if not self._near:
-            self._near = self._stream.near(self._start)
-        return self._near[place] if place < len(self._near) else self._stream.draws(self._start + place)
+        return self._stream.draws(self._start + place)
 
     def branch(self, number: int) -> Draws:
         """The uniforms of a branch of this round's tree, by its number: any, from 0, that no other branch has.
@@ -116,4 +107,4 @@ class RoundDraws:
     def end_round(self, count: int) -> None:
         """The next round begins, ``count`` tokens further on in the text."""
         self._start += self._seen if self._fresh else count
-        self._seen, self._near = 0, []
+        self._seen = 0

@@ -1,0 +1,114 @@
+// Passes over a row of logits in vectors of LANES doubles. Included once an instruction set, with TARGET (the attribute of
+// its functions) and FMA(a, b, c) defined; KERNELS is what it defines.
+namespace specexport {
+namespace {
+typedef double V __attribute__((vector_size(LANES * 8)));
+typedef int64_t I __attribute__((vector_size(LANES * 8)));
+typedef float F __attribute__((vector_size(LANES * 4)));
+#define INLINE TARGET static inline __attribute__((always_inline))
+
+INLINE V all(double value) { return V{} + value; }
+
+// e^x for x <= 0, within 2e-16 of it; 0 below -708.
+INLINE V exp_of(V x) {
+  const V magic = all(6755399441055744.0);  // 1.5 * 2^52: what is added to it is rounded to an integer
+  const V turned = x * all(1.4426950408889634) + magic, whole = turned - magic;
+  V rest = FMA(whole, all(-6.93147180369123816490e-01), x);  // whole * ln 2 in two parts, the first of them exact
+  rest = FMA(whole, all(-1.90821492927058770002e-10), rest);
+  constexpr double kTerms[] = {2.08767569878681e-09, 2.505210838544172e-08, 2.755731922398589e-07, 2.7557319223985893e-06,
+                               2.48015873015873e-05, 1.984126984126984e-04, 1.388888888888889e-03, 8.333333333333333e-03,
+                               4.1666666666666664e-02, 1.6666666666666666e-01, 0.5, 1.0, 1.0};
+  V sum = all(kTerms[0]);  // Taylor's series up to x^12 / 12!, for |x| <= ln 2 / 2
+  for (int i = 1; i < 13; i++) sum = FMA(sum, rest, all(kTerms[i]));
+  const I power = ((I)turned - (I)magic + 1023) << 52;
+  return (V)((I)(sum * (V)power) & (I)(x >= all(-708.0)));
+}
+
+INLINE V weights_of(const float* x, const Softmax& law) {
+  F some;
+  memcpy(&some, x, sizeof some);
+  return exp_of((__builtin_convertvector(some, V) - law.peak) * law.inverse) * law.scale;
+}
+
+INLINE double total(V value) {
+  double sum = 0;
+  for (int i = 0; i < LANES; i++) sum += value[i];
+  return sum;
+}
+
+TARGET float top(const float* x, int64_t count) {
+  F most = F{} - __builtin_inff();
+  decltype(most == most) odd = most != most;
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) {
+    F some;
+    memcpy(&some, x + i, sizeof some);
+    odd |= some != some;
+    most = some > most ? some : most;
+  }
+  float found = -__builtin_inff();
+  bool is_odd = false;
+  for (int lane = 0; lane < LANES; lane++) is_odd |= odd[lane] != 0, found = most[lane] > found ? most[lane] : found;
+  for (; i < count; i++) is_odd |= x[i] != x[i], found = x[i] > found ? x[i] : found;
+  return is_odd ? __builtin_nanf("") : found;
+}
+
+// The last logits of a row, and -inf behind them: what has no weight.
+struct Rest {
+  float x[LANES];
+  Rest(const float* from, int64_t count) {
+    for (int64_t i = 0; i < LANES; i++) x[i] = i < count ? from[i] : -__builtin_inff();
+  }
+};
+
+// Sum of what `mass_at(place)` gives for each vector; those behind the last whole one are of `rest`.
+template <bool kStores, class Mass, class Last>
+INLINE double over(int64_t count, double* out, Mass mass, Last last) {
+  V sum = V{}, other = V{};
+  int64_t i = 0;
+  for (; i + 2 * LANES <= count; i += 2 * LANES) {
+    const V one = mass(i), two = mass(i + LANES);
+    if (kStores) memcpy(out + i, &one, sizeof one), memcpy(out + i + LANES, &two, sizeof two);
+    sum += one, other += two;
+  }
+  for (; i < count; i += LANES) {
+    const bool is_whole = i + LANES <= count;
+    const V each = is_whole ? mass(i) : last(i);
+    if (kStores) memcpy(out + i, &each, size_t(is_whole ? LANES : count - i) * sizeof(double));
+    sum += each;
+  }
+  return total(sum + other);
+}
+
+template <bool kStores>
+INLINE double weigh_as(const float* x, int64_t count, const Softmax& law, double* weights) {
+  return over<kStores>(
+      count, weights, [&](int64_t i) TARGET { return weights_of(x + i, law); },
+      [&](int64_t i) TARGET { return weights_of(Rest(x + i, count - i).x, law); });
+}
+
+INLINE V above(V q, V p) {
+  const V left = q - p;
+  return (V)((I)left & (I)(left > V{}));
+}
+
+template <bool kStores>
+INLINE double surplus_as(const float* q, const Softmax& of_q, const float* p, const Softmax& of_p, int64_t count, double* masses) {
+  return over<kStores>(
+      count, masses, [&](int64_t i) TARGET { return above(weights_of(q + i, of_q), weights_of(p + i, of_p)); },
+      [&](int64_t i) TARGET {
+        return above(weights_of(Rest(q + i, count - i).x, of_q), weights_of(Rest(p + i, count - i).x, of_p));
+      });
+}
+
+TARGET double weigh(const float* x, int64_t count, const Softmax& law, double* weights) {
+  return weights ? weigh_as<true>(x, count, law, weights) : weigh_as<false>(x, count, law, nullptr);
+}
+
+TARGET double surplus(const float* q, const Softmax& of_q, const float* p, const Softmax& of_p, int64_t count, double* masses) {
+  return masses ? surplus_as<true>(q, of_q, p, of_p, count, masses) : surplus_as<false>(q, of_q, p, of_p, count, nullptr);
+}
+}  // namespace
+
+extern const RowKernels KERNELS = {top, weigh, surplus};
+}  // namespace specexport

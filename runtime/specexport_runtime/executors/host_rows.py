@@ -1,0 +1,190 @@
+"""Rows of logits on a CPU, looked at as those that stay on a GPU are: the library of operators draws from them.
+
+A row is looked at when it is first asked for, so that one behind a refused token costs nothing.
+"""
+
+import ctypes
+import functools
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+
+from specexport_runtime.errors import SpecexportError
+from specexport_runtime.executors.base import NO_TOKEN, argmax_ids
+from specexport_runtime.executors.device_rows import (
+    AS_FOUND,
+    DeviceRow,
+    DeviceRows,
+    Float32Array,
+    Lane,
+    RowSource,
+)
+from specexport_runtime.executors.operators import function
+from specexport_runtime.executors.row_cuts import RowCuts
+from specexport_runtime.executors.row_kernels import (
+    ASK,
+    BLOCK,
+    FOUND,
+    MOST_CUT,
+    SURPLUS_ASK,
+    UNKNOWN,
+    RowAsk,
+    SurplusAsk,
+)
+
+_TOO_MANY = 2.0**31
+
+if TYPE_CHECKING:
+    from specexport_runtime.bundle.arrays import CutHead
+
+
+def open_host_rows(width: int, num_slots: int) -> "HostRows | None":
+    """What draws from an executor's rows of ``width`` logits; None without the library."""
+    try:
+        return HostRows(width, num_slots)
+    except SpecexportError:
+        return None
+
+
+class HostRows(RowSource):
+    """Draws from the rows of logits [R, V] of one executor's steps."""
+
+    def __init__(self, width: int, num_slots: int) -> None:
+        self.width, self.generation, self._num_slots = width, 0, num_slots
+        self._find, self._surplus = _functions()
+        blocks = -(-width // BLOCK)
+        self._lane = Lane(0, 0, np.zeros((1, ASK)), np.zeros(FOUND + MOST_CUT))
+        self._tops, self._room, self._sums = (
+            np.zeros(blocks, np.float32),
+            np.zeros(blocks, np.float32),
+            np.zeros(blocks),
+        )
+        self._scratch = [int(each.ctypes.data) for each in (self._tops, self._room, self._sums)]
+        self._logits: Float32Array = np.zeros((0, width), np.float32)
+        self._kept: list[Float32Array] = []  # of ``num_slots`` rows each
+        self._head: CutHead | None = None
+        self._wide: Float32Array = np.zeros(0, np.float32)  # the last row of a cut LM head that was asked for
+
+    def name(self, head: "CutHead | None") -> bool:
+        """The ids of the LM head's rows; False if they are in no order, and are not drawn from by these."""
+        self._head = head
+        return head is None or bool((np.diff(head.ids) > 0).all())
+
+    def take(self, asks: Sequence[RowAsk], logits: Float32Array) -> DeviceRows:
+        """The rows of a step, until the next one."""
+        self.generation += 1
+        self._logits = logits
+        return _Rows(self, asks, logits)
+
+    def look(self, place: int, ask: RowAsk) -> DeviceRow:
+        """What is asked of a row of the last step; a row with a slot is kept there."""
+        row, rule, lane, head = self._logits[place], ask.rule, self._lane, self._head
+        if ask.slot >= 0:
+            row = self._kept_row(ask.slot)
+            row[:] = self._logits[place]
+        address = int(row.ctypes.data)
+        if rule.comes:
+            return DeviceRow(self, place, ask, UNKNOWN, NO_TOKEN, address, self.generation)
+        if lane.rules != (rule,):
+            lane.set_rules((rule,))
+        lane.tell(1, (ask.uniform,), (ask.token,))
+        few = lane.host_found + 8 * FOUND
+        count = self.width if head is None else len(head.ids)
+        self._find(address, count, lane.host_asks, lane.host_found, few, few + 4 * MOST_CUT, *self._scratch)
+        found = AS_FOUND(lane.found[:FOUND].tolist())
+        if head is not None and found.likeliest >= 0:
+            found = found._replace(drawn=head.ids[int(found.drawn)], likeliest=head.ids[int(found.likeliest)])
+            ids = lane.found[FOUND:].view(np.int32)[: min(int(found.candidates), MOST_CUT)]
+            ids[:] = head.ids[ids]
+        if found.candidates > MOST_CUT:
+            found = found._replace(candidates=_TOO_MANY)
+        token, found = int(found.likeliest), found if rule.temperature else UNKNOWN
+        made = DeviceRow(self, place, ask, found, token, address, self.generation)
+        if rule.cuts:
+            made.cuts, made.place = RowCuts(1, MOST_CUT, lane.host_asks, lane.host_found, lane.host_kept_masses, few), 0
+        return made
+
+    def slot(self, slot: int) -> int:
+        """Where a kept row lies, with all ids, until the next one is asked for."""
+        row = self._kept_row(slot)
+        return int((row if self._head is None else self._widened(row)).ctypes.data)
+
+    def _widened(self, row: Float32Array) -> Float32Array:
+        if self._head is not None:
+            self._wide = self._head.widen(row[: len(self._head.ids)])
+            return self._wide
+        return row
+
+    def _kept_row(self, slot: int) -> Float32Array:
+        group, place = divmod(slot, self._num_slots)
+        while group >= len(self._kept):
+            self._kept.append(np.empty((self._num_slots, self.width), np.float32))
+        row: Float32Array = self._kept[group][place]
+        return row
+
+    def fetch(self, place: int, address: int) -> Float32Array:
+        """A row [V]: the memory itself, where no LM head was cut."""
+        if self._head is not None:
+            return self._wide if address == int(self._wide.ctypes.data) else self._widened(self._logits[place])
+        return np.ctypeslib.as_array((ctypes.c_float * self.width).from_address(address))
+
+    def come(self, place: int) -> Float32Array:
+        """A row [V] of the last step."""
+        return self._widened(self._logits[place])
+
+    def candidates(self, place: int, count: int) -> None:
+        """None: of rows with so many, all is here."""
+
+    def surpluses(self, asks: Sequence[SurplusAsk]) -> list[tuple[float, int]]:
+        """Sum and token of each."""
+        made, out, numbers = [], (ctypes.c_double * 2)(), (ctypes.c_double * SURPLUS_ASK)()
+        for ask in asks:
+            numbers[: SURPLUS_ASK - 2] = list(ask[:-2])
+            self._surplus(numbers, ask.target, ask.draft, self._scratch[-1], out)
+            made.append((out[0], int(out[1])))
+        return made
+
+
+class _Rows(DeviceRows):
+    """The rows of a step, each looked at once."""
+
+    is_near = True
+
+    def __init__(self, source: HostRows, asks: Sequence[RowAsk], logits: Float32Array, begin: int = 0) -> None:
+        self._source, self._asks, self._logits, self._begin = source, asks, logits, begin
+        self._made: dict[int, DeviceRow] = {}
+
+    def __len__(self) -> int:
+        return len(self._asks)
+
+    def __iter__(self) -> Iterator[DeviceRow]:
+        return (self[place] for place in range(len(self)))
+
+    @overload
+    def __getitem__(self, place: int) -> DeviceRow: ...
+    @overload
+    def __getitem__(self, place: slice) -> DeviceRows: ...
+    def __getitem__(self, place: int | slice) -> "DeviceRow | DeviceRows":
+        if isinstance(place, slice):
+            start = place.indices(len(self))[0]
+            return _Rows(self._source, self._asks[place], self._logits[place], self._begin + start)
+        if (row := self._made.get(place)) is None:
+            row = self._made[place] = self._source.look(self._begin + place, self._asks[place])
+        return row
+
+    def fetch(self) -> Float32Array:
+        """All of them, [R, V]: the memory itself."""
+        return self._logits
+
+    def token_ids(self) -> list[int]:
+        """See the base class."""
+        ids: list[int] = argmax_ids(self._logits).tolist()
+        return ids
+
+
+@functools.cache
+def _functions() -> tuple[Any, Any]:
+    address, count = ctypes.c_void_p, ctypes.c_int64
+    find = function("specexport_find_row", [address, count, *[address] * 7])
+    return find, function("specexport_row_surplus", [address] * 5)

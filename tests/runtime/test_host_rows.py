@@ -1,0 +1,135 @@
+"""Rows of logits that the library of operators draws from on a CPU: laws, draws and errors are those of numpy."""
+
+import numpy as np
+import pytest
+
+from specexport_runtime.bundle.arrays import CutHead
+from specexport_runtime.errors import SpecexportError
+from specexport_runtime.executors.host_rows import HostRows, open_host_rows
+from specexport_runtime.executors.row_kernels import MOST_CUT, NOTHING
+from specexport_runtime.sampling.accept import normalised, surplus
+from specexport_runtime.sampling.device import CutLaw, DeviceLaw, on_host
+from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.sampling.sampler import Sampler
+from tests.runtime.test_row_cuts import LAWS
+from tests.support import chance
+
+
+def make_rows(rng: np.random.Generator, count: int, width: int) -> np.ndarray:
+    """Rows as certain as a model's, flat ones, with many equal logits, and with tokens that are not possible."""
+    rows = (2.5 * rng.normal(size=(count, width))).astype(np.float32)
+    for row in rows:
+        kind = rng.integers(5)
+        if kind < 2:
+            head = rng.permutation(width)[:200]
+            row[head] += 16 - 2 * np.log(np.arange(1, len(head) + 1))
+        elif kind == 2:
+            row[:] = rng.integers(-3, 3, width)
+        elif kind == 3:
+            row[rng.random(width) < 0.7] = -np.inf
+            row[rng.integers(width)] = 3
+        row *= rng.choice([0.1, 1.0, 30.0])
+    return rows
+
+
+def is_at(probs: np.ndarray, place: int, u: float, slack: float = 1e-11) -> bool:
+    """Whether a uniform gives a place, or misses it by rounding only."""
+    running = np.concatenate([[0.0], probs.cumsum()]) / probs.sum()
+    return probs[place] > 0 and running[place] - slack <= u <= running[place + 1] + slack
+
+
+def dense(law, width):
+    numbers = on_host(law)
+    full = np.zeros(width)
+    full[slice(len(numbers.probs)) if numbers.token_ids is None else numbers.token_ids] = numbers.probs
+    return full
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("given", [{}, *LAWS], ids=str)
+def test_laws_and_residuals_are_the_hosts(given):
+    rng = np.random.default_rng(chance.seed(2))
+    for _ in range(chance.many(12)):
+        width, used = int(rng.choice([3, 40, 511, 512, 513, 2000, 20_000])), 0
+        used = width - int(rng.integers(0, min(width, 40)))
+        sampler = Sampler(SamplingParams(temperature=float(rng.uniform(0.2, 2)), **given), [1], used)
+        target, draft = HostRows(width, 2), HostRows(width, 2)
+        rows, others = make_rows(rng, 3, width), make_rows(rng, 3, width)
+        uniforms, tokens = [0.0, 1 - 2**-53, rng.random()], rng.integers(0, used, 3).tolist()
+        kept = draft.take([sampler.ask(0.5, width, slot=i) for i in range(3)], others)
+        drafts = [sampler.law(row) for row in kept]
+        asked = target.take([sampler.ask(u, width, t) for u, t in zip(uniforms, tokens, strict=True)], rows)
+        for i, (u, token) in enumerate(zip(uniforms, tokens, strict=True)):
+            law, host = sampler.law(asked[i]), dense(sampler.distribution(rows[i]), width)
+            np.testing.assert_allclose(law.top, host.max(), rtol=1e-11)
+            np.testing.assert_allclose(law.probability(token), host[token], rtol=1e-11)
+            assert is_at(host, law.draw(u), u)
+            np.testing.assert_allclose(dense(law, width), host, rtol=1e-11)
+            for other in (drafts[i], None):
+                weight = float(rng.uniform(0.3, 1))
+                drafted = None if other is None else sampler.distribution(others[i])
+                expected = surplus(sampler.distribution(rows[i]), drafted, token, weight)
+                masses = surplus(law, other, token, weight)
+                np.testing.assert_allclose(masses.sum(), expected.sum(), rtol=1e-9, atol=1e-13)
+                if expected.sum() > 1e-9:
+                    ids = sampler.distribution(rows[i]).token_ids
+                    drawn = normalised(law, masses).draw(u)
+                    assert is_at(expected, drawn if ids is None else int(ids.searchsorted(drawn)), u, 1e-6)
+
+
+def test_certain_rows_are_cut_by_the_library_and_flat_ones_are_left_to_numpy():
+    width = 50_000
+    rng, source = np.random.default_rng(1), HostRows(width, 1)
+    certain, flat = np.zeros((2, 1, width), np.float32)
+    certain[0, :700] = 12 + rng.normal(size=700)
+    flat += rng.normal(size=width)
+    for given, wide in (({}, DeviceLaw), ({"top_p": 0.95}, None), ({"min_p": 0.01}, None)):
+        sampler = Sampler(SamplingParams(temperature=1.0, **given), [1], width)
+        for logits, kind in ((certain, wide or CutLaw), (flat, wide)):
+            (row,) = source.take([sampler.ask(0.5, width)], logits)
+            law = sampler.law(row)
+            assert kind is None or isinstance(law, kind)
+            np.testing.assert_allclose(dense(law, width), dense(sampler.distribution(logits[0]), width), rtol=1e-11)
+            if kind is CutLaw:
+                assert 128 < np.count_nonzero(dense(law, width)) < MOST_CUT
+
+
+def test_a_row_that_is_looked_at_too_late_is_refused_and_a_kept_one_is_not():
+    source, sampler = HostRows(9, 2), Sampler(SamplingParams(temperature=1.0), [1], 9)
+    rows = np.arange(27, dtype=np.float32).reshape(3, 9)
+    here = source.take([sampler.ask(0.5, 9), sampler.ask(0.5, 9, slot=3)], rows[:2].copy())
+    lost, kept = here[0], here[1]
+    (last,) = source.take([NOTHING], rows[2:])
+    assert last.token_id == 8
+    np.testing.assert_array_equal(kept.fetch(), rows[1])
+    with pytest.raises(SpecexportError, match="overwritten by a later step"):
+        lost.fetch()
+
+
+def test_rows_of_a_cut_head_are_drawn_from_by_its_ids():
+    ids, width = np.array([1, 4, 5, 9, 20], np.int32), 30
+    rng, source, target = np.random.default_rng(2), HostRows(5, 1), HostRows(width, 1)
+    assert not source.name(CutHead(ids[::-1], width)), "they would be drawn in another order"
+    head = CutHead(ids, width)
+    assert source.name(head)
+    for given in ({}, {"top_p": 0.7}, {"top_k": 2}):
+        sampler = Sampler(SamplingParams(temperature=0.8, **given), [1], width)
+        logits, rows = rng.normal(size=(1, 5)).astype(np.float32), rng.normal(size=(1, width)).astype(np.float32)
+        (row,) = source.take([sampler.ask(0.6, width, slot=0)], logits)
+        law, expected = sampler.law(row), sampler.distribution(head.widen(logits[0]))
+        np.testing.assert_allclose(dense(law, width), dense(expected, width), rtol=1e-11)
+        assert law.draw(0.6) == expected.draw(0.6)
+        assert row.token_id == ids[logits[0].argmax()]
+        np.testing.assert_array_equal(row.fetch(), head.widen(logits[0]))
+        (asked,) = target.take([sampler.ask(0.3, width, law.draw(0.6))], rows)
+        found = surplus(sampler.law(asked), law, law.draw(0.6), 0.9)
+        masses = surplus(sampler.distribution(rows[0]), expected, law.draw(0.6), 0.9)
+        np.testing.assert_allclose(found.sum(), masses.sum(), rtol=1e-9)
+
+
+def test_without_the_library_there_are_none(monkeypatch):
+    def missing():
+        raise SpecexportError("missing")
+
+    monkeypatch.setattr("specexport_runtime.executors.host_rows._functions", missing)
+    assert open_host_rows(5, 1) is None
