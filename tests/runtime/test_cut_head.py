@@ -14,6 +14,7 @@ from specexport_runtime.drafters.model import ModelDrafter
 from specexport_runtime.errors import BundleError
 from specexport_runtime.executors.base import argmax_ids
 from specexport_runtime.executors.fake import FakeExecutor
+from specexport_runtime.executors.host_rows import HostRows
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.draft_exit import DraftExit, DraftExitParams
 from specexport_runtime.requests.records import DraftStage
@@ -40,6 +41,7 @@ def cut(executor, ids=IDS):
         return logits if want == "logits" else argmax_ids(logits)
 
     executor.execute = executed
+    executor.rows = HostRows(len(ids), executor.num_rows)
     return executor
 
 

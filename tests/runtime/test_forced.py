@@ -204,7 +204,7 @@ def test_guesses_that_are_taken_as_if_they_were_forced_are_noticed(monkeypatch):
         ]
         return accept(seq, proposal._replace(distributions=sure), logits)
 
-    monkeypatch.setattr(module, "accept_processed", credulous)
+    monkeypatch.setattr(module, "accept_rows", lambda seq, proposal, rows, _: credulous(seq, proposal, rows.fetch()))
     counts, target, params = sample("random", 4, 3, 300)
     assert p_value(counts, exact(target, params)) < P_VALUE
 

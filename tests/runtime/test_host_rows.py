@@ -5,7 +5,7 @@ import pytest
 
 from specexport_runtime.bundle.arrays import CutHead
 from specexport_runtime.errors import SpecexportError
-from specexport_runtime.executors.host_rows import HostRows, open_host_rows
+from specexport_runtime.executors.host_rows import HostRows
 from specexport_runtime.executors.row_kernels import MOST_CUT, NOTHING
 from specexport_runtime.sampling.accept import normalised, surplus
 from specexport_runtime.sampling.device import CutLaw, DeviceLaw, on_host
@@ -13,6 +13,7 @@ from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.sampler import Sampler
 from tests.runtime.test_row_cuts import LAWS
 from tests.support import chance
+from tests.support.loop import finish, make_decoder, make_draft, make_sequence, make_target
 
 
 def make_rows(rng: np.random.Generator, count: int, width: int) -> np.ndarray:
@@ -27,8 +28,8 @@ def make_rows(rng: np.random.Generator, count: int, width: int) -> np.ndarray:
             row[:] = rng.integers(-3, 3, width)
         elif kind == 3:
             row[rng.random(width) < 0.7] = -np.inf
-            row[rng.integers(width)] = 3
-        row *= rng.choice([0.1, 1.0, 30.0])
+            row[0] = 3
+    rows *= rng.choice([0.1, 1.0, 30.0], (count, 1)).astype(np.float32)
     return rows
 
 
@@ -62,9 +63,9 @@ def test_laws_and_residuals_are_the_hosts(given):
         for i, (u, token) in enumerate(zip(uniforms, tokens, strict=True)):
             law, host = sampler.law(asked[i]), dense(sampler.distribution(rows[i]), width)
             np.testing.assert_allclose(law.top, host.max(), rtol=1e-11)
-            np.testing.assert_allclose(law.probability(token), host[token], rtol=1e-11)
+            np.testing.assert_allclose(law.probability(token), host[token], rtol=1e-11, atol=1e-300)
             assert is_at(host, law.draw(u), u)
-            np.testing.assert_allclose(dense(law, width), host, rtol=1e-11)
+            np.testing.assert_allclose(dense(law, width), host, rtol=1e-11, atol=1e-300)
             for other in (drafts[i], None):
                 weight = float(rng.uniform(0.3, 1))
                 drafted = None if other is None else sampler.distribution(others[i])
@@ -127,9 +128,28 @@ def test_rows_of_a_cut_head_are_drawn_from_by_its_ids():
         np.testing.assert_allclose(found.sum(), masses.sum(), rtol=1e-9)
 
 
-def test_without_the_library_there_are_none(monkeypatch):
-    def missing():
-        raise SpecexportError("missing")
+def test_without_the_library_texts_are_numpys(monkeypatch):
+    """Of targets, of drafts, of both and of none; with all that a request can ask for."""
+    options = [
+        {}, {"top_p": 0.8}, {"top_k": 4, "min_p": 0.05}, {"repetition_penalty": 1.3}, {"logit_bias": {3: 2.0}},
+        {"logprobs": 2}, {"prompt_logprobs": 1}, {"temperature": 0.0}, {"temperature": 0.0, "presence_penalty": 0.5},
+    ]  # fmt: skip
+    found = []
+    for without in ("", "target", "draft", "both"):
+        executors = {"target": make_target(), "draft": make_draft("good")}
+        for name, executor in executors.items():
+            assert executor.keeps_rows
+            executor.keeps_rows = without not in (name, "both")
+        requests = [
+            make_sequence(i, [3, 1 + i % 4], SamplingParams(max_tokens=25, **{"temperature": 0.9} | each), seed=i)
+            for i, each in enumerate(options * 2)
+        ]
+        finish(make_decoder(*executors.values(), 4), requests)
+        found.append([(req.output, req.stats.accepted, req.logprobs, req.prompt_logprobs) for req in requests])
+    assert found[1:] == found[:1] * 3
+    monkeypatch.setattr("specexport_runtime.executors.host_rows._functions", fail)
+    assert not make_target().keeps_rows
 
-    monkeypatch.setattr("specexport_runtime.executors.host_rows._functions", missing)
-    assert open_host_rows(5, 1) is None
+
+def fail():
+    raise SpecexportError("the library is missing.")

@@ -253,9 +253,9 @@ def _ask_ahead(req: Request, proposal: Proposal, laws: RowLaws, asked: list[Surp
     for place, chance in places:
         if place == len(drafted):
             return
-        target, draft = laws(place), drafts[place]
-        if isinstance(target, DeviceLaw) and (draft is None or isinstance(draft, DeviceLaw)):
-            asked.append(Surplus(target, draft, drafted[place], chance))
+        target = laws(place)
+        if isinstance(target, DeviceLaw) and (found := target.ask(drafts[place], drafted[place], chance)) is not None:
+            asked.append(found)
         if chance == 1.0:
             return
 

@@ -17,7 +17,7 @@ from specexport_runtime.drafters.siblings import (
 from specexport_runtime.errors import CheckFailedError, InvalidRequestError
 from specexport_runtime.executors.base import NO_TOKEN, Float32Array, StepOutput, Want
 from specexport_runtime.executors.device_rows import DeviceRow
-from specexport_runtime.executors.row_kernels import NOTHING, RowAsk, RowRule
+from specexport_runtime.executors.row_kernels import NOTHING, RowAsk, RowRule, whole_row
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
 from specexport_runtime.requests.records import Begun, Branch, DraftEnd, Proposal
 from specexport_runtime.requests.request import Request
@@ -132,6 +132,8 @@ class Draft:
     def ask(self, width: int, num_rows: int, ahead: int = 0) -> RowAsk:
         """What to ask of a row of logits on the device, ``ahead`` of the next; there are ``num_rows`` cache rows."""
         sampler = self.request.sampler
+        if self.num_siblings:
+            return whole_row(width)
         if sampler.is_plain_greedy:  # the probability of the likeliest token, to end the draft by
             return NOTHING if self._exit is None else RowAsk(RowRule(1.0, width))
         uniform = self.request.draws.peek(len(self.tokens) + ahead).draft

@@ -396,6 +396,10 @@ class DeviceRow:
         self.cuts: RowCuts | None = None  # of its step
         self.few: tuple[npt.NDArray[np.int32], Float32Array] | None = None  # the first candidates, where nothing is cut
 
+    def lies_with(self, other: "DeviceRow") -> bool:
+        """Whether both are in one memory: a GPU's, or this process's."""
+        return type(self._sampler) is type(other._sampler)
+
     @property
     def address(self) -> int:
         """Where its logits lie."""

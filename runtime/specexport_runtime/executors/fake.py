@@ -13,13 +13,13 @@ from specexport_runtime.abi import CONTEXT_ID, PADDED_STEP_INPUTS, STEP_INPUTS, 
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import (
     BoolArray,
-    Executor,
     Float32Array,
     StepBuffers,
     StepOutput,
     Want,
     argmax_ids,
 )
+from specexport_runtime.executors.host_rows import WithHostRows
 
 ENTRY_BYTES = 64
 """What a cache entry is said to take."""
@@ -29,7 +29,7 @@ _ADAPTER = 1_000_000  # times its number, beside the number of a mask: who wrote
 _BLOCK = -3  # an entry of a block, which must not outlive its step
 
 
-class FakeExecutor(Executor):
+class FakeExecutor(WithHostRows):
     """An executor whose next-token logits are a fixed random function of the last ``context`` tokens.
 
     Args:
@@ -121,6 +121,7 @@ class FakeExecutor(Executor):
         self._memo: dict[tuple[object, ...], Float32Array] = {}
         self._shape: StepShape | None = None
         self._buffers: StepBuffers | None = None
+        self.open_rows()
 
     def logits_after(
         self, tokens: npt.ArrayLike, mask: tuple[bool, ...] | None = None, adapter: int = 0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 
 from specexport_runtime.errors import SpecexportError
-from specexport_runtime.executors.base import NO_TOKEN, argmax_ids
+from specexport_runtime.executors.base import NO_TOKEN, Executor, argmax_ids
 from specexport_runtime.executors.device_rows import (
     AS_FOUND,
     DeviceRow,
@@ -39,12 +39,26 @@ if TYPE_CHECKING:
     from specexport_runtime.bundle.arrays import CutHead
 
 
-def open_host_rows(width: int, num_slots: int) -> "HostRows | None":
-    """What draws from an executor's rows of ``width`` logits; None without the library."""
-    try:
-        return HostRows(width, num_slots)
-    except SpecexportError:
-        return None
+class WithHostRows(Executor):
+    """An executor whose logits lie in this process's memory; ``open_rows`` is called when it is made."""
+
+    rows: "HostRows | None" = None  # None without the library
+
+    def open_rows(self) -> None:
+        """Let the library draw from its rows, if it is here."""
+        try:
+            self.rows = HostRows(self.vocab_size, self.num_rows)
+        except SpecexportError:
+            return
+        self.keeps_rows = True
+
+    def execute_rows(self, asks: Sequence[RowAsk]) -> DeviceRows:
+        """See ``Executor.execute_rows``."""
+        return super().execute_rows(asks) if self.rows is None else self.rows.take(asks, self.execute("logits"))
+
+    def name_rows(self, head: "CutHead | None") -> None:
+        """See ``Executor.name_rows``."""
+        self.names_rows = self.rows is not None and self.rows.name(head)
 
 
 class HostRows(RowSource):
@@ -74,7 +88,7 @@ class HostRows(RowSource):
     def take(self, asks: Sequence[RowAsk], logits: Float32Array) -> DeviceRows:
         """The rows of a step, until the next one."""
         self.generation += 1
-        self._logits = logits
+        self._logits = logits = np.ascontiguousarray(logits)
         return _Rows(self, asks, logits)
 
     def look(self, place: int, ask: RowAsk) -> DeviceRow:
@@ -82,7 +96,7 @@ class HostRows(RowSource):
         row, rule, lane, head = self._logits[place], ask.rule, self._lane, self._head
         if ask.slot >= 0:
             row = self._kept_row(ask.slot)
-            row[:] = self._logits[place]
+            row[: self._logits.shape[1]] = self._logits[place]
         address = int(row.ctypes.data)
         if rule.comes:
             return DeviceRow(self, place, ask, UNKNOWN, NO_TOKEN, address, self.generation)

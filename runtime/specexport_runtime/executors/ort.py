@@ -4,7 +4,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,18 +39,13 @@ from specexport_runtime.executors.base import (
     Want,
     argmax_ids,
 )
-from specexport_runtime.executors.device_rows import DeviceRows
 from specexport_runtime.executors.features import BoundFeatures, WithFeatures
-from specexport_runtime.executors.host_rows import open_host_rows
+from specexport_runtime.executors.host_rows import WithHostRows
 from specexport_runtime.executors.ort_arena import CAN_GIVE_BACK, ArenaRows
 from specexport_runtime.executors.ort_features import OrtFeatures
 from specexport_runtime.executors.ort_gates import GatedByInputs, OrtGates
 from specexport_runtime.executors.ort_session import OrtGraph, join_threads, open_graph
-from specexport_runtime.executors.row_kernels import RowAsk
 from specexport_runtime.machine import available_cores
-
-if TYPE_CHECKING:
-    from specexport_runtime.bundle.arrays import CutHead
 
 __all__ = ["MAX_BINDINGS", "OrtExecutor", "available_cores"]
 
@@ -74,7 +69,7 @@ class _Binding(NamedTuple):
     features: BoundFeatures
 
 
-class OrtExecutor(ArenaRows, GatedByInputs, WithFeatures):
+class OrtExecutor(ArenaRows, GatedByInputs, WithFeatures, WithHostRows):
     """Runs one engine with ONNX Runtime on the CPU.
 
     A binding is kept for each step shape and refilled, because binding everything anew costs more than a small model's
@@ -134,8 +129,7 @@ class OrtExecutor(ArenaRows, GatedByInputs, WithFeatures):
         self._logits: Float32Array = np.empty((0, self.vocab_size), np.float32)
         self._current: _Binding | None = None
         self._similarity: Float32Array = np.zeros((self.num_gates // 2, 0), np.float32)
-        self._rows = open_host_rows(self.vocab_size, num_rows)
-        self.keeps_rows = self._rows is not None
+        self.open_rows()
 
     def lend(self, layers: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
         """See ``CacheLender.lend``."""
@@ -178,16 +172,6 @@ class OrtExecutor(ArenaRows, GatedByInputs, WithFeatures):
         self.engine_seconds += time.perf_counter() - start
         self._similarity, self._bound = binding.similarity, binding.features
         return binding.logits if want == "logits" else argmax_ids(binding.logits)
-
-    def execute_rows(self, asks: Sequence[RowAsk]) -> DeviceRows:
-        """See ``Executor.execute_rows``."""
-        if self._rows is None:
-            return super().execute_rows(asks)
-        return self._rows.take(asks, self.execute("logits"))
-
-    def name_rows(self, head: "CutHead | None") -> None:
-        """See ``Executor.name_rows``."""
-        self.names_rows = self._rows is not None and self._rows.name(head)
 
     def step_inputs(self) -> dict[str, npt.NDArray[Any]]:
         """Copies of what the prepared step gives to a graph, by name: all step inputs, read or not, and the caches."""

@@ -126,12 +126,17 @@ class DeviceLaw(RowLaw):
 
     def surplus(self, draft: Law | None, token: int, weight: float) -> "FoundMasses | None":
         """See the base class."""
-        if not (draft is None or isinstance(draft, DeviceLaw)):
+        if (asked := self.ask(draft, token, weight)) is None:
             return None
-        asked = Surplus(self, draft, token, weight)
         if self.masses is None or asked not in self.masses:
             find_masses([asked])
         return self.masses[asked] if self.masses else None
+
+    def ask(self, draft: Law | None, token: int, weight: float) -> "Surplus | None":
+        """What :meth:`surplus` looks for; None of a ``draft`` that does not lie in the same memory."""
+        if draft is None or (isinstance(draft, DeviceLaw) and draft.row.lies_with(self.row)):
+            return Surplus(self, draft, token, weight)
+        return None
 
     def on_host(self) -> Distribution:
         """See the base class; fetches the row."""
