@@ -199,19 +199,19 @@ ORT_EXPORT void specexport_find_row(const float* x, int64_t count, const double*
     return;
   }
   float least = float(peak + ask[4]);
-  if (top_k > 0) {
-    const float border = kth(tops, row.count(), int64_t(top_k), room);
-    if (border > least) least = border;
-  }
-  // For top-p alone: the likeliest that are enough, half a nat more at a time.
+  const float border = top_k > 0 ? kth(tops, row.count(), int64_t(top_k), room) : -INFINITY;
+  if (border > least) least = border;
+  // Where no border is known, the likeliest that are enough: half a nat more at a time.
+  const bool is_open = top_p > 0 || (top_k > 0 && border == -INFINITY);
   for (double nats = 0.5;; nats += 0.5) {
     const double step = peak - nats * temperature;
-    const bool is_last = !(top_p > 0) || step <= least || nats > 750;
+    const bool is_last = !is_open || step <= least || nats > 750;
     const int64_t taken = gather(x, tops, row, is_last ? least : float(step), ids, values);
-    double mass = 0;
-    for (int64_t i = 0; !is_last && i < taken && i < kMost; i++) mass += exp((double(values[i]) - peak) / temperature);
     found[5] = double(taken);
-    if (is_last || taken > kMost || mass >= top_p * total) return;
+    if (is_last || taken > kMost || (top_k > 0 && double(taken) >= top_k)) return;
+    double mass = 0;
+    for (int64_t i = 0; i < taken && top_p > 0; i++) mass += exp((double(values[i]) - peak) / temperature);
+    if (top_p > 0 && mass >= top_p * total) return;
   }
 }
 

@@ -115,7 +115,7 @@ class Lane:
         self.comes = [i for i, rule in enumerate(rules) if rule.comes]
         self.rules = rules
 
-    def tell(self, rows: int, uniforms: Sequence[float], tokens: Sequence[int]) -> None:
+    def tell(self, rows: int, uniforms: float | Sequence[float], tokens: int | Sequence[int]) -> None:
         """Ask of the first ``rows`` rows with these."""
         self.asks[:rows, _UNIFORM] = uniforms
         self.asks[:rows, _TOKEN] = tokens
@@ -379,7 +379,7 @@ def _runs(addresses: Sequence[int], pitch: int) -> Iterator[tuple[int, int, int]
 class DeviceRow:
     """One row of logits [V] of a step; valid until the next step, or, if it was kept, until its slot is used again."""
 
-    __slots__ = ("_address", "_generation", "_sampler", "ask", "cuts", "few", "found", "place", "token_id")
+    __slots__ = ("_address", "_generation", "_sampler", "ask", "cut_at", "cuts", "few", "found", "place", "token_id")
 
     def __init__(
         self,
@@ -393,7 +393,8 @@ class DeviceRow:
     ) -> None:
         self._sampler, self.place, self._address, self._generation = sampler, place, address, generation
         self.ask, self.found, self.token_id = ask, found, token_id
-        self.cuts: RowCuts | None = None  # of its step
+        self.cuts: RowCuts | None = None  # of its step, where it has this place
+        self.cut_at = place
         self.few: tuple[npt.NDArray[np.int32], Float32Array] | None = None  # the first candidates, where nothing is cut
 
     def lies_with(self, other: "DeviceRow") -> bool:

@@ -69,14 +69,14 @@ class HostRows(RowSource):
         self._find, self._surplus = _functions()
         blocks = -(-width // BLOCK)
         self._lane = Lane(0, 0, np.zeros((1, ASK)), np.zeros(FOUND + MOST_CUT))
-        self._tops, self._room, self._sums = (
-            np.zeros(blocks, np.float32),
-            np.zeros(blocks, np.float32),
-            np.zeros(blocks),
-        )
-        self._scratch = [int(each.ctypes.data) for each in (self._tops, self._room, self._sums)]
+        self._memory = [np.zeros(blocks, kind) for kind in (np.float32, np.float32, np.float64)]  # of the library
+        self._scratch = [_address(each) for each in self._memory]
+        few = self._lane.host_found + 8 * FOUND
+        self._found = (self._lane.host_asks, self._lane.host_found, few, few + 4 * MOST_CUT, *self._scratch)
         self._logits: Float32Array = np.zeros((0, width), np.float32)
+        self._at_logits, self._pitch = 0, 0
         self._kept: list[Float32Array] = []  # of ``num_slots`` rows each
+        self._at_kept: list[int] = []
         self._head: CutHead | None = None
         self._wide: Float32Array = np.zeros(0, np.float32)  # the last row of a cut LM head that was asked for
 
@@ -87,25 +87,27 @@ class HostRows(RowSource):
 
     def take(self, asks: Sequence[RowAsk], logits: Float32Array) -> DeviceRows:
         """The rows of a step, until the next one."""
+        if logits.shape[1] != self.width:
+            raise SpecexportError(f"rows have {logits.shape[1]} logits, and not {self.width}.")
         self.generation += 1
         self._logits = logits = np.ascontiguousarray(logits)
+        self._at_logits, self._pitch = _address(logits), 4 * logits.shape[1]
         return _Rows(self, asks, logits)
 
     def look(self, place: int, ask: RowAsk) -> DeviceRow:
         """What is asked of a row of the last step; a row with a slot is kept there."""
-        row, rule, lane, head = self._logits[place], ask.rule, self._lane, self._head
+        rule, lane, head = ask.rule, self._lane, self._head
+        address = self._at_logits + place * self._pitch
         if ask.slot >= 0:
-            row = self._kept_row(ask.slot)
-            row[: self._logits.shape[1]] = self._logits[place]
-        address = int(row.ctypes.data)
+            kept = self._keep(ask.slot)
+            ctypes.memmove(kept, address, self._pitch)
+            address = kept
         if rule.comes:
             return DeviceRow(self, place, ask, UNKNOWN, NO_TOKEN, address, self.generation)
         if lane.rules != (rule,):
             lane.set_rules((rule,))
-        lane.tell(1, (ask.uniform,), (ask.token,))
-        few = lane.host_found + 8 * FOUND
-        count = self.width if head is None else len(head.ids)
-        self._find(address, count, lane.host_asks, lane.host_found, few, few + 4 * MOST_CUT, *self._scratch)
+        lane.tell(1, ask.uniform, ask.token)
+        self._find(address, self.width if head is None else len(head.ids), *self._found)
         found = AS_FOUND(lane.found[:FOUND].tolist())
         if head is not None and found.likeliest >= 0:
             found = found._replace(drawn=head.ids[int(found.drawn)], likeliest=head.ids[int(found.likeliest)])
@@ -115,14 +117,26 @@ class HostRows(RowSource):
             found = found._replace(candidates=_TOO_MANY)
         token, found = int(found.likeliest), found if rule.temperature else UNKNOWN
         made = DeviceRow(self, place, ask, found, token, address, self.generation)
-        if rule.cuts:
-            made.cuts, made.place = RowCuts(1, MOST_CUT, lane.host_asks, lane.host_found, lane.host_kept_masses, few), 0
+        if rule.cuts and found.candidates <= MOST_CUT:
+            few = self._found[2]
+            made.cuts = RowCuts(1, MOST_CUT, lane.host_asks, lane.host_found, lane.host_kept_masses, few)
+            made.cut_at = 0
         return made
 
     def slot(self, slot: int) -> int:
         """Where a kept row lies, with all ids, until the next one is asked for."""
-        row = self._kept_row(slot)
-        return int((row if self._head is None else self._widened(row)).ctypes.data)
+        address = self._keep(slot)
+        return address if self._head is None else _address(self._widened(self._view(address, len(self._head.ids))))
+
+    def _keep(self, slot: int) -> int:
+        group, place = divmod(slot, self._num_slots)
+        while group >= len(self._kept):
+            self._kept.append(np.empty((self._num_slots, self.width), np.float32))
+            self._at_kept.append(_address(self._kept[-1]))
+        return self._at_kept[group] + 4 * place * self.width
+
+    def _view(self, address: int, count: int) -> Float32Array:
+        return np.ctypeslib.as_array((ctypes.c_float * count).from_address(address))
 
     def _widened(self, row: Float32Array) -> Float32Array:
         if self._head is not None:
@@ -130,18 +144,11 @@ class HostRows(RowSource):
             return self._wide
         return row
 
-    def _kept_row(self, slot: int) -> Float32Array:
-        group, place = divmod(slot, self._num_slots)
-        while group >= len(self._kept):
-            self._kept.append(np.empty((self._num_slots, self.width), np.float32))
-        row: Float32Array = self._kept[group][place]
-        return row
-
     def fetch(self, place: int, address: int) -> Float32Array:
         """A row [V]: the memory itself, where no LM head was cut."""
         if self._head is not None:
-            return self._wide if address == int(self._wide.ctypes.data) else self._widened(self._logits[place])
-        return np.ctypeslib.as_array((ctypes.c_float * self.width).from_address(address))
+            return self._wide if address == _address(self._wide) else self._widened(self._logits[place])
+        return self._view(address, self.width)
 
     def come(self, place: int) -> Float32Array:
         """A row [V] of the last step."""
@@ -195,6 +202,11 @@ class _Rows(DeviceRows):
         """See the base class."""
         ids: list[int] = argmax_ids(self._logits).tolist()
         return ids
+
+
+def _address(memory: np.ndarray) -> int:
+    address: int = memory.ctypes.data
+    return address
 
 
 @functools.cache

@@ -42,7 +42,7 @@ def row_law(row: DeviceRow, params: SamplingParams) -> Law:
     if row.found.is_whole:
         if not row.ask.rule.cuts:
             return DeviceLaw(row, params)
-        if row.cuts is not None and row.cuts.numbers[row.place][0]:
+        if row.cuts is not None and row.cuts.numbers[row.cut_at][0]:
             return CutLaw(row, row.cuts)
         candidates = row.candidates()
         if candidates is not None:
@@ -94,12 +94,12 @@ class CutLaw(RowLaw):
 
     def __init__(self, row: DeviceRow, cuts: RowCuts) -> None:
         self.row, self._cuts = row, cuts
-        _, self.top, drawn, self.drawn_probability, self.token_probability = cuts.numbers[row.place]
+        _, self.top, drawn, self.drawn_probability, self.token_probability = cuts.numbers[row.cut_at]
         self.drawn = int(drawn)
 
     def on_host(self) -> Distribution:
         """See the base class."""
-        return Distribution(*self._cuts.kept(self.row.place))
+        return Distribution(*self._cuts.kept(self.row.cut_at))
 
     def surplus(self, draft: Law | None, token: int, weight: float) -> "FoundMasses | None":
         """See the base class."""
@@ -110,7 +110,7 @@ class CutLaw(RowLaw):
 
     @property
     def _memory(self) -> tuple[int, int, int]:
-        return self._cuts.memory(self.row.place)
+        return self._cuts.memory(self.row.cut_at)
 
 
 class DeviceLaw(RowLaw):
