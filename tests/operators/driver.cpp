@@ -16,6 +16,8 @@ extern "C" void specexport_cut_rows(int64_t, int64_t, const double*, const doubl
                                     double*, int64_t*, double*);
 extern "C" void specexport_cut_surplus(int64_t, const int64_t*, const double*, int64_t, const int64_t*, const double*, int64_t,
                                        double, double, double*);
+extern "C" void specexport_find_row(const float*, int64_t, const double*, double*, int32_t*, float*, float*, float*, double*);
+extern "C" void specexport_row_surplus(const double*, const float*, const float*, double*, double*);
 
 namespace {
 void product(const Kernels& set, Product& p, int64_t rows) {
@@ -111,6 +113,39 @@ bool cuts_are_laws() {
   if (!right) printf("cuts of candidates are wrong\n");
   return right;
 }
+// Rows of every length around vectors and blocks, in memory of exactly their size, against sums of plain numbers.
+bool rows_are_laws() {
+  bool right = true;
+  constexpr int64_t widths[] = {1, 7, 511, 512, 513, 1500};
+  for (int64_t width : widths) {
+    const int64_t blocks = (width + 511) / 512;
+    float* x = static_cast<float*>(malloc(size_t(width) * sizeof(float)));
+    float* y = static_cast<float*>(malloc(size_t(width) * sizeof(float)));
+    float* tops = static_cast<float*>(malloc(size_t(blocks) * sizeof(float)));
+    float* room = static_cast<float*>(malloc(size_t(blocks) * sizeof(float)));
+    double* sums = static_cast<double*>(malloc(size_t(blocks) * sizeof(double)));
+    int32_t* ids = static_cast<int32_t*>(malloc(1024 * sizeof(int32_t)));
+    float* values = static_cast<float*>(malloc(1024 * sizeof(float)));
+    double total = 0, found[8], other[8], left[2];
+    for (int64_t i = 0; i < width; i++) x[i] = -float(i * 37 % 101) / 7, y[i] = -float(i * 53 % 97) / 9;
+    for (int64_t i = 0; i < width; i++) total += exp(double(x[i]) - x[0]);
+    const double asks[][8] = {{1, 0, 0.7, 0, -INFINITY, 0, 0, 0}, {1, 0, 0.7, 0, -INFINITY, 9, 0, 1},
+                              {1, 0, 0.7, 0, -INFINITY, 0, 0.9, 1}, {1, 0, 0.7, 0, -2, 0, 0, 1}};
+    for (const auto& ask : asks) {
+      specexport_find_row(x, width, ask, found, ids, values, tops, room, sums);
+      if (ask[7] == 0) right = right && fabs(found[1] / total - 1) < 1e-12 && fabs(found[4] * total - 1) < 1e-12;
+      right = right && found[0] == x[0] && found[7] == 0 && (ask[7] == 0 || found[5] >= 1);
+    }
+    specexport_find_row(x, width, asks[0], found, ids, values, tops, room, sums);
+    specexport_find_row(y, width, asks[0], other, ids, values, tops, room, sums);
+    const double ask[] = {1, double(width), found[0], found[1], 1, double(width), other[0], other[1], 1, -1, 0.3};
+    specexport_row_surplus(ask, x, y, sums, left);
+    right = right && left[0] >= 0 && left[0] <= 1 && left[1] < double(width);
+    free(x), free(y), free(tops), free(room), free(sums), free(ids), free(values);
+  }
+  if (!right) printf("rows are no laws\n");
+  return right;
+}
 int check_kernels() {
   const Set sets[] = {
       {"portable", Isa::portable, &portable_kernels, &portable_kernels},
@@ -135,7 +170,7 @@ int check_kernels() {
       for (const char* name : kGroupFormats) failed += !check(name, set, shape[0], shape[1]);
     }
   }
-  return failed + !cuts_are_laws();
+  return failed + !cuts_are_laws() + !rows_are_laws();
 }
 }  // namespace
 

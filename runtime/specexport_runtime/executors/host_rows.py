@@ -39,6 +39,14 @@ if TYPE_CHECKING:
     from specexport_runtime.bundle.arrays import CutHead
 
 
+def open_host_rows(width: int, num_slots: int) -> "HostRows | None":
+    """What draws from rows of ``width`` logits; None without the library."""
+    try:
+        return HostRows(width, num_slots)
+    except SpecexportError:
+        return None
+
+
 class WithHostRows(Executor):
     """An executor whose logits lie in this process's memory; ``open_rows`` is called when it is made."""
 
@@ -46,11 +54,8 @@ class WithHostRows(Executor):
 
     def open_rows(self) -> None:
         """Let the library draw from its rows, if it is here."""
-        try:
-            self.rows = HostRows(self.vocab_size, self.num_rows)
-        except SpecexportError:
-            return
-        self.keeps_rows = True
+        self.rows = open_host_rows(self.vocab_size, self.num_rows)
+        self.keeps_rows = self.rows is not None
 
     def execute_rows(self, asks: Sequence[RowAsk]) -> DeviceRows:
         """See ``Executor.execute_rows``."""

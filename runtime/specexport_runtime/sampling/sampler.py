@@ -8,8 +8,9 @@ import numpy as np
 
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.device_rows import DeviceRow
+from specexport_runtime.executors.host_rows import HostRows, open_host_rows
 from specexport_runtime.executors.row_kernels import NOTHING, RowAsk, RowRule, whole_row
-from specexport_runtime.sampling.device import FlatRows, row_law, row_rule
+from specexport_runtime.sampling.device import FlatRows, on_host, row_law, row_rule
 from specexport_runtime.sampling.distribution import (
     Distribution,
     Float32Array,
@@ -50,6 +51,7 @@ class Sampler:
         self._adjuster = LogitAdjuster(params, prompt_tokens, vocab_size)
         self._flat = FlatRows()
         self._rules: dict[int, RowRule] = {}  # by width
+        self._near: HostRows | None = None  # of rows that were changed before they are drawn from
         self.is_greedy = params.is_greedy
         """Nothing is drawn: use ``greedy_token``."""
         self.is_plain = not self._adjuster.active and grammar is None
@@ -105,10 +107,21 @@ class Sampler:
         processed = self._adjusted(logits, drafted)
         allowed = None if self.grammar is None else self.grammar.allowed(drafted)
         if allowed is None:
-            return truncated_softmax(processed, self.params)
+            return self._softmax(processed)
         ids = _ids_of(allowed, processed)
         inside = truncated_softmax(processed[ids], self.params)
         return Distribution(ids if inside.token_ids is None else ids[inside.token_ids], inside.probs)
+
+    def _softmax(self, row: Float32Array) -> Distribution:
+        """``truncated_softmax``, by the library of operators where that leaves few tokens."""
+        if self._near is None or self._near.width != len(row):
+            self._near = open_host_rows(len(row), 1)
+        rule = row_rule(self.params, len(row))
+        if self._near is None or not rule.cuts or self._flat.comes():
+            return truncated_softmax(row, self.params)
+        (found,) = self._near.take([RowAsk(rule)], row[None])
+        self._flat.note(found)
+        return on_host(row_law(found, self.params))
 
     def greedy_token(self, logits: Float32Array, drafted: Sequence[int] = ()) -> int:
         """The most likely token after bias and penalties, the lowest id on a tie. Arguments as ``distribution``."""
