@@ -60,7 +60,7 @@ def cut_softmax(
     for name, cut in CUTS.items():
         number = getattr(params, name)
         if number != cut.off:
-            kept = cut.keep(values, number, params.temperature, peak)
+            kept = cut.kept(values, number, params.temperature, peak)
             ids, values = kept if ids is None else ids[kept], values[kept]
     if 0 < params.top_k < len(values) and (len(values) > _TINY or params.top_p == 1.0):
         kept = top_k_indices(values, params.top_k)
