@@ -121,7 +121,7 @@ class FakeExecutor(WithHostRows):
         self._memo: dict[tuple[object, ...], Float32Array] = {}
         self._shape: StepShape | None = None
         self._buffers: StepBuffers | None = None
-        self.open_rows()
+        self.attach_library()
 
     def logits_after(
         self, tokens: npt.ArrayLike, mask: tuple[bool, ...] | None = None, adapter: int = 0

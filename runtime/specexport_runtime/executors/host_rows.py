@@ -48,11 +48,11 @@ def open_host_rows(width: int, num_slots: int) -> "HostRows | None":
 
 
 class WithHostRows(Executor):
-    """An executor whose logits lie in this process's memory; ``open_rows`` is called when it is made."""
+    """An executor whose logits lie in this process's memory; ``attach_library`` is called when it is made."""
 
     rows: "HostRows | None" = None  # None without the library
 
-    def open_rows(self) -> None:
+    def attach_library(self) -> None:
         """Let the library draw from its rows, if it is here."""
         self.rows = open_host_rows(self.vocab_size, self.num_rows)
         self.keeps_rows = self.rows is not None

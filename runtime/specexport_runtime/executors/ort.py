@@ -129,7 +129,7 @@ class OrtExecutor(ArenaRows, GatedByInputs, WithFeatures, WithHostRows):
         self._logits: Float32Array = np.empty((0, self.vocab_size), np.float32)
         self._current: _Binding | None = None
         self._similarity: Float32Array = np.zeros((self.num_gates // 2, 0), np.float32)
-        self.open_rows()
+        self.attach_library()
 
     def lend(self, layers: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
         """See ``CacheLender.lend``."""
