@@ -14,6 +14,7 @@ from specexport_runtime.drafters.lookup import LookupDrafter
 from specexport_runtime.drafters.other_tokens import OtherTokensDrafter, SpelledText
 from specexport_runtime.executors.base import argmax_ids
 from specexport_runtime.executors.fake import FakeExecutor
+from specexport_runtime.executors.host_rows import HostRows
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.draft_exit import DraftExit, DraftExitParams
 from specexport_runtime.requests.records import DraftStage
@@ -71,7 +72,8 @@ class Reader(FakeExecutor):
     def __init__(self, token_map: TokenMap, source: FakeExecutor, rows: int, capacity: int) -> None:
         super().__init__(len(token_map.target_ids), rows, capacity)
         self.map, self.source = token_map, source
-        self.rows = np.flatnonzero(token_map.target_ids != NOT_SHARED)
+        self.shared = np.flatnonzero(token_map.target_ids != NOT_SHARED)
+        self.rows = HostRows(len(self.shared), rows)
         pieces = token_map.pieces.tolist()
         self.spelled = {
             tuple(pieces[start:end]): token
@@ -94,11 +96,11 @@ class Reader(FakeExecutor):
         text = self.read_back([int(token) for token in tokens])
         logits = np.full(self.vocab_size, -100.0, np.float32)  # nothing that is not shared is said
         if not self.held and text:
-            logits[self.rows] = self.source.logits_after(text)[self.map.target_ids[self.rows]]
+            logits[self.shared] = self.source.logits_after(text)[self.map.target_ids[self.shared]]
         return logits
 
     def execute(self, want="logits"):
-        logits = super().execute("logits")[:, self.rows]
+        logits = super().execute("logits")[:, self.shared]
         return logits if want == "logits" else argmax_ids(logits)
 
 
@@ -106,7 +108,7 @@ def make_drafter(
     token_map, source=None, *, rows=4, capacity=CAPACITY, drafter=OtherTokensDrafter, vocab=VOCAB, **options
 ):
     reader = Reader(token_map, source or FakeExecutor(vocab, rows, capacity), rows, capacity)
-    head = CutHead(reader.rows.astype(np.int32), len(token_map.target_ids))
+    head = CutHead(reader.shared.astype(np.int32), len(token_map.target_ids))
     return drafter(ModelRunner(reader, **options), token_map, head, vocab_size=vocab, max_backlog=9)
 
 

@@ -51,7 +51,9 @@ class Sampler:
         self._adjuster = LogitAdjuster(params, prompt_tokens, vocab_size)
         self._flat = FlatRows()
         self._rules: dict[int, RowRule] = {}  # by width
-        self._near: HostRows | None = None  # of rows that were changed before they are drawn from
+        # Of rows that come as numbers, changed or not.
+        self._near: HostRows | None = None
+        self._near_flat = FlatRows()
         self.is_greedy = params.is_greedy
         """Nothing is drawn: use ``greedy_token``."""
         self.is_plain = not self._adjuster.active and grammar is None
@@ -117,10 +119,10 @@ class Sampler:
         if self._near is None or self._near.width != len(row):
             self._near = open_host_rows(len(row), 1)
         rule = row_rule(self.params, len(row))
-        if self._near is None or not rule.cuts or self._flat.comes():
+        if self._near is None or not rule.cuts or self._near_flat.comes():
             return truncated_softmax(row, self.params)
         (found,) = self._near.take([RowAsk(rule)], row[None])
-        self._flat.note(found)
+        self._near_flat.note(found)
         return on_host(row_law(found, self.params))
 
     def greedy_token(self, logits: Float32Array, drafted: Sequence[int] = ()) -> int:
