@@ -222,12 +222,12 @@ ORT_EXPORT void specexport_row_surplus(const double* ask, const float* q, const 
   const Softmax of_q = {ask[2], 1 / fmax(ask[0], kColdest), ask[8] / ask[3]}, of_p = {ask[6], 1 / fmax(ask[4], kColdest), 1 / ask[7]};
   const int64_t token = int64_t(ask[9]), drafts = token >= 0 ? 0 : int64_t(ask[5]);
   Blocks row{int64_t(ask[1]), sums, {}};
-  const auto masses = [&](int64_t block, double* out) {
+  const auto masses = [&](int64_t block, double* into) {
     const int64_t start = block * kBlock, size = row.size(block);
     const int64_t both = drafts - start < 0 ? 0 : drafts - start < size ? drafts - start : size;
-    if (token >= start && token < start + size) out = row.masses;
-    double sum = both ? with.surplus(q + start, of_q, p + start, of_p, both, out) : 0;
-    if (size > both) sum += with.weigh(q + start + both, size - both, of_q, out ? out + both : nullptr);
+    if (token >= start && token < start + size) into = row.masses;
+    double sum = both ? with.surplus(q + start, of_q, p + start, of_p, both, into) : 0;
+    if (size > both) sum += with.weigh(q + start + both, size - both, of_q, into ? into + both : nullptr);
     if (token < start || token >= start + size) return sum;
     row.masses[token - start] = 0;
     sum = 0;

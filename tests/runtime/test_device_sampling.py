@@ -369,6 +369,15 @@ def test_a_gpu_without_the_memory_leaves_sampling_to_the_host(tmp_path, caplog, 
     assert gpu.closed
 
 
+def test_without_the_library_the_host_draws_and_says_so(tmp_path, caplog, monkeypatch):
+    def missing():
+        raise SpecexportError("_operators.so is missing")
+
+    monkeypatch.setattr("specexport_runtime.executors.device_rows.library", missing)
+    assert not open_fake(tmp_path, make_entry(LOOKAHEAD, ROWS), make_target(ROWS))[0].keeps_rows
+    assert "tokens are drawn on the host: _operators.so is missing" in caplog.text
+
+
 def test_a_driver_that_refuses_the_kernels_leaves_sampling_to_the_host(tmp_path, caplog):
     class Old(FakeGpu):
         def load_kernel(self, ptx, name):

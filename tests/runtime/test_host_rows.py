@@ -95,6 +95,23 @@ def test_certain_rows_are_cut_by_the_library_and_flat_ones_are_left_to_numpy():
                 assert 128 < np.count_nonzero(dense(law, width)) < MOST_CUT
 
 
+@pytest.mark.parametrize("penalties", [{}, {"presence_penalty": 0.1}])
+def test_rows_that_the_library_can_cut_are_never_taken_for_flat(penalties, monkeypatch):
+    """Of a small vocabulary too, where a few hundred tokens are much of a row; tokens with log-probabilities too."""
+    width, asked = 4096, []
+    rng, source = np.random.default_rng(3), HostRows(width, 1)
+    sampler = Sampler(SamplingParams(temperature=1.0, top_p=0.95, **penalties), [1], width)
+    monkeypatch.setattr("specexport_runtime.sampling.sampler.truncated_softmax", asked.append)
+    monkeypatch.setattr("specexport_runtime.sampling.device.truncated_softmax", asked.append)
+    for i in range(12):
+        logits = rng.normal(size=(1, width)).astype(np.float32)
+        logits[0, :600] += 12
+        ask = sampler.ask(0.5, width)
+        (row,) = source.take([ask._replace(rule=ask.rule._replace(comes=True)) if i % 2 else ask], logits)
+        assert 256 < np.count_nonzero(dense(sampler.law(row), width)) < MOST_CUT
+    assert not asked
+
+
 def test_a_row_that_is_looked_at_too_late_is_refused_and_a_kept_one_is_not():
     source, sampler = HostRows(9, 2), Sampler(SamplingParams(temperature=1.0), [1], 9)
     rows = np.arange(27, dtype=np.float32).reshape(3, 9)
@@ -147,7 +164,7 @@ def test_without_the_library_texts_are_numpys(monkeypatch):
         finish(make_decoder(*executors.values(), 4), requests)
         found.append([(req.output, req.stats.accepted, req.logprobs, req.prompt_logprobs) for req in requests])
     assert found[1:] == found[:1] * 3
-    monkeypatch.setattr("specexport_runtime.executors.host_rows._functions", fail)
+    monkeypatch.setattr("specexport_runtime.executors.host_rows.library", fail)
     assert not make_target().keeps_rows
 
 

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from specexport_runtime.executors import device_rows
 from specexport_runtime.executors.device_rows import DeviceRow, Lane
-from specexport_runtime.executors.row_cuts import RowCuts, can_cut
+from specexport_runtime.executors.row_cuts import RowCuts
 from specexport_runtime.executors.row_kernels import ASK, FEW, FOUND, RowFound
 from specexport_runtime.sampling.accept import normalised, surplus
 from specexport_runtime.sampling.device import CutLaw, on_host, row_law
@@ -13,9 +12,7 @@ from specexport_runtime.sampling.distribution import Distribution
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.sampler import Sampler
 from specexport_runtime.sampling.truncation import cut_softmax
-from tests.runtime.test_device_sampling import PARAMS, ROWS, pair, texts  # noqa: F401 a fixture
 from tests.support import chance
-from tests.support.loop import make_draft, make_target
 
 WIDTH = 5000
 LAWS = [
@@ -100,15 +97,3 @@ def test_rows_without_candidates_or_with_more_than_come_are_left_out():
     found = [candidates(rng, count) for count in (5, 0, FEW + 1, 2)]
     rows = make_rows([sampler] * 4, [0.5] * 4, [-1] * 4, found)
     assert [row.cuts.numbers[i][0] for i, row in enumerate(rows)] == [3, 0, 0, 2]
-
-
-@pytest.mark.parametrize("params", PARAMS)
-def test_without_the_library_texts_are_the_same(pair, params, monkeypatch):  # noqa: F811
-    assert can_cut()
-    assert device_rows.can_cut is can_cut
-    given = SamplingParams(max_tokens=24, **PARAMS[params])
-    for executor in pair:
-        monkeypatch.setattr(executor.rows, "_cuts_rows", False)
-    found = texts(pair, given, range(12))
-    expected = texts((make_target(ROWS), make_draft("good", ROWS)), given, range(12))
-    assert [req.output for req in found] == [req.output for req in expected]

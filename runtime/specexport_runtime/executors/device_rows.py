@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.gpu import ALIGNMENT, ByteArray, GpuDriver
-from specexport_runtime.executors.row_cuts import RowCuts, can_cut
+from specexport_runtime.executors.row_cuts import RowCuts, library
 from specexport_runtime.executors.row_kernels import (
     ARGUMENTS,
     ASK,
@@ -45,6 +45,7 @@ _log = logging.getLogger(__name__)
 _FEW_BYTES = 8 * FEW  # ids int32, and logits float32
 _FOUND_BYTES = 8 * FOUND
 _SURPLUS = struct.Struct(SURPLUS_FORM)
+_SHARE = 64  # candidates that are more than this part of the ids cost as much as the row
 _UNIFORM, _TOKEN = ON_DEVICE.index("uniform"), ON_DEVICE.index("token")
 AS_FOUND = partial(tuple.__new__, RowFound)
 LEAST_ROWS = 64
@@ -126,6 +127,8 @@ class RowSource(ABC):
 
     generation: int
     """Steps so far."""
+    few: int
+    """Candidates of a row that a cut can leave at no further cost."""
 
     @abstractmethod
     def slot(self, slot: int) -> int:
@@ -139,9 +142,9 @@ class RowSource(ABC):
     def come(self, place: int) -> Float32Array:
         """A row [V] that came with its step."""
 
-    @abstractmethod
-    def candidates(self, place: int, count: int) -> tuple[npt.NDArray[np.int32], Float32Array] | None:
-        """Ids and logits of the ``count`` candidates of the last step's row, in any order, or None; waits."""
+    def candidates(self, place: int, count: int) -> tuple[npt.NDArray[np.int32], Float32Array] | None:  # noqa: ARG002
+        """Ids and logits of the ``count`` candidates of the last step's row, in any order; waits. None: not kept."""
+        return None
 
     @abstractmethod
     def surpluses(self, asks: Sequence[SurplusAsk]) -> list[tuple[float, int]]:
@@ -149,7 +152,12 @@ class RowSource(ABC):
 
 
 class RowSampler(RowSource):
-    """Draws from the rows of logits [R, V] float32 that the steps of one executor leave on the device."""
+    """Draws from the rows of logits [R, V] float32 that the steps of one executor leave on the device.
+
+    SpecexportError if the driver takes no kernels, or without the library of operators.
+    """
+
+    few = FEW
 
     def __init__(self, driver: GpuDriver, width: int, num_slots: int) -> None:
         self.counts = RowCounts()
@@ -164,7 +172,7 @@ class RowSampler(RowSource):
         self._pinned: list[ByteArray] = []
         self._rows: dict[int, ByteArray] = {}  # pinned memory of fetched rows, by place
         self._lanes: list[Lane] = []
-        self._cuts_rows = can_cut()
+        library()
 
     def reserve(self, rows: int, steps: int) -> None:
         """Take the memory for steps of so many ``rows``, and for as many ``steps`` of a chain whose rows are kept.
@@ -240,22 +248,11 @@ class RowSampler(RowSource):
             for i, (ask, answer, token) in enumerate(zip(asks, found, greedy, strict=True))
         ]
         if lane.cuts:
-            self._take_cuts(lane, made)
-        return DeviceRows(made)
-
-    def _take_cuts(self, lane: Lane, made: "Sequence[DeviceRow]") -> None:
-        rows = len(made)
-        if self._cuts_rows:
             at_few = lane.host_found + _FOUND_BYTES * rows
             cuts = RowCuts(rows, FEW, lane.host_asks, lane.host_found, lane.host_kept_masses, at_few)
             for row in made:
                 row.cuts = cuts
-            return
-        few = lane.found[FOUND * rows :][: _FEW_BYTES // 8 * rows].copy()
-        ids = few.view(np.int32)[: FEW * rows].reshape(rows, FEW)
-        values = few.view(np.float32)[FEW * rows :].reshape(rows, FEW)
-        for i, row in enumerate(made):
-            row.few = ids[i], values[i]
+        return DeviceRows(made)
 
     def take_chain(self, asks: Sequence[Sequence[RowAsk]], token_ids: Sequence[Int64Array]) -> "list[DeviceRows]":
         """What was found in the steps of a chain."""
@@ -379,7 +376,7 @@ def _runs(addresses: Sequence[int], pitch: int) -> Iterator[tuple[int, int, int]
 class DeviceRow:
     """One row of logits [V] of a step; valid until the next step, or, if it was kept, until its slot is used again."""
 
-    __slots__ = ("_address", "_generation", "_sampler", "ask", "cut_at", "cuts", "few", "found", "place", "token_id")
+    __slots__ = ("_address", "_generation", "_place", "_sampler", "ask", "cut_at", "cuts", "found", "token_id")
 
     def __init__(
         self,
@@ -391,11 +388,15 @@ class DeviceRow:
         address: int,  # in the step
         generation: int,
     ) -> None:
-        self._sampler, self.place, self._address, self._generation = sampler, place, address, generation
+        self._sampler, self._place, self._address, self._generation = sampler, place, address, generation
         self.ask, self.found, self.token_id = ask, found, token_id
         self.cuts: RowCuts | None = None  # of its step, where it has this place
         self.cut_at = place
-        self.few: tuple[npt.NDArray[np.int32], Float32Array] | None = None  # the first candidates, where nothing is cut
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether the asked cut leaves so much of it that candidates cost more than the row."""
+        return self.found.candidates > max(self._sampler.few, self.ask.rule.width // _SHARE)
 
     def lies_with(self, other: "DeviceRow") -> bool:
         """Whether both are in one memory: a GPU's, or this process's."""
@@ -412,18 +413,17 @@ class DeviceRow:
         if not is_last and self.ask.slot < 0:
             raise SpecexportError("this row of logits was overwritten by a later step.")
         came = rule.comes and is_last
-        row = self._sampler.come(self.place) if came else self._sampler.fetch(self.place, self.address)
+        row = self._sampler.come(self._place) if came else self._sampler.fetch(self._place, self.address)
         return row[: rule.width or None]
 
     def candidates(self) -> tuple[Int64Array, Float32Array] | None:
-        """Ids, ascending, and logits of all that the asked cut may keep; None if they are too many."""
+        """Ids, ascending, and logits of all that the asked cut may keep, of a row that is not cut: None of too many."""
         count = int(self.found.candidates)
-        if count > MANY or (count > FEW and self._generation != self._sampler.generation):
+        if count > MANY or self._generation != self._sampler.generation:
             return None
-        few = self.few if count <= FEW else self._sampler.candidates(self.place, count)
-        if few is None:
+        if (found := self._sampler.candidates(self._place, count)) is None:
             return None
-        ids, values = few
+        ids, values = found
         order = ids[:count].argsort()
         return ids[order].astype(np.int64), values[order]
 

@@ -4,9 +4,8 @@ A row is looked at when it is first asked for, so that one behind a refused toke
 """
 
 import ctypes
-import functools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
@@ -20,8 +19,7 @@ from specexport_runtime.executors.device_rows import (
     Lane,
     RowSource,
 )
-from specexport_runtime.executors.operators import function
-from specexport_runtime.executors.row_cuts import RowCuts
+from specexport_runtime.executors.row_cuts import RowCuts, library
 from specexport_runtime.executors.row_kernels import (
     ASK,
     BLOCK,
@@ -69,9 +67,11 @@ class WithHostRows(Executor):
 class HostRows(RowSource):
     """Draws from the rows of logits [R, V] of one executor's steps."""
 
+    few = MOST_CUT
+
     def __init__(self, width: int, num_slots: int) -> None:
         self.width, self.generation, self._num_slots = width, 0, num_slots
-        self._find, self._surplus = _functions()
+        _, _, self._find, self._surplus = library()
         blocks = -(-width // BLOCK)
         self._lane = Lane(0, 0, np.zeros((1, ASK)), np.zeros(FOUND + MOST_CUT))
         self._memory = [np.zeros(blocks, kind) for kind in (np.float32, np.float32, np.float64)]  # of the library
@@ -87,8 +87,9 @@ class HostRows(RowSource):
 
     def name(self, head: "CutHead | None") -> bool:
         """The ids of the LM head's rows; False if they are in no order, and are not drawn from by these."""
-        self._head = head
-        return head is None or bool((np.diff(head.ids) > 0).all())
+        is_ordered = head is None or bool((np.diff(head.ids) > 0).all())
+        self._head = head if is_ordered else None
+        return is_ordered
 
     def take(self, asks: Sequence[RowAsk], logits: Float32Array) -> DeviceRows:
         """The rows of a step, until the next one."""
@@ -107,7 +108,7 @@ class HostRows(RowSource):
             kept = self._keep(ask.slot)
             ctypes.memmove(kept, address, self._pitch)
             address = kept
-        if rule.comes:
+        if rule.comes and not rule.temperature:
             return DeviceRow(self, place, ask, UNKNOWN, NO_TOKEN, address, self.generation)
         if lane.rules != (rule,):
             lane.set_rules((rule,))
@@ -159,9 +160,6 @@ class HostRows(RowSource):
         """A row [V] of the last step."""
         return self._widened(self._logits[place])
 
-    def candidates(self, place: int, count: int) -> None:
-        """None: of rows with so many, all is here."""
-
     def surpluses(self, asks: Sequence[SurplusAsk]) -> list[tuple[float, int]]:
         """Sum and token of each."""
         made, out, numbers = [], (ctypes.c_double * 2)(), (ctypes.c_double * SURPLUS_ASK)()
@@ -212,10 +210,3 @@ class _Rows(DeviceRows):
 def _address(memory: np.ndarray) -> int:
     address: int = memory.ctypes.data
     return address
-
-
-@functools.cache
-def _functions() -> tuple[Any, Any]:
-    address, count = ctypes.c_void_p, ctypes.c_int64
-    find = function("specexport_find_row", [address, count, *[address] * 7])
-    return find, function("specexport_row_surplus", [address] * 5)

@@ -1,16 +1,36 @@
-"""Cuts of candidates by the library of operators (``row_cuts.cpp``): of all rows of a step in one call."""
+"""What the library of operators (``rows.cpp``) does with rows of logits; cuts of all rows of a step in one call."""
 
 import ctypes
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.operators import function
 
 _NUMBERS = 5  # float64 of a row
+
+
+class RowLibrary(NamedTuple):
+    """Functions of ``rows.cpp``."""
+
+    cut: Any
+    cut_surplus: Any
+    find: Any
+    surplus: Any
+
+
+@functools.cache
+def library() -> RowLibrary:
+    """The functions; SpecexportError without the library, see ``operators.kernels``."""
+    size, at, number = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
+    return RowLibrary(
+        function("specexport_cut_rows", [size, size, *[at] * 8]),
+        function("specexport_cut_surplus", [size, at, at, size, at, at, size, number, number, at]),
+        function("specexport_find_row", [at, size, *[at] * 7]),
+        function("specexport_row_surplus", [at] * 5),
+    )
 
 
 class RowCuts:
@@ -28,8 +48,9 @@ class RowCuts:
         self._probs = memory[size : 2 * size].reshape(rows, few)
         self._at_ids = ids = int(memory.ctypes.data)
         self._at_probs = probs = ids + 8 * size
-        cut, _ = _functions()
-        cut(rows, few, asks, found, kept_masses, candidates, candidates + 4 * size, probs + 8 * size, ids, probs)
+        library().cut(
+            rows, few, asks, found, kept_masses, candidates, candidates + 4 * size, probs + 8 * size, ids, probs
+        )
         # Of each row: how many tokens stay (0: it has no candidates, or too many), the largest probability, the token
         # at the asked uniform, its probability, and that of the asked token.
         self.numbers: list[list[float]] = memory[2 * size :].reshape(rows, _NUMBERS).tolist()
@@ -53,24 +74,5 @@ def cut_surplus(
     Without a ``draft``, p is one-hot at ``token``.
     """
     out = (ctypes.c_double * 2)()
-    _, surplus = _functions()
-    surplus(*target, *(draft or (0, 0, 0)), token, weight, uniform, out)
+    library().cut_surplus(*target, *(draft or (0, 0, 0)), token, weight, uniform, out)
     return out[0], int(out[1])
-
-
-def can_cut() -> bool:
-    """Whether the library is here."""
-    try:
-        return bool(_functions())
-    except SpecexportError:
-        return False
-
-
-@functools.cache
-def _functions() -> tuple[Any, Any]:
-    size, address, number = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
-    cut = function("specexport_cut_rows", [size, size, *[address] * 8])
-    surplus = function(
-        "specexport_cut_surplus", [size, address, address, size, address, address, size, number, number, address]
-    )
-    return cut, surplus

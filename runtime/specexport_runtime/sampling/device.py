@@ -12,12 +12,11 @@ from typing import NamedTuple, cast
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.device_rows import DeviceRow
 from specexport_runtime.executors.row_cuts import RowCuts, cut_surplus
-from specexport_runtime.executors.row_kernels import FEW, RowRule, SurplusAsk, whole_row
+from specexport_runtime.executors.row_kernels import RowRule, SurplusAsk, whole_row
 from specexport_runtime.sampling.distribution import Distribution, Law
 from specexport_runtime.sampling.params import CUTS, SamplingParams
 from specexport_runtime.sampling.truncation import cut_softmax, truncated_softmax
 
-_SHARE = 64  # candidates that are more than this part of the ids cost as much as the row
 _MOST_FLAT, _COMING = 4, 128  # so many flat rows more than others, and the next come whole
 
 
@@ -122,15 +121,15 @@ class DeviceLaw(RowLaw):
         self.row, self._params = row, params
         _, total, drawn, self.drawn_probability, self.token_probability, _, _, _ = row.found
         self.top, self.drawn = 1.0 / total, int(drawn)
-        self.masses: dict[Surplus, FoundMasses] | None = None  # that were asked for ahead
+        self.masses: dict[Surplus, FoundMasses] = {}  # that were asked for ahead
 
     def surplus(self, draft: Law | None, token: int, weight: float) -> "FoundMasses | None":
         """See the base class."""
         if (asked := self.ask(draft, token, weight)) is None:
             return None
-        if self.masses is None or asked not in self.masses:
+        if asked not in self.masses:
             find_masses([asked])
-        return self.masses[asked] if self.masses else None
+        return self.masses[asked]
 
     def ask(self, draft: Law | None, token: int, weight: float) -> "Surplus | None":
         """What :meth:`surplus` looks for; None of a ``draft`` that does not lie in the same memory."""
@@ -162,8 +161,7 @@ def find_masses(asked: Sequence[Surplus]) -> None:
     if asked:
         found = asked[0].target.row.surpluses([surplus.ask() for surplus in asked])
         for surplus, (total, drawn) in zip(asked, found, strict=True):
-            masses = FoundMasses(total, drawn, surplus.target.row.ask.uniform)
-            surplus.target.masses = {**(surplus.target.masses or {}), surplus: masses}
+            surplus.target.masses[surplus] = FoundMasses(total, drawn, surplus.target.row.ask.uniform)
 
 
 class FlatRows:
@@ -174,7 +172,7 @@ class FlatRows:
 
     def note(self, row: DeviceRow) -> None:
         """A row was looked at."""
-        if row.found.candidates <= max(FEW, row.ask.rule.width // _SHARE):
+        if not row.is_flat:
             self._flat -= self._flat > 0
             return
         self._flat += 1

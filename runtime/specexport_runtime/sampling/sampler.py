@@ -51,8 +51,8 @@ class Sampler:
         self._adjuster = LogitAdjuster(params, prompt_tokens, vocab_size)
         self._flat = FlatRows()
         self._rules: dict[int, RowRule] = {}  # by width
-        # Of rows that come as numbers, changed or not.
-        self._near: HostRows | None = None
+        # Of rows that come as numbers, changed or not: by width, what cuts them and how; None where numpy does it.
+        self._near: dict[int, tuple[HostRows, RowAsk] | None] = {}
         self._near_flat = FlatRows()
         self.is_greedy = params.is_greedy
         """Nothing is drawn: use ``greedy_token``."""
@@ -116,12 +116,15 @@ class Sampler:
 
     def _softmax(self, row: Float32Array) -> Distribution:
         """``truncated_softmax``, by the library of operators where that leaves few tokens."""
-        if self._near is None or self._near.width != len(row):
-            self._near = open_host_rows(len(row), 1)
-        rule = row_rule(self.params, len(row))
-        if self._near is None or not rule.cuts or self._near_flat.comes():
+        width = len(row)
+        if width not in self._near:
+            rule = row_rule(self.params, width)
+            rows = open_host_rows(width, 1) if rule.cuts else None
+            self._near[width] = None if rows is None else (rows, RowAsk(rule))
+        near = self._near[width]
+        if near is None or self._near_flat.comes():
             return truncated_softmax(row, self.params)
-        (found,) = self._near.take([RowAsk(rule)], row[None])
+        (found,) = near[0].take([near[1]], row[None])
         self._near_flat.note(found)
         return on_host(row_law(found, self.params))
 
