@@ -12,10 +12,11 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests.support import chance, tiny_traces
-from tests.support.lanes import keep_lanes, skip_when_late
-from tests.support.tiny_models import ARCHITECTURES, HYBRIDS
-from tests.support.tiny_traces import share_exports
+from tests.support.cases import chance
+from tests.support.cases.lanes import keep_lanes, skip_when_late
+from tests.support.models import tiny_traces
+from tests.support.models.tiny_models import ARCHITECTURES, HYBRIDS
+from tests.support.models.tiny_traces import share_exports
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO_PAIR = ROOT / "examples" / "demo_pair"

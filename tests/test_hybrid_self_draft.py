@@ -21,12 +21,12 @@ from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
 from specexport_runtime.requests.layer_choice import LayerRules
 from specexport_runtime.sampling.sampler import Sampler
 from specexport_runtime.sampling.structured import StructuredOutputs
-from tests.support import chance
-from tests.support.engine_harness import make_checkpoint
-from tests.support.entries import make_entry
-from tests.support.rounds import check_every_round
-from tests.support.tiny_models import HYBRIDS, VOCAB, make_model, save_checkpoint
-from tests.support.tiny_traces import trace_of
+from tests.support.cases import chance
+from tests.support.cases.entries import make_entry
+from tests.support.fakes.rounds import check_every_round
+from tests.support.models.tiny_models import HYBRIDS, VOCAB, make_model, save_checkpoint
+from tests.support.models.tiny_traces import trace_of
+from tests.support.references.engine_harness import make_checkpoint
 
 LOOKAHEAD = 5
 TOLERANCE = 1e-4

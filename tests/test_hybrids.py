@@ -21,9 +21,9 @@ from specexport_runtime.errors import IncompatibleError, UnsupportedModelError
 from specexport_runtime.executors.ort import OrtExecutor
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
 from specexport_runtime.sampling.sampler import Sampler
-from tests.support import chance
-from tests.support.engine_harness import make_checkpoint
-from tests.support.hybrid_pairs import (
+from tests.support.cases import chance
+from tests.support.fakes.rounds import check_every_round
+from tests.support.models.hybrid_pairs import (
     CASES,
     KNOWN,
     NAMED,
@@ -35,9 +35,9 @@ from tests.support.hybrid_pairs import (
     open_engine,
     some_cases,
 )
-from tests.support.rounds import check_every_round
-from tests.support.tiny_models import ARCHITECTURES, HYBRIDS, make_model, save_checkpoint
-from tests.support.tiny_traces import tiny_model
+from tests.support.models.tiny_models import ARCHITECTURES, HYBRIDS, make_model, save_checkpoint
+from tests.support.models.tiny_traces import tiny_model
+from tests.support.references.engine_harness import make_checkpoint
 
 LOOKAHEAD = 6
 TOLERANCE = 1e-4

@@ -9,7 +9,7 @@ import torch
 
 from specexport.trace.outside import alibi_slopes
 from specexport_runtime import SamplingParams, SpecEngine
-from tests.support.tiny_models import ARCHITECTURES, make_model, save_checkpoint
+from tests.support.models.tiny_models import ARCHITECTURES, make_model, save_checkpoint
 
 
 @pytest.mark.parametrize("num_heads", [1, 2, 6, 8, 12, 71, 112])

@@ -14,14 +14,14 @@ import pytest
 from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.executors.ort import OrtExecutor
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
-from tests.support import chance
-from tests.support.engine_harness import compiled
-from tests.support.hybrid_pairs import KNOWN
-from tests.support.ort_operators import HEADS, LEFT, assert_left
-from tests.support.tiny_gguf import MIXED_EXPERTS, write_experts, write_gguf
-from tests.support.tiny_lora import save_adapter
-from tests.support.tiny_models import ARCHITECTURES, GROUPED, HYBRIDS, make_model, save_checkpoint
-from tests.support.tiny_traces import tiny_model
+from tests.support.cases import chance
+from tests.support.models.hybrid_pairs import KNOWN
+from tests.support.models.tiny_gguf import MIXED_EXPERTS, write_experts, write_gguf
+from tests.support.models.tiny_lora import save_adapter
+from tests.support.models.tiny_models import ARCHITECTURES, GROUPED, HYBRIDS, make_model, save_checkpoint
+from tests.support.models.tiny_traces import tiny_model
+from tests.support.references.engine_harness import compiled
+from tests.support.references.ort_operators import HEADS, LEFT, assert_left
 
 ROWS, WIDEST = 8, 16
 LENGTHS = (35, 19, 33, 8, 27, 1, 40, 22)

@@ -6,8 +6,8 @@ from pathlib import Path
 import onnx_ir as ir
 import pytest
 
-from tests.support.ort_operators import assert_known
-from tests.support.tiny_traces import keep_operator_table
+from tests.support.models.tiny_traces import keep_operator_table
+from tests.support.references.ort_operators import assert_known
 from tools.architecture_sweep import all_names, main, read_results, run_all, write_results
 from tools.sweep_lib import table
 from tools.sweep_lib.attempt import NOT_MADE, REFUSED, TIMEOUT, TRACEBACK, WORKS, Outcome, attempt

@@ -111,7 +111,7 @@ def _prepare() -> None:
 
     import specexport.checkpoint.load
     import specexport.trace.export  # noqa: F401
-    from tests.support.tiny_traces import keep_operator_table
+    from tests.support.models.tiny_traces import keep_operator_table
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")

@@ -17,9 +17,9 @@ from specexport.bench.summary import Fastest, pick_draft, summarize
 from specexport.cli import main
 from specexport_runtime.engine_options import EngineOptions
 from specexport_runtime.errors import InvalidRequestError
-from tests.support.bench_fakes import make_options
-from tests.support.bundle_fakes import TARGET, fake_bundles, open_fake
-from tests.support.refusals import line_of
+from tests.support.cases.refusals import line_of
+from tests.support.fakes.bench_fakes import make_options
+from tests.support.fakes.bundle_fakes import TARGET, fake_bundles, open_fake
 
 SMALL = [
     "--batch-size", "2", "--contexts", "4,8", "--lookahead", "2,4", "--max-tokens", 8, "--repeats", 2, "--warmup", 0,

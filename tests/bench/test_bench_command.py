@@ -11,8 +11,8 @@ from specexport.bench.records import read_json
 from specexport.cli import main
 from specexport_runtime.costs.curves import CostCurves, StepCost
 from specexport_runtime.engine_options import EngineOptions
-from tests.support.bench_fakes import make_subject
-from tests.support.refusals import line_of
+from tests.support.cases.refusals import line_of
+from tests.support.fakes.bench_fakes import make_subject
 
 CURVES = CostCurves(StepCost(9e-3, 1.25e-3), {"draft-model": StepCost(1e-3, 0.0)})
 

@@ -9,8 +9,8 @@ from click.testing import CliRunner
 from specexport.bench.prompts import fit_prompt
 from specexport.bench.summary import choose_lookahead
 from specexport.cli import main
-from tests.support.bundle_fakes import fake_bundles
-from tests.support.refusals import line_of
+from tests.support.cases.refusals import line_of
+from tests.support.fakes.bundle_fakes import fake_bundles
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from specexport.bench.runner import run_bench
 from specexport.bench.summary import summarize
 from specexport.plots import check_plots
 from specexport_runtime.errors import InvalidRequestError, MissingDependencyError, UserInputError, pip_install
-from tests.support.bench_fakes import PROMPTS, make_options, make_subject
+from tests.support.fakes.bench_fakes import PROMPTS, make_options, make_subject
 
 PLAIN = Cell("plain", "none", True, True, 2, 0, 0.0, "code", "continuous")
 LOOKUP = PLAIN._replace(method="lookup", drafter="lookup", num_speculative_tokens=3)

@@ -8,7 +8,7 @@ from specexport.bench.prompts import BenchPrompt
 from specexport.bench.runner import WARMUP_TOKENS, Meter, draw_lengths, run_bench
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.requests.stats import PaddingStats, PhaseTimes
-from tests.support.bench_fakes import PROMPTS, make_options, make_subject
+from tests.support.fakes.bench_fakes import PROMPTS, make_options, make_subject
 
 ALL = ["draft-model", "lookup", "chained", "vanilla", "unpad-kv", "unpad-input"]
 

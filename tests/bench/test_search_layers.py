@@ -22,8 +22,8 @@ from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.errors import BundleError, InvalidRequestError
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from specexport_runtime.requests.layer_choice import LayerRules
-from tests.support.refusals import content_of, line_of
-from tests.support.tiny_models import make_llama, save_checkpoint
+from tests.support.cases.refusals import content_of, line_of
+from tests.support.models.tiny_models import make_llama, save_checkpoint
 
 LAYERS = 5
 VOCAB = 259  # that of the tokenizer: only such ids are drafted

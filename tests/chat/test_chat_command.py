@@ -23,7 +23,7 @@ from specexport_runtime.chat.session import ChatOptions, Session, Thinking
 from specexport_runtime.chat.slips import Slips
 from specexport_runtime.cli.command import runtime_cli
 from specexport_runtime.intake.chat import render_chat
-from tests.support.patience import HANG_S
+from tests.support.cases.patience import HANG_S
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.content == 'refuse' %}{{ raise_exception('not that') }}{% endif %}"

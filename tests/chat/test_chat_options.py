@@ -5,7 +5,7 @@ from dataclasses import fields
 from specexport_runtime.chat.command import chat
 from specexport_runtime.cli.options import flag_of
 from specexport_runtime.engine_options import OPTIONS, EngineOptions, Use
-from tests.support.any_text import assert_texts_are_utf8
+from tests.support.cases.any_text import assert_texts_are_utf8
 
 
 def test_chat_has_the_flags_of_its_use_with_the_defaults_of_the_options() -> None:

@@ -10,9 +10,9 @@ from specexport.checkpoint.source import hash_checkpoint
 from specexport.trace.check import reference_logits
 from specexport.trace.prune import drop_layers
 from specexport_runtime.errors import CheckpointError
-from tests.support.engine_harness import make_checkpoint
-from tests.support.tiny_gguf import write_gguf
-from tests.support.tiny_models import GROUPED, make_model
+from tests.support.models.tiny_gguf import write_gguf
+from tests.support.models.tiny_models import GROUPED, make_model
+from tests.support.references.engine_harness import make_checkpoint
 
 
 def test_a_gguf_file_gives_the_original_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

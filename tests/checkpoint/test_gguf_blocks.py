@@ -6,7 +6,7 @@ import pytest
 
 from specexport.checkpoint.gguf_blocks import FORMATS
 from specexport.passes.block_weight import BlockWeight, join
-from tests.support.tiny_gguf import random_blocks
+from tests.support.models.tiny_gguf import random_blocks
 
 DEPTH, WIDTH = 512, 24
 ROUNDING = 1e-6

@@ -14,9 +14,9 @@ from specexport.checkpoint.load import load_checkpoint
 from specexport.checkpoint.source import Source
 from specexport.trace.check import reference_logits
 from specexport_runtime.errors import CheckpointError
-from tests.support.engine_harness import make_checkpoint
-from tests.support.tiny_gguf import write_gguf
-from tests.support.tiny_models import GROUPED, make_llama, make_model
+from tests.support.models.tiny_gguf import write_gguf
+from tests.support.models.tiny_models import GROUPED, make_llama, make_model
+from tests.support.references.engine_harness import make_checkpoint
 
 SEQUENCE = [(37 * i + 5) % 256 + 3 for i in range(60)]
 

@@ -16,9 +16,9 @@ from specexport.passes.block_format import unpack
 from specexport.passes.transpose_fold import TransposeFoldPass
 from specexport.trace.check import reference_logits
 from specexport_runtime.errors import SpecexportError, UnsupportedModelError
-from tests.support.engine_harness import make_checkpoint
-from tests.support.tiny_gguf import EXPERTS, MIXED_EXPERTS, write_experts, write_gguf
-from tests.support.tiny_models import GROUPED, make_model
+from tests.support.models.tiny_gguf import EXPERTS, MIXED_EXPERTS, write_experts, write_gguf
+from tests.support.models.tiny_models import GROUPED, make_model
+from tests.support.references.engine_harness import make_checkpoint
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from specexport.checkpoint.load import load_checkpoint
-from tests.support.tiny_assistants import ONE_KEY, SHARED, make_target
-from tests.support.tiny_gguf_gemma import gemma_file
+from tests.support.models.tiny_assistants import ONE_KEY, SHARED, make_target
+from tests.support.models.tiny_gguf_gemma import gemma_file
 
 SIZE = {"vocab_size": 260}
 FORMS: dict[str, dict[str, Any]] = {

@@ -12,8 +12,8 @@ import torch
 
 from specexport.checkpoint.load import load_checkpoint
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
-from tests.support import tiny_gguf_modules, tiny_modules, tiny_turns
-from tests.support.tiny_modules import LAYERS
+from tests.support.models import tiny_gguf_modules, tiny_modules, tiny_turns
+from tests.support.models.tiny_modules import LAYERS
 
 FAMILIES = {"qwen3next": "qwen3_next", "glm4moe": "glm", "deepseek2": "deepseek", "mimo2": "mimo-v2-flash"}
 

@@ -11,8 +11,8 @@ from specexport.checkpoint.load import load_checkpoint
 from specexport.checkpoint.source import gguf_parts, hash_checkpoint
 from specexport.trace.check import reference_logits
 from specexport_runtime.errors import CheckpointError
-from tests.support.tiny_gguf import write_gguf
-from tests.support.tiny_models import GROUPED, make_model
+from tests.support.models.tiny_gguf import write_gguf
+from tests.support.models.tiny_models import GROUPED, make_model
 
 TENSORS = 27
 """Of the model: 2 layers of 12, and 3 more, of which the LM head is the last."""

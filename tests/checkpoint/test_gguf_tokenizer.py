@@ -9,8 +9,8 @@ from tokenizers import Tokenizer, pre_tokenizers
 from specexport.checkpoint.load import load_checkpoint
 from specexport.checkpoint.loaded import Checkpoint
 from specexport_runtime.errors import CheckpointError
-from tests.support.tiny_gguf import write_gguf
-from tests.support.tiny_models import GROUPED, make_model
+from tests.support.models.tiny_gguf import write_gguf
+from tests.support.models.tiny_models import GROUPED, make_model
 
 TOKENS = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
 NORMAL, CONTROL = 1, 3

@@ -13,7 +13,7 @@ from specexport.checkpoint.load import load_checkpoint
 from specexport.checkpoint.source import hash_checkpoint
 from specexport.trace.check import reference_logits
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
-from tests.support.tiny_models import make_llama, make_tokenizer, save_checkpoint
+from tests.support.models.tiny_models import make_llama, make_tokenizer, save_checkpoint
 
 
 @pytest.fixture(scope="module")

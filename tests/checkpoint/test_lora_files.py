@@ -15,8 +15,8 @@ from specexport.checkpoint.lora import CONFIG, WEIGHTS, find_adapter
 from specexport.checkpoint.lora_fit import merge_adapter, read_adapter, with_adapter
 from specexport.trace.check import reference_logits
 from specexport_runtime.errors import CheckpointError
-from tests.support.tiny_lora import ALL, apply_adapter, save_adapter
-from tests.support.tiny_models import ARCHITECTURES, make_model, save_checkpoint
+from tests.support.models.tiny_lora import ALL, apply_adapter, save_adapter
+from tests.support.models.tiny_models import ARCHITECTURES, make_model, save_checkpoint
 
 IDS = [[5, 9, 200, 31, 7, 310, 2, 44, 45, 46]]
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {

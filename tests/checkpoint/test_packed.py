@@ -15,8 +15,8 @@ from specexport.passes.block_weight import BlockWeight
 from specexport.recipe import BuildRecipe
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.errors import CheckpointError
-from tests.support.tiny_models import ARCHITECTURES, GROUPED, make_model, save_checkpoint
-from tests.support.tiny_packed import SETTINGS, pack_checkpoint, random_layer
+from tests.support.models.tiny_models import ARCHITECTURES, GROUPED, make_model, save_checkpoint
+from tests.support.models.tiny_packed import SETTINGS, pack_checkpoint, random_layer
 
 SIZES = GROUPED | {"hidden_size": 128, "intermediate_size": 160}
 

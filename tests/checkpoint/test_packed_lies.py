@@ -17,8 +17,8 @@ from specexport.checkpoint.packed_blocks import awq_weight, compressed_weight, g
 from specexport.checkpoint.source import Source
 from specexport.passes.block_weight import BlockWeight
 from specexport_runtime.errors import CheckpointError
-from tests.support.tiny_models import GROUPED, make_model, save_checkpoint
-from tests.support.tiny_packed import GROUP, SETTINGS, pack, pack_checkpoint, random_layer
+from tests.support.models.tiny_models import GROUPED, make_model, save_checkpoint
+from tests.support.models.tiny_packed import GROUP, SETTINGS, pack, pack_checkpoint, random_layer
 
 SHAPE = (64, 128)
 SOURCE = Source("model", Path(), None, ())

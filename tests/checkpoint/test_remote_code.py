@@ -14,7 +14,7 @@ from specexport.checkpoint.source import hash_checkpoint
 from specexport.verify.checkpoint import find_checkpoint
 from specexport_runtime.bundle.entry import SourceEntry
 from specexport_runtime.errors import CheckpointError
-from tests.support.entries import make_entry
+from tests.support.cases.entries import make_entry
 
 CODE = """
 import pathlib

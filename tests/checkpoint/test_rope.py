@@ -9,9 +9,9 @@ from specexport.checkpoint.lengths import FixedRope, hold_length
 from specexport.checkpoint.load import load_checkpoint
 from specexport.trace.check import reference_logits
 from specexport_runtime.errors import UnsupportedModelError
-from tests.support import chance
-from tests.support.engine_harness import Engine, build, make_checkpoint
-from tests.support.tiny_models import BASE, BY_LENGTH, GROUPED, VOCAB, make_model, save_checkpoint
+from tests.support.cases import chance
+from tests.support.models.tiny_models import BASE, BY_LENGTH, GROUPED, VOCAB, make_model, save_checkpoint
+from tests.support.references.engine_harness import Engine, build, make_checkpoint
 
 ORIGINAL = 32
 TOLERANCE = 1e-4

@@ -10,8 +10,8 @@ from specexport.trace.check import check_packed, eager_logits
 from specexport.trace.geometry import probe_layers
 from specexport.trace.refuse import check_config
 from specexport_runtime.errors import UnsupportedModelError
-from tests.support.engine_harness import make_checkpoint
-from tests.support.tiny_models import ARCHITECTURES, GROUPED, make_llama, make_model
+from tests.support.models.tiny_models import ARCHITECTURES, GROUPED, make_llama, make_model
+from tests.support.references.engine_harness import make_checkpoint
 
 LONGEST = 13
 CHUNKS = (

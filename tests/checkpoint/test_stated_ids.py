@@ -8,7 +8,7 @@ import pytest
 
 from specexport.checkpoint.load import load_checkpoint
 from specexport_runtime.errors import CheckpointError
-from tests.support.tiny_models import make_llama, save_checkpoint
+from tests.support.models.tiny_models import make_llama, save_checkpoint
 
 NO_IDS = ['"</s>"', '"2"', "2.0", "2.5", "true", "[[2, 7]]", '[2, "7"]', "[2, null]", "[2, 7.0]", "-1", "{}", "[2, -7]"]
 

@@ -17,9 +17,9 @@ from specexport.checkpoint.stored import StoredWeight
 from specexport.checkpoint.tagged import Tags
 from specexport.trace.check import reference_logits, trace_checkpoint
 from specexport_runtime.errors import CheckpointError
-from tests.support.tiny_gguf import write_gguf
-from tests.support.tiny_models import ARCHITECTURES, GROUPED, make_llama, make_model, save_checkpoint
-from tests.support.tiny_traces import tiny_model
+from tests.support.models.tiny_gguf import write_gguf
+from tests.support.models.tiny_models import ARCHITECTURES, GROUPED, make_llama, make_model, save_checkpoint
+from tests.support.models.tiny_traces import tiny_model
 
 SEQUENCES = [list(range(3, 40)), list(range(7, 19))]
 WHOLE = {"mixtral", "qwen3_moe", "deepseek_v3"}

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from specexport.checkpoint.source import Source
 from specexport.checkpoint.tokenizer import TokenizerParts, _from_class, load_tokenizer
 from specexport_runtime.errors import CheckpointError
-from tests.support.tiny_models import make_tokenizer
+from tests.support.models.tiny_models import make_tokenizer
 
 TEXT = "héllo ☂\n</s><tool> x"
 

@@ -8,9 +8,9 @@ from click.testing import CliRunner, Result
 
 from specexport.cli import main
 from specexport.compile.pipeline import build_bundle
-from tests.support.pairs import TinyPair, locked
-from tests.support.refusals import content_of, line_of
-from tests.support.tiny_models import make_llama, save_checkpoint
+from tests.support.cases.refusals import content_of, line_of
+from tests.support.models.pairs import TinyPair, locked
+from tests.support.models.tiny_models import make_llama, save_checkpoint
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from specexport.checkpoint.config_checks import check_no_layer_left
 from specexport.checkpoint.source import Source
 from specexport.trace import recurrence
 from specexport_runtime.errors import CheckpointError
-from tests.support.tiny_models import ARCHITECTURES, HYBRIDS, make_llama, make_model, save_checkpoint
+from tests.support.models.tiny_models import ARCHITECTURES, HYBRIDS, make_llama, make_model, save_checkpoint
 
 Refuse = Callable[..., str]
 

@@ -12,8 +12,8 @@ import pytest
 from click.testing import Result
 
 from specexport.backends import ort
-from tests.support.pairs import TinyPair
-from tests.support.tiny_models import REFUSED, make_model, save_checkpoint
+from tests.support.models.pairs import TinyPair
+from tests.support.models.tiny_models import REFUSED, make_model, save_checkpoint
 
 Refuse = Callable[..., str]
 RunCli = Callable[..., Result]

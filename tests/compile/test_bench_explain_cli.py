@@ -9,7 +9,7 @@ from specexport.compile.pipeline import build_bundle
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.user_cache import ROOT_VARIABLE
-from tests.support.entries import changed
+from tests.support.cases.entries import changed
 
 FAST = ["--threads", "1", "--no-spin"]
 

@@ -29,8 +29,8 @@ from specexport_runtime.bundle.files import check_files
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.errors import BundleError, CheckFailedError, CheckpointError, OutputExistsError
 from specexport_runtime.packing.batch import ModelRunner
-from tests.support.pairs import TinyPair, own_logits
-from tests.support.tiny_models import VOCAB, make_llama, save_checkpoint
+from tests.support.models.pairs import TinyPair, own_logits
+from tests.support.models.tiny_models import VOCAB, make_llama, save_checkpoint
 
 NUM_TOKENS = 3 + 256  # of the tiny tokenizer: special tokens and bytes
 

@@ -12,7 +12,7 @@ from specexport.recipe import BuildRecipe
 from specexport_runtime.abi import LayerGeometry
 from specexport_runtime.bundle.files import hash_files
 from specexport_runtime.bundle.manifest import load_manifest
-from tests.support.entries import make_entry
+from tests.support.cases.entries import make_entry
 
 KEY = "a" * 64
 

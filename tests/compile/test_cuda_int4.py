@@ -12,7 +12,7 @@ from specexport.recipe import BuildRecipe
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.bundle.quant_kinds import INT4
-from tests.support.pairs import TinyPair
+from tests.support.models.pairs import TinyPair
 
 PROMPTS = ["def add(a, b):\n", "class Queue:\n    def __init__(self):\n"]
 

@@ -35,10 +35,10 @@ from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.errors import IncompatibleError, InvalidRequestError
 from specexport_runtime.executors import cuda_driver
-from tests.support import experts_cases
-from tests.support.experts_cases import Layer
-from tests.support.pairs import TinyPair, locked
-from tests.support.tiny_models import ARCHITECTURES, make_model, save_checkpoint
+from tests.support.cases import experts_cases
+from tests.support.cases.experts_cases import Layer
+from tests.support.models.pairs import TinyPair, locked
+from tests.support.models.tiny_models import ARCHITECTURES, make_model, save_checkpoint
 
 PROMPT = "a quick brown fox"
 LINEARS = [

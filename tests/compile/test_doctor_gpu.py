@@ -21,7 +21,7 @@ from specexport_runtime.errors import CheckFailedError, IncompatibleError
 from specexport_runtime.executors import ort_cuda_package
 from specexport_runtime.executors.ort_cuda_package import CODE, both_installed, lacks_code, run_step
 from specexport_runtime.executors.trt_open import RTX_SM
-from tests.support.present_gpu import has_gpu
+from tests.support.cases.present_gpu import has_gpu
 
 RunCli = Callable[..., Result]
 MakeCard = Callable[..., None]

@@ -18,8 +18,8 @@ from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import InvalidRequestError, RecipeError, UnsupportedModelError
 from specexport_runtime.sampling.params import SamplingParams
-from tests.support.pairs import TinyPair
-from tests.support.tiny_models import make_llama, make_tokenizer, save_checkpoint
+from tests.support.models.pairs import TinyPair
+from tests.support.models.tiny_models import make_llama, make_tokenizer, save_checkpoint
 
 Refuse = Callable[..., str]
 RunCli = Callable[..., Result]

@@ -25,9 +25,9 @@ from specexport_runtime.costs.prior import prior_costs
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.sampling.params import SamplingParams
-from tests.support.pairs import TinyPair
-from tests.support.tiny_gguf import write_gguf
-from tests.support.tiny_models import GROUPED, make_model
+from tests.support.models.pairs import TinyPair
+from tests.support.models.tiny_gguf import write_gguf
+from tests.support.models.tiny_models import GROUPED, make_model
 
 RunCli = Callable[..., Result]
 TARGET = StepCost(reading=10.0, token=0.0)

@@ -16,8 +16,8 @@ from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import BundleError, RecipeError
 from specexport_runtime.sampling.params import SamplingParams
-from tests.support.pairs import TinyPair
-from tests.support.tiny_models import make_tokenizer
+from tests.support.models.pairs import TinyPair
+from tests.support.models.tiny_models import make_tokenizer
 
 Refuse = Callable[..., str]
 RunCli = Callable[..., Result]

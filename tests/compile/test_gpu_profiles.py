@@ -8,7 +8,7 @@ from specexport.backends.profiles import buckets, engine_kv_capacity, input_shap
 from specexport_runtime.abi import ALIGNED_STEP_INPUTS, LayerGeometry, StepShape
 from specexport_runtime.bundle.profiles import Profile, choose_profile
 from specexport_runtime.errors import IncompatibleError
-from tests.support.chance import examples
+from tests.support.cases.chance import examples
 
 LAYERS = (LayerGeometry(2, 64, 64), LayerGeometry(2, 64, 32))
 NAMES = [spec.name for spec in ALIGNED_STEP_INPUTS]
@@ -95,7 +95,7 @@ def test_profiles_survive_the_manifest(tmp_path: Path) -> None:
 
     from specexport_runtime.bundle.entry import EngineFile, EngineReport, ModelEntry, ProfileReport
     from specexport_runtime.records import from_json, to_json
-    from tests.support.entries import make_entry
+    from tests.support.cases.entries import make_entry
 
     row = ProfileReport("verify 8x5", 40, 2, ("x",), 0, 0, 0)
     report = EngineReport((("a", "b"),), 2, (row,), "builder", None, 9, 0.5, 7, {"engine": {"own": 3}})

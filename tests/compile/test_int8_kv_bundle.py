@@ -11,7 +11,7 @@ from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.executors.open import open_executor
 from specexport_runtime.executors.ort import OrtExecutor
-from tests.support.pairs import TinyPair
+from tests.support.models.pairs import TinyPair
 
 
 @pytest.mark.one_of_kind

@@ -15,8 +15,8 @@ from specexport.passes.block_format import unpack
 from specexport.recipe import BuildRecipe, settle_quantization
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.errors import RecipeError
-from tests.support.tiny_gguf import MIXED_EXPERTS, write_experts, write_gguf
-from tests.support.tiny_models import GROUPED, make_model
+from tests.support.models.tiny_gguf import MIXED_EXPERTS, write_experts, write_gguf
+from tests.support.models.tiny_models import GROUPED, make_model
 
 PROMPTS = ["abc abc abc abc ab", "the cat sat on the mat, the cat sat on", "to be or not to be"]
 WIDE = GROUPED | {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4}

@@ -13,7 +13,7 @@ from specexport.compile.pipeline import build_bundle
 from specexport_runtime.bundle.files import check_files
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.errors import BundleError
-from tests.support.pairs import TinyPair
+from tests.support.models.pairs import TinyPair
 
 pytestmark = pytest.mark.slow
 

@@ -18,9 +18,9 @@ from specexport.recipe import BuildRecipe
 from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.errors import CheckFailedError
-from tests.support.pairs import TinyPair
-from tests.support.tiny_gguf import write_gguf
-from tests.support.tiny_models import GROUPED, make_llama, make_model, save_checkpoint
+from tests.support.models.pairs import TinyPair
+from tests.support.models.tiny_gguf import write_gguf
+from tests.support.models.tiny_models import GROUPED, make_llama, make_model, save_checkpoint
 
 WIDE = GROUPED | {"hidden_size": 256, "intermediate_size": 256}
 

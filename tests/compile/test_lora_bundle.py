@@ -24,10 +24,10 @@ from specexport_runtime.errors import CheckFailedError, CheckpointError, Invalid
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from specexport_runtime.requests.layer_choice import LayerRules
 from specexport_runtime.sampling.sampler import Sampler
-from tests.support.pairs import TinyPair
-from tests.support.rounds import check_every_round
-from tests.support.tiny_lora import apply_adapter, save_adapter
-from tests.support.tiny_models import make_llama
+from tests.support.fakes.rounds import check_every_round
+from tests.support.models.pairs import TinyPair
+from tests.support.models.tiny_lora import apply_adapter, save_adapter
+from tests.support.models.tiny_models import make_llama
 
 PROMPTS = ["abc abc abc abc ab", "the cat sat on the mat, the cat sat on", "to be or not to be"]
 NAMES = (None, "sql", "poems")
@@ -381,8 +381,8 @@ def test_what_cannot_be_done_with_adapters_is_refused(adapters: dict[str, Path])
 @pytest.mark.whole
 def test_kept_weights_take_adapters_beside_them(tmp_path: Path) -> None:
     """They stay the checkpoint's integers, so that nothing can be merged into them."""
-    from tests.support.tiny_gguf import write_gguf
-    from tests.support.tiny_models import GROUPED, make_model
+    from tests.support.models.tiny_gguf import write_gguf
+    from tests.support.models.tiny_models import GROUPED, make_model
 
     model = make_model("Qwen2", GROUPED | {"hidden_size": 256, "intermediate_size": 256})
     write_gguf(model, tmp_path / "tiny.gguf", kinds={"": "Q8_0"})

@@ -19,8 +19,8 @@ from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.bundle.quant_kinds import KINDS
 from specexport_runtime.errors import CheckFailedError
-from tests.support.pairs import TinyPair, own_logits
-from tests.support.tiny_models import ARCHITECTURES, make_model, save_checkpoint
+from tests.support.models.pairs import TinyPair, own_logits
+from tests.support.models.tiny_models import ARCHITECTURES, make_model, save_checkpoint
 
 PROMPTS = ["abc abc abc abc ab", "the cat sat on the mat, the cat sat on"]
 

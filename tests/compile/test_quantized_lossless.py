@@ -15,7 +15,7 @@ from specexport.verify.tensors import make_sequences
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.requests.layer_choice import LayerRules
 from specexport_runtime.sampling.sampler import Sampler
-from tests.support.pairs import TinyPair
+from tests.support.models.pairs import TinyPair
 
 PROMPTS = ["abc abc abc abc ab", "the cat sat on the mat, the cat sat on", "to be or not to be"]
 RULES = LayerRules(threshold=None, period=2, keep_last=None)  # tiny models have two layers

@@ -10,7 +10,7 @@ from specexport.inspect import describe
 from specexport.recipe import BuildRecipe
 from specexport.verify.checkpoint import EagerModel, eager_references
 from specexport_runtime.errors import RecipeError
-from tests.support.tiny_models import BY_LENGTH, make_model, save_checkpoint
+from tests.support.models.tiny_models import BY_LENGTH, make_model, save_checkpoint
 
 SEQUENCE = [[5, 17, 250, 9, 31, 77, 123, 4, 8, 15, 16, 23, 42]]
 

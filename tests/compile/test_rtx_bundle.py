@@ -19,8 +19,8 @@ from specexport.recipe import BuildRecipe, make_recipe
 from specexport_runtime.bundle.files import check_files
 from specexport_runtime.bundle.manifest import Manifest, load_manifest
 from specexport_runtime.errors import CheckFailedError, IncompatibleError
-from tests.support.pairs import TinyPair, locked
-from tests.support.tiny_models import GROUPED, make_llama, make_model, save_checkpoint
+from tests.support.models.pairs import TinyPair, locked
+from tests.support.models.tiny_models import GROUPED, make_llama, make_model, save_checkpoint
 
 pytestmark = pytest.mark.slow
 

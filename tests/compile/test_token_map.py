@@ -25,7 +25,7 @@ from specexport_runtime.errors import BundleError, VocabularyMismatchError
 from specexport_runtime.requests.token_bytes import token_bytes
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.structured import StructuredOutputs
-from tests.support.two_vocabularies import draft_tokenizer, save_pair, sides, target_tokenizer
+from tests.support.models.two_vocabularies import draft_tokenizer, save_pair, sides, target_tokenizer
 
 PROMPTS = [
     "def area(width, height):",

@@ -20,7 +20,7 @@ from specexport_runtime.errors import IncompatibleError, RecipeError
 from specexport_runtime.executors import open as executors
 from specexport_runtime.executors.base import EngineBackend, EngineRequest
 from specexport_runtime.executors.ort import OrtExecutor
-from tests.support.pairs import TinyPair
+from tests.support.models.pairs import TinyPair
 
 
 def lower_toy(ir_model: Any) -> None:

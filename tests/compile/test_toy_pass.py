@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.edited_copy import changed_lines, copy_sources, edit, run_with
-from tests.support.pairs import TinyPair
+from tests.support.cases.edited_copy import changed_lines, copy_sources, edit, run_with
+from tests.support.models.pairs import TinyPair
 
 PASS = """
 from specexport.passes.base import CountingPass

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.edited_copy import changed_lines, copy_sources, edit, run_with
-from tests.support.pairs import TinyPair
+from tests.support.cases.edited_copy import changed_lines, copy_sources, edit, run_with
+from tests.support.models.pairs import TinyPair
 
 PASSES = """
 import ml_dtypes

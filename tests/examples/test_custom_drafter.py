@@ -14,7 +14,7 @@ from specexport_runtime.costs.curves import CostCurves, StepCost
 from specexport_runtime.drafters.base import Drafter, DrafterParts, DrafterTraits, Proposal
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.fake import FakeExecutor
-from tests.support.engine_of import engine_of
+from tests.support.fakes.engine_of import engine_of
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "custom_drafter" / "bigrams.py"
 VOCAB = 17

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.serving import fake_engine
+from tests.support.servers.serving import fake_engine
 
 FOLDER = Path(__file__).parents[2] / "examples" / "grafana"
 NAME = re.compile(r"\b(?:(?:vllm|specexport):|process_)\w+")

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from specexport_runtime import SamplingParams, SpecEngine
-from tests.support.patience import HANG_S, wait_until
+from tests.support.cases.patience import HANG_S, wait_until
 
 SERVICE = Path(__file__).parents[2] / "examples" / "service"
 # The service as it is, and a route of the test's own that tells how requests ended.

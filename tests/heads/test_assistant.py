@@ -27,10 +27,9 @@ from specexport_runtime.abi import AFTER_NORM, LayerGeometry
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
-from tests.support import tiny_assistants
-from tests.support.drafted import PROMPTS, check_drafts
-from tests.support.loading import load_head, tables_of
-from tests.support.tiny_assistants import (
+from tests.support.models import tiny_assistants
+from tests.support.models.loading import load_head, tables_of
+from tests.support.models.tiny_assistants import (
     HIDDEN,
     LAYERS,
     ONE_KEY,
@@ -44,8 +43,9 @@ from tests.support.tiny_assistants import (
     save_assistant,
     save_target,
 )
-from tests.support.tiny_gguf_gemma import gemma_file
-from tests.support.tiny_models import make_llama
+from tests.support.models.tiny_gguf_gemma import gemma_file
+from tests.support.models.tiny_models import make_llama
+from tests.support.references.drafted import PROMPTS, check_drafts
 
 FEW = {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
 PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -19,14 +19,14 @@ from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.drafters.correction import corrector_of
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 from specexport_runtime.requests.draft_exit import DraftExitParams
-from tests.support.drafted import PROMPTS
-from tests.support.head_bundles import Watch, build
-from tests.support.loading import config_of, load
-from tests.support.reference_corrected import Walk, context_of, draft, logits_of, states_of, target_context
-from tests.support.tiny_corrected import DIALECTS, deepspec, zlab2
-from tests.support.tiny_dflash import MASK, zlab
-from tests.support.tiny_heads import HIDDEN, LAYERS, VOCAB
-from tests.support.tiny_models import make_llama, save_checkpoint
+from tests.support.models.head_bundles import Watch, build
+from tests.support.models.loading import config_of, load
+from tests.support.models.tiny_corrected import DIALECTS, deepspec, zlab2
+from tests.support.models.tiny_dflash import MASK, zlab
+from tests.support.models.tiny_heads import HIDDEN, LAYERS, VOCAB
+from tests.support.models.tiny_models import make_llama, save_checkpoint
+from tests.support.references.drafted import PROMPTS
+from tests.support.references.reference_corrected import Walk, context_of, draft, logits_of, states_of, target_context
 
 
 @pytest.fixture(scope="module")

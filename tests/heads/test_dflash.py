@@ -26,14 +26,14 @@ from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 from specexport_runtime.packing.batch import ModelRunner, RowWork
-from tests.support.drafted import PROMPTS
-from tests.support.head_bundles import Watch, build
-from tests.support.loading import config_of, load, load_head
-from tests.support.reference_dflash import context_of, draft, forward
-from tests.support.reference_head import doubled
-from tests.support.tiny_dflash import DIALECTS, MASK, zlab
-from tests.support.tiny_heads import HIDDEN, LAYERS, VOCAB
-from tests.support.tiny_models import make_llama, save_checkpoint
+from tests.support.models.head_bundles import Watch, build
+from tests.support.models.loading import config_of, load, load_head
+from tests.support.models.tiny_dflash import DIALECTS, MASK, zlab
+from tests.support.models.tiny_heads import HIDDEN, LAYERS, VOCAB
+from tests.support.models.tiny_models import make_llama, save_checkpoint
+from tests.support.references.drafted import PROMPTS
+from tests.support.references.reference_dflash import context_of, draft, forward
+from tests.support.references.reference_head import doubled
 
 
 @pytest.fixture(scope="module")

@@ -26,10 +26,10 @@ from specexport_runtime.executors.base import EngineRequest
 from specexport_runtime.executors.ort_cuda import _round_shapes
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from tests.lowering.test_ort_cuda import gpu_or_skip
-from tests.support import tiny_modules
-from tests.support.drafted import check_drafts_of, drafted_and_wanted
-from tests.support.entries import changed
-from tests.support.gpu_heads import (
+from tests.support.cases.entries import changed
+from tests.support.fakes.trt_fakes import make_entry
+from tests.support.models import tiny_modules
+from tests.support.models.gpu_heads import (
     CUDA,
     CUDA_ROWS,
     EXPLICIT,
@@ -41,14 +41,14 @@ from tests.support.gpu_heads import (
     trace_own,
     trace_target,
 )
-from tests.support.loading import load_module
-from tests.support.reference_dflash import BlockSpec
-from tests.support.reference_dflash import draft as draft_block
-from tests.support.reference_head import draft, forward, project
-from tests.support.tiny_dflash import DIALECTS as BLOCK_DIALECTS
-from tests.support.tiny_heads import DIALECTS, HIDDEN, LAYERS, VOCAB
-from tests.support.tiny_models import make_llama, save_checkpoint
-from tests.support.trt_fakes import make_entry
+from tests.support.models.loading import load_module
+from tests.support.models.tiny_dflash import DIALECTS as BLOCK_DIALECTS
+from tests.support.models.tiny_heads import DIALECTS, HIDDEN, LAYERS, VOCAB
+from tests.support.models.tiny_models import make_llama, save_checkpoint
+from tests.support.references.drafted import check_drafts_of, drafted_and_wanted
+from tests.support.references.reference_dflash import BlockSpec
+from tests.support.references.reference_dflash import draft as draft_block
+from tests.support.references.reference_head import draft, forward, project
 
 ENTRY = make_entry()
 BLOCKS = {f"block-{name}": write for name, write in BLOCK_DIALECTS.items()}

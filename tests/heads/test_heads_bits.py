@@ -13,10 +13,10 @@ from specexport.heads.reference import CHECK_CAPACITY, CheckedRow
 from specexport.recipe import BuildRecipe
 from specexport_runtime.executors.ort import OrtExecutor
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
-from tests.support import tiny_dflash, tiny_heads, tiny_hydra
-from tests.support.loading import load
-from tests.support.ort_operators import HEADS, assert_left
-from tests.support.tiny_models import make_llama, save_checkpoint
+from tests.support.models import tiny_dflash, tiny_heads, tiny_hydra
+from tests.support.models.loading import load
+from tests.support.models.tiny_models import make_llama, save_checkpoint
+from tests.support.references.ort_operators import HEADS, assert_left
 
 MAKERS: tuple[Callable[[Path, Any], Any], ...] = (
     tiny_heads.medusa,

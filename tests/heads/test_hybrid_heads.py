@@ -10,11 +10,12 @@ from specexport.compile.pipeline import build_bundle
 from specexport.recipe import BuildRecipe
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.bundle.manifest import load_manifest
-from tests.support import reference_dflash, reference_head, tiny_dflash, tiny_heads, tiny_modules
-from tests.support.acceptance import accepted
-from tests.support.drafted import PROMPTS, check_drafts
-from tests.support.rounds import check_every_round
-from tests.support.tiny_models import HYBRIDS, calm, make_model, save_checkpoint
+from tests.support.fakes.rounds import check_every_round
+from tests.support.models import tiny_dflash, tiny_heads, tiny_modules
+from tests.support.models.tiny_models import HYBRIDS, calm, make_model, save_checkpoint
+from tests.support.references import reference_dflash, reference_head
+from tests.support.references.acceptance import accepted
+from tests.support.references.drafted import PROMPTS, check_drafts
 
 pytestmark = pytest.mark.bundle
 LFM2 = ("Lfm2", HYBRIDS["lfm2"][1] | {"num_hidden_layers": 6, "layer_types": ["conv", "full_attention"] * 3})

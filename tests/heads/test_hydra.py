@@ -32,13 +32,13 @@ from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.errors import CheckFailedError, CheckpointError, UnsupportedModelError
 from specexport_runtime.packing.batch import ModelRunner, RowWork
-from tests.support.drafted import PROMPTS, check_drafts
-from tests.support.following_target import behind, make_target, rows_behind
-from tests.support.loading import config_of, load, load_head, tables_of
-from tests.support.reference_hydra import HydraSpec, draft, guess, stream
-from tests.support.tiny_heads import HIDDEN, LAYERS, VOCAB, write
-from tests.support.tiny_hydra import DIALECTS, config_of_heads, hydra, hydra_plus, hydra_tensors, with_dropout
-from tests.support.tiny_models import make_llama, save_checkpoint
+from tests.support.fakes.following_target import behind, make_target, rows_behind
+from tests.support.models.loading import config_of, load, load_head, tables_of
+from tests.support.models.tiny_heads import HIDDEN, LAYERS, VOCAB, write
+from tests.support.models.tiny_hydra import DIALECTS, config_of_heads, hydra, hydra_plus, hydra_tensors, with_dropout
+from tests.support.models.tiny_models import make_llama, save_checkpoint
+from tests.support.references.drafted import PROMPTS, check_drafts
+from tests.support.references.reference_hydra import HydraSpec, draft, guess, stream
 
 
 @pytest.fixture(scope="module")

@@ -22,10 +22,8 @@ from specexport_runtime.abi import AFTER_NORM
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.errors import CheckFailedError, CheckpointError, RecipeError, UnsupportedModelError
-from tests.support.drafted import check_drafts
-from tests.support.loading import config_of, load
-from tests.support.reference_head import doubled, draft, forward, project
-from tests.support.tiny_heads import (
+from tests.support.models.loading import config_of, load
+from tests.support.models.tiny_heads import (
     DIALECTS,
     HIDDEN,
     IDS,
@@ -38,7 +36,9 @@ from tests.support.tiny_heads import (
     tensors,
     write,
 )
-from tests.support.tiny_models import make_llama, save_checkpoint
+from tests.support.models.tiny_models import make_llama, save_checkpoint
+from tests.support.references.drafted import check_drafts
+from tests.support.references.reference_head import doubled, draft, forward, project
 
 
 @pytest.fixture(scope="module")

@@ -25,8 +25,8 @@ from specexport_runtime.abi import AFTER_NORM
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 from tests.heads.test_import import config_of, edit, load
-from tests.support.following_target import behind, make_target, rows_behind
-from tests.support.tiny_heads import (
+from tests.support.fakes.following_target import behind, make_target, rows_behind
+from tests.support.models.tiny_heads import (
     HIDDEN,
     IDS,
     LAYERS,
@@ -38,7 +38,7 @@ from tests.support.tiny_heads import (
     numbered,
     write,
 )
-from tests.support.tiny_models import make_llama, save_checkpoint
+from tests.support.models.tiny_models import make_llama, save_checkpoint
 
 HEADS = 3
 PROMPTS = [[5, 9, 200, 17, 8], [3, 77], [250] * 4 + [12, 13, 14], [9, 8, 7]]

@@ -22,13 +22,13 @@ from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.abi import AFTER_NORM
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
-from tests.support import tiny_modules
-from tests.support.acceptance import accepted
-from tests.support.drafted import PROMPTS, check_drafts
-from tests.support.loading import load_module, tables_of
-from tests.support.reference_qwen import QwenModule
-from tests.support.tiny_heads import write
-from tests.support.tiny_models import calm, make_llama, save_checkpoint
+from tests.support.models import tiny_modules
+from tests.support.models.loading import load_module, tables_of
+from tests.support.models.tiny_heads import write
+from tests.support.models.tiny_models import calm, make_llama, save_checkpoint
+from tests.support.references.acceptance import accepted
+from tests.support.references.drafted import PROMPTS, check_drafts
+from tests.support.references.reference_qwen import QwenModule
 
 
 @pytest.mark.one_of_kind

@@ -22,12 +22,12 @@ from specexport.recipe import BuildRecipe
 from specexport_runtime import SpecEngine
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
-from tests.support import tiny_gguf_modules, tiny_modules, tiny_turns
-from tests.support.acceptance import accepted
-from tests.support.drafted import PROMPTS, check_drafts, check_drafts_of
-from tests.support.loading import load_head, tables_of
-from tests.support.reference_qwen import QwenModule
-from tests.support.tiny_models import HYBRIDS, calm, make_model
+from tests.support.models import tiny_gguf_modules, tiny_modules, tiny_turns
+from tests.support.models.loading import load_head, tables_of
+from tests.support.models.tiny_models import HYBRIDS, calm, make_model
+from tests.support.references.acceptance import accepted
+from tests.support.references.drafted import PROMPTS, check_drafts, check_drafts_of
+from tests.support.references.reference_qwen import QwenModule
 
 LAYERS = tiny_modules.LAYERS
 FAMILIES = {

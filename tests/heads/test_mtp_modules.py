@@ -19,12 +19,12 @@ from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.drafters import head
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
-from tests.support import tiny_turns
-from tests.support.acceptance import accepted
-from tests.support.drafted import PROMPTS, check_drafts_of
-from tests.support.loading import load_module
-from tests.support.rounds import check_every_round
-from tests.support.tiny_modules import LAYERS
+from tests.support.fakes.rounds import check_every_round
+from tests.support.models import tiny_turns
+from tests.support.models.loading import load_module
+from tests.support.models.tiny_modules import LAYERS
+from tests.support.references.acceptance import accepted
+from tests.support.references.drafted import PROMPTS, check_drafts_of
 
 
 @pytest.mark.one_of_kind

@@ -12,8 +12,8 @@ from specexport.compile import part
 from specexport.compile.pipeline import build_bundle
 from specexport.recipe import BuildRecipe
 from specexport_runtime.errors import CheckpointError
-from tests.support import tiny_heads
-from tests.support.tiny_models import make_llama, save_checkpoint
+from tests.support.models import tiny_heads
+from tests.support.models.tiny_models import make_llama, save_checkpoint
 
 
 @pytest.fixture

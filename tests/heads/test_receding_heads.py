@@ -13,10 +13,10 @@ from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.executors.ort_arena import CAN_GIVE_BACK
 from specexport_runtime.packing import batch
-from tests.support import tiny_heads
-from tests.support.engine_harness import resident_pages
-from tests.support.rounds import check_every_round
-from tests.support.tiny_models import ARCHITECTURES, VOCAB, make_model, save_checkpoint
+from tests.support.fakes.rounds import check_every_round
+from tests.support.models import tiny_heads
+from tests.support.models.tiny_models import ARCHITECTURES, VOCAB, make_model, save_checkpoint
+from tests.support.references.engine_harness import resident_pages
 
 pytestmark = [
     pytest.mark.bundle,

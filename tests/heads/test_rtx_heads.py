@@ -12,10 +12,10 @@ from specexport.recipe import make_recipe
 from specexport_runtime.abi import FEATURES, NEXT_FEATURES, TOKEN_FEATURES, WANT_FEATURES
 from specexport_runtime.bundle.files import check_files
 from specexport_runtime.bundle.manifest import load_manifest
-from tests.support.gpu_heads import lower_trt, read_head, trace_own
-from tests.support.tiny_dflash import DIALECTS as BLOCKS
-from tests.support.tiny_heads import DIALECTS, HIDDEN, LAYER, LAYERS, tensors, write
-from tests.support.tiny_models import make_llama, save_checkpoint
+from tests.support.models.gpu_heads import lower_trt, read_head, trace_own
+from tests.support.models.tiny_dflash import DIALECTS as BLOCKS
+from tests.support.models.tiny_heads import DIALECTS, HIDDEN, LAYER, LAYERS, tensors, write
+from tests.support.models.tiny_models import make_llama, save_checkpoint
 
 pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx-cu13 is not installed")
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.edited_copy import COMPILER, RUNTIME, changed_lines, copy_sources, edit, run_with
-from tests.support.tiny_heads import HIDDEN, LAYER, LAYERS, tensors, write
-from tests.support.tiny_models import make_llama, save_checkpoint
+from tests.support.cases.edited_copy import COMPILER, RUNTIME, changed_lines, copy_sources, edit, run_with
+from tests.support.models.tiny_heads import HIDDEN, LAYER, LAYERS, tensors, write
+from tests.support.models.tiny_models import make_llama, save_checkpoint
 
 KIND = """
 from functools import partial

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.kernel_worker import InterpretedKernels
+from tests.support.references.kernel_worker import InterpretedKernels
 
 
 @pytest.fixture(scope="session")

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.chance import examples
-from tests.support.kernel_cases import TOLERANCE, Case, Step, expected, make_step, seen_in_tree
-from tests.support.kernel_worker import InterpretedKernels, WorkerError
+from tests.support.cases.chance import examples
+from tests.support.cases.kernel_cases import TOLERANCE, Case, Step, expected, make_step, seen_in_tree
+from tests.support.references.kernel_worker import InterpretedKernels, WorkerError
 
 pytestmark = pytest.mark.xdist_group("kernels-interpreted")
 

@@ -13,7 +13,7 @@ from specexport.kernels.signatures import SIGNATURES
 from specexport.kernels.spec import KernelSpec
 from specexport.kernels.tuning import MULTIPROCESSORS, TileConfig, attention_tiles, choose_splits
 from specexport_runtime.errors import UserInputError
-from tests.support import chance
+from tests.support.cases import chance
 
 SPEC = KernelSpec(kernel="ragged_attention", dtype="float16", num_heads=6, kv_num_heads=2, head_size=64)
 TILES = TileConfig(16, 32, 4, 2)

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import chance
+from tests.support.cases import chance
 
 SCRIPT = """
 import sys, warnings
 warnings.simplefilter("ignore")
 import torch
-from tests.support.kernel_worker import mend_interpreter
+from tests.support.references.kernel_worker import mend_interpreter
 from specexport.kernels import launch
 
 mend_interpreter()

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import pytest
 
 from tests.kernels.test_interpreted import CASES, check
-from tests.support.kernel_cases import Case, make_step
-from tests.support.kernel_worker import InterpretedKernels, WorkerError
+from tests.support.cases.kernel_cases import Case, make_step
+from tests.support.references.kernel_worker import InterpretedKernels, WorkerError
 
 pytestmark = pytest.mark.xdist_group("kernels-interpreted")
 

@@ -12,10 +12,10 @@ from specexport.lowering.fuse import fuse_norms, fuse_rotary, rotary_rows
 from specexport.lowering.ort_cpu import lower_ort_cpu
 from specexport.passes.pipeline import default_passes, run_passes
 from specexport.trace.check import reference_logits
-from tests.support import chance
-from tests.support.engine_harness import Engine, make_checkpoint
-from tests.support.tiny_models import BASE, VOCAB, make_model
-from tests.support.tiny_traces import tiny_model, trace_of
+from tests.support.cases import chance
+from tests.support.models.tiny_models import BASE, VOCAB, make_model
+from tests.support.models.tiny_traces import tiny_model, trace_of
+from tests.support.references.engine_harness import Engine, make_checkpoint
 
 PREFILL = (9, 17, 4)
 VERIFY = (5, 1, 3)

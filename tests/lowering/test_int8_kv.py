@@ -13,9 +13,9 @@ from specexport.lowering.fuse import fuse_rotary
 from specexport.lowering.ort_cpu import lower_ort_cpu, use_int8_caches
 from specexport.passes.pipeline import default_passes, run_passes
 from specexport.trace.calibrate import cache_ranges
-from tests.support.engine_harness import INT8_POISON, Engine, make_checkpoint
-from tests.support.tiny_models import make_llama
-from tests.support.tiny_traces import tiny_model, trace_of
+from tests.support.models.tiny_models import make_llama
+from tests.support.models.tiny_traces import tiny_model, trace_of
+from tests.support.references.engine_harness import INT8_POISON, Engine, make_checkpoint
 
 TEXTS = np.random.default_rng(7).integers(3, 200, (3, 90))
 ARCHITECTURES = ["llama", "gpt2", "gemma2", "gemma3", "gpt_oss", "phi", "mistral"]

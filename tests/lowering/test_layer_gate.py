@@ -17,10 +17,10 @@ from specexport.lowering.ort_cpu import lower_ort_cpu
 from specexport.passes.residual_blocks import find_residual_blocks
 from specexport_runtime.abi import GATE_INPUTS, SIMILARITY
 from specexport_runtime.errors import CheckFailedError
-from tests.support.chance import examples
-from tests.support.engine_harness import Engine, make_checkpoint, pack
-from tests.support.tiny_models import ARCHITECTURES, VOCAB, make_model
-from tests.support.tiny_traces import tiny_model, trace_of
+from tests.support.cases.chance import examples
+from tests.support.models.tiny_models import ARCHITECTURES, VOCAB, make_model
+from tests.support.models.tiny_traces import tiny_model, trace_of
+from tests.support.references.engine_harness import Engine, make_checkpoint, pack
 
 TOLERANCE = 1e-4
 NAMES = ["gemma2", "deepseek_v3"]  # norms behind the branches, window, softcap; the portable attention body, experts

@@ -9,9 +9,9 @@ import pytest
 
 from specexport.backends.registry import find_backend
 from specexport_runtime.errors import RecipeError
-from tests.support.engine_harness import Engine, build
-from tests.support.tiny_models import make_llama
-from tests.support.tiny_traces import tiny_model
+from tests.support.models.tiny_models import make_llama
+from tests.support.models.tiny_traces import tiny_model
+from tests.support.references.engine_harness import Engine, build
 
 STEP = ["input_ids", "positions", "logit_rows", "kv_lens", "cu_new_tokens"]
 
@@ -132,8 +132,8 @@ def test_no_token_of_a_quantized_model_depends_on_where_a_tile_of_attention_ends
     from specexport.backends.ort import write_onnx
     from specexport.lowering.ort_cpu import lower_ort_cpu
     from specexport.passes.pipeline import default_passes, run_passes
-    from tests.support.tiny_models import VOCAB
-    from tests.support.tiny_traces import trace_of
+    from tests.support.models.tiny_models import VOCAB
+    from tests.support.models.tiny_traces import trace_of
 
     traced = trace_of(tiny_model("llama"))
     assert traced.layers[0].k_dim == traced.layers[0].v_dim == 16

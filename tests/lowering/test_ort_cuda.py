@@ -31,12 +31,12 @@ from specexport_runtime.executors import ort_cuda
 from specexport_runtime.executors.ort_cuda import OrtCudaExecutor
 from specexport_runtime.executors.paged import BLOCK_ENTRIES, CUDNN_SWITCH, paged_head_size, spread
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
-from tests.support import chance
-from tests.support.engine_harness import make_checkpoint, pack
-from tests.support.entries import make_entry
-from tests.support.fake_onnxruntime import FakeBinding, FakeOrt, view
-from tests.support.half_models import trace
-from tests.support.tiny_models import VOCAB
+from tests.support.cases import chance
+from tests.support.cases.entries import make_entry
+from tests.support.fakes.fake_onnxruntime import FakeBinding, FakeOrt, view
+from tests.support.models.half_models import trace
+from tests.support.models.tiny_models import VOCAB
+from tests.support.references.engine_harness import make_checkpoint, pack
 
 ROWS_BLOCKS = 2
 STEP = ["input_ids", "positions", "logit_rows", "kv_lens", "cu_new_tokens", "block_table", "attention_metadata"]

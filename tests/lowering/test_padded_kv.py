@@ -9,10 +9,10 @@ import pytest
 from specexport.backends.ort import write_padded_onnx
 from specexport.trace.check import reference_logits
 from specexport_runtime.errors import CheckFailedError
-from tests.support import chance
-from tests.support.engine_harness import Engine, build, make_checkpoint
-from tests.support.tiny_models import VOCAB, WINDOW
-from tests.support.tiny_traces import tiny_model
+from tests.support.cases import chance
+from tests.support.models.tiny_models import VOCAB, WINDOW
+from tests.support.models.tiny_traces import tiny_model
+from tests.support.references.engine_harness import Engine, build, make_checkpoint
 
 CAPACITY = 64
 LENGTHS = (38, 30, 34)

@@ -17,11 +17,11 @@ from specexport.passes.pipeline import default_passes, run_passes
 from specexport.trace.check import reference_logits
 from specexport_runtime.errors import UnsupportedModelError
 from tests.lowering.test_ort_cuda import PagedEngine, gpu_or_skip
-from tests.support import chance
-from tests.support.engine_harness import make_checkpoint, pack
-from tests.support.half_models import load
-from tests.support.tiny_models import ARCHITECTURES, VOCAB, make_model
-from tests.support.tiny_traces import tiny_model, trace_of
+from tests.support.cases import chance
+from tests.support.models.half_models import load
+from tests.support.models.tiny_models import ARCHITECTURES, VOCAB, make_model
+from tests.support.models.tiny_traces import tiny_model, trace_of
+from tests.support.references.engine_harness import make_checkpoint, pack
 
 PASTS, NEWS = (9, 17, 4), (5, 1, 3)
 OWN = {

@@ -10,11 +10,11 @@ from specexport.lowering import trt_native
 from specexport.lowering.tensorrt import lower_tensorrt
 from specexport.trace.check import reference_logits
 from specexport_runtime.abi import ALIGNED_STEP_INPUTS
-from tests.support import chance
-from tests.support.engine_harness import make_checkpoint
-from tests.support.half_models import HalfModel, trace
-from tests.support.tiny_models import VOCAB
-from tests.support.trt_evaluator import Engine
+from tests.support.cases import chance
+from tests.support.models.half_models import HalfModel, trace
+from tests.support.models.tiny_models import VOCAB
+from tests.support.references.engine_harness import make_checkpoint
+from tests.support.references.trt_evaluator import Engine
 
 PREFILL, VERIFY, CAPACITY = (9, 17, 4), (5, 1, 3), 40
 MODELS = {

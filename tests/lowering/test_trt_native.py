@@ -13,9 +13,9 @@ from specexport.lowering import trt_native
 from specexport.lowering.common import add_token_ids
 from specexport_runtime.errors import UnsupportedModelError
 from tests.ops.test_unpadded_attention import CAPACITY, CASES, Case, expect, make_inputs, one_node_model
-from tests.support import chance
-from tests.support.half_models import trace
-from tests.support.trt_evaluator import align, make_evaluator
+from tests.support.cases import chance
+from tests.support.models.half_models import trace
+from tests.support.references.trt_evaluator import align, make_evaluator
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 IR_DTYPES = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}

@@ -17,12 +17,12 @@ from specexport.trace.check import reference_logits
 from specexport_runtime.abi import LayerGeometry
 from specexport_runtime.errors import UnsupportedModelError
 from tests.ops.test_unpadded_attention import CAPACITY, CASES, Case, expect, make_inputs, one_node_model
-from tests.support import chance
-from tests.support.engine_harness import make_checkpoint
-from tests.support.evaluator import OPS, PluginEngine, make_evaluator
-from tests.support.half_models import HalfModel, trace
-from tests.support.interpreter import InterpretedPlugins
-from tests.support.tiny_models import VOCAB
+from tests.support.cases import chance
+from tests.support.models.half_models import HalfModel, trace
+from tests.support.models.tiny_models import VOCAB
+from tests.support.references.engine_harness import make_checkpoint
+from tests.support.references.evaluator import OPS, PluginEngine, make_evaluator
+from tests.support.references.interpreter import InterpretedPlugins
 
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 IR_DTYPES = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16, "float32": ir.DataType.FLOAT}

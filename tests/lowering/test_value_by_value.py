@@ -7,8 +7,8 @@ import pytest
 
 from specexport.lowering.ort_cpu import make_value_by_value
 from specexport.onnx_emit import Emitter
-from tests.support.ort_operators import BY_ROW, EACH, LEFT, WHOLE
-from tests.support.sessions import session_of
+from tests.support.references.ort_operators import BY_ROW, EACH, LEFT, WHOLE
+from tests.support.references.sessions import session_of
 
 TOKENS = 37
 CONTRIB = {"FastGelu", "QuickGelu", "SkipLayerNormalization", "SkipSimplifiedLayerNormalization"}

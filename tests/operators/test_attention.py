@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support import chance
-from tests.support.attention_cases import Array, Case, Operator, draw, expected
+from tests.support.cases import chance
+from tests.support.cases.attention_cases import Array, Case, Operator, draw, expected
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "runtime" / "operators" / "build.py"

@@ -8,11 +8,11 @@ import pytest
 from onnx import TensorProto, helper
 
 from tests.operators.test_block_linear import assert_cases_pass
-from tests.support import experts_cases as cases
-from tests.support import linear_cases
-from tests.support.chance import many, seed
-from tests.support.experts_cases import Layer
-from tests.support.linear_cases import ALL
+from tests.support.cases import experts_cases as cases
+from tests.support.cases import linear_cases
+from tests.support.cases.chance import many, seed
+from tests.support.cases.experts_cases import Layer
+from tests.support.cases.linear_cases import ALL
 
 KERNELS = [pytest.param("portable", marks=pytest.mark.whole), "avx2", "avxvnni", "avx512vnni", "neon_dot"]
 LAYERS = [
@@ -38,7 +38,7 @@ def test_every_format(library: Path, name: str) -> None:
 @pytest.mark.fuzz
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_drawn_layers(library: Path, kernels: str) -> None:
-    assert_cases_pass(library, kernels, str(seed(38)), str(many(6)), module="tests.support.experts_cases")
+    assert_cases_pass(library, kernels, str(seed(38)), str(many(6)), module="tests.support.cases.experts_cases")
 
 
 def test_the_check_finds_experts_that_are_taken_for_each_other(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:

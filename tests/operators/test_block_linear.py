@@ -11,14 +11,16 @@ import pytest
 from onnx import TensorProto
 
 from specexport.passes.block_format import pack_float, packed_shape
-from tests.support import linear_cases as cases
-from tests.support.chance import many, seed
+from tests.support.cases import linear_cases as cases
+from tests.support.cases.chance import many, seed
 
 KERNELS = [pytest.param("portable", marks=pytest.mark.whole), "avx2", "avxvnni", "avx512vnni", "amx", "neon_dot"]
 ROOT = Path(__file__).parents[2]
 
 
-def assert_cases_pass(library: Path, kernels: str, *more: str, module: str = "tests.support.linear_cases") -> None:
+def assert_cases_pass(
+    library: Path, kernels: str, *more: str, module: str = "tests.support.cases.linear_cases"
+) -> None:
     environment = os.environ | {"SPECEXPORT_CPU_KERNELS": kernels}
     code = f"import ctypes; l = ctypes.CDLL({str(library)!r}); l.specexport_kernels.restype = ctypes.c_char_p; "
     found = subprocess.run(

@@ -19,9 +19,9 @@ from specexport.passes.block_weight import BlockWeight
 from specexport.passes.clean_up import WeightRemovePass
 from specexport.passes.quantize_kept import KeptExpertsPass
 from specexport.passes.quantize_ort_cpu import ExpertsQuantizePass
-from tests.support import chance
-from tests.support.linear_cases import random_weight
-from tests.support.sessions import session_of
+from tests.support.cases import chance
+from tests.support.cases.linear_cases import random_weight
+from tests.support.references.sessions import session_of
 
 
 class Case(NamedTuple):

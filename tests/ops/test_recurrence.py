@@ -13,7 +13,7 @@ from specexport.ops.onnx_op import register_schema
 from specexport.ops.reference import causal_conv, linear_attention
 from specexport.ops.spec import CAUSAL_CONV, LINEAR_ATTENTION, RECURRENCES
 from specexport_runtime.abi import OP_DOMAIN
-from tests.support import chance
+from tests.support.cases import chance
 
 PENDING = 7
 OPS = {LINEAR_ATTENTION.name: (LINEAR_ATTENTION, linear_attention), CAUSAL_CONV.name: (CAUSAL_CONV, causal_conv)}

@@ -14,7 +14,7 @@ from specexport.ops.onnx_op import register_schema
 from specexport.ops.reference import unpadded_attention
 from specexport_runtime.errors import CheckFailedError, UnsupportedModelError
 from specexport_runtime.executors.operators import register
-from tests.support import chance
+from tests.support.cases import chance
 
 CAPACITY = 48
 SPAN = 51  # entries that kv_positions describes: at least every row's total

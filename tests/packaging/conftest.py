@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.pairs import locked
+from tests.support.models.pairs import locked
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support import chance
+from tests.support.cases import chance
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = [ROOT / "tests" / "support" / name for name in ("chance.py", "schema_requests.py")]
 
 DRAWING = """
-from tests.support import chance
+from tests.support.cases import chance
 import hypothesis
 from hypothesis import strategies as st
 

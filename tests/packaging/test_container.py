@@ -17,7 +17,7 @@ import yaml
 from specexport_runtime.cli.serve import KEY_VARIABLE, serve
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.user_cache import ROOT_VARIABLE
-from tests.support.patience import HANG_S
+from tests.support.cases.patience import HANG_S
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.lanes import LIMIT, skip_when_late
+from tests.support.cases.lanes import LIMIT, skip_when_late
 
 ROOT = Path(__file__).parents[2]
 

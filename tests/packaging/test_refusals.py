@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from specexport.cli import COMMANDS, main
-from tests.support.refusals import content_of, line_of
+from tests.support.cases.refusals import content_of, line_of
 
 NOTHING = "{folder}/nothing"
 REQUIRED = {

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from packaging.requirements import Requirement
 
-from tests.support.patience import HANG_S
+from tests.support.cases.patience import HANG_S
 
 pytestmark = pytest.mark.whole
 

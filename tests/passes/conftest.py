@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.tiny_models import make_llama
-from tests.support.tiny_traces import tiny_model, trace_of
+from tests.support.models.tiny_models import make_llama
+from tests.support.models.tiny_traces import tiny_model, trace_of
 
 MAKERS = {
     "llama": lambda: make_llama(hidden_size=128, head_dim=32),

@@ -10,8 +10,8 @@ from specexport.passes.contract_check import ContractCheckPass
 from specexport.passes.pipeline import default_passes, run_passes
 from specexport.passes.precision_cast import PrecisionCastPass
 from specexport_runtime.errors import CheckFailedError, RecipeError
-from tests.support.half_models import load, trace
-from tests.support.tiny_models import ARCHITECTURES
+from tests.support.models.half_models import load, trace
+from tests.support.models.tiny_models import ARCHITECTURES
 
 HALVES = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
 MODELS = [
@@ -71,7 +71,7 @@ def test_logits_leave_as_float32(traced: Any) -> None:
 
 def test_half_logits_are_allowed_until_the_cast_and_never_after_it() -> None:
     from specexport.trace.check import trace_checkpoint
-    from tests.support.engine_harness import make_checkpoint
+    from tests.support.references.engine_harness import make_checkpoint
 
     raw = trace_checkpoint(make_checkpoint(load(ARCHITECTURES["llama"], "bfloat16"))).ir_model
     words = "output logits is BFLOAT16, not float32"

@@ -18,9 +18,9 @@ from specexport.passes.input_note import InputNotePass, inputs_of
 from specexport.passes.pipeline import default_passes, quantizing_passes, run_passes
 from specexport.passes.quantize_sites import linear_site
 from specexport.trace.calibrate import activation_ranges
-from tests.support.sessions import session_of
-from tests.support.tiny_models import ARCHITECTURES, make_model
-from tests.support.tiny_traces import tiny_model, trace_of
+from tests.support.models.tiny_models import ARCHITECTURES, make_model
+from tests.support.models.tiny_traces import tiny_model, trace_of
+from tests.support.references.sessions import session_of
 
 DEPTH, WIDTH, TOKENS = 96, 40, 64
 PIECES = [np.array(ids, np.int64) for ids in ([3, 4, 5, 9, 11, 7, 60, 61], [250, 62, 61, 60, 7, 11, 9, 5])]

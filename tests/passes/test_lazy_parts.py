@@ -12,7 +12,7 @@ from specexport.onnx_emit import has_parts, lazy_tensor, part_of
 from specexport.passes.pipeline import default_passes
 from specexport.passes.quantize_sites import channel_parts
 from specexport.trace.check import trace_checkpoint
-from tests.support.tiny_models import make_llama, save_checkpoint
+from tests.support.models.tiny_models import make_llama, save_checkpoint
 
 
 @pytest.mark.parametrize("tied", [False, True])

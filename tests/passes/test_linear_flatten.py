@@ -3,8 +3,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.engine_harness import Engine
-from tests.support.tiny_traces import tiny_model, trace_of
+from tests.support.models.tiny_traces import tiny_model, trace_of
+from tests.support.references.engine_harness import Engine
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "phi", "mixtral"])

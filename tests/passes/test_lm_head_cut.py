@@ -12,9 +12,9 @@ from specexport.passes.lm_head_cut import LmHeadCutPass
 from specexport.passes.pipeline import default_passes, run_passes
 from specexport_runtime.abi import LOGITS
 from specexport_runtime.errors import UnsupportedModelError
-from tests.support.engine_harness import Engine
-from tests.support.tiny_models import VOCAB, make_model
-from tests.support.tiny_traces import tiny_model, trace_of
+from tests.support.models.tiny_models import VOCAB, make_model
+from tests.support.models.tiny_traces import tiny_model, trace_of
+from tests.support.references.engine_harness import Engine
 
 IDS = np.array([0, 1, 2, 5, 17, 90, 91, 200, 318, 319], np.int32)
 PROMPT = [[3, 250, 17, 9], [6, 8]]

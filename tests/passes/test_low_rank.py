@@ -16,10 +16,10 @@ from specexport.lowering.ort_cpu import lower_ort_cpu
 from specexport.passes.low_rank import MARK, LowRankMarkPass
 from specexport.passes.pipeline import default_passes, run_passes
 from specexport_runtime.errors import UnsupportedModelError
-from tests.support.engine_harness import pack
-from tests.support.sessions import session_of
-from tests.support.tiny_lora import ALL, apply_adapter, save_adapter
-from tests.support.tiny_models import ARCHITECTURES, make_model
+from tests.support.models.tiny_lora import ALL, apply_adapter, save_adapter
+from tests.support.models.tiny_models import ARCHITECTURES, make_model
+from tests.support.references.engine_harness import pack
+from tests.support.references.sessions import session_of
 
 TOKENS = [5, 9, 200, 31, 7, 310, 2]
 SOME = ("q_proj", "v_proj", "up_proj")

@@ -24,7 +24,7 @@ from specexport.passes.pipeline import default_passes, run_passes
 from specexport.passes.precision_cast import PrecisionCastPass
 from specexport.passes.transpose_fold import TransposeFoldPass
 from specexport_runtime.errors import CheckFailedError
-from tests.support.tiny_models import VOCAB
+from tests.support.models.tiny_models import VOCAB
 
 Traced = Callable[[str], Any]
 NAMES = [

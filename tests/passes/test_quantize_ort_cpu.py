@@ -12,10 +12,10 @@ from specexport.passes.block_make import half_up, int4_weight, int8_weight
 from specexport.passes.pipeline import default_passes, quantizing_passes, run_passes
 from specexport.passes.quantize_ort_cpu import HEAD_SHARE, BlockQuantizePass
 from specexport_runtime.errors import RecipeError, UnsupportedModelError
-from tests.support.engine_harness import Engine
-from tests.support.sessions import session_of
-from tests.support.tiny_models import VOCAB, make_llama
-from tests.support.tiny_traces import tiny_model, trace_of
+from tests.support.models.tiny_models import VOCAB, make_llama
+from tests.support.models.tiny_traces import tiny_model, trace_of
+from tests.support.references.engine_harness import Engine
+from tests.support.references.sessions import session_of
 
 Traced = Callable[[str], Any]
 NUM_LINEAR = {"llama_tied": 15, "gpt2": 9, "gemma3": 15, "opt": 15}

@@ -15,9 +15,9 @@ from specexport.passes.symmetric_blocks import quantize_blocks
 from specexport_runtime.bundle.quant_kinds import INT4
 from specexport_runtime.errors import UnsupportedModelError
 from tests.passes.test_quantize_ort_cpu import build, verify_logits, worst_row
-from tests.support import engine_harness as harness
-from tests.support.tiny_models import make_llama
-from tests.support.tiny_traces import tiny_model, trace_of
+from tests.support.models.tiny_models import make_llama
+from tests.support.models.tiny_traces import tiny_model, trace_of
+from tests.support.references import engine_harness as harness
 
 FORM: dict[str, Any] = {"backend": "ort-cuda"}
 
@@ -102,8 +102,8 @@ def test_what_the_kernel_does_not_take_keeps_its_weights() -> None:
 
 
 def test_scales_have_the_dtype_of_the_model() -> None:
-    from tests.support.half_models import load
-    from tests.support.tiny_models import ARCHITECTURES
+    from tests.support.models.half_models import load
+    from tests.support.models.tiny_models import ARCHITECTURES
 
     model = trace_of(load(ARCHITECTURES["llama"], "bfloat16")).ir_model
     run_passes(model, default_passes("bfloat16", quantize="int4", **FORM))

@@ -13,9 +13,9 @@ from specexport.passes.pipeline import default_passes, quantizing_passes, run_pa
 from specexport.passes.symmetric_blocks import quantize_blocks
 from specexport_runtime.errors import RecipeError, UnsupportedModelError
 from tests.passes.test_quantize_ort_cpu import build, verify_logits, worst_row
-from tests.support import engine_harness as harness
-from tests.support.tiny_models import make_llama
-from tests.support.tiny_traces import tiny_model, trace_of
+from tests.support.models.tiny_models import make_llama
+from tests.support.models.tiny_traces import tiny_model, trace_of
+from tests.support.references import engine_harness as harness
 
 FORM = {"backend": "tensorrt"}
 NUM_LINEAR = 13

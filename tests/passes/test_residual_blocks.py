@@ -17,7 +17,7 @@ OBSTACLES = {
     "gemma4": _SHARED_KEYS,
     "bart": "layer 0 passes the residual stream itself through LayerNormalization",
 }
-"""Why a model of tests/support/tiny_models.py cannot skip layers; every one that is not named here can."""
+"""Why a model of tests/support/models/tiny_models.py cannot skip layers; every one that is not named here can."""
 
 
 def leak(layer: int, kind: str) -> str:

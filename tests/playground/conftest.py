@@ -1,3 +1,3 @@
-from tests.support.served import demo_served, fake_served
+from tests.support.servers.served import demo_served, fake_served
 
 __all__ = ["demo_served", "fake_served"]

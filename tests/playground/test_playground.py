@@ -8,9 +8,9 @@ import pytest
 
 from specexport_runtime.playground import routes
 from specexport_runtime.server.config import ServerConfig
-from tests.support import patience
-from tests.support.engine_of import engine_of
-from tests.support.serving import Served, fake_engine
+from tests.support.cases import patience
+from tests.support.fakes.engine_of import engine_of
+from tests.support.servers.serving import Served, fake_engine
 
 PATHS = sorted(routes.PUBLIC_PATHS)
 STATIC = resources.files("specexport_runtime.playground").joinpath("static")

@@ -13,9 +13,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from specexport_runtime import SpecEngine
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.server.config import ServerConfig
-from tests.support import patience
-from tests.support.engine_of import engine_of
-from tests.support.serving import Served, fake_engine
+from tests.support.cases import patience
+from tests.support.fakes.engine_of import engine_of
+from tests.support.servers.serving import Served, fake_engine
 
 pytestmark = pytest.mark.browser
 

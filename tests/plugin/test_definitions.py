@@ -25,8 +25,8 @@ from specexport.plugin.naming import graph_shape, plugin_name, plugin_names, plu
 from specexport_runtime.errors import CheckFailedError, IncompatibleError, MissingDependencyError, UserInputError
 from tests.ops.test_unpadded_attention import CASES, one_node_model
 from tests.packaging.test_imports import HEAVY, loaded_after
-from tests.support.evaluator import ATTRIBUTES
-from tests.support.fake_tensorrt import DataType, Embedded, Given, embed, install
+from tests.support.fakes.fake_tensorrt import DataType, Embedded, Given, embed, install
+from tests.support.references.evaluator import ATTRIBUTES
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("plugins-compiled")]  # slow together
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from specexport_runtime import SamplingParams, SpecEngine
-from tests.support.cluster import ENGINE, KEY, SETTINGS, Deployed, free_port, ray_cluster
+from tests.support.servers.cluster import ENGINE, KEY, SETTINGS, Deployed, free_port, ray_cluster
 
 
 @pytest.fixture(scope="session")

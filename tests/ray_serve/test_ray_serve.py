@@ -8,9 +8,9 @@ import httpx
 import pytest
 
 from specexport_runtime.errors import SpecexportError
-from tests.support import patience
-from tests.support.cluster import HEADERS, KEY, SETTINGS, Deployed, kill
-from tests.support.patience import HANG_S, wait_until
+from tests.support.cases import patience
+from tests.support.cases.patience import HANG_S, wait_until
+from tests.support.servers.cluster import HEADERS, KEY, SETTINGS, Deployed, kill
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.whole, pytest.mark.xdist_group("ray")]  # one cluster
 

@@ -21,9 +21,9 @@ from specexport_runtime.ray_serve.ingress import PrefixIngress, _relay
 from specexport_runtime.ray_serve.replica import Progress, Replica, StuckError, config_here, run_asgi
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.server.errors import as_api_error
-from tests.support.cluster import import_ray
-from tests.support.engine_of import engine_of
-from tests.support.patience import HANG_S, wait_until
+from tests.support.cases.patience import HANG_S, wait_until
+from tests.support.fakes.engine_of import engine_of
+from tests.support.servers.cluster import import_ray
 
 
 def parse(bundle, environ=None, **more):

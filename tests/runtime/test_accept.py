@@ -10,7 +10,7 @@ from specexport_runtime.sampling import accept
 from specexport_runtime.sampling.accept import Verdict, accept_greedy, accept_sampled, normalised, surplus
 from specexport_runtime.sampling.distribution import Distribution, sample_token
 from specexport_runtime.sampling.rng import Draws
-from tests.support import chance
+from tests.support.cases import chance
 
 
 def dense(*probs):

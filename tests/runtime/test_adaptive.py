@@ -33,11 +33,11 @@ from specexport_runtime.requests.records import DraftStage
 from specexport_runtime.requests.request import Request
 from tests.runtime.test_sampling_exact import P_VALUE, p_value
 from tests.runtime.test_self_draft_whole import LENGTH, PROMPTS, SMALL, exact
-from tests.support.chance import examples
-from tests.support.engine_of import engine_of
-from tests.support.entries import make_entry
-from tests.support.goodput_fakes import LOOKAHEAD, curves
-from tests.support.loop import MAX_MODEL_LEN, VOCAB, finish, goodput_length, greedy_reference
+from tests.support.cases.chance import examples
+from tests.support.cases.entries import make_entry
+from tests.support.fakes.engine_of import engine_of
+from tests.support.fakes.goodput_fakes import LOOKAHEAD, curves
+from tests.support.fakes.loop import MAX_MODEL_LEN, VOCAB, finish, goodput_length, greedy_reference
 
 GATES = 12
 RULES = LayerRules(threshold=0.97)

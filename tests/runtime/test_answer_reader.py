@@ -7,7 +7,7 @@ import pytest
 from specexport_runtime.intake.answer_reader import AnswerReader, AnswerSyntax, ThinkingMarks, read_parts
 from specexport_runtime.intake.tool_formats.base import Arguments, Broken, CallBegin, Content, Reasoning
 from specexport_runtime.intake.tool_formats.families import FORMATS
-from tests.support import chance
+from tests.support.cases import chance
 
 NAMES = frozenset({"find", "stop"})
 MARKS = ThinkingMarks("<think>", "</think>")

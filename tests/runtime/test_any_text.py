@@ -15,7 +15,7 @@ from specexport_runtime.cli.any_text import take_any_text
 from specexport_runtime.cli.command import generate
 from specexport_runtime.cli.errors import SuggestingGroup
 from specexport_runtime.errors import BundleError
-from tests.support.any_text import assert_texts_are_utf8
+from tests.support.cases.any_text import assert_texts_are_utf8
 
 TEXT = "é 日本 😀 \ud800"
 C_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}

@@ -9,12 +9,12 @@ from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.packing.kv import BorrowedKv, KvArena
-from tests.support.drafter_kinds import assistant_decoder
-from tests.support.heads_on_fakes import (
+from tests.support.fakes.drafter_kinds import assistant_decoder
+from tests.support.fakes.heads_on_fakes import (
     PROMPTS,
     make_sequences,
 )
-from tests.support.loop import CAPACITY, VOCAB, make_target, run
+from tests.support.fakes.loop import CAPACITY, VOCAB, make_target, run
 
 
 def test_one_entry_too_many_is_refused():

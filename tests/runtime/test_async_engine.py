@@ -11,7 +11,7 @@ from specexport_runtime import AsyncRequest, AsyncSpecEngine, SamplingParams, Sp
 from specexport_runtime.async_engine import Mailbox
 from specexport_runtime.errors import EngineClosedError, InvalidRequestError, QueueFullError, RequestFailedError
 from specexport_runtime.intake.drafting import RequestSpec
-from tests.support.async_engines import (
+from tests.support.fakes.async_engines import (
     ENDLESS,
     LONG,
     LONG_TEXT,
@@ -24,7 +24,7 @@ from tests.support.async_engines import (
     ids_of,
     until,
 )
-from tests.support.loop import MAX_MODEL_LEN, fail_at
+from tests.support.fakes.loop import MAX_MODEL_LEN, fail_at
 
 
 @pytest.fixture

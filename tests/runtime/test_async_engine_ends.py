@@ -12,7 +12,7 @@ from specexport_runtime import AsyncSpecEngine, SpecEngine, SpecexportError
 from specexport_runtime.errors import EngineClosedError, RequestFailedError
 from specexport_runtime.intake.drafting import RequestSpec
 from tests.runtime.test_engine import make_engine
-from tests.support.async_engines import (
+from tests.support.fakes.async_engines import (
     ENDLESS,
     LONG,
     Gate,

@@ -21,7 +21,7 @@ from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.rng import Draws, RandomStream, RoundDraws
 from tests.runtime.test_sampling_exact import P_VALUE, Toy, emit, p_value
 from tests.runtime.test_self_draft_whole import LENGTH, PROMPTS, SMALL, exact
-from tests.support.loop import finish, make_decoder, make_sequence
+from tests.support.fakes.loop import finish, make_decoder, make_sequence
 
 VOCAB, LONGEST = 3, 3
 

@@ -7,12 +7,12 @@ import pytest
 from specexport_runtime.bundle.arrays import load_mask
 from specexport_runtime.errors import BundleError
 from specexport_runtime.sampling.params import SamplingParams
-from tests.support.drafter_kinds import block_decoder
-from tests.support.entries import changed, make_entry
-from tests.support.heads_on_fakes import (
+from tests.support.cases.entries import changed, make_entry
+from tests.support.fakes.drafter_kinds import block_decoder
+from tests.support.fakes.heads_on_fakes import (
     PROMPTS,
 )
-from tests.support.loop import VOCAB, make_sequence, run
+from tests.support.fakes.loop import VOCAB, make_sequence, run
 
 
 def test_one_step_of_the_head_a_round():

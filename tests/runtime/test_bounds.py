@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from specexport.cli import main
 from specexport_runtime.machine import most_threads
 from tests.runtime.test_manifest_values import MANIFEST, write
-from tests.support.refusals import line_of
+from tests.support.cases.refusals import line_of
 
 COMMANDS = {
     "generate": ["text"],

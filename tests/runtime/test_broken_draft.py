@@ -9,7 +9,7 @@ from specexport_runtime.requests.draft_exit import DraftExit, DraftExitParams
 from specexport_runtime.requests.layer_choice import LayerRules
 from specexport_runtime.requests.records import DraftStage
 from specexport_runtime.sampling.params import SamplingParams
-from tests.support.loop import VOCAB, greedy_reference, make_decoder, make_draft, make_sequence, make_target
+from tests.support.fakes.loop import VOCAB, greedy_reference, make_decoder, make_draft, make_sequence, make_target
 
 NEIGHBOURS = ([5], [6])
 KINDS = {

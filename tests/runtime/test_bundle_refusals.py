@@ -15,7 +15,7 @@ from specexport_runtime.bundle.manifest import Manifest, load_manifest
 from specexport_runtime.cli.command import runtime_cli
 from specexport_runtime.errors import BundleError, IncompatibleError, InvalidRequestError
 from specexport_runtime.executors import operators
-from tests.support.refusals import line_of
+from tests.support.cases.refusals import line_of
 
 
 @pytest.fixture

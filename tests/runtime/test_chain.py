@@ -13,8 +13,8 @@ from specexport_runtime.errors import SpecexportError
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.records import DrafterTraits, DraftStage, Proposal
 from specexport_runtime.sampling.params import SamplingParams
-from tests.support.chance import examples
-from tests.support.loop import VOCAB, greedy_reference, make_draft, make_sequence, make_target
+from tests.support.cases.chance import examples
+from tests.support.fakes.loop import VOCAB, greedy_reference, make_draft, make_sequence, make_target
 
 LOOKUP, MODEL = DraftStage("lookup", 7), DraftStage("draft-model", 4)
 PLANS = [(), (LOOKUP,), (MODEL,), (LOOKUP, MODEL), (MODEL, LOOKUP)]

@@ -7,7 +7,7 @@ from specexport_runtime.intake.chat_dialect import ChatDialect
 from specexport_runtime.intake.functions import FunctionError, ToolChoice, read_functions
 from specexport_runtime.sampling.structured import StructuredOutputs
 from specexport_runtime.sampling.thinking import Thinking
-from tests.support.chat_fakes import MARKERS, PLAIN, TEMPLATES, THINKS, letters
+from tests.support.fakes.chat_fakes import MARKERS, PLAIN, TEMPLATES, THINKS, letters
 
 CITY = {
     "type": "object",

@@ -10,7 +10,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.intake.chat import render_whole
 from specexport_runtime.intake.chat_forms import UnwrittenError
-from tests.support import chance
+from tests.support.cases import chance
 
 HEAD = "{% for m in messages %}"
 TAIL = "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

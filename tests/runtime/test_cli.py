@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from specexport_runtime.cli.command import runtime_cli
 from specexport_runtime.cli.output import describe_drafters
-from tests.support.refusals import line_of
+from tests.support.cases.refusals import line_of
 
 PROMPT = "def read_lines(path):\n"
 

@@ -13,7 +13,7 @@ from specexport_runtime.requests.records import Begun, Branch, DraftStage
 from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.tree import accept_tree_greedy
-from tests.support.chance import examples
+from tests.support.cases.chance import examples
 
 MOST = 400
 

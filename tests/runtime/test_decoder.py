@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from specexport_runtime.errors import CheckFailedError, SpecexportError
 from specexport_runtime.sampling.params import SamplingParams
-from tests.support.chance import examples
-from tests.support.loop import (
+from tests.support.cases.chance import examples
+from tests.support.fakes.loop import (
     MAX_MODEL_LEN,
     VOCAB,
     greedy_reference,

@@ -22,8 +22,8 @@ from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.rng import RandomStream, RoundDraws
 from specexport_runtime.sampling.sampler import Sampler
 from tests.runtime.test_draft_chain import open_cuda
-from tests.support.loop import MAX_MODEL_LEN, VOCAB, make_decoder, make_draft, make_target, run
-from tests.support.trt_fakes import FakeGpu, make_entry, open_fake
+from tests.support.fakes.loop import MAX_MODEL_LEN, VOCAB, make_decoder, make_draft, make_target, run
+from tests.support.fakes.trt_fakes import FakeGpu, make_entry, open_fake
 
 ROWS, LOOKAHEAD = 4, 4
 PARAMS = {

@@ -18,10 +18,10 @@ from specexport_runtime.packing.batch import ModelRunner, RowWork
 from specexport_runtime.requests.draft_exit import DraftExit, DraftExitParams
 from specexport_runtime.sampling.params import SamplingParams
 from tests.runtime.test_ort_cuda_executor import CACHES, ENTRY, INPUTS, FakeSession
-from tests.support.entries import changed
-from tests.support.fake_onnxruntime import FakeOrt
-from tests.support.loop import CAPACITY, VOCAB, make_decoder, make_draft, make_sequence, make_target, run
-from tests.support.trt_fakes import PLUGIN, make_entry, open_fake
+from tests.support.cases.entries import changed
+from tests.support.fakes.fake_onnxruntime import FakeOrt
+from tests.support.fakes.loop import CAPACITY, VOCAB, make_decoder, make_draft, make_sequence, make_target, run
+from tests.support.fakes.trt_fakes import PLUGIN, make_entry, open_fake
 
 LOOKAHEAD = 4
 PROMPTS = [[3], [1, 2, 3, 4, 5], [16] * 9, [7, 0, 7], [2, 2], [11, 5, 0, 1]]

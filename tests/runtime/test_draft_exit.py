@@ -13,7 +13,7 @@ from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.draft_exit import DraftExit, DraftExitParams
 from specexport_runtime.sampling.distribution import sample_token
 from specexport_runtime.sampling.params import SamplingParams
-from tests.support.loop import VOCAB, greedy_reference, make_decoder, make_draft, make_sequence, make_target, run
+from tests.support.fakes.loop import VOCAB, greedy_reference, make_decoder, make_draft, make_sequence, make_target, run
 
 SURE, NEVER = DraftExitParams(gamma=1.0, epsilon=0.0), DraftExitParams(gamma=0.0, epsilon=0.0)
 

@@ -11,10 +11,10 @@ from specexport_runtime.bundle.arrays import CutHead
 from specexport_runtime.drafters import head as head_module
 from specexport_runtime.drafters.head import HeadDrafter
 from specexport_runtime.sampling.params import SamplingParams
-from tests.support.chance import examples
-from tests.support.drafter_kinds import KINDS, NOISES
-from tests.support.heads_on_fakes import PROMPTS, check_plain, make_sequences, totals
-from tests.support.loop import VOCAB, make_sequence, run
+from tests.support.cases.chance import examples
+from tests.support.fakes.drafter_kinds import KINDS, NOISES
+from tests.support.fakes.heads_on_fakes import PROMPTS, check_plain, make_sequences, totals
+from tests.support.fakes.loop import VOCAB, make_sequence, run
 
 HEADS = [name for name, kind in KINDS.items() if kind.stage == "head"]
 every_drafter = pytest.mark.parametrize("name", KINDS)

@@ -9,7 +9,7 @@ from tokenizers.processors import TemplateProcessing
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.errors import InvalidRequestError
 from tests.runtime.test_engine import make_engine
-from tests.support.loop import MAX_MODEL_LEN, greedy_reference, make_target
+from tests.support.fakes.loop import MAX_MODEL_LEN, greedy_reference, make_target
 
 BOS = 16
 TEMPLATE = "{{ bos_token }} {% for m in messages %}{{ m['content'] }} {% endfor %}"

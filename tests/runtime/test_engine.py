@@ -9,8 +9,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.intake.speculative_config import parse_speculative_config
-from tests.support.engine_of import engine_of
-from tests.support.loop import MAX_MODEL_LEN, VOCAB, greedy_reference, make_draft, make_target
+from tests.support.fakes.engine_of import engine_of
+from tests.support.fakes.loop import MAX_MODEL_LEN, VOCAB, greedy_reference, make_draft, make_target
 
 WORDS = [f"w{i}" for i in range(VOCAB)]
 

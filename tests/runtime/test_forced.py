@@ -12,7 +12,7 @@ from specexport_runtime.sampling.distribution import Distribution
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.sampler import Sampler
 from tests.runtime.test_sampling_exact import P_VALUE, p_value
-from tests.support.drafter_kinds import (
+from tests.support.fakes.drafter_kinds import (
     LAYERS,
     assistant_decoder,
     block_decoder,
@@ -23,8 +23,8 @@ from tests.support.drafter_kinds import (
     medusa_decoder,
     self_decoder,
 )
-from tests.support.goodput_fakes import curves
-from tests.support.loop import VOCAB, goodput_length, make_decoder, make_draft, make_sequence, make_target, run
+from tests.support.fakes.goodput_fakes import curves
+from tests.support.fakes.loop import VOCAB, goodput_length, make_decoder, make_draft, make_sequence, make_target, run
 
 PROMPTS = [[3], [1, 2, 3, 4, 5], [16] * 9, [7, 0, 7]]
 ROOM = 8

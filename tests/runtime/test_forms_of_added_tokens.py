@@ -16,8 +16,8 @@ from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.intake.grammars import GrammarCompiler
 from specexport_runtime.requests.token_bytes import token_bytes
 from specexport_runtime.sampling.structured import StructuredOutputs
-from tests.support import chance
-from tests.support.engine_of import engine_of
+from tests.support.cases import chance
+from tests.support.fakes.engine_of import engine_of
 
 pytest.importorskip("llguidance")
 

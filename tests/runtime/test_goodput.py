@@ -18,9 +18,9 @@ from specexport_runtime.lookahead.memory import ProbeBudget, ProbeTimer
 from specexport_runtime.lookahead.rules import StepTimes, allocate
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.records import Proposal, StepLoad
-from tests.support.chance import examples
-from tests.support.goodput_fakes import CAPACITY, LOOKAHEAD, curves, make_sequences
-from tests.support.loop import VOCAB, finish, goodput_length
+from tests.support.cases.chance import examples
+from tests.support.fakes.goodput_fakes import CAPACITY, LOOKAHEAD, curves, make_sequences
+from tests.support.fakes.loop import VOCAB, finish, goodput_length
 
 # ---- how many tokens each sequence gets ----
 

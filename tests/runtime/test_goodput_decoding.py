@@ -12,8 +12,8 @@ from specexport_runtime.lookahead.acceptance import match_slots
 from specexport_runtime.lookahead.rules import StepTimes, allocate
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.records import Asked, Promise, Proposal, StepLoad
-from tests.support.goodput_fakes import CAPACITY, LOOKAHEAD, curves, decode, make_sequences
-from tests.support.loop import VOCAB, goodput_length
+from tests.support.fakes.goodput_fakes import CAPACITY, LOOKAHEAD, curves, decode, make_sequences
+from tests.support.fakes.loop import VOCAB, goodput_length
 
 
 @pytest.mark.parametrize("count", [1, 4, 16])

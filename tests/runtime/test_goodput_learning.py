@@ -16,8 +16,8 @@ from specexport_runtime.lookahead.draft_cost import EngineCost, WeighedDrafter
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.records import DrafterTraits, Proposal, StepLoad
 from specexport_runtime.sampling.params import SamplingParams
-from tests.support.goodput_fakes import CAPACITY, LOOKAHEAD, curves, decode, make_sequences, step_cost
-from tests.support.loop import VOCAB, finish, goodput_length, greedy_reference, weighed
+from tests.support.fakes.goodput_fakes import CAPACITY, LOOKAHEAD, curves, decode, make_sequences, step_cost
+from tests.support.fakes.loop import VOCAB, finish, goodput_length, greedy_reference, weighed
 
 
 class Timed(Controller):

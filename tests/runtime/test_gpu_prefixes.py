@@ -14,10 +14,10 @@ from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
 from specexport_runtime.sampling.params import SamplingParams
 from tests.runtime import test_ort_cuda_executor as on_cuda
 from tests.runtime.test_prefixes import ask, fed
-from tests.support.chance import examples
-from tests.support.fake_onnxruntime import FakeOrt
-from tests.support.loop import VOCAB, greedy_reference, make_decoder, make_draft, make_sequence, make_target, run
-from tests.support.trt_fakes import PLUGIN, make_entry, open_fake
+from tests.support.cases.chance import examples
+from tests.support.fakes.fake_onnxruntime import FakeOrt
+from tests.support.fakes.loop import VOCAB, greedy_reference, make_decoder, make_draft, make_sequence, make_target, run
+from tests.support.fakes.trt_fakes import PLUGIN, make_entry, open_fake
 
 WAYS = ("ort-cuda", "native", "plugin")
 LONG = (np.arange(30) * 7 % VOCAB).tolist()

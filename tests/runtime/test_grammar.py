@@ -15,7 +15,7 @@ from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.sampling.grammar import _make_masks
 from specexport_runtime.sampling.structured import StructuredOutputs
-from tests.support.rounds import check_every_round
+from tests.support.fakes.rounds import check_every_round
 
 pytest.importorskip("llguidance")
 

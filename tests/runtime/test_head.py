@@ -10,14 +10,14 @@ from specexport_runtime.errors import SpecexportError
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.records import DraftStage
 from specexport_runtime.sampling.params import SamplingParams
-from tests.support.drafter_kinds import head_decoder
-from tests.support.heads_on_fakes import (
+from tests.support.fakes.drafter_kinds import head_decoder
+from tests.support.fakes.heads_on_fakes import (
     PROMPTS,
     check_plain,
     make_sequences,
     totals,
 )
-from tests.support.loop import VOCAB, make_sequence, make_target, run
+from tests.support.fakes.loop import VOCAB, make_sequence, make_target, run
 
 
 def test_features_are_asked_for_only_where_a_head_may_draft():

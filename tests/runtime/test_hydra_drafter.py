@@ -8,13 +8,13 @@ from specexport_runtime.drafters.head_kind import KIND
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.packing.batch import ModelRunner
-from tests.support.drafter_kinds import HEADS, HYDRA_HEADS, hydra_decoder
-from tests.support.heads_on_fakes import (
+from tests.support.fakes.drafter_kinds import HEADS, HYDRA_HEADS, hydra_decoder
+from tests.support.fakes.heads_on_fakes import (
     check_plain,
     make_sequences,
     totals,
 )
-from tests.support.loop import CAPACITY, VOCAB, make_target, run
+from tests.support.fakes.loop import CAPACITY, VOCAB, make_target, run
 
 
 def test_a_head_that_is_fed_another_draft_guesses_worse(monkeypatch):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specexport_runtime.costs.learned import WRONG, LearnedCosts, RoundSeconds, reading_of
-from tests.support.chance import examples
+from tests.support.cases.chance import examples
 
 
 def rounds(

@@ -12,7 +12,7 @@ from specexport_runtime.errors import EngineClosedError, InvalidRequestError, Re
 from specexport_runtime.intake.drafting import RequestSpec
 from tests.runtime.test_engine import make_engine
 from tests.runtime.test_submit import LONG, expected, slow_down
-from tests.support.rounds import check_every_round
+from tests.support.fakes.rounds import check_every_round
 
 
 class Listener:

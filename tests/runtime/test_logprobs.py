@@ -13,8 +13,8 @@ from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.sampling.logprobs import logprobs_of
 from tests.runtime.test_engine import WORDS, make_engine
 from tests.runtime.test_modes import PLANS
-from tests.support.engine_of import engine_of
-from tests.support.loop import VOCAB, make_decoder, make_draft, make_sequence, make_target, run
+from tests.support.fakes.engine_of import engine_of
+from tests.support.fakes.loop import VOCAB, make_decoder, make_draft, make_sequence, make_target, run
 
 WAYS = {
     "greedy": {},

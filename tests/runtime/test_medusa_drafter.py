@@ -9,7 +9,7 @@ from specexport_runtime.drafters.last_feature import MedusaDrafter
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.packing.batch import ModelRunner
-from tests.support.loop import CAPACITY, VOCAB, make_target
+from tests.support.fakes.loop import CAPACITY, VOCAB, make_target
 
 
 def test_the_kind_of_an_engine_decides_who_drafts():

@@ -12,8 +12,8 @@ from specexport_runtime.executors.fake import ENTRY_BYTES, FakeExecutor
 from specexport_runtime.intake.checks import parse_bytes
 from tests.runtime.test_engine import make_engine, make_tokenizer
 from tests.runtime.test_ort_arena import needs_linux, resident_bytes
-from tests.support.engine_of import engine_of
-from tests.support.loop import (
+from tests.support.fakes.engine_of import engine_of
+from tests.support.fakes.loop import (
     CAPACITY,
     MAX_MODEL_LEN,
     VOCAB,
@@ -23,7 +23,7 @@ from tests.support.loop import (
     make_sequence,
     make_target,
 )
-from tests.support.rounds import check_every_round
+from tests.support.fakes.rounds import check_every_round
 
 PAGE = 8 * ENTRY_BYTES
 ROW = CAPACITY * ENTRY_BYTES

@@ -14,7 +14,7 @@ from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.watch.never_accepted import NeverAccepted
 from specexport_runtime.watch.observe import RoundRecord
 from tests.runtime.test_engine import make_engine
-from tests.support.loop import make_decoder, make_draft, make_sequence, make_target, run
+from tests.support.fakes.loop import make_decoder, make_draft, make_sequence, make_target, run
 
 
 def step_of(drafter: str, drafted: int, accepted: int = 0) -> RoundRecord:

@@ -15,9 +15,9 @@ from tests.runtime.test_adaptive import gated_curves
 from tests.runtime.test_adaptive import make_decoder as make_adaptive_decoder
 from tests.runtime.test_engine import make_engine
 from tests.runtime.test_submit import LONG, expected, slow_down
-from tests.support.loop import fail_at, make_decoder, make_sequence, make_target
-from tests.support.patience import wait_until
-from tests.support.rounds import check_every_round
+from tests.support.cases.patience import wait_until
+from tests.support.fakes.loop import fail_at, make_decoder, make_sequence, make_target
+from tests.support.fakes.rounds import check_every_round
 
 
 class Watcher:

@@ -22,9 +22,9 @@ from specexport_runtime.executors.paged import (
     token_row_shapes,
 )
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
-from tests.support import chance
-from tests.support.entries import changed, make_entry
-from tests.support.fake_onnxruntime import FakeBinding, FakeOrt, view
+from tests.support.cases import chance
+from tests.support.cases.entries import changed, make_entry
+from tests.support.fakes.fake_onnxruntime import FakeBinding, FakeOrt, view
 
 VOCAB, CAPACITY, ROWS = 32, BLOCK_ENTRIES + 40, 4
 INPUTS = ("input_ids", "positions", "logit_rows", "kv_lens", "cu_new_tokens")

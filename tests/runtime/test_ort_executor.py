@@ -13,8 +13,8 @@ from specexport_runtime.executors.open import open_executor
 from specexport_runtime.executors.ort import OrtExecutor
 from specexport_runtime.machine import available_cores
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
-from tests.support import chance
-from tests.support.entries import changed
+from tests.support.cases import chance
+from tests.support.cases.entries import changed
 
 CAPACITY = 96
 

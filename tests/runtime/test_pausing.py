@@ -12,8 +12,8 @@ from specexport_runtime.requests.layer_choice import LayerRules
 from specexport_runtime.requests.records import DraftStage
 from specexport_runtime.sampling.params import SamplingParams
 from tests.runtime.test_modes import PLANS
-from tests.support import chance
-from tests.support.drafter_kinds import (
+from tests.support.cases import chance
+from tests.support.fakes.drafter_kinds import (
     assistant_decoder,
     block_decoder,
     gated,
@@ -22,7 +22,7 @@ from tests.support.drafter_kinds import (
     medusa_decoder,
     self_decoder,
 )
-from tests.support.loop import MAX_MODEL_LEN, VOCAB, finish, make_decoder, make_draft, make_sequence, make_target
+from tests.support.fakes.loop import MAX_MODEL_LEN, VOCAB, finish, make_decoder, make_draft, make_sequence, make_target
 
 PROMPT = [1, 2, 3, 4, 5, 1, 2, 3, 7, 11, 4, 5, 6]
 OTHER = [7, 0, 7, 9, 9]

@@ -8,7 +8,7 @@ import pytest
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.sampling.structured import StructuredOutputs
-from tests.support.rounds import check_every_round
+from tests.support.fakes.rounds import check_every_round
 
 STARTS = (
     "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\n",

@@ -14,8 +14,8 @@ from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.records import DraftStage, Proposal
 from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.params import SamplingParams
-from tests.support import heads_on_fakes
-from tests.support.loop import (
+from tests.support.fakes import heads_on_fakes
+from tests.support.fakes.loop import (
     CAPACITY,
     VOCAB,
     fail_at,

@@ -6,7 +6,7 @@ from specexport_runtime.abi import StateGeometry
 from specexport_runtime.bundle.entry import ExpertSizes
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.costs.prior import prior_costs
-from tests.support.entries import changed
+from tests.support.cases.entries import changed
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ from specexport_runtime.executors.ort import OrtExecutor
 from specexport_runtime.executors.ort_arena import CAN_GIVE_BACK
 from specexport_runtime.packing import batch
 from specexport_runtime.packing.batch import ModelRunner, RowWork
-from tests.support.engine_harness import resident_pages
-from tests.support.entries import changed
-from tests.support.rounds import check_every_round
-from tests.support.tiny_models import ARCHITECTURES, VOCAB, make_model, save_checkpoint
+from tests.support.cases.entries import changed
+from tests.support.fakes.rounds import check_every_round
+from tests.support.models.tiny_models import ARCHITECTURES, VOCAB, make_model, save_checkpoint
+from tests.support.references.engine_harness import resident_pages
 
 pytestmark = pytest.mark.skipif(not CAN_GIVE_BACK, reason="this system takes no memory back")
 LENGTH, CHUNK, BACK = 900, 50, 64

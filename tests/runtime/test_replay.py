@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.replay import MACHINES, controller_of, recorded, replay
+from tests.support.fakes.replay import MACHINES, controller_of, recorded, replay
 
 FIXED = (1, 2, 3, 4, 6, 8)
 

@@ -12,7 +12,7 @@ from specexport_runtime.sampling.distribution import Distribution
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.sampler import Sampler
 from specexport_runtime.sampling.truncation import cut_softmax
-from tests.support import chance
+from tests.support.cases import chance
 
 WIDTH = 5000
 LAWS = [

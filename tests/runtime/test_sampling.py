@@ -12,7 +12,7 @@ from specexport_runtime.sampling import distribution, truncation
 from specexport_runtime.sampling.distribution import Distribution, sample_token
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.sampler import Sampler
-from tests.support import chance
+from tests.support.cases import chance
 
 
 def reference(logits, params, prompt=(), output=()):

@@ -11,8 +11,8 @@ from specexport_runtime.errors import SpecexportError
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.request import NO_ROW
 from specexport_runtime.sampling.params import SamplingParams
-from tests.support.chance import examples
-from tests.support.loop import make_decoder, make_sequence, make_target
+from tests.support.cases.chance import examples
+from tests.support.fakes.loop import make_decoder, make_sequence, make_target
 
 SHORT = SamplingParams(max_tokens=3)
 

@@ -10,7 +10,7 @@ from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.intake.functions import FunctionError, read_functions
 from specexport_runtime.sampling.schema_rules import fault_of
 from specexport_runtime.sampling.structured import StructuredOutputs
-from tests.support import chance
+from tests.support.cases import chance
 
 SETTING = {"item_separator": ";"}
 NULL = {"type": "null"}

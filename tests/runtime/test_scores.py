@@ -10,7 +10,7 @@ from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.decoding import schedule
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.sampling.logprobs import logprobs_of
-from tests.support.loop import VOCAB, make_decoder, make_draft, make_sequence, make_target, run
+from tests.support.fakes.loop import VOCAB, make_decoder, make_draft, make_sequence, make_target, run
 
 TEXT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n" * 5
 

@@ -17,10 +17,10 @@ from specexport_runtime.requests.draft_exit import DraftExit, DraftExitParams
 from specexport_runtime.requests.layer_choice import LayerRules
 from specexport_runtime.requests.records import DraftStage
 from specexport_runtime.sampling.params import SamplingParams
-from tests.support.chance import examples
-from tests.support.drafter_kinds import LAYERS, chosen, gated, self_decoder
-from tests.support.heads_on_fakes import PROMPTS, check_plain
-from tests.support.loop import MAX_MODEL_LEN, VOCAB, make_sequence, make_target, run
+from tests.support.cases.chance import examples
+from tests.support.fakes.drafter_kinds import LAYERS, chosen, gated, self_decoder
+from tests.support.fakes.heads_on_fakes import PROMPTS, check_plain
+from tests.support.fakes.loop import MAX_MODEL_LEN, VOCAB, make_sequence, make_target, run
 
 
 @examples(40)

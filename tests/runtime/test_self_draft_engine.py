@@ -16,8 +16,8 @@ from specexport_runtime.requests.layer_choice import LayerChoice, LayerRules
 from specexport_runtime.requests.records import DraftStage
 from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.params import SamplingParams
-from tests.support import chance
-from tests.support.entries import changed
+from tests.support.cases import chance
+from tests.support.cases.entries import changed
 
 TEXTS = (
     "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n",

@@ -17,8 +17,8 @@ from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.sampler import Sampler
 from tests.runtime.test_sampling_exact import P_VALUE, p_value
-from tests.support import chance
-from tests.support.loop import MAX_MODEL_LEN, VOCAB, make_decoder, make_draft, make_sequence, run
+from tests.support.cases import chance
+from tests.support.fakes.loop import MAX_MODEL_LEN, VOCAB, make_decoder, make_draft, make_sequence, run
 
 SMALL, PROMPTS, LENGTH = 5, [[1], [4, 2, 4]], 3
 

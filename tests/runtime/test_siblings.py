@@ -16,10 +16,10 @@ from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.records import Branch, DraftStage, Proposal
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.sampler import Sampler
-from tests.support.drafter_kinds import KINDS, NOISES
-from tests.support.heads_on_fakes import check_plain, make_sequences
-from tests.support.loop import CAPACITY, VOCAB, make_sequence, run
-from tests.support.tree import best_beside
+from tests.support.fakes.drafter_kinds import KINDS, NOISES
+from tests.support.fakes.heads_on_fakes import check_plain, make_sequences
+from tests.support.fakes.loop import CAPACITY, VOCAB, make_sequence, run
+from tests.support.references.tree import best_beside
 
 PLAN = (DraftStage("draft-model", 4),)
 PROMPTS = [[3, 1], [1, 2, 3, 4, 5], [16] * 9]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from specexport_runtime.abi import kv_slack, num_pending
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.packing.kv import StateArena
-from tests.support.chance import examples
+from tests.support.cases.chance import examples
 
 K = 4
 

@@ -6,8 +6,17 @@ import pytest
 from specexport_runtime.executors.fake import ENTRY_BYTES
 from specexport_runtime.sampling.params import SamplingParams
 from tests.runtime.test_modes import PLANS
-from tests.support import chance
-from tests.support.loop import CAPACITY, MAX_MODEL_LEN, VOCAB, make_decoder, make_draft, make_sequence, make_target, run
+from tests.support.cases import chance
+from tests.support.fakes.loop import (
+    CAPACITY,
+    MAX_MODEL_LEN,
+    VOCAB,
+    make_decoder,
+    make_draft,
+    make_sequence,
+    make_target,
+    run,
+)
 
 EVENTS = 2000
 ROWS = 5

@@ -10,8 +10,8 @@ import pytest
 from specexport_runtime import SamplingParams
 from specexport_runtime.errors import InvalidRequestError, RequestFailedError, SpecexportError
 from tests.runtime.test_engine import make_engine
-from tests.support.loop import MAX_MODEL_LEN, fail_at, greedy_reference, make_target
-from tests.support.rounds import check_every_round
+from tests.support.fakes.loop import MAX_MODEL_LEN, fail_at, greedy_reference, make_target
+from tests.support.fakes.rounds import check_every_round
 
 LONG = SamplingParams(max_tokens=40)
 

@@ -18,7 +18,7 @@ from specexport_runtime.requests.records import DraftStage
 from specexport_runtime.sampling.rng import RandomStream, RoundDraws
 from tests.runtime.test_engine import make_engine, make_tokenizer
 from tests.runtime.test_sampling_exact import P_VALUE, PROMPT, Toy, emit, p_value
-from tests.support.loop import greedy_reference, make_sequence, make_target
+from tests.support.fakes.loop import greedy_reference, make_sequence, make_target
 
 SUFFIX = (DraftStage("suffix", 7),)
 SIZES = {"tokenizer_sha256": "0" * 64, "vocab_size": 17}
@@ -250,7 +250,7 @@ def test_rows_and_rooms():
 
 
 def test_auto_is_whatever_there_is_with_a_chosen_length_where_costs_are_known():
-    from tests.support.goodput_fakes import curves
+    from tests.support.fakes.goodput_fakes import curves
 
     def plan(kind, **options):
         engine = make_engine(kind, **options)

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from specexport_runtime.drafters.lookup import SuffixIndex
-from tests.support.chance import examples
+from tests.support.cases.chance import examples
 
 
 def search(text):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from specexport_runtime.drafters.suffix import best_path
 from specexport_runtime.drafters.suffix_segment import DEPTH, SEPARATOR, SuffixSegment, segment_of, split_texts
 from specexport_runtime.drafters.suffix_store import SEGMENT_TOKENS, SuffixStore
-from tests.support.chance import examples
+from tests.support.cases.chance import examples
 
 TEXTS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=50), min_size=1, max_size=12)
 

@@ -12,8 +12,8 @@ from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.lookahead.acceptance import Sureness, shared_sureness
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.sampling.params import SamplingParams
-from tests.support.goodput_fakes import CAPACITY, LOOKAHEAD, curves, make_sequences
-from tests.support.loop import VOCAB, finish, goodput_length, greedy_reference
+from tests.support.fakes.goodput_fakes import CAPACITY, LOOKAHEAD, curves, make_sequences
+from tests.support.fakes.loop import VOCAB, finish, goodput_length, greedy_reference
 
 
 def test_what_passes_is_drafted_further_and_what_fails_is_not():

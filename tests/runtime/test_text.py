@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from specexport_runtime.requests.text import StopStrings, TextStream
 from specexport_runtime.sampling.params import SamplingParams
-from tests.support.chance import examples
+from tests.support.cases.chance import examples
 
 
 @cache

@@ -13,9 +13,9 @@ from specexport_runtime.intake.functions import ToolChoice, read_functions
 from specexport_runtime.intake.grammars import GrammarCompiler
 from specexport_runtime.sampling.structured import StructuredOutputs
 from specexport_runtime.sampling.thinking import Thinking
-from tests.support import chance
-from tests.support.chat_fakes import MARKERS, PLAIN, letters
-from tests.support.rounds import check_every_round
+from tests.support.cases import chance
+from tests.support.fakes.chat_fakes import MARKERS, PLAIN, letters
+from tests.support.fakes.rounds import check_every_round
 
 pytest.importorskip("llguidance")
 

@@ -13,9 +13,9 @@ from specexport_runtime.errors import EngineClosedError, SpecexportError
 from specexport_runtime.intake.drafting import RequestSpec
 from tests.runtime.test_engine import make_engine
 from tests.runtime.test_observers import Watcher, wait_for_thread
-from tests.support import chance
-from tests.support.loop import greedy_reference, make_target
-from tests.support.rounds import check_every_round
+from tests.support.cases import chance
+from tests.support.fakes.loop import greedy_reference, make_target
+from tests.support.fakes.rounds import check_every_round
 
 THREADS = 12
 EACH = 12

@@ -11,7 +11,7 @@ from specexport_runtime.bundle import tokenizer_load
 from specexport_runtime.bundle.tokenizer_load import load_tokenizer, start_loading
 from specexport_runtime.errors import BundleError
 from specexport_runtime.executors.fake import FakeExecutor
-from tests.support.engine_of import engine_of
+from tests.support.fakes.engine_of import engine_of
 
 
 def test_it_loads_once_when_it_is_started_or_used(demo_pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:

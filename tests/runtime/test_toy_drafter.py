@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.edited_copy import changed_lines, copy_runtime, edit, run_with
+from tests.support.cases.edited_copy import changed_lines, copy_runtime, edit, run_with
 
 DRAFTER = """
 from specexport_runtime.drafters.base import Drafter, DrafterKind, DrafterTraits

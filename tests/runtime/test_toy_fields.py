@@ -5,7 +5,7 @@ A field that counts in a release also raises ``manifest.SCHEMA_VERSION``: a mani
 
 from pathlib import Path
 
-from tests.support.edited_copy import changed_lines, copy_runtime, edit, run_with
+from tests.support.cases.edited_copy import changed_lines, copy_runtime, edit, run_with
 
 OPTION = """
 import json

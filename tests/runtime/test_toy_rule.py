@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.edited_copy import changed_lines, copy_runtime, edit, run_with
+from tests.support.cases.edited_copy import changed_lines, copy_runtime, edit, run_with
 
 RULE = """
 import numpy as np

@@ -11,10 +11,10 @@ from tests.runtime import test_forced
 from tests.runtime.test_forced import DECODERS, ROOM, Steps, plain_texts
 from tests.runtime.test_sampling_exact import P_VALUE, p_value
 from tests.runtime.test_self_draft_whole import LENGTH, SMALL, exact
-from tests.support import drafter_kinds, heads_on_fakes
-from tests.support.drafter_kinds import KINDS, NOISES
-from tests.support.heads_on_fakes import PROMPTS, check_plain
-from tests.support.loop import finish, make_sequence, run
+from tests.support.fakes import drafter_kinds, heads_on_fakes
+from tests.support.fakes.drafter_kinds import KINDS, NOISES
+from tests.support.fakes.heads_on_fakes import PROMPTS, check_plain
+from tests.support.fakes.loop import finish, make_sequence, run
 
 
 def decoded(name, tree_size, noise="good", lookahead=3, tokens=40, **options):
@@ -77,7 +77,7 @@ def test_sampled_texts_have_the_target_s_law(name, acceptance, monkeypatch):
     """Penalties make each node's law one of its own path."""
     for module in (drafter_kinds, heads_on_fakes):
         monkeypatch.setattr(module, "VOCAB", SMALL, raising=False)
-    monkeypatch.setattr("tests.support.loop.VOCAB", SMALL)
+    monkeypatch.setattr("tests.support.fakes.loop.VOCAB", SMALL)
     decoder, target, _ = KINDS[name].make(2, 0.8)
     target.takes_trees = True
     params = SamplingParams(max_tokens=LENGTH + 1, temperature=0.9, frequency_penalty=0.4)

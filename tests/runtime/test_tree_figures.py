@@ -13,9 +13,9 @@ from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.watch.counts import EngineCounts
 from specexport_runtime.watch.never_accepted import NeverAccepted
 from specexport_runtime.watch.observe import RoundRecord
-from tests.support.drafter_kinds import KINDS, NOISES
-from tests.support.grown_trees import let_trees_grow
-from tests.support.loop import make_sequence, run
+from tests.support.fakes.drafter_kinds import KINDS, NOISES
+from tests.support.fakes.grown_trees import let_trees_grow
+from tests.support.fakes.loop import make_sequence, run
 
 TREE = Proposal([5, 6, 7], branches=(Branch(8, -1), Branch(9, 0), Branch(4, 4)), drafter="head")
 

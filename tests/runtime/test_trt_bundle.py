@@ -17,9 +17,9 @@ from specexport_runtime.executors.gpu import GpuInfo
 from specexport_runtime.executors.open import open_executor
 from specexport_runtime.executors.paged import token_row_shapes
 from specexport_runtime.executors.trt_open import choose_engine
-from tests.support.engine_of import engine_of
-from tests.support.loop import MAX_MODEL_LEN, VOCAB, make_draft, make_target
-from tests.support.trt_fakes import FakeEngine, FakeGpu, make_entry
+from tests.support.fakes.engine_of import engine_of
+from tests.support.fakes.loop import MAX_MODEL_LEN, VOCAB, make_draft, make_target
+from tests.support.fakes.trt_fakes import FakeEngine, FakeGpu, make_entry
 
 LOOKAHEAD, ROWS = 4, 4
 PROMPTS = [[3], [1, 2, 3, 4, 5], [16] * 9, [7, 0, 7], [2, 2], [11, 5, 0, 1], [4] * 50]

@@ -10,8 +10,8 @@ from specexport_runtime.bundle.profiles import choose_profile, head_steps
 from specexport_runtime.executors.trt_load import size_engine
 from specexport_runtime.executors.trt_memory import lay_out_inputs
 from specexport_runtime.executors.trt_pack import place_step, plan_step
-from tests.support.chance import examples
-from tests.support.trt_fakes import NATIVE, PLUGIN, make_entry
+from tests.support.cases.chance import examples
+from tests.support.fakes.trt_fakes import NATIVE, PLUGIN, make_entry
 
 
 @st.composite

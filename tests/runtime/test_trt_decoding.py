@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from specexport_runtime.requests.records import DraftStage
 from specexport_runtime.sampling.params import SamplingParams
-from tests.support.chance import examples
-from tests.support.loop import (
+from tests.support.cases.chance import examples
+from tests.support.fakes.loop import (
     MAX_MODEL_LEN,
     VOCAB,
     greedy_reference,
@@ -19,7 +19,7 @@ from tests.support.loop import (
     make_target,
     run,
 )
-from tests.support.trt_fakes import PLUGIN, make_entry, open_fake
+from tests.support.fakes.trt_fakes import PLUGIN, make_entry, open_fake
 
 PROMPTS = [[3], [1, 2, 3, 4, 5], [16] * 9, [7, 0, 7], [2, 2], [11, 5, 0, 1], [4] * 30, [9, 8]]
 LOWERINGS = {"native": {}, "plugin": {"lowering": "plugin", "inputs": PLUGIN}}

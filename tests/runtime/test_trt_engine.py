@@ -17,7 +17,7 @@ from specexport_runtime.errors import (
     pip_install,
 )
 from specexport_runtime.executors.trt_engine import load_engine
-from tests.support.present_gpu import has_gpu
+from tests.support.cases.present_gpu import has_gpu
 
 
 def file_for(builder="tensorrt-rtx", version=None):

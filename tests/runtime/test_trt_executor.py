@@ -14,7 +14,7 @@ from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.executors.trt import TrtExecutor
 from specexport_runtime.executors.trt_graphs import GraphKey
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
-from tests.support.trt_fakes import LAYERS, NATIVE, PLUGIN, FakeGpu, make_entry, open_fake
+from tests.support.fakes.trt_fakes import LAYERS, NATIVE, PLUGIN, FakeGpu, make_entry, open_fake
 
 VOCAB, ROWS, LOOKAHEAD, MAX_LEN = 17, 4, 4, 64
 CAPACITY = MAX_LEN + LOOKAHEAD + 1

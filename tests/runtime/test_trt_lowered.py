@@ -11,12 +11,12 @@ from specexport_runtime.executors.trt import TrtExecutor
 from specexport_runtime.executors.trt_engine import EngineTensor
 from specexport_runtime.executors.trt_pack import SPECS
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
-from tests.support import chance
-from tests.support.engine_harness import make_checkpoint
-from tests.support.half_models import trace
-from tests.support.tiny_models import VOCAB
-from tests.support.trt_evaluator import make_evaluator
-from tests.support.trt_fakes import FakeContext, FakeEngine, FakeGpu, make_entry, make_profiles
+from tests.support.cases import chance
+from tests.support.fakes.trt_fakes import FakeContext, FakeEngine, FakeGpu, make_entry, make_profiles
+from tests.support.models.half_models import trace
+from tests.support.models.tiny_models import VOCAB
+from tests.support.references.engine_harness import make_checkpoint
+from tests.support.references.trt_evaluator import make_evaluator
 
 LOOKAHEAD, ROWS, CAPACITY = 3, 3, 64
 

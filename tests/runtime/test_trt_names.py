@@ -16,7 +16,7 @@ import pytest
 
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors import trt_engine
-from tests.support.present_gpu import has_gpu
+from tests.support.cases.present_gpu import has_gpu
 
 LEAN, RTX = "tensorrt_lean_bindings", "tensorrt_rtx"
 OWNERS = {

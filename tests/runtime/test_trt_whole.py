@@ -21,12 +21,12 @@ from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.executors.trt_engine import EngineTensor
 from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.params import SamplingParams
-from tests.support.engine_harness import make_checkpoint
-from tests.support.half_models import trace
-from tests.support.loop import make_decoder, run
-from tests.support.tiny_models import VOCAB
-from tests.support.trt_evaluator import make_evaluator
-from tests.support.trt_fakes import FakeContext, FakeEngine, FakeGpu, make_entry, open_fake
+from tests.support.fakes.loop import make_decoder, run
+from tests.support.fakes.trt_fakes import FakeContext, FakeEngine, FakeGpu, make_entry, open_fake
+from tests.support.models.half_models import trace
+from tests.support.models.tiny_models import VOCAB
+from tests.support.references.engine_harness import make_checkpoint
+from tests.support.references.trt_evaluator import make_evaluator
 
 pytestmark = pytest.mark.slow
 

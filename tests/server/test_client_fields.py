@@ -3,8 +3,8 @@
 import pytest
 
 from specexport_runtime.server.config import ServerConfig
-from tests.support import patience
-from tests.support.serving import TEMPLATE, Served, fake_engine
+from tests.support.cases import patience
+from tests.support.servers.serving import TEMPLATE, Served, fake_engine
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 EPHEMERAL = {"cache_control": {"type": "ephemeral"}}

@@ -9,11 +9,11 @@ import pytest
 
 from specexport_runtime.server import listener
 from specexport_runtime.server.config import ServerConfig
-from tests.support import patience
-from tests.support.patience import HANG_S, wait_until
-from tests.support.server_process import SLOW_LOAD, ServerProcess
-from tests.support.serving import Served, fake_engine
-from tests.support.wire import Wire
+from tests.support.cases import patience
+from tests.support.cases.patience import HANG_S, wait_until
+from tests.support.servers.server_process import SLOW_LOAD, ServerProcess
+from tests.support.servers.serving import Served, fake_engine
+from tests.support.servers.wire import Wire
 
 ASK = {"prompt": "def f(", "max_tokens": 40, "ignore_eos": True, "temperature": 0}
 LONG = ASK | {"max_tokens": 230}

@@ -7,11 +7,11 @@ import httpx
 import pytest
 
 from specexport_runtime import SpecEngine
-from tests.support import patience
-from tests.support.patience import wait_until
-from tests.support.serving import Served, fake_engine
-from tests.support.stepper import Stepper
-from tests.support.wire import Wire
+from tests.support.cases import patience
+from tests.support.cases.patience import wait_until
+from tests.support.servers.serving import Served, fake_engine
+from tests.support.servers.stepper import Stepper
+from tests.support.servers.wire import Wire
 
 LONG = {"prompt": "w1 w2", "max_tokens": 300, "ignore_eos": True, "temperature": 0}
 SHORT = {"prompt": "w5 w6 w7", "max_tokens": 6, "ignore_eos": True, "temperature": 0}

@@ -9,9 +9,9 @@ import pytest
 
 from specexport_runtime.server.admission import host_name
 from specexport_runtime.server.config import ServerConfig
-from tests.support import patience
-from tests.support.serving import Served, fake_engine
-from tests.support.wire import Wire
+from tests.support.cases import patience
+from tests.support.servers.serving import Served, fake_engine
+from tests.support.servers.wire import Wire
 
 KEYS = ("first-key", "second-key-which-is-longer")
 ASK = {"prompt": "w1 w2", "max_tokens": 3}

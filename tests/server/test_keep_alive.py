@@ -10,12 +10,12 @@ import pytest
 
 from specexport_runtime.server import connection, listener, sse
 from specexport_runtime.server.config import ServerConfig
-from tests.support import patience
-from tests.support.openai_help import client_of
-from tests.support.patience import HANG_S, wait_until
-from tests.support.serving import Served, fake_engine
-from tests.support.stepper import Stepper
-from tests.support.wire import Wire, request
+from tests.support.cases import patience
+from tests.support.cases.patience import HANG_S, wait_until
+from tests.support.servers.openai_help import client_of
+from tests.support.servers.serving import Served, fake_engine
+from tests.support.servers.stepper import Stepper
+from tests.support.servers.wire import Wire, request
 
 ASK = {"prompt": "w1 w2", "max_tokens": 3}
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"

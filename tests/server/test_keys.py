@@ -7,11 +7,11 @@ import pytest
 
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.server.config import ServerConfig
-from tests.support import patience
-from tests.support.patience import wait_until
-from tests.support.serving import Served, fake_engine
-from tests.support.stepper import Stepper
-from tests.support.wire import Wire
+from tests.support.cases import patience
+from tests.support.cases.patience import wait_until
+from tests.support.servers.serving import Served, fake_engine
+from tests.support.servers.stepper import Stepper
+from tests.support.servers.wire import Wire
 
 KEYS = ("key-of-a", "key-of-b")
 LONG = {"prompt": "w1 w2", "max_tokens": 60, "ignore_eos": True, "temperature": 0, "speculative": {"drafter": "none"}}

@@ -9,11 +9,11 @@ import pytest
 from specexport_runtime.server import connection
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.listener import allow_open_files, bind, url_of
-from tests.support import patience
-from tests.support.patience import wait_until
-from tests.support.serving import Served, fake_engine
-from tests.support.stepper import Stepper
-from tests.support.wire import Wire, request
+from tests.support.cases import patience
+from tests.support.cases.patience import wait_until
+from tests.support.servers.serving import Served, fake_engine
+from tests.support.servers.stepper import Stepper
+from tests.support.servers.wire import Wire, request
 
 ASK = {"prompt": "w1 w2", "max_tokens": 3}
 ABORT = connection.BoundedProtocol._abort

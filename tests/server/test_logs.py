@@ -25,9 +25,9 @@ from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.log_format import JsonFormatter, TextFormatter, current_state, fields, log_config
 from specexport_runtime.server.logs import AccessLog
 from specexport_runtime.server.request_log import RequestLog
-from tests.support import patience
-from tests.support.patience import HANG_S, wait_until
-from tests.support.serving import MAX_MODEL_LEN, VOCAB, Served, fake_engine
+from tests.support.cases import patience
+from tests.support.cases.patience import HANG_S, wait_until
+from tests.support.servers.serving import MAX_MODEL_LEN, VOCAB, Served, fake_engine
 
 KEY = "a-key-that-nobody-may-read-in-a-log"
 SECRET = "w11"

@@ -10,8 +10,8 @@ from specexport_runtime.async_engine import AsyncSpecEngine
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.state import ServerState
-from tests.support import patience
-from tests.support.serving import Served, fake_engine
+from tests.support.cases import patience
+from tests.support.servers.serving import Served, fake_engine
 
 ADAPTERS = ("sql", "poems")
 BODY = {"prompt": "w1 w2 w3", "max_tokens": 12, "temperature": 0}

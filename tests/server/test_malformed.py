@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import pytest
 
 from specexport_runtime.server.config import ServerConfig
-from tests.support import chance, patience
-from tests.support.fuzzing import fuzz
-from tests.support.malformed import frame, malformed
-from tests.support.raw_http import Answer, RawRequest, problem_of, read_answers, send
-from tests.support.schema_requests import schema_requests
-from tests.support.serving import Served, fake_engine
+from tests.support.cases import chance, patience
+from tests.support.servers.fuzzing import fuzz
+from tests.support.servers.malformed import frame, malformed
+from tests.support.servers.raw_http import Answer, RawRequest, problem_of, read_answers, send
+from tests.support.servers.schema_requests import schema_requests
+from tests.support.servers.serving import Served, fake_engine
 
 CONFIG = ServerConfig(
     model_name="demo", max_body_bytes=2**17, body_timeout_s=1.0, request_timeout_s=30.0, max_tokens=200

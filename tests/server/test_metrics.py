@@ -18,7 +18,7 @@ from specexport_runtime.requests.results import GenerationResult
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.watch.counts import EngineCounts, Histogram, length_bounds
 from specexport_runtime.watch.observe import RoundRecord
-from tests.support.serving import MAX_MODEL_LEN, VOCAB, fake_engine
+from tests.support.servers.serving import MAX_MODEL_LEN, VOCAB, fake_engine
 
 LABELS = {"model_name", "engine"}
 COUNTERS = {

@@ -9,9 +9,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from specexport_runtime.server.config import ServerConfig
-from tests.support import patience
-from tests.support.patience import wait_until
-from tests.support.serving import Served, fake_engine
+from tests.support.cases import patience
+from tests.support.cases.patience import wait_until
+from tests.support.servers.serving import Served, fake_engine
 
 KEY = "key"
 REFUSED = "specexport:requests_refused_total"

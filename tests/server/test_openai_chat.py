@@ -3,8 +3,8 @@
 import pytest
 
 from specexport_runtime.server.answer_schema import ChatAnswer
-from tests.support import patience
-from tests.support.openai_help import alone, client_of
+from tests.support.cases import patience
+from tests.support.servers.openai_help import alone, client_of
 
 MESSAGES = [{"role": "system", "content": "w1 w2"}, {"role": "user", "content": "w3"}]
 

@@ -8,8 +8,8 @@ from specexport_runtime.requests.records import Share
 from specexport_runtime.requests.stats import RequestStats
 from specexport_runtime.server.answer_schema import CompletionAnswer, SpeculativeUsage
 from specexport_runtime.server.responses import usage_of
-from tests.support import patience
-from tests.support.openai_help import alone, async_client_of, client_of
+from tests.support.cases import patience
+from tests.support.servers.openai_help import alone, async_client_of, client_of
 
 PROMPT = "w1 w2 w3"
 

@@ -10,11 +10,11 @@ import pytest
 
 from specexport_runtime.decoding import handle
 from specexport_runtime.server.config import ServerConfig
-from tests.support import patience
-from tests.support.openai_help import alone, client_of
-from tests.support.patience import HANG_S, wait_until
-from tests.support.serving import Served, fake_engine
-from tests.support.stepper import Stepper
+from tests.support.cases import patience
+from tests.support.cases.patience import HANG_S, wait_until
+from tests.support.servers.openai_help import alone, client_of
+from tests.support.servers.serving import Served, fake_engine
+from tests.support.servers.stepper import Stepper
 
 MESSAGES = [{"role": "user", "content": "w1"}]
 PLAIN = {"speculative": {"drafter": "none"}}  # 390 steps: it runs for seconds

@@ -12,8 +12,8 @@ from specexport_runtime.sampling.logprobs import TokenLogprobs
 from specexport_runtime.server.answer_schema import ChatAnswer, CompletionAnswer
 from specexport_runtime.server.responses import ChatFormat, CompletionFormat, Header
 from specexport_runtime.server.token_text import TokenText, TokenTexts
-from tests.support.openai_help import alone, client_of
-from tests.support.serving import VOCAB
+from tests.support.servers.openai_help import alone, client_of
+from tests.support.servers.serving import VOCAB
 
 MESSAGES = [{"role": "user", "content": "w1 w2"}]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

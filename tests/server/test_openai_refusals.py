@@ -9,9 +9,9 @@ from pydantic import ValidationError
 
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.protocol import ChatRequest, CompletionRequest
-from tests.support.openai_help import client_of
-from tests.support.patience import HANG_S
-from tests.support.serving import Served, fake_engine
+from tests.support.cases.patience import HANG_S
+from tests.support.servers.openai_help import client_of
+from tests.support.servers.serving import Served, fake_engine
 
 MESSAGES = [{"role": "user", "content": "w1"}]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

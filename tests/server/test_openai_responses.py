@@ -10,11 +10,11 @@ from pydantic import BaseModel
 from specexport_runtime import SpecEngine
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.responses_schema import ResponseAnswer
-from tests.support import patience
-from tests.support.openai_help import alone, client_of
-from tests.support.patience import wait_until
-from tests.support.serving import TEMPLATE, Served
-from tests.support.stepper import Stepper
+from tests.support.cases import patience
+from tests.support.cases.patience import wait_until
+from tests.support.servers.openai_help import alone, client_of
+from tests.support.servers.serving import TEMPLATE, Served
+from tests.support.servers.stepper import Stepper
 
 PATH = "/v1/responses"
 INPUT = [

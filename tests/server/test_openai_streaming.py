@@ -6,10 +6,10 @@ import json
 import pytest
 
 from specexport_runtime.server.config import ServerConfig
-from tests.support import patience
-from tests.support.openai_help import alone, async_client_of, client_of
-from tests.support.serving import Served, fake_engine
-from tests.support.stepper import Stepper
+from tests.support.cases import patience
+from tests.support.servers.openai_help import alone, async_client_of, client_of
+from tests.support.servers.serving import Served, fake_engine
+from tests.support.servers.stepper import Stepper
 
 MESSAGES = [{"role": "user", "content": "w1 w2"}]
 USAGE = {"stream": True, "stream_options": {"include_usage": True}}

@@ -6,7 +6,7 @@ import httpx
 import pytest
 from openai import BadRequestError
 
-from tests.support.openai_help import client_of
+from tests.support.servers.openai_help import client_of
 
 pytest.importorskip("llguidance")
 

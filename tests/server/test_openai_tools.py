@@ -10,11 +10,11 @@ from pydantic import BaseModel
 
 from specexport_runtime.server.answer_schema import ChatAnswer
 from specexport_runtime.server.config import ServerConfig
-from tests.support import patience
-from tests.support.chat_fakes import MARKERS, PLAIN, TEMPLATES, THINKS, echo_engine
-from tests.support.odd_bodies import check_odd_bodies
-from tests.support.openai_help import client_of
-from tests.support.serving import Served
+from tests.support.cases import patience
+from tests.support.fakes.chat_fakes import MARKERS, PLAIN, TEMPLATES, THINKS, echo_engine
+from tests.support.servers.odd_bodies import check_odd_bodies
+from tests.support.servers.openai_help import client_of
+from tests.support.servers.serving import Served
 
 llguidance = pytest.importorskip("llguidance")
 

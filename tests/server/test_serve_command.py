@@ -10,8 +10,8 @@ import pytest
 from specexport_runtime.cli import serve as command
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.server.config import ServerConfig
-from tests.support import patience
-from tests.support.server_process import ServerProcess
+from tests.support.cases import patience
+from tests.support.servers.server_process import ServerProcess
 
 KEY = "a-key-that-nobody-guesses"
 

@@ -1,6 +1,6 @@
 """The server answers over a real socket."""
 
-from tests.support import patience
+from tests.support.cases import patience
 
 
 def test_a_completion_over_a_socket(fake_served):

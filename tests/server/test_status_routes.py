@@ -10,8 +10,8 @@ from specexport_runtime.errors import MissingDependencyError
 from specexport_runtime.server import page
 from specexport_runtime.server.app import create_app
 from specexport_runtime.server.config import ServerConfig
-from tests.support import patience
-from tests.support.serving import MAX_MODEL_LEN
+from tests.support.cases import patience
+from tests.support.servers.serving import MAX_MODEL_LEN
 
 
 @pytest.fixture

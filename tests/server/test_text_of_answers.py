@@ -8,10 +8,10 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.server.config import ServerConfig
-from tests.support.engine_of import engine_of
-from tests.support.openai_help import alone
-from tests.support.patience import HANG_S
-from tests.support.serving import MAX_MODEL_LEN, Served
+from tests.support.cases.patience import HANG_S
+from tests.support.fakes.engine_of import engine_of
+from tests.support.servers.openai_help import alone
+from tests.support.servers.serving import MAX_MODEL_LEN, Served
 
 NO_CHARACTER = "\ufffd"
 SMILE = "😀"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support import patience
+from tests.support.cases import patience
 
 PROMPT = "w1 w2 w3"
 DRAFTERS = ("none", "draft-model", "lookup", "chained", "suffix")

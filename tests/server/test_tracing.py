@@ -20,9 +20,9 @@ from opentelemetry.trace import SpanKind, StatusCode
 from specexport_runtime.requests.stats import RequestStats
 from specexport_runtime.server import tracing
 from specexport_runtime.server.config import ServerConfig
-from tests.support import patience
-from tests.support.patience import HANG_S, wait_until
-from tests.support.serving import Served, fake_engine
+from tests.support.cases import patience
+from tests.support.cases.patience import HANG_S, wait_until
+from tests.support.servers.serving import Served, fake_engine
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 

@@ -16,7 +16,7 @@ from specexport.cli import main
 from specexport.simulate.command import compute_row, format_table, simulate
 from specexport.simulate.model import StepCost, batch_padding, best_draft_length, expected_speedup
 from specexport_runtime.errors import UserInputError
-from tests.support.refusals import line_of
+from tests.support.cases.refusals import line_of
 
 PAGES = [Path(__file__).parents[2] / "docs" / "ems-sd.md", Path(__file__).with_name("tables.md")]
 FAST = ["simulate", "--accuracy", "0.5,0.8", "--batch-size", "1,4", "--samples", "500"]

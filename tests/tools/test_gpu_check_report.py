@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from specexport_runtime.executors.fake import FakeExecutor
-from tests.support.patience import wait_until
+from tests.support.cases.patience import wait_until
 from tools.gpu_check_lib import runner
 from tools.gpu_check_lib.context import Context, SkipTaskError, run_guarded
 from tools.gpu_check_lib.forced import decode

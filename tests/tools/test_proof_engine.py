@@ -12,9 +12,9 @@ import pytest
 
 from specexport.trace.check import reference_logits
 from specexport_runtime.errors import SpecexportError, UnsupportedModelError
-from tests.support.engine_harness import make_checkpoint
-from tests.support.half_models import trace
-from tests.support.tiny_traces import tiny_model
+from tests.support.models.half_models import trace
+from tests.support.models.tiny_traces import tiny_model
+from tests.support.references.engine_harness import make_checkpoint
 from tools.gpu_check_lib.context import Context, run_guarded
 from tools.gpu_check_lib.models import SIZES, ensure_pair, make_tensors
 from tools.gpu_check_lib.rows import read_rows
@@ -80,7 +80,7 @@ def require_greedy(eager: Any, prompt: list[int], tokens: list[int]) -> None:
 
 @pytest.mark.parametrize("scenario", ["plain", "drafted", "itself"])
 def test_greedy_texts_are_eager_transformers(scenario: str, decoded: Any, eager: Any) -> None:
-    from tests.support.proof_worker import PROMPTS
+    from tests.support.references.proof_worker import PROMPTS
 
     prompts = {"plain": PROMPTS[:1], "drafted": PROMPTS, "itself": PROMPTS[1:2]}[scenario]
     found = decoded[scenario]

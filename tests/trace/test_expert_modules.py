@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specexport.trace.experts import answered_experts
-from tests.support.tiny_models import BASE, GROUPED, make_model
+from tests.support.models.tiny_models import BASE, GROUPED, make_model
 
 _LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {

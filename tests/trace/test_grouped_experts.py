@@ -10,9 +10,9 @@ import torch
 from specexport.ops.spec import EACH, EXPERTS
 from specexport.trace.check import reference_logits, trace_checkpoint
 from specexport.trace.experts import Gating, gating_of
-from tests.support.engine_harness import Engine, build, make_checkpoint
-from tests.support.tiny_models import ARCHITECTURES, HYBRIDS, VOCAB, make_model
-from tests.support.tiny_traces import tiny_model, trace_of
+from tests.support.models.tiny_models import ARCHITECTURES, HYBRIDS, VOCAB, make_model
+from tests.support.models.tiny_traces import tiny_model, trace_of
+from tests.support.references.engine_harness import Engine, build, make_checkpoint
 
 pytestmark = pytest.mark.exports
 

@@ -10,8 +10,8 @@ from specexport.trace.check import check_packed
 from specexport.trace.geometry import probe_layers
 from specexport.trace.quirks import first_position, positions_hook
 from specexport_runtime.errors import UnsupportedModelError
-from tests.support.tiny_models import ARCHITECTURES, BASE, make_model
-from tests.support.tiny_traces import tiny_model
+from tests.support.models.tiny_models import ARCHITECTURES, BASE, make_model
+from tests.support.models.tiny_traces import tiny_model
 
 ROBERTA = BASE | {"is_decoder": True, "pad_token_id": 1, "type_vocab_size": 2}
 

@@ -9,8 +9,8 @@ from specexport.trace.check import reference_logits
 from specexport.trace.geometry import probe_layers
 from specexport.trace.prune import choose_layers, drop_layers
 from specexport_runtime.errors import UnsupportedModelError
-from tests.support.engine_harness import make_checkpoint
-from tests.support.tiny_models import ARCHITECTURES, VOCAB, make_llama, make_model
+from tests.support.models.tiny_models import ARCHITECTURES, VOCAB, make_llama, make_model
+from tests.support.references.engine_harness import make_checkpoint
 
 DEPTH = 4
 DEPTHS = {"num_hidden_layers": DEPTH, "n_layer": DEPTH}

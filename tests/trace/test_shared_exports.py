@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from specexport.trace.check import trace_checkpoint
-from tests.support import tiny_traces
-from tests.support.engine_harness import make_checkpoint
-from tests.support.tiny_models import ARCHITECTURES, make_llama, make_model
-from tests.support.tiny_traces import Unknown, read_export, structure_of, tiny_model, trace_of, write_export
+from tests.support.models import tiny_traces
+from tests.support.models.tiny_models import ARCHITECTURES, make_llama, make_model
+from tests.support.models.tiny_traces import Unknown, read_export, structure_of, tiny_model, trace_of, write_export
+from tests.support.references.engine_harness import make_checkpoint
 
 
 def test_models_that_differ_in_weights_share_an_export_and_keep_their_own() -> None:

@@ -12,9 +12,9 @@ from specexport.trace.geometry import probe_layers
 from specexport.trace.quirks import logit_rows
 from specexport_runtime.abi import STEP_INPUTS, LayerGeometry
 from specexport_runtime.errors import UnsupportedModelError
-from tests.support.engine_harness import make_checkpoint
-from tests.support.tiny_models import ARCHITECTURES, GROUPED, WINDOW, make_llama, make_model
-from tests.support.tiny_traces import tiny_model, trace_of
+from tests.support.models.tiny_models import ARCHITECTURES, GROUPED, WINDOW, make_llama, make_model
+from tests.support.models.tiny_traces import tiny_model, trace_of
+from tests.support.references.engine_harness import make_checkpoint
 
 pytestmark = pytest.mark.exports  # this is about what torch exports
 

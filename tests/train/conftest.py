@@ -8,8 +8,8 @@ import pytest
 from specexport.compile.pipeline import build_bundle
 from specexport.recipe import BuildRecipe
 from specexport.train import run
-from tests.support.tiny_models import make_llama, save_checkpoint
-from tests.support.training import LAYERS
+from tests.support.models.tiny_models import make_llama, save_checkpoint
+from tests.support.models.training import LAYERS
 
 
 @pytest.fixture(scope="session")

@@ -26,9 +26,9 @@ from specexport.train.run import train_draft
 from specexport.train.student import Batch
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.errors import InvalidRequestError, OutputExistsError, UnsupportedModelError
-from tests.support.tiny_gguf import write_gguf
-from tests.support.tiny_models import ARCHITECTURES, make_llama, make_model, save_checkpoint
-from tests.support.tiny_packed import pack_checkpoint
+from tests.support.models.tiny_gguf import write_gguf
+from tests.support.models.tiny_models import ARCHITECTURES, make_llama, make_model, save_checkpoint
+from tests.support.models.tiny_packed import pack_checkpoint
 
 LAYERS, IDLE = 5, (1, 2, 3)
 """Layers of the target, and those that do less than the others."""

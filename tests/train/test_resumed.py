@@ -23,8 +23,8 @@ from specexport.train.run import train_draft
 from specexport.train.store import FeatureStore
 from specexport.train.work import LOCK_NAME, Paused, locked
 from specexport_runtime.errors import InvalidRequestError, UserInputError
-from tests.support.tiny_models import make_llama, save_checkpoint
-from tests.support.training import LAYERS, options
+from tests.support.models.tiny_models import make_llama, save_checkpoint
+from tests.support.models.training import LAYERS, options
 
 _KILLED = """
 import os, signal, sys

@@ -26,10 +26,10 @@ from specexport.train.store import Example, FeatureStore, batches
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.abi import AFTER_NORM
 from specexport_runtime.errors import CheckpointError, InvalidRequestError, OutputExistsError, UnsupportedModelError
-from tests.support.acceptance import accepted
-from tests.support.loading import load_head
-from tests.support.tiny_models import HYBRIDS, calm, make_llama, make_model, save_checkpoint
-from tests.support.training import LAYERS, options
+from tests.support.models.loading import load_head
+from tests.support.models.tiny_models import HYBRIDS, calm, make_llama, make_model, save_checkpoint
+from tests.support.models.training import LAYERS, options
+from tests.support.references.acceptance import accepted
 
 
 @pytest.fixture(scope="module")

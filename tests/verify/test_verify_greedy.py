@@ -5,7 +5,7 @@ import pytest
 from specexport.verify.greedy import ScriptedDrafter, check_greedy, explain, logits_one_at_a_time
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.fake import FakeExecutor
-from tests.support.verify_fakes import LOOKAHEAD, PROMPTS, VOCAB, WidthDependent, make_engine, make_executor
+from tests.support.fakes.verify_fakes import LOOKAHEAD, PROMPTS, VOCAB, WidthDependent, make_engine, make_executor
 
 
 @pytest.mark.parametrize("draft", ["same", "good", "random", "adversarial", None])

@@ -13,7 +13,7 @@ from specexport.verify.tensors import check_tensors, make_sequences
 from specexport.verify.tolerance import step_tolerance, text_limits
 from specexport_runtime.errors import IncompatibleError
 from specexport_runtime.executors.fake import FakeExecutor
-from tests.support.verify_fakes import PROMPTS
+from tests.support.fakes.verify_fakes import PROMPTS
 
 DTYPES = ("float16", "bfloat16")
 TEXTS = [[265, 300, 411, 17, 1200, 873, 90, 3000], [5, 77, 4001, 2222, 361]]

@@ -11,8 +11,8 @@ from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.executors.ort import OrtExecutor
-from tests.support.per_tensor import quantize_activations
-from tests.support.verify_fakes import LOOKAHEAD, MAX_MODEL_LEN, PROMPTS, VOCAB, make_executor
+from tests.support.fakes.verify_fakes import LOOKAHEAD, MAX_MODEL_LEN, PROMPTS, VOCAB, make_executor
+from tests.support.references.per_tensor import quantize_activations
 
 
 def check(executor, lookahead=LOOKAHEAD, **options):

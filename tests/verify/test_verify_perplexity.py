@@ -19,7 +19,7 @@ from specexport.verify.perplexity import (
 )
 from specexport.verify.tolerance import text_limits
 from specexport_runtime.errors import IncompatibleError, InvalidRequestError
-from tests.support.verify_fakes import VOCAB, make_executor
+from tests.support.fakes.verify_fakes import VOCAB, make_executor
 
 WINDOWS = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [4, 4], [9, 8, 7]]
 

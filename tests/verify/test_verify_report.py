@@ -18,7 +18,7 @@ from specexport.verify.tensors import TensorCase, TensorResult
 from specexport_runtime.bundle.files import check_files, hash_files
 from specexport_runtime.bundle.manifest import Manifest, VocabularyInfo, load_manifest
 from specexport_runtime.errors import BundleError, UserInputError
-from tests.support.verify_fakes import PROMPTS, WidthDependent, make_engine, make_executor
+from tests.support.fakes.verify_fakes import PROMPTS, WidthDependent, make_engine, make_executor
 
 GOOD = TensorResult("target", True, (TensorCase("prefill", 9, 1e-6, 1e-7, 1e-8, 1.0, True),), 1e-4, 1e-4, "all of it")
 BAD = TensorResult(

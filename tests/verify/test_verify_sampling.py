@@ -13,7 +13,7 @@ from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.rng import RandomStream, RoundDraws
 from specexport_runtime.sampling.sampler import Sampler
 from specexport_runtime.sampling.tree import TREE_RULES
-from tests.support.verify_fakes import PROMPTS, VOCAB, make_engine, make_executor
+from tests.support.fakes.verify_fakes import PROMPTS, VOCAB, make_engine, make_executor
 
 SIZES = {"num_samples": 1500, "num_runs": 200, "num_contexts": 2}
 RECORDED = {"num_samples": 1500, "num_runs": 100, "num_contexts": 1}

@@ -8,7 +8,7 @@ import pytest
 from specexport.verify.tensors import check_tensors, make_sequences
 from specexport_runtime.errors import IncompatibleError
 from specexport_runtime.executors.fake import FakeExecutor
-from tests.support.verify_fakes import LOOKAHEAD, MAX_MODEL_LEN, PROMPTS, VOCAB, make_executor
+from tests.support.fakes.verify_fakes import LOOKAHEAD, MAX_MODEL_LEN, PROMPTS, VOCAB, make_executor
 
 
 def references_for(sequences):

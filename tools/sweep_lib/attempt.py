@@ -82,7 +82,7 @@ def _make(name: str, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from tests.support.tiny_models import randomize, save_checkpoint
+    from tests.support.models.tiny_models import randomize, save_checkpoint
     from tools.sweep_lib.shrink import shrink
 
     config = shrink(name)
@@ -155,7 +155,7 @@ def _compare(checkpoint: Any, bundle: Path) -> float:
 def _scripted(texts: Sequence[Sequence[int]]) -> Any:
     """A drafter of how known texts go on, with every fifth token wrong."""
     from specexport_runtime.drafters.base import Drafter, DrafterTraits, Proposal
-    from tests.support.tiny_models import VOCAB
+    from tests.support.models.tiny_models import VOCAB
 
     class Scripted(Drafter):
         traits = DrafterTraits(default_lookahead=LOOKAHEAD, is_free=True)

@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from tests.support.tiny_models import VOCAB, WINDOW
+from tests.support.models.tiny_models import VOCAB, WINDOW
 
 MAX_LAYERS = 8
 

@@ -1,0 +1,58 @@
+"""Cost curves and decoding in modelled time, for tests of the goodput controller."""
+
+from specexport_runtime.costs.curves import CostCurves, StepCost
+from specexport_runtime.decoding.decoder import Decoder
+from specexport_runtime.drafters.chain import ChainDrafter
+from specexport_runtime.drafters.lookup import LookupDrafter
+from specexport_runtime.drafters.model import ModelDrafter
+from specexport_runtime.executors.fake import FakeExecutor
+from specexport_runtime.packing.batch import ModelRunner
+from specexport_runtime.requests.records import DraftStage
+from specexport_runtime.requests.request import Request
+from specexport_runtime.sampling.params import SamplingParams
+from tests.support.fakes.loop import VOCAB, finish
+
+LOOKAHEAD = 8
+CAPACITY = 600
+
+
+def step_cost(seconds, per_token=0.02, per_row=0.04):
+    """``seconds`` for one token; more tokens and rows cost that share of it each."""
+    return StepCost(seconds * (1 - per_row), seconds * per_token, row=seconds * (per_row - per_token))
+
+
+def curves(draft=0.3, **options):
+    return CostCurves(step_cost(0.010, **options), {"draft-model": step_cost(0.010 * draft)})
+
+
+def make_sequences(count, names, max_tokens=200, prompt=6, params=None, **options):
+    return [
+        Request(
+            i,
+            [(3 * i + j) % VOCAB for j in range(prompt)],
+            params or SamplingParams(max_tokens=max_tokens),
+            vocab_size=VOCAB,
+            max_model_len=CAPACITY - LOOKAHEAD - 1,
+            draft_plan=[DraftStage(name, LOOKAHEAD) for name in names],
+            **{"adaptive": True, **options},
+        )
+        for i in range(count)
+    ]
+
+
+def decode(draft_kind, count, *, lengths, names=("draft-model",), max_tokens=200, adaptive=True, curve=None):
+    """Decode with fakes; modelled seconds of all engine steps, and the sequences."""
+    kinds = {"perfect": {}, "good": {"noise": 0.4}, "wrong": {"negate": True}}
+    target = FakeExecutor(VOCAB, count, CAPACITY)
+    draft = FakeExecutor(VOCAB, count, CAPACITY, **kinds[draft_kind])
+    drafters = {
+        "lookup": LookupDrafter(),
+        "draft-model": ModelDrafter(ModelRunner(draft), vocab_size=VOCAB, max_backlog=32),
+    }
+    decoder = Decoder(ModelRunner(target), ChainDrafter(drafters, lengths), lengths=lengths)
+    sequences = make_sequences(count, names, max_tokens, adaptive=adaptive, trace=True)
+    finish(decoder, sequences)
+    curve = curve or curves()
+    seconds = sum(curve.target.seconds(call.num_tokens, call.num_seqs) for call in target.calls)
+    seconds += sum(curve.drafters["draft-model"].seconds(call.num_tokens, call.num_seqs) for call in draft.calls)
+    return seconds, sequences

@@ -1,0 +1,292 @@
+"""GGUF files of targets with MTP modules, as llama.cpp's converter writes them, from the models of ``tiny_modules``."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tests.support.models.tiny_gguf import BLOCK, NAMES
+from tests.support.models.tiny_modules import Module
+from tests.support.models.tiny_turns import Modules
+
+_QWEN = BLOCK | {
+    "post_attention_layernorm": "post_attention_norm",
+    "linear_attn.in_proj_qkv": "attn_qkv", "linear_attn.in_proj_z": "attn_gate", "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_b": "ssm_beta", "linear_attn.conv1d": "ssm_conv1d", "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+}  # fmt: skip
+_NEXTN = {"embed_norm": "enorm", "feature_norm": "hnorm", "fc": "eh_proj", "norm": "shared_head_norm"}
+
+
+def _tiled(config: Any, weight: Tensor, size: int, dim: int = 0) -> Tensor:
+    """Value heads of ``size`` rows in the order of ggml: the first of each key head, then the second of each."""
+    keys = config.linear_num_key_heads
+    split = weight.unflatten(dim, (keys, config.linear_num_value_heads // keys, size))
+    return split.transpose(dim, dim + 1).flatten(dim, dim + 2)
+
+
+def _qwen(config: Any, name: str, weight: Tensor) -> dict[str, Tensor]:
+    """What a file of Qwen3.5 has of a tensor of a layer; ``name`` is the model's, within the layer."""
+    size = config.linear_value_head_dim
+    shared = 2 * config.linear_num_key_heads * config.linear_key_head_dim
+    if ".experts." in name:
+        return _experts(name, weight)
+    part, _, ending = name.rpartition(".")
+    if ending == "A_log":
+        return {"ssm_a": _tiled(config, -weight.exp(), 1)}
+    if ending == "dt_bias":
+        return {"ssm_dt.bias": _tiled(config, weight, 1)}
+    if part.endswith(("in_proj_qkv", "conv1d")):
+        flat = weight.flatten(1) if part.endswith("conv1d") else weight
+        weight = torch.cat([flat[:shared], _tiled(config, flat[shared:], size)])
+    elif part.endswith("in_proj_z"):
+        weight = _tiled(config, weight, size)
+    elif part.endswith(("in_proj_a", "in_proj_b")):
+        weight = _tiled(config, weight, 1)
+    elif part.endswith("out_proj"):
+        weight = _tiled(config, weight, size, dim=1)
+    elif part.endswith("norm") and part != "linear_attn.norm":
+        weight = weight + 1
+    elif part.endswith("shared_expert_gate"):
+        weight = weight[0]
+    return {f"{_QWEN[part]}.{ending}": weight}
+
+
+_NEXT = _QWEN | {"linear_attn.in_proj_ba": "ssm_ba"}
+_SHARED = {f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")}
+_GLM = BLOCK | _SHARED | {"post_attention_layernorm": "post_attention_norm"}
+_LATENT = BLOCK | _SHARED | {
+    "self_attn.q_a_proj": "attn_q_a", "self_attn.q_b_proj": "attn_q_b", "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+}  # fmt: skip
+
+
+def _experts(name: str, weight: Tensor) -> dict[str, Tensor]:
+    if "down_proj" in name:
+        return {"ffn_down_exps.weight": weight}
+    return dict(zip(("ffn_gate_exps.weight", "ffn_up_exps.weight"), weight.chunk(2, dim=1), strict=True))
+
+
+def _next(config: Any, name: str, weight: Tensor) -> dict[str, Tensor]:
+    """What a file of Qwen3-Next has of a tensor of a layer: first the queries of all key heads, then the keys, …"""
+    part, _, ending = name.rpartition(".")
+    if part.endswith("in_proj_qkvz"):
+        size = config.linear_key_head_dim
+        values = config.linear_num_value_heads // config.linear_num_key_heads * config.linear_value_head_dim
+        parts = weight.unflatten(0, (config.linear_num_key_heads, -1)).split([size, size, values, values], dim=1)
+        *mixed, gate = (each.flatten(0, 1) for each in parts)
+        return {"attn_qkv.weight": torch.cat(mixed), "attn_gate.weight": gate}
+    if part.endswith("conv1d"):
+        return {"ssm_conv1d.weight": weight.flatten(1)}
+    if part.endswith("in_proj_ba"):
+        return {"ssm_ba.weight": weight}
+    if ending == "A_log":
+        return {"ssm_a": -weight.exp()}
+    if ending == "dt_bias":
+        return {"ssm_dt.bias": weight}
+    if part.endswith("out_proj"):
+        return {"ssm_out.weight": weight}
+    return _qwen(config, name, weight)
+
+
+def _plain(names: Mapping[str, str], config: Any, name: str, weight: Tensor) -> dict[str, Tensor]:
+    """What a file has of a tensor of a layer of GLM-4.5, DeepSeek-V3 or MiMo-V2."""
+    part, _, ending = name.rpartition(".")
+    if ".experts." in name:
+        return _experts(name, weight)
+    if ending == "e_score_correction_bias":
+        return {"exp_probs_b.bias": weight}
+    if ending == "sinks":
+        return {"attn_sinks.weight": weight}
+    if part == "self_attn.kv_b_proj":
+        heads = weight.unflatten(0, (config.num_attention_heads, -1))
+        keys, values = heads.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
+        return {"attn_k_b.weight": keys.transpose(1, 2), "attn_v_b.weight": values}
+    return {f"{names[part]}.{ending}": weight}
+
+
+def tensors_of(architecture: str, module: Module | Modules, num_layers: int) -> dict[str, Tensor]:
+    """All tensors of a file; ``num_layers`` counts those of the target."""
+    centred = isinstance(module, Module) and module.centred
+    around = [module.tensors] if isinstance(module, Module) else module.tensors
+    config, split = module.target.config, _SPLITS[architecture]
+    found = {
+        NAMES[name]: value + (centred and "norm" in name)
+        for name, value in module.target.state_dict().items()
+        if name in NAMES and not (name == "lm_head.weight" and config.tie_word_embeddings)
+    }
+    for name, value in module.deeper.state_dict().items():
+        if name.startswith("model.layers."):
+            _, _, layer, rest = name.split(".", 3)
+            found |= {f"blk.{layer}.{short}": each for short, each in split(config, rest, value).items()}
+    for block, tensors in enumerate(around, num_layers):
+        for name, short in _NEXTN.items():
+            found[f"blk.{block}.nextn.{short}.weight"] = tensors[name] + (centred and name != "fc")
+    return found
+
+
+_SPLITS: dict[str, Callable[[Any, str, Tensor], dict[str, Tensor]]] = {
+    "qwen35": _qwen, "qwen35moe": _qwen, "qwen3next": _next, "glm4moe": partial(_plain, _GLM),
+    "deepseek2": partial(_plain, _LATENT), "mimo2": partial(_plain, BLOCK),
+}  # fmt: skip
+
+
+def round_norms(model: Any) -> None:
+    """Give norms weights that are the same when one was added to them and taken off again."""
+    for name, weight in model.named_parameters():
+        if "norm" in name:
+            weight.data = (weight.data * 1024).round() / 1024
+
+
+def file_of(path: Path, architecture: str, module: Module | Modules, only: str = "", **changed: Any) -> Path:
+    """A file: whole, or ``only`` its "trunk" or its "module"; ``changed`` are settings."""
+    layers = module.target.config.num_hidden_layers
+    settings = settings_of(architecture, module, layers) | changed
+    places = tuple(f"blk.{block}." for block in range(layers, settings["block_count"]))
+    wanted: dict[str, Callable[[str], bool]] = {
+        "": lambda _: True,
+        "trunk": lambda name: not name.startswith(places),
+        "module": lambda name: name.startswith((*places, "token_embd", "output")),
+    }
+    return write(path, architecture, settings, tensors_of(architecture, module, layers), wanted=wanted[only])
+
+
+def settings_of(architecture: str, module: Module | Modules, num_layers: int) -> dict[str, Any]:
+    """Settings of such a file by their keys behind the architecture."""
+    num_modules = 1 if isinstance(module, Module) else len(module.tensors)
+    config, rope = module.target.config, module.target.config.rope_parameters
+    found = {
+        "block_count": num_layers + num_modules,
+        "nextn_predict_layers": num_modules,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "feed_forward_length": config.intermediate_size,
+    }
+    if architecture == "mimo2":
+        return found | _scored(config) | _of_mimo(config, num_modules)
+    found["rope.freq_base"] = float(rope["rope_theta"])
+    if architecture == "deepseek2":
+        return found | _scored(config) | _of_latent(config)
+    size = config.head_dim
+    found |= {"attention.key_length": size, "attention.value_length": size}
+    found["rope.dimension_count"] = int(size * rope["partial_rotary_factor"])
+    if architecture == "glm4moe":
+        return found | _scored(config) | _of_shared(config)
+    if hasattr(config, "num_experts"):
+        del found["feed_forward_length"]
+        found |= {
+            "expert_count": config.num_experts,
+            "expert_used_count": config.num_experts_per_tok,
+            "expert_feed_forward_length": config.moe_intermediate_size,
+            "expert_shared_feed_forward_length": config.shared_expert_intermediate_size,
+        }
+    if architecture != "qwen3next":
+        found["rope.dimension_sections"] = [1, 1, 1, 0]
+    return found | {
+        "full_attention_interval": config.layer_types.index("full_attention") + 1,
+        "ssm.conv_kernel": config.linear_conv_kernel_dim,
+        "ssm.state_size": config.linear_key_head_dim,
+        "ssm.group_count": config.linear_num_key_heads,
+        "ssm.time_step_rank": config.linear_num_value_heads,
+        "ssm.inner_size": config.linear_num_value_heads * config.linear_value_head_dim,
+    }
+
+
+def _scored(config: Any) -> dict[str, Any]:
+    return {
+        "expert_count": config.n_routed_experts,
+        "expert_used_count": config.num_experts_per_tok,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_weights_scale": float(config.routed_scaling_factor),
+        "expert_weights_norm": bool(config.norm_topk_prob),
+        "expert_gating_func": 2,
+    }
+
+
+def _of_shared(config: Any) -> dict[str, Any]:
+    return {
+        "expert_shared_count": config.n_shared_experts, "leading_dense_block_count": config.first_k_dense_replace,
+    }  # fmt: skip
+
+
+def _of_latent(config: Any) -> dict[str, Any]:
+    """As llama.cpp computes it: one key head of the latent's size."""
+    return _of_shared(config) | {
+        "attention.head_count_kv": 1,
+        "attention.q_lora_rank": config.q_lora_rank,
+        "attention.kv_lora_rank": config.kv_lora_rank,
+        "attention.key_length": config.kv_lora_rank + config.qk_rope_head_dim,
+        "attention.value_length": config.kv_lora_rank,
+        "attention.key_length_mla": config.qk_nope_head_dim + config.qk_rope_head_dim,
+        "attention.value_length_mla": config.v_head_dim,
+        "rope.dimension_count": config.qk_rope_head_dim,
+    }
+
+
+def _of_mimo(config: Any, num_modules: int) -> dict[str, Any]:
+    windows = [kind == "sliding_attention" for kind in config.layer_types] + [True] * num_modules
+    ropes = config.rope_parameters
+    return {
+        "attention.head_count_kv": [config.num_key_value_heads * (1 + window) for window in windows],
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.v_head_dim,
+        "attention.sliding_window": config.sliding_window - 1,
+        "attention.sliding_window_pattern": windows,
+        "attention.value_scale": float(config.attention_value_scale),
+        "rope.freq_base": float(ropes["full_attention"]["rope_theta"]),
+        "rope.freq_base_swa": float(ropes["sliding_attention"]["rope_theta"]),
+        "rope.dimension_count": int(config.head_dim * ropes["full_attention"]["partial_rotary_factor"]),
+    }
+
+
+def write(
+    path: Path,
+    architecture: str,
+    settings: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    *,
+    wanted: Callable[[str], bool] = lambda _: True,
+    quantized: Callable[[str], bool] = lambda _: False,
+    named: Mapping[int, str] = {},
+) -> Path:
+    """Write those tensors of a file whose names are ``wanted``, with a byte vocabulary.
+
+    Matrices whose names are ``quantized`` are Q8_0. Tokens are ``named`` by their ids.
+    """
+    import gguf
+    from tokenizers import pre_tokenizers
+
+    writer = gguf.GGUFWriter(path, architecture)
+    adders = {
+        int: writer.add_uint32, float: writer.add_float32, bool: writer.add_bool, list: writer.add_array,
+        str: writer.add_string,
+    }  # fmt: skip
+    for key, value in settings.items():
+        adders[type(value)](f"{architecture}.{key}", value)
+    size = tensors["token_embd.weight"].shape[0]
+    tokens = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ab"][:size]
+    tokens += [f"<extra{i}>" for i in range(size - len(tokens))]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([named.get(i, token) for i, token in enumerate(tokens)])
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    for name, value in tensors.items():
+        stored = np.ascontiguousarray(value.detach().float().numpy())
+        if wanted(name) and quantized(name) and stored.ndim > 1 and stored.shape[-1] % 32 == 0:
+            kind = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(name, gguf.quantize(stored, kind), raw_dtype=kind)
+        elif wanted(name):
+            writer.add_tensor(name, stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

@@ -1,0 +1,196 @@
+"""Tiny random MTP modules, written into the checkpoints of their targets by the names of each family."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.support.models.tiny_models import ARCHITECTURES, GROUPED, HYBRIDS, make_model, randomize, save_checkpoint
+
+LAYERS = 3
+_GLM = GROUPED | {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1, "head_dim": 16, "num_nextn_predict_layers": 1,
+}  # fmt: skip
+
+
+class Module(NamedTuple):
+    """A target with a module.
+
+    Attributes:
+        target: the target.
+        deeper: the same with one layer more, which is the module's.
+        tensors: the rest of the module: ``embed_norm``, ``feature_norm``, ``fc`` and ``norm``.
+        feature_first: the feature comes first in ``fc``.
+        norm_output: what the next step reads is normed.
+        centred: norms multiply by one more than their weight.
+    """
+
+    target: Any
+    deeper: Any
+    tensors: dict[str, Tensor]
+    feature_first: bool
+    norm_output: bool
+    centred: bool
+
+
+class Family(NamedTuple):
+    """How a family stores its module.
+
+    Attributes:
+        classes: of the target, see ``tiny_models``.
+        config: of the target.
+        place: prefix of the module's tensors.
+        layer: prefix of its decoder layer.
+        names: of ``embed_norm``, ``feature_norm``, ``fc`` and ``norm``.
+        feature_first: the feature comes first in ``fc``.
+        norm_output: what the next step reads is normed.
+        centred: norms multiply by one more than their weight.
+    """
+
+    classes: str
+    config: dict[str, Any]
+    place: str
+    layer: str
+    names: tuple[str, str, str, str]
+    feature_first: bool = False
+    norm_output: bool = True
+    centred: bool = False
+
+
+_NEXTN = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+_KINDS = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
+_QWEN = ("mtp.", "layers.0.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"))
+FAMILIES = {
+    "deepseek": Family(*ARCHITECTURES["deepseek_v3"], f"model.layers.{LAYERS}.", "", _NEXTN, norm_output=False),
+    "glm": Family("Glm4Moe", _GLM, f"model.layers.{LAYERS}.", "", _NEXTN, norm_output=False),
+    "qwen": Family("Qwen3", GROUPED | {"head_dim": 24}, *_QWEN),
+    "qwen3_next": Family(*HYBRIDS["qwen3_next"], *_QWEN, centred=True),
+    "qwen3_5": Family(*HYBRIDS["qwen3_5"], *_QWEN, centred=True),
+    "qwen3_5_moe": Family(
+        "Qwen3_5Moe:Qwen3_5MoeForCausalLM:Qwen3_5MoeTextConfig",
+        HYBRIDS["qwen3_next"][1] | {"shared_expert_intermediate_size": 48}, *_QWEN, centred=True,
+    ),
+    "mimo": Family(
+        "Qwen2", GROUPED, "model.mtp_layers.0.", "",
+        ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"), feature_first=True,
+    ),
+    "mimo-v2": Family(
+        "Qwen2", GROUPED, "model.mtp.layers.0.", "", ("enorm", "hnorm", "eh_proj", "final_layernorm"), norm_output=False
+    ),
+}  # fmt: skip
+
+
+def _layers(family: Family, count: int) -> dict[str, Any]:
+    """Configuration of a target of so many layers, of which some keep a state where the family has such."""
+    kinds = {"layer_types": _KINDS[:count]} if "linear_num_key_heads" in family.config else {}
+    for key in ("layer_types", "mlp_layer_types"):
+        if key in family.config:
+            kinds[key] = family.config[key][:count]
+    return family.config | kinds | {"num_hidden_layers": count}
+
+
+def make(name: str, folder: Path, seed: int = 0) -> Module:
+    """A random target with a module, in ``folder``."""
+    family = FAMILIES[name]
+    deeper, target = (make_model(family.classes, _layers(family, count), seed) for count in (LAYERS + 1, LAYERS))
+    own = {key: value for key, value in deeper.state_dict().items() if f"layers.{LAYERS}." not in key}
+    target.load_state_dict(own)
+    width = family.config["hidden_size"]
+    linear = randomize(torch.nn.Linear(2 * width, width, bias=False), seed + 1).weight.detach()
+    norms = {
+        key: (not family.centred) + 0.2 * torch.randn(width, generator=torch.Generator().manual_seed(seed + i))
+        for i, key in enumerate(("embed_norm", "feature_norm", "norm"))
+    }
+    tensors = norms | {"fc": linear}
+    save_checkpoint(deeper, folder)  # experts one by one, as transformers stores them
+    stored = load_file(folder / "model.safetensors")
+    last = f"model.layers.{LAYERS}."
+    module = {
+        family.place + family.layer + key.removeprefix(last): stored.pop(key)
+        for key in list(stored)
+        if key.startswith(last)
+    }
+    if name == "mimo-v2":
+        old = family.place + "post_attention_layernorm.weight"
+        module[family.place + "pre_mlp_layernorm.weight"] = module.pop(old)
+    ours = ("embed_norm", "feature_norm", "fc", "norm")
+    module |= {f"{family.place}{theirs}.weight": tensors[key] for theirs, key in zip(family.names, ours, strict=True)}
+    save_file({key: value.contiguous() for key, value in (stored | module).items()}, folder / "model.safetensors")
+    values = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": LAYERS}
+    for key in ("layer_types", "mlp_layer_types"):
+        if isinstance(values.get(key), list):
+            values[key] = values[key][:LAYERS]
+    (folder / "config.json").write_text(json.dumps(values))
+    if name == "qwen3_5_moe":
+        _put_beside_images(folder, values)
+    return Module(target, copy.deepcopy(deeper), tensors, family.feature_first, family.norm_output, family.centred)
+
+
+def _put_beside_images(folder: Path, text: dict[str, Any]) -> None:
+    """Names and configuration as checkpoints have them whose model reads images too, and as Qwen3.5's are published."""
+    stored = load_file(folder / "model.safetensors")
+    renamed = {
+        f"model.language_model.{name.removeprefix('model.')}" if name.startswith("model.") else name: value
+        for name, value in stored.items()
+    }
+    save_file(renamed, folder / "model.safetensors")
+    text |= {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
+    values = {"model_type": text["model_type"].removesuffix("_text"), "text_config": text, "dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps(values))
+
+
+def save_knowing(model: Any, folder: Path, *, centred: bool = False) -> Path:
+    """A target whose layers do nothing, or little, and a module that hands the embedding to a layer of the same kind.
+
+    Args:
+        model: the target; its last layer has attention.
+        folder: where it goes.
+        centred: norms multiply by one more than their weight.
+    """
+    save_checkpoint(model, folder)
+    stored, config = load_file(folder / "model.safetensors"), model.config
+    width, last = config.hidden_size, f"model.layers.{config.num_hidden_layers - 1}."
+    module = {"mtp.layers.0." + name.removeprefix(last): value for name, value in stored.items() if last in name}
+    module |= {f"mtp.pre_fc_norm_{of}.weight": torch.full((width,), 1.0 - centred) for of in ("embedding", "hidden")}
+    module |= {"mtp.norm.weight": stored["model.norm.weight"]}
+    module |= {"mtp.fc.weight": torch.cat([torch.eye(width), torch.zeros(width, width)], dim=1)}
+    save_file({name: value.clone() for name, value in (stored | module).items()}, folder / "model.safetensors")
+    return folder
+
+
+def norm(x: Tensor, weight: Tensor, eps: float, centred: bool = False) -> Tensor:
+    return (weight + centred) * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps))
+
+
+def forward(module: Module, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits [T, V] and what is handed on [T, H], by the published equations over the layer that is one too many."""
+    t, model, eps = module.tensors, module.deeper.model, module.target.config.rms_norm_eps
+    embedded = norm(module.target.get_input_embeddings()(tokens), t["embed_norm"], eps, module.centred)
+    normed = norm(features, t["feature_norm"], eps, module.centred)
+    joined = torch.cat([normed, embedded] if module.feature_first else [embedded, normed], -1) @ t["fc"].T
+    width = len(tokens)
+    rotary = model.rotary_emb(joined[None], torch.arange(width)[None])
+    mask = torch.full((width, width), float("-inf")).triu(1)[None, None]
+    state = model.layers[LAYERS](joined[None], attention_mask=mask, position_embeddings=rotary)
+    state = (state if isinstance(state, Tensor) else state[0])[0]
+    last = norm(state, t["norm"], eps, module.centred)
+    return last @ module.target.get_output_embeddings().weight.T, last if module.norm_output else state
+
+
+def draft(module: Module, tokens: list[int], count: int, limit: int) -> list[int]:
+    """Greedy drafts behind ``tokens``, everything computed anew; an id from ``limit`` on is drafted as 0."""
+    with torch.no_grad():
+        features = module.target.model(torch.tensor([tokens[:-1]])).last_hidden_state[0]
+        fed, found = list(tokens[1:]), []
+        for _ in range(count):
+            logits, handed_on = forward(module, torch.tensor(fed), features)
+            token = int(logits[-1].argmax())
+            found.append(token if token < limit else 0)
+            fed.append(found[-1])
+            features = torch.cat([features, handed_on[-1:]])
+    return found

@@ -1,0 +1,200 @@
+"""The tiny models and what torch exports of them, made once in a process, and once in all workers where it is shared.
+
+To export a model takes seconds, to copy a graph milliseconds. Models that differ in the values of their weights only
+share an export; all that a build checks of a model is still checked of each.
+"""
+
+import fcntl
+import hashlib
+import sys
+from collections.abc import Callable
+from copy import copy
+from functools import cache, wraps
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from tests.support.models.tiny_models import ARCHITECTURES, HYBRIDS, make_model
+from tests.support.references.engine_harness import make_checkpoint
+
+_TRACES: WeakKeyDictionary[Any, dict[bool, Any]] = WeakKeyDictionary()
+_EXPORTS: dict[str, Any] = {}
+_LARGEST = 5_000_000
+"""Weights of a model whose export is kept, at most: it keeps the first model's weights in memory."""
+_EXPORTERS = ("trace.export", "heads.trace")
+_NOT_EXPORTED = {"name_or_path", "_name_or_path", "generation_config", "_parameters", "_buffers", "_modules"}
+shares_exports = True
+"""Whether the test that runs takes part; set by ``conftest.py``."""
+folder: Path | None = None
+"""Where exports lie for other workers; set by ``conftest.py``."""
+
+
+class Unknown(Exception):
+    """A module has something that decides its export, perhaps, and cannot be compared."""
+
+
+@cache
+def keep_operator_table() -> None:
+    """Let torch read its table of operators once in a process: it does so in every export, a quarter of a tiny one."""
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+    @cache
+    def read(opset: int) -> Any:
+        return make(opset)
+
+    def from_torchlib(_: type, opset_version: int = 18) -> Any:
+        table = copy(read(opset_version))
+        table.functions = {name: list(found) for name, found in table.functions.items()}  # an export adds its own
+        return table
+
+    make = ONNXRegistry.from_torchlib
+    ONNXRegistry.from_torchlib = classmethod(from_torchlib)
+
+
+@cache
+def tiny_model(name: str, **config: Any) -> Any:
+    """The model of an architecture. Others use it too: who changes a model makes one with ``make_model``.
+
+    Args:
+        name: of ``ARCHITECTURES``, or of ``HYBRIDS``.
+        config: values in the place of the architecture's.
+    """
+    classes, given = (ARCHITECTURES | HYBRIDS)[name]
+    return make_model(classes, given | config)
+
+
+def trace_of(model: Any, *, group_experts: bool = False) -> Any:
+    """The trace of a model, with a graph of one's own; its weights are the model's."""
+    from specexport.trace.check import trace_checkpoint
+
+    traces = _TRACES.setdefault(model, {})
+    if group_experts not in traces:
+        traces[group_experts] = trace_checkpoint(make_checkpoint(model), group_experts=group_experts)
+    traced = traces[group_experts]
+    return traced._replace(ir_model=traced.ir_model.clone())
+
+
+def share_exports(shares: bool) -> None:
+    """Let exports be shared by the modules that are imported by now, or not for the test that comes."""
+    global shares_exports  # noqa: PLW0603 - one test runs at a time
+    shares_exports = shares
+    for name in _EXPORTERS:
+        module = sys.modules.get(f"specexport.{name}")
+        if module is not None and not hasattr(module.trace_step, "__wrapped__"):
+            module.trace_step = _sharing(module.trace_step)
+
+
+def _sharing(trace_step: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(trace_step)
+    def shared(packed: Any, *given: Any, **options: Any) -> Any:
+        try:
+            key = structure_of(packed, given, options) if shares_exports else None
+        except Unknown:
+            key = None
+        if key is None:
+            return trace_step(packed, *given, **options)
+        if key not in _EXPORTS:
+            _EXPORTS[key] = _once(key, lambda: trace_step(packed, *given, **options))
+        ir_model = _EXPORTS[key].clone()
+        own = dict(packed.named_parameters(remove_duplicate=False))
+        for name, value in ir_model.graph.initializers.items():
+            if name in own:
+                value.const_value = type(value.const_value)(own[name].data, name=name)
+        return ir_model
+
+    return shared
+
+
+def _once(key: str, export: Callable[[], Any]) -> Any:
+    """An export of this worker, or of the one that had the same to export before."""
+    keep_operator_table()
+    if folder is None:
+        return export()
+    path = folder / f"{key}.onnx"
+    with path.with_suffix(".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if path.is_file():
+            return read_export(path)
+        ir_model = export()
+        write_export(ir_model, path)
+        return ir_model
+
+
+def write_export(ir_model: Any, path: Path) -> None:
+    """Keep an export, with the weights of the model it was made of."""
+    import onnx_ir as ir
+
+    path.write_bytes(ir.to_proto(ir_model).SerializeToString())
+
+
+def read_export(path: Path) -> Any:
+    """The export in a file, its weights in the memory of torch as the exporter leaves them."""
+    import onnx
+    import onnx_ir as ir
+    import torch
+    from onnx_ir.tensor_adapters import to_torch_dtype
+    from torch.onnx._internal.exporter._core import TorchTensor
+
+    ir_model = ir.from_proto(onnx.load(path))
+    for name, value in ir_model.graph.initializers.items():
+        stored = value.const_value
+        tensor = torch.empty(tuple(stored.shape), dtype=to_torch_dtype(stored.dtype))
+        if tensor.numel():
+            tensor.reshape(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(stored.tobytes()), dtype=torch.uint8))
+        value.const_value = TorchTensor(tensor, name=name)
+    return ir_model
+
+
+def structure_of(module: Any, *more: Any) -> str | None:
+    """Hash of all that decides what torch exports of a module: not the values of its weights. None for a large one.
+
+    Raises:
+        Unknown: it has what cannot be compared.
+    """
+    found = hashlib.sha256(_told(more).encode())
+    first: dict[int, str] = {}
+    if sum(parameter.numel() for parameter in module.parameters()) > _LARGEST:
+        return None
+    for name, part in module.named_modules(remove_duplicate=False):
+        values = {key: value for key, value in vars(part).items() if key not in _NOT_EXPORTED}
+        if any(value for key, value in values.items() if "_hooks" in key):
+            raise Unknown(name)
+        found.update(f"{name} {_told(type(part))} {_told(values)}".encode())
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        same = first.setdefault(id(parameter), name)
+        found.update(f"{name} {same} {parameter.dtype} {tuple(parameter.shape)}".encode())
+    found.update(_told(dict(module.named_buffers(remove_duplicate=False))).encode())
+    return found.hexdigest()
+
+
+def _told(value: Any) -> str:
+    """A value in words that are the same for equal ones only."""
+    import torch
+
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_told(key)}: {_told(each)}' for key, each in value.items())}}}"
+    if isinstance(value, (set, frozenset)):
+        return f"{{{', '.join(sorted(map(_told, value)))}}}"
+    if isinstance(value, (list, tuple)):
+        return f"{type(value).__name__}({', '.join(map(_told, value))})"
+    if isinstance(value, torch.Tensor):
+        if value.device.type == "meta":
+            raise Unknown("a tensor without data")
+        content = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(content).hexdigest()}"
+    if isinstance(value, type) or (isinstance(value, FunctionType) and value.__closure__ is None):
+        text = f"{value.__module__}.{value.__qualname__}"
+        if "<" not in text:
+            return text
+        if isinstance(value, type) and text.startswith("specexport."):  # made for the classes that it extends
+            return f"{text} {_told(value.__bases__)}"
+        raise Unknown(text)
+    if hasattr(value, "to_json_string"):  # configurations, which also say how to compute attention and experts
+        return f"{_told(type(value))} {_told({k: v for k, v in vars(value).items() if k not in _NOT_EXPORTED})}"
+    if hasattr(value, "__dataclass_fields__"):
+        return f"{_told(type(value))} {_told({name: getattr(value, name) for name in value.__dataclass_fields__})}"
+    text = repr(value)
+    if isinstance(value, torch.nn.Module) or " at 0x" in text:
+        raise Unknown(text)
+    return text

@@ -1,0 +1,188 @@
+"""Runs a built engine the way the runtime does: bound by pointer, caches in place."""
+
+import mmap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specexport_runtime.abi import CACHE_INPUTS, PADDED_STEP_INPUTS, LayerGeometry
+from tests.support.references.sessions import session_of
+
+
+def make_checkpoint(model: Any) -> Any:
+    """A checkpoint around a model in memory."""
+    from specexport.checkpoint.loaded import Checkpoint
+
+    return Checkpoint(
+        source="tiny",
+        source_sha256="",
+        architecture=type(model).__name__,
+        model=model,
+        dtype="float32",
+        tokenizer_json=b"{}",
+        chat_template=None,
+        special_tokens={},
+        bos_token_id=1,
+        eos_token_ids=(2,),
+        vocab_size=int(model.get_output_embeddings().weight.shape[0]),
+        num_parameters=model.num_parameters(),
+        max_positions=256,
+    )
+
+
+def build(
+    model: Any, folder: Path, dump_dir: Path | None = None, *, group_experts: bool = False
+) -> tuple[Any, tuple[LayerGeometry, ...], dict[str, int]]:
+    """Compile ``model`` into ``folder``, both graphs; returns the lowered IR, the layers and what each pass changed."""
+    from specexport.backends.ort import write_onnx, write_padded_onnx
+    from specexport.lowering.ort_cpu import lower_ort_cpu
+    from specexport.passes.pipeline import default_passes, run_passes
+    from tests.support.models.tiny_traces import trace_of
+
+    traced = trace_of(model, group_experts=group_experts)
+    report = run_passes(traced.ir_model, default_passes("float32", own_operators=True), dump_dir=dump_dir)
+    padded_model = traced.ir_model.clone()
+    lower_ort_cpu(traced.ir_model)
+    write_onnx(traced.ir_model, folder)
+    lower_ort_cpu(padded_model, padded_kv=True)
+    write_padded_onnx(padded_model, folder)
+    return traced.ir_model, traced.layers, dict(report)
+
+
+def compiled(model: Any, folder: Path, kept: Any = None, **values: Any) -> Any:
+    """Compile ``model`` into ``folder`` as a build does it; returns the manifest entry.
+
+    Args:
+        model: a tiny model, whose trace is kept.
+        folder: gets the engine files.
+        kept: of a quantized checkpoint, its weights.
+        values: of the recipe.
+    """
+    from specexport.backends.base import BuildJob
+    from specexport.compile.part import compile_graph
+    from specexport.progress import StageClock
+    from specexport.recipe import BuildRecipe, resolve_recipe
+    from tests.support.cases.entries import make_entry
+    from tests.support.models.tiny_traces import trace_of
+
+    traced, count = trace_of(model, group_experts=True), model.num_parameters()
+    recipe = resolve_recipe(BuildRecipe(target="tiny", output="tiny", **({"dtype": "float32"} | values)), [256])
+    job = BuildJob(recipe, "target", tuple(traced.layers), count, 256, folder, StageClock(None, 1))
+    made = compile_graph(traced.ir_model, recipe, job._replace(states=traced.states), None, kept=kept)
+    return make_entry(
+        vocab_size=int(model.get_output_embeddings().weight.shape[0]),
+        max_positions=256,
+        layers=job.layers,
+        windows=traced.windows,
+        states=traced.states,
+        engine=made.engine,
+        quantize=recipe.quantize,
+        passes=made.passes,
+    )
+
+
+def pack(
+    tokens: Sequence[Sequence[int]], pasts: Sequence[int], held: Sequence[Sequence[int]] | None = None
+) -> dict[str, np.ndarray]:
+    """Step inputs for one packed step; every token's logits are wanted.
+
+    Args:
+        tokens: new tokens of each row.
+        pasts: cache entries of each row.
+        held: for a padded-KV graph: position in each of these entries, -1 for padding.
+    """
+    firsts = pasts if held is None else [sum(at >= 0 for at in row) for row in held]
+    counts = np.array([len(row) for row in tokens])
+    width, cu = int(max(counts)), np.concatenate([[0], np.cumsum(counts)])
+    pad = np.zeros((len(tokens), 1, width), np.int64)
+    unpad, positions = [], []
+    for b, count in enumerate(counts):
+        pad[b, 0, :count] = np.arange(cu[b], cu[b + 1])
+        unpad += [b * width + j for j in range(count)]
+        positions += [firsts[b] + j for j in range(count)]
+    lens = np.array(pasts, np.int32)[:, None]
+    # A row without tokens names one of the step's tokens; the entry it writes is not counted.
+    starts = np.minimum(cu[:-1], cu[-1] - 1)[:, None]
+    ends = np.maximum(cu[1:, None], starts + 1)
+    kv_positions = np.full((len(tokens), 1, max(pasts) + width + 3), -1, np.int64)
+    for b, row in enumerate(held or ()):
+        own = [*row, *range(firsts[b], firsts[b] + int(counts[b]))]
+        kv_positions[b, 0, : len(own)] = own
+    return {
+        "kv_positions": kv_positions,
+        "input_ids": np.array([t for row in tokens for t in row], np.int64),
+        "positions": np.array(positions, np.int64),
+        "logit_rows": np.arange(cu[-1], dtype=np.int64),
+        "kv_lens": lens,
+        "cu_new_tokens": cu.astype(np.int32),
+        "row_starts": starts,
+        "row_ends": ends,
+        "row_totals": (lens + ends - starts).astype(np.int32),
+        "pad_index": pad,
+        "unpad_index": np.array(unpad, np.int64),
+    }
+
+
+INT8_POISON = -77
+"""What caches in 8 bits hold where nothing was written."""
+
+
+class Engine:
+    """A session with its cache arena; ``step`` binds rows by address and updates them in place."""
+
+    def __init__(
+        self,
+        folder: Path,
+        layers: Sequence[LayerGeometry],
+        num_rows: int,
+        capacity: int,
+        *,
+        graph: str = "model.onnx",
+        poison: float = np.nan,
+    ) -> None:
+        self.session = session_of(folder / graph)
+        self.inputs = {value.name for value in self.session.get_inputs()}
+        self.flat_caches = len(next(x.shape for x in self.session.get_inputs() if x.name == "k_cache.0")) == 4
+        kind = next(value.type for value in self.session.get_inputs() if value.name == "k_cache.0")
+        fill, self.cache_dtype = (poison, np.float32) if kind == "tensor(float)" else (INT8_POISON, np.int8)
+        self.caches = {
+            spec.name.format(i=i): np.full((num_rows, 1, layer.kv_heads, capacity, dim), fill, self.cache_dtype)
+            for i, layer in enumerate(layers)
+            for spec, dim in zip(CACHE_INPUTS, (layer.k_dim, layer.v_dim), strict=True)
+        }
+
+    def step(
+        self,
+        tokens: Sequence[Sequence[int]],
+        pasts: Sequence[int],
+        first_row: int = 0,
+        held: Sequence[Sequence[int]] | None = None,
+    ) -> np.ndarray:
+        """Logits [T, V] of the new tokens of rows ``first_row …``."""
+        io = self.session.io_binding()
+        step = pack(tokens, pasts, held)
+        for spec in PADDED_STEP_INPUTS:
+            if spec.name in self.inputs:
+                io.bind_cpu_input(spec.name, step[spec.name])
+        for name, cache in self.caches.items():
+            rows = cache[first_row : first_row + len(tokens)]
+            rows = rows[:, 0] if self.flat_caches else rows
+            bound = ("cpu", 0, self.cache_dtype, rows.shape, rows.ctypes.data)
+            io.bind_input(name, *bound)
+            io.bind_output(name.replace("_cache.", "_cache_out."), *bound)
+        io.bind_output("logits", "cpu")
+        self.session.run_with_iobinding(io)
+        return io.get_outputs()[-1].numpy()
+
+
+def resident_pages(executor: Any, layer: int, row: int = 0) -> int:
+    """Pages of the keys of a layer in a row that are this process's own. Reading what went back maps a shared page."""
+    array: np.ndarray = executor._memory[f"k_cache.{layer}"].array
+    first, count = array[row].ctypes.data // mmap.PAGESIZE, array.strides[0] // mmap.PAGESIZE
+    with Path("/proc/self/pagemap").open("rb") as file:
+        file.seek(8 * first)
+        pages = np.frombuffer(file.read(8 * count), np.uint64)
+    own = (pages >> np.uint64(63)) & (pages >> np.uint64(56)) & np.uint64(1)
+    return int(own.sum())

@@ -1,0 +1,175 @@
+"""Runs the kernels in Triton's interpreter, in a process of its own: the interpreter is chosen when Triton is imported.
+
+Reads pickled requests from standard input, writes pickled answers to standard output. As a module it is the client.
+"""
+
+import functools
+import inspect
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+class WorkerError(Exception):
+    """The worker's request raised; ``kind`` is the name of its exception."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(f"{kind}: {message}")
+        self.kind = kind
+
+
+class InterpretedKernels:
+    """A worker process. ``run`` sends it a step."""
+
+    def __init__(self) -> None:
+        self._start()
+
+    def _start(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "error", "-m", "tests.support.references.kernel_worker"],
+            cwd=ROOT,
+            env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+
+    def ask(self, *request: Any) -> Any:
+        """Answer to a request: the name of a function of this module, and its arguments."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        pickle.dump(request, self._process.stdin)
+        self._process.stdin.flush()
+        try:
+            kind, answer = pickle.load(self._process.stdout)
+        except EOFError:  # memory that is not the kernel's
+            status = self._process.wait()
+            self._start()
+            raise WorkerError("Crash", f"the worker ended with status {status}") from None
+        if kind:
+            raise WorkerError(kind, answer)
+        return answer
+
+    def run(self, step: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Output of every token, and both caches, of append and attention."""
+        return self.ask("run_step", step)
+
+    def load(self, folder: Path | None) -> None:
+        """Take the kernels' sources from a folder; None for the repository's."""
+        self.ask("load_kernels", None if folder is None else str(folder))
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate()
+
+
+def mend_interpreter() -> None:
+    """Make bf16 right: Triton 3.9's interpreter multiplies its bits as integers, and truncates where GPUs round.
+
+    And look up the language's functions once: doing it for each call of a helper takes a third of the time.
+    """
+    import torch
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    cast, dot = builder.cast_impl, builder.create_dot
+
+    def widen(handle: Any) -> Any:
+        return cast(builder, handle, tl.float32) if handle.dtype.scalar == tl.bfloat16 else handle
+
+    def mended_cast(self: Any, source: Any, target: Any) -> Any:
+        if (source.dtype.scalar, target.scalar) != (tl.float32, tl.bfloat16):
+            return cast(self, source, target)
+        bits = torch.from_numpy(np.ascontiguousarray(source.data)).bfloat16().view(torch.uint16).numpy()
+        return interpreter.TensorHandle(bits.reshape(source.data.shape), target.scalar)
+
+    def mended_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return dot(self, widen(a), widen(b), *rest)
+
+    builtins = functools.cache(
+        lambda module: [name for name, member in inspect.getmembers(module) if tl.core.is_builtin(member)]
+    )
+
+    def patch_builtins(module: Any, builder: Any, scope: Any) -> None:
+        for name in builtins(module):
+            member = getattr(module, name)
+            if tl.core.is_builtin(member):  # not prepared yet
+                interpreter._patch_attr(module, name, member, builder, scope)
+
+    builder.cast_impl, builder.create_dot = mended_cast, mended_dot
+    interpreter._patch_builtin = patch_builtins
+
+
+def load_kernels(folder: str | None) -> None:
+    """Forget the kernels' modules and let ``folder``, which holds a ``kernels`` package, provide them."""
+    import specexport
+
+    for name in [name for name in sys.modules if name.startswith("specexport.kernels")]:
+        del sys.modules[name]
+    if hasattr(specexport, "kernels"):
+        del specexport.kernels
+    specexport.__path__[:] = [folder, str(ROOT / "specexport")] if folder else [str(ROOT / "specexport")]
+
+
+def run_step(step: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Append and attend; memory that the launcher allocates holds NaN."""
+    import torch
+
+    from specexport.kernels import launch
+    from specexport.kernels.tuning import TileConfig
+
+    case = step.case
+    dtype = getattr(torch, case.dtype)
+    given = {
+        name: torch.from_numpy(array.copy()).to(dtype) if array.dtype == np.float32 else torch.from_numpy(array.copy())
+        for name, array in step.arrays.items()
+    }
+    rows = [given[name] for name in ("k_cache", "v_cache", "kv_lens", "cu_new_tokens")]
+    launch.kv_append(given["k"], given["v"], *rows)
+    output = launch.ragged_attention(
+        given["q"], *rows, tree_mask=given.get("tree_mask"), sinks=given.get("sinks"),
+        scale=case.scale, window=case.window, softcap=case.softcap, num_splits=case.splits,
+        new_tokens=max(count for _, count in case.rows),
+        tiles=TileConfig(*case.tiles, 4, 1) if case.tiles else None,
+    )  # fmt: skip
+    return tuple(tensor.float().numpy() for tensor in (output, *rows[:2]))
+
+
+def serve() -> None:
+    """Answer requests until the input ends."""
+    import torch
+
+    answers, sys.stdout = sys.stdout.buffer, sys.stderr
+    np.seterr(invalid="raise", over="ignore", under="ignore")  # a kernel must not even compute what is no number
+    mend_interpreter()
+
+    empty = torch.Tensor.new_empty
+
+    def poisoned(self: Any, *size: Any, **options: Any) -> Any:
+        tensor = empty(self, *size, **options)
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+    torch.Tensor.new_empty = poisoned
+    while True:
+        try:
+            function, *arguments = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        try:
+            answer = ("", globals()[function](*arguments))
+        except Exception as error:
+            cause = error.__cause__ or error
+            answer = (type(error).__name__, f"{error} {cause}")
+        pickle.dump(answer, answers)
+        answers.flush()
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,44 @@
+"""Bodies with an odd value in every place, in turn."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+
+from tests.support.cases.patience import HANG_S
+from tests.support.servers.serving import Served
+
+ODD = [None, 0, -1, True, 1e308, "", "x" * 300, "\u0000", [], [{}], {}, {"type": "function"}, {"a": [[[{}]]]}]
+
+
+def places_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place of a body."""
+    if path:
+        yield path
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from places_in(item, (*path, key))
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            yield from places_in(item, (*path, i))
+
+
+def check_odd_bodies(served: Served, path: str, body: dict[str, Any]) -> None:
+    """Replace every part of a body in turn: the server takes it or says what is wrong, and is idle in the end."""
+    statuses = set()
+    with httpx.Client(base_url=served.url, timeout=HANG_S) as http:
+        for where in places_in(body):
+            for value in ODD:
+                odd = json.loads(json.dumps(body))
+                part = odd
+                for key in where[:-1]:
+                    part = part[key]
+                part[where[-1]] = value
+                answer = http.post(path, json=odd)
+                statuses.add(answer.status_code)
+                assert answer.status_code in (200, 400), (where, value, answer.text)
+                if answer.status_code == 400:
+                    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    assert statuses == {200, 400}
+    served.wait_until_idle()
