@@ -8,12 +8,11 @@ import pytest
 from specexport.passes.residual_blocks import find_residual_blocks
 from specexport.trace.check import reference_logits, trace_checkpoint
 from specexport_runtime.errors import UnsupportedModelError
-from tests.passes.test_residual_blocks import OBSTACLES
 from tests.support.cases import chance
 from tests.support.models.tiny_models import ARCHITECTURES, REFUSED, VOCAB, make_model
 from tests.support.models.tiny_traces import tiny_model
 from tests.support.references.engine_harness import Engine, build, make_checkpoint
-from tests.support.references.ort_operators import assert_known
+from tests.support.references.ort_operators import OBSTACLES, assert_known
 
 PREFILL = (9, 17, 4)
 VERIFY = (5, 1, 3)  # new tokens a row: ragged, on ragged pasts

@@ -12,8 +12,8 @@ from specexport.bench.report import format_report
 from specexport.bench.runner import run_bench
 from specexport.bench.summary import find_fastest, summarize
 from specexport_runtime.errors import InvalidRequestError
-from tests.bench.test_bench_report import LOOKUP, PLAIN, VANILLA, prompt, result, run
 from tests.support.fakes.bench_fakes import PROMPTS, make_options, make_subject
+from tests.support.fakes.bench_results import LOOKUP, PLAIN, VANILLA, prompt, result, run
 
 TREE = LOOKUP._replace(tree_size=9)
 CHOSEN = PLAIN._replace(method="auto", drafter="auto", num_speculative_tokens=AUTO, tree_size=AUTO)

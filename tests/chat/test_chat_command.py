@@ -31,7 +31,7 @@ TEMPLATE = (
 )
 SAID = ["def read_lines(path):", "class Stack:"]
 ROOT = Path(__file__).parents[2]
-DRIVER = ROOT / "tests" / "support" / "chat_on_fakes.py"
+DRIVER = ROOT / "tests" / "support" / "fakes" / "chat_on_fakes.py"
 
 
 @pytest.fixture
@@ -228,7 +228,7 @@ def test_thinking_is_told_from_what_is_said(tags):
 
 
 def test_a_message_is_not_lost_when_nothing_was_said(monkeypatch, capsys):
-    from tests.runtime.test_engine import make_engine
+    from tests.support.fakes.engine import make_engine
 
     engine = make_engine(chat_template="{% for m in messages %}{{ m.content }} {% endfor %}")
     chat = Session(engine, ChatOptions(SamplingParams(), 4, {"speculation": False}), Slips())

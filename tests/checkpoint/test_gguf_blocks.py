@@ -5,21 +5,10 @@ import numpy as np
 import pytest
 
 from specexport.checkpoint.gguf_blocks import FORMATS
-from specexport.passes.block_weight import BlockWeight, join
-from tests.support.models.tiny_gguf import random_blocks
+from specexport.passes.block_weight import join
+from tests.support.models.tiny_gguf import DEPTH, WIDTH, make_weight
 
-DEPTH, WIDTH = 512, 24
 ROUNDING = 1e-6
-
-
-def make_weight(kind: str, width: int = WIDTH, seed: int = 7) -> tuple[BlockWeight, np.ndarray]:
-    """A random weight, and its float values."""
-    stored = random_blocks(kind, (width, DEPTH), np.random.default_rng(seed))
-    found = FORMATS[kind]
-    weight = BlockWeight(
-        kind, found.form, (width, DEPTH), stored.nbytes, lambda rows: found.read(stored[rows]), found.spread
-    )
-    return weight, gguf.dequantize(stored, gguf.GGMLQuantizationType[kind])
 
 
 @pytest.mark.parametrize("kind", FORMATS)

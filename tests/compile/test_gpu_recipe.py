@@ -18,7 +18,7 @@ from specexport.lowering.trt_native import mask_heads
 from specexport.recipe import make_recipe, resolve_recipe
 from specexport_runtime.abi import LayerGeometry
 from specexport_runtime.errors import IncompatibleError, MissingDependencyError, RecipeError
-from tests.ops.test_unpadded_attention import Case, one_node_model
+from tests.support.cases.unpadded_cases import Case, one_node_model
 from tests.support.models.pairs import locked
 from tests.support.models.tiny_models import ARCHITECTURES, HYBRIDS, make_model, save_checkpoint
 

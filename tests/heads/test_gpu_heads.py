@@ -25,7 +25,6 @@ from specexport_runtime.errors import IncompatibleError, RecipeError, Unsupporte
 from specexport_runtime.executors.base import EngineRequest
 from specexport_runtime.executors.ort_cuda import _round_shapes
 from specexport_runtime.packing.batch import ModelRunner, RowWork
-from tests.lowering.test_ort_cuda import gpu_or_skip
 from tests.support.cases.entries import changed
 from tests.support.fakes.trt_fakes import make_entry
 from tests.support.models import tiny_modules
@@ -45,6 +44,7 @@ from tests.support.models.loading import load_module
 from tests.support.models.tiny_dflash import DIALECTS as BLOCK_DIALECTS
 from tests.support.models.tiny_heads import DIALECTS, HIDDEN, LAYERS, VOCAB
 from tests.support.models.tiny_models import make_llama, save_checkpoint
+from tests.support.references.cuda_graphs import gpu_or_skip
 from tests.support.references.drafted import check_drafts_of, drafted_and_wanted
 from tests.support.references.reference_dflash import BlockSpec
 from tests.support.references.reference_dflash import draft as draft_block

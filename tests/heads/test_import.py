@@ -30,6 +30,7 @@ from tests.support.models.tiny_heads import (
     LAYER,
     LAYERS,
     VOCAB,
+    edit,
     mapping,
     peagle,
     speculators,
@@ -126,11 +127,6 @@ def test_a_head_for_another_target_is_refused_by_what_differs(tmp_path: Path, ta
         read_config(files, TargetFacts(LAYERS, HIDDEN, 4096))
     with pytest.raises(CheckpointError, match=r"reads layers \[1, 3, 4\], and the target has 3"):
         read_config(files, TargetFacts(3, HIDDEN, VOCAB))
-
-
-def edit(folder: Path, **values: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 @pytest.mark.parametrize(("key", "value"), [("accept_tolerance", 0.1), ("verifier_accept_k", 3)])

@@ -24,13 +24,14 @@ from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.abi import AFTER_NORM
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
-from tests.heads.test_import import config_of, edit, load
 from tests.support.fakes.following_target import behind, make_target, rows_behind
+from tests.support.models.loading import config_of, load
 from tests.support.models.tiny_heads import (
     HIDDEN,
     IDS,
     LAYERS,
     VOCAB,
+    edit,
     medusa,
     medusa_one_lm_head,
     medusa_tensors,

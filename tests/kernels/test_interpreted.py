@@ -8,69 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.cases.chance import examples
-from tests.support.cases.kernel_cases import TOLERANCE, Case, Step, expected, make_step, seen_in_tree
+from tests.support.cases.kernel_cases import (
+    CASES,
+    RAGGED,
+    Case,
+    check,
+    make_step,
+    seen_in_tree,
+)
 from tests.support.references.kernel_worker import InterpretedKernels, WorkerError
 
 pytestmark = pytest.mark.xdist_group("kernels-interpreted")
 
-RAGGED = ((3, 5), (17, 1), (0, 3), (37, 12), (16, 2))
-CASES = {
-    "ragged": Case(rows=RAGGED),
-    "bfloat16": Case(rows=RAGGED, dtype="bfloat16"),
-    "permuted_rows": Case(rows=tuple(reversed(RAGGED))),
-    "one_token_rows": Case(rows=((4, 1), (90, 1), (0, 1))),
-    "one_row_one_token": Case(rows=((0, 1),), padding=0),
-    "prefill": Case(rows=((0, 41), (5, 30)), padding=0),
-    "empty_rows": Case(rows=((5, 0), (2, 4), (0, 0), (70, 0), (33, 1), (9, 0))),
-    "all_rows_empty": Case(rows=((5, 0), (0, 0)), padding=20),
-    "much_padding": Case(rows=RAGGED, padding=70),
-    "more_rows_than_a_search_block": Case(
-        rows=tuple((b % 7, b % 5 % 2) for b in range(70)), heads=2, kv_heads=1, capacity=16
-    ),
-    "full_rows": Case(rows=((91, 5), (0, 96), (96, 0))),
-    "heads_1_to_1": Case(rows=RAGGED, heads=2, kv_heads=2),
-    "heads_3_to_1": Case(rows=RAGGED, heads=6, kv_heads=2),
-    "heads_7_to_1": Case(rows=RAGGED, heads=14, kv_heads=2),
-    "heads_16_to_1": Case(rows=RAGGED, heads=16, kv_heads=1),
-    "heads_20_to_1": Case(rows=RAGGED, heads=20, kv_heads=1),
-    "head_size_64": Case(rows=RAGGED, k_dim=64, v_dim=64, scale=0.125),
-    "head_size_80": Case(rows=RAGGED, k_dim=80, v_dim=80, scale=0.11),
-    "head_size_96": Case(rows=RAGGED, k_dim=96, v_dim=96, scale=0.1, dtype="bfloat16"),
-    "head_size_128": Case(rows=RAGGED, k_dim=128, v_dim=128, scale=0.09, dtype="bfloat16"),
-    "head_size_256": Case(rows=RAGGED, k_dim=256, v_dim=256, scale=0.06),
-    "head_size_5": Case(rows=RAGGED, k_dim=5, v_dim=5),
-    "values_smaller": Case(rows=RAGGED, k_dim=24, v_dim=16),
-    "values_larger": Case(rows=RAGGED, k_dim=8, v_dim=40),
-    "window": Case(rows=RAGGED, window=4),
-    "window_of_one": Case(rows=RAGGED, window=1),
-    "window_of_a_block": Case(rows=RAGGED, window=16),
-    "window_of_blocks": Case(rows=RAGGED, window=37),
-    "window_wider_than_rows": Case(rows=RAGGED, window=500),
-    "softcap": Case(rows=RAGGED, softcap=1.5),
-    "softcap_saturated": Case(rows=RAGGED, softcap=0.01, scale=40.0),
-    "sinks": Case(rows=RAGGED, sinks=True),
-    "tree": Case(rows=RAGGED, tree=True),
-    "tree_of_64": Case(rows=((20, 64), (0, 64), (30, 1)), tree=True),
-    "tree_beside_causal_rows": Case(rows=((20, 9), (0, 70), (30, 5)), tree=True, causal_rows=(1,)),
-    "tree_window": Case(rows=RAGGED, tree=True, window=3),
-    "tree_window_reaching_back": Case(rows=((20, 64), (0, 30), (41, 9)), tree=True, window=9, causal_rows=(2,)),
-    "everything": Case(rows=RAGGED, window=21, softcap=2.0, sinks=True, tree=True, heads=6, k_dim=24, v_dim=20),
-    "everything_bfloat16": Case(rows=RAGGED, window=21, softcap=2.0, sinks=True, tree=True, dtype="bfloat16"),
-    "tiles_as_shipped": Case(rows=RAGGED, k_dim=64, v_dim=64, scale=0.125, tiles=None),
-}
 
 SPLIT = ["ragged", "empty_rows", "head_size_80", "window", "sinks", "everything"]
-
-
-def check(step: Step, found: tuple[np.ndarray, ...]) -> None:
-    """Output of real tokens close, of padding tokens zero; the caches equal bit by bit, NaN where nothing belongs."""
-    wanted = expected(step)
-    used = len(wanted[0])
-    tolerance = TOLERANCE[step.case.dtype]
-    np.testing.assert_allclose(found[0][:used], wanted[0], atol=tolerance, rtol=tolerance)
-    assert not found[0][used:].any()
-    for cache, written in zip(found[1:], wanted[1:], strict=True):
-        np.testing.assert_array_equal(cache, written)
 
 
 @pytest.mark.fuzz

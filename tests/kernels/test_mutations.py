@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.kernels.test_interpreted import CASES, check
-from tests.support.cases.kernel_cases import Case, make_step
+from tests.support.cases.kernel_cases import CASES, Case, check, make_step
 from tests.support.references.kernel_worker import InterpretedKernels, WorkerError
 
 pytestmark = pytest.mark.xdist_group("kernels-interpreted")

@@ -14,7 +14,7 @@ from specexport_runtime.executors.row_kernels import ARGUMENTS, ptx_path
 
 pytestmark = pytest.mark.xdist_group("kernels-interpreted")
 
-WORKER = Path(__file__).parents[1] / "support" / "sampling_worker.py"
+WORKER = Path(__file__).parents[1] / "support" / "references" / "sampling_worker.py"
 WRITTEN_WITH = "3.9.0"
 """The Triton of the PTX; another writes other registers."""
 

@@ -30,11 +30,11 @@ from specexport_runtime.requests.layer_choice import LayerRules
 from specexport_runtime.requests.records import DraftStage
 from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.params import SamplingParams
-from tests.lowering.test_ort_cuda import ReferenceSession
 from tests.support.cases.entries import make_entry
 from tests.support.fakes.fake_onnxruntime import FakeBinding, FakeOrt
 from tests.support.models.half_models import trace
 from tests.support.models.tiny_models import VOCAB
+from tests.support.references.cuda_graphs import ReferenceSession
 
 NAME, GATES, LENGTH = "llama", 4, 64
 PROMPTS = [[(7 * i + 11) % (VOCAB - 3) + 3 for i in range(9)], [(5 * i + 4) % (VOCAB - 3) + 3 for i in range(6)]]

@@ -16,11 +16,11 @@ from specexport.onnx_emit import constant
 from specexport.passes.pipeline import default_passes, run_passes
 from specexport.trace.check import reference_logits
 from specexport_runtime.errors import UnsupportedModelError
-from tests.lowering.test_ort_cuda import PagedEngine, gpu_or_skip
 from tests.support.cases import chance
 from tests.support.models.half_models import load
 from tests.support.models.tiny_models import ARCHITECTURES, VOCAB, make_model
 from tests.support.models.tiny_traces import tiny_model, trace_of
+from tests.support.references.cuda_graphs import PagedEngine, gpu_or_skip
 from tests.support.references.engine_harness import make_checkpoint, pack
 
 PASTS, NEWS = (9, 17, 4), (5, 1, 3)

@@ -10,7 +10,7 @@ from specexport.lowering import trt_native
 from specexport.lowering.tensorrt import lower_tensorrt
 from specexport_runtime.abi import ALIGNED_STEP_INPUTS, LayerGeometry
 from specexport_runtime.bundle.profiles import Profile
-from tests.ops.test_unpadded_attention import Case, one_node_model
+from tests.support.cases.unpadded_cases import Case, one_node_model
 from tests.support.models.half_models import trace
 
 trt = pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx-cu13 is not installed")

@@ -12,8 +12,8 @@ import pytest
 from specexport.lowering import trt_native
 from specexport.lowering.common import add_token_ids
 from specexport_runtime.errors import UnsupportedModelError
-from tests.ops.test_unpadded_attention import CAPACITY, CASES, Case, expect, make_inputs, one_node_model
 from tests.support.cases import chance
+from tests.support.cases.unpadded_cases import CAPACITY, CASES, Case, expect, make_inputs, one_node_model
 from tests.support.models.half_models import trace
 from tests.support.references.trt_evaluator import align, make_evaluator
 

@@ -16,8 +16,8 @@ from specexport.plugin.naming import plugin_names, plugin_spec
 from specexport.trace.check import reference_logits
 from specexport_runtime.abi import LayerGeometry
 from specexport_runtime.errors import UnsupportedModelError
-from tests.ops.test_unpadded_attention import CAPACITY, CASES, Case, expect, make_inputs, one_node_model
 from tests.support.cases import chance
+from tests.support.cases.unpadded_cases import CAPACITY, CASES, Case, expect, make_inputs, one_node_model
 from tests.support.models.half_models import HalfModel, trace
 from tests.support.models.tiny_models import VOCAB
 from tests.support.references.engine_harness import make_checkpoint

@@ -7,12 +7,12 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from tests.operators.test_block_linear import assert_cases_pass
 from tests.support.cases import experts_cases as cases
 from tests.support.cases import linear_cases
 from tests.support.cases.chance import many, seed
 from tests.support.cases.experts_cases import Layer
 from tests.support.cases.linear_cases import ALL
+from tests.support.cases.operator_cases import assert_cases_pass
 
 KERNELS = [pytest.param("portable", marks=pytest.mark.whole), "avx2", "avxvnni", "avx512vnni", "neon_dot"]
 LAYERS = [

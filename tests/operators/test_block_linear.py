@@ -1,8 +1,5 @@
 """Products and lookups of packed weights: every format with all kernels against float64, bits against bits."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,25 +10,9 @@ from onnx import TensorProto
 from specexport.passes.block_format import pack_float, packed_shape
 from tests.support.cases import linear_cases as cases
 from tests.support.cases.chance import many, seed
+from tests.support.cases.operator_cases import assert_cases_pass
 
 KERNELS = [pytest.param("portable", marks=pytest.mark.whole), "avx2", "avxvnni", "avx512vnni", "amx", "neon_dot"]
-ROOT = Path(__file__).parents[2]
-
-
-def assert_cases_pass(
-    library: Path, kernels: str, *more: str, module: str = "tests.support.cases.linear_cases"
-) -> None:
-    environment = os.environ | {"SPECEXPORT_CPU_KERNELS": kernels}
-    code = f"import ctypes; l = ctypes.CDLL({str(library)!r}); l.specexport_kernels.restype = ctypes.c_char_p; "
-    found = subprocess.run(
-        [sys.executable, "-c", code + "print(l.specexport_kernels().decode())"],
-        env=environment, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    if found.stdout.strip() != kernels:
-        pytest.skip(f"this processor does not run {kernels}")
-    command = [sys.executable, "-m", module, str(library), *more]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

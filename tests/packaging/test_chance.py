@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.support.cases import chance
 
 ROOT = Path(__file__).parents[2]
-SETTINGS = [ROOT / "tests" / "support" / name for name in ("chance.py", "schema_requests.py")]
+SETTINGS = [ROOT / "tests" / "support" / name for name in ("cases/chance.py", "servers/schema_requests.py")]
 
 DRAWING = """
 from tests.support.cases import chance

@@ -1,18 +1,17 @@
 import ast
-import json
 import pkgutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support.cases.imports import HEAVY, loaded_after
+
 ROOT = Path(__file__).parents[2]
 RUNTIME = ROOT / "runtime" / "specexport_runtime"
 COMPILER = ROOT / "specexport"
 
-HEAVY = {"torch", "transformers", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "tensorrt", "tensorrt_rtx", "triton"}
 HEAVY |= {"llguidance", "matplotlib", "polygraphy", "scipy"}
 SERVING = {"fastapi", "starlette", "pydantic", "uvicorn", "uvloop", "prometheus_client", "opentelemetry", "ray"}
 """Of the extras `serve` and `ray`: only what serves may name them."""
@@ -75,18 +74,6 @@ def modules_of(package: Path) -> list[str]:
     found = pkgutil.walk_packages([str(package)], prefix=f"{package.name}.")
     not_modules = (".__main__", "._operators")  # the second is a library that ONNX Runtime loads
     return [package.name, *(module.name for module in found if not module.name.endswith(not_modules))]
-
-
-def loaded_after(code: str) -> tuple[set[str], float]:
-    """Top-level names in ``sys.modules`` after ``code`` ran in a fresh interpreter, and the seconds it took."""
-    script = (
-        f"import sys, time\nstart = time.perf_counter()\n{code}\nseconds = time.perf_counter() - start\n"
-        "import json\nprint(json.dumps([sorted({name.split('.')[0] for name in sys.modules}), seconds]))"
-    )
-    result = subprocess.run([sys.executable, "-I", "-c", script], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    names, seconds = json.loads(result.stdout.splitlines()[-1])
-    return set(names), seconds
 
 
 def imports_in(path: Path) -> Iterator[tuple[int, str]]:

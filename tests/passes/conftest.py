@@ -6,13 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.models.tiny_models import make_llama
+from tests.support.models.quantized import MAKERS
 from tests.support.models.tiny_traces import tiny_model, trace_of
-
-MAKERS = {
-    "llama": lambda: make_llama(hidden_size=128, head_dim=32),
-    "llama_tied": lambda: make_llama(tie_word_embeddings=True, hidden_size=128, head_dim=32),
-}
 
 
 @cache

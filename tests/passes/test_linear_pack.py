@@ -11,7 +11,7 @@ import pytest
 from specexport.passes.contract_check import ContractCheckPass
 from specexport.passes.linear_pack import LinearPackPass
 from specexport.passes.pipeline import default_passes, run_passes
-from tests.passes.test_passes import add_weight
+from tests.support.models.quantized import add_weight
 
 Traced = Callable[[str], Any]
 PACKED = {"llama": 10, "llama_tied": 10, "gpt2": 0, "phi3": 0, "qwen3_moe": 6, "deepseek_v3": 4}

@@ -69,7 +69,7 @@ def test_the_products_are_those_of_the_factors(
 
 
 def _model_of(name: str) -> Any:
-    from tests.passes.conftest import MAKERS
+    from tests.support.models.quantized import MAKERS
 
     return MAKERS[name]() if name in MAKERS else make_model(*ARCHITECTURES[name])
 

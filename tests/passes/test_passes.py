@@ -24,6 +24,7 @@ from specexport.passes.pipeline import default_passes, run_passes
 from specexport.passes.precision_cast import PrecisionCastPass
 from specexport.passes.transpose_fold import TransposeFoldPass
 from specexport_runtime.errors import CheckFailedError
+from tests.support.models.quantized import add_weight
 from tests.support.models.tiny_models import VOCAB
 
 Traced = Callable[[str], Any]
@@ -42,13 +43,6 @@ NAMES = [
 
 def count(model: ir.Model) -> Counter[str]:
     return Counter(node.op_type for node in model.graph)
-
-
-def add_weight(model: ir.Model, name: str, data: np.ndarray) -> ir.Value:
-    value = ir.Value(name=name, const_value=ir.tensor(data, name=name))
-    value.type, value.shape = ir.TensorType(ir.DataType.from_numpy(data.dtype)), ir.Shape(data.shape)
-    model.graph.initializers[name] = value
-    return value
 
 
 def find_weights(model: ir.Model, shape: tuple[int, ...]) -> list[str]:

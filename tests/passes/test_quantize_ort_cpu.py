@@ -1,6 +1,6 @@
 """Quantized linear layers: which, how closely, and that no token depends on its neighbours in the step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,9 @@ from specexport.passes.block_make import half_up, int4_weight, int8_weight
 from specexport.passes.pipeline import default_passes, quantizing_passes, run_passes
 from specexport.passes.quantize_ort_cpu import HEAD_SHARE, BlockQuantizePass
 from specexport_runtime.errors import RecipeError, UnsupportedModelError
+from tests.support.models.quantized import PROMPTS, VERIFY, build, verify_logits, worst_row
 from tests.support.models.tiny_models import VOCAB, make_llama
-from tests.support.models.tiny_traces import tiny_model, trace_of
+from tests.support.models.tiny_traces import trace_of
 from tests.support.references.engine_harness import Engine
 from tests.support.references.sessions import session_of
 
@@ -23,36 +24,6 @@ NUM_LINEAR = {"llama_tied": 15, "gpt2": 9, "gemma3": 15, "opt": 15}
 LEARNED_POSITIONS = {"gpt2": 1, "opt": 1}
 LARGEST_ERROR = {"int8": 0.06, "int4": 0.5}
 """Relative L2 error of any row's logits against float32; an unrelated row is at about 1.4."""
-PROMPTS = [[3, 4, 5, 9, 11, 7], [6, 8, 2]]
-VERIFY = [[7, 12, 13, 250, 300], [8, 9]]
-
-
-def build(name: str, folder: Path, quantize: str | None, **changes: Any) -> tuple[Any, Any, dict[str, int]]:
-    """Compile an architecture; returns the graph after the passes, its layers and what each pass changed."""
-    from specexport.backends.ort import write_onnx
-    from specexport.lowering.ort_cpu import lower_ort_cpu
-
-    traced = trace_of(tiny_model(name))
-    report = dict(
-        run_passes(traced.ir_model, default_passes("float32", quantize=quantize, **({"own_operators": True} | changes)))
-    )
-    passed = traced.ir_model.clone()
-    lower_ort_cpu(traced.ir_model)
-    write_onnx(traced.ir_model, folder)
-    return passed, traced.layers, report
-
-
-def verify_logits(folder: Path, layers: Any, rows: Sequence[int]) -> np.ndarray:
-    """Logits of a verify step of these sequences, after a prefill of each alone."""
-    engine = Engine(folder, layers, num_rows=len(rows), capacity=24)
-    for at, row in enumerate(rows):
-        engine.step([PROMPTS[row]], [0], first_row=at)
-    return engine.step([VERIFY[row] for row in rows], [len(PROMPTS[row]) for row in rows])
-
-
-def worst_row(found: np.ndarray, reference: np.ndarray) -> float:
-    """Largest relative L2 error of a row."""
-    return float((np.linalg.norm(found - reference, axis=1) / np.linalg.norm(reference, axis=1)).max())
 
 
 @pytest.mark.parametrize("name", NUM_LINEAR)

@@ -14,7 +14,7 @@ from specexport.passes.quantize_ort_cuda import nbits_bytes, pack_channels
 from specexport.passes.symmetric_blocks import quantize_blocks
 from specexport_runtime.bundle.quant_kinds import INT4
 from specexport_runtime.errors import UnsupportedModelError
-from tests.passes.test_quantize_ort_cpu import build, verify_logits, worst_row
+from tests.support.models.quantized import build, verify_logits, worst_row
 from tests.support.models.tiny_models import make_llama
 from tests.support.models.tiny_traces import tiny_model, trace_of
 from tests.support.references import engine_harness as harness

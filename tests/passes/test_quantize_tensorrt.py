@@ -12,7 +12,7 @@ import pytest
 from specexport.passes.pipeline import default_passes, quantizing_passes, run_passes
 from specexport.passes.symmetric_blocks import quantize_blocks
 from specexport_runtime.errors import RecipeError, UnsupportedModelError
-from tests.passes.test_quantize_ort_cpu import build, verify_logits, worst_row
+from tests.support.models.quantized import build, verify_logits, worst_row
 from tests.support.models.tiny_models import make_llama
 from tests.support.models.tiny_traces import tiny_model, trace_of
 from tests.support.references import engine_harness as harness

@@ -9,15 +9,7 @@ import pytest
 
 from specexport.passes.pipeline import default_passes, run_passes
 from specexport.passes.residual_blocks import find_residual_blocks
-
-_PARALLEL = "layer 0 adds attention and MLP to the residual stream in parallel"
-_SHARED_KEYS = "layer 0's attention is read beyond the residual stream"
-OBSTACLES = {
-    **dict.fromkeys(("phi", "gpt_neox", "cohere2", "gptj", "codegen", "falcon"), _PARALLEL),
-    "gemma4": _SHARED_KEYS,
-    "bart": "layer 0 passes the residual stream itself through LayerNormalization",
-}
-"""Why a model of tests/support/models/tiny_models.py cannot skip layers; every one that is not named here can."""
+from tests.support.references.ort_operators import _PARALLEL, OBSTACLES
 
 
 def leak(layer: int, kind: str) -> str:

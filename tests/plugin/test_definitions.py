@@ -23,8 +23,8 @@ from specexport.plugin import definitions
 from specexport.plugin.definitions import MOST_SHARED_BYTES, compile_plugin, register_plugins, tile_options
 from specexport.plugin.naming import graph_shape, plugin_name, plugin_names, plugin_spec
 from specexport_runtime.errors import CheckFailedError, IncompatibleError, MissingDependencyError, UserInputError
-from tests.ops.test_unpadded_attention import CASES, one_node_model
-from tests.packaging.test_imports import HEAVY, loaded_after
+from tests.support.cases.imports import HEAVY, loaded_after
+from tests.support.cases.unpadded_cases import CASES, one_node_model
 from tests.support.fakes.fake_tensorrt import DataType, Embedded, Given, embed, install
 from tests.support.references.evaluator import ATTRIBUTES
 

@@ -11,7 +11,7 @@ import pytest
 
 from specexport.lowering import trt_plugin
 from specexport.plugin.naming import plugin_names
-from tests.ops.test_unpadded_attention import CASES, one_node_model
+from tests.support.cases.unpadded_cases import CASES, one_node_model
 
 
 @pytest.mark.parametrize("splits", [1, 2])

@@ -15,9 +15,7 @@ from specexport_runtime.costs.curves import CostCurves, LayerShares
 from specexport_runtime.costs.learned import LearnedCosts
 from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.chain import ChainDrafter
-from specexport_runtime.drafters.lookup import LookupDrafter
 from specexport_runtime.drafters.model import ModelDrafter
-from specexport_runtime.drafters.self_draft import SelfDrafter
 from specexport_runtime.drafters.suffix import SuffixDrafter
 from specexport_runtime.drafters.suffix_store import SuffixStore
 from specexport_runtime.engine_parts import self_draft_obstacle
@@ -31,34 +29,17 @@ from specexport_runtime.requests.draft_exit import DraftExitParams
 from specexport_runtime.requests.layer_choice import LayerRules
 from specexport_runtime.requests.records import DraftStage
 from specexport_runtime.requests.request import Request
-from tests.runtime.test_sampling_exact import P_VALUE, p_value
-from tests.runtime.test_self_draft_whole import LENGTH, PROMPTS, SMALL, exact
 from tests.support.cases.chance import examples
 from tests.support.cases.entries import make_entry
+from tests.support.fakes.adaptive import GATES, gated_curves, make_decoder
 from tests.support.fakes.engine_of import engine_of
 from tests.support.fakes.goodput_fakes import LOOKAHEAD, curves
 from tests.support.fakes.loop import MAX_MODEL_LEN, VOCAB, finish, goodput_length, greedy_reference
+from tests.support.references.exact import P_VALUE, p_value
+from tests.support.references.exact_texts import LENGTH, PROMPTS, SMALL, exact
 
-GATES = 12
 RULES = LayerRules(threshold=0.97)
 NAMES = [(), ("lookup",), ("draft-model",), ("self",), ("lookup", "draft-model"), ("lookup", "self")]
-
-
-def gated_curves(draft=0.2):
-    plain = curves(draft)
-    return CostCurves(plain.target, plain.drafters, LayerShares(GATES // 2, 0.15, 0.01))
-
-
-def make_decoder(target, draft, rows, *, cost_curves=None, **options):
-    runner = ModelRunner(target, max_chunk=7)
-    vocab = target.vocab_size
-    drafters = {
-        "lookup": LookupDrafter(),
-        "draft-model": ModelDrafter(ModelRunner(draft), vocab_size=vocab, max_backlog=9),
-        "self": SelfDrafter(runner, vocab_size=vocab),
-    }
-    lengths = goodput_length(cost_curves or gated_curves(), LOOKAHEAD, **drafters)
-    return Decoder(runner, ChainDrafter(drafters, lengths), lengths=lengths, max_num_seqs=rows, **options)
 
 
 @examples(40)

@@ -14,10 +14,10 @@ from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.records import Branch, DraftStage, Proposal
 from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.params import SamplingParams
-from tests.runtime.test_sampling_exact import P_VALUE, p_value
-from tests.runtime.test_self_draft_whole import LENGTH, PROMPTS, SMALL, exact
 from tests.support.fakes.goodput_fakes import CAPACITY, LOOKAHEAD, curves, make_sequences
 from tests.support.fakes.loop import VOCAB, finish, goodput_length, make_sequence
+from tests.support.references.exact import P_VALUE, p_value
+from tests.support.references.exact_texts import LENGTH, PROMPTS, SMALL, exact
 
 
 def decode(curve, *, tree_size, noise=0.4, count=1, max_tokens=500, params=None):

@@ -11,7 +11,6 @@ import pytest
 from specexport_runtime import AsyncSpecEngine, SpecEngine, SpecexportError
 from specexport_runtime.errors import EngineClosedError, RequestFailedError
 from specexport_runtime.intake.drafting import RequestSpec
-from tests.runtime.test_engine import make_engine
 from tests.support.fakes.async_engines import (
     ENDLESS,
     LONG,
@@ -23,6 +22,7 @@ from tests.support.fakes.async_engines import (
     ids_of,
     until,
 )
+from tests.support.fakes.engine import make_engine
 
 
 @pytest.fixture

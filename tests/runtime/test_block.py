@@ -19,60 +19,12 @@ from specexport_runtime.sampling.block import RULES, accept_block
 from specexport_runtime.sampling.distribution import Distribution
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.rng import Draws, RandomStream, RoundDraws
-from tests.runtime.test_sampling_exact import P_VALUE, Toy, emit, p_value
-from tests.runtime.test_self_draft_whole import LENGTH, PROMPTS, SMALL, exact
 from tests.support.fakes.loop import finish, make_decoder, make_sequence
+from tests.support.references.drawn import Uniform, draw, law
+from tests.support.references.exact import P_VALUE, Toy, emit, p_value
+from tests.support.references.exact_texts import LENGTH, PROMPTS, SMALL, exact
 
 VOCAB, LONGEST = 3, 3
-
-
-class Way:
-    """One way that a run goes: what it chooses, and how likely that is."""
-
-    def __init__(self, decisions):
-        self.decisions, self.taken, self.weight, self.others = decisions, (), 1.0, []
-
-    def choose(self, probs):
-        options = [i for i, p in enumerate(probs) if p > 0]
-        if len(self.taken) < len(self.decisions):
-            pick = self.decisions[len(self.taken)]
-        else:
-            pick, *rest = options
-            self.others += [(*self.taken, other) for other in rest]
-        self.taken += (pick,)
-        self.weight *= probs[pick]
-        return pick
-
-
-class Uniform:
-    """A uniform of which is known what comparisons told: each goes either way as often as it would."""
-
-    def __init__(self, way):
-        self.way, self.low, self.high, self.scale = way, 0.0, 1.0, 1.0
-
-    def __mul__(self, scale):
-        self.scale = scale
-        return self
-
-    def __lt__(self, bound):
-        at, self.scale = min(max(bound / self.scale, self.low), self.high), 1.0
-        share = (at - self.low) / (self.high - self.low)
-        below = bool(self.way.choose([1.0 - share, share]))
-        self.low, self.high = (self.low, at) if below else (at, self.high)
-        return below
-
-    def __ge__(self, bound):
-        return not self < bound
-
-    def choose(self, probs):
-        assert (self.low, self.high) == (0.0, 1.0)
-        self.high = 0.0
-        return self.way.choose(probs)
-
-
-def draw(distribution, uniform):
-    ids = range(len(distribution.probs)) if distribution.token_ids is None else distribution.token_ids.tolist()
-    return ids[uniform.choose((distribution.probs / distribution.probs.sum()).tolist())]
 
 
 @pytest.fixture(autouse=True)
@@ -82,17 +34,6 @@ def whole_law(monkeypatch):
         monkeypatch.setattr(
             module, "sample_token", lambda d, u, drawn=drawn: draw(d, u) if isinstance(u, Uniform) else drawn(d, u)
         )
-
-
-def law(run):
-    """Probability of each thing that ``run(way)`` returns."""
-    found, waiting = Counter(), [()]
-    while waiting:
-        way = Way(waiting.pop())
-        found[run(way)] += way.weight
-        waiting += way.others
-    assert abs(sum(found.values()) - 1) < 1e-12
-    return found
 
 
 class Models:

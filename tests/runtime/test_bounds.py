@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 from specexport.cli import main
 from specexport_runtime.machine import most_threads
-from tests.runtime.test_manifest_values import MANIFEST, write
+from tests.support.cases.manifests import MANIFEST, write
 from tests.support.cases.refusals import line_of
 
 COMMANDS = {

@@ -11,7 +11,7 @@ import pytest
 from specexport.cli import main
 from specexport_runtime.cli.command import runtime_cli
 from specexport_runtime.cli.errors import SuggestingGroup
-from tests.runtime.test_manifest_values import MANIFEST, write
+from tests.support.cases.manifests import MANIFEST, write
 
 
 @pytest.fixture(params=[False, True], ids=["buffered", "unbuffered"])

@@ -13,8 +13,8 @@ from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.intake.chat import render_chat
 from specexport_runtime.intake.conversation import Conversation
 from specexport_runtime.requests.text import TextStream, text_behind
-from tests.runtime.test_engine import make_engine
 from tests.support.cases import chance
+from tests.support.fakes.engine import make_engine
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -22,9 +22,9 @@ from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.distribution import Distribution
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.sampler import Sampler
-from tests.runtime.test_manifest_values import ENTRY
-from tests.runtime.test_sampling_exact import P_VALUE, p_value
+from tests.support.cases.manifests import ENTRY
 from tests.support.fakes.loop import VOCAB, finish, greedy_reference, make_draft, make_sequence, make_target
+from tests.support.references.exact import P_VALUE, p_value
 
 IDS = np.array([0, 2, 3, 5, 8, 9, 11, 12, 14, 16], np.int32)
 WRONG = np.array([1, 3, 4, 6, 9, 10, 12, 13, 15, 16], np.int32)

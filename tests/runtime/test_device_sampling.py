@@ -21,7 +21,7 @@ from specexport_runtime.sampling.device import on_host
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.rng import RandomStream, RoundDraws
 from specexport_runtime.sampling.sampler import Sampler
-from tests.runtime.test_draft_chain import open_cuda
+from tests.support.fakes.cuda_sessions import open_cuda
 from tests.support.fakes.loop import MAX_MODEL_LEN, VOCAB, make_decoder, make_draft, make_target, run
 from tests.support.fakes.trt_fakes import FakeGpu, make_entry, open_fake
 

@@ -8,31 +8,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from specexport_runtime.abi import StepShape
 from specexport_runtime.drafters.draft_loop import open_drafts, run_drafts
 from specexport_runtime.drafters.model import ModelDrafter
 from specexport_runtime.errors import CheckFailedError, SpecexportError
 from specexport_runtime.executors.fake import FakeExecutor
-from specexport_runtime.executors.ort_cuda import OrtCudaExecutor
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from specexport_runtime.requests.draft_exit import DraftExit, DraftExitParams
 from specexport_runtime.sampling.params import SamplingParams
-from tests.runtime.test_ort_cuda_executor import CACHES, ENTRY, INPUTS, FakeSession
-from tests.support.cases.entries import changed
-from tests.support.fakes.fake_onnxruntime import FakeOrt
-from tests.support.fakes.loop import CAPACITY, VOCAB, make_decoder, make_draft, make_sequence, make_target, run
+from tests.support.fakes.cuda_sessions import Opened, open_cuda
+from tests.support.fakes.loop import VOCAB, make_decoder, make_draft, make_sequence, make_target, run
 from tests.support.fakes.trt_fakes import PLUGIN, make_entry, open_fake
 
 LOOKAHEAD = 4
 PROMPTS = [[3], [1, 2, 3, 4, 5], [16] * 9, [7, 0, 7], [2, 2], [11, 5, 0, 1]]
-
-
-class Opened(NamedTuple):
-    """A draft model on a GPU that a CPU plays."""
-
-    executor: Any
-    waits: Callable[[], int]
-    launches: Callable[[], int]
 
 
 def open_trt(folder: Path, patch: pytest.MonkeyPatch, model: FakeExecutor, **lowering: Any) -> Opened:
@@ -40,22 +28,6 @@ def open_trt(folder: Path, patch: pytest.MonkeyPatch, model: FakeExecutor, **low
     entry = make_entry(LOOKAHEAD, model.num_rows, draft=True, **lowering)
     executor, gpu, engine = open_fake(folder, entry, model)
     return Opened(executor, lambda: gpu.calls["synchronize"], lambda: len(engine.runs))
-
-
-def open_cuda(folder: Path, patch: pytest.MonkeyPatch, model: FakeExecutor) -> Opened:
-    del folder
-
-    def session(ort: Any, _path: str) -> FakeSession:
-        made = FakeSession(ort, [*INPUTS, "block_table", "attention_metadata", *CACHES])
-        made.model = model
-        return made
-
-    ort = FakeOrt(session).install(patch)
-    entry = changed(ENTRY, vocab_size=VOCAB)
-    executor = OrtCudaExecutor(Path("model.onnx"), entry, num_rows=model.num_rows, kv_capacity=CAPACITY)
-    rows = range(1, model.num_rows + 1)
-    executor.capture([StepShape(0, count, count * new, new, count) for count in rows for new in (1, 2)])
-    return Opened(executor, lambda: ort.gpus[0].waits, lambda: len(ort.runs))
 
 
 WAYS = {

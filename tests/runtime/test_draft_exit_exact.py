@@ -16,7 +16,7 @@ from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.block import RULES
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.sampler import Sampler
-from tests.runtime.test_sampling_exact import DRAFTS, P_VALUE, PROMPT, TARGET, VOCAB, p_value
+from tests.support.references.exact import DRAFTS, P_VALUE, PROMPT, TARGET, VOCAB, p_value
 
 pytestmark = pytest.mark.slow
 

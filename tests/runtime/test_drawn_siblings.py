@@ -22,9 +22,8 @@ from specexport_runtime.sampling.distribution import Distribution
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.sampler import Sampler
 from specexport_runtime.sampling.tree import TREE_RULES, without
-from tests.runtime.test_block import Uniform, draw, law
-from tests.runtime.test_sampling_exact import P_VALUE, p_value
-from tests.runtime.test_tree import WholeDraws, laws_of, path_of
+from tests.support.references.drawn import Uniform, WholeDraws, draw, law, laws_of, path_of
+from tests.support.references.exact import P_VALUE, p_value
 
 VOCAB, PROMPT = 3, [1, 2]
 PLAN = (DraftStage("draft-model", 2),)

@@ -8,7 +8,7 @@ from tokenizers.processors import TemplateProcessing
 
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.errors import InvalidRequestError
-from tests.runtime.test_engine import make_engine
+from tests.support.fakes.engine import make_engine
 from tests.support.fakes.loop import MAX_MODEL_LEN, greedy_reference, make_target
 
 BOS = 16

@@ -9,7 +9,7 @@ import pytest
 from specexport_runtime import AsyncSpecEngine, SamplingParams
 from specexport_runtime.errors import EndlessWaitError, SpecexportError
 from specexport_runtime.intake.drafting import RequestSpec
-from tests.runtime.test_engine import make_engine
+from tests.support.fakes.engine import make_engine
 from tests.support.fakes.loop import greedy_reference, make_target
 
 PARAMS = SamplingParams(max_tokens=12)

@@ -4,31 +4,17 @@ import threading
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.intake.speculative_config import parse_speculative_config
-from tests.support.fakes.engine_of import engine_of
-from tests.support.fakes.loop import MAX_MODEL_LEN, VOCAB, greedy_reference, make_draft, make_target
-
-WORDS = [f"w{i}" for i in range(VOCAB)]
+from tests.support.fakes.engine import WORDS, make_engine
+from tests.support.fakes.loop import MAX_MODEL_LEN, VOCAB, greedy_reference, make_target
 
 
 @pytest.fixture
 def engine():
     return make_engine()
-
-
-def make_tokenizer() -> Tokenizer:
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return tokenizer
-
-
-def make_engine(kind: str | None = "good", **options) -> SpecEngine:
-    draft = make_draft(kind) if kind else None
-    return engine_of(make_target(), make_tokenizer(), draft=draft, max_model_len=MAX_MODEL_LEN, **options)
 
 
 def test_results_come_in_the_order_of_the_prompts(engine):

@@ -18,8 +18,8 @@ from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.request import NO_ROW, Request
-from tests.runtime.test_engine import make_engine
 from tests.support.cases.chance import examples
+from tests.support.fakes.engine import make_engine
 from tests.support.fakes.loop import VOCAB, finish, make_decoder, make_draft, make_sequence, make_target
 
 LONG = SamplingParams(max_tokens=400)

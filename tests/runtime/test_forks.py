@@ -13,8 +13,8 @@ CHILD_S = 60
 BEGIN = f"""
 import os, signal, sys, threading
 sys.path.insert(0, sys.argv[1])
-from tests.runtime.test_engine import make_engine
-from tests.runtime.test_submit import slow_down
+from tests.support.fakes.engine import make_engine
+from tests.support.fakes.submitted import slow_down
 from specexport_runtime import SamplingParams
 from specexport_runtime.errors import EndlessWaitError
 

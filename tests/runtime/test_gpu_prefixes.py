@@ -12,10 +12,10 @@ from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.executors.open import PLACES, backend_of
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
 from specexport_runtime.sampling.params import SamplingParams
-from tests.runtime import test_ort_cuda_executor as on_cuda
-from tests.runtime.test_prefixes import ask, fed
 from tests.support.cases.chance import examples
+from tests.support.fakes import cuda_sessions as on_cuda
 from tests.support.fakes.fake_onnxruntime import FakeOrt
+from tests.support.fakes.fed import ask, fed
 from tests.support.fakes.loop import VOCAB, greedy_reference, make_decoder, make_draft, make_sequence, make_target, run
 from tests.support.fakes.trt_fakes import PLUGIN, make_entry, open_fake
 

@@ -11,8 +11,8 @@ from specexport_runtime.sampling.accept import normalised, surplus
 from specexport_runtime.sampling.device import CutLaw, DeviceLaw, on_host
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.sampler import Sampler
-from tests.runtime.test_row_cuts import LAWS
 from tests.support.cases import chance
+from tests.support.cases.laws import LAWS
 from tests.support.fakes.loop import finish, make_decoder, make_draft, make_sequence, make_target
 
 

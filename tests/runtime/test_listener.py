@@ -10,9 +10,9 @@ import pytest
 from specexport_runtime import SamplingParams
 from specexport_runtime.errors import EngineClosedError, InvalidRequestError, RequestFailedError, SpecexportError
 from specexport_runtime.intake.drafting import RequestSpec
-from tests.runtime.test_engine import make_engine
-from tests.runtime.test_submit import LONG, expected, slow_down
+from tests.support.fakes.engine import make_engine
 from tests.support.fakes.rounds import check_every_round
+from tests.support.fakes.submitted import LONG, expected, slow_down
 
 
 class Listener:

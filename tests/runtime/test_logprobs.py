@@ -11,8 +11,8 @@ from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.errors import CheckFailedError, InvalidRequestError
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.sampling.logprobs import logprobs_of
-from tests.runtime.test_engine import WORDS, make_engine
-from tests.runtime.test_modes import PLANS
+from tests.support.fakes.drafter_kinds import PLANS
+from tests.support.fakes.engine import WORDS, make_engine
 from tests.support.fakes.engine_of import engine_of
 from tests.support.fakes.loop import VOCAB, make_decoder, make_draft, make_sequence, make_target, run
 

@@ -16,9 +16,9 @@ from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.records import DraftStage
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.rng import RandomStream, RoundDraws
-from tests.runtime.test_sampling_exact import P_VALUE, PROMPT, Toy, emit, p_value
 from tests.support.cases.chance import examples
 from tests.support.fakes.loop import greedy_reference, make_sequence, make_target
+from tests.support.references.exact import P_VALUE, PROMPT, Toy, emit, p_value
 
 LOOKUP = (DraftStage("lookup", 7),)
 REFERENCE = [11, 12, 13, 14, 15]

@@ -7,7 +7,7 @@ from specexport_runtime import SamplingParams
 from specexport_runtime.errors import InvalidRequestError, SpecexportError
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.packing.batch import ModelRunner, RowWork, pad_work
-from tests.runtime.test_engine import make_tokenizer
+from tests.support.fakes.engine import make_tokenizer
 from tests.support.fakes.engine_of import engine_of
 from tests.support.fakes.loop import MAX_MODEL_LEN, VOCAB, make_draft, make_target
 from tests.support.fakes.rounds import check_every_round

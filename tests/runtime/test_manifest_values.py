@@ -10,106 +10,14 @@ from click.testing import CliRunner
 
 from specexport.cli import main
 from specexport.inspect import describe, describe_json
-from specexport_runtime.abi import ABI_VERSION, LayerGeometry, StateGeometry
+from specexport_runtime.abi import ABI_VERSION
 from specexport_runtime.bundle import manifest as module
-from specexport_runtime.bundle.entry import (
-    AttentionEntry,
-    CutLmHead,
-    DraftHeadEntry,
-    DroppedLayer,
-    EngineEntry,
-    EngineFile,
-    EngineLimits,
-    EngineReport,
-    ExpertSizes,
-    FormTrial,
-    Gates,
-    ModelEntry,
-    PaddedGraph,
-    Parameters,
-    ProfileReport,
-    Rope,
-    SourceEntry,
-    TriedForm,
-    WeightFormat,
-)
 from specexport_runtime.bundle.files import FileEntry, check_files
-from specexport_runtime.bundle.manifest import Manifest, VocabularyInfo, load_manifest
-from specexport_runtime.bundle.profiles import Profile
+from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.errors import BundleError, IncompatibleError, SpecexportError
 from specexport_runtime.records import from_json, map_paths, to_json
+from tests.support.cases.manifests import DRAFT, ENTRY, FILES, HEAD, MANIFEST, write
 
-REPORT = EngineReport(
-    (("a", "b"),), 2, (ProfileReport("decode 1x1", 40, 1, ("x",), 0, 1, 1),), "builder", 5, 9, 0.5, 7,
-    {"engine": {"own": 3, "mapped": 4}},
-)  # fmt: skip
-ENTRY = ModelEntry(
-    backend="ort-cpu",
-    dtype="float32",
-    vocab_size=300,
-    max_positions=512,
-    source=SourceEntry("tiny", "ab", "Tiny"),
-    parameters=Parameters(10**6, 900),
-    attention=AttentionEntry((LayerGeometry(1, 8, 8),), "float32", 4, (-1,)),
-    engine=EngineEntry(
-        path="target/model.onnx",
-        inputs=("input_ids", "logit_rows"),
-        padded=PaddedGraph("target/model.padded.onnx", ("input_ids", "kv_positions")),
-        files=(
-            EngineFile("target/sm89.engine", "sm89", "tensorrt", "10.0", 1000, REPORT),
-            EngineFile("target/sm120.engine", "sm120", "tensorrt", "10.0"),
-        ),
-        limits=EngineLimits((Profile("decode", 1, 1, 1, 1),), 300, 4),
-        gates=Gates(obstacle="tied"),
-        fused=(("norm-fuse", 1),),
-        weight_formats=(WeightFormat("int8", 40, 42),),
-        packed_bytes=(42, 160),
-    ),
-    states=(StateGeometry((3, 8), 8),),
-    quantize="int8",
-    passes=(("constant-fold", 3),),
-    rope=Rope("longrope", 256),
-)
-DRAFT = replace(
-    ENTRY,
-    cut_lm_head=CutLmHead("draft/lm_head_ids.npy", 120),
-    dropped_layers=(DroppedLayer(2, 0.75), DroppedLayer(0, -1.0)),
-    parameters=Parameters(10**6, 900, ExpertSizes(600, 2, 8)),
-    trial=FormTrial(4, (TriedForm("int8", 120, 0.5, 0.2, 1.5),)),
-)
-HEAD = ModelEntry(
-    backend="ort-cpu",
-    dtype="float32",
-    vocab_size=300,
-    max_positions=None,
-    source=SourceEntry("tiny", "ab", "Tiny"),
-    parameters=Parameters(900, 900),
-    attention=AttentionEntry((), "float32"),
-    engine=EngineEntry("target/model.onnx", ("input_ids",), feature_size=8),
-    draft_head=DraftHeadEntry("eagle3", (2, -1), 0.5, "otherwise", 3, 7, "head/mask.npy", 4, reads_draft=True),
-)
-FILES = (
-    "draft/lm_head_ids.npy",
-    "head/mask.npy",
-    "target/model.onnx",
-    "target/sm89.engine",
-    "target/sm120.engine",
-    "target/model.padded.onnx",
-)
-MANIFEST = Manifest(
-    name="tiny",
-    build_key="key",
-    recipe={"lookahead": 4},
-    tools={"python": "3"},
-    vocabulary=VocabularyInfo(290, "cd", 1, (2, 299), {"eos_token": "</s>"}),
-    max_model_len=256,
-    lookahead=4,
-    models={"target": ENTRY, "draft": DRAFT, "head": HEAD},
-    files={name: FileEntry("ef", 3) for name in (*FILES, "tokenizer.json")},
-    verify={"passed": True},
-    max_num_seqs=2,
-    max_num_tokens=64,
-)
 DRAFT_JSON = MANIFEST.to_json()["models"]["draft"]
 LAST = {"number": 1, "similarity": 1.0}
 ABSURD = (
@@ -138,13 +46,6 @@ ABSURD = (
     {"x": None},
     {"../x": {"sha256": "", "size": 1}},
 )
-
-
-def write(folder, data):
-    data = {key: value for key, value in data.items() if key != "manifest_sha256"}
-    data["manifest_sha256"] = module._digest(data)
-    (folder / "manifest.json").write_text(json.dumps(data))
-    return folder
 
 
 def places(value, path=()):

@@ -10,8 +10,8 @@ from specexport_runtime.decoding.memory_budget import SPARE_SHARE
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.fake import ENTRY_BYTES, FakeExecutor
 from specexport_runtime.intake.checks import parse_bytes
-from tests.runtime.test_engine import make_engine, make_tokenizer
-from tests.runtime.test_ort_arena import needs_linux, resident_bytes
+from tests.support.cases.memory import needs_linux, resident_bytes
+from tests.support.fakes.engine import make_engine, make_tokenizer
 from tests.support.fakes.engine_of import engine_of
 from tests.support.fakes.loop import (
     CAPACITY,

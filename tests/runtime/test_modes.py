@@ -5,18 +5,12 @@ import itertools
 import pytest
 
 from specexport_runtime.executors.fake import FakeExecutor
-from specexport_runtime.requests.records import DraftStage
 from specexport_runtime.sampling.params import SamplingParams
+from tests.support.fakes.drafter_kinds import PLANS
 from tests.support.fakes.loop import VOCAB, greedy_reference, make_decoder, make_draft, make_sequence, make_target, run
 
 MODES = list(itertools.product([True, False], repeat=2))
 PROMPTS = [[3], [1, 2, 3, 4, 5], [16] * 9, [7, 0, 7], [2, 2], [11, 5, 0, 1], [4] * 20]
-PLANS = {
-    "plain": (),
-    "draft-model": (DraftStage("draft-model", 4),),
-    "lookup": (DraftStage("lookup", 7),),
-    "chained": (DraftStage("lookup", 7), DraftStage("draft-model", 4)),
-}
 
 
 def decode(plan, unpad_kv, unpad_input, *, params=None, target=None, rows=4):

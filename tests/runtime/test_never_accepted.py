@@ -13,7 +13,7 @@ from specexport_runtime.requests.stats import FEW_DRAFTS, FEW_TOKENS
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.watch.never_accepted import NeverAccepted
 from specexport_runtime.watch.observe import RoundRecord
-from tests.runtime.test_engine import make_engine
+from tests.support.fakes.engine import make_engine
 from tests.support.fakes.loop import make_decoder, make_draft, make_sequence, make_target, run
 
 

@@ -2,7 +2,6 @@
 
 import logging
 import threading
-from collections import Counter
 
 import pytest
 
@@ -11,33 +10,13 @@ from specexport_runtime.errors import RequestFailedError, SpecexportError
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.requests.records import DraftStage
 from specexport_runtime.watch.observe import RoundRecord
-from tests.runtime.test_adaptive import gated_curves
-from tests.runtime.test_adaptive import make_decoder as make_adaptive_decoder
-from tests.runtime.test_engine import make_engine
-from tests.runtime.test_submit import LONG, expected, slow_down
-from tests.support.cases.patience import wait_until
+from tests.support.fakes.adaptive import gated_curves
+from tests.support.fakes.adaptive import make_decoder as make_adaptive_decoder
+from tests.support.fakes.engine import make_engine
 from tests.support.fakes.loop import fail_at, make_decoder, make_sequence, make_target
 from tests.support.fakes.rounds import check_every_round
-
-
-class Watcher:
-    """Writes down what it hears, in order."""
-
-    def __init__(self):
-        self.rounds, self.ended, self.order = [], [], []
-
-    def on_round(self, record):
-        self.rounds.append(record)
-        self.order.append("round")
-
-    def on_finish(self, sequence):
-        assert sequence.finish_reason is not None
-        self.ended.append(sequence)
-        self.order.append("finish")
-
-    def reasons(self):
-        assert len({id(seq) for seq in self.ended}) == len(self.ended)  # nobody twice
-        return Counter(seq.finish_reason for seq in self.ended)
+from tests.support.fakes.submitted import LONG, expected, slow_down
+from tests.support.fakes.watcher import Watcher, wait_for_thread
 
 
 @pytest.fixture
@@ -46,10 +25,6 @@ def watched():
     check_every_round(engine)
     engine.add_observer(watcher)
     return engine, watcher
-
-
-def wait_for_thread(engine):
-    wait_until(lambda: engine._loop._thread is None)
 
 
 def test_every_token_and_every_prompt_token_is_in_one_record(watched):

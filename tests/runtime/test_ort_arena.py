@@ -1,50 +1,14 @@
 """The KV arena on the CPU: what is resident, what goes back, and that copies and exchanges are right."""
 
-import ctypes
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from specexport_runtime.abi import LayerGeometry
-from specexport_runtime.executors.ort_arena import CAN_GIVE_BACK, ArenaRows, paged_capacity
-
-LAYERS = [LayerGeometry(2, 64, 64), LayerGeometry(1, 64, 96)]
-PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
-needs_linux = pytest.mark.skipif(not CAN_GIVE_BACK, reason="memory goes back page by page on Linux only")
-
-
-class Arena(ArenaRows):
-    """The arena of no engine."""
-
-    prepare = execute = close = None
-
-    def __init__(self, rows=4, capacity=100, gives_back=True, layers=LAYERS, dtype=np.float32):
-        self.num_rows, self.kv_capacity, self.gives_back = rows, capacity, gives_back and CAN_GIVE_BACK
-        self.make_arena(layers, dtype)
-
-    def fill(self, row, count, value=None):
-        for i, cache in enumerate(self._caches.values()):
-            cache[row, :, :, :count] = row + 1 + i / 8 if value is None else value
-
-    def holds(self, row, count, value):
-        return all(
-            (cache[row, :, :, :count] == value + 1 + i / 8).all() for i, cache in enumerate(self._caches.values())
-        )
-
-
-def resident_bytes(arena):
-    """What the system says."""
-    mincore, total = ctypes.CDLL(None).mincore, 0
-    mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
-    for memory in arena._memory.values():
-        pages = ctypes.create_string_buffer(-(-len(memory.mapping) // PAGE))
-        assert mincore(memory.array.ctypes.data, len(memory.mapping), pages) == 0
-        total += sum(byte & 1 for byte in pages.raw[:-1] if byte) * PAGE
-    return total
+from specexport_runtime.executors.ort_arena import paged_capacity
+from tests.support.cases.memory import LAYERS, PAGE, Arena, needs_linux, resident_bytes
 
 
 @pytest.mark.parametrize(("capacity", "item"), [(1, 4), (100, 4), (112, 4), (100, 1), (2050, 2)])
@@ -116,7 +80,7 @@ def test_a_forked_child_has_an_arena_of_its_own():
     script = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
-from tests.runtime.test_ort_arena import Arena
+from tests.support.cases.memory import Arena
 arena = Arena()
 arena.fill(0, 10)
 if (child := os.fork()) == 0:

@@ -21,8 +21,8 @@ from specexport_runtime.requests.records import DraftStage
 from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.sampler import Sampler
-from tests.runtime.test_sampling_exact import P_VALUE, p_value
 from tests.support.fakes.loop import CAPACITY, VOCAB, finish, greedy_reference, make_sequence, make_target
+from tests.support.references.exact import P_VALUE, p_value
 
 PLAN = (DraftStage("draft-model", 4),)
 PROMPTS = [[3], [1, 2, 3, 4, 5], [16] * 9, [7, 9, 0, 2, 5, 11, 6, 1, 8, 4, 10, 12]]

@@ -11,9 +11,9 @@ from specexport_runtime.requests.draft_exit import DraftExit, DraftExitParams
 from specexport_runtime.requests.layer_choice import LayerRules
 from specexport_runtime.requests.records import DraftStage
 from specexport_runtime.sampling.params import SamplingParams
-from tests.runtime.test_modes import PLANS
 from tests.support.cases import chance
 from tests.support.fakes.drafter_kinds import (
+    PLANS,
     assistant_decoder,
     block_decoder,
     gated,

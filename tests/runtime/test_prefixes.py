@@ -15,6 +15,7 @@ from specexport_runtime.requests.records import DraftStage, Proposal
 from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.params import SamplingParams
 from tests.support.fakes import heads_on_fakes
+from tests.support.fakes.fed import ask, fed
 from tests.support.fakes.loop import (
     CAPACITY,
     VOCAB,
@@ -35,26 +36,6 @@ MODEL = (DraftStage("draft-model", 4),)
 def decoder_of(rows=4, *, draft="good", most=None, reuse=True, **options):
     executor = make_draft(draft, rows) if draft else None
     return make_decoder(make_target(rows, context=3), executor, 4, reuses_prefixes=reuse, max_num_seqs=most, **options)
-
-
-def ask(decoder, prompt, tokens=6, *, scope="", seed=0, plan=(), temperature=0.0, pinned=False):
-    """A sequence, run to its end."""
-    params = SamplingParams(max_tokens=tokens, temperature=temperature)
-    seq = make_sequence(0, prompt, params, seed=seed, scope=scope, draft_plan=plan, is_pinned=pinned)
-    run(decoder, [seq])
-    return seq
-
-
-def fed(decoder):
-    """Count the tokens that the target is fed from now on."""
-    counts, execute = [], decoder.target.step
-
-    def step(first_row, work, *args):
-        counts.extend(len(row.tokens) for row in work)
-        return execute(first_row, work, *args)
-
-    decoder.target.step = step
-    return counts
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

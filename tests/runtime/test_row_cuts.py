@@ -13,12 +13,9 @@ from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.sampler import Sampler
 from specexport_runtime.sampling.truncation import cut_softmax
 from tests.support.cases import chance
+from tests.support.cases.laws import LAWS
 
 WIDTH = 5000
-LAWS = [
-    {"top_p": 0.9}, {"top_k": 7}, {"min_p": 0.05}, {"top_k": 12, "top_p": 0.8}, {"min_p": 0.02, "top_p": 0.6},
-    {"min_p": 0.01, "top_k": 5, "top_p": 0.9}, {"top_p": 1e-9}, {"top_k": 1}, {"min_p": 1.0},
-]  # fmt: skip
 
 
 def candidates(rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:

@@ -15,26 +15,10 @@ from specexport_runtime.requests.layer_choice import LayerRules
 from specexport_runtime.requests.records import DraftStage
 from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sampling.sampler import Sampler
-from tests.runtime.test_sampling_exact import P_VALUE, p_value
 from tests.support.cases import chance
 from tests.support.fakes.loop import MAX_MODEL_LEN, VOCAB, make_decoder, make_draft, make_sequence, run
-
-SMALL, PROMPTS, LENGTH = 5, [[1], [4, 2, 4]], 3
-
-
-def exact(target, params, prompt):
-    """Probability of every text of ``LENGTH`` tokens under the target alone."""
-    joint = {(): 1.0}
-    for _ in range(LENGTH):
-        longer = {}
-        for done, p in joint.items():
-            sampler = Sampler(params, prompt, SMALL)
-            sampler.append(done)
-            distribution = sampler.distribution(target.logits_after([*prompt, *done]))
-            longer |= {(*done, token): p * distribution.probability(token) for token in range(SMALL)}
-        joint = {done: p for done, p in longer.items() if p > 0}
-    return joint
+from tests.support.references.exact import P_VALUE, p_value
+from tests.support.references.exact_texts import LENGTH, PROMPTS, SMALL, exact
 
 
 def test_sampled_text_follows_the_targets_distribution():

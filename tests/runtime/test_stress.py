@@ -5,8 +5,8 @@ import pytest
 
 from specexport_runtime.executors.fake import ENTRY_BYTES
 from specexport_runtime.sampling.params import SamplingParams
-from tests.runtime.test_modes import PLANS
 from tests.support.cases import chance
+from tests.support.fakes.drafter_kinds import PLANS
 from tests.support.fakes.loop import (
     CAPACITY,
     MAX_MODEL_LEN,

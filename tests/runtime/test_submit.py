@@ -9,28 +9,10 @@ import pytest
 
 from specexport_runtime import SamplingParams
 from specexport_runtime.errors import InvalidRequestError, RequestFailedError, SpecexportError
-from tests.runtime.test_engine import make_engine
-from tests.support.fakes.loop import MAX_MODEL_LEN, fail_at, greedy_reference, make_target
+from tests.support.fakes.engine import make_engine
+from tests.support.fakes.loop import MAX_MODEL_LEN, fail_at
 from tests.support.fakes.rounds import check_every_round
-
-LONG = SamplingParams(max_tokens=40)
-
-
-def expected(prompt, count):
-    return greedy_reference(make_target(), prompt, count)
-
-
-def slow_down(engine, started: threading.Event, go: threading.Event):
-    """Hold every step after the first until ``go`` is set."""
-    execute = engine.target.execute
-
-    def held(*args):
-        if started.is_set():
-            assert go.wait(60)
-        started.set()
-        return execute(*args)
-
-    engine.target.execute = held
+from tests.support.fakes.submitted import LONG, expected, slow_down
 
 
 @pytest.fixture
@@ -284,7 +266,7 @@ def test_a_program_that_ends_does_not_wait_for_its_requests():
     script = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
-from tests.runtime.test_engine import make_engine
+from tests.support.fakes.engine import make_engine
 from specexport_runtime import SamplingParams
 engine = make_engine()
 execute = engine.target.execute

@@ -16,9 +16,9 @@ from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.records import DraftStage
 from specexport_runtime.sampling.rng import RandomStream, RoundDraws
-from tests.runtime.test_engine import make_engine, make_tokenizer
-from tests.runtime.test_sampling_exact import P_VALUE, PROMPT, Toy, emit, p_value
+from tests.support.fakes.engine import make_engine, make_tokenizer
 from tests.support.fakes.loop import greedy_reference, make_sequence, make_target
+from tests.support.references.exact import P_VALUE, PROMPT, Toy, emit, p_value
 
 SUFFIX = (DraftStage("suffix", 7),)
 SIZES = {"tokenizer_sha256": "0" * 64, "vocab_size": 17}

@@ -15,8 +15,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from specexport_runtime.bundle.tokenizer_load import load_tokenizer
 from specexport_runtime.requests.text import TextStream, text_behind
 from specexport_runtime.sampling.params import SamplingParams
-from tests.runtime.test_text import byte_level, gemma_like, llama_like, metaspace, sentencepiece, wordpiece
 from tests.support.cases import chance
+from tests.support.models.tokenizers import byte_level, gemma_like, llama_like, metaspace, sentencepiece, wordpiece
 
 NO_CHARACTER = "\ufffd"
 _FROM_MARK, _BYTES, _FUSE = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()

@@ -11,11 +11,11 @@ import pytest
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.errors import EngineClosedError, SpecexportError
 from specexport_runtime.intake.drafting import RequestSpec
-from tests.runtime.test_engine import make_engine
-from tests.runtime.test_observers import Watcher, wait_for_thread
 from tests.support.cases import chance
+from tests.support.fakes.engine import make_engine
 from tests.support.fakes.loop import greedy_reference, make_target
 from tests.support.fakes.rounds import check_every_round
+from tests.support.fakes.watcher import Watcher, wait_for_thread
 
 THREADS = 12
 EACH = 12

@@ -15,10 +15,10 @@ from specexport_runtime.sampling import accept, block, tree
 from specexport_runtime.sampling.accept import Verdict
 from specexport_runtime.sampling.block import RULES
 from specexport_runtime.sampling.distribution import Distribution
-from specexport_runtime.sampling.rng import Draws, RandomStream, RoundDraws
+from specexport_runtime.sampling.rng import RandomStream, RoundDraws
 from specexport_runtime.sampling.tree import TREE_RULES, accept_tree, accept_tree_block, accept_tree_greedy, without
-from tests.runtime.test_block import Uniform, draw, law
-from tests.runtime.test_sampling_exact import P_VALUE, p_value
+from tests.support.references.drawn import Uniform, WholeDraws, draw, law, laws_of, path_of
+from tests.support.references.exact import P_VALUE, p_value
 
 VOCAB = 3
 
@@ -30,22 +30,6 @@ def whole_law(monkeypatch):
         monkeypatch.setattr(
             module, "sample_token", lambda d, u, drawn=drawn: draw(d, u) if isinstance(u, Uniform) else drawn(d, u)
         )
-
-
-class WholeDraws:
-    """The numbers of a round, each integrated: one object for each place and each branch."""
-
-    def __init__(self, way):
-        self._way, self._places, self._branches = way, {}, {}
-
-    def __call__(self, place):
-        return self._places.setdefault(place, self._new())
-
-    def branch(self, number):
-        return self._branches.setdefault(number, self._new())
-
-    def _new(self):
-        return Draws(*[Uniform(self._way) for _ in range(3)])
 
 
 class Models:
@@ -141,14 +125,6 @@ def in_order(tokens, parents, laws):
     place_of = {-1: -1, **{old: new for new, old in enumerate(order)}}
     branches = tuple(Branch(tokens[i], place_of[parents[i]], laws[i]) for i in order[len(chain) :])
     return Proposal([tokens[i] for i in chain], [laws[i] for i in chain], branches=branches)
-
-
-def laws_of(proposal):
-    return [*proposal.distributions, *[branch.law for branch in proposal.branches]]
-
-
-def path_of(verdict):
-    return tuple(range(verdict.accepted)) if verdict.path is None else verdict.path
 
 
 def run_round(models, rule, shape, way):

@@ -14,12 +14,12 @@ from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.records import Branch, DraftStage, Proposal
 from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.params import SamplingParams
-from tests.runtime.test_sampling_exact import P_VALUE, p_value
-from tests.runtime.test_self_draft_whole import LENGTH, PROMPTS, SMALL, exact
 from tests.support.fakes.drafter_kinds import KINDS, NOISES
 from tests.support.fakes.grown_trees import let_trees_grow
 from tests.support.fakes.heads_on_fakes import check_plain, make_sequences, totals
 from tests.support.fakes.loop import finish, make_decoder, make_draft, make_sequence, make_target, run
+from tests.support.references.exact import P_VALUE, p_value
+from tests.support.references.exact_texts import LENGTH, PROMPTS, SMALL, exact
 
 
 @pytest.mark.parametrize("noise", ["good", "random"])

@@ -7,14 +7,13 @@ import pytest
 from specexport_runtime.requests.records import DraftStage
 from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.params import SamplingParams
-from tests.runtime import test_forced
-from tests.runtime.test_forced import DECODERS, ROOM, Steps, plain_texts
-from tests.runtime.test_sampling_exact import P_VALUE, p_value
-from tests.runtime.test_self_draft_whole import LENGTH, SMALL, exact
-from tests.support.fakes import drafter_kinds, heads_on_fakes
+from tests.support.fakes import drafter_kinds, forced, heads_on_fakes
 from tests.support.fakes.drafter_kinds import KINDS, NOISES
+from tests.support.fakes.forced import DECODERS, ROOM, Steps, plain_texts
 from tests.support.fakes.heads_on_fakes import PROMPTS, check_plain
 from tests.support.fakes.loop import finish, make_sequence, run
+from tests.support.references.exact import P_VALUE, p_value
+from tests.support.references.exact_texts import LENGTH, SMALL, exact
 
 
 def decoded(name, tree_size, noise="good", lookahead=3, tokens=40, **options):
@@ -63,10 +62,10 @@ def test_texts_of_grammars_are_plain_ones(drafter):
                 i, prompt, SamplingParams(max_tokens=30), grammar=Steps(), forced_lookahead=ROOM, seed=i,
                 draft_plan=decoder.plan, tree_size=size,
             )
-            for i, prompt in enumerate(test_forced.PROMPTS)
+            for i, prompt in enumerate(forced.PROMPTS)
         ]  # fmt: skip
         events = run(decoder, requests)
-        plain = plain_texts(test_forced.PROMPTS, 30, drafter_kinds.make_target())
+        plain = plain_texts(forced.PROMPTS, 30, drafter_kinds.make_target())
         assert [req.output for req in requests] == plain
         assert drafter in ("lookup", "self") or any(event.proposal.branches for event in events)
 

@@ -2,13 +2,10 @@
 
 import pytest
 from click.testing import CliRunner
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.abi import StepShape
 from specexport_runtime.bundle.entry import EngineFile
-from specexport_runtime.bundle.files import hash_files
-from specexport_runtime.bundle.manifest import Manifest, VocabularyInfo
 from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.cli.command import runtime_cli
 from specexport_runtime.errors import BundleError, IncompatibleError, InvalidRequestError, SpecexportError
@@ -18,46 +15,12 @@ from specexport_runtime.executors.open import open_executor
 from specexport_runtime.executors.paged import token_row_shapes
 from specexport_runtime.executors.trt_open import choose_engine
 from tests.support.fakes.engine_of import engine_of
-from tests.support.fakes.loop import MAX_MODEL_LEN, VOCAB, make_draft, make_target
+from tests.support.fakes.loop import MAX_MODEL_LEN, make_draft, make_target
+from tests.support.fakes.trt_bundles import LOOKAHEAD, ROWS, make_tokenizer, write_bundle
 from tests.support.fakes.trt_fakes import FakeEngine, FakeGpu, make_entry
 
-LOOKAHEAD, ROWS = 4, 4
 PROMPTS = [[3], [1, 2, 3, 4, 5], [16] * 9, [7, 0, 7], [2, 2], [11, 5, 0, 1], [4] * 50]
 PARAMS = [SamplingParams(max_tokens=6 + 4 * i, temperature=0.9 * (i % 2), seed=i) for i in range(len(PROMPTS))]
-
-
-def make_tokenizer():
-    tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCAB)}, unk_token="t0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return tokenizer
-
-
-def write_bundle(folder, **changes):
-    """A bundle of two models with an engine each for sm89 and sm120."""
-    entries, names = {}, ["tokenizer.json"]
-    for role in ("target", "draft"):
-        engines = []
-        for sm in ("sm89", "sm120"):
-            name = f"{role}/model.{sm}.engine"
-            (folder / role).mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(f"{role} {sm}".encode() * 50)
-            engines.append(EngineFile(name, sm, "tensorrt-rtx", "1.7.1.116", 4096))
-            names.append(name)
-        fields = {"path": engines[0].path, "files": tuple(engines), **changes}
-        entries[role] = make_entry(LOOKAHEAD, ROWS, MAX_MODEL_LEN, draft=role == "draft", **fields)
-    make_tokenizer().save(str(folder / "tokenizer.json"))
-    Manifest(
-        name="fake",
-        build_key="",
-        recipe={},
-        tools={},
-        vocabulary=VocabularyInfo(VOCAB, "", None, ()),
-        max_model_len=MAX_MODEL_LEN,
-        lookahead=LOOKAHEAD,
-        models=entries,
-        files=hash_files(folder, names),
-    ).write(folder)
-    return folder
 
 
 @pytest.fixture

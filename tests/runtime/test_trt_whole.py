@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from specexport.backends.profiles import engine_kv_capacity, most_new_tokens, plan_profiles
@@ -18,58 +17,19 @@ from specexport.lowering.tensorrt import lower_tensorrt
 from specexport.trace.check import reference_logits
 from specexport_runtime.abi import LayerGeometry
 from specexport_runtime.executors.fake import FakeExecutor
-from specexport_runtime.executors.trt_engine import EngineTensor
 from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.params import SamplingParams
 from tests.support.fakes.loop import make_decoder, run
-from tests.support.fakes.trt_fakes import FakeContext, FakeEngine, FakeGpu, make_entry, open_fake
+from tests.support.fakes.trt_fakes import FakeGpu, make_entry, open_fake
+from tests.support.fakes.trt_graphs import GraphEngine
 from tests.support.models.half_models import trace
 from tests.support.models.tiny_models import VOCAB
 from tests.support.references.engine_harness import make_checkpoint
-from tests.support.references.trt_evaluator import make_evaluator
 
 pytestmark = pytest.mark.slow
 
 ROWS, LOOKAHEAD, MAX_MODEL_LEN = 3, 3, 40
 PROMPTS = ([5, 9, 14, 3, 200, 31, 77], [40, 41, 42], [7] * 12)
-
-
-class GraphContext(FakeContext):
-    """Runs one profile by evaluating the lowered graph."""
-
-    def run(self, shapes: dict[str, tuple[int, ...]], addresses: dict[str, int]) -> None:
-        engine, gpu = self.engine, self.engine.gpu
-        engine.runs.append(self.profile)
-        feeds = {
-            tensor.name: gpu.array(addresses[tensor.name], shapes[tensor.name], engine.dtypes[tensor.name]).copy()
-            for tensor in engine.tensors
-            if tensor.is_input
-        }
-        with np.errstate(all="ignore"):  # padding slots may hold NaN
-            found = dict(zip(engine.evaluator.output_names, engine.evaluator.run(None, feeds), strict=True))
-        for name, value in found.items():
-            gpu.array(addresses[name], value.shape, str(value.dtype))[:] = value
-
-
-class GraphEngine(FakeEngine):
-    """An engine that is a lowered graph."""
-
-    def __init__(self, gpu: FakeGpu, entry: Any, model: Any) -> None:
-        self.gpu, self.entry = gpu, entry
-        self.activation_bytes = 4096
-        values = [*((value, True) for value in model.graph.inputs), *((value, False) for value in model.graph.outputs)]
-        self.tensors = tuple(
-            EngineTensor(str(v.name), tuple(d if isinstance(d, int) else -1 for d in v.shape), is_input)
-            for v, is_input in values
-        )
-        self.dtypes = {str(value.name): value.dtype.numpy().name for value, _ in values}
-        self.evaluator = make_evaluator(model, ("float32",))
-        self.contexts, self.runs = [], []
-        self.capturable, self.broken, self.closed = True, None, False
-
-    def make_context(self, profile: int, activations: int, stream: int, *, is_fixed: bool) -> GraphContext:
-        self.contexts.append(GraphContext(self, self.entry.engine.limits.profiles[profile]))
-        return self.contexts[-1]
 
 
 @pytest.fixture(autouse=True)

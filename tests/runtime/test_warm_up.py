@@ -14,7 +14,7 @@ from specexport_runtime.executors.ort_cuda import open_ort_cuda_executor
 from specexport_runtime.executors.paged import CUDNN_SWITCH
 from specexport_runtime.executors.warm_up import warm_up
 from specexport_runtime.packing.batch import ModelRunner, RowWork
-from tests.runtime.test_ort_cuda_executor import CACHES, ENTRY, INPUTS, VOCAB, FakeSession
+from tests.support.fakes.cuda_sessions import CACHES, ENTRY, INPUTS, VOCAB, FakeSession
 from tests.support.fakes.fake_onnxruntime import FakeOrt, view
 
 LOOKAHEAD, ROWS = 4, 3

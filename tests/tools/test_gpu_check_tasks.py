@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from tests.support.fakes import loop, trt_bundles, trt_fakes
 from tools import gpu_check
 from tools.gpu_check_lib import registry
 from tools.gpu_check_lib.context import Context, run_guarded
@@ -250,27 +251,26 @@ class FakeMachine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         from specexport_runtime.bundle.opened import load_bundle
         from specexport_runtime.executors import cuda_driver, trt_engine
-        from tests.runtime import test_trt_bundle as made
         from tools.gpu_check_lib import bundles
 
-        self.made, self.load_bundle = made, load_bundle
-        self.folder, self.sm = made.write_bundle(folder), "sm120"
+        self.load_bundle = load_bundle
+        self.folder, self.sm = trt_bundles.write_bundle(folder), "sm120"
         self.gpus: list[Any] = []
         self.opened: list[str] = []
         monkeypatch.setattr(cuda_driver, "CudaDriver", self.make_gpu)
         monkeypatch.setattr(trt_engine, "load_engine", self.load)
-        monkeypatch.setattr(bundles, "get_bundle", lambda *_: load_bundle(self.folder, max_num_seqs=made.ROWS))
+        monkeypatch.setattr(bundles, "get_bundle", lambda *_: load_bundle(self.folder, max_num_seqs=trt_bundles.ROWS))
 
     def make_gpu(self) -> Any:
-        self.gpus.append(self.made.FakeGpu(sm=self.sm))
+        self.gpus.append(trt_fakes.FakeGpu(sm=self.sm))
         return self.gpus[-1]
 
     def load(self, path: Path, file: Any, gpu_name: str) -> Any:
         role = path.parent.name
         self.opened.append(path.name)
         entry = self.load_bundle(path.parents[1]).manifest.models[role]
-        model = self.made.make_target() if role == "target" else self.made.make_draft("good")
-        return self.made.FakeEngine(self.gpus[-1], entry, model)
+        model = loop.make_target() if role == "target" else loop.make_draft("good")
+        return trt_fakes.FakeEngine(self.gpus[-1], entry, model)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from tools.proof.engine import ProofContext, ProofEngine, plan_steps, run_steps
 from tools.proof.graph import Graph, Node, Tensor, from_json, read_engine, shipped_graph, to_json, write_engine
 from tools.proof.models import PLANS, ensure_engine, kv_capacity
 
-WORKER = Path(__file__).parents[1] / "support" / "proof_worker.py"
+WORKER = Path(__file__).parents[1] / "support" / "references" / "proof_worker.py"
 HALF_NOISE = 2.5e-3  # of the largest logit: transformers' own float16 is up to 1.9e-3 off in two layers
 
 

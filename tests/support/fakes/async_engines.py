@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import cache
 
 from specexport_runtime import AsyncRequest, SamplingParams, SpecEngine
-from tests.runtime.test_engine import make_engine
+from tests.support.fakes.engine import make_engine
 from tests.support.fakes.loop import greedy_reference, make_target
 from tests.support.fakes.rounds import check_every_round
 

@@ -13,8 +13,8 @@ from specexport_runtime import SpecEngine
 from specexport_runtime.chat import command
 from specexport_runtime.cli.command import runtime_cli
 from specexport_runtime.decoding.handle import RequestHandle
-from tests.runtime.test_engine import make_engine
 from tests.support.cases.patience import HANG_S
+from tests.support.fakes.engine import make_engine
 
 TEMPLATE = "{% for m in messages %}w1 {{ m.content }} {% endfor %}w2 "
 FREE_STEPS = 3

@@ -38,14 +38,14 @@ from specexport_runtime.executors import ort_cuda
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.executors.ort_cuda import OrtCudaExecutor
 from specexport_runtime.executors.paged import CUDNN_SWITCH
-from tests.lowering.test_ort_cuda import ReferenceSession
-from tests.runtime.test_trt_whole import GraphEngine
 from tests.support.cases import entries
 from tests.support.fakes.engine_of import engine_of
 from tests.support.fakes.fake_onnxruntime import FakeOrt
 from tests.support.fakes.trt_fakes import FakeGpu, make_entry, open_fake
+from tests.support.fakes.trt_graphs import GraphEngine
 from tests.support.models.loading import load
 from tests.support.models.tiny_heads import VOCAB
+from tests.support.references.cuda_graphs import ReferenceSession
 from tests.support.references.engine_harness import make_checkpoint
 
 ROWS, MAX_MODEL_LEN = 3, 48

@@ -4,8 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 
+from specexport.checkpoint.gguf_blocks import FORMATS
+from specexport.passes.block_weight import BlockWeight
 from tests.support.models.tiny_models import GROUPED, make_model
 
 NAMES = {
@@ -212,3 +215,16 @@ def write_experts(path: Path, architecture: str, kinds: dict[str, str], *, one_r
     stated = {f"{architecture}.{key}": value for key, value in keys.items()} | stated
     write_gguf(model, path, architecture=architecture, kinds=kinds, stated=stated, one_row=one_row)
     return model
+
+
+DEPTH, WIDTH = 512, 24
+
+
+def make_weight(kind: str, width: int = WIDTH, seed: int = 7) -> tuple[BlockWeight, np.ndarray]:
+    """A random weight, and its float values."""
+    stored = random_blocks(kind, (width, DEPTH), np.random.default_rng(seed))
+    found = FORMATS[kind]
+    weight = BlockWeight(
+        kind, found.form, (width, DEPTH), stored.nbytes, lambda rows: found.read(stored[rows]), found.spread
+    )
+    return weight, gguf.dequantize(stored, gguf.GGMLQuantizationType[kind])

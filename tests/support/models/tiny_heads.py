@@ -227,3 +227,8 @@ DIALECTS = {
     "qwen3": qwen3, "eagle": eagle, "peagle": peagle, "medusa": medusa, "medusa-vllm": medusa_vllm,
     "medusa-one-lm-head": medusa_one_lm_head,
 }  # fmt: skip
+
+
+def edit(folder: Path, **values: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))

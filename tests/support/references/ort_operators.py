@@ -8,6 +8,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import onnx_ir as ir
+
 from specexport_runtime.abi import OP_DOMAIN
 
 MOVES = "It moves values, or computes integers and truth values: nothing is rounded."
@@ -82,7 +84,6 @@ def assert_known(ir_model: Any) -> None:
 
 def assert_left(path: Path, where: str) -> None:
     """The same of an engine as ONNX Runtime runs it; and what the table sees in ``where`` is there."""
-    import onnx_ir as ir
 
     from tests.support.references.sessions import session_of
 
@@ -96,3 +97,17 @@ def assert_left(path: Path, where: str) -> None:
         name for known in LEFT.values() for name, seen in known.items() if seen == where and name not in found
     )
     assert not gone, f"{gone} are no longer in {where}: they go from LEFT, or are seen elsewhere"
+
+
+_PARALLEL = "layer 0 adds attention and MLP to the residual stream in parallel"
+
+
+_SHARED_KEYS = "layer 0's attention is read beyond the residual stream"
+
+
+OBSTACLES = {
+    **dict.fromkeys(("phi", "gpt_neox", "cohere2", "gptj", "codegen", "falcon"), _PARALLEL),
+    "gemma4": _SHARED_KEYS,
+    "bart": "layer 0 passes the residual stream itself through LayerNormalization",
+}
+"""Why a model of tests/support/models/tiny_models.py cannot skip layers; every one that is not named here can."""

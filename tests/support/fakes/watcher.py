@@ -1,0 +1,29 @@
+"""Observers that note what they are told."""
+
+from collections import Counter
+
+from tests.support.cases.patience import wait_until
+
+
+class Watcher:
+    """Writes down what it hears, in order."""
+
+    def __init__(self):
+        self.rounds, self.ended, self.order = [], [], []
+
+    def on_round(self, record):
+        self.rounds.append(record)
+        self.order.append("round")
+
+    def on_finish(self, sequence):
+        assert sequence.finish_reason is not None
+        self.ended.append(sequence)
+        self.order.append("finish")
+
+    def reasons(self):
+        assert len({id(seq) for seq in self.ended}) == len(self.ended)  # nobody twice
+        return Counter(seq.finish_reason for seq in self.ended)
+
+
+def wait_for_thread(engine):
+    wait_until(lambda: engine._loop._thread is None)

@@ -1,0 +1,60 @@
+"""Tiny graphs with quantized weights, and how far their logits are from the float ones."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from specexport.passes.pipeline import default_passes, run_passes
+from tests.support.models.tiny_models import make_llama
+from tests.support.models.tiny_traces import tiny_model, trace_of
+from tests.support.references.engine_harness import Engine
+
+
+def add_weight(model: ir.Model, name: str, data: np.ndarray) -> ir.Value:
+    value = ir.Value(name=name, const_value=ir.tensor(data, name=name))
+    value.type, value.shape = ir.TensorType(ir.DataType.from_numpy(data.dtype)), ir.Shape(data.shape)
+    model.graph.initializers[name] = value
+    return value
+
+
+PROMPTS = [[3, 4, 5, 9, 11, 7], [6, 8, 2]]
+
+
+VERIFY = [[7, 12, 13, 250, 300], [8, 9]]
+
+
+def build(name: str, folder: Path, quantize: str | None, **changes: Any) -> tuple[Any, Any, dict[str, int]]:
+    """Compile an architecture; returns the graph after the passes, its layers and what each pass changed."""
+    from specexport.backends.ort import write_onnx
+    from specexport.lowering.ort_cpu import lower_ort_cpu
+
+    traced = trace_of(tiny_model(name))
+    report = dict(
+        run_passes(traced.ir_model, default_passes("float32", quantize=quantize, **({"own_operators": True} | changes)))
+    )
+    passed = traced.ir_model.clone()
+    lower_ort_cpu(traced.ir_model)
+    write_onnx(traced.ir_model, folder)
+    return passed, traced.layers, report
+
+
+def verify_logits(folder: Path, layers: Any, rows: Sequence[int]) -> np.ndarray:
+    """Logits of a verify step of these sequences, after a prefill of each alone."""
+    engine = Engine(folder, layers, num_rows=len(rows), capacity=24)
+    for at, row in enumerate(rows):
+        engine.step([PROMPTS[row]], [0], first_row=at)
+    return engine.step([VERIFY[row] for row in rows], [len(PROMPTS[row]) for row in rows])
+
+
+def worst_row(found: np.ndarray, reference: np.ndarray) -> float:
+    """Largest relative L2 error of a row."""
+    return float((np.linalg.norm(found - reference, axis=1) / np.linalg.norm(reference, axis=1)).max())
+
+
+MAKERS = {
+    "llama": lambda: make_llama(hidden_size=128, head_dim=32),
+    "llama_tied": lambda: make_llama(tie_word_embeddings=True, hidden_size=128, head_dim=32),
+}
