@@ -18,7 +18,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/gpu.md")
 RECIPE = ROOT / "engines" / "recipes" / "qwen-coder-cuda.toml"
-FOUR_BITS = RECIPE.with_stem("qwen-coder-cuda-int4")
 MISSING = re.compile(
     r"error: (no GPU 0 for this bundle: .+|the installed onnxruntime .+ is the CPU package; .+) Fix: \S.+\.\n?"
 )
@@ -43,14 +42,6 @@ def specexport(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return run(sys.executable, "-c", "from specexport.cli import main; main()", *arguments)
 
 
-def test_both_pages_have_the_same_commands() -> None:
-    """README has four lines of the page's seven."""
-    page, readme = commands("docs/gpu.md"), commands("README.md")
-    assert set(readme) < set(page)
-    assert [command.split()[0] for command in page[:2]] == ["python3", "."], "a virtual environment comes first"
-    assert sum(command.startswith("specexport ") for command in page) == 4
-
-
 def test_what_installs_would_take_the_package_for_gpus() -> None:
     (install,) = (command for command in commands("docs/gpu.md") if "install.py" in command)
     done = run(sys.executable, *shlex.split(install)[1:], "--dry-run")
@@ -68,15 +59,6 @@ def test_the_doctor_says_once_that_there_is_no_gpu() -> None:
 
 def read(recipe: Path) -> dict[str, Any]:
     return tomllib.loads(recipe.read_text())
-
-
-def test_the_recipe_of_4_bits_differs_in_nothing_else() -> None:
-    first, second = read(RECIPE), read(FOUR_BITS)
-    assert first["backend"] == "ort-cuda"
-    assert [keys["output"] for keys in (first, second)] == [f"../{RECIPE.stem}", f"../{FOUR_BITS.stem}"]
-    four_bits = {"quantize": "int4", "draft_quantize": "int4", "output": second["output"]}
-    assert second == first | four_bits
-    assert f"or {FOUR_BITS.name}" in (ROOT / "docs" / "gpu.md").read_text()
 
 
 @pytest.mark.slow

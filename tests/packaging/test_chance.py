@@ -9,8 +9,6 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.support.cases import chance
 
@@ -52,14 +50,6 @@ def test_no_test_has_settings_of_its_own() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and node.module == "hypothesis":
                 assert path in SETTINGS or "settings" not in {name.name for name in node.names}, path
-
-
-@given(st.data())
-def test_constants_of_other_modules_are_not_drawn(data: st.DataObject) -> None:
-    """Which modules are loaded depends on the tests that ran before."""
-    from hypothesis.internal.conjecture.providers import HypothesisProvider
-
-    assert len(HypothesisProvider(None)._local_constants) == 0
 
 
 def drawn(folder: Path, **environment: str) -> list[str]:

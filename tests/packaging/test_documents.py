@@ -70,11 +70,6 @@ def exists(path: str, page: Path) -> bool:
     return "/" not in name and any(next(folder.rglob(name), None) for folder in CODE_FOLDERS)
 
 
-def test_the_pages_are_found() -> None:
-    names = {page.relative_to(ROOT).as_posix() for page in PAGES}
-    assert {"README.md", "CHANGELOG.md", "docs/cli.md", "docker/README.md", "examples/service/README.md"} <= names
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_and_anchors_lead_somewhere(page: Path) -> None:
     assert broken_links(page) == []
@@ -162,12 +157,6 @@ def test_links_are_translated_for_the_site(page: str, link: str, in_site: str) -
     assert site.translate(code, page) == code
     assert site.translate(f"a\n\n```bash no-test: why\n[text]({link})\n```\n", page).splitlines()[2] == "```bash"
     assert site.repository_path(site.site_path(page)) == page
-
-
-def test_the_site_lists_the_engine_options() -> None:
-    site = load_tool("docs_site")
-    assert (ROOT / "docs" / "reference" / "runtime.md").read_text().count(site.OPTIONS_HERE) == 1
-    assert "- `max_num_seqs`: Sequences decoded at a time. None: the bundle's, else 8.\n" in site.engine_options()
 
 
 def test_docstrings_are_shown_without_sphinxs_roles() -> None:

@@ -1,4 +1,5 @@
 import ast
+import importlib
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator
@@ -25,49 +26,6 @@ SERVER = RUNTIME / "server"
 MAY_IMPORT_SERVING = (SERVER, RUNTIME / "playground", RUNTIME / "ray_serve", RUNTIME / "metrics.py")
 IMPORTED_WITHOUT_THE_EXTRA = {"specexport_runtime.server", "specexport_runtime.cli.serve"}
 IMPORTED_WITHOUT_THE_EXTRA |= {"specexport_runtime.server.config", "specexport_runtime.async_engine"}
-# Of the runtime, the compiler uses the shared contract; commands and proofs also its public API.
-COMPILER_MAY_IMPORT = {
-    "specexport_runtime.abi",
-    "specexport_runtime.bundle.manifest",
-    "specexport_runtime.bundle.entry",
-    "specexport_runtime.bundle.quant_kinds",  # which kinds of quantized weights a manifest may name
-    "specexport_runtime.bundle.draft_layers",  # which layers drafts leave out, for `inspect`
-    "specexport_runtime.records",  # how records become JSON
-    "specexport_runtime.bundle.tokenizer_load",  # what of a tokenizer does not act
-    "specexport_runtime.cli.gone",  # options of earlier releases
-    "specexport_runtime.errors",
-    "specexport_runtime.bundle.profiles",
-    "specexport_runtime.bundle.files",  # hashes of files
-    "specexport_runtime.bundle.arrays",  # token ids of a cut LM head, and what stands for unknown tokens
-    "specexport_runtime.bundle.token_map",  # a draft's tokens in another vocabulary
-    "specexport_runtime.intake.plain_tokens",  # tokens as bytes, and bytes as tokens
-    "specexport_runtime.requests.token_bytes",
-    "specexport_runtime.cli.errors",
-    "specexport_runtime.cli.prompts",  # how texts and JSON lines are read
-    "specexport_runtime.costs.prior",  # what steps cost by sizes, to choose the form of a draft
-    "specexport_runtime.costs.curves",
-    "specexport_runtime.user_cache",  # where the cache is
-    "specexport_runtime.executors.base",  # array types
-    "specexport_runtime.executors.row_kernels",  # sizes and arguments of the kernels that it compiles
-    "specexport_runtime.executors.ort_gates",  # what switches a layer off
-    "specexport_runtime.executors.open",  # what a backend gives, for `inspect`
-    "specexport_runtime.executors.operators",  # which kernels run here, for `inspect`
-    "specexport_runtime.executors.paged",  # how ort-cuda's caches are laid out in blocks
-}
-DRIVES_THE_RUNTIME = (
-    "cli.py",
-    "demo.py",
-    "doctor",
-    "compile/check.py",
-    "compile/check_head.py",
-    "compile/check_parts.py",
-    "compile/draft_guesses.py",
-    "train/texts.py",
-    "verify",
-    "bench",
-    "explain",
-    "debug",
-)
 
 
 def modules_of(package: Path) -> list[str]:
@@ -140,17 +98,6 @@ def test_runtime_sources_name_no_forbidden_package() -> None:
             )
 
 
-def test_compiler_uses_only_the_shared_contract_of_the_runtime() -> None:
-    sources = sorted(COMPILER.rglob("*.py"))
-    assert sources
-    for path in sources:
-        if path.relative_to(COMPILER).as_posix().startswith(DRIVES_THE_RUNTIME):
-            continue
-        for line, name in imports_in(path):
-            if name.split(".")[0] == "specexport_runtime":
-                assert name in COMPILER_MAY_IMPORT, f"{path.relative_to(ROOT)}:{line} imports {name!r}"
-
-
 def test_the_scan_sees_lazy_and_indirect_imports(tmp_path: Path) -> None:
     source = tmp_path / "sample.py"
     source.write_text(
@@ -160,51 +107,6 @@ def test_the_scan_sees_lazy_and_indirect_imports(tmp_path: Path) -> None:
     assert {name for _, name in imports_in(source)} == {"a.b", "c.d", "importlib", "e.f", "g", "."}
 
 
-# The annexes outside the packages: import-linter sees packages only.
-
-SCRIPTS = ("tools", "benchmarks")
-
-
-def script_imports() -> dict[str, set[str]]:
-    """Modules of ``tools`` and ``benchmarks`` with those of them that each imports, lazily or not."""
-    paths = {
-        ".".join(path.relative_to(ROOT).with_suffix("").parts): path
-        for folder in SCRIPTS
-        for path in (ROOT / folder).rglob("*.py")
-        if path.name != "__init__.py"
-    }
-    found: dict[str, set[str]] = {}
-    for module, path in paths.items():
-        named = set()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Import):
-                named |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                named |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-        # Scripts that are run by their path name their neighbours alone.
-        named |= {f"{folder}.{name}" for folder in SCRIPTS for name in named}
-        found[module] = (named & set(paths)) - {module}
-    return found
-
-
-def circle_in(graph: dict[str, set[str]]) -> list[str]:
-    """Nodes that lie on a circle or behind one; none if there is no circle."""
-    left = {node: set(targets) for node, targets in graph.items()}
-    while free := [node for node, targets in left.items() if not targets]:
-        left = {node: targets - set(free) for node, targets in left.items() if node not in free}
-    return sorted(left)
-
-
-def test_tools_and_benchmarks_have_no_circles() -> None:
-    modules = script_imports()
-    assert circle_in(modules) == []
-    folders: dict[str, set[str]] = {}
-    for module, targets in modules.items():
-        folder = module.rpartition(".")[0]
-        folders.setdefault(folder, set()).update({target.rpartition(".")[0] for target in targets} - {folder})
-    assert {"tools", "tools.gpu_check_lib", "tools.proof"} <= folders.keys()
-    assert circle_in({folder: targets & folders.keys() for folder, targets in folders.items()}) == []
-
-
-def test_a_circle_is_found() -> None:
-    assert circle_in({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]
+def test_the_runtime_offers_what_the_readme_promises() -> None:
+    runtime = importlib.import_module("specexport_runtime")
+    assert {"SpecEngine", "SamplingParams"} <= set(runtime.__all__) <= set(dir(runtime))

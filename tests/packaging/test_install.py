@@ -130,7 +130,6 @@ def test_nothing_says_that_an_index_has_specexport() -> None:
     places = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
     for folder in ("specexport", "runtime", "docs", "docker", "examples", "engines/recipes", "benchmarks", "tools"):
         places += [path for path in (ROOT / folder).rglob("*") if path.suffix in {".py", ".md", ".toml", ".Dockerfile"}]
-    assert len(places) > 400
     said = [path for path in places if re.search(r"install [^\n`]*\bspecexport\[", path.read_text(encoding="utf-8"))]
     assert said == []
 

@@ -139,23 +139,3 @@ def test_documented_options_exist() -> None:
                 if match := re.match(r"(?:\S*/)?specexport ([\w-]+)", line):
                     for option in re.findall(r"(?<=\s)--[a-z-]+", line):
                         assert option in help_of(match[1]), f"{block}: specexport {match[1]} has no {option}"
-
-
-def test_the_readme_begins_with_the_demo_and_the_tests() -> None:
-    """Both commands, each with what it does and how long it takes, in the first block; the longer lane below it."""
-    text = README.read_text(encoding="utf-8")
-    first = next(blocks_of(README))
-    said = dict(re.findall(r"^(make [\w-]+) +# (.+)$", first.body, re.MULTILINE))
-    assert list(said) == ["make demo", "make test"]
-    assert all("minutes" in words for words in said.values())
-    assert "`make test-all`" in text[: text.index("<!-- demo output -->")]
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    assert {"demo", "test", "test-all"} <= targets
-    assert "make test-all\n" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-
-
-def test_the_short_lane_leaves_out_what_is_marked_and_the_long_one_nothing() -> None:
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    recipes = dict(re.findall(r"^(test|test-all): .*\n((?:\t.*\n)+)", makefile, re.MULTILINE))
-    assert '-m "not whole and not annex"' in recipes["test"]
-    assert "-m " not in recipes["test-all"]
