@@ -8,9 +8,10 @@ import onnx_ir as ir
 import pytest
 import torch
 
+from specexport.checkpoint.load import load_checkpoint
 from specexport.trace.check import trace_checkpoint
 from tests.support.models import tiny_traces
-from tests.support.models.tiny_models import ARCHITECTURES, make_llama, make_model
+from tests.support.models.tiny_models import ARCHITECTURES, HYBRIDS, make_llama, make_model, save_checkpoint
 from tests.support.models.tiny_traces import Unknown, read_export, structure_of, tiny_model, trace_of, write_export
 from tests.support.references.engine_harness import make_checkpoint
 
@@ -51,6 +52,13 @@ def test_what_decides_an_export_is_told_apart() -> None:
     ]  # fmt: skip
     assert len(set(different)) == len(different)
     assert told() == different[0] == structure_of(make_llama(7, num_hidden_layers=1))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "qwen3_next", "mamba2"])
+def test_a_model_that_was_saved_shares_the_export_of_the_one_in_memory(name: str, tmp_path: Path) -> None:
+    model = make_model(*(ARCHITECTURES | HYBRIDS)[name])
+    made = structure_of(model)
+    assert structure_of(load_checkpoint(str(save_checkpoint(model, tmp_path))).model) == structure_of(model) == made
 
 
 def test_what_cannot_be_compared_is_exported_anew() -> None:

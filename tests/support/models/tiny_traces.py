@@ -23,7 +23,16 @@ _EXPORTS: dict[str, Any] = {}
 _LARGEST = 5_000_000
 """Weights of a model whose export is kept, at most: it keeps the first model's weights in memory."""
 _EXPORTERS = ("trace.export", "heads.trace")
-_NOT_EXPORTED = {"name_or_path", "_name_or_path", "generation_config", "_parameters", "_buffers", "_modules"}
+_NOT_EXPORTED = {
+    *("_parameters", "_buffers", "_modules"),  # compared one by one
+    *("name_or_path", "_name_or_path", "generation_config", "_weight_conversions", "_use_kernels"),
+}
+"""Of modules: what decides no export, and differs if a model is saved and loaded."""
+_NOT_READ = {
+    *("_name_or_path", "name_or_path", "architectures", "model_type", "dtype", "transformers_version"),
+    *("bos_token_id", "eos_token_id"),
+}
+"""Likewise, of configurations."""
 shares_exports = True
 """Whether the test that runs takes part; set by ``conftest.py``."""
 folder: Path | None = None
@@ -157,7 +166,7 @@ def structure_of(module: Any, *more: Any) -> str | None:
     if sum(parameter.numel() for parameter in module.parameters()) > _LARGEST:
         return None
     for name, part in module.named_modules(remove_duplicate=False):
-        values = {key: value for key, value in vars(part).items() if key not in _NOT_EXPORTED}
+        values = {k: v for k, v in vars(part).items() if k not in _NOT_EXPORTED and "state_dict" not in k}
         if any(value for key, value in values.items() if "_hooks" in key):
             raise Unknown(name)
         found.update(f"{name} {_told(type(part))} {_told(values)}".encode())
@@ -173,11 +182,12 @@ def _told(value: Any) -> str:
     import torch
 
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{_told(key)}: {_told(each)}' for key, each in value.items())}}}"
+        return f"{{{', '.join(sorted(f'{_told(key)}: {_told(each)}' for key, each in value.items()))}}}"
     if isinstance(value, (set, frozenset)):
         return f"{{{', '.join(sorted(map(_told, value)))}}}"
-    if isinstance(value, (list, tuple)):
-        return f"{type(value).__name__}({', '.join(map(_told, value))})"
+    if isinstance(value, (list, tuple)):  # configurations have lists where they were made of tuples
+        name = "list" if type(value) is tuple else type(value).__name__
+        return f"{name}({', '.join(map(_told, value))})"
     if isinstance(value, torch.Tensor):
         if value.device.type == "meta":
             raise Unknown("a tensor without data")
@@ -191,7 +201,7 @@ def _told(value: Any) -> str:
             return f"{text} {_told(value.__bases__)}"
         raise Unknown(text)
     if hasattr(value, "to_json_string"):  # configurations, which also say how to compute attention and experts
-        return f"{_told(type(value))} {_told({k: v for k, v in vars(value).items() if k not in _NOT_EXPORTED})}"
+        return f"{_told(type(value))} {_told({k: v for k, v in vars(value).items() if k not in _NOT_READ})}"
     if hasattr(value, "__dataclass_fields__"):
         return f"{_told(type(value))} {_told({name: getattr(value, name) for name in value.__dataclass_fields__})}"
     text = repr(value)
