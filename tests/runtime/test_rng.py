@@ -16,10 +16,8 @@ PINNED = {
 
 def test_values_are_pinned():
     """A change here changes every seeded result: it needs a note in the changelog, not a new expected value."""
-    assert RandomStream(0).draws(0) == PINNED[0, 0]
-    assert RandomStream(42).draws(1000) == PINNED[42, 1000]
-    assert RandomStream(-1).draws(63) == PINNED[-1, 63]
-    assert RandomStream(2**100 + 7).draws(64) == PINNED[2**100 + 7, 64]
+    for (seed, position), draws in PINNED.items():
+        assert RandomStream(seed).draws(position) == draws
 
 
 def test_any_order_of_positions_gives_the_same_numbers():
@@ -32,14 +30,9 @@ def test_any_order_of_positions_gives_the_same_numbers():
 
 
 def test_streams_do_not_share_state():
-    first, second = RandomStream(1), RandomStream(1)
+    first, second, other = RandomStream(1), RandomStream(1), RandomStream(2)
     expected = [first.draws(p) for p in range(100)]
-    other = RandomStream(2)
-    got = []
-    for p in range(100):
-        other.draws(p * 3)
-        got.append(second.draws(p))
-    assert got == expected
+    assert [(other.draws(p * 3), second.draws(p))[1] for p in range(100)] == expected
 
 
 def test_seeds_give_different_streams_over_the_whole_range():
@@ -47,17 +40,20 @@ def test_seeds_give_different_streams_over_the_whole_range():
     assert len({RandomStream(seed).draws(0) for seed in seeds}) == len(seeds)
 
 
-def test_uniforms_are_uniform_and_independent():
-    values = np.array([RandomStream(seed).draws(p) for seed in range(60) for p in range(500)])
+@pytest.mark.parametrize(
+    "drawn", [lambda seed, p: RandomStream(seed).draws(p), lambda seed, p: RandomStream(seed).branch(seed % 3, p)]
+)
+def test_uniforms_are_uniform_and_independent(drawn):
+    values = np.array([drawn(seed, p) for seed in range(60) for p in range(250)])
     assert values.min() >= 0.0
     assert values.max() < 1.0
     for column in values.T:
         counts = np.histogram(column, bins=20, range=(0, 1))[0]
         assert ((counts - len(column) / 20) ** 2 / (len(column) / 20)).sum() < 45  # 19 degrees of freedom: p ~ 7e-4
-    assert np.abs(np.corrcoef(values.T) - np.eye(3)).max() < 0.02
-    following = values.reshape(60, 500, 3)
-    assert abs(np.corrcoef(following[:, :-1, 2].ravel(), following[:, 1:, 2].ravel())[0, 1]) < 0.02
-    assert abs(np.corrcoef(following[:-1, :, 0].ravel(), following[1:, :, 0].ravel())[0, 1]) < 0.02
+    assert np.abs(np.corrcoef(values.T) - np.eye(3)).max() < 0.03
+    following = values.reshape(60, 250, 3)
+    assert abs(np.corrcoef(following[:, :-1, 2].ravel(), following[:, 1:, 2].ravel())[0, 1]) < 0.03
+    assert abs(np.corrcoef(following[:-1, :, 0].ravel(), following[1:, :, 0].ravel())[0, 1]) < 0.03
 
 
 @pytest.mark.parametrize("position", [-1, -64, -65, 2**62 + 64, 2**70])

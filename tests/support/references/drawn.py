@@ -1,8 +1,14 @@
 """Acceptance rules by enumeration and by chosen numbers."""
 
 from collections import Counter
+from functools import cache
+from math import prod
 
+import numpy as np
+
+from specexport_runtime.sampling.distribution import Distribution
 from specexport_runtime.sampling.rng import Draws
+from tests.support.references.exact import joint
 
 
 class Way:
@@ -52,6 +58,54 @@ class Uniform:
 def draw(distribution, uniform):
     ids = range(len(distribution.probs)) if distribution.token_ids is None else distribution.token_ids.tolist()
     return ids[uniform.choose((distribution.probs / distribution.probs.sum()).tolist())]
+
+
+def integrate(monkeypatch, *modules):
+    """Let modules draw with integrated numbers too."""
+    for module in modules:
+        drawn = module.sample_token
+        monkeypatch.setattr(
+            module, "sample_token", lambda d, u, drawn=drawn: draw(d, u) if isinstance(u, Uniform) else drawn(d, u)
+        )
+
+
+class Models:
+    """A target and a draft of three tokens whose laws depend on all tokens so far.
+
+    Args:
+        seed: of both.
+        kind: of the draft: ``other``, ``same`` as the target, ``disjoint`` (it has two of the tokens, the target two).
+        sparse: distributions that name their tokens.
+    """
+
+    VOCAB = 3
+
+    def __init__(self, seed, kind="other", *, sparse=False):
+        self.kind, self.sparse = kind, sparse
+        self.target = cache(lambda text: self._law(seed, 0, text))
+        self.draft = cache(lambda text: self._law(seed, 0 if kind == "same" else 1, text))
+
+    def _law(self, seed, model, text):
+        probs = np.random.default_rng([seed, model, len(text), *text]).dirichlet(np.full(self.VOCAB, 0.7))
+        if self.kind == "disjoint":
+            probs[2 * model] = 0.0
+            probs /= probs.sum()
+        ids = np.flatnonzero(probs)
+        return Distribution(ids, probs[ids]) if self.sparse else Distribution(None, probs)
+
+
+def error(rounds, target, length, vocab=3):
+    """Largest difference of the law of a text that begins with a round of these tokens and chances, and goes on."""
+    found, expected = Counter(), joint(target, length, vocab)
+    for tokens, weight in rounds.items():
+        begun = prod(target(tokens[:j]).probability(token) for j, token in enumerate(tokens))
+        if not begun:
+            found[tokens] += weight  # nothing that the target gives
+            continue
+        for text, p in expected.items():
+            if text[: len(tokens)] == tokens:
+                found[text] += weight * p / begun
+    return max(abs(found[text] - expected.get(text, 0.0)) for text in {*found, *expected})
 
 
 def law(run):

@@ -64,16 +64,20 @@ class Toy:
         return drafted, distributions if self.table is not None else None
 
     def exact(self, length):
-        """Joint probability of every sequence of ``length`` tokens under the target alone."""
-        joint = {(): 1.0}
-        for _ in range(length):
-            joint = {
-                (*done, token): p * self.target(done, ()).probability(token)
-                for done, p in joint.items()
-                for token in range(VOCAB)
-                if p > 0
-            }
-        return joint
+        return joint(lambda done: self.target(done, ()), length)
+
+
+def joint(law, length, vocab=VOCAB):
+    """Probability of every text of ``length`` tokens; ``law`` gives the distribution behind a text."""
+    law, texts = cache(law), {(): 1.0}
+    for _ in range(length):
+        texts = {
+            (*done, token): p * q
+            for done, p in texts.items()
+            for token in range(vocab)
+            if (q := law(done).probability(token)) > 0
+        }
+    return texts
 
 
 def emit(toy, length, lookahead, draws, rule):

@@ -1,19 +1,50 @@
-"""The distribution of a small fake target's texts, by enumeration."""
+"""The distribution of a small fake target's texts, by enumeration, and requests whose texts are compared with it."""
 
+from collections import Counter
+
+from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.sampler import Sampler
+from tests.support.references.exact import joint, p_value
 
 SMALL, PROMPTS, LENGTH = 5, [[1], [4, 2, 4]], 3
 
 
-def exact(target, params, prompt):
-    """Probability of every text of ``LENGTH`` tokens under the target alone."""
-    joint = {(): 1.0}
-    for _ in range(LENGTH):
-        longer = {}
-        for done, p in joint.items():
-            sampler = Sampler(params, prompt, SMALL)
+def exact(target, params, prompt, length=LENGTH, grammar=None):
+    """Probability of every text of ``length`` tokens under the target alone; ``grammar`` makes one for each text."""
+
+    def law(done):
+        rules = None
+        if grammar is not None:
+            rules = grammar()
+            rules.consume(list(done))
+        sampler = Sampler(params, prompt, target.vocab_size, rules)
+        if rules is None:
             sampler.append(done)
-            distribution = sampler.distribution(target.logits_after([*prompt, *done]))
-            longer |= {(*done, token): p * distribution.probability(token) for token in range(SMALL)}
-        joint = {done: p for done, p in longer.items() if p > 0}
-    return joint
+        return sampler.distribution(target.logits_after([*prompt, *done]))
+
+    return joint(law, length, target.vocab_size)
+
+
+def make_requests(count, params, *, prompts=PROMPTS, vocab=SMALL, **options):
+    """Requests for prompts in turn, each with its own seed; an option that is a function is asked for each number."""
+    return [
+        Request(
+            i, prompts[i % len(prompts)], params, vocab_size=vocab, max_model_len=30, seed=i,
+            **{name: value(i) if callable(value) else value for name, value in options.items()},
+        )
+        for i in range(count)
+    ]  # fmt: skip
+
+
+def least_p_value(target, requests, length=LENGTH, grammar=None):
+    """Of the texts behind each prompt, against the target alone."""
+    groups = {}
+    for req in requests:
+        groups.setdefault(tuple(req.tokens[: req.num_prompt_tokens]), []).append(req)
+    return min(
+        p_value(
+            Counter(tuple(req.output[:length]) for req in group),
+            exact(target, group[0].params, prompt, length, grammar),
+        )
+        for prompt, group in groups.items()
+    )
