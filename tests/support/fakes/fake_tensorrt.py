@@ -1,8 +1,8 @@
 """The part of ``tensorrt`` that plugins meet: what its C++ side offers and asks for, as strict as its documentation.
 
-``install`` puts it in the place of the package, with ``fake_plugin_api`` as ``tensorrt.plugin``. ``embed`` does with a
-plugin what a builder does with a node: it asks for types, shapes, aliases, types and layouts for each profile, and for
-the kernel, and evaluates the expressions it is given. Expressions live only while the builder asks for them.
+``install`` puts it in the place of the package, with NVIDIA's own ``tensorrt.plugin``. ``embed`` does with a plugin what
+a builder does with a node: it asks for types, shapes, aliases, types and layouts for each profile, and for the kernel,
+and evaluates the expressions it is given. Expressions live only while the builder asks for them.
 """
 
 import enum
@@ -206,26 +206,21 @@ def _base_module() -> types.ModuleType:
     return module
 
 
-def install(patch: pytest.MonkeyPatch, folder: str = "") -> types.ModuleType:
+def install(patch: pytest.MonkeyPatch, folder: str) -> types.ModuleType:
     """Make ``import tensorrt`` give this; returns the package.
 
     Args:
         patch: takes it away again.
-        folder: holds NVIDIA's own Python sources of ``tensorrt.plugin``, as ``plugin``, to use instead of the fake.
+        folder: holds NVIDIA's own Python sources of ``tensorrt.plugin``, as ``plugin``.
     """
     module: Any = _base_module()
     for name in [name for name in sys.modules if name.startswith("tensorrt.")]:
         patch.delitem(sys.modules, name)
     patch.setitem(sys.modules, "tensorrt", module)
-    if folder:
-        module.__path__ = [folder]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about escapes in their texts
-            module.plugin = importlib.import_module("tensorrt.plugin")
-    else:
-        from tests.support.fakes.fake_plugin_api import as_module
-
-        module.plugin = as_module()
+    module.__path__ = [folder]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about escapes in their texts
+        module.plugin = importlib.import_module("tensorrt.plugin")
     patch.setitem(sys.modules, "tensorrt.plugin", module.plugin)
     return module
 
