@@ -1,6 +1,6 @@
 """The plugins' definitions, driven as TensorRT's builder drives them, with the kernels compiled for real.
 
-``tensorrt.plugin`` is NVIDIA's own Python, from the wheel of the bindings. The C++ side is a fake: no library is needed.
+``tensorrt.plugin`` is NVIDIA's own Python, from the wheel of the bindings. The C++ side is a fake: no library runs.
 """
 
 import importlib.util

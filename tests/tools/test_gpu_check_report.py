@@ -11,9 +11,9 @@ import pytest
 from specexport_runtime.executors.fake import FakeExecutor
 from tests.support.cases.patience import wait_until
 from tools.gpu_check_lib import runner
-from tools.gpu_check_lib.context import Context, SkipTaskError, run_guarded
+from tools.gpu_check_lib.context import Context, SkipTaskError
 from tools.gpu_check_lib.forced import decode
-from tools.gpu_check_lib.rows import Recorder, Row, format_report, judge, read_rows, write_report
+from tools.gpu_check_lib.rows import Recorder, Row, judge, read_rows, write_report
 from tools.gpu_check_lib.runner import Budget, Task, run_tasks
 from tools.gpu_check_lib.steps import random_tokens
 
@@ -165,14 +165,6 @@ def test_a_task_that_its_call_cut_short_runs_again(tmp_path: Path) -> None:
     assert runner.is_finished(rows_of_call(9.0)), "now it ran past its own limit"
 
 
-def test_a_program_that_is_not_there_is_a_row(tmp_path: Path) -> None:
-    rows = run_tasks(
-        [Task("a.b", "s", 5, 0)], Budget(9), tmp_path, tmp_path / "log.txt",
-        command=lambda *_: [str(tmp_path / "nothing")], environment={}, report=lambda _: None,
-    )  # fmt: skip
-    assert [row.verdict for row in rows] == ["failed"]
-
-
 def test_a_part_that_raises_is_a_row_and_the_others_go_on(context: Context) -> None:
     with context.part("first"):
         raise ZeroDivisionError("one | two\nlines")
@@ -188,21 +180,6 @@ def test_a_part_that_raises_is_a_row_and_the_others_go_on(context: Context) -> N
     ]
 
 
-def test_a_task_function_that_raises_is_a_row(context: Context) -> None:
-    def broken(_: Context) -> None:
-        raise RuntimeError("broken")
-
-    run_guarded(context, "task", broken)
-    assert [row.value for row in rows_of(context)] == ["failed: RuntimeError: broken"]
-
-
-def test_parts_without_time_are_skipped(context: Context) -> None:
-    assert context.has_time("now", 5)
-    context.start -= 58
-    assert not context.has_time("late", 5)
-    assert [(row.what, row.verdict) for row in rows_of(context)] == [("late", "skipped")]
-
-
 def test_a_backend_that_did_not_run_is_not_tried_again(context: Context) -> None:
     context.require_backend("ort-cuda")  # nobody has tried
     context.remember("backend-ort-cuda", {"runs": True, "reason": ""})
@@ -213,22 +190,6 @@ def test_a_backend_that_did_not_run_is_not_tried_again(context: Context) -> None
 
 
 # rows and tables
-
-
-def test_report_has_a_table_a_section_and_details_last() -> None:
-    rows = [
-        Row("2. second", "b", "no", target="yes", verdict="missed"),
-        Row("1. first", "a | x", "1.5 ms", verdict="ok"),
-        Row("1. first", "deep", "fine", is_detail=True),
-        Row("2. second", "c", "failed: so", verdict="failed"),
-    ]
-    text = format_report(rows, ["# Title"])
-    assert text.index("# Title") < text.index("1 ok, 1 missed, 1 failed, 0 skipped")
-    assert text.index("## 1. first") < text.index("## 2. second") < text.index("## details") < text.index("| deep |")
-    assert "| a / x | 1.5 ms |  | ok |" in text
-    assert "| b | no | yes | missed |" in text
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    assert all(line.count("|") == 5 for line in lines)
 
 
 def test_report_files_hold_every_row(tmp_path: Path) -> None:

@@ -1,11 +1,9 @@
 import json
-import re
-import shlex
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,15 +37,6 @@ def test_every_task_has_code() -> None:
         assert callable(registry.function_of(task.name)), task
 
 
-def test_what_needs_no_carried_package_comes_first() -> None:
-    names = [task.name for task in registry.list_tasks(registry.GPU_BACKENDS)]
-    carried = [number for number, name in enumerate(names) if name.rpartition(".")[2].endswith(("ort-cuda", "rtx"))]
-    assert max(names.index(name) for name in ("kernels.speed", "loop.speed")) < min(carried)
-    assert names.index("machine.ort-cuda") < names.index("machine.tensorrt-rtx"), (
-        "RTX need not run on such a GPU at all"
-    )
-
-
 def test_only_chooses_sections_and_tasks() -> None:
     chosen = registry.list_tasks(registry.GPU_BACKENDS, ["graphs", "machine.info"])
     assert [task.name for task in chosen] == ["machine.info", *(f"graphs.{b}" for b in registry.GPU_BACKENDS)]
@@ -76,60 +65,6 @@ def test_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert "nonsense" in capsys.readouterr().err
     assert gpu_check.main(["run", "--wheels", "/nothing/here"]) == 2
     assert "/nothing/here" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as ended:
-        gpu_check.main([])
-    assert ended.value.code == 2
-
-
-# the quarter of an hour: docs/gpu-results.md
-
-
-class Call(NamedTuple):
-    """A row of the page's table of calls."""
-
-    carries: str
-    command: str
-    minutes: float
-
-
-def read_calls() -> list[Call]:
-    page = (ROOT / "docs" / "gpu-results.md").read_text(encoding="utf-8")
-    lines = page.partition("### Fifteen minutes")[2].partition("\n### ")[0].splitlines()
-    rows = [line.strip("| ").split(" | ") for line in lines if re.match(r"\| \d+ \|", line)]
-    return [Call(row[1].strip("`"), row[2].strip("`"), float(row[3])) for row in rows]
-
-
-def options_of(call: Call) -> Any:
-    """What the call's run of ``gpu_check.py`` is told."""
-    words = shlex.split(call.command)
-    start = words.index("tools/gpu_check.py") + 1
-    return gpu_check.parse(words[start:])
-
-
-def test_the_calls_fit_into_fifteen_minutes() -> None:
-    calls = read_calls()
-    operators = "runtime/specexport_runtime/_operators.so"
-    assert [call.carries for call in calls] == [f"build/wheels/piece-{n:02}`, `{operators}" for n in range(2)]
-    assert sum(call.minutes for call in calls) <= 12, "starts and transfers take the rest"
-    for number, call in enumerate(calls, 1):
-        assert len(call.command) <= 2000
-        options = options_of(call)
-        assert options.minutes == call.minutes <= 9.5, "a call of 10 minutes is cut off"
-        tasks = registry.list_tasks(tuple(options.backend or registry.GPU_BACKENDS), options.only)
-        assert sum(map(registry.estimate_of, tasks)) <= 60 * options.minutes
-        needs_wheels = any(task.name.rpartition(".")[2].endswith(registry.GPU_BACKENDS) for task in tasks)
-        assert bool(options.wheels) == needs_wheels == (number == len(calls)), "all pieces are there"
-        for folder in (options.out, options.work, *([options.wheels] if options.wheels else [])):
-            assert folder.parts[0] == "build", "git ignores it, so it stays on the machine and does not travel"
-        archive = f"tar czf $OUT/gpu.tgz -C {options.out.parent} {options.out.name}"
-        assert f"trap '{archive}' EXIT" in call.command, "rows come back in one file, also of a call that is killed"
-    assert "/build/" in (ROOT / ".gitignore").read_text().splitlines()
-
-
-def test_list_names_every_section(capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpu_check.main(["--list"]) == 0
-    listed = capsys.readouterr().out
-    assert all(title in listed for title in registry.SECTIONS.values())
 
 
 def test_results_of_other_settings_are_not_mixed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,7 +143,6 @@ def test_dry_run_of_every_section(tmp_path: Path) -> None:
     bad = [row for row in rows if row.verdict in {"failed", "missed"}]
     assert not bad, (bad, (out / "log.txt").read_text()[-2000:])
     assert done.returncode == 0, done.stderr
-    assert "nothing about a GPU" in (out / "results.md").read_text()
     found = {row.what: row for row in rows}
     assert found["ort-cpu: greedy, 4 prompts x 16 tokens"].data["equal"] == 64
     for name in ("prefill 17, 5, 40, 1", "verify 5, 1, 3, 5", "verify 1, 5, 0, 4", "decode 1, 1, 1, 1"):
@@ -220,26 +154,11 @@ def test_dry_run_of_every_section(tmp_path: Path) -> None:
         assert row.data["departed"] == 0
         assert abs(row.data["acceptance"] - 0.8) < 0.25
         assert row.data["same_texts"] == (4 if "batch 4" in row.what else 1)
-    assert found["ort-cpu, 32 past: steps, batch 1"].data["ratios"].keys() == {"1", "4"}
-    assert found["ort-cpu, 48 past: steps, batch 1"].data["ratios"].keys() == {"4"}
-    assert "ort-cpu: step of 1 x 5 tokens, 16 past" in found
-    assert any("largest error" in row.value for row in rows if row.what.startswith("kernels, float16"))
-    loop = {row.what: row for row in rows if row.what.startswith("proof")}
     for how in ("plain", "draft model, K=4"):
-        text = loop[f"proof: greedy, 4 at a time, {how}"]
+        text = found[f"proof: greedy, 4 at a time, {how}"]
         assert text.data["equal"] == text.data["total"] == 20
-    assert loop["proof: CUDA graphs"].verdict == "ok"
-    assert loop["proof: verify, greedy"].data["drafters"] == [
-        "draft model, K=2",
-        "lookup, K=2",
-        "suffix, K=2",
-        "chained, K=2",
-        "scripted, K=2",
-    ]
-    for part in ("tensors", "neighbours", "greedy", "sampling"):
-        assert found[f"ort-cpu: verify, {part}"].verdict == "ok"
-    assert loop["proof: logits of graph and eager, 2 ragged steps"].value == "equal"
-    assert loop["proof, 8 past: steps, batch 1"].data["ratios"].keys() == {"4"}
+    assert len(found["proof: verify, greedy"].data["drafters"]) == 5
+    assert found["proof: logits of graph and eager, 2 ragged steps"].value == "equal"
 
 
 # the sections of GPU backends, on a fake GPU
@@ -296,16 +215,6 @@ def test_sections_run_over_tensorrts_executor(machine: FakeMachine, context: Con
     speeds = [row.data for row in rows if "acceptance" in row.what]
     assert len(speeds) == 4
     assert all(row["departed"] == 0 and row["acceptance"] > 0.5 for row in speeds)
-
-
-def test_graphs_are_compared_with_eager_steps(machine: FakeMachine, context: Context) -> None:
-    from tools.gpu_check_lib import graphs
-
-    context.tiny = True
-    graphs.compare_graphs(context, "tensorrt-rtx")
-    *_, eager, replayed = (gpu.calls["launch"] for gpu in machine.gpus)
-    assert eager == 0
-    assert replayed > 20
 
 
 def test_an_engine_that_cannot_be_loaded_is_a_row_and_is_remembered(machine: FakeMachine, context: Context) -> None:

@@ -15,7 +15,7 @@ from specexport_runtime.errors import SpecexportError, UnsupportedModelError
 from tests.support.models.half_models import trace
 from tests.support.models.tiny_traces import tiny_model
 from tests.support.references.engine_harness import make_checkpoint
-from tools.gpu_check_lib.context import Context, run_guarded
+from tools.gpu_check_lib.context import Context
 from tools.gpu_check_lib.models import SIZES, ensure_pair, make_tensors
 from tools.gpu_check_lib.rows import read_rows
 from tools.proof import checks, export, texts
@@ -153,23 +153,6 @@ def test_larger_kept_graphs_are_the_tiny_one_with_more_layers(model: str) -> Non
     assert len(shipped_graph(model, "target").caches) // 2 == SIZES[model].layers
 
 
-def test_every_timed_step_has_a_fixed_profile() -> None:
-    """A ranged one runs node by node, and that times Python."""
-    from specexport_runtime.abi import StepShape
-    from specexport_runtime.bundle.profiles import choose_profile
-    from tools.gpu_check_lib.bundles import large_profiles
-
-    profiles = large_profiles("target")
-    for groups in checks.STEPS.values():
-        for batches in groups:
-            for batch in batches:
-                for k in (0, *(checks.LOOKAHEADS if batches == (1,) else checks.LARGE.lookaheads)):
-                    shape = StepShape(0, batch, batch * (k + 1), k + 1, batch * (k + 1))
-                    assert profiles[choose_profile(profiles, shape)].is_fixed, shape
-    plan = PLANS[checks.LARGE.bundle]
-    assert max(checks.STEPS) + max(checks.LOOKAHEADS) + 1 <= plan.max_model_len
-
-
 @pytest.mark.parametrize("model", list(texts.NUM_TOKENS))
 def test_the_kept_texts_are_eager_transformers(model: str, checkpoints: Path) -> None:
     """The CPU engine's, that is: a near tie may be decided otherwise here."""
@@ -200,16 +183,6 @@ def test_a_text_may_part_from_the_cpu_engines_only_where_that_was_nearly_a_tie(c
     }  # fmt: skip
     assert found["apart 1"].data["equal"] == 1
     assert found["apart 0"].data["worst"] == 0.25
-
-
-def test_the_section_is_skipped_without_a_gpu(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    run_guarded(context, "loop.greedy", checks.check_greedy)
-    (row,) = read_rows(context.recorder.path)
-    assert row.verdict == "skipped"
-    assert "sees no GPU" in row.value
 
 
 @pytest.mark.gpu
@@ -301,33 +274,3 @@ def test_the_played_gpu_is_strict() -> None:
     gpu.launch(graph)
     gpu.synchronize()
     assert ran == [1]
-
-
-def test_work_on_a_gpu_is_on_the_stream_and_in_the_engines_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On no GPU, so only the order of calls: the stream that the executor gave, the pool, the work, and no waiting."""
-    import contextlib
-
-    import torch
-
-    from tools.proof.devices import CudaDevice
-
-    calls: list[Any] = []
-
-    @contextlib.contextmanager
-    def inside(what: Any) -> Any:
-        calls.append(what)
-        yield
-        calls.append("end")
-
-    for name, value in {
-        "init": lambda: None,
-        "MemPool": lambda: "pool",
-        "ExternalStream": lambda handle: f"stream {handle}",
-        "stream": inside,
-        "use_mem_pool": inside,
-        "synchronize": None,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    device = CudaDevice()
-    device.put(77, lambda: calls.append("work"))
-    assert calls == ["stream 77", "pool", "work", "end", "end"]

@@ -1,7 +1,7 @@
 """The part of ``tensorrt`` that plugins meet: what its C++ side offers and asks for, as strict as its documentation.
 
-``install`` puts it in the place of the package, with NVIDIA's own ``tensorrt.plugin``. ``embed`` does with a plugin what
-a builder does with a node: it asks for types, shapes, aliases, types and layouts for each profile, and for the kernel,
+``install`` puts it in the place of the package, with NVIDIA's own ``tensorrt.plugin``. ``embed`` does with a plugin
+what a builder does with a node: it asks for types, shapes, aliases, types and layouts for each profile, and for the kernel,
 and evaluates the expressions it is given. Expressions live only while the builder asks for them.
 """
 
