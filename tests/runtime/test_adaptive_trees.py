@@ -1,47 +1,43 @@
 """Branches where the controller chooses: what they are worth is learned, and as many are tested as pay."""
 
-from collections import Counter
-
 import pytest
 
-from specexport_runtime.decoding.decoder import Decoder
-from specexport_runtime.drafters.chain import ChainDrafter
-from specexport_runtime.drafters.model import ModelDrafter
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.lookahead import trees
 from specexport_runtime.lookahead.trees import Candidate, worth_testing
-from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.records import Branch, DraftStage, Proposal
-from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.params import SamplingParams
-from tests.support.fakes.goodput_fakes import CAPACITY, LOOKAHEAD, curves, make_sequences
+from tests.support.fakes.goodput_fakes import (
+    CAPACITY,
+    LOOKAHEAD,
+    curves,
+    make_sequences,
+    model_decoder,
+    modelled_seconds,
+)
 from tests.support.fakes.loop import VOCAB, finish, goodput_length, make_sequence
-from tests.support.references.exact import P_VALUE, p_value
-from tests.support.references.exact_texts import LENGTH, PROMPTS, SMALL, exact
+from tests.support.references.exact import P_VALUE
+from tests.support.references.exact_texts import LENGTH, least_p_value, make_requests, small_model
 
 
 def decode(curve, *, tree_size, noise=0.4, count=1, max_tokens=500, params=None):
     """Modelled seconds, and the sequences, of a draft model of the target's likes."""
     target, draft = FakeExecutor(VOCAB, count, CAPACITY), FakeExecutor(VOCAB, count, CAPACITY, noise=noise)
     target.takes_trees = True
-    lengths = goodput_length(curve, LOOKAHEAD)
-    drafters = {"draft-model": ModelDrafter(ModelRunner(draft), vocab_size=VOCAB, max_backlog=32)}
-    decoder = Decoder(ModelRunner(target), ChainDrafter(drafters, lengths), lengths=lengths)
     sequences = make_sequences(count, ["draft-model"], max_tokens, params=params, tree_size=tree_size, trace=True)
-    finish(decoder, sequences)
-    seconds = sum(curve.target.seconds(call.num_tokens, call.num_seqs) for call in target.calls)
-    seconds += sum(curve.drafters["draft-model"].seconds(call.num_tokens, call.num_seqs) for call in draft.calls)
-    return seconds, sequences, target
+    finish(model_decoder(goodput_length(curve, LOOKAHEAD), target, draft), sequences)
+    return modelled_seconds(curve, target, draft), sequences, target
 
 
-@pytest.mark.parametrize("count", [1, 4])
-def test_trees_are_no_slower_than_chains_and_faster_where_tests_are_cheap(count):
-    for per_token, least in ((0.002, 1.03), (0.02, 1.0), (0.2, 0.99)):
-        curve = curves(draft=0.3, per_token=per_token)
-        chain, plain, _ = decode(curve, tree_size=0, count=count)
-        tree, grown, _ = decode(curve, tree_size=63, count=count)
-        assert [seq.output for seq in grown] == [seq.output for seq in plain]
-        assert chain / tree > least, per_token
+@pytest.mark.parametrize(
+    ("per_token", "least", "count"), [(0.002, 1.03, 1), (0.02, 1.0, 1), (0.2, 0.99, 1), (0.002, 1.03, 4)]
+)
+def test_trees_are_no_slower_than_chains_and_faster_where_tests_are_cheap(per_token, least, count):
+    curve, options = curves(draft=0.3, per_token=per_token), {"count": count, "max_tokens": 500 if count == 1 else 300}
+    chain, plain, _ = decode(curve, tree_size=0, **options)
+    tree, grown, _ = decode(curve, tree_size=63, **options)
+    assert [seq.output for seq in grown] == [seq.output for seq in plain]
+    assert chain / tree > least
 
 
 def test_where_a_test_is_dear_nothing_is_looked_at_but_now_and_then():
@@ -61,25 +57,16 @@ def test_a_tree_is_no_larger_than_the_request_allows(temperature):
 
 @pytest.mark.parametrize("acceptance", ["token", "block"])
 def test_sampled_trees_of_any_size_leave_the_target_s_law(acceptance):
-    params = SamplingParams(max_tokens=LENGTH + 1, temperature=0.8)
-    target = FakeExecutor(SMALL, 8, 40, context=3, sharpness=1.2)
+    target, draft = small_model(), small_model(noise=0.8)
     target.takes_trees = True
-    draft = FakeExecutor(SMALL, 8, 40, context=3, sharpness=1.2, noise=0.8)
-    lengths = goodput_length(curves(draft=0.1, per_token=0.001), 4)
-    drafters = {"draft-model": ModelDrafter(ModelRunner(draft), vocab_size=SMALL)}
-    decoder = Decoder(ModelRunner(target), ChainDrafter(drafters, lengths), lengths=lengths)
-    sequences = [
-        Request(
-            i, PROMPTS[i % 2], params, vocab_size=SMALL, max_model_len=30, seed=i, adaptive=True,
-            draft_plan=[DraftStage("draft-model", 4)], tree_size=63, acceptance=acceptance,
-        )
-        for i in range(1600)
-    ]  # fmt: skip
-    finish(decoder, sequences)
-    assert decoder.times.moved > 100
-    for i, prompt in enumerate(PROMPTS):
-        counts = Counter(tuple(seq.output[:LENGTH]) for seq in sequences[i::2])
-        assert p_value(counts, exact(target, params, prompt)) > P_VALUE
+    decoder = model_decoder(goodput_length(curves(draft=0.1, per_token=0.001), 4), target, draft)
+    requests = make_requests(
+        700, SamplingParams(max_tokens=LENGTH + 1, temperature=0.8), adaptive=True, tree_size=63, acceptance=acceptance,
+        draft_plan=[DraftStage("draft-model", 4)],
+    )  # fmt: skip
+    finish(decoder, requests)
+    assert decoder.times.moved > 50
+    assert least_p_value(target, requests) > P_VALUE
 
 
 def test_as_many_are_tested_as_give_most_tokens_a_second():

@@ -2,11 +2,16 @@
 
 from collections import Counter
 
+from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.sampler import Sampler
 from tests.support.references.exact import joint, p_value
 
 SMALL, PROMPTS, LENGTH = 5, [[1], [4, 2, 4]], 3
+
+
+def small_model(**options):
+    return FakeExecutor(SMALL, 8, 40, context=3, sharpness=1.2, **options)
 
 
 def exact(target, params, prompt, length=LENGTH, grammar=None):
