@@ -13,43 +13,28 @@ from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.draft_exit import DraftExit, DraftExitParams
 from specexport_runtime.requests.layer_choice import LayerRules
 from specexport_runtime.requests.records import DraftStage
-from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.params import SamplingParams
 from tests.support.cases import chance
-from tests.support.fakes.loop import MAX_MODEL_LEN, VOCAB, make_decoder, make_draft, make_sequence, run
-from tests.support.references.exact import P_VALUE, p_value
-from tests.support.references.exact_texts import LENGTH, PROMPTS, SMALL, exact
+from tests.support.fakes.loop import MAX_MODEL_LEN, VOCAB, finish, make_decoder, make_draft, make_sequence, run
+from tests.support.references.exact import P_VALUE
+from tests.support.references.exact_texts import LENGTH, SMALL, least_p_value, make_requests, small_model
 
 
 def test_sampled_text_follows_the_targets_distribution():
-    params = SamplingParams(max_tokens=LENGTH + 1, temperature=0.9, frequency_penalty=0.4)
-    target = FakeExecutor(SMALL, 8, 40, context=3, sharpness=1.2, num_gates=8, gate_noise=1.5)
+    target = small_model(num_gates=8, gate_noise=1.5)
     runner = ModelRunner(target, max_chunk=2)
     decoder = Decoder(runner, ChainDrafter({"self": SelfDrafter(runner, vocab_size=SMALL)}))
-    sequences = [
-        Request(
-            i,
-            PROMPTS[i % 2],
-            params,
-            vocab_size=SMALL,
-            max_model_len=30,
-            seed=i,
-            draft_plan=(DraftStage("self", 4),),
-            draft_exit=DraftExit(DraftExitParams(gamma=0.4, target_acceptance=0.6, epsilon=0.3, beta1=0.2, beta2=0.2)),
-            layer_rules=LayerRules(threshold=0.97, keep_last=1),
-        )
-        for i in range(1400)
-    ]
-    for seq in sequences:
-        decoder.add(seq)
-    while decoder.has_work:
-        decoder.step()
-    assert sum(seq.stats.accepted for seq in sequences) > len(sequences)
-    assert sum(seq.stats.drafted - seq.stats.accepted for seq in sequences) > 200
-    assert len({seq.stats.layer_choice.mask.tobytes() for seq in sequences}) > 1
-    for i, prompt in enumerate(PROMPTS):
-        counts = Counter(tuple(seq.output[:LENGTH]) for seq in sequences[i::2])
-        assert p_value(counts, exact(target, params, prompt)) > P_VALUE
+    exits = DraftExitParams(gamma=0.4, target_acceptance=0.6, epsilon=0.3, beta1=0.2, beta2=0.2)
+    requests = make_requests(
+        800, SamplingParams(max_tokens=LENGTH + 1, temperature=0.9, frequency_penalty=0.4),
+        draft_plan=(DraftStage("self", 4),), draft_exit=lambda i: DraftExit(exits),
+        layer_rules=LayerRules(threshold=0.97, keep_last=1),
+    )  # fmt: skip
+    finish(decoder, requests)
+    assert sum(seq.stats.accepted for seq in requests) > len(requests)
+    assert sum(seq.stats.drafted - seq.stats.accepted for seq in requests) > 100
+    assert len({seq.stats.layer_choice.mask.tobytes() for seq in requests}) > 1
+    assert least_p_value(target, requests) > P_VALUE
 
 
 ROWS = 5
