@@ -16,7 +16,7 @@ from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.block import RULES
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.sampler import Sampler
-from tests.support.references.exact import DRAFTS, P_VALUE, PROMPT, TARGET, VOCAB, p_value
+from tests.support.references.exact import DRAFTS, P_VALUE, PROMPT, TARGET, VOCAB, joint, p_value
 
 pytestmark = pytest.mark.slow
 
@@ -38,12 +38,10 @@ class LeavesTokensOut(Rules):
     """A token that is not likely enough itself is drawn, looked at, and left out."""
 
     def draft(self, seq, table, lookahead):
-        draft = Draft(seq, lookahead)
-        while draft.is_open:
-            draft.draw(table[(seq.tokens + draft.tokens)[-1]])
-            if draft.distributions[-1].probability(draft.tokens[-1]) < seq.draft_exit.gamma:
-                draft.tokens.pop()
-                draft.distributions.pop()
+        draft = super().draft(seq, table, lookahead)
+        for j, (token, law) in enumerate(zip(draft.tokens, draft.distributions, strict=True)):
+            if law.probability(token) < seq.draft_exit.gamma:
+                del draft.tokens[j:], draft.distributions[j:]
                 break
         return draft
 
@@ -78,19 +76,6 @@ def emit(seed, params, rules, exits, table, target, lookahead, length, rule):
     return tuple(seq.output[:length])
 
 
-def joint(target, length):
-    """Probability of every sequence of ``length`` tokens under the target alone."""
-    probabilities = {(): 1.0}
-    for _ in range(length):
-        probabilities = {
-            (*done, token): p * target(done).probability(token)
-            for done, p in probabilities.items()
-            for token in range(VOCAB)
-            if p > 0
-        }
-    return probabilities
-
-
 def at(counts, position):
     """The same counts or probabilities, of one position alone."""
     marginal = Counter()
@@ -105,12 +90,7 @@ def at(counts, position):
         ("block", "random", {"temperature": 1.0}, {"gamma": 0.45, "epsilon": 0.4, "beta2": 0.2}),
         ("token", "good", {"temperature": 0.7, "top_k": 4}, {"gamma": 0.6, "epsilon": 0.2, "beta1": 0.1, "beta2": 0.0}),
         ("block", "adversarial", {"temperature": 1.2, "min_p": 0.08}, {"gamma": 0.3, "epsilon": 0.05}),
-        (
-            "token",
-            "short",
-            {"temperature": 0.9, "top_p": 0.85, "frequency_penalty": 0.5},
-            {"gamma": 0.5, "epsilon": 0.3},
-        ),
+        ("token", "short", {"temperature": 0.9, "frequency_penalty": 0.5}, {"gamma": 0.5, "epsilon": 0.3}),
     ],
 )
 def test_sampled_text_follows_the_targets_distribution(rule, draft, params, exits):
@@ -123,7 +103,7 @@ def test_sampled_text_follows_the_targets_distribution(rule, draft, params, exit
         return sampler.distribution(TARGET[(*PROMPT, *done)[-1]])
 
     exits = DraftExitParams(**{"target_acceptance": 0.6, **exits})
-    counts = Counter(emit(seed, params, Rules(), exits, DRAFTS[draft], target, 5, 3, rule) for seed in range(2000))
+    counts = Counter(emit(seed, params, Rules(), exits, DRAFTS[draft], target, 5, 3, rule) for seed in range(1200))
     assert p_value(counts, joint(target, 3)) > P_VALUE
 
 
@@ -148,10 +128,8 @@ class TestAModelMadeToShowIt:
         def target(done):
             return five if len(done) == 1 else rows[(*PROMPT, *done)[-1]]
 
-        counts = Counter(
-            emit(seed, self.PARAMS, rules, self.EXITS, self.TABLE, target, 8, 4, rule) for seed in range(2500)
-        )
-        return counts, joint(target, 4)
+        options = (self.PARAMS, rules, self.EXITS, self.TABLE, target, 8, 4, rule)
+        return Counter(emit(seed, *options) for seed in range(2000)), joint(target, 4)
 
     @pytest.mark.parametrize("rule", RULES)
     def test_the_rules_as_they_are(self, rule):
@@ -163,7 +141,6 @@ class TestAModelMadeToShowIt:
         counts, exact = self.count(CountsDiscarded(), "token")
         assert p_value(at(counts, 3), at(exact, 3)) < P_VALUE
 
-    @pytest.mark.parametrize("rule", RULES)
-    def test_leaving_a_token_out_after_looking_at_it_is_noticed(self, rule):
-        counts, exact = self.count(LeavesTokensOut(), rule)
+    def test_leaving_a_token_out_after_looking_at_it_is_noticed(self):
+        counts, exact = self.count(LeavesTokensOut(), "block")
         assert p_value(at(counts, 0), at(exact, 0)) < P_VALUE
