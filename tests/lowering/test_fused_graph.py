@@ -107,18 +107,6 @@ def test_one_token_steps_and_ragged_steps_agree(llama: Fused) -> None:
     np.testing.assert_array_equal(step, together[-3:])
 
 
-def test_caches_stay_where_they_are_and_capacity_costs_nothing(llama: Fused) -> None:
-    results = []
-    for capacity in (16, 4096):
-        engine = llama.engine(2, capacity)
-        engine.step([[5, 6, 7], [8, 9]], [0, 0])
-        results.append(engine.step([[4], [3, 2]], [3, 2]))
-        for cache in engine.caches.values():
-            assert np.isfinite(cache[0, 0, :, :4]).all()
-            assert np.isnan(cache[0, 0, :, 4:]).all(), "an entry beyond the row's own was written, or the cache copied"
-    np.testing.assert_array_equal(*results)
-
-
 def test_a_position_beyond_the_tables_is_an_error_not_a_wrong_answer(llama: Fused) -> None:
     engine = llama.engine(1, 80)
     engine.step([list(range(3, 3 + ROWS))], [0])

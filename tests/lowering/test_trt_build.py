@@ -106,8 +106,7 @@ def lower_one(case: Case, dtype: ir.DataType) -> tuple[ir.Model, str]:
     return model, form
 
 
-@pytest.mark.parametrize("sm", ["SM80", "SM120"])
-@pytest.mark.parametrize(("size", "window"), [(80, -1), (256, 6)])
+@pytest.mark.parametrize(("size", "window", "sm"), [(80, -1, "SM80"), (256, 6, "SM120")])
 def test_head_sizes_of_the_table_have_a_fused_kernel(size: int, window: int, sm: str) -> None:
     case = Case((), k_dim=size, v_dim=size, window=window)
     model, form = lower_one(case, ir.DataType.BFLOAT16)
@@ -115,15 +114,25 @@ def test_head_sizes_of_the_table_have_a_fused_kernel(size: int, window: int, sm:
     assert build(model, case, sm) == (True, "")
 
 
-@pytest.mark.parametrize(("size", "dtype"), [(8, "FLOAT16"), (20, "BFLOAT16"), (264, "FLOAT16"), (64, "FLOAT")])
+OUTSIDE = {
+    "size 8": (Case((), k_dim=8, v_dim=8), "FLOAT16"),
+    "size 20": (Case((), k_dim=20, v_dim=20), "BFLOAT16"),
+    "size 264": (Case((), k_dim=264, v_dim=264), "FLOAT16"),
+    "float": (Case((), k_dim=64, v_dim=64), "FLOAT"),
+    "three heads": (Case((), heads=3, kv_heads=1, k_dim=64, v_dim=64), "FLOAT16"),
+    "as many kv heads": (Case((), heads=2, kv_heads=2, k_dim=64, v_dim=64), "FLOAT16"),
+}
+
+
+@pytest.mark.parametrize(("case", "dtype"), OUTSIDE.values(), ids=OUTSIDE)
 def test_outside_the_table_a_fused_node_fails_and_the_chosen_form_builds(
-    size: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+    case: Case, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = Case((), k_dim=size, v_dim=size)
     model, form = lower_one(case, ir.DataType[dtype])
     assert form == "explicit"
     assert build(model, case, "SM89") == (True, "")
-    for name, value in (("MULTIPLE", 1), ("SMALLEST", 1), ("LARGEST", 1024), ("DTYPES", ("FLOAT", dtype))):
+    table = {"MULTIPLE": 1, "SMALLEST": 1, "LARGEST": 1024, "DTYPES": ("FLOAT", dtype), "HEADS": 1}
+    for name, value in table.items():
         monkeypatch.setattr(trt_native, f"_FUSED_{name}", value)
     model, form = lower_one(case, ir.DataType[dtype])
     assert form == "fused-causal"
@@ -132,25 +141,8 @@ def test_outside_the_table_a_fused_node_fails_and_the_chosen_form_builds(
     assert "not supported by a dedicated kernel" in said
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (2, 1), (3, 1), (2, 2)])
-def test_few_heads_have_no_fused_kernel_and_take_the_explicit_form(
-    heads: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = Case((), heads=heads, kv_heads=kv_heads, k_dim=64, v_dim=64)
-    model, form = lower_one(case, ir.DataType.FLOAT16)
-    assert form == "explicit"
-    assert build(model, case, "SM89") == (True, "")
-    monkeypatch.setattr(trt_native, "_FUSED_HEADS", 1)
-    model, form = lower_one(case, ir.DataType.FLOAT16)
-    assert form == "fused-causal"
-    built, said = build(model, case, "SM89")
-    assert not built
-    assert "not supported by a dedicated kernel" in said
-
-
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 1), (4, 4)])
-def test_four_heads_are_enough(heads: int, kv_heads: int) -> None:
-    case = Case((), heads=heads, kv_heads=kv_heads, k_dim=64, v_dim=64)
+def test_four_heads_are_enough() -> None:
+    case = Case((), heads=4, kv_heads=1, k_dim=64, v_dim=64)
     model, form = lower_one(case, ir.DataType.FLOAT16)
     assert form == "fused-causal"
     assert build(model, case, "SM89") == (True, "")

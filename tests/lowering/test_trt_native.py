@@ -138,18 +138,11 @@ def test_folded_tokens_see_what_each_would_see_alone(
 
 @pytest.mark.parametrize(("window", "kinds"), [(-1, 1), (6, 2)])
 def test_masks_of_folded_layers_are_counted_before_they_are_made(window: int, kinds: int) -> None:
-    model = trace("gemma3" if window > 0 else "llama", "float16").ir_model.clone()
+    model = trace(*(("gemma3", "bfloat16") if window > 0 else ("llama", "float16"))).ir_model.clone()
     heads = {node.attributes["num_heads"].as_int() for node in model.graph if node.op_type == "UnpaddedAttention"}
     assert trt_native.mask_heads(model, fold=5) == kinds * heads.pop()
     trt_native.replace_attention(model, kv_capacity=CAPACITY, fold=5)
     assert len({id(node.inputs[3]) for node in model.graph if node.op_type == "TRT_Attention"}) == kinds
-
-
-@pytest.mark.fuzz
-@pytest.mark.parametrize("name", ["ragged", "window", "everything", "values_smaller", "empty_rows"])
-@pytest.mark.usefixtures("fused_float32")
-def test_a_wider_tile_changes_nothing(name: str) -> None:
-    check(CASES[name], "float32", width=30)
 
 
 @pytest.mark.fuzz
@@ -232,14 +225,6 @@ def test_caches_are_network_inputs_with_a_fixed_capacity() -> None:
             assert out in model.graph.outputs
             assert out.name == f"{cache.name}_out"
             assert list(cache.shape)[1:] == list(out.shape)[1:] == [2, 40, 24 if cache.name == "k_cache" else 16]
-
-
-@pytest.mark.parametrize(
-    ("size", "fused"), [(8, False), (16, True), (20, False), (80, True), (256, True), (264, False)]
-)
-def test_head_sizes_with_a_fused_kernel(size: int, fused: bool) -> None:
-    case = Case(((2, 3),), k_dim=size, v_dim=size)
-    assert (lower(case, "bfloat16")[1] == "fused-causal") is fused
 
 
 def test_what_cannot_be_exact_is_refused_by_name() -> None:
