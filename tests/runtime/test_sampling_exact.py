@@ -76,19 +76,18 @@ def test_every_combination_of_parameters_with_every_draft(combination):
 @pytest.mark.parametrize(
     ("lookahead", "rule"),
     [
-        (2, "block"),
         (5, "token"),
-        *(pytest.param(*each, marks=pytest.mark.whole) for each in [(0, "token"), (1, "token"), (5, "block")]),
+        *(pytest.param(*each, marks=pytest.mark.whole) for each in [(0, "token"), (1, "token"), (2, "block")]),
     ],
 )
 def test_three_tokens_with_many_samples(draft, lookahead, rule):
     params = SamplingParams(temperature=0.9, top_k=5, top_p=0.95, repetition_penalty=1.2, frequency_penalty=0.3)
-    assert check(params, draft, rule=RULES[rule], samples=3000, length=3, lookahead=lookahead, seed=11) > P_VALUE
+    assert check(params, draft, rule=RULES[rule], samples=2000, length=3, lookahead=lookahead, seed=11) > P_VALUE
 
 
 def test_with_the_real_random_streams():
     toy = Toy(SamplingParams(temperature=1.0), "random")
-    streams = (RoundDraws(RandomStream(seed), fresh=False) for seed in range(4000))
+    streams = (RoundDraws(RandomStream(seed), fresh=False) for seed in range(2000))
     counts = Counter(emit(toy, 2, 3, draws, accept_sampled) for draws in streams)
     assert p_value(counts, toy.exact(2)) > P_VALUE
 
@@ -134,7 +133,6 @@ def bonus_from_the_last_row(drafted, distributions, target, draws):
 def test_wrong_rules_fail_the_same_check(rule, drafts):
     params = SamplingParams(temperature=0.7)
     for draft in drafts:
-        assert check(params, draft, lookahead=1) > P_VALUE
         assert check(params, draft, lookahead=1, rule=rule) < P_VALUE, f"{draft} draft: not noticed"
 
 
@@ -150,13 +148,12 @@ def test_a_draft_processed_differently_fails_the_same_check():
     toy.propose = propose
 
     def lenient(drafted, distributions, target, draws):
-        fixed = [p if p.probability(t) > 0 else None for t, p in zip(drafted, distributions, strict=True)]
-        if None in fixed:  # a library without our check would go on somehow; here: rejected at once
-            q = target(0)
-            return Verdict(0, sample_token(q, draws(0).resample), False)
+        if distributions[0].probability(drafted[0]) == 0:  # a library without our check: rejected at once
+            return Verdict(0, sample_token(target(0), draws(0).resample), False)
         return accept_sampled(drafted, distributions, target, draws)
 
-    counts = Counter()
-    for rows in np.random.default_rng(5).random((4000, 5, 3)).tolist():
-        counts[emit(toy, 2, 1, Numbers(rows).round_draws(lenient), lenient)] += 1
+    counts = Counter(
+        emit(toy, 2, 1, Numbers(rows).round_draws(lenient), lenient)
+        for rows in np.random.default_rng(5).random((4000, 5, 3)).tolist()
+    )
     assert p_value(counts, toy.exact(2)) < P_VALUE

@@ -157,7 +157,7 @@ class Kind(NamedTuple):
     make: Callable[..., Made]
     """By lookahead, noise and rows; of names of ``stages`` and of options of a decoder."""
     stage: str
-    lookaheads: Sequence[int] = range(1, 9)
+    lookaheads: Sequence[int] = (1, 3, 8)
     most: int = 8
     """Tokens of a draft."""
     good: float | None = 1 / 3
@@ -177,12 +177,12 @@ KINDS: dict[str, Kind] = {
     "draft model": Kind(of_model, "draft-model"),
     "head": Kind(head_decoder, "head", held="_held", holds=True, cut=cut_head),
     "block head": Kind(
-        block_decoder, "head", (1, 2, 5, 8), 7, good=0.2, steps=block_steps, held="_held", holds=True,
+        block_decoder, "head", (1, 5, 8), 7, good=0.2, steps=block_steps, held="_held", holds=True,
         sizes={"block_size": st.integers(2, 9)},
     ),
-    "hydra": Kind(hydra_decoder, "head", range(1, 6), HEADS, good=1 / 4, steps=hydra_steps, held="_held", holds=True),
+    "hydra": Kind(hydra_decoder, "head", (1, 3, 5), HEADS, good=1 / 4, steps=hydra_steps, held="_held", holds=True),
     "medusa": Kind(
-        medusa_decoder, "head", range(1, 6), HEADS, good=1 / 4, steps=medusa_steps, held="_last", cut=cut_medusa
+        medusa_decoder, "head", (1, 3, 5), HEADS, good=1 / 4, steps=medusa_steps, held="_last", cut=cut_medusa
     ),
     "assistant": Kind(assistant_decoder, "head", good=1 / 6, steps=assistant_steps, held="_last"),
     "self": Kind(of_self, "self", steps=self_steps, held="_sums"),
