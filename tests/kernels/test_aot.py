@@ -30,20 +30,17 @@ ROOT = Path(__file__).parents[2]
 SPEC = KernelSpec(
     kernel="ragged_attention", dtype="bfloat16", num_heads=32, kv_num_heads=8, head_size=128, scale=0.088, new_tokens=5
 )
-# The page is of Triton 3.9. Older ones, which torch's CUDA build pins, spill up to 48 bytes in nine of the kernels.
-IS_DOCUMENTED = tuple(int(part) for part in version("triton").split(".")[:2]) >= (3, 9)
-# Any shape of step at the head size most models have; the others for the verify step, the one they are for.
+OLD_TRITON = tuple(int(part) for part in version("triton").split(".")[:2]) < (3, 9)
+"""Those that torch's CUDA build pins spill up to 48 bytes in nine of the kernels."""
 SHIPPED = [
-    pytest.param(step, spec, id=f"{spec.kernel}-{step}-{spec.head_size}")
-    for step, spec in shipped_specs()
+    # Any shape of step at the head size most models have; the others for the verify step, the one they are for.
+    pytest.param(spec, ARCHITECTURES[number % len(ARCHITECTURES)], id=f"{spec.kernel}-{step}-{spec.head_size}")
+    for number, (step, spec) in enumerate(shipped_specs())
     if spec.head_size == 128 or step == "verify"
 ]
 VARIANTS = {
     "tree": replace(SPEC, tree=True),
-    "tree_window": replace(SPEC, tree=True, window=512),
     "window": replace(SPEC, window=1024),
-    "softcap": replace(SPEC, softcap=50.0),
-    "sinks": replace(SPEC, sinks=True, window=128),
     "everything_split": replace(SPEC, tree=True, sinks=True, window=128, softcap=30.0, num_splits=4),
     "values_smaller": replace(SPEC, head_size=192, v_head_size=128, num_heads=16, kv_num_heads=16),
     "multi_query": replace(SPEC, kv_num_heads=1),
@@ -68,7 +65,7 @@ def check_compiled(kernel: CompiledKernel, *, most_spilled: int = 0) -> None:
     assert kernel.cubin[:4] == b"\x7fELF"
     assert 0 < kernel.registers <= 255
     assert kernel.shared_bytes <= SHARED_BYTES[sm]
-    assert kernel.spill_bytes <= (most_spilled if IS_DOCUMENTED else 64)
+    assert kernel.spill_bytes <= (64 if OLD_TRITON else most_spilled)
     assert ".file" not in kernel.ptx
     assert str(ROOT) not in kernel.ptx
     if spec.kernel == "ragged_attention":  # entries are copied sixteen bytes at a time, in the background
@@ -77,43 +74,16 @@ def check_compiled(kernel: CompiledKernel, *, most_spilled: int = 0) -> None:
 
 
 @pytest.mark.one_of_kind
-@pytest.mark.parametrize(
-    ("step", "spec", "sm"),
-    [
-        pytest.param(*each.values, sm, id=f"{each.id}-{sm}")
-        for each in SHIPPED
-        for sm in ARCHITECTURES
-        if sm in (ARCHITECTURES[0], ARCHITECTURES[-1]) or each is SHIPPED[0]
-    ],
-)
-def test_shipped_kernels_compile_for_the_oldest_and_newest_gpus(step: str, spec: KernelSpec, sm: int) -> None:
+@pytest.mark.parametrize(("spec", "sm"), SHIPPED)
+def test_shipped_kernels_compile(spec: KernelSpec, sm: int) -> None:
     kernel = compile_kernel(spec, sm)
     check_compiled(kernel)
-    documented = documented_cells()[spec.kernel, step, str(spec.head_size)][ARCHITECTURES.index(sm)]
-    if not IS_DOCUMENTED:
-        return
-    # Registers differ with the assembler's version; the rest is ours.
-    assert re.sub(r"\d+ reg", "", documented) == re.sub(r"\d+ reg", "", format_cell(kernel))
-
-
-def documented_cells() -> dict[tuple[str, ...], list[str]]:
-    """Cells of the table in `compiled.md` by kernel, step and head size."""
-    page = (ROOT / "tests" / "kernels" / "compiled.md").read_text(encoding="utf-8")
-    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in page.splitlines() if " reg, " in line]
-    return {tuple(row[:3]): row[3:] for row in rows}
-
-
-def test_the_documented_table_is_complete() -> None:
-    wanted = {(spec.kernel, step, str(spec.head_size)) for step, spec in shipped_specs()}
-    found = documented_cells()
-    assert set(found) == wanted
-    assert all(len(cells) == len(ARCHITECTURES) for cells in found.values())
+    assert f", {kernel.registers} reg, " in format_cell(kernel)
 
 
 @pytest.mark.one_of_kind
-@pytest.mark.parametrize("sm", ARCHITECTURES)
-@pytest.mark.parametrize("kernel", SIGNATURES)
-def test_float16_compiles_for_every_architecture(kernel: str, sm: int) -> None:
+@pytest.mark.parametrize(("kernel", "sm"), [("kv_append", 80), ("combine_splits", 89), ("ragged_attention", 120)])
+def test_float16_compiles(kernel: str, sm: int) -> None:
     check_compiled(compile_kernel(replace(SPEC, kernel=kernel, dtype="float16"), sm))
 
 
@@ -125,7 +95,7 @@ def test_every_variant_compiles(name: str) -> None:
 
 
 @pytest.mark.one_of_kind
-@pytest.mark.parametrize("head_size", [64, 128, 256])
+@pytest.mark.parametrize("head_size", [64, 256])
 def test_small_tiles_need_no_opt_in_to_shared_memory(head_size: int) -> None:
     spec = replace(SPEC, head_size=head_size, v_head_size=head_size, new_tokens=256)
     kernel = compile_kernel(spec, 90, tiles=spec.tiles(90, small=True))
@@ -169,27 +139,19 @@ def test_unused_parameters_are_taken_off() -> None:
     assert entry_name(shorter) == "kernel"
 
 
-def test_a_parameter_in_use_is_not_taken_off() -> None:
+def test_parameters_that_are_not_the_launchers_are_refused() -> None:
     with pytest.raises(CheckFailedError, match="kernel_param_2"):
         drop_trailing_parameters(ENTRY.format(used="kernel_param_2"), 1)
     drop_trailing_parameters(ENTRY.format(used="kernel_param_20"), 1)  # another name
-
-
-def test_more_parameters_than_there_are_cannot_be_taken_off() -> None:
+    text = ENTRY.format(used="x")
     with pytest.raises(CheckFailedError, match="3 parameters, 4"):
-        drop_trailing_parameters(ENTRY.format(used="x"), 4)
-
-
-def test_ptx_of_several_entries_or_unknown_form_is_refused() -> None:
+        drop_trailing_parameters(text, 4)
     with pytest.raises(CheckFailedError, match="2 entries"):
-        entry_name(ENTRY.format(used="x") * 2)
+        entry_name(text * 2)
     with pytest.raises(CheckFailedError, match="Unknown form"):
         entry_parameters(".entry k(.param .align 8 .b8 k_param_0[16])")
-
-
-def test_a_parameter_list_that_differs_is_refused() -> None:
     with pytest.raises(CheckFailedError, match="the launcher passes"):
-        check_parameters(SPEC, ENTRY.format(used="x"))
+        check_parameters(SPEC, text)
 
 
 def test_scratch_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,11 +166,6 @@ def test_scratch_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_more_shared_memory_than_there_is_is_refused() -> None:
     with pytest.raises(CheckFailedError, match=r"sm 89 needs \d+ bytes of shared memory, there are 101376"):
         compile_kernel(SPEC, 89, tiles=TileConfig(32, 128, 4, 4))
-
-
-def test_an_unknown_architecture_is_refused() -> None:
-    with pytest.raises(UserInputError, match="sm 75"):
-        compile_kernel(SPEC, 75)
 
 
 def test_triton_that_is_missing_or_told_to_interpret_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,20 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.cases.chance import examples
-from tests.support.cases.kernel_cases import (
-    CASES,
-    RAGGED,
-    Case,
-    check,
-    make_step,
-    seen_in_tree,
-)
+from tests.support.cases.kernel_cases import CASES, RAGGED, Case, check, make_step, seen_in_tree
 from tests.support.references.kernel_worker import InterpretedKernels, WorkerError
 
 pytestmark = pytest.mark.xdist_group("kernels-interpreted")
 
 
-SPLIT = ["ragged", "empty_rows", "head_size_80", "window", "sinks", "everything"]
+SPLIT = ["ragged", "empty_rows", "everything"]
 
 
 @pytest.mark.fuzz
@@ -36,7 +29,7 @@ def test_kernels_equal_reference(name: str, kernels: InterpretedKernels) -> None
 @pytest.mark.parametrize("name", SPLIT)
 def test_any_number_of_splits_gives_the_same(name: str, kernels: InterpretedKernels) -> None:
     one = kernels.run(make_step(CASES[name]))[0]
-    for splits in (2, 3, 4):
+    for splits in (2, 4):
         step = make_step(replace(CASES[name], splits=splits))
         parts = kernels.run(step)
         check(step, parts)
@@ -77,10 +70,9 @@ def test_rows_without_room_are_not_written_beyond_their_end(kernels: Interpreted
         np.testing.assert_array_equal(cache, before)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "int8"])
-def test_another_dtype_is_a_key_error(dtype: str, kernels: InterpretedKernels) -> None:
+def test_another_dtype_is_a_key_error(kernels: InterpretedKernels) -> None:
     step = make_step(Case(rows=((2, 1),)))
-    step.case = replace(step.case, dtype=dtype)
+    step.case = replace(step.case, dtype="float32")
     for array in step.arrays.values():
         np.nan_to_num(array, copy=False)
     with pytest.raises(WorkerError) as error:

@@ -22,7 +22,7 @@ from tests.support.models.half_models import HalfModel, trace
 from tests.support.models.tiny_models import VOCAB
 from tests.support.references.engine_harness import make_checkpoint
 from tests.support.references.evaluator import OPS, PluginEngine, make_evaluator
-from tests.support.references.interpreter import InterpretedPlugins
+from tests.support.references.kernel_worker import InterpretedKernels
 
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 IR_DTYPES = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16, "float32": ir.DataType.FLOAT}
@@ -74,7 +74,7 @@ def test_graphs_equal_the_reference(name: str, dtype: str, splits: int | None) -
 
 @pytest.fixture(scope="module")
 def interpreted() -> Any:
-    worker = InterpretedPlugins()
+    worker = InterpretedKernels()
     yield worker.ops()
     worker.close()
 

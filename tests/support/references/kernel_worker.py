@@ -60,6 +60,11 @@ class InterpretedKernels:
         """Output of every token, and both caches, of append and attention."""
         return self.ask("run_step", step)
 
+    def ops(self) -> dict[str, Any]:
+        """For ``evaluator.make_evaluator``: operators of a graph of plugins."""
+        names = ("kv_append", "ragged_attention", "combine_splits")
+        return dict.fromkeys(names, lambda spec, inputs: self.ask("run_plugin", spec, inputs))
+
     def load(self, folder: Path | None) -> None:
         """Take the kernels' sources from a folder; None for the repository's."""
         self.ask("load_kernels", None if folder is None else str(folder))
@@ -140,6 +145,31 @@ def run_step(step: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         tiles=TileConfig(*case.tiles, 4, 1) if case.tiles else None,
     )  # fmt: skip
     return tuple(tensor.float().numpy() for tensor in (output, *rows[:2]))
+
+
+def run_plugin(spec: Any, inputs: list[np.ndarray]) -> list[np.ndarray]:
+    """Launch the kernel on the node's inputs, caches as the 5-D memory they are; outputs hold NaN before."""
+    import torch
+
+    from specexport.kernels.launch import launch
+
+    signature = spec.signature
+    given = {item.name: torch.from_numpy(x.copy()) for item, x in zip(signature.inputs, inputs, strict=True)}
+    given |= {name: tensor[:, None] for name, tensor in given.items() if "_cache" in name}
+    sizes = {"T": len(inputs[0]), "Hq": spec.num_heads, "Dv": spec.v_head_size, "S": spec.num_splits}
+    sizes |= {"Hq*Dv": spec.num_heads * spec.v_head_size}
+    if spec.kernel == "combine_splits":
+        sizes["T"] = inputs[0].shape[1]
+    for item in signature.outputs:
+        if item.aliases:
+            given[item.name] = given[item.aliases]
+            continue
+        shape = [sizes[word] if isinstance(word, str) else word for word in item.shape]
+        dtype = torch.float32 if item.dtype == "float32" else getattr(torch, spec.dtype)
+        given[item.name] = torch.full(shape, float("nan"), dtype=dtype)
+    launch(spec, given)
+    outputs = [given[item.name] for item in signature.outputs]
+    return [(x[:, 0] if item.aliases else x).numpy() for item, x in zip(signature.outputs, outputs, strict=True)]
 
 
 def serve() -> None:
