@@ -1,7 +1,6 @@
 """Models loaded in half precision: which numbers are half, and which stay float32."""
 
 from collections import Counter
-from typing import Any
 
 import onnx_ir as ir
 import pytest
@@ -12,68 +11,49 @@ from specexport.passes.precision_cast import PrecisionCastPass
 from specexport_runtime.errors import CheckFailedError, RecipeError
 from tests.support.models.half_models import load, trace
 from tests.support.models.tiny_models import ARCHITECTURES
+from tests.support.models.tiny_traces import trace_of
 
 HALVES = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
-MODELS = [
-    ("llama", "float16"),
-    ("gemma3", "bfloat16"),
-    ("gpt2", "bfloat16"),
-    ("mixtral", "float16"),
-    ("deepseek_v3", "float16"),
-    ("gptj", "bfloat16"),
-    ("codegen", "float16"),
-]
+MODELS = {
+    "gemma3": "bfloat16",
+    "llama": "float16",
+    "gpt2": "bfloat16",
+    "mixtral": "float16",
+    "deepseek_v3": "float16",
+    "gptj": "bfloat16",
+    "codegen": "float16",
+}
 PRODUCTS = ("MatMul", "Gemm", "Einsum", "Conv")
+TABLES = ("inv_freq", "embed_positions")
+"""Rotary angles: GPT-J and CodeGen hold them as tables."""
 
 
-@pytest.fixture(params=MODELS, ids="-".join)
-def traced(request: pytest.FixtureRequest) -> tuple[str, ir.DataType, ir.Model]:
-    name, dtype = request.param
-    return name, HALVES[dtype], trace(name, dtype).ir_model
-
-
-def test_weights_caches_and_matrix_products_are_half(traced: Any) -> None:
-    name, half, model = traced
+@pytest.mark.parametrize("name", MODELS)
+def test_all_is_half_but_angles_norms_and_what_leaves(name: str) -> None:
+    half, model = HALVES[MODELS[name]], trace(name, MODELS[name]).ir_model
+    assert ContractCheckPass.problems(model) == []
     products = Counter(value.dtype for node in model.graph if node.op_type in PRODUCTS for value in node.inputs[:2])
     # One router of DeepSeek multiplies in float32 because the model says so; its weight is half, and cast.
     assert products.pop(ir.DataType.FLOAT, 0) == (2 if name == "deepseek_v3" else 0)
     assert set(products) == {half}
     assert all(value.dtype == half for value in model.graph.inputs if "cache" in value.name)
-    assert ContractCheckPass.problems(model) == []
-    # GPT-J and CodeGen hold their rotary angles as tables in float32.
-    weights = [v for v in model.graph.initializers.values() if not str(v.name).endswith("embed_positions")]
-    matrices = [v.const_value for v in weights if len(v.const_value.shape) > 1]
-    assert {tensor.dtype for tensor in matrices if tensor.dtype != ir.DataType.INT64} == {half}
-
-
-def test_angles_are_computed_in_float32(traced: Any) -> None:
-    name, _, model = traced
+    weights = {str(v.name): v.const_value for v in model.graph.initializers.values()}
+    tables = {key for key in weights if any(part in key for part in TABLES)}
+    assert {weights[key].dtype for key in tables} <= {ir.DataType.FLOAT}
+    matrices = {v.dtype for key, v in weights.items() if key not in tables and len(v.shape) > 1}
+    assert matrices - {ir.DataType.INT64} == {half}
     angles = {node.inputs[0].dtype for node in model.graph if node.op_type in ("Cos", "Sin")}
     assert angles == (set() if name in {"gpt2", "gptj", "codegen"} else {ir.DataType.FLOAT})
-    kept = ("inv_freq", "embed_positions")
-    tables = [value for key, value in model.graph.initializers.items() if any(part in key for part in kept)]
-    assert {value.const_value.dtype for value in tables} <= {ir.DataType.FLOAT}
-
-
-def test_norms_compute_in_float32(traced: Any) -> None:
-    _, _, model = traced
     norms = [node for node in model.graph if node.op_type in ("RMSNormalization", "LayerNormalization")]
     assert norms
     assert all(node.attributes.get_int("stash_type", 1) == int(ir.DataType.FLOAT) for node in norms)
-
-
-def test_logits_leave_as_float32(traced: Any) -> None:
-    _, half, model = traced
     logits = next(value for value in model.graph.outputs if value.name == "logits")
     cast = logits.producer()
     assert (logits.dtype, cast.op_type, cast.inputs[0].dtype) == (ir.DataType.FLOAT, "Cast", half)
 
 
 def test_half_logits_are_allowed_until_the_cast_and_never_after_it() -> None:
-    from specexport.trace.check import trace_checkpoint
-    from tests.support.references.engine_harness import make_checkpoint
-
-    raw = trace_checkpoint(make_checkpoint(load(ARCHITECTURES["llama"], "bfloat16"))).ir_model
+    raw = trace_of(load(ARCHITECTURES["llama"], "bfloat16")).ir_model
     words = "output logits is BFLOAT16, not float32"
     assert words in ContractCheckPass.problems(raw)
     assert ContractCheckPass.problems(raw, cast_to_come=True) == []

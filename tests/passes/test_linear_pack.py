@@ -62,7 +62,7 @@ def test_the_packed_weight_is_the_weights_side_by_side_and_made_late(traced: Tra
 
 
 def test_a_layer_without_a_bias_gets_zeros_beside_one_that_has(traced: Traced) -> None:
-    model = prepare(traced("qwen2"))
+    model = prepare(traced("gpt_oss"))
     adds = [n for n in model.graph if n.op_type == "Add" and any("k_proj.bias" in str(x.name) for x in n.inputs)]
     biases = [x.const_value.numpy() for x in adds[0].inputs if x.is_initializer()]
     value = next(n for n in model.graph if n.op_type == "Add" and any("v_proj.bias" in str(x.name) for x in n.inputs))

@@ -13,8 +13,7 @@ from specexport.passes.pipeline import default_passes, quantizing_passes, run_pa
 from specexport.passes.quantize_ort_cpu import HEAD_SHARE, BlockQuantizePass
 from specexport_runtime.errors import RecipeError, UnsupportedModelError
 from tests.support.models.quantized import PROMPTS, VERIFY, build, verify_logits, worst_row
-from tests.support.models.tiny_models import VOCAB, make_llama
-from tests.support.models.tiny_traces import trace_of
+from tests.support.models.tiny_models import VOCAB
 from tests.support.references.engine_harness import Engine
 from tests.support.references.sessions import session_of
 
@@ -62,21 +61,21 @@ def test_the_lm_head_can_stay_as_it_is(traced: Traced, kind: str) -> None:
     assert report[f"{kind}-quantize"] == 14
     assert any(node.op_type == "Gather" and node.inputs[0].dtype == ir.DataType.FLOAT for node in model.graph)
     (head,) = [node for node in model.graph if node.op_type == "Gemm"]
-    assert tuple(head.inputs[1].shape) == (VOCAB, 128)
+    assert tuple(head.inputs[1].shape) == (VOCAB, 64)
 
 
-@pytest.mark.parametrize(("vocab_size", "bits"), [(320, 8), (4000, 4)])
-def test_a_small_lm_head_has_eight_bits_beside_int4(vocab_size: int, bits: int) -> None:
-    model = make_llama(vocab_size=vocab_size, tie_word_embeddings=True)
-    head, layers = vocab_size * 64, sum(p.numel() for n, p in model.named_parameters() if "proj" in n)
-    assert (head / (head + layers) > HEAD_SHARE) == (bits == 4), "the test's own models"
-    graph = trace_of(model).ir_model
+@pytest.mark.parametrize(("share", "bits"), [(HEAD_SHARE, 8), (0.2, 4)])
+def test_a_small_lm_head_has_eight_bits_beside_int4(
+    share: float, bits: int, traced: Traced, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specexport.passes.quantize_ort_cpu.HEAD_SHARE", share)
+    graph = traced("llama_tied")
     report = dict(run_passes(graph, default_passes("float32", quantize="int4")))
     assert report["int4-quantize"] == 16
     formats = formats_of(graph)
     assert formats["BlockEmbedding"] == ["int8"]
     assert formats["BlockLinear"].count("int8") == (bits == 8)
-    tables = {node.inputs[1].name for node in graph.graph if node.attributes.get_int("N", 0) == vocab_size}
+    tables = {node.inputs[1].name for node in graph.graph if node.attributes.get_int("N", 0) == VOCAB}
     assert len(tables) == (1 if bits == 8 else 2), "a head of 8 bits and the embedding are one table"
 
 

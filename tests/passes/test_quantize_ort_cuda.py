@@ -9,13 +9,14 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from specexport.passes.pipeline import default_passes, run_passes
+from specexport.passes.pipeline import default_passes, quantizing_passes, run_passes
 from specexport.passes.quantize_ort_cuda import nbits_bytes, pack_channels
 from specexport.passes.symmetric_blocks import quantize_blocks
 from specexport_runtime.bundle.quant_kinds import INT4
 from specexport_runtime.errors import UnsupportedModelError
-from tests.support.models.quantized import build, verify_logits, worst_row
-from tests.support.models.tiny_models import make_llama
+from tests.support.models.half_models import load
+from tests.support.models.quantized import build, products, verify_logits, worst_row
+from tests.support.models.tiny_models import ARCHITECTURES
 from tests.support.models.tiny_traces import tiny_model, trace_of
 from tests.support.references import engine_harness as harness
 
@@ -80,7 +81,7 @@ def test_codes_are_those_of_the_other_form_with_scales_as_they_are_stored(rounde
 
 
 def test_bytes_of_the_layers_are_counted() -> None:
-    model = trace_of(make_llama(0)).ir_model
+    model = trace_of(tiny_model("llama")).ir_model
     run_passes(model, default_passes("float32", quantize="int4", **FORM))
     stored, before = nbits_bytes(model.graph, "float16")
     nodes = [node for node in model.graph if node.op_type == "MatMulNBits"]
@@ -92,19 +93,17 @@ def test_bytes_of_the_layers_are_counted() -> None:
 
 
 def test_what_the_kernel_does_not_take_keeps_its_weights() -> None:
-    """A vocabulary that is no multiple of 8: its head would be made float in every step."""
-    model = trace_of(make_llama(0, vocab_size=317)).ir_model
-    assert dict(run_passes(model, default_passes("float32", quantize="int4", **FORM)))["int4-fused"] == 14
-    assert [node for node in model.graph if node.op_type in ("MatMul", "Gemm") and node.inputs[1].is_initializer()]
-    model = trace_of(make_llama(0, hidden_size=36, head_dim=12, intermediate_size=36)).ir_model
+    """A number of outputs that is no multiple of 8, as of some vocabularies, would be made float in every step."""
+    (quantize,) = quantizing_passes("int4", "ort-cuda")
+    model = products(taken=(64, 40), filled_up=(96, 8), odd=(64, 317), odder=(36, 64))
+    quantize(model)
+    assert quantize.changes == 2
+    assert [node.inputs[1].name for node in model.graph if node.op_type == "MatMul"] == ["odd", "odder"]
     with pytest.raises(UnsupportedModelError, match="no linear layer has a multiple of 8 inputs and of 8 outputs"):
-        run_passes(model, default_passes("float32", quantize="int4", **FORM))
+        quantizing_passes("int4", "ort-cuda")[0](products(odd=(64, 317), odder=(36, 64)))
 
 
 def test_scales_have_the_dtype_of_the_model() -> None:
-    from tests.support.models.half_models import load
-    from tests.support.models.tiny_models import ARCHITECTURES
-
     model = trace_of(load(ARCHITECTURES["llama"], "bfloat16")).ir_model
     run_passes(model, default_passes("bfloat16", quantize="int4", **FORM))
     scales = [v for v in model.graph.initializers.values() if str(v.name).endswith(".int4_scale")]

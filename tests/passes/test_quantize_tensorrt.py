@@ -12,8 +12,7 @@ import pytest
 from specexport.passes.pipeline import default_passes, quantizing_passes, run_passes
 from specexport.passes.symmetric_blocks import quantize_blocks
 from specexport_runtime.errors import RecipeError, UnsupportedModelError
-from tests.support.models.quantized import build, verify_logits, worst_row
-from tests.support.models.tiny_models import make_llama
+from tests.support.models.quantized import build, products, verify_logits, worst_row
 from tests.support.models.tiny_traces import tiny_model, trace_of
 from tests.support.references import engine_harness as harness
 
@@ -97,15 +96,14 @@ def test_the_graph_computes_with_what_the_codes_stand_for(tmp_path: Path, monkey
 
 
 def test_the_lm_head_can_stay_as_it_is() -> None:
-    model = trace_of(make_llama(0)).ir_model
+    model = trace_of(tiny_model("llama")).ir_model
     passes = default_passes("float32", quantize="int4", **FORM, quantize_lm_head=False)
     assert dict(run_passes(model, passes))["int4-weights"] == NUM_LINEAR - 1
 
 
 def test_a_model_that_no_block_divides_is_refused() -> None:
-    model = trace_of(make_llama(0, hidden_size=48, intermediate_size=72)).ir_model
     with pytest.raises(UnsupportedModelError, match="multiple of 64 inputs"):
-        run_passes(model, default_passes("float32", quantize="int4", **FORM))
+        quantizing_passes("int4", "tensorrt")[0](products(first=(48, 64), second=(72, 64)))
 
 
 @pytest.mark.parametrize("backend", ["ort-cuda", "tensorrt"])

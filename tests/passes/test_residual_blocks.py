@@ -1,15 +1,12 @@
-"""Attention and MLP blocks by dataflow: on made-up graphs of a few nodes, and on traces of real architectures."""
+"""Attention and MLP blocks by dataflow: on made-up graphs of a few nodes (``test_architectures`` has traces)."""
 
 import re
-from collections.abc import Callable
-from typing import Any
 
 import onnx_ir as ir
 import pytest
 
-from specexport.passes.pipeline import default_passes, run_passes
 from specexport.passes.residual_blocks import find_residual_blocks
-from tests.support.references.ort_operators import _PARALLEL, OBSTACLES
+from tests.support.references.ort_operators import _PARALLEL
 
 
 def leak(layer: int, kind: str) -> str:
@@ -204,13 +201,3 @@ def test_a_subgraph_reads_what_its_nodes_read() -> None:
         reader.attributes.add(ir.AttrGraph(key, ir.Graph([], copy.outputs, nodes=[copy], name=key)))
     model.graph.append(reader)
     assert find_residual_blocks(model).obstacle == leak(0, "attention")
-
-
-@pytest.mark.parametrize("name", ["llama", "opt", "phi"])
-def test_traced_architectures(name: str, traced: Callable[[str], Any]) -> None:
-    model = traced(name)
-    run_passes(model, default_passes("float32"))
-    result = find_residual_blocks(model)
-    assert result.obstacle == OBSTACLES.get(name)
-    assert len(result.blocks) == (0 if result.obstacle else 4)
-    assert all(block.total.producer().op_type == "Add" for block in result.blocks)  # type: ignore[union-attr]

@@ -20,6 +20,17 @@ def add_weight(model: ir.Model, name: str, data: np.ndarray) -> ir.Value:
     return value
 
 
+def products(**sizes: tuple[int, int]) -> ir.Model:
+    """A graph of one matrix product [T, K] x [K, N] for each name of a weight and its (K, N)."""
+    inputs = ", ".join(f"float[T, {depth}] {name}_in" for name, (depth, _) in sizes.items())
+    outputs = ", ".join(f"float[T, {width}] {name}_out" for name, (_, width) in sizes.items())
+    nodes = " ".join(f"{name}_out = MatMul ({name}_in, {name})" for name in sizes)
+    random = np.random.default_rng(0)
+    weights = [ir.tensor(random.normal(size=size).astype(np.float32), name=name) for name, size in sizes.items()]
+    text = f'<ir_version: 10, opset_import: ["": 23]> g ({inputs}) => ({outputs}) {{ {nodes} }}'
+    return ir.from_onnx_text(text, initializers=weights)
+
+
 PROMPTS = [[3, 4, 5, 9, 11, 7], [6, 8, 2]]
 
 
@@ -54,7 +65,5 @@ def worst_row(found: np.ndarray, reference: np.ndarray) -> float:
     return float((np.linalg.norm(found - reference, axis=1) / np.linalg.norm(reference, axis=1)).max())
 
 
-MAKERS = {
-    "llama": lambda: make_llama(hidden_size=128, head_dim=32),
-    "llama_tied": lambda: make_llama(tie_word_embeddings=True, hidden_size=128, head_dim=32),
-}
+MAKERS = {"llama_tied": lambda: make_llama(tie_word_embeddings=True)}
+"""What has its name from an architecture, and less than it: no biases."""
