@@ -1,12 +1,10 @@
 """Fixtures that every test folder may use, and the summary of what tests measured."""
 
-import fcntl
 import gc
 import os
 import random
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import hypothesis
@@ -14,6 +12,7 @@ import pytest
 
 from tests.support.cases import chance
 from tests.support.cases.lanes import keep_lanes, skip_when_late
+from tests.support.cases.shared import changed_since, made_once
 from tests.support.models import tiny_traces
 from tests.support.models.tiny_models import ARCHITECTURES, HYBRIDS
 from tests.support.models.tiny_traces import share_exports
@@ -23,14 +22,6 @@ DEMO_PAIR = ROOT / "examples" / "demo_pair"
 BUNDLES = {"demo_bundle", "tiny_bundle", "rtx_bundle"}
 
 chance.load_profile()
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on ``path``: the workers of pytest-xdist are separate processes."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures of any scope
@@ -86,7 +77,7 @@ def demo_pair() -> Path:
 
 @pytest.fixture(scope="session")
 def demo_bundle(session_dir: Path, demo_pair: Path) -> Path:
-    """The demo pair's bundle for ``ort-cpu``, built once a session. Read only: copy it to change it.
+    """The demo pair's bundle for ``ort-cpu``, made once a session.
 
     Its target can draft with its own layers, so that one bundle has every drafter.
     """
@@ -94,11 +85,9 @@ def demo_bundle(session_dir: Path, demo_pair: Path) -> Path:
     from specexport.recipe import BuildRecipe
 
     folder = session_dir / "demo-bundle"
-    with locked(session_dir / "demo-bundle.lock"):
-        if not folder.is_dir():
-            target, draft = str(demo_pair / "target"), str(demo_pair / "draft")
-            build_bundle(BuildRecipe(target=target, draft=draft, output=str(folder), self_draft=True))
-    return folder
+    target, draft = str(demo_pair / "target"), str(demo_pair / "draft")
+    recipe = BuildRecipe(target=target, draft=draft, output=str(folder), self_draft=True)
+    return made_once(folder, lambda: build_bundle(recipe))
 
 
 def pytest_collection_finish() -> None:
@@ -106,6 +95,17 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """What all tests share is still what it was; asked once, when all workers are done."""
+    factory = getattr(session.config, "_tmp_path_factory", None)
+    if factory is None or hasattr(session.config, "workerinput") or factory._basetemp is None:
+        return
+    if changed := changed_since(factory._basetemp):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        print(f"\nFAILED: tests changed what they share: {', '.join(changed)}")  # noqa: T201 - the run's result
 
 
 def pytest_unconfigure() -> None:

@@ -9,17 +9,20 @@ from click.testing import CliRunner, Result
 from specexport.cli import main
 from specexport.compile.pipeline import build_bundle
 from tests.support.cases.refusals import content_of, line_of
-from tests.support.models.pairs import TinyPair, locked
+from tests.support.cases.shared import made_once
+from tests.support.models.pairs import TinyPair
 from tests.support.models.tiny_models import make_llama, save_checkpoint
 
 
 @pytest.fixture(scope="session")
 def tiny_pair(session_dir: Path) -> TinyPair:
     pair = TinyPair(session_dir / "tiny-pair")
-    with locked(session_dir / "tiny-pair.lock"):
-        if not pair.draft.is_dir():
-            save_checkpoint(make_llama(0), pair.target)
-            save_checkpoint(make_llama(1, hidden_size=32, num_hidden_layers=1, vocab_size=300), pair.draft)
+
+    def make() -> None:
+        save_checkpoint(make_llama(0), pair.target)
+        save_checkpoint(make_llama(1, hidden_size=32, num_hidden_layers=1, vocab_size=300), pair.draft)
+
+    made_once(pair.target.parent, make)
     return pair
 
 
@@ -36,10 +39,7 @@ def gated_bundle(session_dir: Path, tiny_pair: TinyPair) -> Path:
 
 
 def _build_once(folder: Path, pair: TinyPair, **values: object) -> Path:
-    with locked(folder.with_name(f"{folder.name}.lock")):
-        if not folder.is_dir():
-            build_bundle(pair.recipe(folder, **values))
-    return folder
+    return made_once(folder, lambda: build_bundle(pair.recipe(folder, **values)))
 
 
 @pytest.fixture

@@ -7,21 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.models.pairs import locked
+from tests.support.cases.shared import made_once
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="session")
 def wheel(session_dir: Path) -> Path:
-    """Read only."""
     folder = session_dir / "wheel"
-    with locked(session_dir / "wheel.lock"):
-        if not list(folder.glob("*.whl")):
-            # hatchling itself, not through a build front end: no isolated environment, no index.
-            command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-            clean = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "COV_"))}
-            done = subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True, check=False)
-            assert done.returncode == 0, done.stderr
-    (path,) = folder.glob("*.whl")
+
+    def make() -> None:
+        # hatchling itself, not through a build front end: no isolated environment, no index.
+        command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+        clean = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "COV_"))}
+        done = subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+    (path,) = made_once(folder, make).glob("*.whl")
     return path
