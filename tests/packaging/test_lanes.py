@@ -1,5 +1,6 @@
-"""What a slow machine leaves out of the long lane."""
+"""What a slow machine leaves out of the long lane, and what all tests share."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
