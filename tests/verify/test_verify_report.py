@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,12 @@ import pytest
 from specexport.atomic import write_json
 from specexport.compile.bundle import find_up_to_date
 from specexport.inspect import describe as inspect_lines
+from specexport.progress import StageClock
 from specexport.verify.command import describe
 from specexport.verify.greedy import check_greedy
 from specexport.verify.parts import run_greedy, run_sampling
 from specexport.verify.report import REPORT_NAME, Part, VerifyReport, record_report
-from specexport.verify.sampling import check_sampling
+from specexport.verify.sampling import SETTINGS, check_sampling
 from specexport.verify.tensors import TensorCase, TensorResult
 from specexport_runtime.bundle.files import check_files, hash_files
 from specexport_runtime.bundle.manifest import Manifest, VocabularyInfo, load_manifest
@@ -21,6 +23,7 @@ from specexport_runtime.errors import BundleError, UserInputError
 from tests.support.fakes.verify_fakes import PROMPTS, WidthDependent, make_engine, make_executor
 
 GOOD = TensorResult("target", True, (TensorCase("prefill", 9, 1e-6, 1e-7, 1e-8, 1.0, True),), 1e-4, 1e-4, "all of it")
+FEW = {"num_samples": 100, "num_runs": 100, "num_contexts": 1}
 BAD = TensorResult(
     "draft", False, (TensorCase("ragged", 9, math.nan, math.nan, math.nan, 0.5, False),), 1e-4, 1e-4, "all of it"
 )
@@ -80,13 +83,13 @@ def test_numbers_that_are_not_finite_are_valid_json():
 
 def test_the_text_names_what_failed_and_where():
     wrong = make_engine("random", target=make_executor(WidthDependent, gap=0.5))
-    greedy = check_greedy(wrong, PROMPTS, max_tokens=8)
-    sampling = check_sampling(make_engine(), PROMPTS, num_samples=1000, num_runs=100, num_contexts=1)
+    greedy = check_greedy(wrong, PROMPTS[:2], max_tokens=8)
+    sampling = check_sampling(make_engine(), PROMPTS, settings=SETTINGS[1:2], **FEW)
     report = make_report(Part("greedy", "failed", None, (greedy,)), Part("sampling", "passed", None, (sampling,)))
     text = "\n".join(describe(report))
     first = greedy.differences[0]
     assert f"FAILED {first.drafter}, K={first.lookahead}, prompt {first.prompt + 1}, token {first.position}" in text
-    assert "acceptance, top-k 4: 1 x 1000 draws" in text
+    assert "acceptance, top-k 4: 1 x 100 draws" in text
     assert "control, every draft token accepted untested" in text
     assert report.summary()["greedy_failures"] == greedy.failures
     assert report.summary()["sampling_min_p_value"] == sampling.min_p_value
@@ -149,8 +152,6 @@ def test_a_bundle_that_cannot_be_written_says_how_to_go_on(bundle, monkeypatch):
 
 
 def make_clock():
-    from specexport.progress import StageClock
-
     return StageClock(None, 1)
 
 
@@ -160,17 +161,18 @@ def test_logits_that_are_not_numbers_fail_their_part():
             return super().logits_after(tokens, mask) * float("nan")
 
     engine = make_engine(target=make_executor(Broken))
-    greedy = run_greedy(engine, PROMPTS, make_clock(), max_tokens=4)
-    manifest = make_manifest({})
-    sampling = run_sampling(engine, manifest, PROMPTS, make_clock(), num_samples=1000, seed=0)
-    assert (greedy.status, sampling.status) == ("failed", "failed")
-    assert "NaN" in greedy.reason
-    assert "NaN" in sampling.reason
+    for part in (
+        run_greedy(engine, PROMPTS, make_clock(), max_tokens=4),
+        run_sampling(engine, make_manifest({}), PROMPTS, make_clock(), num_samples=1000, seed=0),
+    ):
+        assert part.status == "failed"
+        assert "NaN" in part.reason
 
 
-def test_a_target_that_is_certain_of_everything_is_not_proven():
+def test_a_target_that_is_certain_of_everything_is_not_proven(monkeypatch):
+    monkeypatch.setattr("specexport.verify.parts.check_sampling", partial(check_sampling, settings=SETTINGS[1:2]))
     engine = make_engine(target=make_executor(sharpness=2000.0))
-    manifest = make_manifest({})
-    part = run_sampling(engine, manifest, PROMPTS, make_clock(), num_samples=1000, seed=0)
+    part = run_sampling(engine, make_manifest({}), PROMPTS, make_clock(), num_samples=1000, seed=0)
     assert part.status == "skipped"
     assert "certain" in part.reason
+    assert part.results[0].control_p_value is None

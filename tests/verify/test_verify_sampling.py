@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from specexport.verify.logit_tree import IMPOSSIBLE, LogitTree, Partition, conditional
-from specexport.verify.sampling import SETTINGS, accept_everything, check_sampling, draw_outcome
+from specexport.verify.sampling import FAMILY_ALPHA, SETTINGS, accept_everything, check_sampling, draw_outcome
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.sampling.accept import Verdict, accept_sampled
 from specexport_runtime.sampling.block import DEFAULT_RULE, RULES
@@ -15,20 +15,23 @@ from specexport_runtime.sampling.sampler import Sampler
 from specexport_runtime.sampling.tree import TREE_RULES
 from tests.support.fakes.verify_fakes import PROMPTS, VOCAB, make_engine, make_executor
 
-SIZES = {"num_samples": 1500, "num_runs": 200, "num_contexts": 2}
-RECORDED = {"num_samples": 1500, "num_runs": 100, "num_contexts": 1}
+SIZES = {"num_samples": 700, "num_runs": 100, "num_contexts": 1}
 ENGINE = {"num_samples": 100, "num_runs": 300, "num_contexts": 1}
+LAST = SETTINGS[-1:]
 
 
-@pytest.mark.parametrize("draft", ["same", "good", "random", "adversarial", None])
-def test_exact_draws_pass_with_any_draft(draft):
-    check_exact(make_engine(draft), draft)
-
-
-@pytest.mark.parametrize("lookahead", [1, 2])
-def test_exact_draws_pass_with_fewer_draft_tokens_than_an_outcome_has(lookahead):
-    """Then a token that follows accepted drafts is a part of the outcome."""
-    check_exact(make_engine("good", lookahead=lookahead), "good")
+@pytest.mark.parametrize(
+    ("draft", "lookahead", "contexts"), [("same", 4, 1), ("good", 1, 2), ("random", 2, 1), (None, 4, 1)]
+)
+def test_exact_draws_pass_with_any_draft(draft, lookahead, contexts):
+    """With fewer draft tokens than an outcome has, a token that follows accepted drafts is a part of the outcome."""
+    result = check_sampling(make_engine(draft, lookahead=lookahead), PROMPTS, **SIZES | {"num_contexts": contexts})
+    assert result.passed, [test for test in result.tests if not test.passed]
+    assert result.has_power
+    assert len(result.tests) == (contexts + 1) * len(SETTINGS)
+    assert result.min_p_value > result.alpha
+    # The draft that is the target gives a control nothing to see.
+    assert (result.control_p_value > result.alpha) == (draft == "same")
 
 
 def tree_engine(draft):
@@ -40,10 +43,10 @@ def tree_engine(draft):
 @pytest.mark.parametrize("draft", ["good", "random"])
 def test_exact_draws_of_trees_pass(draft):
     engine = tree_engine(draft)
-    result = check_sampling(engine, PROMPTS, **SIZES)
+    result = check_sampling(engine, PROMPTS, settings=LAST, **ENGINE)
     assert result.passed, [test for test in result.tests if not test.passed]
-    assert [test.setting for test in result.tests if test.kind == "trees"] == [SETTINGS[-1].name]
-    assert result.alpha < check_sampling(make_engine(draft), PROMPTS, **SIZES).alpha, "one more test of the family"
+    assert [(test.kind, test.setting) for test in result.tests if test.kind == "trees"] == [("trees", LAST[0].name)]
+    assert result.alpha == FAMILY_ALPHA / 2 / 3, "one more test of the family"
     assert engine.times.moved > 0
 
 
@@ -53,20 +56,8 @@ def test_a_broken_rule_for_trees_fails_them_alone(monkeypatch):
         return Verdict(place + 1, sample_token(target_law(place), draws(place + 1).resample), is_bonus=True)
 
     monkeypatch.setitem(TREE_RULES, DEFAULT_RULE, take_the_chain)
-    result = check_sampling(tree_engine("random"), PROMPTS, **ENGINE)
+    result = check_sampling(tree_engine("random"), PROMPTS, settings=LAST, **ENGINE)
     assert {test.kind for test in result.tests if not test.passed} == {"trees"}
-
-
-def check_exact(engine, draft):
-    result = check_sampling(engine, PROMPTS, **SIZES)
-    assert result.passed, [test for test in result.tests if not test.passed]
-    assert result.has_power
-    assert len(result.tests) == 3 * len(SETTINGS)
-    assert result.min_p_value > result.alpha
-    if draft == "same":
-        assert result.control_p_value > result.alpha  # nothing to see: the draft is the target
-    else:
-        assert result.control_p_value < result.alpha
 
 
 def resample_from_the_target(drafted, draft_distributions, target_distribution, draws):
@@ -91,55 +82,42 @@ def accept_a_little_too_often(drafted, draft_distributions, target_distribution,
     )
 
 
+def take_drafts_for_certain(drafted, draft_distributions, target_distribution, draws):
+    """Accepts with probability q(x), as if drafts were one-hot: wasteful and exact."""
+    return accept_sampled(drafted, None, target_distribution, draws)
+
+
 @pytest.mark.parametrize(
-    "rule",
+    ("rule", "failed"),
     [
-        accept_everything,
-        resample_from_the_target,
-        reuse_the_draft_number,
-        accept_a_little_too_often,
+        (accept_everything, {"acceptance"}),
+        (resample_from_the_target, {"acceptance"}),
+        (reuse_the_draft_number, {"acceptance"}),
+        (accept_a_little_too_often, {"acceptance"}),
+        (take_drafts_for_certain, set()),
     ],
 )
-def test_a_broken_acceptance_rule_fails(rule):
-    result = check_sampling(make_engine("random"), PROMPTS, accept=rule, **RECORDED)
-    assert not result.passed
-    assert {test.kind for test in result.tests if not test.passed} == {"acceptance"}
+def test_a_broken_acceptance_rule_fails_and_another_exact_one_passes(rule, failed):
+    sizes = SIZES | {"num_samples": 1500}
+    result = check_sampling(make_engine("random"), PROMPTS, accept=rule, settings=SETTINGS[1:2], **sizes)
+    assert result.passed == (not failed)
+    assert {test.kind for test in result.tests if not test.passed} == failed
 
 
-def test_another_exact_rule_passes():
-    """Accepting with probability q(x), as if drafts were one-hot, is wasteful and exact."""
-
-    def take_drafts_for_certain(drafted, draft_distributions, target_distribution, draws):
-        return accept_sampled(drafted, None, target_distribution, draws)
-
-    assert check_sampling(make_engine("random"), PROMPTS, accept=take_drafts_for_certain, **RECORDED).passed
-
-
-def test_a_broken_rule_in_the_decoder_fails_the_generations(monkeypatch):
+def test_a_broken_rule_in_the_decoder_fails_the_generations_and_impossible_tokens_are_found(monkeypatch):
     monkeypatch.setitem(RULES, DEFAULT_RULE, accept_everything)
-    result = check_sampling(make_engine("random"), PROMPTS, **ENGINE)
+    result = check_sampling(make_engine("adversarial"), PROMPTS, settings=SETTINGS[1:3], **ENGINE)
     assert not result.passed
     assert {test.kind for test in result.tests if not test.passed} == {"engine"}
-
-
-def test_tokens_the_target_never_gives_are_found(monkeypatch):
-    monkeypatch.setitem(RULES, DEFAULT_RULE, accept_everything)
-    result = check_sampling(make_engine("adversarial"), PROMPTS, **ENGINE)
     assert sum(test.impossible for test in result.tests) > 0
     assert all(not test.passed for test in result.tests if test.impossible)
 
 
 def test_the_result_depends_on_the_seed_only():
-    first, again = (check_sampling(make_engine(), PROMPTS, **ENGINE) for _ in range(2))
+    options = {"settings": SETTINGS[1:2], "num_samples": 100, "num_runs": 100, "num_contexts": 1}
+    first, again = (check_sampling(make_engine(), PROMPTS, **options) for _ in range(2))
     assert first == again
-    assert check_sampling(make_engine(), PROMPTS, seed=10_000, **ENGINE) != first
-
-
-def test_a_certain_target_has_no_power():
-    engine = make_engine(target=make_executor(sharpness=2000.0))
-    result = check_sampling(engine, PROMPTS, **RECORDED)
-    assert not result.has_power
-    assert result.control_p_value is None
+    assert check_sampling(make_engine(), PROMPTS, seed=10_000, **options) != first
 
 
 def test_too_few_samples_or_no_prompts_are_refused():
@@ -154,12 +132,8 @@ def test_the_tree_gives_the_logits_of_every_path():
     for path in [(), (4,), (5, 6), (4,), (4, 9, 9)]:
         assert (tree(path) == executor.logits_after([1, 2, 3, *path])[:20]).all()
     assert len(executor.calls) == 5  # the context, and each of four paths once
-
-
-def test_a_draft_with_fewer_embeddings_gets_a_stand_in():
-    executor = make_executor()
-    tree = LogitTree(executor, [1, 500])
-    assert (tree((400, 2)) == executor.logits_after([1, 0, 0, 2])).all()
+    stands_in = LogitTree(executor, [1, 500])((400, 2))  # for ids that a draft with fewer embeddings lacks
+    assert (stands_in == executor.logits_after([1, 0, 0, 2])).all()
 
 
 def exact_tree(params):
