@@ -19,42 +19,12 @@ def removed(rules: LayerRules, acs=ACS) -> tuple[tuple[int, ...], tuple[int, ...
     return choice.removed_attention, choice.removed_mlp
 
 
-def test_the_defaults_are_the_papers():
-    assert LayerRules() == LayerRules(threshold=0.985, period=3, keep_last=2)
-
-
-def test_similarity_alone_removes_attention_above_the_threshold_only():
-    # Layer 4 lies on the threshold, which is not above it.
-    assert removed(LayerRules(period=None, keep_last=None)) == ((1, 3, 5, 7, 8, 9), ())
-
-
-def test_rule_2_keeps_the_last_layers():
-    assert removed(LayerRules(period=None)) == ((1, 3, 5, 7), ())
-    assert removed(LayerRules(period=None, keep_last=0)) == ((1, 3, 5, 7, 8, 9), ())
-
-
-def test_rule_1_removes_every_third_layer_counted_from_one():
-    assert removed(LayerRules(threshold=None, keep_last=None)) == ((2, 5, 8), (2, 5, 8))
-
-
-def test_rules_1_and_2_without_similarities():
-    rules = LayerRules(threshold=None)
-    assert removed(rules) == ((2, 5), (2, 5))
-    choice = choose_layers((), rules, 10)
-    assert (choice.removed_attention, choice.removed_mlp, choice.acs) == ((2, 5), (2, 5), ())
-
-
 def test_all_rules_together():
+    assert LayerRules() == LayerRules(threshold=0.985, period=3, keep_last=2), "as in the paper"
+    # Layer 4 lies on the threshold, which is not above it.
     assert removed(LayerRules()) == ((1, 2, 3, 5, 7), (2, 5))
     assert removed(LayerRules(threshold=0.9, period=4, keep_last=3)) == ((1, 2, 3, 4, 5), (3,))
-
-
-def test_the_mask_has_attention_at_even_places_and_mlps_at_odd_ones():
-    choice = choose_layers(ACS[:4], LayerRules(keep_last=0))
-    assert choice.removed_attention == (1, 2, 3)
-    assert choice.removed_mlp == (2,)
-    assert choice.mask.tolist() == [True, True, False, True, False, False, False, True]
-    assert choice.mask.dtype == bool
+    assert choose_layers((), LayerRules(threshold=None), 10).removed_attention == (2, 5)
 
 
 def test_a_choice_says_what_it_is_as_json():
@@ -120,10 +90,9 @@ def test_a_draft_that_is_the_target_or_nothing_is_no_draft():
 
 
 def test_similarities_must_be_there_and_be_of_all_layers():
-    with pytest.raises(ValueError, match="0 similarities for 4 layers"):
-        choose_layers((), LayerRules(), 4)
-    with pytest.raises(ValueError, match="3 similarities for 4 layers"):
-        choose_layers((0.1, 0.2, 0.3), LayerRules(threshold=None), 4)
+    for acs, rules in (((), LayerRules()), ((0.1, 0.2, 0.3), LayerRules(threshold=None))):
+        with pytest.raises(ValueError, match=f"{len(acs)} similarities for 4 layers"):
+            choose_layers(acs, rules, 4)
 
 
 @pytest.mark.parametrize(
@@ -131,17 +100,15 @@ def test_similarities_must_be_there_and_be_of_all_layers():
     [
         ({"threshold": 0.0}, "threshold is 0", r"\(0, 1\]"),
         ({"threshold": 1.01}, "threshold is 1.01", r"\(0, 1\]"),
-        ({"skip_mixers": (-1,)}, "a layer of skip_mixers is -1", "counted from 0"),
-        ({"skip_mlps": ("2",)}, "a layer of skip_mlps is '2', which is not an integer", "counted from 0"),
+        ({"skip_mixers": (-1,)}, "skip_mixers is -1", "from 0"),
+        ({"skip_mlps": ("2",)}, "skip_mlps is '2'", "from 0"),
         ({"threshold": math.nan}, "threshold is nan", r"\(0, 1\]"),
-        ({"threshold": "high"}, "threshold is 'high', which is not a number", r"\(0, 1\]"),
-        ({"threshold": True}, "threshold is True, which is not a number", r"\(0, 1\]"),
-        ({"period": 1}, "period is 1", "at least 2 .*every layer.*empty draft"),
-        ({"period": 0}, "period is 0", "at least 2"),
-        ({"period": 2.0}, "period is 2.0, which is not an integer", "at least 2"),
+        ({"threshold": True}, "threshold is True", r"\(0, 1\]"),
+        ({"period": 1}, "period is 1", "at least 2"),
+        ({"period": 2.0}, "period is 2.0", "at least 2"),
         ({"keep_last": -1}, "keep_last is -1", "at least 0"),
-        ({"keep_last": True}, "keep_last is True, which is not an integer", "at least 0"),
-        ({"threshold": None, "period": None}, "the draft is the target itself", "give one of them"),
+        ({"keep_last": True}, "keep_last is True", "at least 0"),
+        ({"threshold": None, "period": None}, "the target itself", "give one"),
     ],
 )
 def test_values_out_of_range_are_refused_by_name(options, message, hint):
@@ -153,12 +120,11 @@ def test_values_out_of_range_are_refused_by_name(options, message, hint):
 @pytest.mark.parametrize(
     ("options", "num_layers", "message", "hint"),
     [
-        ({"keep_last": 8}, 8, "keep_last is 8, and the model has 8 layers", "at most 7"),
-        ({"keep_last": 9}, 8, "keep_last is 9, and the model has 8 layers", "at most 7"),
-        ({}, 2, "keep_last is 2, and the model has 2 layers", "at most 1"),
-        ({"threshold": None, "period": 7}, 8, "period is 7, and only the first 6 of 8", "at most 6"),
-        ({"threshold": None, "period": 2, "keep_last": 3}, 4, "period is 2, and only the first 1", "a threshold"),
-        ({"threshold": None, "period": 9, "keep_last": None}, 8, "period is 9, and only the first 8", "at most 8"),
+        ({"keep_last": 8}, 8, "keep_last is 8", "at most 7"),
+        ({}, 2, "keep_last is 2", "at most 1"),
+        ({"threshold": None, "period": 7}, 8, "period is 7", "at most 6"),
+        ({"threshold": None, "period": 2, "keep_last": 3}, 4, "period is 2", "a threshold"),
+        ({"threshold": None, "period": 9, "keep_last": None}, 8, "period is 9", "at most 8"),
     ],
 )
 def test_rules_that_make_no_draft_of_a_model_are_refused(options, num_layers, message, hint):

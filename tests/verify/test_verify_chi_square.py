@@ -15,7 +15,7 @@ from specexport.verify.goodness_of_fit import (
 )
 
 
-@pytest.mark.parametrize("dof", [1, 2, 3, 7, 30, 85, 400, 5000])
+@pytest.mark.parametrize("dof", [1, 2, 7, 85, 5000])
 def test_tail_equals_scipy(dof):
     bulk = stats.chi2.ppf([1e-12, 1e-3, 0.1, 0.5, 0.9, 0.999], dof)
     far = stats.chi2.isf([1e-6, 1e-12, 1e-40, 1e-200], dof)
@@ -33,16 +33,11 @@ def test_tail_at_its_ends():
 
 
 def test_pearson_equals_scipy():
-    counts = np.array([18, 55, 27])
-    probabilities = np.array([0.2, 0.5, 0.3])
+    counts, probabilities = np.array([18, 55, 27]), np.array([0.2, 0.5, 0.3])
     result = pearson_test(counts, probabilities)
     expected = stats.chisquare(counts, probabilities * 100)
-    assert result.statistic == pytest.approx(expected.statistic)
-    assert result.p_value == pytest.approx(expected.pvalue)
+    assert (result.statistic, result.p_value) == (pytest.approx(expected.statistic), pytest.approx(expected.pvalue))
     assert result.dof == 2
-
-
-def test_pearson_without_cells_or_counts():
     assert pearson_test(np.array([50]), np.array([1.0])).p_value == 1.0
     assert pearson_test(np.array([0, 0]), np.array([0.5, 0.5])).p_value == 0.0
 
@@ -70,8 +65,5 @@ def test_true_draws_stay_below_the_limit():
     assert np.mean(found) == pytest.approx(expected_total_variation(300, probabilities), rel=0.03)
     # McDiarmid's bound is safe: at most the stated share exceeds it.
     assert np.mean(np.array(found) > total_variation_limit(300, probabilities, 0.05)) <= 0.05
-
-
-def test_samples_outside_all_cells_add_to_the_distance():
-    assert total_variation(np.array([50, 0]), np.array([1.0, 0.0]), 100) == pytest.approx(0.5)
-    assert total_variation(np.array([100, 0]), np.array([0.0, 1.0]), 100) == pytest.approx(1.0)
+    for counts, law, distance in (([50, 0], [1.0, 0.0], 0.5), ([100, 0], [0.0, 1.0], 1.0)):  # samples outside all cells
+        assert total_variation(np.array(counts), np.array(law), 100) == pytest.approx(distance)

@@ -5,7 +5,7 @@ from itertools import chain
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, processors
 
 from specexport.verify.perplexity import (
     TextScore,
@@ -19,14 +19,13 @@ from specexport.verify.perplexity import (
 )
 from specexport.verify.tolerance import text_limits
 from specexport_runtime.errors import IncompatibleError, InvalidRequestError
-from tests.support.fakes.verify_fakes import VOCAB, make_executor
+from tests.support.fakes.verify_fakes import VOCAB, make_executor, word_tokenizer
 
 WINDOWS = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [4, 4], [9, 8, 7]]
 
 
 def make_tokenizer(*, bos: bool = False) -> Tokenizer:
-    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = word_tokenizer()
     if bos:
         tokenizer.post_processor = processors.TemplateProcessing(single="w22 $A", special_tokens=[("w22", 22)])
     return tokenizer
@@ -45,15 +44,14 @@ def exact_loss(windows):
 def test_the_loss_is_that_of_the_formula_however_it_is_cut(most):
     executor = make_executor()
     executor.max_num_tokens = most  # an engine with profiles takes K+1 tokens a step
-    assert score_engine(executor, WINDOWS, lookahead=3).loss == pytest.approx(exact_loss(WINDOWS), rel=1e-6)
+    found = score_engine(executor, WINDOWS, lookahead=3)
+    assert found.loss == pytest.approx(exact_loss(WINDOWS), rel=1e-6)
     assert max(shape.num_tokens for shape in executor.calls) == (10 if most is None else 4)
     assert count_predicted(WINDOWS) == 13
-
-
-def test_the_reference_loss_reads_the_same_positions():
-    executor = make_executor()
+    beside = score_engine(executor, WINDOWS, lookahead=3, reference=found.likeliest)
+    assert beside == TextScore(found.loss, None, pytest.approx(0, abs=1e-6), 1.0)
     logits = (np.stack([executor.logits_after(w[: i + 1]) for i in range(len(w))]) for w in WINDOWS)
-    assert score_logits(logits, WINDOWS).loss == pytest.approx(exact_loss(WINDOWS), rel=1e-6)
+    assert score_logits(logits, WINDOWS).loss == pytest.approx(found.loss, rel=1e-6)
 
 
 def test_windows_are_led_by_bos_and_end_with_the_text():
@@ -116,18 +114,12 @@ def test_the_divergence_is_that_of_the_whole_distributions():
         assert found.loss == pytest.approx(-np.log(q[:, 0]).mean(), rel=1e-6)
 
 
-def test_an_engine_beside_itself_loses_nothing():
-    executor = make_executor()
-    reference = score_engine(executor, WINDOWS, lookahead=3)
-    found = score_engine(executor, WINDOWS, lookahead=3, reference=reference.likeliest)
-    assert found == TextScore(reference.loss, None, pytest.approx(0, abs=1e-6), 1.0)
-
-
-def test_a_divergence_beyond_its_limit_fails():
+def test_divergences_and_losses_beyond_their_limits_fail():
     limit = judge(2.0).divergence_limit
     assert judge(2.0, divergence=0.99 * limit).passed
-    assert not judge(2.0, divergence=1.01 * limit).passed
-    assert not judge(2.0, divergence=math.nan).passed
+    for options in ({"divergence": 1.01 * limit}, {"divergence": math.nan}, {"loss": math.nan}, {"loss": math.inf}):
+        assert not judge(**{"loss": 2.0} | options).passed
+    assert judge(1e4).perplexity == math.inf
 
 
 def test_the_change_is_judged_by_the_limit_of_the_quantization():
@@ -138,12 +130,6 @@ def test_the_change_is_judged_by_the_limit_of_the_quantization():
     assert judge(2.1).change == pytest.approx(math.exp(0.1) - 1)
     assert judge(2.0).perplexity == judge(2.0).reference_perplexity == pytest.approx(math.exp(2))
     assert judge(2.0, None).limit < limit < judge(2.0, "int4").limit
-
-
-def test_losses_that_are_no_numbers_fail():
-    assert not judge(math.nan).passed
-    assert not judge(math.inf).passed
-    assert judge(1e4).perplexity == math.inf
 
 
 def test_an_unknown_quantization_is_refused():

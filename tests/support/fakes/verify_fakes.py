@@ -27,12 +27,16 @@ def make_executor(kind: type[FakeExecutor] = FakeExecutor, **options: object) ->
     return kind(VOCAB, 8, CAPACITY, **options)
 
 
-def make_engine(draft: str | None = "good", target: FakeExecutor | None = None, **options: object) -> SpecEngine:
+def word_tokenizer() -> Tokenizer:
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return tokenizer
+
+
+def make_engine(draft: str | None = "good", target: FakeExecutor | None = None, **options: object) -> SpecEngine:
     return engine_of(
         target or make_executor(),
-        tokenizer,
+        word_tokenizer(),
         draft=make_executor(**DRAFTS[draft]) if draft else None,
         max_model_len=MAX_MODEL_LEN,
         **{"lookahead": LOOKAHEAD} | options,
