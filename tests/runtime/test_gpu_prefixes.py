@@ -118,7 +118,7 @@ def test_a_row_that_runs_is_copied_from(opened, way):
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("way", WAYS)
-@examples(15, allow=(HealthCheck.function_scoped_fixture,))
+@examples(8, allow=(HealthCheck.function_scoped_fixture,))
 @given(data=st.data())
 def test_crowds_of_related_prompts_get_the_texts_that_plain_engines_give(opened, way, data):
     made = opened(way, data.draw(st.integers(2, 4)))

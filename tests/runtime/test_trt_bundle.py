@@ -68,7 +68,7 @@ def test_a_loaded_bundle_generates_what_the_model_does(bundle, machine, drafter)
     engine, plain = SpecEngine.load(bundle, max_num_seqs=ROWS), reference()
     results, expected = (e.generate(PROMPTS, PARAMS, drafter=drafter) for e in (engine, plain))
     assert [r.token_ids for r in results] == [r.token_ids for r in expected]
-    assert machine.opened == ["model.sm89.engine"] * 2
+    assert machine.opened == ["model.sm89.engine"] * 2  # not those of sm120 beside them
     assert all(gpu.calls["launch"] > 3 for gpu in machine.gpus[: 1 + (drafter in {"draft-model", "chained"})])
     engine.close()
     assert [gpu.in_use for gpu in machine.gpus] == [0, 0]
@@ -111,12 +111,6 @@ def test_graphs_can_be_turned_off(bundle, machine):
     assert [gpu.captures for gpu in machine.gpus] == [0, 0]
 
 
-def test_the_engine_of_this_gpu_is_chosen(bundle, monkeypatch):
-    machine = Machine(monkeypatch, sm="sm120")
-    SpecEngine.load(bundle, max_num_seqs=ROWS).close()
-    assert machine.opened == ["model.sm120.engine"] * 2
-
-
 def test_a_gpu_without_an_engine_names_both_and_the_rebuild_command(bundle, monkeypatch):
     machine = Machine(monkeypatch, sm="sm86")
     with pytest.raises(IncompatibleError, match="specexport build --backend tensorrt-rtx --sm 86"):
@@ -149,16 +143,13 @@ def test_recording_that_breaks_the_engine_leaves_nothing_behind(bundle, machine,
     assert machine.gpus[0].in_use == 0
 
 
-def test_more_sequences_than_the_engine_was_built_for(bundle, machine):
-    with pytest.raises(IncompatibleError, match=r"built for 4 sequences.*max_num_seqs is 8") as caught:
-        SpecEngine.load(bundle, max_num_seqs=8)
-    assert "--max-num-seqs 4" in caught.value.hint
-
-
-def test_as_many_sequences_as_the_engine_was_built_for_is_the_default(bundle, machine):
+def test_as_many_sequences_as_the_engine_was_built_for_and_no_more(bundle, machine):
     engine = SpecEngine.load(bundle)
     assert engine.current_load().max_num_seqs == ROWS == 4
     engine.close()
+    with pytest.raises(IncompatibleError, match=r"built for 4 sequences.*max_num_seqs is 8") as caught:
+        SpecEngine.load(bundle, max_num_seqs=8)
+    assert "--max-num-seqs 4" in caught.value.hint
 
 
 def test_a_lookahead_above_the_verify_profile(bundle, machine):

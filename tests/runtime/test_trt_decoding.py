@@ -65,10 +65,15 @@ def open_pair(folder, draft, lookahead=4, rows=4, lowering="native", **options):
     return target, open_fake(folder, small, make_draft(draft, rows), **options)[0], engine
 
 
-@pytest.mark.parametrize("lowering", LOWERINGS)
-@pytest.mark.parametrize("draft", [None, "good", "same", "adversarial"])
-@pytest.mark.parametrize("params", [greedy, sampled, mixed, penalized])
-def test_output_and_acceptance_are_the_models_own(folder, draft, params, lowering):
+@pytest.mark.parametrize(
+    ("lowering", "draft", "params"),
+    [
+        ("native", None, greedy), ("native", "good", sampled), ("native", "adversarial", mixed),
+        ("native", "same", penalized), ("plugin", None, mixed), ("plugin", "good", penalized),
+        ("plugin", "adversarial", greedy), ("plugin", "same", sampled),
+    ],
+)  # fmt: skip
+def test_output_and_acceptance_are_the_models_own(folder, lowering, draft, params):
     target, second, engine = open_pair(folder, draft, lowering=lowering)
     expected = decode((make_target(), make_draft(draft) if draft else None), params, 4)
     assert decode((target, second), params, 4) == expected
@@ -76,28 +81,14 @@ def test_output_and_acceptance_are_the_models_own(folder, draft, params, lowerin
     assert engine.gpu.calls["launch"]
 
 
-@pytest.mark.parametrize("lookahead", [1, 2, 3, 7])
-def test_every_lookahead(folder, lookahead):
-    target, draft, engine = open_pair(folder, "good", lookahead)
-    expected = decode((make_target(), make_draft("good")), greedy, lookahead)
-    assert decode((target, draft), greedy, lookahead) == expected
-    widths = {profile.max_new_tokens for profile in engine.runs if profile.kind == "verify"}
-    assert widths == {lookahead + 1}
-
-
-def test_without_graphs_the_output_is_the_same(folder):
-    eager = open_pair(folder, "good", use_graphs=False)
-    recorded = open_pair(folder, "good")
-    assert decode(eager[:2], mixed, 4) == decode(recorded[:2], mixed, 4)
+def test_with_and_without_graphs_and_captured_ahead_the_output_is_the_same(folder):
+    eager, recorded, ahead = open_pair(folder, "good", use_graphs=False), *(open_pair(folder, "good") for _ in range(2))
+    for executor in ahead[:2]:
+        executor.capture(executor.fixed_shapes())
+    expected = decode((make_target(), make_draft("good")), mixed, 4)
+    assert all(decode(each[:2], mixed, 4) == expected for each in (eager, recorded, ahead))
     assert eager[2].gpu.calls["launch"] == 0
     assert recorded[2].gpu.calls["launch"] > recorded[2].gpu.calls["enqueue"]
-
-
-def test_graphs_that_were_captured_ahead_give_the_same(folder):
-    target, draft, _engine = open_pair(folder, "good")
-    for executor in (target, draft):
-        executor.capture(executor.fixed_shapes())
-    assert decode((target, draft), mixed, 4) == decode((make_target(), make_draft("good")), mixed, 4)
 
 
 @pytest.mark.parametrize("lowering", LOWERINGS)
@@ -121,7 +112,7 @@ def test_prompts_wait_where_a_verify_step_leaves_them_no_room(folder):
     assert decode((target, draft), mixed, 7, prompts) == expected
 
 
-@pytest.mark.parametrize(("lookahead", "tokens"), [(4, 32), (7, 32), (7, 16)])
+@pytest.mark.parametrize(("lookahead", "tokens"), [(4, 32), (7, 16)])
 def test_the_draft_behind_a_prompt_fits_into_the_step_that_ends_it(folder, lookahead, tokens):
     """Copies follow a prompt at once. Alone and beside others, its last token waits where they would not fit."""
     target, _, engine = open_fake(folder, make_entry(lookahead, 4, tokens=tokens), make_target())
@@ -159,11 +150,11 @@ def test_rows_at_their_end_do_not_touch_each_other(folder):
 
 def test_fewer_rows_than_the_engine_has(folder):
     """Three rows run in the batch bucket of four: the arena has the fourth, which nobody owns."""
-    for rows in (1, 2, 3):
+    for rows in (1, 3):
         target, draft, engine = open_pair(folder, "good", num_rows=rows)
         expected = decode((make_target(rows), make_draft("good", rows)), mixed, 4)
         assert decode((target, draft), mixed, 4) == expected
-        assert max(profile.num_seqs for profile in engine.runs if profile.is_fixed) == {1: 1, 2: 2, 3: 4}[rows]
+        assert max(profile.num_seqs for profile in engine.runs if profile.is_fixed) == {1: 1, 3: 4}[rows]
 
 
 def test_sequences_that_leave_make_holes_and_windows_move(folder):
@@ -191,7 +182,7 @@ def test_sequences_that_leave_make_holes_and_windows_move(folder):
     assert len(windows) > 2
 
 
-@examples(25, allow=(HealthCheck.function_scoped_fixture,))
+@examples(15, allow=(HealthCheck.function_scoped_fixture,))
 @given(data=st.data())
 def test_any_workload(folder, data):
     rows = data.draw(st.integers(1, 5))
@@ -205,6 +196,7 @@ def test_any_workload(folder, data):
     def params(i):
         return SamplingParams(max_tokens=limits[i], temperature=0.8 if hot[i] else 0.0)
 
-    target, draft, _ = open_pair(folder, kind, lookahead, rows, lowering)
+    target, draft, engine = open_pair(folder, kind, lookahead, rows, lowering)
     expected = decode((make_target(rows), make_draft(kind, rows) if kind else None), params, lookahead, prompts)
     assert decode((target, draft), params, lookahead, prompts) == expected
+    assert {profile.max_new_tokens for profile in engine.runs if profile.kind == "verify"} <= {lookahead + 1}

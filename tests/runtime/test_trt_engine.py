@@ -42,10 +42,10 @@ def tiny_engine():
     return trt.__version__, bytes(builder.build_serialized_network(network, config))
 
 
-@pytest.mark.parametrize("part", ["nothing", "10 bytes", "the header", "half", "all but one byte", "other bytes"])
+@pytest.mark.parametrize("part", ["nothing", "the header", "all but one byte", "other bytes"])
 def test_a_truncated_or_unreadable_file_is_refused(tiny_engine, tmp_path, part, capfd):
     version, data = tiny_engine
-    cut = {"nothing": 0, "10 bytes": 10, "the header": 64, "half": len(data) // 2, "all but one byte": -1}
+    cut = {"nothing": 0, "the header": 64, "all but one byte": -1}
     path = tmp_path / "model.sm89.engine"
     path.write_bytes(b"nonsense" * 100 if part == "other bytes" else data[: cut[part]])
     with pytest.raises(BundleError, match="cannot load this engine of") as caught:
@@ -121,16 +121,13 @@ def test_another_version_names_both_and_the_rebuild_command(tmp_path):
 
 
 @pytest.mark.parametrize("builder", ["tensorrt", "tensorrt-rtx"])
-def test_a_package_that_is_not_installed_is_named(monkeypatch, tmp_path, builder):
+def test_a_package_that_is_not_installed_or_unknown_is_named(monkeypatch, tmp_path, builder):
     monkeypatch.setitem(sys.modules, builder.replace("-", "_"), None)
+    with pytest.raises(IncompatibleError, match="'abacus'"):
+        load_engine(tmp_path / "absent", file_for("abacus"), "NVIDIA L4")
     with pytest.raises(MissingDependencyError, match=f"{builder} is not installed") as caught:
         load_engine(tmp_path / "absent", file_for(builder), "NVIDIA L4")
     assert caught.value.hint == pip_install(builder)
-
-
-def test_an_unknown_builder(tmp_path):
-    with pytest.raises(IncompatibleError, match="'abacus'"):
-        load_engine(tmp_path / "absent", file_for("abacus"), "NVIDIA L4")
 
 
 class StandIn:
@@ -243,15 +240,10 @@ def test_what_tensorrt_says_decides_whose_fault_it_is(stand_in, complaint, error
     assert fix in caught.value.hint
 
 
-def test_tensorrt_gets_the_file_as_it_is(stand_in):
-    package, load = stand_in()
-    load()
-    assert package.given == b"12345"
-
-
 def test_a_context_of_rtx_keeps_compiled_kernels_and_records_no_graphs_itself(stand_in, tmp_path):
     package, load = stand_in()
     engine = load()
+    assert package.given == b"12345"
     assert engine.activation_bytes == 512
     assert [tuple(tensor) for tensor in engine.tensors] == [("input_ids", (-1,), True), ("logits", (-1, 17), False)]
     for is_fixed in (True, False):
@@ -302,8 +294,11 @@ def test_the_first_load_says_that_it_compiles_and_where_it_keeps_that(stand_in, 
 def test_without_a_place_for_kernels_each_load_says_that_it_compiles(stand_in, tmp_path, caplog):
     _, load = stand_in()
     (tmp_path / "cache").write_text("a file")
-    load().make_context(0, 4096, 77, is_fixed=True)
-    assert caplog.messages[-1].endswith("without a cache folder each load does.")
+    engine = load()
+    engine.make_context(0, 4096, 77, is_fixed=True)
+    assert "without a cache folder" in caplog.messages[-1]
+    engine.close()
+    assert (tmp_path / "cache").read_text() == "a file"
 
 
 @pytest.mark.parametrize("when", ["a context", "a step"])
@@ -352,15 +347,6 @@ def test_kernels_that_others_could_have_written_are_not_loaded(stand_in, tmp_pat
     engine = load()
     engine.make_context(0, 4096, 77, is_fixed=True)
     assert (("kernels", b"compiled") in package.told) == (what == "nothing")
-
-
-def test_a_cache_folder_that_cannot_be_written_is_no_error(stand_in, tmp_path):
-    _, load = stand_in()
-    (tmp_path / "cache").write_text("a file")
-    engine = load()
-    engine.make_context(0, 4096, 77, is_fixed=True)
-    engine.close()
-    assert (tmp_path / "cache").read_text() == "a file"
 
 
 def test_a_context_of_tensorrt_proper_has_no_such_options(stand_in):

@@ -1,7 +1,6 @@
 """The TensorRT executor on a fake GPU: profiles, windows, graphs, copies, and what is refused."""
 
 import logging
-import timeit
 from pathlib import Path
 
 import numpy as np
@@ -107,30 +106,19 @@ def test_a_step_is_one_copy_in_one_launch_one_copy_out_one_wait(tmp_path, entry)
         assert gpu.log == ["copy_in", run, "copy_out", "synchronize"]
 
 
-def test_only_what_is_wanted_comes_back(tmp_path):
+def test_only_what_is_new_goes_in_and_only_what_is_wanted_comes_back(tmp_path):
     executor, gpu, _ = open_one(tmp_path)
+    with pytest.raises(SpecexportError, match="before prepare"):
+        executor.execute()
     pair = Pair(executor)
     pair.step(0, [5, 2], want="token_ids")
     assert gpu.copied[-1] == 8 * 7
     pair.step(0, [5, 2], want="logits")
     assert gpu.copied[-1] == 4 * VOCAB * 7
-
-
-def test_tensors_of_a_ranged_step_are_as_small_as_the_step(tmp_path):
-    executor, gpu, _ = open_one(tmp_path)
-    pair = Pair(executor)
     pair.step(0, [12])
     small = gpu.copied[-2]
-    pair.step(0, [50])
-    assert gpu.copied[-2] > small
-
-
-def test_arrays_are_kept_for_each_shape(tmp_path):
-    executor, _, _ = open_one(tmp_path)
-    shape = StepShape(0, 2, 6, 5, 6)
-    buffers = executor.prepare(shape)
-    assert executor.prepare(StepShape(0, 1, 1, 1, 1)) is not buffers
-    assert executor.prepare(shape) is buffers
+    pair.step(0, [40])
+    assert gpu.copied[-2] > small, "tensors of a ranged step are as small as the step"
 
 
 def test_the_first_step_of_a_window_is_recorded_and_later_ones_replay_it(tmp_path):
@@ -353,12 +341,6 @@ def test_steps_beyond_every_profile_name_the_flag(tmp_path):
         executor.prepare(StepShape(0, 4, 65, 30, 1))
 
 
-def test_execute_before_prepare(tmp_path):
-    executor, _, _ = open_one(tmp_path)
-    with pytest.raises(SpecexportError, match="before prepare"):
-        executor.execute()
-
-
 def test_too_little_memory_is_found_before_anything_is_allocated(tmp_path):
     gpu = FakeGpu(claims=100_000)
     with pytest.raises(IncompatibleError) as caught:
@@ -372,7 +354,7 @@ def test_too_little_memory_is_found_before_anything_is_allocated(tmp_path):
     assert gpu.calls.total() == 0
 
 
-@pytest.mark.parametrize("free", range(20_000, 170_000, 10_000))
+@pytest.mark.parametrize("free", range(20_000, 170_000, 25_000))
 def test_memory_that_runs_out_on_the_way_is_given_back(tmp_path, free):
     gpu = FakeGpu(free, claims=1 << 30)
     with pytest.raises(IncompatibleError, match=r"wants .* of GPU memory; FakeGPU has") as caught:
@@ -426,41 +408,6 @@ def test_manifests_that_do_not_fit_the_engine(tmp_path, changes, message):
     assert gpu.closed
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_the_arena_has_the_models_item_size(tmp_path, dtype):
-    entry = make_entry(LOOKAHEAD, ROWS, MAX_LEN, dtype=dtype)
-    executor, _, _ = open_one(tmp_path, entry)
-    assert executor.kv_bytes == 2 * ROWS * 128 * 74 * (4 if dtype == "float32" else 2)
-
-
-class NullGpu(FakeGpu):
-    """A driver whose calls do nothing, so that what is left is the executor's own work."""
-
-    def put(self, operation, name):
-        pass
-
-    copy_in = copy_out = lambda self, *_: None
-    launch = lambda self, _: None  # noqa: E731
-    synchronize = lambda self: None  # noqa: E731
-
-
-def test_host_time_of_a_step_is_reported(tmp_path, entry, record_property):
-    """Python's share of a recorded step: the driver's own four calls come on top."""
-    executor, _, _ = open_one(tmp_path, entry, NullGpu())
-    executor.capture(executor.fixed_shapes())
-    runner, work = ModelRunner(executor), [RowWork([1], 1)]
-    for name, call in (
-        ("prepare and execute", lambda: executor.prepare(StepShape(0, 1, 1, 1, 1)) and executor.execute("token_ids")),
-        ("packing it too", lambda: runner.step(0, work, "token_ids")),
-    ):
-        runner.step(0, work, "token_ids")
-        best = min(timeit.repeat(call, number=200, repeat=5)) / 200
-        record_property(
-            f"measured: host time of a decode step, batch 1, {entry.engine.lowering}, {name}", f"{best * 1e6:.1f} µs"
-        )
-    assert executor.graphs.replays > 2000
-
-
 def test_an_engine_with_ranged_profiles_only(tmp_path):
     entry = make_entry(LOOKAHEAD, ROWS, MAX_LEN, profiles=(Profile("prefill", 4, 64, 64, 20),))
     executor, gpu, _ = open_one(tmp_path, entry)
@@ -494,6 +441,7 @@ def test_a_row_that_ends_leaves_no_value_behind(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_cache_entries_are_read_as_float32(tmp_path, dtype):
     executor, gpu, _ = open_one(tmp_path, make_entry(rows=ROWS, dtype=dtype))
+    assert executor.kv_bytes == 2 * ROWS * 128 * 74 * (4 if dtype == "float32" else 2)
     (heads, k_dim, _), row = LAYERS[0], 2
     values = np.arange(heads * executor._parts.sizes.kv_capacity * k_dim, dtype=np.float32) % 128  # exact in all three
     cache, address = next(executor._parts.kv.addresses(row))

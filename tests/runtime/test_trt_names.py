@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import pytest
 
-from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors import trt_engine
 from tests.support.cases.present_gpu import has_gpu
 
@@ -146,10 +145,3 @@ def test_an_engine_that_is_none_is_refused_by_the_lean_runtime(tmp_path) -> None
     fault = "BundleError" if has_gpu() else "IncompatibleError"
     assert done.stdout.startswith(fault), done.stdout
     assert ("specexport build --backend tensorrt --sm 89" if has_gpu() else "580 or newer") in done.stdout
-
-
-def test_an_engine_of_another_version_is_refused_by_the_lean_runtime(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tensorrt", pytest.importorskip(LEAN, reason=f"{LEAN} is not installed"))
-    file = trt_engine.EngineFile("model.sm89.engine", "sm89", "tensorrt", "11.3.0.1")
-    with pytest.raises(SpecexportError, match=r"built by tensorrt 11\.3\.0\.1, but 11\.4.*--backend tensorrt --sm 89"):
-        trt_engine.load_engine(tmp_path / "absent", file, "NVIDIA L4")

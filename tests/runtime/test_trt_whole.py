@@ -67,8 +67,11 @@ def is_greedy(name: str, prompt: Sequence[int], tokens: Sequence[int]) -> bool:
 
 @pytest.mark.parametrize(
     ("name", "folds"),
-    [("llama", False), ("gemma3", False), ("gemma2", False), ("llama", True), ("gemma3", True)],
-)
+    [
+        ("llama", True), ("gemma3", False), ("gemma2", False),
+        pytest.param("llama", False, marks=pytest.mark.whole), pytest.param("gemma3", True, marks=pytest.mark.whole),
+    ],
+)  # fmt: skip
 def test_speculative_decoding_over_the_lowered_graph_is_greedy_eager_decoding(
     name: str, folds: bool, tmp_path: Path
 ) -> None:
