@@ -62,7 +62,9 @@ def test_bad_lines_are_named(tmp_path, line, said):
     assert caught.value.hint
 
 
-def test_files_without_prompts_are_refused(tmp_path):
+def test_files_without_prompts_and_domains_that_are_not_there_are_refused(tmp_path):
+    with pytest.raises(InvalidRequestError, match="did you mean 'code'"):
+        read_prompts([], domains=["cod"])
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n\n")
     with pytest.raises(InvalidRequestError, match="has no prompts"):
@@ -72,13 +74,6 @@ def test_files_without_prompts_are_refused(tmp_path):
     empty.write_bytes(b'{"prompt": "\xff"}')
     with pytest.raises(InvalidRequestError, match="not UTF-8"):
         read_prompts([empty])
-
-
-def test_other_refusals():
-    with pytest.raises(InvalidRequestError, match="did you mean 'code'"):
-        read_prompts([], domains=["cod"])
-    with pytest.raises(InvalidRequestError, match="number of prompts is 0"):
-        read_prompts([], num_prompts=0)
 
 
 def test_mixed_domains_take_turns():

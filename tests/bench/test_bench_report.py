@@ -87,12 +87,6 @@ def test_table_shows_what_varies():
     assert [rows[3][name] for name in ("domain", "temperature", "batching")] == ["math", "0.7", "static"]
 
 
-def test_labels_say_what_is_padded():
-    assert LOOKUP._replace(unpad_kv=False).label == "lookup, padded KV"
-    assert LOOKUP._replace(unpad_kv=False, unpad_input=False).label == "lookup, padded KV and input"
-    assert VANILLA._replace(method="unpad-kv", unpad_kv=True).label == "unpad-kv only (lookup)"
-
-
 def test_report_names_command_machine_and_different_texts():
     prompts = [prompt(LOOKUP, repeat, "x", 1, equal=repeat < 2) for repeat in range(3)]
     text = format_report(result([run(LOOKUP, 0, 20)], prompts))

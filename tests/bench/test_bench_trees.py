@@ -43,10 +43,7 @@ def sizes(names, trees, requested=None):
 )
 def test_each_size_is_measured_with_what_can_have_it(trees, expected):
     assert sizes(("lookup", "vanilla", "auto"), trees) == [("plain", 0, 0), *expected]
-
-
-def test_padded_methods_have_no_trees():
-    assert sizes(("vanilla",), (0, 12), requested=(AUTO,)) == [("plain", 0, 0), ("vanilla", AUTO, AUTO)]
+    assert sizes(("vanilla",), trees, requested=(AUTO,)) == [("plain", 0, 0), ("vanilla", AUTO, AUTO)], "padded: none"
 
 
 @pytest.mark.parametrize(
@@ -59,6 +56,9 @@ def test_padded_methods_have_no_trees():
         (CHOSEN._replace(tree_size=20), "auto, trees of 20", 20),
         (PLAIN, "plain", None),
         (VANILLA, "vanilla (lookup)", None),
+        (LOOKUP._replace(unpad_kv=False), "lookup, padded KV", None),
+        (LOOKUP._replace(unpad_kv=False, unpad_input=False), "lookup, padded KV and input", None),
+        (VANILLA._replace(method="unpad-kv", unpad_kv=True), "unpad-kv only (lookup)", None),
     ],
     ids=lambda value: value.label if isinstance(value, Cell) else str(value),
 )

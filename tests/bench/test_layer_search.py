@@ -69,22 +69,6 @@ def test_chances_of_sampled_texts_are_what_the_laws_have_in_common():
             assert chance == pytest.approx(wanted, abs=1e-5)
 
 
-def test_prompts_of_models_that_keep_states_are_read_again():
-    target = executor()
-    runner = ModelRunner(target)
-    reader = AgreementReader(runner, greedy_texts(target))
-    masks = masks_of(0b101101)
-    before = reader.agree(masks)
-    runner.has_states = True  # what a fake cannot keep; only the way back differs
-    known = len(target.calls)
-    runner_states = runner._step_states
-    runner._step_states = lambda *given: None
-    again = reader.agree(masks)
-    runner._step_states = runner_states
-    assert len(target.calls) > known
-    assert [own.tolist() for own in again[0]] == [own.tolist() for own in before[0]]
-
-
 def test_the_similarity_is_the_mean_over_the_prompts():
     target = executor()
     texts = greedy_texts(target)

@@ -18,10 +18,12 @@ from specexport.compile.pipeline import build_bundle
 from specexport.recipe import BuildRecipe
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.bundle.draft_layers import DRAFT_LAYERS_NAME, DraftLayers, load_draft_layers
+from specexport_runtime.bundle.entry import Gates
 from specexport_runtime.bundle.manifest import load_manifest
-from specexport_runtime.errors import BundleError, InvalidRequestError
+from specexport_runtime.errors import BundleError
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from specexport_runtime.requests.layer_choice import LayerRules
+from tests.support.cases.entries import changed
 from tests.support.cases.refusals import content_of, line_of
 from tests.support.models.tiny_models import make_llama, save_checkpoint
 
@@ -45,10 +47,10 @@ def without(model, mixers, mlps):
     return model
 
 
-def build(folder, model):
+def build(folder, model, *, self_draft=True):
     recipe = BuildRecipe(
         target=str(save_checkpoint(model, folder / "model")), output=str(folder / "out"), max_model_len=96,
-        check=False, self_draft=True,
+        check=False, self_draft=self_draft,
     )  # fmt: skip
     build_bundle(recipe, use_cache=False)
     return folder / "out"
@@ -235,8 +237,7 @@ def test_layers_of_another_model_are_refused(bundle, changes, why):
 def test_a_bundle_without_gates_has_no_layers_to_leave_out(bundle):
     keep(bundle)
     manifest = load_manifest(bundle)
-    target = manifest.models["target"]
-    closed = replace(target, engine=replace(target.engine, gates=target.engine.gates._replace(kinds=())))
+    closed = changed(manifest.models["target"], gates=Gates())
     with pytest.raises(BundleError, match="and 0 of this one can be left out"):
         load_draft_layers(bundle, replace(manifest, models={"target": closed}))
 
@@ -272,10 +273,7 @@ def test_searches_that_cannot_be_are_refused(bundle, prompts, arguments, why):
 
 def test_several_bundles_and_targets_without_gates_are_refused(bundle, prompts, tmp_path):
     assert "takes one bundle, not 2" in line_of(search(bundle, prompts, bundle))
-    model = save_checkpoint(make_llama(vocab_size=VOCAB), tmp_path / "model")
-    recipe = BuildRecipe(target=str(model), output=str(tmp_path / "plain"), max_model_len=64, check=False)
-    build_bundle(recipe, use_cache=False)
-    line = line_of(search(tmp_path / "plain", prompts))
+    line = line_of(search(build(tmp_path, make_llama(), self_draft=False), prompts))
     assert "without layers that can be left out" in line
     assert "--self-draft" in line
 
@@ -288,18 +286,3 @@ def test_a_bundle_that_was_rebuilt_meanwhile_keeps_nothing(bundle, prompts, monk
     monkeypatch.setattr(command, "load_manifest", lambda _: next(seen, replace(first, build_key="other")))
     assert "was rebuilt during the search" in line_of(search(bundle, prompts))
     assert not (bundle / DRAFT_LAYERS_NAME).exists()
-
-
-@pytest.mark.parametrize(
-    ("rules", "why"),
-    [
-        ({"skip_mixers": (5,)}, "layer 5 is to be left out, and the model has layers 0 to 4"),
-        ({"skip_mlps": range(5), "skip_mixers": range(5)}, "all 5 layers are left out"),
-    ],
-)
-def test_requests_cannot_leave_out_what_is_not_there(bundle, rules, why):
-    with (
-        closing(SpecEngine.load(bundle, num_threads=1, spin=False)) as engine,
-        pytest.raises(InvalidRequestError, match=why),
-    ):
-        engine.generate("x", drafter="self", layer_rules=LayerRules(None, None, None, **rules))

@@ -36,7 +36,7 @@ def fail_half_way(path: Path, error: BaseException) -> None:
         raise error
 
 
-@pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt(), SystemExit(1)], ids=repr)
+@pytest.mark.parametrize("error", [PermissionError(1, "no"), KeyboardInterrupt(), SystemExit(1)], ids=repr)
 def test_nothing_is_left_when_the_work_raises(tmp_path: Path, error: BaseException) -> None:
     with pytest.raises(type(error)):
         fail_half_way(tmp_path / "out", error)
@@ -50,11 +50,6 @@ def test_a_full_disk_is_a_users_error_with_both_sizes(tmp_path: Path) -> None:
     assert "1,234 bytes" in caught.value.message
     assert "free" in caught.value.message
     assert names(tmp_path) == []
-
-
-def test_other_os_errors_of_the_work_pass_through(tmp_path: Path) -> None:
-    with pytest.raises(PermissionError), atomic.new_folder(tmp_path / "out"):
-        raise PermissionError(errno.EACCES, "not yours")
 
 
 def test_a_place_that_cannot_be_written_is_a_users_error(tmp_path: Path) -> None:
@@ -176,9 +171,4 @@ def test_a_link_that_leads_to_itself_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "loop", tmp_path / "loop" / "bundle"):
         with pytest.raises(OutputExistsError, match=r"(loop|again) is a link that leads to itself"):
             check_output(path, force=True)
-        assert BuildRecipe(target="x", output=str(path)).bundle_name == path.name
-
-
-def test_a_bundle_is_named_by_the_link_that_was_given(tmp_path: Path) -> None:
-    (tmp_path / "model").symlink_to(tmp_path / "disk" / "3f2a")
-    assert BuildRecipe(target="x", output=str(tmp_path / "model")).bundle_name == "model"
+        assert BuildRecipe(target="x", output=str(path)).bundle_name == path.name, "by the link that was given"

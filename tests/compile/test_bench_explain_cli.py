@@ -27,24 +27,6 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-def test_bench_measures_every_k_of_a_real_bundle(run_cli, tiny_bundle, prompts, tmp_path):
-    asked = [
-        "--contexts", "8,16", "--lookahead", "1,3", "--methods", "draft-model,lookup", "--max-tokens", 8,
-        "--repeats", 1, "--num-prompts", 1, *FAST,
-    ]  # fmt: skip
-    files = ["--json", tmp_path / "p.json", "--plot", tmp_path / "p.svg"]
-    ended = run_cli("bench", tiny_bundle, "--prompts", prompts, *asked, *files)
-    assert ended.exit_code == 0, ended.output
-    data = json.loads((tmp_path / "p.json").read_text())
-    assert [(cell["drafter"], cell["context"]) for cell in data["fastest"]] == [
-        (name, context) for context in (8, 16) for name in ("draft-model", "lookup")
-    ]
-    assert all(set(cell["decode_tokens_per_second"]) == {"0", "1", "3"} for cell in data["fastest"])
-    assert all(each["phases"]["verify"] > 0 for each in data["runs"])
-    assert {each["prompt_tokens"] for each in data["prompts"]} == {8, 16}
-    assert b"<svg" in (tmp_path / "p.svg").read_bytes()
-
-
 def test_bench_compares_the_drafts_of_one_target(run_cli, refuse_cli, tiny_bundle, tiny_pair, prompts, tmp_path):
     cut, another, file = tmp_path / "cut", tmp_path / "another", tmp_path / "out.json"
     build_bundle(tiny_pair.recipe(cut, draft_vocab_size=40))
@@ -67,30 +49,19 @@ def test_bench_compares_the_drafts_of_one_target(run_cli, refuse_cli, tiny_bundl
     assert "another has another target than tiny-bundle: checkpoint target (000000000000) instead of" in said
 
 
-@pytest.mark.parametrize("temperature", [0, 0.9])
 @pytest.mark.parametrize(
-    "drafting",
+    ("drafting", "temperature"),
     [
-        ["--drafter", "draft-model", "--lookahead", "auto"],
-        [
-            "--drafter",
-            "self",
-            "--lookahead",
-            3,
-            "--layer-period",
-            2,
-            "--layer-keep-last",
-            0,
-            "--layer-threshold",
-            "off",
-        ],
-        ["--drafter", "lookup"],
-        ["--no-speculation"],
+        ("--drafter draft-model --lookahead auto", 0),
+        ("--drafter draft-model --lookahead auto", 0.9),
+        ("--drafter self --lookahead 3 --layer-period 2 --layer-keep-last 0 --layer-threshold off", 0),
+        ("--drafter lookup", 0.9),
+        ("--no-speculation", 0),
     ],
 )
 def test_explain_tells_of_every_round(run_cli, gated_bundle, cache, drafting, temperature):
     asked = ["--max-tokens", 24, "--ignore-eos", "--temperature", temperature, "--seed", 3, *FAST]
-    ended = run_cli("explain", gated_bundle, "one two three one two", *drafting, *asked, "--json")
+    ended = run_cli("explain", gated_bundle, "one two three one two", *drafting.split(), *asked, "--json")
     assert ended.exit_code == 0, ended.output
     data = json.loads(ended.stdout)
     rounds = data["rounds"]
@@ -171,16 +142,3 @@ def test_mistakes_of_explain(refuse_cli, tiny_bundle, monkeypatch, tmp_path_fact
 def test_explain_needs_a_bundle_and_a_prompt(refuse_cli, tiny_bundle, tmp_path):
     assert "there is no folder" in refuse_cli("explain", tmp_path / "none", "one two")
     assert "prompt" in refuse_cli("explain", tiny_bundle)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--lookahead", "9"], "built for 1 to 8"),
-        (["--contexts", "99999"], "choose a context of at most"),
-        (["--methods", "self"], "too few, can be left out"),
-    ],
-)
-def test_bench_refuses_what_the_bundle_cannot(refuse_cli, tiny_bundle, prompts, tmp_path, arguments, said):
-    out = tmp_path / "p.json"
-    assert said in refuse_cli("bench", tiny_bundle, "--prompts", prompts, "--json", out, *arguments, "-q")

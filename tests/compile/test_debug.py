@@ -311,8 +311,11 @@ def test_bad_input_is_refused_in_one_line(
     assert line in refuse_cli("debug", tiny_bundle, PROMPT, "-q", *[places.get(arg, arg) for arg in args])
 
 
-def test_a_missing_draft_is_refused(bundles: dict[str, Path], refuse_cli: Callable[..., str]) -> None:
-    assert "has no draft model" in refuse_cli("debug", bundles["int8"], "--graph", "padded", "--role", "draft", "-q")
+def test_a_missing_draft_is_refused(tiny_bundle: Path, tmp_path_factory: Any, refuse_cli: Callable[..., str]) -> None:
+    folder = shutil.copytree(tiny_bundle, tmp_path_factory.mktemp("alone") / "b")
+    manifest = load_manifest(folder)
+    replace(manifest, models={"target": manifest.models["target"]}).write(folder)
+    assert "has no draft model" in refuse_cli("debug", folder, "--graph", "padded", "--role", "draft", "-q")
 
 
 def test_without_the_extra_the_command_says_what_to_install(
@@ -345,7 +348,7 @@ def test_engines_without_layers_are_told_apart_by_their_caches(tiny_bundle: Path
     assert len(lines) == 2
 
 
-def test_a_tensorrt_engine_is_refused_where_there_is_no_gpu(
+def test_a_tensorrt_engine_shows_no_layers_and_is_refused_where_there_is_no_gpu(
     tiny_bundle: Path, tmp_path: Path, refuse_cli: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_gpu() -> NoReturn:
@@ -355,27 +358,17 @@ def test_a_tensorrt_engine_is_refused_where_there_is_no_gpu(
     engine = tmp_path / "rtx"
     shutil.copytree(tiny_bundle, engine)
     rewrite_manifest(engine, backend="tensorrt-rtx")
-    line = refuse_cli("debug", engine, PROMPT, "--against", tiny_bundle, "-q", exit_code=3)
-    assert "there is no NVIDIA GPU" in line
-    line = refuse_cli("debug", engine, PROMPT, "--graph", "padded", "-q", exit_code=3)
-    assert "was built for tensorrt-rtx, whose engines do not show their layers" in line
-    line = refuse_cli("debug", tiny_bundle, PROMPT, "--against", engine, "-q", exit_code=3)
-    assert "was built for tensorrt-rtx, whose engines do not show their layers" in line
-    assert "--layer" in refuse_cli("debug", engine, PROMPT, "--against", tiny_bundle, "--layer", "lm_head", "-q")
-
-
-def test_progress_with_an_engine_that_shows_no_layers_ends_at_the_last_stage(
-    tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_gpu() -> NoReturn:
-        raise IncompatibleError("there is no NVIDIA GPU.", "run it where there is one.")
-
-    monkeypatch.setattr(cuda_driver, "CudaDriver", no_gpu)
-    shutil.copytree(tiny_bundle, tmp_path / "rtx")
-    rewrite_manifest(tmp_path / "rtx", backend="tensorrt-rtx")
+    for bundle, asked, said, code in (
+        (engine, ["--against", tiny_bundle], "there is no NVIDIA GPU", 3),
+        (engine, ["--graph", "padded"], "was built for tensorrt-rtx, whose engines do not show their layers", 3),
+        (tiny_bundle, ["--against", engine], "was built for tensorrt-rtx, whose engines do not show their layers", 3),
+        (engine, ["--against", tiny_bundle, "--layer", "lm_head"], "--layer", 2),
+    ):
+        assert said in refuse_cli("debug", bundle, PROMPT, "-q", *asked, exit_code=code)
     told: list[ProgressEvent] = []
     with pytest.raises(IncompatibleError, match="no NVIDIA GPU"):
-        debug_bundle(tmp_path / "rtx", PROMPT, DebugOptions(against=tiny_bundle), progress=told.append)
+        debug_bundle(engine, PROMPT, DebugOptions(against=tiny_bundle), progress=told.append)
+    # Progress ends at the last stage, though there are no layers to compare.
     assert [(event.stage, event.step, event.num_steps) for event in told] == [
         ("load", 1, 4), ("decode", 3, 4), ("compare", 4, 4),
     ]  # fmt: skip

@@ -25,6 +25,10 @@ from tests.support.cases.present_gpu import has_gpu
 
 RunCli = Callable[..., Result]
 MakeCard = Callable[..., None]
+RTX_4090 = "NVIDIA GeForce RTX 4090, 580.159.04, 24564 MiB, 8.9"
+MEM = "580.1, 183359 MiB"
+OLD, B200, H200 = "NVIDIA L4, 535.104.05, 23034 MiB, 8.9", f"NVIDIA B200, {MEM}, 10.0", f"NVIDIA H200, {MEM}, 9.0"
+DRIVER, OTHERS = "NVIDIA driver 580 or newer", "build bundles with --backend ort-cuda or tensorrt for this GPU."
 REINSTALL = "pip uninstall -y onnxruntime onnxruntime-gpu, then pip install -e '.[cuda]' in the clone of specexport."
 
 
@@ -56,65 +60,52 @@ def test_no_gpu_is_said_once(monkeypatch: pytest.MonkeyPatch, run_cli: RunCli) -
     assert run_cli("doctor").stdout.count("no GPU") == 1
 
 
-def test_a_card_that_runs_everything(card: MakeCard) -> None:
-    card("NVIDIA GeForce RTX 4090, 580.159.04, 24564 MiB, 8.9")
-    assert {topic: finding.state for topic, finding in found().items()} == {
-        "gpu": "ok",
-        "driver": "ok",
-        "ort-cuda": "ok",
-    }
-    assert found()["gpu"].found == "NVIDIA GeForce RTX 4090, 24564 MiB, sm89"
-    assert found()["ort-cuda"].found == "onnxruntime-gpu 1.31.1 ran a step on NVIDIA GeForce RTX 4090"
-
-
-def test_a_driver_that_is_too_old_runs_nothing(card: MakeCard, run_cli: RunCli) -> None:
-    card("NVIDIA L4, 535.104.05, 23034 MiB, 8.9")
-    driver = found()["driver"]
-    assert (driver.state, driver.fix) == ("missing", "install NVIDIA driver 580 or newer.")
-    assert driver.found.startswith("535.104.05; onnxruntime-gpu, TensorRT and cuda-python")
-    result = run_cli("doctor", "--json")
-    assert result.exit_code == 0, result.exception
-    able = json.loads(result.stdout)["can"]
-    assert not any(able[f"run {name} bundles"] for name in ("ort-cuda", "tensorrt", "tensorrt-rtx"))
-
-
-def test_a_driver_that_is_broken(card: MakeCard, tmp_path: Path) -> None:
-    card("")
-    assert found()["gpu"].found.startswith("no GPU (nvidia-smi lists none)")
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
-    assert found()["gpu"].fix == "mend the driver, or install NVIDIA driver 580 or newer."
+NO_CODE, NO_RTX = "no code for a GPU of compute capability ", "build bundles with --backend tensorrt for this GPU."
 
 
 @pytest.mark.parametrize(
-    ("line", "named"),
+    ("line", "topic", "state", "said", "fix"),
     [
-        ("NVIDIA B200, 580.1, 183359 MiB, 10.0", "10.0, as of a B200 or GB200"),
-        ("NVIDIA B300, 580.1, 275040 MiB, 10.3", "10.3, as of a B300 or GB300"),
-        ("NVIDIA Thor, 580.1, [N/A], 11.0", "11.0, as of a Thor"),
+        (RTX_4090, "gpu", "ok", "NVIDIA GeForce RTX 4090, 24564 MiB, sm89", ""),
+        (RTX_4090, "ort-cuda", "ok", "onnxruntime-gpu 1.31.1 ran a step on NVIDIA GeForce RTX 4090", ""),
+        (OLD, "driver", "missing", "535.104.05; onnxruntime-gpu, TensorRT and cuda-python", f"install {DRIVER}."),
+        (B200, "ort-cuda", "missing", f"{NO_CODE}10.0, as of a B200 or GB200", NO_RTX),
+        (f"NVIDIA B300, {MEM}, 10.3", "ort-cuda", "missing", f"{NO_CODE}10.3, as of a B300 or GB300", NO_RTX),
+        ("NVIDIA Thor, 580.1, [N/A], 11.0", "ort-cuda", "missing", f"{NO_CODE}11.0, as of a Thor", NO_RTX),
+        (H200, "ort-cuda", "ok", "ran a step on NVIDIA H200", ""),
+        (H200, "tensorrt-rtx", "missing", "1.7 is not for sm90, only for sm 75, 80, 86, 89, 120, 121", OTHERS),
+        ("", "gpu", "note", "no GPU (nvidia-smi lists none)", ""),
     ],
 )
-def test_cards_without_code_are_refused_by_name(card: MakeCard, run_cli: RunCli, line: str, named: str) -> None:
+def test_what_is_found_of_a_card(card: MakeCard, line: str, topic: str, state: str, said: str, fix: str) -> None:
     card(line)
-    ort_cuda, rtx = found()["ort-cuda"], found()["tensorrt-rtx"]
-    assert ort_cuda.state == rtx.state == "missing"
-    assert f"no code for a GPU of compute capability {named}" in ort_cuda.found
-    assert ort_cuda.fix == "build bundles with --backend tensorrt for this GPU."
+    finding = found()[topic]
+    assert (finding.topic, finding.state, finding.fix) == (topic, state, fix)
+    assert said in finding.found
+
+
+@pytest.mark.parametrize(
+    ("line", "unable"), [(OLD, ("ort-cuda", "tensorrt", "tensorrt-rtx")), (B200, ("ort-cuda", "tensorrt-rtx"))]
+)
+def test_a_card_runs_no_bundles_that_it_cannot(
+    card: MakeCard, run_cli: RunCli, line: str, unable: tuple[str, ...]
+) -> None:
+    card(line)
     result = run_cli("doctor", "--json")
     assert result.exit_code == 0, result.exception
     able = json.loads(result.stdout)["can"]
-    assert not able["run ort-cuda bundles"]
-    assert not able["run tensorrt-rtx bundles"]
+    assert not any(able[f"run {name} bundles"] for name in unable)
 
 
-def test_tensorrt_rtx_is_not_for_an_h200(card: MakeCard) -> None:
-    card("NVIDIA H200, 580.159.04, 143771 MiB, 9.0")
-    assert found()["ort-cuda"].state == "ok"
-    assert found()["tensorrt-rtx"] == Finding(
-        "tensorrt-rtx",
-        "missing",
-        "TensorRT-RTX 1.7 is not for sm90, only for sm 75, 80, 86, 89, 120, 121",
-        "build bundles with --backend ort-cuda or tensorrt for this GPU.",
-    )
+def test_a_driver_or_a_package_that_is_broken_or_not_there(
+    card: MakeCard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card(RTX_4090, providers=("CPUExecutionProvider",))
+    assert found()["ort-cuda"] == Finding("ort-cuda", "missing", "onnxruntime is the package for CPUs", REINSTALL)
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    assert found()["ort-cuda"].fix == "pip install -e '.[cuda]' in the clone of specexport."
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
+    assert found()["gpu"].fix == f"mend the driver, or install {DRIVER}."
 
 
 def test_the_architectures_of_tensorrt_rtx_are_the_packages_own() -> None:
@@ -132,17 +123,6 @@ def test_code_runs_on_later_gpus_of_its_generation(capability: int, runs: bool) 
     assert 90 in CODE["1.31.1"]
 
 
-def test_the_package_for_cpus_is_replaced_by_a_command_that_leaves_a_whole_one(card: MakeCard) -> None:
-    card("NVIDIA L4, 580.1, 23034 MiB, 8.9", providers=("CPUExecutionProvider",))
-    assert found()["ort-cuda"] == Finding("ort-cuda", "missing", "onnxruntime is the package for CPUs", REINSTALL)
-
-
-def test_no_package_at_all(card: MakeCard, monkeypatch: pytest.MonkeyPatch) -> None:
-    card("NVIDIA L4, 580.1, 23034 MiB, 8.9")
-    monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    assert found()["ort-cuda"].fix == "pip install -e '.[cuda]' in the clone of specexport."
-
-
 @pytest.mark.parametrize(
     ("failure", "said", "fix"),
     [
@@ -154,7 +134,7 @@ def test_no_package_at_all(card: MakeCard, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_step_that_fails_says_why(
     card: MakeCard, monkeypatch: pytest.MonkeyPatch, failure: Exception, said: str, fix: str
 ) -> None:
-    card("NVIDIA L4, 580.1, 23034 MiB, 8.9")
+    card(RTX_4090)
     monkeypatch.setattr(gpu, "run_step", lambda _ort, _device: (_ for _ in ()).throw(failure))
     finding = found()["ort-cuda"]
     assert (finding.state, finding.fix) == ("missing", fix)

@@ -1,6 +1,7 @@
 """Builds whose draft has fewer layers: which go, what the bundle says of them, what is accepted, what is refused."""
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +13,8 @@ from click.testing import Result
 from specexport.compile.command import result_to_json, summary
 from specexport.compile.draft_cuts import NUM_PIECES, PIECE_LEN, cut_pieces
 from specexport.compile.pipeline import BuildResult, _find_models, _make_plan, build_bundle
-from specexport.recipe import make_recipe
 from specexport.trace import prune
+from specexport_runtime.bundle.entry import DroppedLayer
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import InvalidRequestError, RecipeError, UnsupportedModelError
@@ -143,12 +144,14 @@ def test_verify_compares_with_the_layers_that_stayed(
     assert abs(parts["perplexity"]["results"][1]["change"]) < 1e-3
 
 
-def test_a_reference_bundle_must_have_the_same_layers(
-    lossy: Path, whole: Path, tmp_path: Path, run_cli: RunCli
-) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("abcdefgh. Some text of words.", encoding="utf-8")
-    result = run_cli("verify", lossy, "--reference", whole, "--text", text, "--no-record")
+def test_a_reference_bundle_must_have_the_same_layers(tiny_bundle: Path, tmp_path: Path, run_cli: RunCli) -> None:
+    other = Path(shutil.copytree(tiny_bundle, tmp_path / "other"))
+    manifest = load_manifest(other)
+    cut = replace(manifest.models["draft"], dropped_layers=(DroppedLayer(0, 1.0),))  # as if it had had two
+    replace(manifest, models=manifest.models | {"draft": cut}).write(other)
+    (tmp_path / "text.txt").write_text("abcdefgh. Some text of words.", encoding="utf-8")
+    text = ("--text", tmp_path / "text.txt", "--no-record")
+    result = run_cli("verify", other, "--reference", tiny_bundle, *text)
     assert result.exit_code == InvalidRequestError.exit_code == 2
     assert "its draft was built with other layers of its checkpoint" in result.stderr
 
@@ -173,23 +176,6 @@ def test_bad_input_is_one_line(
     # a checkpoint whose config is no plain file, as in a GGUF one, says it when it is loaded
     monkeypatch.setattr("specexport.compile.pipeline._check_draft_sizes", lambda _: None)
     assert "draft_layers is 2, and the draft has 1" in refuse_cli(*pair, "--draft-layers", 2)
-
-
-def test_a_recipe_may_say_it(tiny_pair: TinyPair, tmp_path: Path) -> None:
-    recipe = tmp_path / "r.toml"
-    recipe.write_text(
-        f'target = "{tiny_pair.target}"\ndraft = "{tiny_pair.draft}"\noutput = "o"\n'
-        'draft-layers = 3\ndraft-vocab-texts = "texts"\n',
-        encoding="utf-8",
-    )
-    made = make_recipe({}, recipe)
-    assert made.settings()["draft_layers"] == 3
-    assert made.draft_vocab_texts == str(tmp_path / "texts")
-    for value in ("3", True, 3.0):
-        with pytest.raises(RecipeError, match=r"draft_layers is .*, not a whole number"):
-            make_recipe({"draft_layers": value}, recipe)
-    with pytest.raises(RecipeError, match="draft_layers is 0"):
-        replace(made, draft_layers=0)
 
 
 def test_number_and_texts_decide_the_drafts_engine_and_no_other(tiny_pair: TinyPair, tmp_path: Path) -> None:
@@ -237,15 +223,6 @@ def test_a_piece_begins_as_the_tokenizer_begins_a_text(tmp_path: Path) -> None:
     assert [len(piece) for piece in pieces] == [PIECE_LEN] * 3
     assert [int(np.flatnonzero(piece == 1)[0]) for piece in pieces] == [0] * 3
     assert all((piece == 1).sum() == 1 for piece in pieces)
-
-
-def test_a_model_that_reads_no_text_behind_its_first_token_is_refused(tmp_path: Path) -> None:
-    from tokenizers import Tokenizer
-    from tokenizers.processors import TemplateProcessing
-
-    make_tokenizer(tmp_path)
-    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     content = tokenizer.to_str().encode()
     assert all(len(piece) == 2 for piece in cut_pieces(["abc"], content, 320, max_positions=2))
     with pytest.raises(UnsupportedModelError, match="reads 1 tokens at most, of which 1 begin each text"):

@@ -11,6 +11,7 @@ from click.testing import Result
 
 from specexport.compile.draft_cuts import HeadCut, rank_head_ids, read_counting_texts
 from specexport.compile.pipeline import _find_models, _make_plan, build_bundle
+from specexport.recipe import make_recipe
 from specexport_runtime.bundle.files import hash_files
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.engine import SpecEngine
@@ -120,21 +121,21 @@ def test_bad_input_is_one_line(refuse_cli: Refuse, tiny_pair: TinyPair, tmp_path
     assert "draft_vocab_texts is given and draft is not" in refuse_cli(*alone, "--draft-vocab-texts", "x")
 
 
-def test_a_recipe_names_texts_beside_itself(tiny_pair: TinyPair, tmp_path: Path) -> None:
-    from specexport.recipe import make_recipe
-
+@pytest.mark.parametrize(("key", "value"), [("draft_vocab_size", 40), ("draft_layers", 3)])
+def test_a_recipe_names_texts_beside_itself(key: str, value: int, tiny_pair: TinyPair, tmp_path: Path) -> None:
     recipe = tmp_path / "r.toml"
     recipe.write_text(
         f'target = "{tiny_pair.target}"\ndraft = "{tiny_pair.draft}"\noutput = "o"\n'
-        'draft-vocab-size = 40\ndraft-vocab-texts = "texts"\n',
+        f'{key.replace("_", "-")} = {value}\ndraft-vocab-texts = "texts"\n',
         encoding="utf-8",
     )
     made = make_recipe({}, recipe)
     assert made.draft_vocab_texts == str(tmp_path / "texts")
-    assert made.settings()["draft_vocab_size"] == 40
+    assert made.settings()[key] == value
     assert str(tmp_path) not in json.dumps(made.settings())
-    with pytest.raises(RecipeError, match="draft_vocab_size is '40', not a whole number"):
-        make_recipe({"draft_vocab_size": "40"}, recipe)
+    for wrong in ("40", 3.0, *([True] if key == "draft_layers" else [])):
+        with pytest.raises(RecipeError, match=f"{key} is {wrong!r}, not a whole number"):
+            make_recipe({key: wrong}, recipe)
 
 
 def test_what_is_counted_decides_the_drafts_engine_and_no_other(tiny_pair: TinyPair, tmp_path: Path) -> None:

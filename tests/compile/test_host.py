@@ -25,7 +25,7 @@ def nothing_frozen() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("nothing_frozen")
-def test_what_is_made_within_is_collected_and_what_was_there_afterwards() -> None:
+def test_what_is_made_within_is_collected_and_what_was_there_is_not_looked_at() -> None:
     before, within = Node(), []
     thresholds, old = gc.get_threshold(), weakref.ref(before)
     with seldom_collected():
@@ -37,9 +37,7 @@ def test_what_is_made_within_is_collected_and_what_was_there_afterwards() -> Non
         assert within[0]() is None
         assert old() is not None, "it was there before"
     assert gc.get_threshold() == thresholds
-    assert gc.get_freeze_count() == 0
-    gc.collect()
-    assert old() is None
+    assert gc.get_freeze_count() == 0, "a collection looks at it again"
 
 
 @pytest.mark.usefixtures("nothing_frozen")

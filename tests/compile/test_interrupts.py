@@ -167,16 +167,13 @@ def test_one_as_soon_as_the_temporary_folder_is_there(tmp_path: Path, monkeypatc
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_ignored_one_stays_ignored(tmp_path: Path) -> None:
+def test_an_ignored_one_stays_ignored_and_a_command_leaves_the_handler_as_it_was(tmp_path: Path) -> None:
     """As in a background job of a shell."""
+    assert build(tmp_path / "out", lambda: None) == 0
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     assert build(tmp_path / "out", interrupt) == 0
     assert (tmp_path / "out" / "half").exists()
-
-
-def test_a_command_leaves_the_handler_as_it_was(tmp_path: Path) -> None:
-    assert build(tmp_path / "out", lambda: None) == 0
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_process_that_still_waits_for_something_says_nothing_more() -> None:

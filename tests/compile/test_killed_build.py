@@ -5,17 +5,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import Result
 
 from specexport.compile.pipeline import build_bundle
 from specexport_runtime.bundle.files import check_files
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.errors import BundleError
 from tests.support.models.pairs import TinyPair
-
-pytestmark = pytest.mark.slow
 
 WAIT_S = 240
 
@@ -44,39 +44,44 @@ def wait_for_files(process: "subprocess.Popen[str]", folder: Path) -> Path:
     return temporary
 
 
-@pytest.fixture
-def leftover(tiny_pair: TinyPair, tmp_path: Path) -> Path:
-    """What a build that got SIGKILL left."""
+@pytest.mark.whole
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])
+def test_a_build_that_is_stopped_leaves_no_bundle(sent: signal.Signals, tiny_pair: TinyPair, tmp_path: Path) -> None:
     process = start_build(tiny_pair, tmp_path / "out")
     temporary = wait_for_files(process, tmp_path)
-    process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=WAIT_S)
-    return temporary
-
-
-def test_a_killed_build_is_cleared_away_by_the_next(leftover: Path, tiny_pair: TinyPair, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    assert not out.exists()
-    with pytest.raises(BundleError):
-        load_manifest(leftover)
-    build_bundle(tiny_pair.recipe(out, draft=None))
-    check_files(out, load_manifest(out).files)
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-@pytest.mark.whole
-def test_a_running_build_is_not_cleared_away(tiny_pair: TinyPair, tiny_bundle: Path, tmp_path: Path) -> None:
-    (tmp_path / f".out.tmp-{os.getppid()}").mkdir()
-    build_bundle(tiny_pair.recipe(tmp_path / "out"))
-    assert (tmp_path / f".out.tmp-{os.getppid()}").is_dir()
-
-
-def test_ctrl_c_leaves_nothing(tiny_pair: TinyPair, tmp_path: Path) -> None:
-    process = start_build(tiny_pair, tmp_path / "out")
-    wait_for_files(process, tmp_path)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(sent)
     _, errors = process.communicate(timeout=WAIT_S)
-    assert process.returncode == 130, errors
-    assert errors.strip().endswith("interrupted")
-    assert "Traceback" not in errors
+    if sent == signal.SIGINT:
+        assert process.returncode == 130, errors
+        assert errors.strip().endswith("interrupted")
+        assert "Traceback" not in errors
+    else:
+        with pytest.raises(BundleError):
+            load_manifest(temporary)
+        build_bundle(tiny_pair.recipe(tmp_path / "out", draft=None))
+        check_files(tmp_path / "out", load_manifest(tmp_path / "out").files)
+        (tmp_path / "out").rename(tmp_path.with_name("built"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_build_left_is_cleared_away_and_a_running_one_is_not(
+    tiny_pair: TinyPair, tiny_bundle: Path, tmp_path: Path
+) -> None:
+    gone, running = (tmp_path / f".out.tmp-{pid}" for pid in (2**22 + 1, os.getppid()))  # no process has the first one
+    for folder in (gone, running):
+        folder.mkdir()
+    build_bundle(tiny_pair.recipe(tmp_path / "out"))
+    assert {path.name for path in tmp_path.iterdir()} == {"out", running.name}
+
+
+def test_ctrl_c_during_a_build_leaves_nothing(
+    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_cli: Callable[..., Result]
+) -> None:
+    def interrupted(*_args: object, **_options: object) -> None:
+        assert list(tmp_path.iterdir())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("specexport.compile.part.compile_graph", interrupted)
+    ended = run_cli("build", tiny_pair.target, "-o", tmp_path / "out", "--no-cache", "-q")
+    assert (ended.exit_code, ended.stderr.split()) == (130, ["interrupted"])
     assert list(tmp_path.iterdir()) == []

@@ -18,7 +18,7 @@ from specexport.recipe import BuildRecipe
 from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.errors import CheckFailedError
-from tests.support.models.pairs import TinyPair
+from tests.support.models.pairs import TinyPair, own_logits
 from tests.support.models.tiny_gguf import write_gguf
 from tests.support.models.tiny_models import GROUPED, make_llama, make_model, save_checkpoint
 
@@ -78,8 +78,7 @@ def test_a_checkpoint_that_changes_while_it_is_built_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["changing"]
 
 
-@pytest.fixture
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def make_parts_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """All engines count as large, and parts hold a layer or less."""
     monkeypatch.setattr(check_parts, "LARGE_BYTES", 0)
     monkeypatch.setattr(check_parts, "PART_BYTES", 20_000)
@@ -110,8 +109,7 @@ def test_parts_compute_what_the_whole_engine_does(
     opened = []
     split = check_parts.split_graph
     monkeypatch.setattr(check_parts, "split_graph", lambda path: (opened.append(each) or each for each in split(path)))
-    monkeypatch.setattr(check_parts, "LARGE_BYTES", 0)
-    monkeypatch.setattr(check_parts, "PART_BYTES", 20_000)
+    make_parts_small(monkeypatch)
     before = sorted(bundle.rglob("*"))
     found = check._run(bundle, entry, sequences, unpad_kv=unpad_kv)
     assert sorted(bundle.rglob("*")) == before
@@ -124,18 +122,17 @@ def test_parts_compute_what_the_whole_engine_does(
 
 
 @pytest.mark.one_of_kind
-@pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("quantize", [None, "int8"])
-def test_a_damaged_weight_is_found_in_parts_too(quantize: str | None, tmp_path: Path, tiny_pair: TinyPair) -> None:
+def test_a_damaged_weight_is_found_in_parts_too(
+    quantize: str | None, tmp_path: Path, tiny_pair: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_parts_small(monkeypatch)
     bundle = tmp_path / "bundle"
     result = build_bundle(tiny_pair.recipe(bundle, draft=None, quantize=quantize), use_cache=False)
     assert result.checks["target"] is not None
     entry = load_manifest(bundle).models["target"]
     sequences = sequences_of(bundle, entry)
-    runs = check._run(bundle, entry, sequences)
-    references = [np.zeros((len(sequence), entry.vocab_size), np.float32) for sequence in sequences]
-    for (row, position), logits in zip(runs[0].places, runs[0].logits, strict=True):
-        references[row][position] = logits
+    references = own_logits(bundle, entry, sequences)
     check_engine(bundle, entry, sequences, references)
     data = bundle / "target" / DATA_NAME
     graph = onnx.load(bundle / "target" / "model.onnx", load_external_data=False).graph

@@ -12,7 +12,7 @@ import pytest
 import torch
 from click.testing import Result
 
-from specexport.compile.pipeline import build_bundle
+from specexport.compile.pipeline import _find_models, _make_plan, build_bundle
 from specexport.inspect import describe
 from specexport.recipe import BuildRecipe, make_recipe
 from specexport.verify.goodness_of_fit import judge
@@ -124,32 +124,6 @@ def test_a_token_has_the_same_bits_in_any_step(engine: SpecEngine) -> None:
     whole = step(engine, [(ids, adapter) for ids, adapter in zip(sequences, (2, 1, 0), strict=True)])
     alone = np.concatenate([step(engine, [(ids, adapter)]) for ids, adapter in zip(sequences, (2, 1, 0), strict=True)])
     np.testing.assert_array_equal(whole, alone)
-
-
-def test_texts_are_those_of_the_bundle_with_it_merged(
-    engine: SpecEngine, bundle: Path, tiny_pair: TinyPair, adapters: dict[str, Path], tmp_path: Path
-) -> None:
-    """Of a float bundle; a quantized sum is rounded otherwise than a quantized base."""
-    if load_manifest(bundle).models["target"].quantize is not None:
-        pytest.skip("compared with its own reference above")
-    build_bundle(tiny_pair.recipe(tmp_path / "out", draft=None, lora=asked(adapters, "sql"), quantize="none"))
-    with closing(load(tmp_path / "out")) as merged:
-        wanted = [result.token_ids for result in merged.generate(PROMPTS, PLAIN)]
-    assert [result.token_ids for result in engine.generate(PROMPTS, PLAIN, lora="sql")] == wanted
-
-
-def test_requests_of_several_adapters_share_a_batch(engine: SpecEngine) -> None:
-    params = replace(PLAIN, logprobs=2)
-    alone = {
-        (name, prompt): engine.generate(prompt, params, lora=name, remember=False)[0]
-        for name in NAMES
-        for prompt in PROMPTS
-    }
-    handles = {key: engine.submit(key[1], params, lora=key[0], remember=False) for key in alone}
-    assert len({tuple(result.token_ids) for result in alone.values()}) == len(alone)
-    for key, handle in handles.items():
-        result = handle.result()
-        assert (result.token_ids, result.logprobs) == (alone[key].token_ids, alone[key].logprobs)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -275,6 +249,9 @@ def test_a_merged_adapter_is_a_part_of_the_weights(
     assert [adapter.use for adapter in entry.adapters] == ["merged"]
     assert "adapter_ids" not in entry.engine.inputs
     assert "rank 4: merged into the weights" in "\n".join(describe(first.manifest))
+    renamed = build_bundle(tiny_pair.recipe(tmp_path / "b", draft=None, lora=(("other", str(adapters["sql"])),)))
+    assert renamed.reused == ("target",), "the engine of an adapter has no name"
+    assert renamed.manifest.models["target"].adapters[0].name == "other"
     with closing(load(folder)) as engine:
         ids = engine.encode(PROMPTS[1])
         wanted = torch_logits(ids, adapters["sql"])
@@ -292,20 +269,13 @@ def test_a_merged_adapter_is_a_part_of_the_weights(
     assert "Fix: name it with --lora sql=FOLDER" in untold.output
 
 
-def test_another_adapter_is_another_engine(
-    tiny_pair: TinyPair, adapters: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SPECEXPORT_CACHE_DIR", str(tmp_path / "cache"))
+def test_another_adapter_or_use_of_it_is_another_engine(tiny_pair: TinyPair, adapters: dict[str, Path]) -> None:
+    def key(*names: str, **values: Any) -> str:
+        recipe = tiny_pair.recipe(Path("out"), draft=None, lora=asked(adapters, *names) if names else (), **values)
+        return dict(_make_plan(recipe, _find_models(recipe)).engine_keys)["target"]
 
-    def built(name: str, **values: Any) -> Any:
-        return build_bundle(tiny_pair.recipe(tmp_path / name, draft=None, **values))
-
-    built("plain")
-    assert built("one", lora=asked(adapters, "sql")).reused == ()
-    again = built("renamed", lora=(("other", str(adapters["sql"])),))
-    assert again.reused == ("target",)
-    assert again.manifest.models["target"].adapters[0].name == "other"
-    assert built("chosen", lora=asked(adapters, "sql"), lora_mode="choose").reused == ()
+    chosen = key("sql", lora_mode="choose")
+    assert len({key(), key("sql"), key("poems"), chosen, key("sql", "poems")}) == 5
 
 
 def test_the_check_sees_the_wrong_adapter(
@@ -351,11 +321,7 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
 
 @pytest.mark.parametrize("what", BAD)
 def test_bad_adapters_are_refused(
-    what: str,
-    tiny_pair: TinyPair,
-    adapters: dict[str, Path],
-    tmp_path: Path,
-    refuse_cli: Callable[..., str],
+    what: str, tiny_pair: TinyPair, adapters: dict[str, Path], tmp_path: Path, refuse_cli: Callable[..., str]
 ) -> None:
     flags, words = BAD[what]
     other = save_adapter(make_llama(1, hidden_size=32), tmp_path / "other")

