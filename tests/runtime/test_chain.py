@@ -14,7 +14,7 @@ from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.records import DrafterTraits, DraftStage, Proposal
 from specexport_runtime.sampling.params import SamplingParams
 from tests.support.cases.chance import examples
-from tests.support.fakes.loop import VOCAB, greedy_reference, make_draft, make_sequence, make_target
+from tests.support.fakes.loop import VOCAB, finish, greedy_reference, make_draft, make_sequence, make_target
 
 LOOKUP, MODEL = DraftStage("lookup", 7), DraftStage("draft-model", 4)
 PLANS = [(), (LOOKUP,), (MODEL,), (LOOKUP, MODEL), (MODEL, LOOKUP)]
@@ -28,10 +28,10 @@ class Recorder(Drafter):
 
     def __init__(self, token, knows=range(VOCAB), seconds=0.0):
         self.token, self.knows, self.engine_seconds = token, knows, seconds
-        self.calls = []
+        self.limits, self.calls = [], []
 
     def propose(self, sequences, lookaheads):
-        self.calls.append(("propose", [seq.index for seq in sequences], list(lookaheads)))
+        self.limits.append(list(lookaheads))
         return [
             Proposal([self.token] * limit if seq.tokens[-1] in self.knows else [])
             for seq, limit in zip(sequences, lookaheads, strict=True)
@@ -51,66 +51,57 @@ def sequence(index, plan, prompt=(1, 2), **options):
     return make_sequence(index, list(prompt), SamplingParams(**{"max_tokens": 30, **options}), draft_plan=plan)
 
 
-def ask(drafters, sequences, rooms):
-    return [proposal.tokens for proposal in ChainDrafter(drafters).propose(sequences, rooms)]
+def ask(rooms, *prompts_and_plans, lookup_knows=(2,), model_knows=range(VOCAB)):
+    """What a lookup that says 8 and a model that says 9 draft, and how they were asked."""
+    lookup, model = Recorder(8, lookup_knows), Recorder(9, model_knows)
+    sequences = [sequence(i, plan, prompt) for i, (prompt, plan) in enumerate(prompts_and_plans)]
+    found = ChainDrafter({"lookup": lookup, "draft-model": model}).propose(sequences, rooms)
+    return [proposal.tokens for proposal in found], lookup.limits, model.limits
 
 
-def test_the_first_stage_that_finds_something_drafts():
-    lookup, model = Recorder(8, knows=[2]), Recorder(9)
-    sequences = [sequence(0, (LOOKUP, MODEL)), sequence(1, (LOOKUP, MODEL), [1, 5])]
-    assert ask({"lookup": lookup, "draft-model": model}, sequences, [20, 20]) == [[8] * 7, [9] * 4]
-    assert lookup.calls == [("propose", [0, 1], [7, 7])]
-    assert model.calls == [("propose", [0, 1], [0, 4])]
+BOTH, KNOWN, UNKNOWN = (LOOKUP, MODEL), [1, 2], [1, 5]
 
 
-def test_each_sequence_has_its_own_plan_and_one_call_serves_all_that_wait():
-    lookup, model = Recorder(8, knows=[2]), Recorder(9)
-    sequences = [sequence(i, plan, [1, 5]) for i, plan in enumerate(PLANS[:4])]
-    assert ask({"lookup": lookup, "draft-model": model}, sequences, [20] * 4) == [[], [], [9] * 4, [9] * 4]
-    assert lookup.calls == [("propose", [0, 1, 2, 3], [0, 7, 0, 7])]
-    assert model.calls == [("propose", [0, 1, 2, 3], [0, 0, 4, 4])]
-
-
-def test_plans_may_name_drafters_in_any_order():
-    lookup, model = Recorder(8), Recorder(9, knows=[])
-    sequences = [sequence(0, (LOOKUP, MODEL)), sequence(1, (MODEL, LOOKUP))]
-    assert ask({"lookup": lookup, "draft-model": model}, sequences, [20, 20]) == [[8] * 7, [8] * 7]
-
-
-def test_room_bounds_every_stage():
-    lookup, model = Recorder(8, knows=[2]), Recorder(9)
-    sequences = [sequence(i, (LOOKUP, MODEL), [1, last]) for i, last in enumerate([2, 5, 2])]
-    assert ask({"lookup": lookup, "draft-model": model}, sequences, [3, 2, 0]) == [[8] * 3, [9] * 2, []]
-
-
-def test_a_drafter_that_none_waits_for_is_not_called():
-    lookup, model = Recorder(8), Recorder(9)
-    drafters = {"lookup": lookup, "draft-model": model}
-    assert ask(drafters, [sequence(0, (LOOKUP, MODEL))], [20]) == [[8] * 7]
-    assert ask(drafters, [sequence(0, ())], [20]) == [[]]
-    assert ask(drafters, [sequence(0, (MODEL,))], [0]) == [[]]
-    assert ask(drafters, [sequence(0, (DraftStage("draft-model", 0),))], [9]) == [[]]
-    assert len(lookup.calls) == 1
-    assert model.calls == []
-
-
-def test_no_drafters_is_plain_decoding():
-    chain = ChainDrafter()
-    assert chain.engine_seconds == 0
-    assert [p.tokens for p in chain.propose([sequence(0, ())], [5])] == [[]]
-    chain.commit([])
-    chain.move_row(1, 0)
-    chain.release_row(0)
-
-
-def test_proposals_are_independent_lists():
-    first, second = ChainDrafter().propose([sequence(0, ()), sequence(1, ())], [5, 5])
-    assert first.tokens is not second.tokens
+@pytest.mark.parametrize(
+    ("rooms", "asked", "options", "found"),
+    [
+        # The first stage that finds something drafts.
+        ([20, 20], [(KNOWN, BOTH), (UNKNOWN, BOTH)], {}, ([[8] * 7, [9] * 4], [[7, 7]], [[0, 4]])),
+        # Each sequence has its own plan, and one call serves all that wait.
+        (
+            [20] * 4,
+            [(UNKNOWN, plan) for plan in PLANS[:4]],
+            {},
+            ([[], [], [9] * 4, [9] * 4], [[0, 7, 0, 7]], [[0, 0, 4, 4]]),
+        ),
+        # Plans may name drafters in any order.
+        (
+            [20, 20],
+            [(KNOWN, BOTH), (KNOWN, BOTH[::-1])],
+            {"model_knows": ()},
+            ([[8] * 7, [8] * 7], [[7, 0], [0, 7]], [[0, 4]]),
+        ),
+        # Room bounds every stage.
+        (
+            [3, 2, 0],
+            [(KNOWN, BOTH), (UNKNOWN, BOTH), (KNOWN, BOTH)],
+            {},
+            ([[8] * 3, [9] * 2, []], [[3, 2, 0]], [[0, 2, 0]]),
+        ),
+        # A drafter that none waits for is not called.
+        ([20], [(KNOWN, BOTH)], {}, ([[8] * 7], [[7]], [])),
+        ([20], [(KNOWN, ())], {}, ([[]], [], [])),
+        ([0], [(KNOWN, (MODEL,))], {}, ([[]], [], [])),
+        ([9], [(KNOWN, (DraftStage("draft-model", 0),))], {}, ([[]], [], [])),
+    ],
+)
+def test_who_drafts_and_who_is_asked(rooms, asked, options, found):
+    assert ask(rooms, *asked, **options) == found
 
 
 def test_an_unknown_drafter_is_an_error_that_names_it():
     with pytest.raises(SpecexportError, match="draft-model"):
-        ask({"lookup": Recorder(8, knows=[])}, [sequence(0, (LOOKUP, MODEL))], [5])
+        ChainDrafter({"lookup": Recorder(8, knows=[])}).propose([sequence(0, (LOOKUP, MODEL))], [5])
 
 
 def test_every_drafter_hears_of_commits_and_rows():
@@ -174,24 +165,18 @@ def test_the_draft_model_catches_up_after_rounds_without_it():
 
 
 def decode(target, draft, sequences, *, rows, chunk=512, budget=512, backlog=5):
-    drafters = {"lookup": LookupDrafter()}
-    if draft is not None:
-        runner = ModelRunner(draft, max_chunk=chunk)
-        drafters["draft-model"] = ModelDrafter(runner, vocab_size=VOCAB, max_backlog=backlog)
+    runner = ModelRunner(draft, max_chunk=chunk)
+    model = ModelDrafter(runner, vocab_size=VOCAB, max_backlog=backlog)
+    drafters = {"lookup": LookupDrafter(), "draft-model": model}
     decoder = Decoder(
         ModelRunner(target, max_chunk=chunk), ChainDrafter(drafters), max_num_seqs=rows, max_num_batched_tokens=budget
     )
-    for seq in sequences:
-        decoder.add(seq)
-    while decoder.has_work:
-        decoder.step()
-        decoder.check()
-        if draft is not None:
-            runner.kv.check()
-    assert draft is None or all(runner.kv.kv_len(row) == 0 for row in range(draft.num_rows))
+    finish(decoder, sequences)
+    runner.kv.check()
+    assert all(runner.kv.kv_len(row) == 0 for row in range(draft.num_rows))
 
 
-@examples(60)
+@examples(40)
 @given(
     prompts=st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20), min_size=1, max_size=7),
     rows=st.integers(1, 4),
