@@ -15,16 +15,12 @@ from tests.support.cases.operator_cases import assert_cases_pass
 KERNELS = [pytest.param("portable", marks=pytest.mark.whole), "avx2", "avxvnni", "avx512vnni", "amx", "neon_dot"]
 
 
+@pytest.mark.fuzz
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_products_and_lookups_are_those_of_numpy_and_bits_are_the_same_in_any_company(
     library: Path, kernels: str
 ) -> None:
-    assert_cases_pass(library, kernels)
-
-
-@pytest.mark.fuzz
-@pytest.mark.parametrize("kernels", KERNELS)
-def test_drawn_shapes(library: Path, kernels: str) -> None:
+    """In every format, and in shapes that are drawn."""
     assert_cases_pass(library, kernels, str(seed(37)), str(many(12)))
 
 

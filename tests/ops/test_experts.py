@@ -37,7 +37,6 @@ class Case(NamedTuple):
 
 CASES = {
     "plain": Case(64, 6, 2, 96),
-    "one_of_few": Case(32, 3, 1, 32),
     "eight_of_sixteen": Case(128, 16, 8, 64),
     "without_a_gate": Case(96, 5, 3, 48, False, {"interleaved": EACH, "alpha": 1e6}),
     "clamped_and_biased": Case(96, 5, 3, 48, True, {"interleaved": 1, "alpha": 1.702, "beta": 1.0, "limit": 1.5}),

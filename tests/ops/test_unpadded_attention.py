@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -26,32 +27,22 @@ from tests.support.cases.unpadded_cases import (
 
 SLOPES = {
     "slopes": Case(RAGGED, slopes=True),
-    "slopes_one_token_rows": Case(((4, 1), (9, 1), (0, 1)), slopes=True),
     "slopes_every_row_full": Case(((45, 3), (45, 3), (0, 3)), slopes=True, kv_heads=4),
-    "slopes_and_all_else": Case(((3, 5), (17, 1), (7, 0), (30, 12)), slopes=True, window=5, softcap=2.0, sinks=True),
-    "values_smaller_slopes": Case(RAGGED, k_dim=24, slopes=True),
-    "values_smaller_slopes_and_all_else": Case(RAGGED, k_dim=24, window=4, softcap=1.5, sinks=True, slopes=True),
+    "slopes_and_all_else": Case(RAGGED, k_dim=24, window=5, softcap=2.0, sinks=True, slopes=True),
 }
 """ALiBi, which only the CPU computes."""
 WHOLE_ROWS = {
     "whole_rows": Case(RAGGED, causal=0),
     "whole_rows_empty": Case(((5, 0), (2, 4), (0, 0), (7, 0)), causal=0),
-    "whole_rows_full": Case(((45, 3), (45, 3), (0, 3)), causal=0),
-    "whole_rows_window": Case(RAGGED, window=4, causal=0),
-    "whole_rows_everything": Case(RAGGED, window=5, softcap=2.0, sinks=True, causal=0),
-    "whole_rows_values_smaller": Case(RAGGED, k_dim=24, v_dim=16, causal=0),
+    "whole_rows_everything": Case(RAGGED, k_dim=24, window=5, softcap=2.0, sinks=True, causal=0),
 }
 LONG = ((8, 5), (17, 1), (3, 3), (30, 12))
 READING = {
     "reading_one_token_rows": Case(((8, 1), (17, 1), (1, 1), (48, 1)), appends=False),
     "reading_ragged": Case(LONG, appends=False),
     "reading_idle": Case(((5, 0), (7, 1), (0, 0), (9, 1)), appends=False),
-    "reading_window": Case(LONG, window=4, appends=False),
-    "reading_multi_query": Case(LONG, kv_heads=1, appends=False),
     "reading_large_head_size": Case(((8, 1), (40, 1)), k_dim=512, v_dim=512, window=7, appends=False),
-    "reading_odd_head_size": Case(LONG, k_dim=20, v_dim=12, appends=False),
-    "reading_slopes": Case(LONG, slopes=True, appends=False),
-    "reading_softcap": Case(LONG, softcap=1.5, window=20, appends=False),
+    "reading_everything": Case(LONG, k_dim=20, v_dim=12, kv_heads=1, slopes=True, softcap=1.5, window=4, appends=False),
 }
 """Without keys and values: the caches are another model's."""
 
@@ -134,26 +125,16 @@ def assert_tail_untouched(case: Case, found: tuple[np.ndarray, ...]) -> None:
 
 PADDING = ((1, 2), (0, 5, 6, 16), (), tuple(range(18, 29)))
 PADDED_CASES = {
-    "none": Case(RAGGED, ((), (), (), ())),
     "ragged": Case(RAGGED, PADDING),
     "one_token_rows": Case(((4, 1), (9, 1), (3, 1)), ((0,), (3, 4, 8), ())),
     "empty_rows": Case(((5, 0), (2, 4), (3, 0)), ((2,), (1,), (0, 1, 2))),
     "window": Case(RAGGED, PADDING, window=4),  # padding inside the window must not count
-    "window_of_one": Case(RAGGED, PADDING, window=1),
-    "softcap": Case(RAGGED, PADDING, softcap=1.5),
-    "sinks": Case(RAGGED, PADDING, sinks=True),
     "everything": Case(RAGGED, PADDING, window=5, softcap=2.0, sinks=True),
-    "slopes": Case(RAGGED, PADDING, slopes=True),
-    "slopes_one_length": Case(((43, 3), (43, 3)), ((4, 41, 42), (0, 5)), window=6, slopes=True, sinks=True),
-    "values_smaller_slopes": Case(RAGGED, PADDING, k_dim=24, slopes=True, window=4),
+    "slopes": Case(RAGGED, PADDING, k_dim=24, slopes=True, window=4),
     "every_row_full": Case(((43, 3), (43, 3), (4, 3)), ((4,), (), (0, 1, 2, 3))),
     "one_length": Case(((43, 3), (43, 3)), ((4, 41, 42), (0, 5)), window=6),
     "long_chunk": Case(((0, 30), (46, 1), (44, 3)), ((), (3,), (41, 42, 43))),
-    "values_smaller": Case(RAGGED, PADDING, k_dim=24, v_dim=16),
-    "values_smaller_window": Case(RAGGED, PADDING, k_dim=24, v_dim=16, window=4),
     "values_smaller_everything": Case(RAGGED, PADDING, k_dim=24, v_dim=16, window=4, softcap=1.5, sinks=True),
-    "values_smaller_every_row_full": Case(((43, 3), (43, 3), (4, 3)), ((4,), (), (0, 1)), k_dim=24, softcap=2.0),
-    "values_smaller_one_length": Case(((43, 3), (43, 3)), ((4, 41, 42), (0, 5)), k_dim=24),
 }
 
 
@@ -177,7 +158,7 @@ def test_padded_kv_lowering_equals_reference_and_writes_in_place(name: str, tmp_
 
 
 @pytest.mark.fuzz
-@pytest.mark.parametrize("name", ["ragged", "window", "everything", "values_smaller_everything"])
+@pytest.mark.parametrize("name", ["ragged", "values_smaller_everything"])
 def test_padding_changes_nothing_but_the_entries(name: str) -> None:
     """The reference itself: the same tokens with the padding squeezed out give the same output."""
     case = PADDED_CASES[name]
@@ -205,13 +186,24 @@ def test_a_query_that_sees_nothing_is_a_number_and_changes_no_other(k_dim: int, 
     np.testing.assert_allclose(found[:3], wanted[:3], atol=1e-5)
 
 
-def test_a_window_off_by_one_would_be_noticed() -> None:
-    case = CASES["window"]
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ({"window": 4}, {"window": 3}), ({"window": 4}, {"window": 5}), ({"causal": 0}, {"causal": 1}),
+        ({"scale": 0.3}, {"scale": 0.301}),
+    ],
+)  # fmt: skip
+def test_the_reference_notices_what_differs(right: dict[str, Any], wrong: dict[str, Any]) -> None:
+    inputs = make_inputs(Case(RAGGED))
+    one, other = (expect(Case(RAGGED, **given), inputs)[0] for given in (right, wrong))
+    assert np.abs(one - other).max() > 1e-4
+
+
+def test_slopes_turned_round_would_be_noticed() -> None:
+    case = SLOPES["slopes"]
     inputs = make_inputs(case)
-    output = expect(case, inputs)[0]
-    for other in (3, 5):
-        wrong = expect(Case(RAGGED, window=other), inputs)[0]
-        assert np.abs(wrong - output).max() > 1e-3
+    wrong = expect(case, inputs | {"slopes": -inputs["slopes"]})[0]
+    assert np.abs(wrong - expect(case, inputs)[0]).max() > 0.1
 
 
 def lower_for(backend: str, model: ir.Model) -> None:
@@ -231,23 +223,6 @@ def test_slopes_are_refused_where_they_would_be_left_out(backend: str) -> None:
     model = one_node_model(SLOPES["slopes"])
     with pytest.raises(UnsupportedModelError, match="ALiBi slopes"):
         lower_for(backend, model)
-
-
-def test_slopes_turned_round_would_be_noticed() -> None:
-    case = SLOPES["slopes"]
-    inputs = make_inputs(case)
-    wrong = expect(case, inputs | {"slopes": -inputs["slopes"]})[0]
-    assert np.abs(wrong - expect(case, inputs)[0]).max() > 0.1
-
-
-def test_an_attention_that_looks_ahead_would_be_noticed() -> None:
-    case = WHOLE_ROWS["whole_rows"]
-    inputs = make_inputs(case)
-    output, causal = expect(case, inputs)[0], expect(Case(RAGGED), inputs)[0]
-    last = np.array([4, 5, 8, 20])  # the last token of a row has nothing behind it
-    np.testing.assert_allclose(output[last], causal[last], atol=1e-12)
-    others = np.setdiff1d(np.arange(len(output)), last)
-    assert np.abs(output[others] - causal[others]).max(1).min() > 1e-3
 
 
 def test_a_padded_graph_of_tokens_that_look_ahead_is_refused() -> None:

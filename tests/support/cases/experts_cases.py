@@ -1,6 +1,6 @@
 """Layers of experts in every kind of weight: what ``BlockExperts`` is to compute, in float64, and sessions of it.
 
-``python -m tests.operators.experts_cases LIBRARY SEED SHAPES`` checks drawn layers with the kernels that
+``python -m tests.support.cases.experts_cases LIBRARY SEED SHAPES`` checks drawn layers with the kernels that
 ``SPECEXPORT_CPU_KERNELS`` names, for ``test_block_experts.py``: a process has one set of kernels.
 """
 
@@ -151,6 +151,7 @@ def drawn(generator: np.random.Generator) -> Layer:
 
 def main() -> None:
     """See the module."""
+    linear_cases.require_kernels(sys.argv[1])
     generator = np.random.default_rng(int(sys.argv[2]))
     for _ in range(int(sys.argv[3])):
         assert_right(sys.argv[1], drawn(generator), generator)

@@ -1,9 +1,11 @@
 """Packed weights of every format, and ONNX Runtime sessions of one operator over them.
 
-``python -m tests.operators.linear_cases LIBRARY [SEED SHAPES]`` checks products and lookups with the kernels that
+``python -m tests.support.cases.linear_cases LIBRARY SEED SHAPES`` checks products and lookups with the kernels that
 ``SPECEXPORT_CPU_KERNELS`` names, for ``test_block_linear.py``: a process has one set of kernels.
 """
 
+import ctypes
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -174,17 +176,25 @@ def assert_right(library: str, name: str, n: int, k: int, generator: np.random.G
     assert odd[rest].tobytes() == got[0][rest].tobytes(), f"{name}: rows beside a NaN"
 
 
+NOT_HERE = 77
+"""Exit status of a process whose processor does not run the kernels that were asked for."""
+
+
+def require_kernels(library: str) -> None:
+    """End the process unless the library runs the kernels that the environment names."""
+    loaded = ctypes.CDLL(library)
+    loaded.specexport_kernels.restype = ctypes.c_char_p
+    if loaded.specexport_kernels().decode() != os.environ["SPECEXPORT_CPU_KERNELS"]:
+        sys.exit(NOT_HERE)
+
+
 def main() -> None:
     """See the module."""
-    library = sys.argv[1]
-    if len(sys.argv) > 2:
-        generator = np.random.default_rng(int(sys.argv[2]))
-        for _ in range(int(sys.argv[3])):
-            name = str(generator.choice(ALL))
-            assert_right(
-                library, name, int(generator.integers(1, 100)), int(generator.integers(1, 2 * STRETCH)), generator
-            )
-        return
+    library, generator = sys.argv[1], np.random.default_rng(int(sys.argv[2]))
+    require_kernels(library)
+    for _ in range(int(sys.argv[3])):
+        name, n, k = str(generator.choice(ALL)), generator.integers(1, 100), generator.integers(1, 2 * STRETCH)
+        assert_right(library, name, int(n), int(k), generator)
     for index, name in enumerate(ALL):
         for n, k in SHAPES:
             assert_right(library, name, n, k, np.random.default_rng([index, n, k]))
