@@ -39,17 +39,18 @@ def session_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _isolated_environment(session_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Caches of this session only, and no model hub: a test must not depend on what a machine did before."""
+def _isolated_environment(session_dir: Path) -> Iterator[None]:
+    """Caches of this session only, and no model hub: a test must not depend on what a machine did before.
+
+    What torch exports of tiny models is kept for the next run over the same sources.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("SPECEXPORT_CACHE_DIR", raising=False)
         patch.delenv("SPECEXPORT_VERIFY_HASHES", raising=False)
         patch.setenv("XDG_CACHE_HOME", str(session_dir / "cache"))
         patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setenv("TOKENIZERS_PARALLELISM", "false")
-        if session_dir != tmp_path_factory.getbasetemp():  # there are other workers
-            tiny_traces.folder = session_dir / "exports"
-            tiny_traces.folder.mkdir(exist_ok=True)
+        tiny_traces.folder = tiny_traces.exports_of(ROOT)
         yield
 
 

@@ -6,10 +6,12 @@ share an export; all that a build checks of a model is still checked of each.
 
 import fcntl
 import hashlib
+import shutil
 import sys
 from collections.abc import Callable
 from copy import copy
 from functools import cache, wraps
+from importlib.metadata import version
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -36,7 +38,23 @@ _NOT_READ = {
 shares_exports = True
 """Whether the test that runs takes part; set by ``conftest.py``."""
 folder: Path | None = None
-"""Where exports lie for other workers; set by ``conftest.py``."""
+"""Where exports lie for other workers, and for the next run over the same sources; set by ``conftest.py``."""
+_DECIDES = ("specexport", "runtime/specexport_runtime/abi.py", "tests/support/models/tiny_traces.py")
+_PACKAGES = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript")
+
+
+def exports_of(root: Path) -> Path:
+    """The folder of exports by these sources, Python and packages; those of others are removed."""
+    found = hashlib.sha256(f"{sys.version} {[version(name) for name in _PACKAGES]}".encode())
+    for name in _DECIDES:
+        for path in sorted([root / name] if name.endswith(".py") else (root / name).rglob("*.py")):
+            found.update(path.read_bytes())
+    wanted = root / "build" / "exports" / found.hexdigest()[:16]
+    wanted.mkdir(parents=True, exist_ok=True)
+    for other in wanted.parent.iterdir():
+        if other != wanted:
+            shutil.rmtree(other, ignore_errors=True)
+    return wanted
 
 
 class Unknown(Exception):
@@ -134,7 +152,9 @@ def write_export(ir_model: Any, path: Path) -> None:
     """Keep an export, with the weights of the model it was made of."""
     import onnx_ir as ir
 
-    path.write_bytes(ir.to_proto(ir_model).SerializeToString())
+    part = path.with_suffix(".part")
+    part.write_bytes(ir.to_proto(ir_model).SerializeToString())
+    part.replace(path)
 
 
 def read_export(path: Path) -> Any:
