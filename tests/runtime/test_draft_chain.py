@@ -16,11 +16,11 @@ from specexport_runtime.packing.batch import ModelRunner, RowWork
 from specexport_runtime.requests.draft_exit import DraftExit, DraftExitParams
 from specexport_runtime.sampling.params import SamplingParams
 from tests.support.fakes.cuda_sessions import Opened, open_cuda
+from tests.support.fakes.heads_on_fakes import PROMPTS
 from tests.support.fakes.loop import VOCAB, make_decoder, make_draft, make_sequence, make_target, run
 from tests.support.fakes.trt_fakes import PLUGIN, make_entry, open_fake
 
 LOOKAHEAD = 4
-PROMPTS = [[3], [1, 2, 3, 4, 5], [16] * 9, [7, 0, 7], [2, 2], [11, 5, 0, 1]]
 
 
 def open_trt(folder: Path, patch: pytest.MonkeyPatch, model: FakeExecutor, **lowering: Any) -> Opened:
@@ -78,8 +78,7 @@ def mixed(i: int) -> SamplingParams:
     return greedy(i) if i % 2 else SamplingParams(max_tokens=14, temperature=0.9, top_k=9)
 
 
-@pytest.mark.parametrize("params", [greedy, mixed])
-@pytest.mark.parametrize("kind", ["good", "same", "adversarial"])
+@pytest.mark.parametrize(("kind", "params"), [("good", greedy), ("good", mixed), ("adversarial", mixed)])
 def test_texts_drafts_and_steps_are_those_without_chains(opened: Callable[..., Opened], kind: str, params: Any) -> None:
     expected = decode(make_draft(kind), params)
     assert expected.chained == 0
@@ -107,46 +106,31 @@ def test_a_draft_of_any_length_waits_once(opened: Callable[..., Opened]) -> None
     assert gpu.waits() - waits == 2
 
 
-def test_a_greedy_round_waits_twice(opened: Callable[..., Opened]) -> None:
-    """Once for the draft of K steps, once for the target's."""
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_round_waits_twice_and_once_for_a_residual(opened: Callable[..., Opened], temperature: float) -> None:
+    """Once for the draft of K steps, once for the target's; and for what is drawn where a sampled draft was refused."""
     target, draft = opened(make_target(1)), opened(make_draft("good", 1))
     decoder = make_decoder(target.executor, draft.executor, LOOKAHEAD)
-    seq = make_sequence(0, [3, 4, 5], SamplingParams(max_tokens=40))
+    seq = make_sequence(0, [3, 4, 5], SamplingParams(max_tokens=60, temperature=temperature))
     decoder.add(seq)
     while seq.num_generated < 6:
         decoder.step()
-    for _ in range(4):
-        before = target.waits() + draft.waits(), target.launches() + draft.launches()
-        decoder.step()
-        assert target.waits() + draft.waits() == before[0] + 2
-        assert target.launches() + draft.launches() == before[1] + LOOKAHEAD + 1
-
-
-def test_a_sampled_round_waits_twice_and_once_for_a_residual(opened: Callable[..., Opened]) -> None:
-    target, draft = opened(make_target(1)), opened(make_draft("good", 1))
-    decoder = make_decoder(target.executor, draft.executor, LOOKAHEAD)
-    seq = make_sequence(0, [3, 4, 5], SamplingParams(max_tokens=60, temperature=1.0))
-    decoder.add(seq)
-    while seq.num_generated < 6:
-        decoder.step()
-    counts, residuals = target.executor.rows.counts, 0
+    counts = target.executor.rows.counts
     for _ in range(6):
         before = target.waits() + draft.waits() - counts.waits, target.launches() + draft.launches()
         decoder.step()
         assert target.waits() + draft.waits() - counts.waits == before[0] + 2
         assert target.launches() + draft.launches() == before[1] + LOOKAHEAD + 1
-        residuals = counts.waits
-    assert residuals
+    assert (counts.waits > 0) == (temperature > 0)
     assert draft.executor.rows.counts.waits == 0
 
 
-@pytest.mark.parametrize("rule", ["block", "token"])
-def test_residuals_of_all_requests_are_one_wait(opened: Callable[..., Opened], rule: str) -> None:
+def test_residuals_of_all_requests_are_one_wait(opened: Callable[..., Opened]) -> None:
     target, draft = opened(make_target()), opened(make_draft("good"))
     decoder = make_decoder(target.executor, draft.executor, LOOKAHEAD)
     for i, prompt in enumerate(PROMPTS):
-        params = SamplingParams(max_tokens=40, temperature=1.0)
-        decoder.add(make_sequence(i, prompt, params, seed=i, acceptance=rule))
+        params = SamplingParams(max_tokens=24, temperature=1.0)
+        decoder.add(make_sequence(i, prompt, params, seed=i, acceptance=("block", "token")[i % 2]))
     rows, found, rounds, rejected = target.executor.rows, [], 0, 0
     surpluses = rows.surpluses
     rows.surpluses = lambda asks: (found.append(len(asks)), surpluses(asks))[1]
@@ -156,7 +140,7 @@ def test_residuals_of_all_requests_are_one_wait(opened: Callable[..., Opened], r
         assert rows.counts.waits <= waits + 1 or len(events) == 1
         rounds += 1
         rejected += sum(event.accepted < event.drafted for event in events)
-    assert rejected > len(found) > rounds // 2
+    assert rejected > len(found) > rounds // 3
     assert max(found) > 2
     assert draft.executor.rows.counts.waits == 0
 

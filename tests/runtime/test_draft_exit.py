@@ -13,7 +13,8 @@ from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.draft_exit import DraftExit, DraftExitParams
 from specexport_runtime.sampling.distribution import sample_token
 from specexport_runtime.sampling.params import SamplingParams
-from tests.support.fakes.loop import VOCAB, greedy_reference, make_decoder, make_draft, make_sequence, make_target, run
+from tests.support.fakes.heads_on_fakes import check_plain, make_sequences
+from tests.support.fakes.loop import VOCAB, make_decoder, make_draft, make_sequence, make_target, run
 
 SURE, NEVER = DraftExitParams(gamma=1.0, epsilon=0.0), DraftExitParams(gamma=0.0, epsilon=0.0)
 
@@ -29,19 +30,8 @@ def test_the_threshold_moves_as_worked_by_hand():
     state.observe(0, rejected=True)  # rate 0: 0.4125
     assert state.acceptance == pytest.approx(0.4125)
     assert state.gamma == pytest.approx(0.625)
-
-
-def test_a_round_without_tests_changes_nothing():
-    state = DraftExit(DraftExitParams(gamma=0.6))
-    state.observe(0, rejected=False)
-    assert (state.gamma, state.acceptance) == (0.6, 0.9)
-
-
-def test_a_threshold_without_a_step_stays():
-    state = DraftExit(DraftExitParams(gamma=0.3, epsilon=0.0))
-    for accepted in range(9):
-        state.observe(accepted, rejected=bool(accepted % 2))
-    assert state.gamma == pytest.approx(0.3)
+    state.observe(0, rejected=False)  # a round without tests
+    assert (state.gamma, state.acceptance) == (pytest.approx(0.625), pytest.approx(0.4125))
 
 
 @given(
@@ -70,24 +60,22 @@ def test_threshold_and_rate_stay_probabilities(params, rounds):
 
 
 @pytest.mark.parametrize(
-    ("options", "message", "hint"),
+    ("name", "value", "hint"),
     [
-        ({"gamma": -0.1}, "gamma is -0.1", "[0, 1]"),
-        ({"gamma": 1.1}, "gamma is 1.1", "[0, 1]"),
-        ({"gamma": math.nan}, "gamma is nan", "[0, 1]"),
-        ({"gamma": "low"}, "gamma is 'low', which is not a number", "[0, 1]"),
-        ({"gamma": True}, "gamma is True, which is not a number", "[0, 1]"),
-        ({"target_acceptance": 0}, "target_acceptance is 0", "(0, 1]"),
-        ({"target_acceptance": 1.5}, "target_acceptance is 1.5", "(0, 1]"),
-        ({"epsilon": -1}, "epsilon is -1", "[0, 1]"),
-        ({"epsilon": math.inf}, "epsilon is inf", "[0, 1]"),
-        ({"beta1": 1}, "beta1 is 1", "[0, 1)"),
-        ({"beta2": 1.0}, "beta2 is 1", "[0, 1)"),
+        ("gamma", -0.1, "[0, 1]"),
+        ("gamma", math.nan, "[0, 1]"),
+        ("gamma", "low", "[0, 1]"),
+        ("gamma", True, "[0, 1]"),
+        ("target_acceptance", 0, "(0, 1]"),
+        ("target_acceptance", 1.5, "(0, 1]"),
+        ("epsilon", math.inf, "[0, 1]"),
+        ("beta1", 1, "[0, 1)"),
+        ("beta2", 1.0, "[0, 1)"),
     ],
 )
-def test_values_out_of_range_are_refused_by_name(options, message, hint):
-    with pytest.raises(InvalidRequestError, match=message) as refusal:
-        DraftExitParams(**options)
+def test_values_out_of_range_are_refused_by_name(name, value, hint):
+    with pytest.raises(InvalidRequestError, match=f"{name} is ") as refusal:
+        DraftExitParams(**{name: value})
     assert hint in refusal.value.hint
 
 
@@ -145,16 +133,12 @@ def test_what_is_proposed_is_what_was_drawn_from(gamma):
 
 
 def test_extremes():
-    def make(params):
-        return make_sequence(0, [1, 2], SamplingParams(max_tokens=40), draft_exit=DraftExit(params))
-
-    [short], [long] = propose(make_draft("good"), [make(SURE)], [6]), propose(make_draft("good"), [make(NEVER)], [6])
-    assert (len(short.tokens), short.end) == (1, "exit")
-    assert (len(long.tokens), long.end) == (6, "lookahead")
-    [single] = propose(make_draft("good"), [make(SURE)], [1])
-    assert (len(single.tokens), single.end) == (1, "lookahead")
-    [none] = propose(make_draft("good"), [make(SURE)], [0])
-    assert (none.tokens, none.end, none.drafter) == ([], "none", "")
+    for params, limit, drafted, end in (
+        (SURE, 6, 1, "exit"), (NEVER, 6, 6, "lookahead"), (SURE, 1, 1, "lookahead"), (SURE, 0, 0, "none")
+    ):  # fmt: skip
+        seq = make_sequence(0, [1, 2], SamplingParams(max_tokens=40), draft_exit=DraftExit(params))
+        [found] = propose(make_draft("good"), [seq], [limit])
+        assert (len(found.tokens), found.end, found.drafter) == (drafted, end, "draft-model" if drafted else "")
 
 
 def test_only_what_may_end_asks_for_logits():
@@ -188,20 +172,11 @@ def test_a_neighbours_exit_changes_nothing():
     assert len({len(proposal.tokens) for proposal in together}) > 1
 
 
-@pytest.mark.parametrize("lookahead", [1, 3, 8])
-@pytest.mark.parametrize("gamma", [0.3, 0.6, 1.0])
+@pytest.mark.parametrize(("gamma", "lookahead"), [(0.3, 8), (0.6, 3), (1.0, 1)])
 def test_greedy_text_equals_plain_greedy(gamma, lookahead):
-    target = make_target()
-    prompts = [[3], [1, 2, 3, 4, 5], [16] * 9, [7, 0, 7], [2, 2], [11, 5, 0, 1]]
-    sequences = [
-        make_sequence(
-            i,
-            prompt,
-            SamplingParams(max_tokens=5 + 7 * i),
-            draft_exit=DraftExit(DraftExitParams(gamma=gamma, epsilon=0.1)) if i % 3 else None,
-        )
-        for i, prompt in enumerate(prompts)
-    ]
+    target, exits = make_target(), DraftExitParams(gamma=gamma, epsilon=0.1)
+    sequences = make_sequences(lambda i: 5 + 7 * i)
+    for seq in sequences[1::2]:
+        seq.draft_exit = DraftExit(exits)
     run(make_decoder(target, make_draft("good"), lookahead), sequences)
-    for seq, prompt in zip(sequences, prompts, strict=True):
-        assert seq.output == greedy_reference(target, prompt, seq.params.max_tokens)
+    check_plain(target, sequences)

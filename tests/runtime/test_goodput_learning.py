@@ -16,7 +16,15 @@ from specexport_runtime.lookahead.draft_cost import EngineCost, WeighedDrafter
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.records import DrafterTraits, Proposal, StepLoad
 from specexport_runtime.sampling.params import SamplingParams
-from tests.support.fakes.goodput_fakes import CAPACITY, LOOKAHEAD, curves, decode, make_sequences, step_cost
+from tests.support.fakes.goodput_fakes import (
+    CAPACITY,
+    LOOKAHEAD,
+    curves,
+    decode,
+    make_sequences,
+    model_decoder,
+    step_cost,
+)
 from tests.support.fakes.loop import VOCAB, finish, goodput_length, greedy_reference, weighed
 
 
@@ -40,22 +48,26 @@ class Timed(Controller):
 
 
 @pytest.mark.one_of_kind
-@pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize(
-    ("told", "real", "draft_kind"),
+    ("told", "real", "count"),
     [
-        (curves(0.05), curves(1.5), "good"),  # drafting seems cheap and is dear: nothing should be drafted
-        (curves(0.1, per_token=0.1), curves(0.1, per_token=0.9), "good"),  # every token to verify costs a step
+        (curves(0.05), curves(1.5), 1),  # drafting seems cheap and is dear: nothing should be drafted
+        (curves(0.1, per_token=0.1), curves(0.1, per_token=0.9), 4),  # every token to verify costs a step
     ],
 )
-def test_wrong_curves_are_mended_while_a_batch_decodes(told, real, draft_kind, count):
-    best = decode(draft_kind, count, lengths=goodput_length(real, LOOKAHEAD), max_tokens=500, curve=real)[0]
+def test_wrong_curves_are_mended_while_a_batch_decodes(told, real, count):
     learned = LearnedCosts()
-    mended = decode(draft_kind, count, lengths=Timed(told, real, learned), max_tokens=500, curve=real)[0]
-    wrong = decode(draft_kind, count, lengths=goodput_length(told, LOOKAHEAD), max_tokens=500, curve=real)[0]
+    best, mended, wrong = (
+        decode("good", count, lengths=lengths, max_tokens=500, curve=real)[0]
+        for lengths in (goodput_length(real, LOOKAHEAD), Timed(told, real, learned), goodput_length(told, LOOKAHEAD))
+    )
     assert learned.version
     assert mended < 1.2 * best, learned.to_json()
     assert mended < wrong
+
+
+def decoder_of_one(lengths, noise=0.0):
+    return model_decoder(lengths, *(FakeExecutor(VOCAB, 1, CAPACITY, noise=each) for each in (0.0, noise)))
 
 
 def test_a_draft_that_is_slow_to_read_is_left_alone_for_short_answers():
@@ -69,10 +81,7 @@ def test_a_draft_that_is_slow_to_read_is_left_alone_for_short_answers():
                 self._round.readings[name] = promised, steps, taken + 50 * reading
 
     learned = LearnedCosts()
-    lengths = SlowReader(curves(0.2), curves(0.2), learned)
-    target, draft = FakeExecutor(VOCAB, 1, CAPACITY), FakeExecutor(VOCAB, 1, CAPACITY)
-    drafters = {"draft-model": ModelDrafter(ModelRunner(draft), vocab_size=VOCAB, max_backlog=32)}
-    decoder = Decoder(ModelRunner(target), ChainDrafter(drafters, lengths), lengths=lengths)
+    decoder = decoder_of_one(SlowReader(curves(0.2), curves(0.2), learned))
     drafted = []
     for _ in range(8):
         (sequence,) = make_sequences(1, ["draft-model"], 12, prompt=300)
@@ -105,12 +114,8 @@ def test_what_a_draft_reads_in_passing_tells_nothing_of_reading():
 
 
 def test_times_never_meet_random_numbers_that_are_still_to_be_used():
-    told, real = curves(0.05), curves(1.5)
     learned = LearnedCosts()
-    lengths = Timed(told, real, learned)
-    target, draft = FakeExecutor(VOCAB, 1, CAPACITY), FakeExecutor(VOCAB, 1, CAPACITY, noise=0.4)
-    drafters = {"draft-model": ModelDrafter(ModelRunner(draft), vocab_size=VOCAB, max_backlog=32)}
-    decoder = Decoder(ModelRunner(target), ChainDrafter(drafters, lengths), lengths=lengths)
+    decoder = decoder_of_one(Timed(curves(0.05), curves(1.5), learned), noise=0.4)
     (sampled,) = make_sequences(1, ["draft-model"], 300, params=SamplingParams(max_tokens=300, temperature=1.0, seed=7))
     finish(decoder, [sampled])
     assert sampled.stats.drafted > 100

@@ -36,14 +36,17 @@ def rounds(
 
 
 def test_curves_that_are_right_stay():
-    learned = LearnedCosts()
-    rounds(learned, 500)
-    assert not learned.adopt()
-    assert learned.version == 0
-    assert learned.level(1) == pytest.approx(0.01, rel=0.05)
+    for options in ({}, {"load": lambda i: 1.0 + i / 100}, {"widths": (0,)}):  # on a machine that slows down too
+        learned = LearnedCosts()
+        assert learned.level(1) is None
+        rounds(learned, 200, **options)
+        assert not learned.adopt()
+        assert learned.version == 0
+        if "load" not in options:
+            assert learned.level(1) == pytest.approx(0.01, rel=0.05)
 
 
-@examples(60)
+@examples(40)
 @given(
     draft=st.floats(0.1, 8.0),
     extra=st.floats(0.2, 8.0),
@@ -53,29 +56,23 @@ def test_curves_that_are_right_stay():
 )
 def test_both_ratios_are_found_on_a_machine_that_is_busy_at_times(draft, extra, seed, slow, period):
     learned = LearnedCosts()
-
-    def busy(i):
-        return slow if i // period % 2 else 1.0
-
     for step in range(60):
         rounds(
-            learned,
-            10,
-            draft=draft,
-            extra=extra,
-            seed=seed * 100 + step,
-            load=lambda i, first=10 * step: busy(first + i),
-        )
+            learned, 10, draft=draft, extra=extra, seed=seed * 100 + step,
+            load=lambda i, first=10 * step: slow if (first + i) // period % 2 else 1.0,
+        )  # fmt: skip
         learned.adopt()
     # To within what is called wrong, and what a line through two loads of the machine is off by.
     for found, real in ((learned.draft_ratio("draft-model", 1), draft), (learned.extra_ratio(1), extra)):
         assert max(found / real, real / found) < 2 * WRONG
 
 
-def test_a_wrong_ratio_is_mended_within_three_dozen_rounds():
+def test_a_wrong_ratio_is_mended_within_three_dozen_rounds_and_not_before_it_is_adopted():
     learned = LearnedCosts()
     rounds(learned, 10, draft=4.0)
+    assert learned.draft_ratio("draft-model", 1) == 1.0
     assert learned.adopt()
+    assert not learned.adopt()
     assert learned.draft_ratio("draft-model", 1) == pytest.approx(4.0, rel=0.2)
     learned = LearnedCosts()
     rounds(learned, 36, draft=4.0, extra=3.0)
@@ -83,35 +80,28 @@ def test_a_wrong_ratio_is_mended_within_three_dozen_rounds():
     assert learned.draft_ratio("draft-model", 1) == pytest.approx(4.0, rel=0.2)
     assert learned.extra_ratio(1) == pytest.approx(3.0, rel=0.25)
     assert learned.version == 1
-
-
-def test_nothing_changes_before_it_is_adopted():
     learned = LearnedCosts()
-    rounds(learned, 200, draft=4.0)
-    assert learned.draft_ratio("draft-model", 1) == 1.0
-    assert learned.adopt()
-    assert not learned.adopt()
+    rounds(learned, 100, widths=(4,), draft=3.0)  # one width alone tells nothing of draft tokens
+    learned.adopt()
+    assert learned.extra_ratio(1) == 1.0
+    assert learned.draft_ratio("draft-model", 1) == pytest.approx(3.0, rel=0.2)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("widths", [(0, 1, 2), (1, 4), (0, 8)])
 def test_chance_and_slow_changes_are_not_taken_for_costs(seed, widths):
     learned, found = LearnedCosts(), []
     for step in range(60):
         rounds(
-            learned,
-            10,
-            seed=100 * seed + step,
-            widths=widths,
-            noise=0.25,
+            learned, 10, seed=100 * seed + step, widths=widths, noise=0.25,
             load=lambda i, first=10 * step: 1.0 + 0.5 * math.sin((first + i) / 12),
-        )
+        )  # fmt: skip
         learned.adopt()
         found.append(learned.extra_ratio(1))
     assert all(1 / (2 * WRONG) < ratio < 2 * WRONG for ratio in found)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(4))
 def test_a_ratio_is_believed_no_further_than_it_is_certain(seed):
     learned, found = LearnedCosts(), []
     for step in range(30):
@@ -121,7 +111,7 @@ def test_a_ratio_is_believed_no_further_than_it_is_certain(seed):
     assert 0.3 < min(found) <= found[-1] < 0.9
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(4))
 def test_rounds_that_something_disturbed_are_not_taken_for_costs(seed):
     learned, found, chance = LearnedCosts(), [], random.Random(seed)
 
@@ -169,12 +159,6 @@ def test_times_decide_nothing_about_lengths():
         assert calm.wants_shorter(1) == busy.wants_shorter(1)
 
 
-def test_a_slower_machine_is_no_other_ratio():
-    learned = LearnedCosts()
-    rounds(learned, 100, load=lambda i: 1.0 + i / 100)
-    assert not learned.adopt()
-
-
 def test_sizes_learn_apart_and_lend_to_those_that_know_nothing():
     learned = LearnedCosts()
     rounds(learned, 60, draft=4.0, rows=1)
@@ -201,22 +185,6 @@ def test_what_was_learned_is_kept_with_every_change_and_read_again():
     assert len(kept) == learned.version == 2
     again = LearnedCosts(json.loads(json.dumps(kept[0])))
     assert again.draft_ratio("draft-model", 1) == pytest.approx(4.0, rel=0.2)
-
-
-def test_without_draft_tokens_only_the_level_is_learned():
-    learned = LearnedCosts()
-    assert learned.level(1) is None
-    rounds(learned, 50, widths=(0,))
-    assert not learned.adopt()
-    assert learned.level(1) == pytest.approx(0.01, rel=0.05)
-
-
-def test_one_width_alone_tells_nothing_of_draft_tokens_but_of_the_draft():
-    learned = LearnedCosts()
-    rounds(learned, 100, widths=(4,), extra=1.0, draft=3.0)
-    learned.adopt()
-    assert learned.extra_ratio(1) == 1.0
-    assert learned.draft_ratio("draft-model", 1) == pytest.approx(3.0, rel=0.2)
 
 
 def test_reading_is_told_apart_from_what_was_believed_of_it_because_of_the_steps():

@@ -5,14 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from specexport_runtime.decoding.decoder import Decoder
-from specexport_runtime.drafters.chain import ChainDrafter
-from specexport_runtime.drafters.model import ModelDrafter
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.lookahead.acceptance import Sureness, shared_sureness
-from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.sampling.params import SamplingParams
-from tests.support.fakes.goodput_fakes import CAPACITY, LOOKAHEAD, curves, make_sequences
+from tests.support.fakes.goodput_fakes import CAPACITY, LOOKAHEAD, curves, make_sequences, model_decoder
 from tests.support.fakes.loop import VOCAB, finish, goodput_length, greedy_reference
 
 
@@ -42,14 +38,11 @@ def test_the_last_token_of_a_whole_draft_was_not_asked_for_and_tells_nothing():
     assert shared.failure_rates[8] < 0.1
 
 
-def decode(params=None, *, has_logits=True, noise=0.4, **options):
-    curve = replace(curves(0.3), has_logits=has_logits)
-    lengths = goodput_length(curve, LOOKAHEAD)
-    target, draft = FakeExecutor(VOCAB, 1, CAPACITY), FakeExecutor(VOCAB, 1, CAPACITY, noise=noise)
-    drafters = {"draft-model": ModelDrafter(ModelRunner(draft), vocab_size=VOCAB, max_backlog=32)}
-    decoder = Decoder(ModelRunner(target), ChainDrafter(drafters, lengths), lengths=lengths)
+def decode(params=None, *, has_logits=True, **options):
+    lengths = goodput_length(replace(curves(0.3), has_logits=has_logits), LOOKAHEAD)
+    target, draft = FakeExecutor(VOCAB, 1, CAPACITY), FakeExecutor(VOCAB, 1, CAPACITY, noise=0.4)
     (sequence,) = make_sequences(1, ["draft-model"], 300, params=params, trace=True, **options)
-    finish(decoder, [sequence])
+    finish(model_decoder(lengths, target, draft), [sequence])
     return sequence
 
 
