@@ -15,7 +15,7 @@ TEST_ENV := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=fa
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=10
 
 .DEFAULT_GOAL := help
-.PHONY: no-library help install demo test test-all test-annex check fuzz lint format docs clean distclean
+.PHONY: no-library help install demo test test-long test-all test-annex check mutants fuzz lint format docs clean distclean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -28,8 +28,12 @@ demo: $(VENV)/.installed-demo ## install, build the demo bundle, generate with a
 test: $(VENV)/.installed-dev ## install and run the tests that every change runs
 	$(TEST_ENV) $(PYTEST) -m "not whole and not annex" $(PYTEST_ARGS)
 
-test-all: $(VENV)/.installed-dev ## the whole CPU suite: also annexes, kernels for every GPU, wheels, the docs' commands
-	$(TEST_ENV) $(PYTEST) $(PYTEST_ARGS)
+test-long: $(VENV)/.installed-dev ## what `make test` leaves out: annexes, kernels for every GPU, wheels, mutants, the docs' commands
+	$(TEST_ENV) $(PYTEST) -m "whole or annex" $(PYTEST_ARGS)
+
+test-all: ## the whole CPU suite, one lane after the other
+	$(MAKE) test
+	$(MAKE) test-long
 
 test-annex: $(VENV)/.installed-dev ## the tests of one annex: ANNEX=chat, playground, ray_serve, tools or train
 	$(TEST_ENV) $(PYTEST) tests/$(or $(ANNEX),$(error say which: make test-annex ANNEX=chat)) $(PYTEST_ARGS)
@@ -38,6 +42,9 @@ check: lint ## lint, types and the tests that matter while editing: the runtime'
 	$(TEST_ENV) $(PYTEST) -q -m "not slow and not fuzz and not bundle and not whole" tests/runtime tests/simulate tests/explain \
 		tests/packaging/test_imports.py $(PYTEST_ARGS)
 
+mutants: $(VENV)/.installed-dev ## mistakes in what is proven, each of which `make test` must notice
+	$(TEST_ENV) $(PYTEST) tests/test_mutants.py $(PYTEST_ARGS)
+
 # Expands once: each expansion is another number.
 SEED ?= $(shell od -vAn -N4 -tu4 /dev/urandom | tr -d ' ')
 
@@ -45,8 +52,9 @@ fuzz: $(VENV)/.installed-dev ## property and differential tests with a random se
 	@seed=$(SEED); echo "seed $$seed; again: make fuzz SEED=$$seed"; \
 	SPECEXPORT_FUZZ_SEED=$$seed $(TEST_ENV) $(PYTEST) -m fuzz $(PYTEST_ARGS)
 
-lint: $(VENV)/.installed-dev ## ruff, mypy, the layers (import-linter) and hadolint
-	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/mypy tools && $(BIN)/lint-imports --no-logo --no-cache && $(BIN)/hadolint docker/*.Dockerfile
+lint: $(VENV)/.installed-dev ## ruff, mypy, the layers (import-linter), hadolint and the brake on growth (tools/size.py)
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports --no-logo && $(BIN)/hadolint docker/*.Dockerfile
+	$(BIN)/python tools/size.py
 
 format: $(VENV)/.installed-dev ## let ruff fix and format
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
@@ -55,7 +63,7 @@ docs: $(VENV)/.installed-docs ## build the documentation site into build/site; a
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet && echo "Open build/site/index.html."
 
 clean: ## remove built bundles and caches, keep .venv
-	rm -rf engines/demo dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf engines/demo dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find specexport runtime tests tools examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 distclean: clean ## clean, and remove .venv
