@@ -81,7 +81,7 @@ PARAMS = st.builds(
 TOKENS = st.lists(st.integers(0, 39), max_size=8)
 
 
-@chance.examples(400)
+@chance.examples(300)
 @given(row=ROWS, params=PARAMS, prompt=TOKENS, output=TOKENS, drafted=TOKENS)
 def test_small_rows_equal_the_full_sort_reference(row, params, prompt, output, drafted):
     sampler = Sampler(params, prompt, 40)
@@ -102,7 +102,7 @@ def quantised(rng, size, spread, step):
 
 
 @pytest.mark.fuzz
-@pytest.mark.parametrize("size", [257, 1000, 4096, 20_000, 70_001])
+@pytest.mark.parametrize("size", [257, 4096, 70_001])
 @pytest.mark.parametrize("spread", [0.0, 0.3, 2.0, 8.0])
 @pytest.mark.parametrize("step", [1e-6, 0.5])
 def test_large_rows_equal_the_full_sort_reference(size, spread, step):
@@ -111,17 +111,8 @@ def test_large_rows_equal_the_full_sort_reference(size, spread, step):
     logits = quantised(rng, size, spread, step)
     order = np.lexsort((np.arange(size), -logits))
     weights = np.exp((logits[order].astype(np.float64) - logits.max()) / 0.8)
-    for top_k, top_p in [
-        (0, 0.95),
-        (0, 0.5),
-        (0, 0.9999),
-        (7, 1.0),
-        (300, 1.0),
-        (1200, 0.9),
-        (0, 1e-6),
-        (9, 5e-324),
-        (0, 0),
-    ]:
+    cuts = ((0, 0.95), (0, 0.5), (0, 0.9999), (7, 1.0), (300, 1.0), (1200, 0.9), (0, 1e-6), (9, 5e-324), (0, 0))
+    for top_k, top_p in cuts:
         kept = order if top_k == 0 else order[:top_k]
         mass = weights[: len(kept)].cumsum() / weights[: len(kept)].sum()
         count = len(kept) if top_p == 1 else int(mass.searchsorted(top_p)) + 1
@@ -153,42 +144,9 @@ def test_a_misleading_sample_falls_back_to_sorting(monkeypatch):
 
 
 def test_top_k_keeps_exactly_k_and_the_lower_ids_of_ties():
-    logits = np.array([1, 5, 5, 5, 0, 5], dtype=np.float32)
-    got = Sampler(SamplingParams(temperature=1.0, top_k=2), [], 6).distribution(logits)
-    assert got.token_ids.tolist() == [1, 2]
-    for size in (3000, 300_000):
+    for size in (6, 3000, 300_000):
         got = Sampler(SamplingParams(temperature=1.0, top_k=5), [], size).distribution(np.zeros(size, np.float32))
         assert got.token_ids.tolist() == [0, 1, 2, 3, 4]
-
-
-def test_top_p_keeps_the_smallest_set_and_the_lower_ids_of_ties():
-    logits = np.zeros(4, dtype=np.float32)
-    for top_p, kept in [(0.5, [0, 1]), (0.500001, [0, 1, 2]), (0.25, [0]), (1e-12, [0]), (0, [0]), (0.75, [0, 1, 2])]:
-        got = Sampler(SamplingParams(temperature=1.0, top_p=top_p), [], 4).distribution(logits)
-        assert got.token_ids.tolist() == kept
-
-
-def test_min_p_and_top_p_and_top_k_see_what_the_one_before_left():
-    probs = np.array([0.4, 0.3, 0.2, 0.1])
-    logits = np.log(probs).astype(np.float32)
-    # min_p leaves 0.4, 0.3, 0.2; of those renormalised, 0.44 + 0.33 reach 0.75 (of the whole row they would not).
-    params = SamplingParams(temperature=1.0, min_p=0.4, top_p=0.75)
-    assert Sampler(params, [], 4).distribution(logits).token_ids.tolist() == [0, 1]
-    # After top_k = 2 the first token alone has 0.57.
-    params = SamplingParams(temperature=1.0, top_k=2, top_p=0.55)
-    assert Sampler(params, [], 4).distribution(logits).token_ids.tolist() == [0]
-
-
-def test_penalties_by_hand():
-    logits = np.array([2.0, -2.0, 1.0, 0.5], dtype=np.float32)
-    params = SamplingParams(
-        temperature=1.0, repetition_penalty=2.0, frequency_penalty=0.5, presence_penalty=0.25, logit_bias={3: 1.0}
-    )
-    sampler = Sampler(params, [0, 1], 4)  # the prompt counts for repetition only
-    sampler.append([1, 2])
-    expected = np.exp([2 / 2, -2 * 2 - 0.75, 1 / 2 - 0.5 * 2 - 0.25, 0.5 + 1.0])
-    got = sampler.distribution(logits, [2])
-    np.testing.assert_allclose(got.probs, expected / expected.sum(), rtol=1e-6)
 
 
 def test_greedy_takes_the_lowest_id_of_ties_after_penalties():
@@ -243,14 +201,13 @@ def test_banned_tokens_are_never_drawn():
 def test_nan_and_infinite_logits_are_refused(size, params):
     sampler = Sampler(params, [0], size)
     logits = np.zeros(size, dtype=np.float32)
+    for value in (np.nan, np.inf):
+        logits[size // 2] = value
+        with pytest.raises(CheckFailedError, match=f"token {size // 2} is {value}"):
+            sampler.distribution(logits)
     logits[size // 2] = np.nan
-    with pytest.raises(CheckFailedError, match=f"NaN.*token {size // 2} is nan"):
-        sampler.distribution(logits)
     with pytest.raises(CheckFailedError, match="NaN"):
         sampler.greedy_token(logits)
-    logits[size // 2] = np.inf
-    with pytest.raises(CheckFailedError, match=f"token {size // 2} is inf"):
-        sampler.distribution(logits)
     with pytest.raises(InvalidRequestError, match="no token is possible"):
         sampler.distribution(np.full(size, -np.inf, dtype=np.float32))
     logits[:] = -np.inf
@@ -258,8 +215,8 @@ def test_nan_and_infinite_logits_are_refused(size, params):
     assert as_dict(sampler.distribution(logits)) == {1: 1.0}
 
 
-@pytest.mark.parametrize("temperature", [1e-300, 1e-40, 1e-10, 1e10, 1e300])
-@pytest.mark.parametrize("size", [8, 2000, 70_000])
+@pytest.mark.parametrize("temperature", [1e-300, 1e-10, 1e300])
+@pytest.mark.parametrize("size", [8, 70_000])
 def test_extreme_temperatures_and_logits_do_not_overflow(temperature, size):
     logits = np.linspace(-1, 1, size).astype(np.float32)
     logits[0] = np.finfo(np.float32).min
@@ -271,7 +228,7 @@ def test_extreme_temperatures_and_logits_do_not_overflow(temperature, size):
 
 
 @pytest.mark.fuzz
-@pytest.mark.parametrize("size", [1, 5, 511, 4096, 4097, 10_000])
+@pytest.mark.parametrize("size", [1, 511, 4096, 4097, 10_000])
 @pytest.mark.parametrize("sparse", [False, True])
 def test_draws_invert_the_cumulative_distribution(size, sparse):
     rng = np.random.default_rng(chance.seed(size))
@@ -298,7 +255,7 @@ def test_a_target_beyond_the_last_running_sum_gives_the_last_possible_token():
 
 
 def test_probability_of_absent_tokens_is_zero():
-    sparse = Distribution(np.array([2, 5]), np.array([0.25, 0.75]))
-    assert [sparse.probability(t) for t in (0, 2, 3, 5, 6)] == [0, 0.25, 0, 0.75, 0]
-    dense = Distribution(None, np.array([0.25, 0.75]))
-    assert [dense.probability(t) for t in (-1, 0, 1, 2)] == [0, 0.25, 0.75, 0]
+    for ids, absent in ((np.array([2, 5]), (0, 3, 6)), (None, (-1, 2))):
+        found = Distribution(ids, np.array([0.25, 0.75]))
+        assert [found.probability(token) for token in ((2, 5) if ids is not None else (0, 1))] == [0.25, 0.75]
+        assert not any(found.probability(token) for token in absent)
