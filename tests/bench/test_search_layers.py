@@ -234,23 +234,19 @@ def test_layers_of_another_model_are_refused(bundle, changes, why):
     assert why in line_of(CliRunner().invoke(main, ["inspect", str(bundle)]))
 
 
-def test_a_bundle_without_gates_has_no_layers_to_leave_out(bundle):
+def test_layers_of_no_gates_and_altered_and_broken_files_are_refused(bundle):
     keep(bundle)
     manifest = load_manifest(bundle)
-    closed = changed(manifest.models["target"], gates=Gates())
+    closed = replace(manifest, models={"target": changed(manifest.models["target"], gates=Gates())})
     with pytest.raises(BundleError, match="and 0 of this one can be left out"):
-        load_draft_layers(bundle, replace(manifest, models={"target": closed}))
-
-
-def test_altered_and_broken_files_are_refused(bundle):
-    keep(bundle)
+        load_draft_layers(bundle, closed)
     path = bundle / DRAFT_LAYERS_NAME
     path.write_text(path.read_text().replace("100", "101"))
     with pytest.raises(BundleError, match=r"draft_layers\.json was altered"):
         SpecEngine.load(bundle)
     path.write_text("{")
     with pytest.raises(BundleError, match=r"draft_layers\.json cannot be read"):
-        load_draft_layers(bundle, load_manifest(bundle))
+        load_draft_layers(bundle, manifest)
 
 
 @pytest.mark.parametrize(

@@ -3,19 +3,15 @@
 import json
 import resource
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import Result
 
 from specexport.backends import ort
+from tests.support.cases.refusals import Refuse, RunCli
 from tests.support.models.pairs import TinyPair
 from tests.support.models.tiny_models import REFUSED, make_model, save_checkpoint
-
-Refuse = Callable[..., str]
-RunCli = Callable[..., Result]
 
 
 @pytest.fixture

@@ -110,9 +110,6 @@ def test_explain_prints_a_table_and_a_verdict(run_cli, tiny_bundle, cache, tmp_p
     assert "Verdict, " in ended.stdout
     assert "by what steps cost" in ended.stdout
     assert "\x1b[3" in ended.stdout
-
-
-def test_a_text_of_one_token_has_no_rounds_to_show(run_cli, tiny_bundle, cache):
     ended = run_cli("explain", tiny_bundle, "one two", "--max-tokens", 1, *FAST)
     assert ended.exit_code == 0, ended.output
     assert "0 tokens in 0 rounds" in ended.stdout
@@ -137,8 +134,5 @@ def test_mistakes_of_explain(refuse_cli, tiny_bundle, monkeypatch, tmp_path_fact
     monkeypatch.setenv(ROOT_VARIABLE, str(tmp_path_factory.mktemp("cache")))
     monkeypatch.chdir(tmp_path)
     assert said in refuse_cli("explain", tiny_bundle, "one two", *arguments, "--no-spin")
-
-
-def test_explain_needs_a_bundle_and_a_prompt(refuse_cli, tiny_bundle, tmp_path):
     assert "there is no folder" in refuse_cli("explain", tmp_path / "none", "one two")
     assert "prompt" in refuse_cli("explain", tiny_bundle)

@@ -3,13 +3,11 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import Result
 
 from specexport.checkpoint.load import load_checkpoint, round_weights
 from specexport.compile import check
@@ -29,6 +27,7 @@ from specexport_runtime.bundle.files import check_files
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.errors import CheckFailedError, CheckpointError, OutputExistsError
 from specexport_runtime.packing.batch import ModelRunner
+from tests.support.cases.refusals import Refuse, RunCli
 from tests.support.models.pairs import TinyPair, own_logits
 from tests.support.models.tiny_models import VOCAB, make_llama, save_checkpoint
 
@@ -111,7 +110,7 @@ def test_weights_too_large_for_float16_are_refused(tiny_pair: TinyPair) -> None:
 
 
 def test_a_target_has_gates_only_where_it_is_asked_to_draft_with_its_layers(
-    tiny_bundle: Path, gated_bundle: Path, run_cli: Callable[..., Result], refuse_cli: Callable[..., str]
+    tiny_bundle: Path, gated_bundle: Path, run_cli: RunCli, refuse_cli: Refuse
 ) -> None:
     plain, gated = (load_manifest(folder).models["target"] for folder in (tiny_bundle, gated_bundle))
     assert (len(plain.engine.gates.kinds), len(gated.engine.gates.kinds)) == (0, 4)
@@ -131,12 +130,14 @@ def test_a_bundle_names_no_machine_path(tiny_pair: TinyPair, tiny_bundle: Path) 
                 assert str(path).encode() not in data, f"{name} names {path}"
 
 
-def test_building_again_does_nothing_and_loads_nothing_heavy(tiny_pair: TinyPair, tiny_bundle: Path) -> None:
+def test_help_and_building_again_load_nothing_heavy(tiny_pair: TinyPair, tiny_bundle: Path) -> None:
     before = states(tiny_bundle)
     code = (
         "import sys\n"
         "from specexport.cli import main\n"
-        "code = main(sys.argv[1:], standalone_mode=False)\n"
+        "main(['--help'], standalone_mode=False)\n"
+        "assert not {'rich', 'tokenizers'} & set(sys.modules)\n"
+        "main(sys.argv[1:], standalone_mode=False)\n"
         "heavy = {'torch', 'transformers', 'onnx', 'onnx_ir', 'onnxruntime', 'numpy.testing'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )

@@ -1,14 +1,11 @@
 import io
 import json
-import subprocess
-import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import click
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 from specexport import cli
 from specexport.progress import ProgressEvent, StageClock, show_progress
@@ -17,21 +14,7 @@ from specexport_runtime.cli.errors import SuggestingGroup, format_error
 from specexport_runtime.cli.lazy import Mount
 from specexport_runtime.errors import CheckFailedError, IncompatibleError, MissingDependencyError, RecipeError
 from specexport_runtime.executors.operators import kernels
-
-RunCli = Callable[..., Result]
-
-
-def test_help_imports_nothing_heavy() -> None:
-    code = (
-        "import sys\n"
-        "from specexport.cli import main\n"
-        "main(['--help'], standalone_mode=False)\n"
-        "heavy = {'torch', 'transformers', 'onnx', 'onnxruntime', 'rich', 'tokenizers'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "build" in done.stdout
+from tests.support.cases.refusals import Refuse, RunCli
 
 
 @pytest.mark.parametrize("name", sorted(cli.COMMANDS))
@@ -170,7 +153,7 @@ def test_inspect_shows_the_last_verification(run_cli: RunCli, tiny_bundle: Path,
     assert json.loads(run_cli("inspect", tmp_path, "--json").stdout)["verify"]["target_max_abs"] == 1.23456e-6
 
 
-def test_inspect_refuses_what_is_no_bundle(refuse_cli: Callable[..., str], tmp_path: Path) -> None:
+def test_inspect_refuses_what_is_no_bundle(refuse_cli: Refuse, tmp_path: Path) -> None:
     assert "there is no folder" in refuse_cli("inspect", tmp_path / "none")
     (tmp_path / "empty").mkdir()
     assert "has no manifest.json" in refuse_cli("inspect", tmp_path / "empty")

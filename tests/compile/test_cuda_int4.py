@@ -1,10 +1,8 @@
 """Int4 weights for ort-cuda: what a build writes, and how well such a draft drafts."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from click.testing import Result
 
 from specexport.compile.pipeline import build_bundle
 from specexport.inspect import describe
@@ -12,13 +10,14 @@ from specexport.recipe import BuildRecipe
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.bundle.quant_kinds import INT4
+from tests.support.cases.refusals import RunCli
 from tests.support.models.pairs import TinyPair
 
 PROMPTS = ["def add(a, b):\n", "class Queue:\n    def __init__(self):\n"]
 
 
 @pytest.mark.whole
-def test_a_bundle_says_what_was_quantized(tmp_path: Path, tiny_pair: TinyPair, run_cli: Callable[..., Result]) -> None:
+def test_a_bundle_says_what_was_quantized(tmp_path: Path, tiny_pair: TinyPair, run_cli: RunCli) -> None:
     build_bundle(tiny_pair.recipe(tmp_path / "one", backend="ort-cuda", quantize="int4"))
     manifest = load_manifest(tmp_path / "one")
     target, draft = manifest.models["target"], manifest.models["draft"]

@@ -1,8 +1,7 @@
 """The demo pair with half of its draft's vocabulary guesses as well as with all of it, if the right half was kept."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -21,15 +20,6 @@ NUM_PROMPTS, SIZE = 6, 2048
 GREEDY = SamplingParams(max_tokens=64)
 
 
-@contextmanager
-def loaded(bundle: Path) -> Iterator[SpecEngine]:
-    engine = SpecEngine.load(bundle, num_threads=1)
-    try:
-        yield engine
-    finally:
-        engine.close()
-
-
 def acceptance(results: list[GenerationResult]) -> float:
     return sum(each.stats.accepted for each in results) / sum(each.stats.drafted for each in results)
 
@@ -40,7 +30,7 @@ def test_the_right_half_of_the_vocabulary_is_enough_and_a_wrong_one_is_not(
 ) -> None:
     lines = (demo_pair / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:NUM_PROMPTS]
     prompts = [json.loads(line)["prompt"] for line in lines]
-    with loaded(demo_bundle) as engine:
+    with closing(SpecEngine.load(demo_bundle, num_threads=1)) as engine:
         plain = engine.generate(prompts, GREEDY, drafter="none")
         whole = acceptance(engine.generate(prompts, GREEDY, drafter="draft-model"))
     texts = tmp_path / "texts.jsonl"
@@ -55,7 +45,7 @@ def test_the_right_half_of_the_vocabulary_is_enough_and_a_wrong_one_is_not(
     )
     result = build_bundle(recipe)
     assert result.reused == ("target",), "only the draft depends on what is counted"
-    with loaded(result.path) as engine:
+    with closing(SpecEngine.load(result.path, num_threads=1)) as engine:
         cut = engine.generate(prompts, GREEDY, drafter="draft-model")
     assert [each.token_ids for each in cut] == [each.token_ids for each in plain]
     assert acceptance(cut) >= 0.95 * whole
@@ -65,7 +55,7 @@ def test_the_right_half_of_the_vocabulary_is_enough_and_a_wrong_one_is_not(
         return None if head is None else head._replace(ids=np.roll(head.ids, 1))
 
     monkeypatch.setattr(engine_load, "load_cut_head", shifted)
-    with loaded(result.path) as engine:
+    with closing(SpecEngine.load(result.path, num_threads=1)) as engine:
         wrong = engine.generate(prompts, GREEDY, drafter="draft-model")
     assert [each.token_ids for each in wrong] == [each.token_ids for each in plain]
     assert acceptance(wrong) < 0.5 * whole

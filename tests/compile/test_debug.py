@@ -4,6 +4,7 @@ import importlib.util
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,7 +14,6 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
-from click.testing import Result
 
 from specexport.compile.pipeline import build_bundle
 from specexport.debug.capture import capture_step
@@ -37,6 +37,7 @@ from specexport_runtime.errors import IncompatibleError, InvalidRequestError
 from specexport_runtime.executors import cuda_driver
 from tests.support.cases import experts_cases
 from tests.support.cases.experts_cases import Layer
+from tests.support.cases.refusals import Refuse, RunCli
 from tests.support.models.pairs import TinyPair, locked
 from tests.support.models.tiny_models import ARCHITECTURES, make_model, save_checkpoint
 
@@ -91,7 +92,7 @@ def bundles(session_dir: Path, tiny_pair: TinyPair) -> dict[str, Path]:
 
 
 @pytest.fixture
-def debug_json(run_cli: Callable[..., Result]) -> Callable[..., dict[str, Any]]:
+def debug_json(run_cli: RunCli) -> Callable[..., dict[str, Any]]:
     """Run the command, which must succeed; returns its JSON."""
 
     def run(*args: object) -> dict[str, Any]:
@@ -186,11 +187,8 @@ def test_layers_that_only_one_graph_has_packed_are_still_paired(bundles: dict[st
 def test_the_step_is_one_of_the_engines_own_decode(tiny_bundle: Path) -> None:
     bundle = load_bundle(tiny_bundle, max_num_seqs=1)
     prompt = bundle.tokenizer.encode(PROMPT).ids
-    engine = SpecEngine.load(tiny_bundle, max_num_seqs=1)
-    try:
+    with closing(SpecEngine.load(tiny_bundle, max_num_seqs=1)) as engine:
         (plain,) = engine.generate(PROMPT, SamplingParams(max_tokens=12, ignore_eos=True), drafter="none")
-    finally:
-        engine.close()
     step = capture_step(bundle, "target", prompt, "verify", after=3)
     assert step.past == len(prompt) + 2
     assert step.tokens == tuple(plain.token_ids[2:11])  # the last token that was decoded, and K = 8 behind it
@@ -211,7 +209,7 @@ def run_saved(folder: Path) -> Any:
         return runner.infer(feeds)["logits"].copy()
 
 
-def test_what_is_saved_runs_elsewhere(tiny_bundle: Path, tmp_path: Path, run_cli: Callable[..., Result]) -> None:
+def test_what_is_saved_runs_elsewhere(tiny_bundle: Path, tmp_path: Path, run_cli: RunCli) -> None:
     folder = tmp_path / "saved"
     result = run_cli("debug", tiny_bundle, PROMPT, "--graph", "padded", "--save", folder, "-q", "--threads", 1)
     assert result.exit_code == 0, result.output
@@ -255,9 +253,7 @@ def test_experts_are_written_in_standard_operators(layer: Layer) -> None:
     np.testing.assert_allclose(found, wanted, atol=1e-4 * np.abs(wanted).max())
 
 
-def test_experts_are_points(
-    tmp_path: Path, debug_json: Callable[..., dict[str, Any]], run_cli: Callable[..., Result]
-) -> None:
+def test_experts_are_points(tmp_path: Path, debug_json: Callable[..., dict[str, Any]], run_cli: RunCli) -> None:
     save_checkpoint(make_model(*ARCHITECTURES["gpt_oss"]), tmp_path / "model")
     for quantize in ("none", "int8"):
         recipe = BuildRecipe(str(tmp_path / "model"), str(tmp_path / quantize), quantize=quantize, check=False)
@@ -300,7 +296,7 @@ def test_divergence_is_that_of_the_distributions() -> None:
 )
 def test_bad_input_is_refused_in_one_line(
     args: list[str], line: str, tiny_bundle: Path, tiny_pair: TinyPair, session_dir: Path,
-    tmp_path: Path, refuse_cli: Callable[..., str],
+    tmp_path: Path, refuse_cli: Refuse
 ) -> None:  # fmt: skip
     other = session_dir / "debug-other"
     if "OTHER" in args:
@@ -311,7 +307,7 @@ def test_bad_input_is_refused_in_one_line(
     assert line in refuse_cli("debug", tiny_bundle, PROMPT, "-q", *[places.get(arg, arg) for arg in args])
 
 
-def test_a_missing_draft_is_refused(tiny_bundle: Path, tmp_path_factory: Any, refuse_cli: Callable[..., str]) -> None:
+def test_a_missing_draft_is_refused(tiny_bundle: Path, tmp_path_factory: Any, refuse_cli: Refuse) -> None:
     folder = shutil.copytree(tiny_bundle, tmp_path_factory.mktemp("alone") / "b")
     manifest = load_manifest(folder)
     replace(manifest, models={"target": manifest.models["target"]}).write(folder)
@@ -319,7 +315,7 @@ def test_a_missing_draft_is_refused(tiny_bundle: Path, tmp_path_factory: Any, re
 
 
 def test_without_the_extra_the_command_says_what_to_install(
-    tiny_bundle: Path, refuse_cli: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    tiny_bundle: Path, refuse_cli: Refuse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
@@ -349,7 +345,7 @@ def test_engines_without_layers_are_told_apart_by_their_caches(tiny_bundle: Path
 
 
 def test_a_tensorrt_engine_shows_no_layers_and_is_refused_where_there_is_no_gpu(
-    tiny_bundle: Path, tmp_path: Path, refuse_cli: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    tiny_bundle: Path, tmp_path: Path, refuse_cli: Refuse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_gpu() -> NoReturn:
         raise IncompatibleError("there is no NVIDIA GPU.", "run it where there is one.")
@@ -374,14 +370,11 @@ def test_a_tensorrt_engine_shows_no_layers_and_is_refused_where_there_is_no_gpu(
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "value"), [("graph", "dense"), ("step", "draft")])
-def test_kinds_that_are_not_known_are_refused_by_name(name: str, value: Any, tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequestError, match=f"--{name} is '{value}'"):
-        DebugOptions(**{"against": tmp_path, name: value})
-
-
-def test_a_bundle_of_unknown_weights_asks_for_a_tolerance(tiny_bundle: Path, tmp_path: Path) -> None:
+def test_kinds_of_weights_graphs_and_steps_that_are_not_known_are_refused(tiny_bundle: Path, tmp_path: Path) -> None:
     shutil.copytree(tiny_bundle, tmp_path / "b")
     rewrite_manifest(tmp_path / "b", quantize="int3")
     with pytest.raises(IncompatibleError, match="is known for int3"):
         debug_bundle(tmp_path / "b", PROMPT, DebugOptions(graph="padded"))
+    for name, value in (("graph", "dense"), ("step", "draft")):
+        with pytest.raises(InvalidRequestError, match=f"--{name} is '{value}'"):
+            DebugOptions(**{"against": tmp_path, name: value})

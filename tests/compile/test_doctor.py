@@ -1,16 +1,13 @@
 import importlib.util
 import json
 import shutil
-from collections.abc import Callable
 
 import pytest
-from click.testing import Result
 
 from specexport.doctor import command as doctor
 from specexport.doctor import versions
 from specexport.doctor.finding import Finding
-
-RunCli = Callable[..., Result]
+from tests.support.cases.refusals import RunCli
 
 
 def test_this_machine_can_build_and_run(run_cli: RunCli) -> None:

@@ -13,7 +13,6 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from click.testing import Result
 
 from specexport.doctor import command, gpu
 from specexport.doctor.finding import Finding
@@ -22,8 +21,8 @@ from specexport_runtime.executors import ort_cuda_package
 from specexport_runtime.executors.ort_cuda_package import CODE, both_installed, lacks_code, run_step
 from specexport_runtime.executors.trt_open import RTX_SM
 from tests.support.cases.present_gpu import has_gpu
+from tests.support.cases.refusals import RunCli
 
-RunCli = Callable[..., Result]
 MakeCard = Callable[..., None]
 RTX_4090 = "NVIDIA GeForce RTX 4090, 580.159.04, 24564 MiB, 8.9"
 MEM = "580.1, 183359 MiB"

@@ -3,12 +3,12 @@
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import Result
 
 from specexport.compile.command import result_to_json, summary
 from specexport.compile.draft_cuts import NUM_PIECES, PIECE_LEN, cut_pieces
@@ -19,11 +19,10 @@ from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import InvalidRequestError, RecipeError, UnsupportedModelError
 from specexport_runtime.sampling.params import SamplingParams
+from tests.support.cases.refusals import Refuse, RunCli
 from tests.support.models.pairs import TinyPair
 from tests.support.models.tiny_models import make_llama, make_tokenizer, save_checkpoint
 
-Refuse = Callable[..., str]
-RunCli = Callable[..., Result]
 IDLE, WEAK = 1, 2
 KNOWN = 259  # tokens that the tokenizer has: no other is ever drafted
 PROMPTS = ["abc", "Hello there", "0123456789", "def area(w, h):"]
@@ -72,12 +71,9 @@ def lossy(pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def decode(bundle: Path) -> tuple[list[tuple[int, ...]], int, int]:
     """Tokens of each prompt, equal to plain ones, and how many were drafted and accepted."""
-    engine = SpecEngine.load(bundle, num_threads=1)
-    try:
+    with closing(SpecEngine.load(bundle, num_threads=1)) as engine:
         plain = engine.generate(PROMPTS, GREEDY, drafter="none")
         drafted = engine.generate(PROMPTS, GREEDY, drafter="draft-model", num_speculative_tokens=3)
-    finally:
-        engine.close()
     tokens = [tuple(each.token_ids) for each in drafted]
     assert tokens == [tuple(each.token_ids) for each in plain]
     return tokens, sum(each.stats.drafted for each in drafted), sum(each.stats.accepted for each in drafted)
@@ -156,9 +152,11 @@ def test_a_reference_bundle_must_have_the_same_layers(tiny_bundle: Path, tmp_pat
     assert "its draft was built with other layers of its checkpoint" in result.stderr
 
 
-def test_all_layers_are_no_cut(tiny_pair: TinyPair, tmp_path: Path) -> None:
-    result = build_bundle(tiny_pair.recipe(tmp_path / "b", draft_layers=1))
-    assert result.manifest.models["draft"].dropped_layers == ()
+def test_all_layers_and_all_tokens_are_no_cut(tiny_pair: TinyPair, tmp_path: Path) -> None:
+    result = build_bundle(tiny_pair.recipe(tmp_path / "b", draft_layers=1, draft_vocab_size=300))
+    draft = result.manifest.models["draft"]
+    assert (draft.dropped_layers, draft.cut_lm_head) == ((), None)
+    assert "lm-head-cut" not in dict(draft.passes)
     assert "layers, without" not in summary(result)
 
 
@@ -188,6 +186,7 @@ def test_number_and_texts_decide_the_drafts_engine_and_no_other(tiny_pair: TinyP
         return dict(_make_plan(recipe, _find_models(recipe)).engine_keys)
 
     found = [keys(None), keys(1), keys(2), keys(2, "aaa"), keys(2, "bbb"), keys(2, "aaa", 40), keys(None, "aaa", 40)]
+    found += [keys(None, "bbb", 40), keys(None, "aaa", 41), keys(None, None, 40)]
     assert len({each["target"] for each in found}) == 1
     assert len({each["draft"] for each in found}) == len(found)
     assert keys(2, "aaa") == found[3]

@@ -1,13 +1,12 @@
 """A build chooses the form of its draft: by what, what it says of it, and when it leaves everything as it was."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import Result
 from tokenizers import Tokenizer
 
 from specexport.compile import draft_guesses, draft_trial, pipeline
@@ -25,11 +24,11 @@ from specexport_runtime.costs.prior import prior_costs
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.sampling.params import SamplingParams
+from tests.support.cases.refusals import RunCli
 from tests.support.models.pairs import TinyPair
 from tests.support.models.tiny_gguf import write_gguf
 from tests.support.models.tiny_models import GROUPED, make_model
 
-RunCli = Callable[..., Result]
 TARGET = StepCost(reading=10.0, token=0.0)
 SIMPLEST_FILES = ["model.onnx", "model.onnx.data", "model.padded.onnx"]
 
@@ -218,13 +217,7 @@ def test_a_trial_is_done_once_and_always_ends_the_same(
     [(1.0, 0, "too large"), (6e12, 1 << 20, "its weights take 0."), (6e12, 0, "the draft breaks")],
 )
 def test_a_draft_that_cannot_be_tried_is_what_it_was(
-    work: float,
-    least: int,
-    why: str,
-    tiny_pair: TinyPair,
-    tmp_path: Path,
-    trying: pytest.MonkeyPatch,
-    run_cli: RunCli,
+    work: float, least: int, why: str, tiny_pair: TinyPair, tmp_path: Path, trying: pytest.MonkeyPatch, run_cli: RunCli
 ) -> None:
     def count(*_: Any) -> list[int]:
         raise SpecexportError("the draft breaks.")

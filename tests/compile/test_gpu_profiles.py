@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -88,20 +86,3 @@ def test_a_step_beyond_every_profile_says_which_limit(shape: StepShape, words: s
     with pytest.raises(IncompatibleError) as caught:
         choose_profile(plan(), shape)
     assert words in caught.value.message
-
-
-def test_profiles_survive_the_manifest(tmp_path: Path) -> None:
-    import json
-
-    from specexport_runtime.bundle.entry import EngineFile, EngineReport, ModelEntry, ProfileReport
-    from specexport_runtime.records import from_json, to_json
-    from tests.support.cases.entries import make_entry
-
-    row = ProfileReport("verify 8x5", 40, 2, ("x",), 0, 0, 0)
-    report = EngineReport((("a", "b"),), 2, (row,), "builder", None, 9, 0.5, 7, {"engine": {"own": 3}})
-    engine = EngineFile("model.sm89.engine", "sm89", "tensorrt-rtx", "1.7.1", 10, report)
-    entry = make_entry(
-        backend="tensorrt-rtx", dtype="float16", layers=LAYERS, inputs=("input_ids",), lowering="native",
-        files=(engine,), profiles=plan(), kv_capacity=110, max_num_seqs=8,
-    )  # fmt: skip
-    assert from_json(ModelEntry, json.loads(json.dumps(to_json(entry)))) == entry

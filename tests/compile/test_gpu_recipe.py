@@ -1,7 +1,6 @@
 """What a GPU recipe accepts, and what is refused before any model is loaded."""
 
 import importlib.util
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,11 @@ from specexport.lowering.trt_native import mask_heads
 from specexport.recipe import make_recipe, resolve_recipe
 from specexport_runtime.abi import LayerGeometry
 from specexport_runtime.errors import IncompatibleError, RecipeError
+from tests.support.cases.refusals import Refuse
 from tests.support.cases.unpadded_cases import Case, one_node_model
 from tests.support.models.pairs import locked
 from tests.support.models.tiny_models import ARCHITECTURES, HYBRIDS, make_model, save_checkpoint
 
-Refuse = Callable[..., str]
 GIVEN = {"target": "t", "output": "o", "backend": "tensorrt-rtx"}
 
 
@@ -234,7 +233,7 @@ def test_a_target_of_tensorrt_does_not_draft_with_its_own_layers(backend: str) -
 )
 def test_what_only_a_cpu_computes_is_refused_by_name(
     backend: str, models: Any, name: str, said: str, session_dir: Path,
-    tmp_path: Path, refuse_cli: Refuse, no_gpu: None, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, refuse_cli: Refuse, no_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     """Behind the trace, and before anything is built: TensorRT need not be there."""
     with locked(session_dir / f"refused-{name}.lock"):

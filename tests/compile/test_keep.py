@@ -1,6 +1,5 @@
 """Quantized GGUF files built as they are: close to the file's own values, lossless, refused where that cannot be."""
 
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from click.testing import Result
 
 from specexport.compile.pipeline import BuildResult, build_bundle
 from specexport.inspect import describe
@@ -16,6 +14,7 @@ from specexport.passes.block_format import unpack
 from specexport.recipe import BuildRecipe, settle_quantization
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.errors import RecipeError
+from tests.support.cases.refusals import RunCli
 from tests.support.models.tiny_gguf import MIXED_EXPERTS, write_experts, write_gguf
 from tests.support.models.tiny_models import GROUPED, make_model
 
@@ -194,7 +193,7 @@ def test_the_lm_head_stays_float_on_request(tied: bool, tmp_path: Path) -> None:
     assert not any("embed" in tensor.name and "codes" in tensor.name for tensor in graph.initializer)
 
 
-def test_what_has_no_home_is_refused(tmp_path: Path, run_cli: Callable[..., Result]) -> None:
+def test_what_has_no_home_is_refused(tmp_path: Path, run_cli: RunCli) -> None:
     import gguf
 
     path = tmp_path / "odd.gguf"

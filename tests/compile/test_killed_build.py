@@ -5,16 +5,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from click.testing import Result
 
 from specexport.compile.pipeline import build_bundle
 from specexport_runtime.bundle.files import check_files
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.errors import BundleError
+from tests.support.cases.refusals import RunCli
 from tests.support.models.pairs import TinyPair
 
 WAIT_S = 240
@@ -75,7 +74,7 @@ def test_what_a_killed_build_left_is_cleared_away_and_a_running_one_is_not(
 
 
 def test_ctrl_c_during_a_build_leaves_nothing(
-    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_cli: Callable[..., Result]
+    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_cli: RunCli
 ) -> None:
     def interrupted(*_args: object, **_options: object) -> None:
         assert list(tmp_path.iterdir())

@@ -1,13 +1,11 @@
 """Models that do not fit into memory: built from their files a weight at a time, and checked a part at a time."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-from click.testing import Result
 
 from specexport.backends.ort import DATA_NAME
 from specexport.compile import check, check_parts, part
@@ -18,6 +16,7 @@ from specexport.recipe import BuildRecipe
 from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.errors import CheckFailedError
+from tests.support.cases.refusals import RunCli
 from tests.support.models.pairs import TinyPair, own_logits
 from tests.support.models.tiny_gguf import write_gguf
 from tests.support.models.tiny_models import GROUPED, make_llama, make_model, save_checkpoint
@@ -61,7 +60,7 @@ def test_a_kept_gguf_file_makes_the_same_engine(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_changes_while_it_is_built_leaves_nothing(
-    tmp_path: Path, run_cli: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = save_checkpoint(make_llama(3), tmp_path / "changing")
     weights = folder / "model.safetensors"

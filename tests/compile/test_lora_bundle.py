@@ -1,7 +1,7 @@
 """Bundles with LoRA adapters, merged and chosen by request: each token's target is its own, and drafts stay drafts."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import Result
 
 from specexport.compile.pipeline import _find_models, _make_plan, build_bundle
 from specexport.inspect import describe
@@ -24,6 +23,7 @@ from specexport_runtime.errors import CheckFailedError, CheckpointError, Invalid
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from specexport_runtime.requests.layer_choice import LayerRules
 from specexport_runtime.sampling.sampler import Sampler
+from tests.support.cases.refusals import Refuse, RunCli
 from tests.support.fakes.rounds import check_every_round
 from tests.support.models.pairs import TinyPair
 from tests.support.models.tiny_lora import apply_adapter, save_adapter
@@ -201,9 +201,7 @@ def test_padded_rows_have_their_adapters_too(bundle: Path, engine: SpecEngine) -
         assert {name: handle.result().token_ids for name, handle in handles.items()} == wanted
 
 
-def test_what_a_bundle_says_of_its_adapters(
-    bundle: Path, adapters: dict[str, Path], run_cli: Callable[..., Result]
-) -> None:
+def test_what_a_bundle_says_of_its_adapters(bundle: Path, adapters: dict[str, Path], run_cli: RunCli) -> None:
     manifest = load_manifest(bundle)
     entry = manifest.models["target"]
     assert [(adapter.name, adapter.source, adapter.rank) for adapter in entry.adapters] == [
@@ -221,7 +219,7 @@ def test_what_a_bundle_says_of_its_adapters(
 
 
 def test_verify_compares_with_the_adapted_model(
-    bundle: Path, tiny_pair: TinyPair, adapters: dict[str, Path], run_cli: Callable[..., Result]
+    bundle: Path, tiny_pair: TinyPair, adapters: dict[str, Path], run_cli: RunCli
 ) -> None:
     given = ("--checkpoint", tiny_pair.target, "--draft-checkpoint", tiny_pair.draft)
     few = ("--max-prompts", 2, "--max-tokens", 8, "--num-samples", 1000, "--threads", 1, "--no-record", "--json")
@@ -236,7 +234,7 @@ def test_verify_compares_with_the_adapted_model(
 
 
 def test_a_merged_adapter_is_a_part_of_the_weights(
-    tiny_pair: TinyPair, adapters: dict[str, Path], tmp_path: Path, run_cli: Callable[..., Result]
+    tiny_pair: TinyPair, adapters: dict[str, Path], tmp_path: Path, run_cli: RunCli
 ) -> None:
     folder, recipe = tmp_path / "merged", tmp_path / "recipe.toml"
     recipe.write_text(f'target = "{tiny_pair.target}"\nlora = ["sql=sql-lora"]\noutput = "{folder}"\nlookahead = 4\n')
@@ -321,7 +319,7 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
 
 @pytest.mark.parametrize("what", BAD)
 def test_bad_adapters_are_refused(
-    what: str, tiny_pair: TinyPair, adapters: dict[str, Path], tmp_path: Path, refuse_cli: Callable[..., str]
+    what: str, tiny_pair: TinyPair, adapters: dict[str, Path], tmp_path: Path, refuse_cli: Refuse
 ) -> None:
     flags, words = BAD[what]
     other = save_adapter(make_llama(1, hidden_size=32), tmp_path / "other")

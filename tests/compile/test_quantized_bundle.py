@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,15 +36,12 @@ def test_speculative_text_of_experts_is_plain_text(name: str, kind: str, tmp_pat
     experts = built.manifest.models["target"].parameters.experts
     width = config.get("moe_intermediate_size", config["intermediate_size"])
     assert experts == (2 * 4 * 3 * config["hidden_size"] * width, config.get("num_experts_per_tok", 4), 4)
-    engine = SpecEngine.load(tmp_path / "bundle", max_num_seqs=2, num_threads=1, spin=False)
-    try:
+    with closing(SpecEngine.load(tmp_path / "bundle", max_num_seqs=2, num_threads=1, spin=False)) as engine:
         params = SamplingParams(max_tokens=24, ignore_eos=True)
         plain = [engine.generate(prompt, params, speculation=False)[0] for prompt in PROMPTS]
         for drafter in ("draft-model", "lookup", *(["self"] if gated else [])):
             results = engine.generate(PROMPTS, params, drafter=drafter)
             assert [list(r.token_ids) for r in results] == [list(r.token_ids) for r in plain]
-    finally:
-        engine.close()
 
 
 INT4, INT8 = "group4_32_f16_zero", "int8"

@@ -4,7 +4,7 @@ from typing import Any
 
 from rich.text import Text
 
-from specexport.report import Column, markdown_table, print_json, terminal_table
+from specexport.report import Column, markdown_table, terminal_table
 
 ROWS: list[dict[str, Any]] = [{"name": "a", "rate": 1.25, "gain": None}, {"name": "bc", "rate": 10.0, "gain": 0.5}]
 
@@ -42,8 +42,3 @@ def test_a_terminal_gets_styled_cells_row_by_row() -> None:
     seen: Column[dict[str, Any]] = Column("seen", lambda row: Text(f"{row['name']} after {len(made)}", "green"))
     (table,) = terminal_table([seen], rows()).columns
     assert [str(cell) for cell in table.cells] == ["a after 0", "bc after 1"]
-
-
-def test_json_is_one_line(capsys: Any) -> None:
-    print_json({"a": [1, 2.5, None]})
-    assert capsys.readouterr().out == '{"a": [1, 2.5, null]}\n'

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import Result
 
 from specexport.backends import present_gpu, tensorrt
 from specexport.backends import trt as trt_backend
@@ -19,13 +18,12 @@ from specexport.recipe import BuildRecipe, make_recipe
 from specexport_runtime.bundle.files import check_files
 from specexport_runtime.bundle.manifest import Manifest, load_manifest
 from specexport_runtime.errors import CheckFailedError, IncompatibleError
+from tests.support.cases.refusals import Refuse, RunCli
 from tests.support.models.pairs import TinyPair, locked
 from tests.support.models.tiny_models import ARCHITECTURES, make_llama, make_model, save_checkpoint
 
 pytestmark = pytest.mark.slow
 
-RunCli = Callable[..., Result]
-Refuse = Callable[..., str]
 LIMITS = {"lookahead": 3, "max_num_seqs": 2, "max_num_tokens": 16, "max_model_len": 60}
 
 

@@ -25,6 +25,7 @@ from specexport_runtime.errors import BundleError, VocabularyMismatchError
 from specexport_runtime.requests.token_bytes import token_bytes
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.structured import StructuredOutputs
+from tests.support.cases.refusals import RunCli
 from tests.support.models.two_vocabularies import draft_tokenizer, save_pair, sides, target_tokenizer
 
 PROMPTS = [
@@ -176,7 +177,7 @@ def test_a_vocabulary_whose_tokens_depend_on_each_other_is_refused() -> None:
         check_shared(target, draft._replace(tokenizer_json=tokenizer.to_str().encode()))
 
 
-def test_a_bundle_says_what_is_shared(pair: Path, run_cli: Any, shared: Any) -> None:
+def test_a_bundle_says_what_is_shared(pair: Path, run_cli: RunCli, shared: Any) -> None:
     entry = load_manifest(pair / "bundle").models["draft"]
     assert entry.token_map == shared.entry._replace(path=f"draft/{MAP_NAME}")
     assert entry.lm_head_rows == shared.entry.num_shared
@@ -190,7 +191,7 @@ def test_a_bundle_says_what_is_shared(pair: Path, run_cli: Any, shared: Any) -> 
 
 
 @pytest.mark.parametrize("step", ["prefill", "verify"])
-def test_the_drafts_layers_are_looked_at_in_its_own_tokens(step: str, pair: Path, run_cli: Any) -> None:
+def test_the_drafts_layers_are_looked_at_in_its_own_tokens(step: str, pair: Path, run_cli: RunCli) -> None:
     found = run_cli(
         "debug", pair / "bundle", "日本 and some text", "--role", "draft", "--step", step, "--graph", "padded"
     )
@@ -364,23 +365,21 @@ def _changed(ids: np.ndarray, token: int) -> np.ndarray:
         (lambda m: m._replace(pieces=np.full_like(m.pieces, 520)), "unknown tokens"),
         (lambda m: m._replace(lead=np.array([-1], np.int32)), "unknown tokens"),
         (lambda m: m._replace(pieces=m.pieces.astype(np.int64)), "other types"),
+        (b"", "cannot be read"),
+        (b"no archive", "cannot be read"),
+        (b"PK\x03\x04", "cannot be read"),
     ],
-    ids=["short", "twice", "beyond", "starts", "pieces", "lead", "type"],
-)  # fmt: skip
+    ids=["short", "twice", "beyond", "starts", "pieces", "lead", "type", "empty", "text", "cut off"],
+)
 def test_a_damaged_map_is_refused(change: Any, said: str, pair: Path, shared: Any, tmp_path: Path) -> None:
     models = load_manifest(pair / "bundle").models
-    (tmp_path / "draft").mkdir()
-    change(shared.tokens).save(tmp_path / "draft" / MAP_NAME)
+    path = tmp_path / "draft" / MAP_NAME
+    path.parent.mkdir()
+    if isinstance(change, bytes):
+        path.write_bytes(change)
+    else:
+        change(shared.tokens).save(path)
     with pytest.raises(BundleError, match=said):
-        load_token_map(tmp_path, models["draft"], models["target"])
-
-
-@pytest.mark.parametrize("content", [b"", b"no archive", b"PK\x03\x04"])
-def test_a_file_that_is_no_map_is_refused(content: bytes, pair: Path, tmp_path: Path) -> None:
-    models = load_manifest(pair / "bundle").models
-    (tmp_path / "draft").mkdir()
-    (tmp_path / "draft" / MAP_NAME).write_bytes(content)
-    with pytest.raises(BundleError, match="cannot be read"):
         load_token_map(tmp_path, models["draft"], models["target"])
     assert isinstance(load_token_map(pair / "bundle", models["draft"], models["target"]), TokenMap)
     assert load_token_map(tmp_path, models["target"], models["target"]) is None

@@ -20,6 +20,7 @@ from specexport_runtime.errors import IncompatibleError, RecipeError
 from specexport_runtime.executors import open as executors
 from specexport_runtime.executors.base import EngineBackend, EngineRequest
 from specexport_runtime.executors.ort import OrtExecutor
+from tests.support.cases.refusals import RunCli
 from tests.support.models.pairs import TinyPair
 
 
@@ -85,7 +86,7 @@ def generate(bundle: Path, **options: Any) -> list[list[int]]:
 
 @pytest.mark.usefixtures("toy")
 def test_a_new_backend_builds_checks_runs_and_is_known_everywhere(
-    tiny_pair: TinyPair, tiny_bundle: Path, tmp_path: Path, run_cli: Any, monkeypatch: pytest.MonkeyPatch
+    tiny_pair: TinyPair, tiny_bundle: Path, tmp_path: Path, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "toy"
     result = build_bundle(tiny_pair.recipe(out, backend="toy", gpu_memory_gb=8.0, max_num_seqs=3))

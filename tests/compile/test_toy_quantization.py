@@ -1,4 +1,4 @@
-"""A kind of quantization takes a file and a line: a copy of the sources with both, run in another process."""
+"""A kind of quantization takes a file and a line, and so does a pass: a copy of the sources, run in another process."""
 
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,15 @@ def passes(given):
 RECORD = """
         QuantKind("toy", INT8.limits, INT8.flops, {"ort-cpu": BackendPasses("specexport.passes.quantize_toy")}, bits=8),
 """
+TOY_PASS = """
+from specexport.passes.base import CountingPass
+
+class ToyPass(CountingPass):
+    name, reason = "toy", "to count nodes"
+
+    def rewrite(self, model):
+        return len(list(model.graph))
+"""
 PROGRAM = """
 import json, sys
 from pathlib import Path
@@ -63,7 +72,8 @@ def refusal(**values):
 
 built = build_bundle(BuildRecipe(target=target, draft=draft, output=out, quantize="toy", draft_quantize="none"))
 entry = built.manifest.models["target"]
-found = {"changes": dict(entry.passes).get("toy-quantize"), "kind": entry.quantize, "checked": built.max_abs_errors}
+passes = dict(entry.passes)
+found = {"changes": passes.get("toy-quantize"), "nodes": passes.get("toy"), "kind": entry.quantize}
 engine = SpecEngine.load(out, num_threads=1, spin=False)
 texts = [engine.generate([[1, 2, 3]], SamplingParams(max_tokens=12), drafter=d) for d in ("draft-model", "none")]
 found["lossless"] = texts[0][0].token_ids == texts[1][0].token_ids
@@ -82,18 +92,26 @@ print(json.dumps(found))
 
 @pytest.mark.whole
 @pytest.mark.slow
-def test_a_file_and_a_line_are_a_kind_everywhere(tmp_path: Path, tiny_pair: TinyPair) -> None:
+def test_a_file_and_its_place_in_a_list_are_a_kind_everywhere_or_a_pass(tmp_path: Path, tiny_pair: TinyPair) -> None:
     copy = tmp_path / "sources"
     runtime = copy_sources(copy)
     (copy / "specexport" / "passes" / "quantize_toy.py").write_text(PASSES, encoding="utf-8")  # one file added
     last = "        KEPT,\n"
     edit(runtime / "bundle" / "quant_kinds.py", {last: last + RECORD[1:]})  # one line
+    passes = copy / "specexport" / "passes"
+    (passes / "toy.py").write_text(TOY_PASS, encoding="utf-8")
+    before, last = "from specexport.passes.transpose_fold import", "        NodeDeduplicatePass(),\n"
+    imported = "from specexport.passes.toy import ToyPass\n"
+    edit(passes / "pipeline.py", {before: imported + before, last: "        ToyPass(),\n" + last})
     assert changed_lines(copy) == {
         "specexport/passes/quantize_toy.py": 0,
         "specexport_runtime/bundle/quant_kinds.py": 1,
+        "specexport/passes/toy.py": 0,
+        "specexport/passes/pipeline.py": 2,
     }
     found: dict[str, Any] = run_with(runtime, PROGRAM, tiny_pair.target, tiny_pair.draft, tmp_path / "bundle")
     assert found["changes"] == 9
+    assert found["nodes"] > 10
     assert found["kind"] == "toy"
     assert all(found[each] for each in ("lossless", "inspect", "help", "priced", "key"))
     assert found["elsewhere"] == (

@@ -1,8 +1,12 @@
 """How every command refuses: one line with a mend, exit code 2, nothing on standard output, nothing left behind."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from click.testing import Result
+
+RunCli = Callable[..., Result]
+Refuse = Callable[..., str]
 
 
 def line_of(result: Result, *, exit_code: int = 2) -> str:
