@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.cases import chance
 from tests.support.cases.chance import examples
 from tests.support.cases.kernel_cases import CASES, RAGGED, Case, check, make_step, seen_in_tree
 from tests.support.references.kernel_worker import InterpretedKernels, WorkerError
@@ -101,3 +102,11 @@ def test_a_tree_that_is_a_chain_is_causal(kernels: InterpretedKernels) -> None:
     step.arrays["tree_mask"] = np.array([(2 << j) - 1 for _, n in RAGGED for j in range(n)] + [0] * 3, np.int64)
     causal = kernels.run(make_step(replace(case, tree=False)))[0]
     np.testing.assert_array_equal(kernels.run(step)[0], causal)
+
+
+@pytest.mark.whole
+@pytest.mark.fuzz
+def test_meaningless_lengths_touch_nothing_outside(kernels: InterpretedKernels) -> None:
+    """A builder that times kernels feeds them whatever its buffers hold."""
+    for seed in range(chance.seed(0), chance.seed(0) + chance.many(24)):
+        assert kernels.ask("run_on_meaningless_lengths", seed), f"seed {seed} wrote outside its cache"

@@ -1,6 +1,5 @@
 """Gated layers: any mask gives the model with those sublayers left out; skipped layers leave their caches alone."""
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from specexport.passes.residual_blocks import find_residual_blocks
 from specexport_runtime.abi import GATE_INPUTS, SIMILARITY
 from specexport_runtime.errors import CheckFailedError
 from tests.support.cases.chance import examples
+from tests.support.cases.memory import process_bytes
 from tests.support.models.tiny_models import ARCHITECTURES, VOCAB, make_model
 from tests.support.models.tiny_traces import tiny_model, trace_of
 from tests.support.references.engine_harness import Engine, make_checkpoint, pack
@@ -192,14 +192,10 @@ def test_no_cache_is_copied(built: Built, mask: tuple[bool, ...]) -> None:
         for name, cache in engine.caches.items()
     }
     engine.step([[5, 6]], [0])
-    before = resident_bytes()
+    before = process_bytes()
     engine.step([[7]], [2])
     engine.step([[8, 9, 3]], [3])
-    assert resident_bytes() - before < 32 << 20
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    assert process_bytes() - before < 32 << 20
 
 
 def test_the_similarity_is_that_of_the_stream_around_each_attention(built: Built) -> None:

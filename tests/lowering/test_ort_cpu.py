@@ -60,22 +60,6 @@ def test_caches_are_updated_in_the_memory_they_came_in_whatever_its_capacity(bui
         np.testing.assert_array_equal(one, other)
 
 
-def test_a_long_chunk_beside_rows_at_the_end_of_their_capacity(built: Any) -> None:
-    folder, _, layers = built
-    capacity = 24
-    ends, chunk = [[7 + i for i in range(capacity)] for _ in range(2)], [40 + i for i in range(20)]
-    alone = Engine(folder, layers, num_rows=1, capacity=capacity)
-    last, whole = alone.step([ends[0]], [0])[-1], alone.step([chunk], [0])
-    engine = Engine(folder, layers, num_rows=4, capacity=capacity)
-    engine.step([ends[0][:-1], ends[1][:-3]], [0, 0])
-    # Row 0 takes its last entry, row 1 its last three, row 3 sits the step out on a full row but one.
-    engine.step([ends[0][:-1]], [0], first_row=3)
-    logits = engine.step([ends[0][-1:], ends[1][-3:], chunk, []], [capacity - 1, capacity - 3, 0, capacity - 1])
-    np.testing.assert_array_equal(logits[[0, 3]], [last, last])
-    np.testing.assert_array_equal(logits[4:], whole)
-    assert all(np.isnan(cache[2, 0, :, 20:]).all() for cache in engine.caches.values())
-
-
 def test_an_unknown_backend_is_refused() -> None:
     with pytest.raises(RecipeError, match="backend 'cuda' is not in this release"):
         find_backend("cuda")

@@ -15,6 +15,7 @@ from specexport_runtime.machine import available_cores
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
 from tests.support.cases import chance
 from tests.support.cases.entries import changed
+from tests.support.cases.memory import needs_linux, process_bytes
 
 CAPACITY = 96
 
@@ -147,12 +148,7 @@ def test_the_arena_is_as_large_as_its_shape_says(bundle):
     assert executor.kv_bytes == 3 * 77 * len(layers) * 2 * heads * k_dim * 4
 
 
-def resident_bytes() -> int:
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux's /proc")
+@needs_linux
 @pytest.mark.parametrize("unpad_kv", [True, False])
 def test_no_step_touches_entries_that_it_does_not_need(bundle, texts, unpad_kv):
     """Unused entries of the arena are not resident; a copy of a cache anywhere in the engine would make them so."""
@@ -160,10 +156,10 @@ def test_no_step_touches_entries_that_it_does_not_need(bundle, texts, unpad_kv):
     assert runner.executor.kv_bytes > 2e8
     chunk = RowWork(texts[0], 1)
     runner.step(0, [chunk, chunk])  # workspaces are there now
-    before = resident_bytes()
+    before = process_bytes()
     for work in ([chunk, chunk], [chunk, RowWork([5], 1)], [RowWork([6], 1), IDLE], [RowWork([6], 1)] * 2):
         runner.step(0, work)
-    assert resident_bytes() - before < runner.executor.kv_bytes / 20
+    assert process_bytes() - before < runner.executor.kv_bytes / 20
 
 
 def test_moved_entries_are_packed_to_the_front_and_others_stay(bundle, texts):

@@ -37,13 +37,6 @@ def test_every_task_has_code() -> None:
         assert callable(registry.function_of(task.name)), task
 
 
-def test_only_chooses_sections_and_tasks() -> None:
-    chosen = registry.list_tasks(registry.GPU_BACKENDS, ["graphs", "machine.info"])
-    assert [task.name for task in chosen] == ["machine.info", *(f"graphs.{b}" for b in registry.GPU_BACKENDS)]
-    with pytest.raises(ValueError, match="nonsense"):
-        registry.list_tasks(registry.GPU_BACKENDS, ["nonsense"])
-
-
 def test_without_a_gpu_one_line_says_what_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from specexport.trace.check import reference_logits
-from specexport_runtime.errors import SpecexportError, UnsupportedModelError
 from tests.support.models.half_models import trace
 from tests.support.models.tiny_traces import tiny_model
 from tests.support.references.engine_harness import make_checkpoint
@@ -19,9 +18,7 @@ from tools.gpu_check_lib.context import Context
 from tools.gpu_check_lib.models import SIZES, ensure_pair, make_tensors
 from tools.gpu_check_lib.rows import read_rows
 from tools.proof import checks, export, texts
-from tools.proof.devices import HostGpu
-from tools.proof.engine import ProofContext, ProofEngine, plan_steps, run_steps
-from tools.proof.graph import Graph, Node, Tensor, from_json, read_engine, shipped_graph, to_json, write_engine
+from tools.proof.graph import Graph, from_json, shipped_graph, to_json, write_engine
 from tools.proof.models import PLANS, ensure_engine, kv_capacity
 
 WORKER = Path(__file__).parents[1] / "support" / "references" / "proof_worker.py"
@@ -196,81 +193,3 @@ def test_the_section_on_a_gpu(context: Context) -> None:
     checks.check_graphs(context)
     rows = read_rows(context.recorder.path)
     assert {row.verdict for row in rows} == {"ok"}, rows
-
-
-# the engine
-
-
-def test_no_operator_reads_what_is_on_the_device(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole step on torch's device without contents: to ask for a number, or to mix devices, is an error there."""
-    import torch
-
-    from tools.proof import plugins
-
-    graph, weights = read_engine(pair / "tiny-target.npz")
-    monkeypatch.setattr(plugins, "launch", lambda *_: None)
-    device = HostGpu()
-    device.name = "meta"
-    engine = ProofEngine(graph, dict(weights), device)
-    values = dict(engine.constants)
-    step = {"input_ids": (9,), "positions": (9,), "logit_rows": (4,), "kv_lens": (3, 1), "cu_new_tokens": (4,)}
-    for tensor in graph.inputs:
-        shape = step.get(tensor.name, (3, *tensor.shape[1:]))
-        values[tensor.name] = torch.empty(shape, dtype=getattr(torch, tensor.dtype), device="meta")
-    made = run_steps(engine.steps, values, 3)
-    assert set(made) == {tensor.name for tensor in graph.outputs}  # nothing else stays in memory
-    for tensor in graph.outputs:
-        assert str(made[tensor.name].dtype) == f"torch.{tensor.dtype}"
-        assert made[tensor.name].shape[1:] == tensor.shape[1:]
-    with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
-        made["token_ids"].tolist()
-
-
-def tiny_graph(*nodes: Node) -> Graph:
-    shape = np.array([2], np.int64)
-    return Graph((Tensor("x", "float32", (-1,)),), (Tensor("y", "float32", (-1,)),), nodes, {"shape": shape}, {})
-
-
-def test_what_the_engine_cannot_run_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedModelError, match="no operator Einsum, which y comes from"):
-        plan_steps(tiny_graph(Node("Einsum", ("x",), ("y",), {})))
-    with pytest.raises(UnsupportedModelError, match="Reshape y takes a shape that the graph computes"):
-        plan_steps(tiny_graph(Node("Reshape", ("x", "x"), ("y",), {})))
-    (step,) = plan_steps(tiny_graph(Node("Reshape", ("x", "shape"), ("y",), {})))
-    assert step.inputs == ("x",)
-
-
-def test_a_cache_that_is_not_updated_in_place_is_refused() -> None:
-    cache, out = Tensor("k_cache.0", "float16", (-1, 2)), Tensor("k_cache_out.0", "float16", (-1, 2))
-    rows = Tensor("logit_rows", "int64", (-1,))
-    gpu = HostGpu()
-    context = ProofContext(ProofEngine(Graph((rows, cache), (out,), (), {}, {}), {}, gpu))
-    for name, shape in (("logit_rows", (1,)), ("k_cache.0", (1, 2))):
-        context.set_shape(name, shape)
-        context.set_address(name, gpu.allocate(64, name))
-    context.set_address("k_cache_out.0", gpu.allocate(64, "another"))
-    with pytest.raises(SpecexportError, match=r"k_cache_out\.0 must be the memory of k_cache\.0"):
-        context.enqueue(gpu.stream)
-
-
-def test_the_played_gpu_is_strict() -> None:
-    gpu = HostGpu(1 << 12)
-    address = gpu.allocate(100, "something")
-    assert gpu.view(address, (10,), "float16").isnan().all()
-    with pytest.raises(SpecexportError, match="no memory"):
-        gpu.view(address, (60,), "float16")
-    with pytest.raises(SpecexportError, match="not this driver's"):
-        gpu.put(5, lambda: None)
-    with pytest.raises(SpecexportError, match="GPU memory"):
-        gpu.allocate(1 << 12, "too much")
-    ran: list[int] = []
-    gpu.begin_capture()
-    gpu.put(gpu.stream, lambda: ran.append(1))
-    with pytest.raises(SpecexportError, match="breaks a recording"):
-        gpu.synchronize()
-    graph = gpu.end_capture()
-    gpu.synchronize()
-    assert not ran
-    gpu.launch(graph)
-    gpu.synchronize()
-    assert ran == [1]

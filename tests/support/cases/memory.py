@@ -15,6 +15,12 @@ PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 needs_linux = pytest.mark.skipif(not CAN_GIVE_BACK, reason="memory goes back page by page on Linux only")
 
 
+def process_bytes() -> int:
+    """What of this process is in memory."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * PAGE
+
+
 def resident_bytes(arena):
     """What the system says."""
     mincore, total = ctypes.CDLL(None).mincore, 0

@@ -1,8 +1,8 @@
 """The part of ``tensorrt`` that plugins meet: what its C++ side offers and asks for, as strict as its documentation.
 
 ``install`` puts it in the place of the package, with NVIDIA's own ``tensorrt.plugin``. ``embed`` does with a plugin
-what a builder does with a node: it asks for types, shapes, aliases, types and layouts for each profile, and for the kernel,
-and evaluates the expressions it is given. Expressions live only while the builder asks for them.
+what a builder does with a node: it asks for types, shapes, aliases, types and layouts for each profile, and for the
+kernel, and evaluates the expressions it is given. Expressions live only while the builder asks for them.
 """
 
 import enum
@@ -19,34 +19,16 @@ MAX_DIMS = 8
 Sizes = Mapping[str, int]
 
 
-class DataType(enum.Enum):
-    FLOAT = enum.auto()
-    HALF = enum.auto()
-    BF16 = enum.auto()
-    INT8 = enum.auto()
-    INT32 = enum.auto()
-    INT64 = enum.auto()
-    BOOL = enum.auto()
-
-
-class TensorFormat(enum.Enum):
-    LINEAR = enum.auto()
-    HWC = enum.auto()
-    CHW32 = enum.auto()
-
-
-class DimensionOperation(enum.Enum):
-    SUM = enum.auto()
-    PROD = enum.auto()
-    MAX = enum.auto()
-    MIN = enum.auto()
-    SUB = enum.auto()
-    EQUAL = enum.auto()
-    LESS = enum.auto()
-    FLOOR_DIV = enum.auto()
-    CEIL_DIV = enum.auto()
-
-
+DataType = enum.Enum("DataType", "FLOAT HALF BF16 INT8 INT32 INT64 BOOL")
+TensorFormat = enum.Enum("TensorFormat", "LINEAR HWC CHW32")
+DimensionOperation = enum.Enum("DimensionOperation", "SUM PROD MAX MIN SUB EQUAL LESS FLOOR_DIV CEIL_DIV")
+PluginFieldType = enum.Enum("PluginFieldType", "FLOAT16 FLOAT32 FLOAT64 INT8 INT16 INT32 INT64 CHAR UNKNOWN")
+QuickPluginCreationRequest = enum.Enum(
+    "QuickPluginCreationRequest", "UNKNOWN PREFER_JIT PREFER_AOT STRICT_JIT STRICT_AOT", start=0
+)
+TensorRTPhase = enum.Enum("TensorRTPhase", "BUILD RUNTIME", start=0)
+PluginArgType = enum.Enum("PluginArgType", "INT", start=0)
+PluginArgDataType = enum.Enum("PluginArgDataType", "INT8 INT16 INT32", start=0)
 OPERATIONS: dict[DimensionOperation, Callable[[int, int], int]] = {
     DimensionOperation.SUM: lambda a, b: a + b,
     DimensionOperation.PROD: lambda a, b: a * b,
@@ -58,41 +40,6 @@ OPERATIONS: dict[DimensionOperation, Callable[[int, int], int]] = {
     DimensionOperation.FLOOR_DIV: lambda a, b: a // b,
     DimensionOperation.CEIL_DIV: lambda a, b: -(-a // b),
 }
-
-
-class PluginFieldType(enum.Enum):
-    FLOAT16 = enum.auto()
-    FLOAT32 = enum.auto()
-    FLOAT64 = enum.auto()
-    INT8 = enum.auto()
-    INT16 = enum.auto()
-    INT32 = enum.auto()
-    INT64 = enum.auto()
-    CHAR = enum.auto()
-    UNKNOWN = enum.auto()
-
-
-class QuickPluginCreationRequest(enum.Enum):
-    UNKNOWN = 0
-    PREFER_JIT = 1
-    PREFER_AOT = 2
-    STRICT_JIT = 3
-    STRICT_AOT = 4
-
-
-class TensorRTPhase(enum.Enum):
-    BUILD = 0
-    RUNTIME = 1
-
-
-class PluginArgType(enum.Enum):
-    INT = 0
-
-
-class PluginArgDataType(enum.Enum):
-    INT8 = 0
-    INT16 = 1
-    INT32 = 2
 
 
 class IDimensionExpr:

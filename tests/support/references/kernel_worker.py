@@ -9,6 +9,7 @@ import os
 import pickle
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,31 @@ def run_step(step: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         tiles=TileConfig(*case.tiles, 4, 1) if case.tiles else None,
     )  # fmt: skip
     return tuple(tensor.float().numpy() for tensor in (output, *rows[:2]))
+
+
+def run_on_meaningless_lengths(seed: int) -> bool:
+    """Append and attend with any integers as lengths. Whether memory beside the caches is as it was."""
+    import torch
+
+    from specexport.kernels import launch
+
+    random = torch.Generator().manual_seed(seed)
+    bound = 2**31 - 1 if seed % 2 else 50
+
+    def numbers(count: int) -> torch.Tensor:
+        return torch.randint(-bound, bound, (count,), generator=random, dtype=torch.int64).to(torch.int32)
+
+    q, k = (torch.randn(7, size, generator=random).half() for size in (64, 32))
+    # One allocation around the caches: a write beside a cache row shows in its margins.
+    memory = torch.zeros(9, 1, 2, 32, 16).half()
+    k_cache, v_cache = memory[1:4], memory[5:8]
+    lens, cu = numbers(3)[:, None].contiguous(), numbers(4)
+    launch.kv_append(k, k, k_cache, v_cache, lens, cu)
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for splits in (1, 2):
+            launch.ragged_attention(q, k_cache, v_cache, lens, cu, scale=0.25, num_splits=splits, new_tokens=3)
+    return not memory[[0, 4, 8]].any()
 
 
 def run_plugin(spec: Any, inputs: list[np.ndarray]) -> list[np.ndarray]:
