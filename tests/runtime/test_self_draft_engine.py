@@ -1,5 +1,7 @@
 """Self-drafting on a real engine: gates by pointer, one KV cache, greedy text as without drafts."""
 
+from contextlib import closing
+
 import numpy as np
 import pytest
 
@@ -18,6 +20,7 @@ from specexport_runtime.requests.request import Request
 from specexport_runtime.sampling.params import SamplingParams
 from tests.support.cases import chance
 from tests.support.cases.entries import changed
+from tests.support.fakes.loop import finish
 
 TEXTS = (
     "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n",
@@ -46,30 +49,19 @@ def prompts(bundle):
 def decode(bundle, executor, prompts, lookahead, *, max_tokens=24, max_chunk=512, choices=(), **options):
     """The sequences after decoding; ``lookahead`` 0 is plain."""
     runner = ModelRunner(executor, max_chunk=max_chunk)
-    size = bundle.manifest.vocabulary.size
-    decoder = Decoder(runner, ChainDrafter({"self": SelfDrafter(runner, vocab_size=size)}))
-    plan = (DraftStage("self", lookahead),) if lookahead else ()
+    drafter = SelfDrafter(runner, vocab_size=bundle.manifest.vocabulary.size)
     sequences = [
         Request(
-            i,
-            prompt,
-            SamplingParams(max_tokens=max_tokens),
-            vocab_size=executor.vocab_size,
-            max_model_len=128,
-            draft_plan=plan,
+            i, prompt, SamplingParams(max_tokens=max_tokens), vocab_size=executor.vocab_size, max_model_len=128,
+            draft_plan=(DraftStage("self", lookahead),) if lookahead else (),
             **{name: make() for name, make in options.items()},
         )
         for i, prompt in enumerate(prompts)
-    ]
+    ]  # fmt: skip
     for seq, choice in zip(sequences, choices, strict=False):
-        decoder.drafter.drafters["self"].choose(seq, choice)
-    for seq in sequences:
-        decoder.add(seq)
-    while decoder.has_work:
-        decoder.step()
-        decoder.check()
+        drafter.choose(seq, choice)
+    finish(Decoder(runner, ChainDrafter({"self": drafter})), sequences)
     runner.reset()
-    assert [seq.error for seq in sequences] == [None] * len(sequences)
     return sequences
 
 
@@ -78,7 +70,7 @@ def plain(bundle, executor, prompts):
     return [seq.output for seq in decode(bundle, executor, prompts, 0)]
 
 
-@pytest.mark.parametrize("lookahead", [1, 2, 4, 8])
+@pytest.mark.parametrize("lookahead", [1, 8])
 def test_greedy_text_equals_plain_greedy(bundle, executor, prompts, plain, lookahead):
     sequences = decode(bundle, executor, prompts, lookahead, max_chunk=5)
     assert [seq.output for seq in sequences] == plain
@@ -120,16 +112,12 @@ def test_greedy_text_equals_plain_greedy_with_any_layers(bundle, executor, promp
 def test_similarity_of_a_prompt_does_not_depend_on_chunks_or_neighbours(bundle, executor, prompts):
     whole = decode(bundle, executor, prompts, 2, max_tokens=3)
     cut = decode(bundle, executor, prompts, 2, max_tokens=3, max_chunk=4)
-    for i, (one, other) in enumerate(zip(whole, cut, strict=True)):
+    for i, one in enumerate(whole):
         [alone] = decode(bundle, executor, [prompts[i]], 2, max_tokens=3)
-        np.testing.assert_array_equal(one.stats.layer_choice.acs, other.stats.layer_choice.acs)
-        np.testing.assert_array_equal(one.stats.layer_choice.acs, alone.stats.layer_choice.acs)
-        assert (
-            one.stats.layer_choice.mask.tolist()
-            == other.stats.layer_choice.mask.tolist()
-            == alone.stats.layer_choice.mask.tolist()
-        )
-        assert -1 <= min(one.stats.layer_choice.acs) <= max(one.stats.layer_choice.acs) <= 1.000001
+        found = one.stats.layer_choice
+        for other in (cut[i].stats.layer_choice, alone.stats.layer_choice):
+            assert (found.acs, found.mask.tolist()) == (other.acs, other.mask.tolist())
+        assert -1 <= min(found.acs) <= max(found.acs) <= 1.000001
     assert len({seq.stats.layer_choice.acs for seq in whole}) == len(prompts)
 
 
@@ -187,13 +175,10 @@ def test_similarity_is_there_when_it_was_wanted(executor, prompts):
     runner.reset()
 
 
-def test_drafts_and_padded_graphs_have_no_gates(bundle):
-    draft = open_executor(bundle, "draft", num_threads=1)
-    padded = open_executor(bundle, "target", num_threads=1, spin=False, unpad_kv=False)
-    assert not draft.num_gates
-    assert not padded.num_gates
-    for executor in (draft, padded):
-        executor.close()
+@pytest.mark.parametrize(("role", "options"), [("draft", {}), ("target", {"unpad_kv": False})])
+def test_drafts_and_padded_graphs_have_no_gates(bundle, role, options):
+    with closing(open_executor(bundle, role, num_threads=1, spin=False, **options)) as executor:
+        assert not executor.num_gates
 
 
 @pytest.mark.parametrize("num_gates", [0, 14])

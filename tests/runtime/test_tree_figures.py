@@ -54,7 +54,7 @@ def test_branches_are_counted_apart(decoded):
 
 
 def test_an_engine_s_counts_are_those_of_its_requests(decoded):
-    _, sequences, events = decoded
+    decoder, sequences, events = decoded
     counts = EngineCounts()
     counts.set_limits(100, 3)
     counts.add_round(RoundRecord(events, 0, 1.0), 1.0)
@@ -62,12 +62,8 @@ def test_an_engine_s_counts_are_those_of_its_requests(decoded):
     for name in ("drafted", "accepted", "branches", "accepted_branches"):
         assert getattr(drafts, name) == sum(getattr(seq.stats, name) for seq in sequences)
     assert sum(counts.accepted_at()) == drafts.accepted  # each once, at its depth
-
-
-def test_entries_that_are_moved_have_a_time(decoded):
-    times = decoded[0].times
-    assert times.moved > 0
-    assert 0 < times.move < times.accept
+    assert decoder.times.moved > 0
+    assert 0 < decoder.times.move < decoder.times.accept
 
 
 def test_a_trace_tells_the_path(decoded):
@@ -91,10 +87,9 @@ def test_a_trace_tells_the_path(decoded):
     [
         (trace_of(2), "drafted 3 and 3 branches (lookahead), accepted 2;", (3, 2), False),
         (trace_of(3), "accepted 3;", (3, 3), True),
-        (trace_of(2, (0, 4)), "accepted 2, 1 of them beside the draft;", (3, 1), False),
-        (trace_of(3, (0, 4, 5)), "accepted 3, 2 of them beside the draft;", (3, 1), True),
-        (trace_of(1, (3,)), "accepted 1, 1 of them beside the draft;", (3, 0), True),
-        (trace_of(0), "accepted 0;", (3, 0), False),
+        (trace_of(2, (0, 4)), "accepted 2, 1 of them", (3, 1), False),
+        (trace_of(3, (0, 4, 5)), "accepted 3, 2 of them", (3, 1), True),
+        (trace_of(1, (3,)), "accepted 1, 1 of them", (3, 0), True),
         (trace_of(3, (0, 4, 5), forced=(0, 1)), "accepted 3, 2 of them", (1, 0), True),
         (trace_of(1, tree=Proposal([5])), "drafted 1 (lookahead), accepted 1;", (1, 1), True),
     ],
@@ -115,17 +110,14 @@ def test_forced_tokens_are_no_branches():
 
 
 def test_a_drafter_whose_branches_alone_are_accepted_is_no_useless_one(decoded):
-    request, said = decoded[1][0], []
-    watch = NeverAccepted(said.append)
-    event = RoundEvent(request, [8, 1], 6, 1, False, TREE, path=(3,))
-    for _ in range(20):
-        watch.on_round(RoundRecord([event], 0, 1.0))
-    assert not said
-    for _ in range(20):
-        watch.on_round(
-            RoundRecord([event._replace(accepted=0, path=None, proposal=TREE._replace(drafter="x"))], 0, 1.0)
-        )
-    assert len(said) == 1
+    event = RoundEvent(decoded[1][0], [8, 1], 6, 1, False, TREE, path=(3,))
+    useless = event._replace(accepted=0, path=None, proposal=TREE._replace(drafter="x"))
+    for each, count in ((event, 0), (useless, 1)):
+        said = []
+        watch = NeverAccepted(said.append)
+        for _ in range(20):
+            watch.on_round(RoundRecord([each], 0, 1.0))
+        assert len(said) == count
 
 
 def test_pieces_say_which_tokens_stood_beside_the_chain(decoded, capsys):
@@ -144,12 +136,12 @@ def test_pieces_say_which_tokens_stood_beside_the_chain(decoded, capsys):
     assert "\x1b[32m\x1b[4mx" in capsys.readouterr().out
 
 
-def test_figures_in_a_line(capsys):
+@pytest.mark.parametrize(
+    ("share", "words"),
+    [(Share("head", 6, 3, 3, 2), "(rate 0.500, beside the chain 2 of 3)"), (Share("head", 3, 3), "(rate 1.000)")],
+)
+def test_figures_in_a_line(share, words, capsys):
     stats = RequestStats()
-    stats.record_round(6, 3, 4, shares=[Share("head", 6, 3, 3, 2)])
+    stats.record_round(share.drafted, share.accepted, 4, shares=[share])
     print_stats(stats.to_json())
-    assert "drafted 6, accepted 3 (rate 0.500, beside the chain 2 of 3), " in capsys.readouterr().err
-    stats = RequestStats()
-    stats.record_round(3, 3, 4, shares=[Share("head", 3, 3)])
-    print_stats(stats.to_json())
-    assert "accepted 3 (rate 1.000), " in capsys.readouterr().err
+    assert f"drafted {share.drafted}, accepted {share.accepted} {words}, " in capsys.readouterr().err

@@ -44,17 +44,16 @@ def test_the_chain_is_no_longer_than_the_tree():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"tree_size": 64}, "from 0 (chains) to 63, or 'auto'"),
+        ({"tree_size": 64}, "tree_size is 64"),
         ({"tree_size": -1}, "tree_size is -1"),
         ({"tree_size": True}, "tree_size is True"),
         ({"tree_size": "large"}, "tree_size is 'large'"),
-        ({"tree_size": 8, "speculation": False}, "nothing drafts here"),
-        ({"tree_size": 8, "takes_trees": False}, "this target cannot verify trees"),
-        ({"tree_size": "auto", "num_speculative_tokens": 4}, "the number of draft tokens is not"),
+        ({"tree_size": 8, "speculation": False}, "nothing drafts"),
+        ({"tree_size": 8, "takes_trees": False}, "cannot verify trees"),
+        ({"tree_size": "auto", "num_speculative_tokens": 4}, "number of draft tokens"),
     ],
     ids=str,
 )
 def test_a_tree_that_cannot_be_had_is_refused(options, words):
-    with pytest.raises(InvalidRequestError) as caught:
+    with pytest.raises(InvalidRequestError, match=words):
         plan(**options)
-    assert words in f"{caught.value.message} {caught.value.hint}"
