@@ -16,7 +16,6 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
 from specexport.lowering.common import step_inputs
 from specexport.lowering.fuse import fuse_norms
 from specexport.lowering.ort_cuda import attach_paged_attention, fuse_for_paging, lower_ort_cuda
-from specexport.ops.reference import unpadded_attention
 from specexport.ops.spec import UNPADDED_ATTENTION
 from specexport.passes.pipeline import quantizing_passes
 from specexport.passes.quantize_ort_cuda import pack_channels
@@ -29,11 +28,13 @@ from specexport_runtime.executors.ort_cuda import OrtCudaExecutor
 from specexport_runtime.executors.paged import BLOCK_ENTRIES, CUDNN_SWITCH, paged_head_size
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
 from tests.support.cases import chance
+from tests.support.cases.attention_cases import Case, draw, expected
 from tests.support.cases.entries import make_entry
+from tests.support.cases.unpadded_cases import one_node_model
 from tests.support.fakes.fake_onnxruntime import FakeOrt
 from tests.support.models.half_models import trace
 from tests.support.models.tiny_models import VOCAB
-from tests.support.references.cuda_graphs import ROWS_BLOCKS, PagedEngine, ReferenceSession, gpu_or_skip
+from tests.support.references.cuda_graphs import PagedEngine, ReferenceSession, gpu_or_skip
 from tests.support.references.engine_harness import make_checkpoint, pack
 
 STEP = ["input_ids", "positions", "logit_rows", "kv_lens", "cu_new_tokens", "block_table", "attention_metadata"]
@@ -41,94 +42,62 @@ STEP = ["input_ids", "positions", "logit_rows", "kv_lens", "cu_new_tokens", "blo
 ENGINES = [("llama", "float16"), ("deepseek_v3", "bfloat16")]
 
 
-def attention_model(layer: LayerGeometry, num_heads: int, *, sinks: bool, dtype: Any, **attributes: Any) -> ir.Model:
+def attention_model(case: Case, dtype: Any = ir.DataType.FLOAT) -> ir.Model:
     """One attention node between graph inputs and outputs, and logits that are passed through."""
-    widths = {"q": num_heads * layer.k_dim, "k": layer.kv_heads * layer.k_dim, "v": layer.kv_heads * layer.v_dim}
-    values: dict[str, ir.Value | None] = {}
-    for item in UNPADDED_ATTENTION.inputs:
-        name = {"k_cache": "k_cache.0", "v_cache": "v_cache.0"}.get(item.name, item.name)
-        sizes = {"Hq*D": widths["q"], "H*D": widths["k"], "H*Dv": widths["v"], "H": layer.kv_heads, "Hq": num_heads}
-        sizes |= {"D": layer.k_dim, "Dv": layer.v_dim}
-        kind = dtype if item.dtype == "model" else ir.DataType.from_numpy(np.dtype(item.dtype))
-        shape = ir.Shape([sizes.get(word, word) for word in item.shape])
-        values[item.name] = ir.Value(name=name, type=ir.TensorType(kind), shape=shape)
+    model = one_node_model(case)
+    graph = model.graph
+    graph.inputs.pop()  # positions
+    for value in (*graph.inputs, *graph.outputs):
+        value.name += ".0" if "_cache" in value.name else ""
+        if value.dtype == ir.DataType.FLOAT:
+            value.dtype = dtype
     logits = ir.Value(name="logits_in", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(["R", "V"]))
-    given = [*values.values(), logits]
-    for name in ["slopes", *([] if sinks else ["sinks"])]:
-        given.remove(values[name])
-        values[name] = None
-    attributes = {"num_heads": num_heads, "kv_num_heads": layer.kv_heads, "window": -1, "softcap": 0.0} | attributes
-    node = ir.node("UnpaddedAttention", list(values.values()), attributes, domain="specexport", num_outputs=3)
     same = ir.node("Identity", [logits])
-    names = ("output", "k_cache_out.0", "v_cache_out.0", "logits")
-    for value, name in zip((*node.outputs, same.outputs[0]), names, strict=True):
-        value.name, value.dtype = name, ir.DataType.FLOAT if name == "logits" else dtype
-    node.outputs[0].shape = ir.Shape(["T", num_heads * layer.v_dim])
-    same.outputs[0].shape = logits.shape
-    outputs = [*node.outputs, same.outputs[0]]
-    graph = ir.Graph(given, outputs, nodes=[node, same], opset_imports={"": 23, "specexport": 1}, name="g")
-    return ir.Model(graph, ir_version=10)
+    same.outputs[0].name, same.outputs[0].type, same.outputs[0].shape = "logits", logits.type, logits.shape
+    graph.inputs.append(logits)
+    graph.append(same)
+    graph.outputs.append(same.outputs[0])
+    return model
 
 
+# Rows of a block and more, a row of nothing, and new entries on both sides of a block's end.
+ROWS = ((BLOCK_ENTRIES - 2, 4), (0, 3), (7, 0), (BLOCK_ENTRIES + 3, 1))
 CASES = {
-    "grouped": (LayerGeometry(2, 16, 16), 4, {}),
-    "window": (LayerGeometry(2, 16, 16), 2, {"window": 3}),
-    "softcap": (LayerGeometry(1, 8, 8), 4, {"softcap": 1.5}),
-    "sinks": (LayerGeometry(2, 16, 16), 4, {"sinks": True, "window": 4}),
-    "values_smaller": (LayerGeometry(2, 24, 16), 4, {"sinks": True}),
-    "values_larger": (LayerGeometry(2, 8, 20), 2, {"softcap": 2.0}),
-    "odd": (LayerGeometry(2, 10, 10), 4, {"window": 2}),
+    "grouped": Case(ROWS),
+    "window": Case(ROWS, heads=2, window=3),
+    "softcap": Case(ROWS, kv_heads=1, k_dim=8, v_dim=8, softcap=1.5),
+    "sinks": Case(ROWS, sinks=True, window=4),
+    "values_smaller": Case(ROWS, k_dim=24, sinks=True),
+    "values_larger": Case(ROWS, heads=2, k_dim=8, v_dim=20, softcap=2.0),
+    "odd": Case(ROWS, k_dim=10, v_dim=10, window=2),
 }
 
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("name", CASES)
 def test_a_node_equals_the_reference_of_the_op(name: str) -> None:
-    layer, num_heads, extra = CASES[name]
-    attributes = {"scale": 0.3, "window": -1, "softcap": 0.0, "sinks": False} | extra
-    sinks = attributes.pop("sinks")
-    model = attention_model(layer, num_heads, sinks=sinks, dtype=ir.DataType.FLOAT, **attributes)
+    case = CASES[name]
+    model = attention_model(case)
     attach_paged_attention(model)
     proto = ir.to_proto(model)
     onnx.checker.check_model(proto, full_check=True)
-    engine = PagedEngine(proto, [layer], num_rows=4)
-    random = np.random.default_rng(chance.seed(1))
-    # Rows of a block and more, a row of nothing, and new entries on both sides of a block's end.
-    pasts, counts = [BLOCK_ENTRIES - 2, 0, 7, BLOCK_ENTRIES + 3], [4, 3, 0, 1]
-    total, capacity = sum(counts), ROWS_BLOCKS * BLOCK_ENTRIES
-    tokens = {
-        "q": random.standard_normal((total, num_heads * layer.k_dim)),
-        "k": random.standard_normal((total, layer.kv_heads * layer.k_dim)),
-        "v": random.standard_normal((total, layer.kv_heads * layer.v_dim)),
-    }
-    tokens = {key: array.astype(np.float32) for key, array in tokens.items()}
-    expected_caches = []
-    for kind, size in (("k", layer.k_dim), ("v", layer.v_dim)):
-        cache = np.zeros((4, 1, layer.kv_heads, capacity, size), np.float32)
-        for row, past in enumerate(pasts):
-            cache[row, 0, :, :past] = random.standard_normal((layer.kv_heads, past, size))
-            for entry in range(past):
-                place = engine.caches[f"{kind}_cache.0"][engine.table[row, entry // BLOCK_ENTRIES]]
-                place[entry % BLOCK_ENTRIES] = 0
-                place[entry % BLOCK_ENTRIES, :, :size] = cache[row, 0, :, entry]
-        expected_caches.append(cache)
-    step = pack([[0] * count for count in counts], pasts)
-    given = {"sinks": random.standard_normal(num_heads).astype(np.float32)} if sinks else {}
-    outputs = engine.run(step | tokens | given | {"logits_in": np.zeros((1, 2), np.float32)})
-    expected, *_ = unpadded_attention(
-        *tokens.values(),
-        *expected_caches,
-        step["kv_lens"],
-        step["cu_new_tokens"],
-        given.get("sinks"),
-        num_heads=num_heads,
-        kv_num_heads=layer.kv_heads,
-        **attributes,
-    )
-    np.testing.assert_allclose(outputs["output"], expected, atol=1e-5)
-    one_each = engine.run(step | tokens | given | {"logits_in": np.zeros((1, 2), np.float32)}, row_for_each=True)
-    for name, array in outputs.items():  # caches too
-        np.testing.assert_array_equal(one_each[name], array)
+    engine = PagedEngine(proto, [LayerGeometry(case.kv_heads, case.k_dim, case.v_dim)], num_rows=4)
+    drawn = draw(case, chance.seed(1))
+    for part, size in (("k_cache", case.k_dim), ("v_cache", case.v_dim)):
+        blocks = engine.caches[f"{part}.0"]
+        for row, (past, _) in enumerate(case.rows):
+            entries = np.arange(past)
+            places = engine.table[row, entries // BLOCK_ENTRIES], entries % BLOCK_ENTRIES
+            blocks[places] = 0
+            blocks[(*places, slice(None), slice(size))] = drawn[part][row, 0, :, :past].swapaxes(0, 1)
+    pasts, counts = zip(*case.rows, strict=True)
+    given = pack([[0] * count for count in counts], pasts) | {"logits_in": np.zeros((1, 2), np.float32)}
+    given |= {part: drawn[part] for part in ("q", "k", "v", "sinks") if part in drawn}
+    outputs = engine.run(given)
+    np.testing.assert_allclose(outputs["output"], expected(case, drawn)[0], atol=1e-5)
+    one_each = engine.run(given, row_for_each=True)
+    for part, array in outputs.items():  # caches too
+        np.testing.assert_array_equal(one_each[part], array)
 
 
 def traced(name: str, dtype: str, *, pack: bool = False) -> Any:
@@ -200,7 +169,7 @@ def test_norms_with_float32_weights_have_inputs_of_one_dtype() -> None:
 
 
 def test_inputs_lie_where_the_operators_schema_has_them() -> None:
-    model = attention_model(LayerGeometry(2, 16, 16), 4, sinks=True, dtype=ir.DataType.FLOAT16, scale=0.25)
+    model = attention_model(Case(sinks=True), ir.DataType.FLOAT16)
     lower_ort_cuda(model)
     (schema,) = (item for item in ort_state.get_all_operator_schema() if item.name == "PagedAttention")
     (node,) = (node for node in model.graph if node.op_type == "PagedAttention")
@@ -222,11 +191,10 @@ def test_inputs_lie_where_the_operators_schema_has_them() -> None:
 
 
 def test_dtypes_and_heads_without_a_kernel_are_refused_by_name() -> None:
-    layer = LayerGeometry(1, 16, 16)
     with pytest.raises(UnsupportedModelError, match="float16 and bfloat16, not FLOAT") as caught:
-        lower_ort_cuda(attention_model(layer, 2, sinks=False, dtype=ir.DataType.FLOAT, scale=0.25))
+        lower_ort_cuda(attention_model(Case()))
     assert "ort-cpu" in str(caught.value)
-    model = attention_model(LayerGeometry(1, 264, 16), 2, sinks=False, dtype=ir.DataType.FLOAT16, scale=0.25)
+    model = attention_model(Case(k_dim=264), ir.DataType.FLOAT16)
     with pytest.raises(UnsupportedModelError, match="heads of up to 256, not 264"):
         lower_ort_cuda(model)
     assert any(node.op_type == "UnpaddedAttention" for node in model.graph), "a refused graph is left as it was"
