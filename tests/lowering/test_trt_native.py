@@ -18,7 +18,6 @@ from tests.support.models.half_models import trace
 from tests.support.references.trt_evaluator import align, make_evaluator
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-IR_DTYPES = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
 # float32: rounding of sums. Halves: q is rounded once after scaling and the result once, weights once where explicit;
 # values reach about 3, so this is a few units in the last place.
 TOLERANCE = {"float32": 1e-5, "float16": 6e-3, "bfloat16": 5e-2}
@@ -43,10 +42,7 @@ def fused_float32(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lower(case: Case, dtype: str = "float32", capacity: int = CAPACITY) -> tuple[ir.Model, str]:
-    model = one_node_model(case)
-    for value in (*model.graph.inputs, *model.graph.outputs):
-        if value.dtype == ir.DataType.FLOAT:
-            value.type = ir.TensorType(IR_DTYPES[dtype])
+    model = one_node_model(case, dtype)
     (form,) = trt_native.replace_attention(model, kv_capacity=capacity)
     return model, form
 
@@ -190,7 +186,7 @@ def test_explicit_matmuls_run_in_the_models_dtype_and_softmax_in_float32(name: s
     kinds = {
         op: {node.inputs[0].dtype for node in model.graph if node.op_type == op} for op in ("MatMul", "Exp", "Softmax")
     }
-    assert kinds["MatMul"] == {IR_DTYPES[dtype]}
+    assert kinds["MatMul"] == {ir.DataType[dtype.upper()]}
     assert kinds["Exp"] | kinds["Softmax"] == {ir.DataType.FLOAT}
 
 
@@ -228,10 +224,7 @@ def test_caches_are_network_inputs_with_a_fixed_capacity() -> None:
 
 
 def test_what_cannot_be_exact_is_refused_by_name() -> None:
-    model = one_node_model(CASES["ragged"])
-    for value in model.graph.inputs:
-        if value.dtype == ir.DataType.FLOAT:
-            value.type = ir.TensorType(ir.DataType.DOUBLE)
+    model = one_node_model(CASES["ragged"], "float64")
     with pytest.raises(UnsupportedModelError, match="attention layer 0 is DOUBLE"):
         trt_native.replace_attention(model, kv_capacity=CAPACITY)
     with pytest.raises(UnsupportedModelError, match="attention layer 0 has 4 query heads on 3"):

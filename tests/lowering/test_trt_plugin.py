@@ -25,7 +25,6 @@ from tests.support.references.evaluator import OPS, PluginEngine, make_evaluator
 from tests.support.references.kernel_worker import InterpretedKernels
 
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-IR_DTYPES = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16, "float32": ir.DataType.FLOAT}
 # The result is rounded once, to the model's type; values reach about 3.
 TOLERANCE = {"float16": 2e-3, "bfloat16": 2e-2}
 # Of the largest logit: eager rounds scores and weights to half precision, the plugin does not.
@@ -33,10 +32,7 @@ MODEL_TOLERANCE = {"float16": 1e-2, "bfloat16": 6e-2}
 
 
 def lower(case: Case, dtype: str = "float16", splits: int | None = None, capacity: int = CAPACITY) -> ir.Model:
-    model = one_node_model(case)
-    for value in (*model.graph.inputs, *model.graph.outputs):
-        if value.dtype == ir.DataType.FLOAT:
-            value.type = ir.TensorType(IR_DTYPES[dtype])
+    model = one_node_model(case, dtype)
     trt_plugin.replace_attention(model, kv_capacity=capacity, num_splits=splits)
     return model
 

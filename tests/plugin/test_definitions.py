@@ -228,10 +228,7 @@ def test_registering_again_is_allowed_and_the_last_architecture_counts(trt: type
 )
 def test_graphs_name_plugins_that_agree_with_them(name: str, splits: int, trt: types.ModuleType) -> None:
     """Every node of a lowered graph finds its plugin, with the types and shapes that the graph says."""
-    model = one_node_model(CASES[name])
-    for value in (*model.graph.inputs, *model.graph.outputs):
-        if value.dtype == ir.DataType.FLOAT:
-            value.type = ir.TensorType(ir.DataType.FLOAT16)
+    model = one_node_model(CASES[name], "float16")
     trt_plugin.replace_attention(model, kv_capacity=CAPACITY, num_splits=splits)
     register_plugins(plugin_names(model), 90)
     words = {"num_tokens": 40, "num_seqs": 8, "T": 40, "B": 8, "B+1": 9}

@@ -17,10 +17,7 @@ from tests.support.cases.unpadded_cases import CASES, one_node_model
 @pytest.mark.parametrize("splits", [1, 2])
 def test_the_parser_looks_for_the_plugins_of_a_graph(splits: int) -> None:
     trt = pytest.importorskip("tensorrt_rtx", reason="no TensorRT parser is installed")
-    model = one_node_model(CASES["sinks"])
-    for value in (*model.graph.inputs, *model.graph.outputs):
-        if value.dtype == ir.DataType.FLOAT:
-            value.type = ir.TensorType(ir.DataType.FLOAT16)
+    model = one_node_model(CASES["sinks"], "float16")
     trt_plugin.replace_attention(model, kv_capacity=40, num_splits=splits)
     said: list[tuple[Any, str]] = []
 

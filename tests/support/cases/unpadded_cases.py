@@ -142,9 +142,10 @@ def given_names(case: Case) -> set[str]:
     return {item.name for item in UNPADDED_ATTENTION.inputs if given.get(item.name, True)}
 
 
-def one_node_model(case: Case) -> ir.Model:
-    """A model of one UnpaddedAttention node."""
+def one_node_model(case: Case, dtype: str = "float32") -> ir.Model:
+    """A model of one UnpaddedAttention node, with floats of a type."""
     register_schema()
+    floats = ir.DataType[{"float32": "FLOAT", "float64": "DOUBLE"}.get(dtype, dtype.upper())]
     kinds = {"int32": ir.DataType.INT32, "int64": ir.DataType.INT64}
     sizes = {"Hq*D": case.heads * case.k_dim, "H*D": case.kv_heads * case.k_dim, "H*Dv": case.kv_heads * case.v_dim}
     sizes |= {"Hq*Dv": case.heads * case.v_dim, "H": case.kv_heads, "D": case.k_dim, "Dv": case.v_dim, "Hq": case.heads}
@@ -152,7 +153,7 @@ def one_node_model(case: Case) -> ir.Model:
     def value(item: Any) -> ir.Value:
         return ir.Value(
             name=item.name,
-            type=ir.TensorType(kinds.get(item.dtype, ir.DataType.FLOAT)),
+            type=ir.TensorType(kinds.get(item.dtype, floats)),
             shape=ir.Shape([sizes.get(word, word) for word in item.shape]),
         )
 
