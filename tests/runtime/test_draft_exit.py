@@ -11,7 +11,6 @@ from specexport_runtime.drafters.model import ModelDrafter
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.draft_exit import DraftExit, DraftExitParams
-from specexport_runtime.sampling.distribution import sample_token
 from specexport_runtime.sampling.params import SamplingParams
 from tests.support.fakes.heads_on_fakes import check_plain, make_sequences
 from tests.support.fakes.loop import VOCAB, make_decoder, make_draft, make_sequence, make_target, run
@@ -115,21 +114,6 @@ def test_a_draft_ends_behind_the_first_step_that_is_not_sure(gamma, temperature)
             assert len(proposal.distributions) == expected
         ends.add(expected)
     assert len(ends) > 1
-
-
-@pytest.mark.parametrize("gamma", [0.0, 0.4])
-def test_what_is_proposed_is_what_was_drawn_from(gamma):
-    """Each token is drawn with its position's number, from the distribution that follows the draft tokens before it."""
-    executor, exits = make_draft("good"), DraftExit(DraftExitParams(gamma=gamma))
-    params = SamplingParams(max_tokens=40, temperature=0.9, frequency_penalty=1.5, repetition_penalty=1.4)
-    seq = make_sequence(0, [1, 2], params, seed=5, draft_exit=exits)
-    [proposal] = propose(executor, [seq], [8])
-    assert len(proposal.tokens) == len(proposal.distributions) > 2
-    for j, (token, distribution) in enumerate(zip(proposal.tokens, proposal.distributions, strict=True)):
-        drafted = proposal.tokens[:j]
-        expected = seq.sampler.distribution(executor.logits_after(seq.tokens + drafted), drafted)
-        np.testing.assert_array_equal(distribution.probs, expected.probs)
-        assert token == sample_token(expected, seq.draws(j).draft)
 
 
 def test_extremes():

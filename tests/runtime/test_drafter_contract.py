@@ -141,6 +141,19 @@ def test_a_cut_lm_head_drafts_only_what_it_has(name):
     assert totals(sequences)[1] > 10
 
 
+@pytest.mark.parametrize("name", ["draft model", "self", "head"])
+def test_ids_beyond_the_shared_vocabulary_are_never_drafted(name):
+    for temperature in (0.0, 1.0):
+        decoder, target, drafter = KINDS[name].make(4, 0.4)
+        drafter.vocab_size = 9
+        params = SamplingParams(max_tokens=30, temperature=temperature)
+        sequences = [make_sequence(i, [3 + i], params, seed=i) for i in range(3)]
+        events = run(decoder, sequences)
+        assert max(token for event in events for token in event.proposal.tokens) < 9 <= max(sequences[0].output)
+        if not temperature:
+            check_plain(target, sequences)
+
+
 class Forgetful(HeadDrafter):
     """Leaves other features in the place of true ones, as a drafter without catch-up does."""
 

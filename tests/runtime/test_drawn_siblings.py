@@ -3,7 +3,6 @@
 A round is run once for each way that its draws and comparisons can end, the drafter's own among them (``test_block``).
 """
 
-from collections import Counter
 from functools import cache
 
 import numpy as np
@@ -22,9 +21,8 @@ from specexport_runtime.sampling import accept, tree
 from specexport_runtime.sampling.distribution import Distribution
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.sampler import Sampler
-from specexport_runtime.sampling.tree import TREE_RULES, accept_tree_block, without
+from specexport_runtime.sampling.tree import TREE_RULES, without
 from tests.support.references.drawn import WholeDraws, error, integrate, law, laws_of, path_of
-from tests.support.references.exact import P_VALUE, joint, p_value
 
 VOCAB, PROMPT = 3, [1, 2]
 PLAN = (DraftStage("draft-model", 2),)
@@ -179,26 +177,3 @@ def test_a_tree_s_numbers_serve_one_round(acceptance):
         used = made.draws(2)
         made.draws.end_round(1)
         assert (used in [made.draws(place) for place in range(3)]) != fresh
-
-
-@pytest.mark.slow
-def test_texts_of_many_rounds_have_the_target_s_law():
-    target, drafts, length = model(), model(noise=0.9), 4
-    counts, passed = Counter(), 0
-    drafter = ModelDrafter(ModelRunner(drafts), vocab_size=VOCAB)
-    for seed in range(1200):
-        made = request(5, seed=seed)
-        while made.num_generated <= length:
-            proposal = drafter.propose([made], [2])[0]
-            drawn, behind = laws_of(proposal), laws(target, made, proposal)
-            verdict = accept_tree_block(proposal.nodes, proposal.parents, drawn, behind, made.draws)
-            path = path_of(verdict)
-            made.stats.record_round(len(proposal.nodes), len(path), len(path) + 1)
-            made.num_agreed = len(made.tokens) + sum(place < len(proposal.tokens) for place in path)
-            made.commit([*[proposal.nodes[i] for i in path], verdict.next_token])
-            drafter.commit([made])
-            passed += verdict.path is not None
-        counts[tuple(made.output[1 : length + 1])] += 1
-        drafter.release_row(0)
-    assert passed > 200
-    assert p_value(counts, joint(target_law(target), length, VOCAB)) > P_VALUE

@@ -62,14 +62,6 @@ def test_the_allocation_is_as_good_as_brute_force(data):
     assert value >= best * (1 - tolerance)
 
 
-def test_one_more_draft_step_is_shared_by_all_who_take_part():
-    """For one of eight sequences a draft step does not pay, for all of them together it does."""
-    times = StepTimes([1 + 0.01 * n for n in range(20)], [0, *[0.4 + 0.01 * n for n in range(10)]], [0])
-    assert allocate([[0.9], *[[]] * 7], [0.0] * 8, 8, times)[0] == [0] * 8
-    assert allocate([[0.9]] * 8, [0.0] * 8, 8, times)[0] == [1] * 8
-    assert allocate([[0.9], *[[]] * 7], [0.0] * 8, 8, times._replace(rows=[3]))[0][0] == 1  # others pay for it already
-
-
 # ---- what is learned ----
 
 

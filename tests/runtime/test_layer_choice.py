@@ -166,11 +166,3 @@ def test_what_holds_for_every_choice(acs, rules):
         rules.check_layers(count)
     except InvalidRequestError:
         assert not choice.can_draft  # whatever is refused for a model would never have drafted
-
-
-@given(st.lists(st.floats(-1, 1), min_size=1, max_size=20), RULES)
-def test_rules_without_a_threshold_do_not_look_at_similarities(acs, rules):
-    blind = LayerRules(threshold=None, period=rules.period or 2, keep_last=rules.keep_last)
-    choice = choose_layers(acs, blind)
-    assert choice.mask.tolist() == choose_layers((), blind, len(acs)).mask.tolist()
-    assert choice.mixers == choice.mlp

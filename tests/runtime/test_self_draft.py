@@ -162,14 +162,9 @@ def test_similarity_is_measured_for_prompts_that_need_it_and_in_no_other_step():
         assert wanted[:needed] == [True] * needed
         assert not any(wanted[needed:])
         check_plain(target, [seq])
-
-
-def test_rules_without_a_threshold_choose_without_similarities():
-    seq = make_sequence(0, [3, 4], SamplingParams(max_tokens=20), layer_rules=LayerRules(threshold=None))
-    run(self_decoder(gated(), 3), [seq])
-    assert (seq.stats.layer_choice.removed_attention, seq.stats.layer_choice.removed_mlp) == ((2,), (2,))
-    assert seq.stats.layer_choice.acs == ()
-    assert seq.stats.drafted > 0
+        found = seq.stats.layer_choice
+        if "layer_rules" in options:
+            assert (found.removed_attention, found.removed_mlp, found.acs) == ((2,), (2,), ())
 
 
 def test_a_choice_that_removes_nothing_drafts_nothing_and_is_there_to_see():
@@ -241,20 +236,6 @@ def test_engines_without_gates_and_caches_with_padding_are_refused():
         SelfDrafter(ModelRunner(make_target()), vocab_size=VOCAB)
     with pytest.raises(SpecexportError, match="padding"):
         SelfDrafter(ModelRunner(gated(), unpad_kv=False), vocab_size=VOCAB)
-
-
-def test_ids_beyond_the_shared_vocabulary_are_never_drafted():
-    target = gated()
-    decoder = self_decoder(target, 4)
-    decoder.drafter.drafters["self"].vocab_size = 9
-    proposed = []
-    propose = decoder.drafter.drafters["self"].propose
-    decoder.drafter.drafters["self"].propose = lambda *args: (proposed.append(propose(*args)), proposed[-1])[1]
-    sequences = [make_sequence(i, [3 + i], SamplingParams(max_tokens=30, temperature=0.5 * i)) for i in range(3)]
-    run(decoder, sequences)
-    check_plain(target, sequences[:1])
-    assert max(token for step in proposed for proposal in step for token in proposal.tokens) < 9
-    assert max(sequences[0].output) >= 9
 
 
 def test_layers_that_no_prompt_changes_are_priced_before_the_first_draft():

@@ -37,7 +37,7 @@ def test_sampled_text_follows_the_targets_distribution():
     assert least_p_value(target, requests) > P_VALUE
 
 
-ROWS = 5
+ROWS, EVENTS = 5, 400
 PLANS = (
     (DraftStage("self", 4),),
     (DraftStage("lookup", 5), DraftStage("self", 2)),
@@ -48,77 +48,44 @@ PLANS = (
 RULES = (LayerRules(threshold=0.97), LayerRules(threshold=None, period=2), LayerRules(threshold=0.999, period=None))
 
 
-class World:
-    """A decoder with every drafter, and requests of all kinds."""
+@pytest.mark.fuzz
+def test_requests_that_come_go_and_fail_give_what_they_give_alone():
+    def make(index):
+        draw = np.random.default_rng([chance.seed(3), index])
+        prompt = draw.integers(0, VOCAB, draw.choice([draw.integers(1, 10), draw.integers(1, MAX_MODEL_LEN - 1)]))
+        params = SamplingParams(max_tokens=int(draw.integers(1, 40)), temperature=float(draw.choice([0.0, 0.9])))
+        plan, rules = PLANS[draw.integers(len(PLANS))], RULES[draw.integers(len(RULES))]
+        exits = DraftExit(DraftExitParams(gamma=0.3)) if draw.random() < 0.5 else None
+        options = {"draft_plan": plan, "layer_rules": rules, "draft_exit": exits}
+        return make_sequence(index, prompt.tolist(), params, seed=index, **options)
 
-    def __init__(self, seed):
-        self.random = np.random.default_rng(seed)
-        self.target = self.new_target()
-        self.decoder = self.new_decoder(self.target, make_draft("good", ROWS), max_num_batched_tokens=20, max_chunk=9)
-        self.live, self.count, self.ended = [], 0, Counter()
-
-    def new_target(self, rows=ROWS):
-        return FakeExecutor(VOCAB, rows, MAX_MODEL_LEN + 9, context=3, num_gates=12)
-
-    def new_decoder(self, target, draft, **options):
-        decoder = make_decoder(target, draft, 8, plan=(), **options)
+    def decoder_of(rows, **options):
+        target = FakeExecutor(VOCAB, rows, MAX_MODEL_LEN + 9, context=3, num_gates=12)
+        decoder = make_decoder(target, make_draft("good", rows), 8, plan=(), **options)
         decoder.drafter.drafters["self"] = SelfDrafter(decoder.target, vocab_size=VOCAB)
         return decoder
 
-    def submit(self):
-        length = int(self.random.integers(1, MAX_MODEL_LEN - 1))
-        prompt = self.random.integers(0, VOCAB, length if self.random.random() < 0.3 else 1 + length % 9).tolist()
-        temperature = float(self.random.choice([0.0, 0.9]))
-        params = SamplingParams(max_tokens=int(self.random.integers(1, 40)), temperature=temperature)
-        plan, rules = PLANS[self.random.integers(len(PLANS))], RULES[self.random.integers(len(RULES))]
-        exits = DraftExitParams(gamma=0.3) if self.random.random() < 0.5 else None
-        self.live.append(
-            (self.make(self.count, prompt, params, plan, rules, exits), prompt, params, plan, rules, exits)
-        )
-        self.count += 1
-        self.decoder.add(self.live[-1][0])
-
-    def make(self, index, prompt, params, plan, rules, exits):
-        draft_exit = None if exits is None else DraftExit(exits)
-        options = {"draft_plan": plan, "layer_rules": rules, "draft_exit": draft_exit}
-        return make_sequence(index, prompt, params, seed=index, **options)
-
-    def cancel(self):
-        if self.live:
-            self.decoder.cancel(self.live[int(self.random.integers(len(self.live)))][0])
-
-    def step(self):
-        self.decoder.step()
-
-    def fail(self):
-        self.decoder.fail(RuntimeError("engine"))
-
-    def settle(self):
-        """Check the invariants, and compare what has ended with what it gives alone."""
-        self.decoder.check()
-        assert self.target._mask is None
-        for seq, *made in [item for item in self.live if item[0].finish_reason is not None]:
-            fresh = self.new_target(1)
-            fresh._memo = self.target._memo  # the same model; only its cache is new
-            alone = self.make(seq.index, *made)
-            run(self.new_decoder(fresh, make_draft("good", 1)), [alone])
-            whole = alone.output
-            assert seq.output == (whole if seq.finish_reason == "length" else whole[: seq.num_generated])
-            assert seq.stats.layer_choice in (None, alone.stats.layer_choice)
-            self.ended[seq.finish_reason] += 1
-        self.live = [item for item in self.live if item[0].finish_reason is None]
-
-
-@pytest.mark.fuzz
-def test_requests_that_come_go_and_fail_give_what_they_give_alone():
-    world = World(chance.seed(3))
-    kinds = [world.submit, world.cancel, world.step, world.fail]
-    for choice in world.random.choice(4, chance.many(400), p=[0.14, 0.03, 0.82, 0.01]):
-        kinds[choice]()
-        world.settle()
-    while world.decoder.has_work:
-        world.step()
-        world.settle()
-    assert world.ended.keys() == {"length", "cancelled", "error"}
-    assert world.ended.total() == world.count
-    assert world.ended["length"] > world.count / 4
+    decoder, requests = decoder_of(ROWS, max_num_batched_tokens=20, max_chunk=9), []
+    draw = np.random.default_rng(chance.seed(3))
+    kinds = draw.choice(["submit", "cancel", "step", "fail"], chance.many(EVENTS), p=[0.14, 0.03, 0.82, 0.01])
+    for kind in kinds:
+        if kind == "submit":
+            requests.append(make(len(requests)))
+            decoder.add(requests[-1])
+        elif kind == "cancel" and (live := [seq for seq in requests if seq.finish_reason is None]):
+            decoder.cancel(live[draw.integers(len(live))])
+        elif kind == "step":
+            decoder.step()
+        elif kind == "fail":
+            decoder.fail(RuntimeError("engine"))
+        decoder.check()
+        assert decoder.target.executor._mask is None
+    finish(decoder, [])
+    for seq in requests:
+        alone = make(seq.index)
+        run(decoder_of(1), [alone])
+        assert seq.output == (alone.output if seq.finish_reason == "length" else alone.output[: seq.num_generated])
+        assert seq.stats.layer_choice in (None, alone.stats.layer_choice)
+    ended = Counter(seq.finish_reason for seq in requests)
+    assert ended.keys() == {"length", "cancelled", "error"}
+    assert ended["length"] > len(requests) / 4

@@ -157,9 +157,3 @@ def test_the_path_has_the_highest_score(continuations):
     by_path = dict(scores(continuations))
     assert path.score == pytest.approx(max(by_path.values()))
     assert path.score == pytest.approx(by_path[tuple(path.tokens)]) == pytest.approx(sum(path.chances))
-
-
-def test_a_likely_sequel_may_beat_the_likeliest_token():
-    diverse = [[1, i] for i in range(10, 13)]
-    certain = [[2, 5, 5, 5]] * 2
-    assert best_path([*diverse, *certain]).tokens == [2, 5, 5, 5]

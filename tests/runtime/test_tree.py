@@ -27,7 +27,6 @@ from tests.support.references.drawn import (
     laws_of,
     path_of,
 )
-from tests.support.references.exact import P_VALUE, joint, p_value
 
 VOCAB, LENGTH = Models.VOCAB, 4
 
@@ -268,50 +267,6 @@ def test_the_best_chain_is_no_path():
     assert accept_tree_greedy([4, 5, 6], [-1, 0, 0], {-1: 4, 0: 6, 2: 9}.__getitem__) == Verdict(2, 9, True, (0, 2))
     assert accept_tree_greedy([4, 5, 6], [-1, 0, 0], {-1: 7}.__getitem__) == Verdict(0, 7, False)
     assert accept_tree_greedy([], [], {-1: 7}.__getitem__) == Verdict(0, 7, True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "how"), [("block", "drawn"), ("token", "mixed"), ("block", "by probability")])
-def test_texts_of_many_rounds_have_the_target_s_law(name, how):
-    """With real random numbers, and trees that grow where they are likely: what is grown ends rounds."""
-    made, counts = Models(11), Counter()
-    for seed in range(1200):
-        draws, text = RoundDraws(RandomStream(seed), fresh=True), ()
-        while len(text) < 4:
-            proposal = drawn_tree(made, text, draws, how)
-
-            def target(place, proposal=proposal, text=text):
-                return made.target((*text, *[proposal.nodes[i] for i in proposal.path_to(place)]))
-
-            verdict = TREE_RULES[name](proposal.nodes, proposal.parents, laws_of(proposal), target, draws)
-            text += (*[proposal.nodes[i] for i in path_of(verdict)], verdict.next_token)
-            draws.end_round(verdict.accepted + 1)
-        counts[text[:4]] += 1
-    assert p_value(counts, joint(made.target, 4, VOCAB)) > P_VALUE
-
-
-def drawn_tree(made, text, draws, how):
-    """Two children of the text, and two of whichever nodes are likeliest, until there are eight."""
-    nodes, parents, laws, chances = [], [], [], {-1: 1.0}
-    paths, number = {-1: ()}, 0
-    while len(nodes) < 8 and chances:
-        place = max(chances, key=chances.__getitem__) if how == "by probability" else min(chances)
-        reached, elder = chances.pop(place), []
-        drawn_from = made.draft((*text, *paths[place]))
-        for index in range(2):
-            rest = without(drawn_from, elder)
-            in_chain = not index and place == len(paths[place]) - 1
-            uniform = draws(len(paths[place])).draft if in_chain else draws.branch(number).draft
-            number += not in_chain
-            is_drawn = how != "mixed" or (index + len(paths[place])) % 2 == 0
-            token = rest.draw(uniform) if is_drawn else int(rest.probs.argmax())
-            elder.append(token)
-            nodes.append(token)
-            parents.append(place)
-            laws.append(drawn_from if is_drawn else None)
-            paths[len(nodes) - 1] = (*paths[place], token)
-            chances[len(nodes) - 1] = reached * drawn_from.probability(token)
-    return in_order(nodes, parents, laws)
 
 
 def test_the_numbers_of_branches_are_their_own():
