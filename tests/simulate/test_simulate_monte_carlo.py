@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from specexport.simulate.model import Drafts, batch_padding, generate, simulate_generations, simulate_rounds
-from specexport_runtime.errors import UserInputError
 
 LIMIT = 4.5  # standard errors; a right formula exceeds it once in 150000 comparisons
 SAMPLES = 20000
@@ -32,7 +31,7 @@ def closed_form(drafts, batch_size):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 8, 16])
+@pytest.mark.parametrize("batch_size", [1, 8])
 @pytest.mark.parametrize("drafts", MODELS, ids=str)
 def test_simulation_agrees_with_the_closed_form(drafts, batch_size):
     exact = closed_form(drafts, batch_size)
@@ -59,29 +58,19 @@ def test_standard_errors_are_honest():
     """Over many seeds the deviations have unit variance, so an error bar is neither too long nor too short."""
     drafts = Drafts(0.7, 5)
     exact = closed_form(drafts, 4)
-    runs = [simulate_rounds(drafts, 4, samples=400, seed=seed) for seed in range(300)]
+    runs = [simulate_rounds(drafts, 4, samples=400, seed=seed) for seed in range(200)]
     for name in ("accepted", "longest", "padding", "ratio"):
         deviations = np.array([run[name].deviations(getattr(exact, name)) for run in runs])
         assert abs(deviations.mean()) < 4.5 / np.sqrt(len(runs))
-        assert 0.8 < deviations.std() < 1.25
+        assert 0.78 < deviations.std() < 1.28
 
 
-@pytest.mark.parametrize(("accuracy", "advance"), [(0.0, 1.0), (1.0, 5.0)])
-@pytest.mark.parametrize("concentration", [None, 2.0])
-def test_certain_rounds(accuracy, advance, concentration):
-    found = simulate_rounds(Drafts(accuracy, 4, concentration=concentration), 3, samples=50, seed=0)
-    assert found["accepted"] == (advance, 0.0)
-    assert found["ratio"] == (0.0, 0.0)
-    assert found["ratio"].deviations(0.0) is None
-
-
-def test_one_sample_has_no_error_bar():
+def test_certain_rounds_have_no_spread_one_sample_no_error_bar_and_one_sequence_no_padding():
+    found = simulate_rounds(Drafts(1.0, 4, concentration=2.0), 3, samples=50, seed=0)
+    assert (found["accepted"], found["ratio"], found["ratio"].deviations(0.0)) == ((5.0, 0.0), (0.0, 0.0), None)
     assert simulate_rounds(Drafts(0.5, 4), 3, samples=1, seed=0)["ratio"].standard_error is None
-
-
-def test_seeds_decide_the_result():
-    runs = [simulate_rounds(Drafts(0.5, 4), 3, samples=100, seed=seed) for seed in (3, 3, 4)]
-    assert runs[0] == runs[1] != runs[2]
+    alone = simulate_generations(Drafts(0.6, 4, concentration=2.0), 1, max_new_tokens=30, samples=50, seed=0)
+    assert (alone["ratio"], alone["idle"], alone["cache_slots"]) == ((0.0, 0.0), (0.0, 0.0), (1.0, 0.0))
 
 
 def test_small_chunks_change_no_expectation(monkeypatch):
@@ -102,7 +91,7 @@ def rounds_distribution(accuracy, draft_length, tokens):
     return of[tokens]
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 8])
+@pytest.mark.parametrize("batch_size", [1, 8])
 def test_rounds_and_idle_share_of_a_generation(batch_size):
     """The longest of b independent generations, and their mean, from the exact distribution of one."""
     accuracy, draft_length, tokens = 0.6, 4, 40
@@ -119,24 +108,6 @@ def test_rounds_and_idle_share_of_a_generation(batch_size):
     assert not within(found["rounds"], longest - 0.2)
 
 
-@pytest.mark.parametrize(("accuracy", "rounds"), [(0.0, 10), (1.0, 2)])
-def test_certain_generations(accuracy, rounds):
-    found = simulate_generations(Drafts(accuracy, 4), 3, max_new_tokens=10, prompt_tokens=6, samples=20, seed=0)
-    assert tuple(found.values()) == ((rounds, 0.0), (0.0, 0.0), (0.0, 0.0), (1.0, 0.0))
-
-
-def test_one_sequence_is_never_padded_or_idle():
-    found = simulate_generations(Drafts(0.6, 4, concentration=2.0), 1, max_new_tokens=30, samples=50, seed=0)
-    assert found["ratio"] == found["idle"] == (0.0, 0.0)
-    assert found["cache_slots"] == (1.0, 0.0)
-
-
-def test_long_generations_pad_as_single_rounds_do():
-    """With much to generate and equal accuracies the ends hardly count, and the ratio is the closed form's."""
-    found = simulate_generations(Drafts(0.5, 4), 4, max_new_tokens=4000, samples=8, seed=0)
-    assert found["ratio"].mean == pytest.approx(closed_form(Drafts(0.5, 4), 4).ratio, rel=0.03)
-
-
 def test_a_generation_by_hand():
     """One sequence is always right and one never; n = 3, 8 tokens each, empty caches.
 
@@ -147,26 +118,8 @@ def test_a_generation_by_hand():
     padded = 2 * (0 + 4) + 2 * (4 + 4) + sum(length + 4 for length in range(8, 14))
     own = 2 * (0 + 4) + (4 + 4) + (1 + 4) + sum(length + 4 for length in range(2, 8))
     assert found[:, 0].tolist() == [8, 2 + 8, 3 + 3, padded, own]
+    longer_prompt = generate(Drafts(0.5, 3), np.array([[1.0, 0.0]]), 8, 100, np.random.default_rng(0))
+    assert longer_prompt[:, 0].tolist() == [8, 10, 6, padded + 1000, own + 1000]
     # With 5 tokens each the first has one token left in round 2, and needs no more than the second: no padding there.
     shorter = generate(Drafts(0.5, 3), np.array([[1.0, 0.0]]), 5, 0, np.random.default_rng(0))
     assert shorter[:3, 0].tolist() == [5, 2 + 5, 3]
-    longer_prompt = generate(Drafts(0.5, 3), np.array([[1.0, 0.0]]), 8, 100, np.random.default_rng(0))
-    assert longer_prompt[:, 0].tolist() == [8, 10, 6, padded + 1000, own + 1000]
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: simulate_rounds(Drafts(1.5, 3), 2, samples=10, seed=0),
-        lambda: simulate_rounds(Drafts(0.5, 0), 2, samples=10, seed=0),
-        lambda: simulate_rounds(Drafts(0.5, 3, hit_rate=-1.0), 2, samples=10, seed=0),
-        lambda: simulate_rounds(Drafts(0.5, 3, concentration=-1.0), 2, samples=10, seed=0),
-        lambda: simulate_rounds(Drafts(0.5, 3), 0, samples=10, seed=0),
-        lambda: simulate_rounds(Drafts(0.5, 3), 2, samples=0, seed=0),
-        lambda: simulate_generations(Drafts(0.5, 3), 2, max_new_tokens=0, samples=10, seed=0),
-        lambda: simulate_generations(Drafts(0.5, 3), 2, max_new_tokens=4, samples=0, seed=0),
-    ],
-)
-def test_refuses_what_is_out_of_range(call):
-    with pytest.raises(UserInputError):
-        call()
