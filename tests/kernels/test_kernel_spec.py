@@ -2,8 +2,7 @@
 
 import subprocess
 import sys
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,40 +16,6 @@ from tests.support.cases import chance
 
 SPEC = KernelSpec(kernel="ragged_attention", dtype="float16", num_heads=6, kv_num_heads=2, head_size=64)
 TILES = TileConfig(16, 32, 4, 2)
-
-
-@dataclass(frozen=True)
-class Symbol:
-    """A size that is not known yet, as TensorRT hands out: it can be added to, multiplied and divided, no more."""
-
-    text: str
-
-    def __add__(self, other: Any) -> "Symbol":
-        return Symbol(f"({self} + {other})")
-
-    def __sub__(self, other: Any) -> "Symbol":
-        return Symbol(f"({self} - {other})")
-
-    def __mul__(self, other: Any) -> "Symbol":
-        return Symbol(f"({self} * {other})")
-
-    def __floordiv__(self, other: Any) -> "Symbol":
-        return Symbol(f"({self} // {other})")
-
-    def __str__(self) -> str:
-        return self.text
-
-    __hash__ = None  # type: ignore[assignment]
-    __bool__ = None  # type: ignore[assignment]
-
-
-@pytest.mark.parametrize("kernel", SIGNATURES)
-def test_a_grid_can_be_made_of_symbols(kernel: str) -> None:
-    spec = replace(SPEC, kernel=kernel, num_splits=3)
-    symbolic = spec.grid(TILES, Symbol("T"), Symbol("B"))  # type: ignore[arg-type]
-    for tokens, rows in ((1, 1), (40, 8), (1023, 3)):
-        numbers = [eval(str(size), {}, {"T": tokens, "B": rows}) for size in symbolic]
-        assert tuple(numbers) == spec.grid(TILES, tokens, rows)
 
 
 @pytest.mark.fuzz

@@ -39,9 +39,6 @@ MUTATIONS = {
         "tiles.py", "mask=(entries < total)[:, None] & (columns < D)[None, :], other=0.0",
         "mask=(columns < D)[None, :]", "ragged",
     ),
-    "takes a row's number for its length": Mutation(
-        "ragged_attention.py", "kv_lens + row, mask", "kv_lens + 0, mask", "ragged"
-    ),
     "reads another row's cache": Mutation(
         "ragged_attention.py", "lane = (row.to(tl.int64)", "lane = ((row * 0).to(tl.int64)", "permuted_rows"
     ),
@@ -53,7 +50,6 @@ MUTATIONS = {
     "heads of a group in another order": Mutation(
         "ragged_attention.py", "kv_head * GROUP + index % GROUP", "kv_head + index % GROUP", "heads_3_to_1"
     ),
-    "no softcap": Mutation("ragged_attention.py", "if SOFTCAP > 0", "if SOFTCAP > 1000", "softcap"),
     "scale forgotten under a softcap": Mutation(
         "ragged_attention.py", "2.0 * LOG2E * SCALE / SOFTCAP", "2.0 * LOG2E / SOFTCAP", "softcap"
     ),
@@ -66,13 +62,6 @@ MUTATIONS = {
         "distance = offsets[:, None] - nodes", "tree_window",
     ),
     "only 32 tree nodes": Mutation("tiles.py", "nodes < 64", "nodes < 32", "tree_of_64"),
-    "rescaling forgotten": Mutation("ragged_attention.py", "acc * rescale[:, None]", "acc", "ragged"),
-    "result not normalised": Mutation(
-        "ragged_attention.py", "acc / tl.where(weight > 0, weight, 1.0)[:, None]", "acc", "ragged"
-    ),
-    "splits weighed alike": Mutation(
-        "ragged_attention.py", "tl.where(used, tl.exp2(top - shift)", "tl.where(used, 1.0", "ragged", splits=3
-    ),
     "sums nobody wrote are read": Mutation(
         "ragged_attention.py", "used[:, None] & (columns < DV)[None, :]", "(columns < DV)[None, :]", "ragged", splits=3
     ),
@@ -84,9 +73,6 @@ MUTATIONS = {
         "rows = tl.minimum(rows, num_seqs - 1)\n    valid = tokens < num_tokens", "ragged",
     ),
     "appended an entry late": Mutation("ragged_attention.py", "+ tokens - start", "+ tokens - start + 1", "ragged"),
-    "values go where keys go": Mutation(
-        "ragged_attention.py", "copy_tokens(v, v_cache_out", "copy_tokens(k, v_cache_out", "ragged"
-    ),
     "padding tokens keep what was there": Mutation(
         "ragged_attention.py", "if is_sane &", "if is_sane & (row < num_seqs) &", "ragged"
     ),

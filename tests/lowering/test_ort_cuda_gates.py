@@ -1,7 +1,6 @@
 """Self-drafting over the paged graph: the GPU executor drafts as ONNX Runtime on the CPU does over its own graph."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,13 +49,7 @@ class GatedSession(ReferenceSession):
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
-        model = onnx.load(path)
-        sizes = {value.name: [dim.dim_value for dim in value.type.tensor_type.shape.dim] for value in model.graph.input}
-        self.inputs = [SimpleNamespace(name=name, shape=shape) for name, shape in sizes.items()]
-        self.outputs = [SimpleNamespace(name=value.name) for value in model.graph.output]
-
-    def get_inputs(self) -> list[Any]:
-        return self.inputs
+        self.outputs = super().get_outputs()
 
     def get_outputs(self) -> list[Any]:
         return self.outputs

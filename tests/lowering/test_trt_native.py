@@ -12,7 +12,6 @@ import pytest
 from specexport.lowering import trt_native
 from specexport.lowering.common import add_token_ids
 from specexport_runtime.errors import UnsupportedModelError
-from tests.support.cases import chance
 from tests.support.cases.unpadded_cases import CAPACITY, CASES, Case, expect, make_inputs, one_node_model
 from tests.support.models.half_models import trace
 from tests.support.references.trt_evaluator import align, make_evaluator
@@ -139,28 +138,6 @@ def test_masks_of_folded_layers_are_counted_before_they_are_made(window: int, ki
     assert trt_native.mask_heads(model, fold=5) == kinds * heads.pop()
     trt_native.replace_attention(model, kv_capacity=CAPACITY, fold=5)
     assert len({id(node.inputs[3]) for node in model.graph if node.op_type == "TRT_Attention"}) == kinds
-
-
-@pytest.mark.fuzz
-@pytest.mark.parametrize("name", ["ragged", "window", "everything", "values_smaller"])
-@pytest.mark.usefixtures("fused_float32")
-def test_a_fixed_step_with_dummies_behind_the_real_tokens(name: str) -> None:
-    """Every row is filled to Q tokens; a row that sits out writes its dummies to the tail of its capacity."""
-    width = 5
-    case = replace(CASES[name], rows=((3, 5), (17, 1), (0, 3), (CAPACITY - width, 0)))
-    inputs = make_inputs(case, poison_of(case, "float32"))
-    wanted = expect(case, inputs)[0]
-    random = np.random.default_rng(chance.seed(0))
-    batch, real = len(case.rows), [b * width + j for b, (_, n) in enumerate(case.rows) for j in range(n)]
-    filled = dict(inputs)
-    for part in ("q", "k", "v"):
-        filled[part] = random.standard_normal((batch * width, inputs[part].shape[1]), dtype=np.float32)
-        filled[part][real] = inputs[part]
-    step = align([past for past, _ in case.rows], [width] * batch)
-    np.testing.assert_array_equal(step["tile_index"].reshape(-1), np.arange(batch * width))
-    output, keys, _ = run(lower(case)[0], filled, step)
-    np.testing.assert_allclose(output[real], wanted, atol=1e-5)
-    np.testing.assert_array_equal(keys[1, 0, :, 17 + width :], inputs["k_cache"][1, 0, :, 17 + width :])
 
 
 @pytest.mark.parametrize("name", ["ragged", "window", "everything"])

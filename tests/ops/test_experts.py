@@ -160,11 +160,10 @@ def test_a_token_of_quantized_experts_has_the_same_bits_in_any_company(name: str
     case = CASES[name]
     weights = weights_of(case)
     run = lowered(case, weights, bits)
-    for num_tokens in (1, 3, 8, 64):
-        for alike in (False, True):
-            step = step_of(case, num_tokens, alike=alike)
-            found = run(step)
-            np.testing.assert_array_equal(found, one_by_one(run, step))
+    for num_tokens, alike in ((3, False), (64, True)):
+        step = step_of(case, num_tokens, alike=alike)
+        found = run(step)
+        np.testing.assert_array_equal(found, one_by_one(run, step))
     wanted = reference(case, weights, step)
     assert 1e-4 < np.linalg.norm(found - wanted) / np.linalg.norm(wanted) < LARGEST_ERROR[bits]
 

@@ -75,18 +75,6 @@ def test_a_conversation_reads_only_what_is_new(opened, way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_prompt_that_is_wholly_known_is_not_read_again(opened, way):
-    made = opened(way, 3)
-    decoder = decoder_of(made)
-    first = ask(decoder, LONG)
-    counts = fed(decoder)
-    again = ask(decoder, LONG)
-    assert (first.stats.cached_tokens, again.stats.cached_tokens) == (0, len(LONG) - 1)
-    assert counts[0] == 1, "its last token, whose logits are wanted"
-    assert first.output == again.output == expected(made, LONG, 6)
-
-
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("rows", [2, 3])
 def test_two_conversations_keep_their_rows(opened, way, rows):
     """One at a time, in the first row: what another left there takes the place of what is wanted."""
@@ -99,21 +87,6 @@ def test_two_conversations_keep_their_rows(opened, way, rows):
             assert bool(seq.stats.cached_tokens) == (turn > 0)
             prompts[name] = [*seq.tokens, 2, 2]
     assert decoder.rows.counts.copied > 0
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_row_that_runs_is_copied_from(opened, way):
-    made = opened(way, 4)
-    decoder = decoder_of(made)
-    running = make_sequence(0, LONG, SamplingParams(max_tokens=30), scope="")
-    decoder.add(running)
-    decoder.step()
-    decoder.step()
-    late = make_sequence(1, [*LONG[:25], 1, 1], SamplingParams(max_tokens=6), scope="")
-    run(decoder, [late])
-    assert late.stats.cached_tokens == 25
-    for seq, prompt in ((running, LONG), (late, [*LONG[:25], 1, 1])):
-        assert seq.output == expected(made, prompt, seq.max_tokens)
 
 
 @pytest.mark.fuzz

@@ -9,7 +9,6 @@ from specexport_runtime.abi import StepShape
 from specexport_runtime.errors import BundleError, IncompatibleError, MissingDependencyError, SpecexportError
 from specexport_runtime.executors import ort_cuda, ort_cuda_session
 from specexport_runtime.executors.fake import FakeExecutor
-from specexport_runtime.executors.ort_cuda_session import reason_of
 from specexport_runtime.executors.paged import (
     BLOCK_ENTRIES,
     CUDNN_SWITCH,
@@ -435,21 +434,6 @@ def test_a_gpu_that_the_package_has_no_code_for_is_refused_by_name(ort, monkeypa
     ort.__version__ = "1.31.1"
     with pytest.raises(IncompatibleError, match=r"no code for .* 10\.0, as of a B200 or GB200; it has .*8\.9, 9\.0"):
         make_executor()
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("/s/p.cc:2465 onnx::P& onnx::Get() CUDA Provider not available\n", "CUDA Provider not available"),
-        (
-            "/s/c.cc:9 T c::Call(int) [with E = void] CUDA failure 100: no device ; GPU=0 ; host=x",
-            "CUDA failure 100: no device",
-        ),
-        ("out of memory", "out of memory"),
-    ],
-)
-def test_errors_of_onnxruntime_are_cut_to_what_they_say(text, reason):
-    assert reason_of(RuntimeError(text)) == reason
 
 
 def test_an_arena_that_does_not_fit_says_so(ort):

@@ -1,7 +1,6 @@
 """The ONNX Runtime executor on a real bundle: ragged steps, rollback, rows by pointer, nothing copied."""
 
 import dataclasses
-import os
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.errors import IncompatibleError, SpecexportError
 from specexport_runtime.executors.open import open_executor
 from specexport_runtime.executors.ort import OrtExecutor
-from specexport_runtime.machine import available_cores
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
 from tests.support.cases import chance
 from tests.support.cases.entries import changed
@@ -139,15 +137,6 @@ def test_a_long_chunk_beside_rows_at_the_end_of_their_capacity(bundle, texts):
         runner.step(0, work)
 
 
-def test_the_arena_is_as_large_as_its_shape_says(bundle):
-    executor = make_runner(bundle, rows=3, capacity=77).executor
-    layers = bundle.manifest.models["draft"].attention.layers
-    (heads, k_dim, v_dim) = layers[0]
-    assert k_dim == v_dim
-    assert len(set(layers)) == 1
-    assert executor.kv_bytes == 3 * 77 * len(layers) * 2 * heads * k_dim * 4
-
-
 @needs_linux
 @pytest.mark.parametrize("unpad_kv", [True, False])
 def test_no_step_touches_entries_that_it_does_not_need(bundle, texts, unpad_kv):
@@ -218,13 +207,6 @@ def test_a_shape_keeps_its_binding_and_larger_logits_do_not_break_it(bundle, tex
     np.testing.assert_array_equal(runner.step(0, [RowWork(texts[0][:1], 1)])[0], alone(bundle, texts[0][:1])[0])
 
 
-def test_capture_changes_nothing(bundle, texts):
-    runner = make_runner(bundle)
-    expected = runner.step(0, [RowWork(texts[0][:3], 1)]).copy()
-    runner.executor.capture([StepShape(0, 1, 3, 3, 1), StepShape(0, 2, 4, 2, 4)])
-    assert np.array_equal(runner.step(0, [RowWork(texts[0][:3], 1)]), expected)
-
-
 def test_an_engine_that_does_not_match_the_manifest_is_refused(bundle):
     entry = bundle.manifest.models["draft"]
     other = changed(entry, inputs=(*entry.engine.inputs, "surprise"))
@@ -246,10 +228,6 @@ def test_capacity_has_room_for_a_whole_verify_step_at_the_end(demo_bundle):
     small = load_bundle(demo_bundle, max_num_seqs=1, max_model_len=16)
     executor = open_executor(small, "target", num_threads=1, spin=False)
     assert executor.kv_capacity == 16 + kv_slack(small.manifest.lookahead)
-
-
-def test_threads_default_to_the_cores_really_available():
-    assert 1 <= available_cores() <= len(os.sched_getaffinity(0))
 
 
 def test_a_small_draft_runs_on_one_thread_and_the_target_on_those_asked_for(bundle):

@@ -132,22 +132,6 @@ def test_a_second_call_goes_on_where_the_first_stopped(tmp_path: Path, capsys: p
     assert [row.what for row in second[len(first) - 1 :] if row.verdict == "failed"] == ["raises", "crashes"]
 
 
-def test_a_task_that_its_call_cut_short_runs_again(tmp_path: Path) -> None:
-    script = HEAD + "row('early', 'found'); import time; time.sleep(60)"
-
-    def rows_of_call(seconds: float) -> list[Row]:
-        return run_tasks(
-            [Task("slow", "s", 2.0, 0.5)], Budget(seconds), tmp_path, tmp_path / "log.txt",
-            command=lambda task, _: [sys.executable, "-S", "-c", script, str(runner.rows_file(tmp_path, task))],
-            environment=dict(os.environ), report=lambda _: None,
-        )  # fmt: skip
-
-    assert not runner.is_finished(rows_of_call(1.8))
-    cut = rows_of_call(0.2)  # no time to start it: what it had found stays
-    assert [row.what for row in cut][:1] == ["early"]
-    assert runner.is_finished(rows_of_call(9.0)), "now it ran past its own limit"
-
-
 def test_a_part_that_raises_is_a_row_and_the_others_go_on(context: Context) -> None:
     with context.part("first"):
         raise ZeroDivisionError("one | two\nlines")
@@ -220,14 +204,3 @@ def test_the_draft_model_is_paid_for() -> None:
     assert len(target.calls) == 1 + rounds
     assert len(draft.calls) >= 4 * rounds
     assert forced.tokens == 40
-
-
-def test_text_that_leaves_its_continuation_is_noticed_and_still_right() -> None:
-    target, draft = fakes(2)
-    prompts = random_tokens(VOCAB, 2, 5)
-    plain = decode(target, prompts, 30)
-    wrong = [list(plain.outputs[0]), list(plain.outputs[1])]
-    wrong[1][10] = (wrong[1][10] + 1) % VOCAB
-    forced = decode(target, prompts, 30, draft=draft, lookahead=3, rate=0.7, continuations=wrong)
-    assert forced.outputs == plain.outputs
-    assert forced.departed == 1

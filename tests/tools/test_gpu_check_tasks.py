@@ -5,7 +5,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.support.fakes import loop, trt_bundles, trt_fakes
@@ -90,34 +89,6 @@ def test_int4_engines_are_held_against_the_same_codes(context: Context) -> None:
     rows = rows_of(context)
     assert {row.verdict for row in rows} == {"ok"}
     assert any("greedy" in row.what and "ort-cpu, int4" in row.what for row in rows)
-
-
-# attention in torch: what the kernels are measured against
-
-
-def test_reference_attention_is_that_of_the_op() -> None:
-    from specexport.ops.reference import unpadded_attention
-    from tools.gpu_check_lib.kernels import Case, appended, expected, make_inputs
-
-    for case in (
-        Case(rows=((17, 5), (0, 3), (9, 1), (3, 0)), heads=4, kv_heads=2, head_size=16),
-        Case(rows=((30, 4), (2, 5)), heads=4, kv_heads=1, head_size=16, window=9, softcap=2.0),
-    ):
-        inputs = make_inputs(case, "float16", "cpu")
-        caches = {name: appended(case, inputs, name) for name in ("k", "v")}
-        found = expected(case, inputs["q"], caches["k"], caches["v"], 0.25).numpy()
-        used = len(found)
-        arrays = {
-            name: tensor.float().numpy() if tensor.is_floating_point() else tensor.numpy()
-            for name, tensor in inputs.items()
-        }
-        right, keys, _ = unpadded_attention(
-            *(arrays[name][:used] for name in "qkv"), arrays["k_cache"], arrays["v_cache"], arrays["kv_lens"],
-            arrays["cu_new_tokens"], None, num_heads=case.heads, kv_num_heads=case.kv_heads, scale=0.25,
-            window=case.window, softcap=case.softcap,
-        )  # fmt: skip
-        np.testing.assert_allclose(found, right, atol=2e-5)
-        np.testing.assert_array_equal(caches["k"].float().numpy(), keys)
 
 
 # the whole, dry

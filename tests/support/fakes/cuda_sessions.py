@@ -11,27 +11,17 @@ import pytest
 from specexport_runtime.abi import LayerGeometry, StepShape
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.executors.ort_cuda import OrtCudaExecutor
-from specexport_runtime.executors.paged import (
-    BLOCK_ENTRIES,
-)
+from specexport_runtime.executors.paged import BLOCK_ENTRIES
 from tests.support.cases.entries import changed, make_entry
 from tests.support.fakes import loop
 from tests.support.fakes.fake_onnxruntime import FakeBinding, FakeOrt, view
 
 VOCAB, CAPACITY, ROWS = 32, BLOCK_ENTRIES + 40, 4
-
-
 INPUTS = ("input_ids", "positions", "logit_rows", "kv_lens", "cu_new_tokens")
-
-
 LAYERS = (LayerGeometry(2, 16, 16), LayerGeometry(1, 10, 20))
-
-
 ENTRY = make_entry(
     backend="ort-cuda", dtype="float16", vocab_size=VOCAB, layers=LAYERS, inputs=INPUTS, lowering="paged"
 )
-
-
 CACHES = [f"{kind}_cache.{i}" for i in range(len(LAYERS)) for kind in "kv"]
 
 
