@@ -9,7 +9,7 @@ from specexport_runtime.abi import STEP_INPUTS
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import NO_TOKEN, StepBuffers
 from specexport_runtime.executors.fake import FakeExecutor
-from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork, fill_index_inputs, step_shape
+from specexport_runtime.packing.batch import ModelRunner, RowWork, fill_index_inputs, step_shape
 
 
 @st.composite
@@ -119,14 +119,6 @@ def test_padded_input_gives_the_same_logits_in_wider_rows(work):
         assert padded.executor.calls[-1].num_tokens == width * len(work)
         assert padded.step_padding == width * len(work) - sum(len(row.tokens) for row in work)
     assert plain.step_padding == 0
-
-
-def test_idle_rows_between_busy_ones():
-    executor = FakeExecutor(70, 3, 20)
-    runner = ModelRunner(executor)
-    logits = runner.step(0, [RowWork([4], 1), IDLE, RowWork([5, 6], 2)])
-    expected = [executor.logits_after(text) for text in ([4], [5], [5, 6])]
-    assert np.array_equal(logits, expected)
 
 
 def test_a_moved_row_continues_where_it_was():

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from specexport_runtime import AsyncSpecEngine, SamplingParams
-from specexport_runtime.errors import EndlessWaitError, SpecexportError
+from specexport_runtime.errors import EndlessWaitError
 from specexport_runtime.intake.drafting import RequestSpec
 from tests.support.fakes.engine import make_engine
 from tests.support.fakes.loop import greedy_reference, make_target
@@ -99,16 +99,6 @@ class Listener:
             self.ended.set()
 
 
-def test_a_listener_that_waits_for_a_chunk_ends_its_request(engine):
-    callback, raised = once(lambda: engine.generate("w1"))
-    listener = Listener(on_chunk=callback)
-    (handle,) = engine.submit_all([RequestSpec([2], PARAMS, None, {})], [listener])
-    assert listener.ended.wait(WAIT_S)
-    assert isinstance(raised[0], EndlessWaitError)
-    with pytest.raises(EndlessWaitError):
-        handle.result(WAIT_S)
-
-
 def test_a_listener_that_waits_at_the_end_is_logged_and_the_result_stays(engine, caplog):
     listener = Listener(on_done=lambda _: engine.generate("w1"))
     (handle,) = engine.submit_all([RequestSpec([2], PARAMS, None, {})], [listener])
@@ -164,12 +154,3 @@ def test_a_finished_request_can_be_read_when_its_listener_hears_of_the_end(engin
     assert listener.ended.wait(WAIT_S)
     assert results[0] == expected([3])
     assert results[1] > 0
-
-
-def test_closing_in_a_callback_returns_at_once(engine):
-    callback, raised = once(engine.close)
-    handle = engine.submit([2], PARAMS, callback=callback)
-    assert handle.result(WAIT_S).finish_reason == "cancelled"
-    assert raised == [None]
-    with pytest.raises(SpecexportError, match="closed"):
-        engine.submit([3])

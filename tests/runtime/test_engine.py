@@ -1,7 +1,5 @@
 """The public API over fake executors: results, streaming, limits, refusals."""
 
-import threading
-
 import numpy as np
 import pytest
 
@@ -141,29 +139,6 @@ def test_an_abandoned_stream_frees_its_row(engine):
     assert len(engine.generate("w1", SamplingParams(max_tokens=3))[0].token_ids) == 3
 
 
-def test_threads_share_the_batch(engine):
-    expected = engine.generate("w1 w2", SamplingParams(max_tokens=30))[0].token_ids
-    outputs = []
-    threads = [
-        threading.Thread(
-            target=lambda: outputs.append(engine.generate("w1 w2", SamplingParams(max_tokens=30))[0].token_ids)
-        )
-        for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert outputs == [expected] * 4
-
-
-def test_chat_without_a_template_is_refused(engine):
-    with pytest.raises(InvalidRequestError, match="no chat template"):
-        engine.format_chat([{"role": "user", "content": "hi"}])
-    with_template = make_engine(chat_template="{% for m in messages %}{{ m['content'] }} {% endfor %}w1")
-    assert with_template.format_chat([{"role": "user", "content": "w5"}]) == "w5 w1"
-
-
 def test_stats_have_the_documented_fields(engine):
     result = engine.generate("w1 w2", SamplingParams(max_tokens=20))[0]
     stats = result.stats.to_json()
@@ -262,15 +237,6 @@ def test_our_own_methods_as_the_default_of_an_engine():
         }
         assert drafted["lookup"]
         assert max(drafted["draft-model"]) == lookahead
-
-
-def test_speculative_config_sets_the_default(demo_bundle):
-    engine = SpecEngine.load(
-        demo_bundle, max_num_seqs=1, num_threads=1, spin=False, speculative_config={"num_speculative_tokens": 2}
-    )
-    stats = engine.generate("def f(x):", SamplingParams(max_tokens=24, ignore_eos=True))[0].stats
-    assert max(stats.accepted_histogram) <= 2
-    assert stats.drafted > stats.draft_rounds
 
 
 def test_a_default_that_the_target_cannot_honour_is_refused_at_load(demo_bundle):

@@ -8,17 +8,6 @@ from specexport_runtime.errors import SpecexportError
 from specexport_runtime.packing.kv import KvArena, PaddedKvArena
 
 
-def test_rejected_entries_are_not_counted():
-    arena = KvArena(2, 10)
-    arena.write(0, [6])
-    arena.commit(0, 4)
-    assert arena.kv_len(0) == 4
-    arena.write(0, [6])
-    arena.commit(0, 10)
-    assert arena.kv_len(0) == 10
-    assert arena.kv_len(1) == 0
-
-
 def test_overflow_and_commits_of_unwritten_entries_raise():
     arena = KvArena(1, 10)
     with pytest.raises(SpecexportError, match="holds 10"):

@@ -154,16 +154,6 @@ def test_cancelled_before_the_first_round(engine):
     assert busy.result(30).token_ids == expected([1], 40)
 
 
-def test_close_tells_every_listener(engine):
-    started, go = threading.Event(), threading.Event()
-    slow_down(engine, started, go)
-    _, listeners = submit(engine, [RequestSpec([i], LONG) for i in range(7)])
-    assert started.wait(60)
-    go.set()
-    engine.close()
-    assert all(len(listener.done) == 1 for listener in listeners)
-
-
 def test_an_engine_failure_and_a_defect_tell_every_listener_once(engine, monkeypatch):
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
 

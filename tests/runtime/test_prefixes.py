@@ -170,8 +170,7 @@ def test_an_engine_that_fails_leaves_nothing():
     assert ask(decoder, LONG).stats.cached_tokens == 0
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("noise", [0.0, 0.4])
+@pytest.mark.parametrize(("noise", "temperature"), [(0.0, 0.0), (0.4, 0.9)])
 def test_a_head_goes_on_from_its_row(noise, temperature):
     """With every draft as it is without reuse: of a head without noise all are right, so its features are true."""
     texts = {}

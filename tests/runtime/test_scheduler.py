@@ -100,16 +100,6 @@ def test_one_row_gets_no_more_than_the_largest_chunk():
     assert world.round() == {0: 8, 1: 3}
 
 
-def test_a_waiting_sequence_can_leave_the_queue():
-    world = World(1, 100)
-    first, second = world.add(0, 3), world.add(1, 3)
-    world.round()
-    world.scheduler.retire(second)
-    assert not world.scheduler.waiting
-    world.scheduler.retire(first)
-    assert not world.scheduler.has_work
-
-
 def test_check_finds_a_broken_state():
     world = World(2, 100)
     seq = world.add(0, 3)

@@ -18,7 +18,7 @@ from tests.support.fakes.loop import (
     run,
 )
 
-EVENTS = 2000
+EVENTS = 1000
 ROWS = 5
 ROW_BYTES = 2 * CAPACITY * ENTRY_BYTES
 """Of target and draft, at their full length."""

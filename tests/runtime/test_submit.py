@@ -9,10 +9,12 @@ import pytest
 
 from specexport_runtime import SamplingParams
 from specexport_runtime.errors import InvalidRequestError, RequestFailedError, SpecexportError
+from specexport_runtime.intake.drafting import RequestSpec
 from tests.support.fakes.engine import make_engine
-from tests.support.fakes.loop import MAX_MODEL_LEN, fail_at
+from tests.support.fakes.loop import fail_at
 from tests.support.fakes.rounds import check_every_round
 from tests.support.fakes.submitted import LONG, expected, slow_down
+from tests.support.fakes.watcher import Watcher, wait_for_thread
 
 
 @pytest.fixture
@@ -22,9 +24,18 @@ def engine():
     return engine
 
 
-def test_a_handle_streams_and_has_a_result(engine):
-    handle = engine.submit("w1 w2", LONG)
+@pytest.fixture
+def watcher(engine):
+    watcher = Watcher()
+    engine.add_observer(watcher)
+    return watcher
+
+
+def test_a_handle_streams_its_callback_gets_every_chunk_and_it_has_a_result(engine):
+    heard = []
+    handle = engine.submit("w1 w2", LONG, callback=heard.append)
     chunks = list(handle)
+    assert heard == chunks
     assert [piece.token_id for chunk in chunks for piece in chunk.pieces] == expected([1, 2], 40)
     assert chunks[-1].finish_reason == "length"
     assert handle.result().token_ids == expected([1, 2], 40)
@@ -43,21 +54,15 @@ def test_more_requests_than_rows_run_in_order_of_arrival(engine):
     assert all(0 < result.stats.queued_s < max(ends) - result.stats.submit_time for result in results)
 
 
-def test_a_request_longer_than_capacity_is_refused_at_submit_and_nobody_else_notices(engine):
-    running = engine.submit("w1", LONG)
-    with pytest.raises(InvalidRequestError, match=f"has {MAX_MODEL_LEN} tokens"):
-        engine.submit([1] * MAX_MODEL_LEN)
-    assert running.result(30).token_ids == expected([1], 40)
-
-
-def test_cancel_before_during_and_after(engine):
+def test_cancel_before_during_and_after(engine, watcher):
     started, go = threading.Event(), threading.Event()
     slow_down(engine, started, go)
     running = [engine.submit([i], LONG) for i in range(4)]  # all rows
     waiting = engine.submit([9], LONG)
     assert started.wait(60)
     waiting.cancel()  # before it has a row
-    running[0].cancel()  # in the middle
+    for _ in range(2):
+        running[0].cancel()  # in the middle
     go.set()
     assert waiting.result(30).finish_reason == "cancelled"
     assert waiting.result().token_ids == []
@@ -70,17 +75,8 @@ def test_cancel_before_during_and_after(engine):
     running[1].cancel()  # afterwards
     assert running[1].result().finish_reason == "length"
     assert list(waiting)[-1].finish_reason == "cancelled"
-
-
-def test_leaving_a_stream_cancels_its_request(engine):
-    handle = engine.submit("w1", SamplingParams(max_tokens=60))
-    started, go = threading.Event(), threading.Event()
-    slow_down(engine, started, go)
-    for _ in handle:
-        break
-    go.set()
-    assert handle.result(120).finish_reason in ("cancelled", "length")
-    assert engine.generate("w1", SamplingParams(max_tokens=3))[0].token_ids == expected([1], 3)
+    wait_for_thread(engine)
+    assert watcher.reasons() == {"cancelled": 2, "length": 3}
 
 
 def test_an_exception_in_one_callback_ends_that_request_alone(engine):
@@ -101,14 +97,8 @@ def test_an_exception_in_one_callback_ends_that_request_alone(engine):
         assert handle.result(120).token_ids == expected([i], 40)
 
 
-def test_callbacks_get_every_chunk(engine):
-    tokens = []
-    handle = engine.submit([5], LONG, callback=lambda chunk: tokens.extend(p.token_id for p in chunk.pieces))
-    assert handle.result(120).token_ids == tokens == expected([5], 40)
-
-
 @pytest.mark.parametrize("where", ["target", "draft"])
-def test_an_engine_failure_ends_the_requests_in_flight_and_spares_later_ones(engine, where):
+def test_an_engine_failure_ends_the_requests_in_flight_and_spares_later_ones(engine, watcher, where):
     fail_at(getattr(engine, where), 6)
     handles = [engine.submit([i], LONG) for i in range(6)]  # two of them wait
     failed = 0
@@ -121,26 +111,22 @@ def test_an_engine_failure_ends_the_requests_in_flight_and_spares_later_ones(eng
                 list(handle)
             assert isinstance(caught.value.__cause__, RuntimeError)
     assert 1 <= failed <= 4
+    wait_for_thread(engine)
+    assert watcher.reasons() == {"error": failed, "length": 6 - failed}
     assert engine.generate([7], LONG)[0].token_ids == expected([7], 40)
 
 
-def test_a_broken_sampler_ends_one_request(engine):
-    engine.target.logits_after([1, 2])[3] = float("nan")
-    good = engine.submit([3], LONG)
-    with pytest.raises(SpecexportError, match="NaN"):
-        engine.submit([1, 2], LONG).result(30)
-    assert good.result(30).token_ids == expected([3], 40)
-
-
-def test_a_defect_of_the_loop_itself_leaves_nobody_waiting(engine, monkeypatch):
+def test_a_defect_of_the_loop_itself_leaves_nobody_waiting(engine, watcher, monkeypatch):
     def broken(_):
         raise RuntimeError("defect")
 
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     monkeypatch.setattr(engine._loop.decoder, "fail", broken)
     monkeypatch.setattr(engine._loop.decoder, "step", lambda: broken(None))
-    with pytest.raises(RequestFailedError, match="defect"):
-        engine.submit([1], LONG).result(30)
+    for handle in engine.submit_all([RequestSpec([i], LONG) for i in range(6)]):
+        with pytest.raises(RequestFailedError, match="defect"):
+            handle.result(30)
+    assert watcher.reasons() == {"error": 6}
     with pytest.raises(SpecexportError, match="ended by a defect"):
         engine.submit([2], LONG)
 
@@ -161,27 +147,21 @@ def test_result_waits_no_longer_than_asked(engine):
     assert handle.result(120).token_ids == expected([1], 40)
 
 
-def test_close_ends_everything_and_refuses_more(engine):
+def test_close_ends_everything_and_refuses_more(engine, watcher):
     started, go = threading.Event(), threading.Event()
     slow_down(engine, started, go)
     handles = [engine.submit([i], LONG) for i in range(6)]
     assert started.wait(60)
     go.set()
     engine.close()
+    engine.close()
     assert all(handle.done for handle in handles)
+    assert sum(watcher.reasons().values()) == 6
+    assert watcher.reasons()["cancelled"] >= 2
     with pytest.raises(SpecexportError, match="closed"):
         engine.submit([1])
     with pytest.raises(SpecexportError, match="closed"):
         engine.generate([1])
-
-
-def test_the_decoding_thread_ends_when_there_is_nothing_to_do(engine):
-    engine.generate("w1", SamplingParams(max_tokens=3))
-    for _ in range(100):
-        if engine._loop._thread is None:
-            break
-        threading.Event().wait(0.01)
-    assert engine._loop._thread is None
 
 
 @pytest.mark.parametrize("reference", [None, "", []])
@@ -227,19 +207,6 @@ def test_a_bundle_without_a_draft_can_only_look_up(drafter):
     with pytest.raises(InvalidRequestError, match="use drafter 'lookup'"):
         engine.submit("w1", drafter=drafter)
     assert engine.submit("w1", LONG, drafter="lookup").result(30).token_ids == expected([1], 40)
-
-
-def test_requests_of_one_batch_may_draft_differently(engine):
-    handles = [engine.submit([3, 4], LONG, drafter=name) for name in ("none", "lookup", "draft-model", "chained")]
-    for handle in handles:
-        assert handle.result(120).token_ids == expected([3, 4], 40)
-    assert handles[0].result().stats.drafted == 0
-    assert handles[2].result().stats.drafted > 0
-
-
-def test_bad_limits_are_refused():
-    with pytest.raises(InvalidRequestError, match="max_num_batched_tokens is 0"):
-        make_engine(max_num_batched_tokens=0)
 
 
 def test_an_exception_while_text_is_made_ends_one_request(engine, monkeypatch):

@@ -16,7 +16,7 @@ from specexport_runtime.bundle.tokenizer_load import load_tokenizer
 from specexport_runtime.requests.text import TextStream, text_behind
 from specexport_runtime.sampling.params import SamplingParams
 from tests.support.cases import chance
-from tests.support.models.tokenizers import byte_level, gemma_like, llama_like, metaspace, sentencepiece, wordpiece
+from tests.support.models.tokenizers import byte_level, llama_like, metaspace, sentencepiece, wordpiece
 
 NO_CHARACTER = "\ufffd"
 _FROM_MARK, _BYTES, _FUSE = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()
@@ -145,20 +145,6 @@ def test_the_text_is_what_the_whole_has_more_than_the_prompt(kind):
             assert echo == whole_text(tokenizer, [*prompt, *ids], params, hidden), case
             if not params.skip_special_tokens:
                 assert text_behind(tokenizer, prompt, ids) == wanted
-
-
-SPACED = [(llama_like, "▁a", " a"), (metaspace, "▁a", " a"), (gemma_like, "▁a", " a"), (wordpiece, "cat", " cat")]
-
-
-@pytest.mark.parametrize(("make", "name", "text"), SPACED)
-def test_a_first_word_keeps_its_space(make, name, text):
-    tokenizer = make()
-    word = tokenizer.token_to_id(name)
-    for count in (1, 2, 50):
-        stream = TextStream(tokenizer, SamplingParams(), prompt=[word] * count)
-        assert (stream.append(word), stream.take(), stream.append(word), stream.finish()) == (False, text, False, text)
-    stream = TextStream(tokenizer, SamplingParams(stop=text), prompt=[word])
-    assert (stream.append(word), stream.text) == (True, "")
 
 
 @pytest.mark.parametrize("make", [llama_like, metaspace])

@@ -18,7 +18,7 @@ from tests.support.fakes.rounds import check_every_round
 from tests.support.fakes.watcher import Watcher, wait_for_thread
 
 THREADS = 12
-EACH = 12
+EACH = 8
 DRAFTERS = ("none", "lookup", "draft-model", "chained")
 
 
@@ -215,7 +215,7 @@ def test_two_engines_in_one_process_do_not_touch_each_other(alone):
         bad.submit([1])
 
 
-@pytest.mark.parametrize("delay", [0, 1, 3, 10])
+@pytest.mark.parametrize("delay", [0, 3])
 def test_closing_while_others_submit_gives_them_a_result_or_says_so(delay):
     engine, watcher = make_engine(), Watcher()
     engine.add_observer(watcher)

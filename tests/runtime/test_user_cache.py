@@ -14,7 +14,7 @@ from specexport.compile.cache import open_cache
 from specexport.doctor.command import _cache
 from specexport_runtime import machine as machine_facts
 from specexport_runtime.machine import machine_key
-from specexport_runtime.user_cache import ROOT_VARIABLE, cache_folder, cache_root, read_json, warn_once, write_json
+from specexport_runtime.user_cache import ROOT_VARIABLE, cache_folder, cache_root, read_json, write_json
 
 
 @pytest.fixture(autouse=True)
@@ -107,17 +107,6 @@ def test_a_folder_of_somebody_else_is_not_trusted(monkeypatch: pytest.MonkeyPatc
     assert cache_folder("things", writable=False) is None
 
 
-def test_no_home_is_no_failure(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    def no_home() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("SPECEXPORT_CACHE_DIR")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(Path, "home", no_home)
-    assert cache_folder("things") is None
-    assert "home directory" in caplog.text
-
-
 @pytest.mark.parametrize("failing", ["replace", "fdopen"])
 def test_a_full_disk_leaves_the_old_file(
     failing: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -169,12 +158,6 @@ def test_the_machines_key_names_what_it_depends_on(monkeypatch: pytest.MonkeyPat
             assert machine_key() != machine
     machine_facts._processor_facts.cache_clear()
     assert machine_key() == machine
-
-
-def test_what_was_said_is_not_said_again(caplog: pytest.LogCaptureFixture) -> None:
-    for topic in ("a", "a", "b"):
-        warn_once(topic, "about %s", topic)
-    assert [record.getMessage() for record in caplog.records] == ["about a", "about b"]
 
 
 def test_timings_of_one_gpu_are_not_taken_for_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
