@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +10,16 @@ import pytest
 
 from specexport.inspect import describe
 from specexport.trace.check import reference_logits
-from specexport.verify.goodness_of_fit import judge
-from specexport.verify.logit_tree import LogitTree, Partition, conditional
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.abi import num_pending
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.executors.ort import OrtExecutor
 from specexport_runtime.packing.batch import IDLE, ModelRunner, RowWork
 from specexport_runtime.requests.layer_choice import LayerRules
-from specexport_runtime.sampling.sampler import Sampler
 from specexport_runtime.sampling.structured import StructuredOutputs
 from tests.support.cases import chance
 from tests.support.cases.entries import make_entry
-from tests.support.fakes.rounds import check_every_round
+from tests.support.models.head_bundles import opened
 from tests.support.models.tiny_models import HYBRIDS, VOCAB, make_model, save_checkpoint
 from tests.support.models.tiny_traces import trace_of
 from tests.support.references.engine_harness import make_checkpoint
@@ -42,7 +38,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **{"num_hidden_layers": 3, "layer_types": ["linear_attention", "linear_attention", "full_attention"]},
         "head_dim": 64,  # a quarter of it is rotated: the cosine of few angles has other bits in a step of one token
     },
-    "bamba": {"num_hidden_layers": 3, "attn_layer_indices": [2]},
 }
 """Three layers, of which the last has attention, where an architecture of the tests has more, or fewer."""
 PARTS = (("linear_attn", "self_attn", "mamba", "conv", "mixer"), ("mlp", "feed_forward"))
@@ -193,7 +188,7 @@ SIMILAR = LayerRules(threshold=0.999, period=None, keep_last=0)
 PROMPTS = ["abcabcabcabcabc", "x", "for i in range(10):\n    print(i)\nfor i in range(10):\n"]
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(scope="module", params=CONFIGS)  # the name of a model that the long lane has
 def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A hybrid in int8 whose second layer, a recurrence and an MLP, adds zeros."""
     import torch
@@ -224,10 +219,8 @@ def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def engine(bundle: Path) -> Iterator[SpecEngine]:
-    with closing(SpecEngine.load(bundle, max_num_seqs=2, num_threads=1, spin=False, adaptive=False)) as engine:
-        check_every_round(engine)
+    with opened(bundle, 2) as engine:
         yield engine
-        engine.check()
 
 
 def test_texts_are_those_of_plain_decoding_and_what_does_nothing_is_not_missed(engine: SpecEngine) -> None:
@@ -278,23 +271,6 @@ def test_a_row_is_gone_on_from_behind_what_a_draft_left(engine: SpecEngine) -> N
     assert second.token_ids == wanted.token_ids
 
 
-DEPTH, RUNS = 3, 500
-
-
-def test_sampled_text_follows_the_target(engine: SpecEngine) -> None:
-    params = SamplingParams(temperature=1.0, top_k=6)
-    prompt = engine.encode(PROMPTS[2])
-    tree = LogitTree(engine.target, prompt)
-    partition = Partition(conditional(tree, Sampler(params, prompt, tree.vocab_size)), DEPTH, RUNS)
-    each = [replace(params, seed=i, max_tokens=DEPTH + 1, ignore_eos=True) for i in range(RUNS)]
-    found = engine.generate([prompt] * RUNS, each, drafter="self", num_speculative_tokens=3, layer_rules=LOUD)
-    tested, accepted = (sum(getattr(result.stats, name) for result in found) for name in ("drafted", "accepted"))
-    assert 0 < accepted < tested
-    outcomes = [tuple(result.token_ids[:DEPTH]) for result in found]
-    assert judge("engine", "self", 0, partition, outcomes, DEPTH, 1e-4).passed
-    assert not judge("engine", "self", 0, partition, [(a, b, b) for a, b, _ in outcomes], DEPTH, 1e-4).passed
-
-
 def test_inspect_names_the_blocks(bundle: Path) -> None:
     manifest = load_manifest(bundle)
     kinds = manifest.models["target"].engine.gates.kinds
@@ -304,8 +280,8 @@ def test_inspect_names_the_blocks(bundle: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1"])
-def test_a_search_reads_texts_as_drafts_do(name, tmp_path):
+@pytest.mark.parametrize("name", ["falcon_h1"])
+def test_a_search_reads_texts_as_drafts_do(name: str, tmp_path: Path) -> None:
     """The first token of each piece is drafted as behind the text alone, whatever was read before it."""
     from specexport.bench.layer_agreement import PIECE, AgreementReader, WrittenText
 

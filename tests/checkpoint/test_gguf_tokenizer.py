@@ -42,45 +42,34 @@ def _pieces(tokenizer: Tokenizer, text: str) -> list[str]:
     return found
 
 
-def test_smollm_splits_off_each_digit_and_what_stands_before_it(tmp_path: Path) -> None:
-    _, tokenizer = _load(tmp_path, pre="smollm")
-    assert _pieces(tokenizer, "12") == ["1", "2"]
-    assert _pieces(tokenizer, "\n\n7") == ["\u010a\u010a", "7"]
-    assert _pieces(tokenizer, " \u2167")[0] == "\u0120"  # a Roman numeral counts as a digit
+_GPT2 = {"12": ["12"], "\n\n7": ["\u010a", "\u010a", "7"], " \u2167": ["\u0120\u00e2"]}
 
 
-def test_gpt2_keeps_digits_together_and_spaces_with_them(tmp_path: Path) -> None:
-    _, tokenizer = _load(tmp_path, pre="gpt-2")
-    assert _pieces(tokenizer, "12") == ["12"]
-    assert _pieces(tokenizer, "\n\n7") == ["\u010a", "\u010a", "7"]
-    assert _pieces(tokenizer, " \u2167")[0] == "\u0120\u00e2"
-
-
-@pytest.mark.parametrize("pre", [None, "default"])
-def test_a_file_that_does_not_say_is_read_as_gpt2(tmp_path: Path, pre: str | None) -> None:
-    _, tokenizer = _load(tmp_path, pre=pre)
-    assert _pieces(tokenizer, "12") == ["12"]
-
-
-def test_qwen2_splits_as_transformers_knows_it(tmp_path: Path) -> None:
-    _, tokenizer = _load(tmp_path, pre="qwen2")
-    assert _pieces(tokenizer, "12") == ["1", "2"]
-    assert _pieces(tokenizer, "x\n\n") == ["x", "\u010a\u010a"]
+@pytest.mark.parametrize(
+    ("stated", "split"),
+    [
+        # A Roman numeral counts as a digit.
+        ({"pre": "smollm"}, {"12": ["1", "2"], "\n\n7": ["\u010a\u010a", "7"], " \u2167": ["\u0120"]}),
+        ({"pre": "gpt-2"}, _GPT2),
+        ({"pre": None}, _GPT2),
+        ({"pre": "default"}, _GPT2),
+        ({"pre": "qwen2"}, {"12": ["1", "2"], "x\n\n": ["x", "\u010a\u010a"], "abc": ["a", "b", "c"]}),
+        ({"pre": "llama-bpe"}, {"abc": ["<s>", "abc"]}),  # no merges lead there
+        ({"pre": "llama-bpe", "add_bos_token": False}, {"abc": ["abc"]}),
+    ],
+)
+def test_text_is_split_as_the_file_says(stated: dict[str, Any], split: dict[str, list[str]], tmp_path: Path) -> None:
+    """Digits, what stands before them, new lines, and words that no merges lead to; of each, the first pieces."""
+    _, tokenizer = _load(tmp_path, **stated)
+    for text, pieces in split.items():
+        assert _pieces(tokenizer, text)[: len(pieces)] == pieces
+        assert len(_pieces(tokenizer, text)) == len(pieces) or "\u2167" in text
 
 
 def test_an_unknown_way_to_split_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"tiny\.gguf splits text as 'esperanto' does") as caught:
         _load(tmp_path, pre="esperanto")
     assert "Hugging Face checkpoint" in (caught.value.hint or "")
-
-
-def test_llama3_takes_whole_words_and_begins_with_bos_unless_told_otherwise(tmp_path: Path) -> None:
-    _, tokenizer = _load(tmp_path, pre="llama-bpe")
-    assert _pieces(tokenizer, "abc") == ["<s>", "abc"]  # no merges lead there
-    _, tokenizer = _load(tmp_path, pre="llama-bpe", add_bos_token=False)
-    assert _pieces(tokenizer, "abc") == ["abc"]
-    _, tokenizer = _load(tmp_path, pre="qwen2")
-    assert _pieces(tokenizer, "abc") == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("end", ["<|im_end|>", "<end_of_turn>", "<|endoftext|>", "<|eot_id|>"])

@@ -1,27 +1,14 @@
 """Ids that a checkpoint's files state are taken as they stand there, or refused in one line."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 
 from specexport.checkpoint.load import load_checkpoint
 from specexport_runtime.errors import CheckpointError
-from tests.support.models.tiny_models import make_llama, save_checkpoint
 
 NO_IDS = ['"</s>"', '"2"', "2.0", "2.5", "true", "[[2, 7]]", '[2, "7"]', "[2, null]", "[2, 7.0]", "-1", "{}", "[2, -7]"]
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(make_llama(tie_word_embeddings=True), tmp_path_factory.mktemp("checkpoint") / "tiny")
-
-
-@pytest.fixture
-def folder(original: Path, tmp_path: Path) -> Path:
-    """A copy that a test may damage."""
-    return Path(shutil.copytree(original, tmp_path / "tiny"))
 
 
 def state(folder: Path, name: str, key: str, value: str) -> None:

@@ -1,6 +1,6 @@
 """DFlash 2 and DSpark heads, made on the spot: what our engines draft is what the published equations draft."""
 
-import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,31 +12,20 @@ from specexport.heads import dflash2, dspark
 from specexport.heads.dflash import block_states
 from specexport.heads.probe import check_probe, probe_head
 from specexport.inspect import describe
-from specexport.verify.sampling import check_sampling
-from specexport_runtime import SamplingParams, SpecEngine
+from specexport_runtime import SamplingParams
 from specexport_runtime.bundle.arrays import CorrectionTables, MaskInput
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.drafters.correction import corrector_of
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 from specexport_runtime.requests.draft_exit import DraftExitParams
-from tests.support.models.head_bundles import Watch, build
+from tests.support.models.head_bundles import Watch, build, opened
 from tests.support.models.loading import config_of, load
 from tests.support.models.tiny_corrected import DIALECTS, deepspec, zlab2
 from tests.support.models.tiny_dflash import MASK, zlab
-from tests.support.models.tiny_heads import HIDDEN, LAYERS, VOCAB
+from tests.support.models.tiny_heads import HIDDEN, IDS, LAYERS, VOCAB, edit
 from tests.support.models.tiny_models import make_llama, save_checkpoint
-from tests.support.references.drafted import PROMPTS
+from tests.support.references.drafted import PROMPTS, check_drafts_of
 from tests.support.references.reference_corrected import Walk, context_of, draft, logits_of, states_of, target_context
-
-
-@pytest.fixture(scope="module")
-def target() -> Any:
-    return make_llama(seed=3, num_hidden_layers=LAYERS, hidden_size=HIDDEN)
-
-
-@pytest.fixture(scope="module")
-def target_folder(target: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(target, tmp_path_factory.mktemp("target"))
 
 
 def mask_of(loaded: Any) -> MaskInput:
@@ -101,49 +90,25 @@ def test_logits_are_corrected_by_the_published_equations(dialect: str, target: A
 
 @pytest.mark.whole
 @pytest.mark.bundle
-@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize(
+    ("dialect", "said"),
+    [
+        ("z-lab 2", "blocks of 8 and a selector over 16 tokens"),
+        ("rnn", "blocks of 7 and a markov over 320 tokens"),
+        ("speculators spark", f"blocks of 5 and a markov over {len(IDS)} tokens"),
+    ],
+)  # what is read, see above
 def test_a_bundle_drafts_what_the_published_equations_draft(
-    dialect: str, target: Any, target_folder: Path, tmp_path: Path
+    dialect: str, said: str, target: Any, target_folder: Path, tmp_path: Path
 ) -> None:
     spec = DIALECTS[dialect](tmp_path / "head", target)
     bundle = build(target_folder, tmp_path, check=False)
-    engine = SpecEngine.load(
-        bundle, num_threads=1, spin=False, adaptive=False, max_num_seqs=3, max_num_batched_tokens=4
-    )
-    watch, params = Watch(), SamplingParams(max_tokens=14, ignore_eos=True)
-    engine.add_observer(watch)
-    plain = [list(result.token_ids) for result in engine.generate(PROMPTS, params, drafter="none")]
-    watch.rounds.clear()
-    limit = load_manifest(bundle).vocabulary.size
-    for _ in range(2):  # the second time, rows keep what the first ones read
-        found = engine.generate(PROMPTS, params, drafter="head", num_speculative_tokens=8)
-        assert [list(result.token_ids) for result in found] == plain
-    drafts = [(before, drafted) for before, drafted in watch.rounds if drafted]
-    assert max(len(drafted) for _, drafted in drafts) == spec.block.block_size - (not spec.from_anchor)
-    for before, drafted in drafts:
-        assert drafted == draft(spec, target, before, len(drafted), limit), before
-    assert sum(len(drafted) for _, drafted in drafts) > 60
-    engine.check()
-    engine.close()
-
-
-@pytest.mark.whole
-@pytest.mark.bundle
-@pytest.mark.parametrize("dialect", ["z-lab 2", "rnn"])
-def test_the_builds_own_check_and_sampled_text(
-    dialect: str, target: Any, target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The check of the engine runs; sampled text has the target's distribution, with tokens tested as a block."""
-    DIALECTS[dialect](tmp_path / "head", target)
-    monkeypatch.setattr("specexport.heads.probe.check_probe", lambda *_: None)  # a random head guesses nothing
-    bundle = build(target_folder, tmp_path)
-    said = {"z-lab 2": "blocks of 8 and a selector over 16 tokens", "rnn": "blocks of 7 and a markov over 320 tokens"}
-    assert said[dialect] in "\n".join(describe(load_manifest(bundle)))
-    engine = SpecEngine.load(bundle, num_threads=1, spin=False, adaptive=False, max_num_seqs=4)
-    found = check_sampling(engine, PROMPTS, num_samples=600, num_runs=150, num_contexts=1, draft_vocab_size=VOCAB)
-    assert found.passed
-    assert found.has_power
-    engine.close()
+    manifest = load_manifest(bundle)
+    assert said in "\n".join(describe(manifest))
+    with opened(bundle, max_num_batched_tokens=4) as engine:
+        for _ in range(2):  # the second time, rows keep what the first ones read
+            longest = check_drafts_of(engine, partial(draft, spec, target), 8, manifest.vocabulary.size)
+            assert longest == spec.block.block_size - (not spec.from_anchor)
 
 
 @pytest.mark.whole
@@ -151,12 +116,12 @@ def test_the_builds_own_check_and_sampled_text(
 def test_a_draft_ends_by_the_heads_own_confidence(target: Any, target_folder: Path, tmp_path: Path) -> None:
     """It ends with the first token of whose place the head is not sure, and that token is kept."""
     spec, count = DIALECTS["deepspec"](tmp_path / "head", target), 20
-    engine = SpecEngine.load(build(target_folder, tmp_path, check=False), num_threads=1, spin=False, adaptive=False)
     watch, lengths = Watch(), set()
-    engine.add_observer(watch)
     params = SamplingParams(max_tokens=count, ignore_eos=True)
     options = {"drafter": "head", "num_speculative_tokens": 6}
-    engine.generate(PROMPTS, params, draft_exit=DraftExitParams(gamma=0.5, epsilon=0.0), **options)
+    with opened(build(target_folder, tmp_path, check=False)) as engine:
+        engine.add_observer(watch)
+        engine.generate(PROMPTS, params, draft_exit=DraftExitParams(gamma=0.5, epsilon=0.0), **options)
     for before, drafted in watch.rounds:
         with torch.no_grad():
             walk, sure = Walk(spec, target_context(spec, target, before), before[-1], 6), []
@@ -169,14 +134,13 @@ def test_a_draft_ends_by_the_heads_own_confidence(target: Any, target_folder: Pa
             assert sure[-1] < 0.5 or len(drafted) == 6
         lengths.add(len(drafted))
     assert len(lengths) > 2
-    engine.close()
 
 
 KNOWN = 259
 """Ids of the tokenizer: no other is drafted."""
 
 
-def knowing(folder: Path, kind: str, *, roll: int = 0, noisy_mask: bool = False, **changes: Any) -> Any:
+def knowing(folder: Path, *, roll: int = 0, noisy_mask: bool = False, **changes: Any) -> Any:
     """A target whose token depends on the newest one alone, and a head whose tables know on which; gives the target.
 
     ``roll`` moves the rows of the table of tokens in front; ``noisy_mask`` makes the mask's places sure of one token.
@@ -197,71 +161,48 @@ def knowing(folder: Path, kind: str, *, roll: int = 0, noisy_mask: bool = False,
         target.model.norm.weight.fill_(1.0)
         target.get_input_embeddings().weight.copy_(embedding)
         target.get_output_embeddings().weight.copy_(head)
-    if kind == "dspark":
-        deepspec(folder, target, markov_rank=HIDDEN, confidence_head_with_markov=False, **changes)
-    else:
-        zlab2(folder, target)
-        edit(folder, selector_rank=HIDDEN, selector_top_k=VOCAB)
+    deepspec(folder, target, markov_rank=HIDDEN, confidence_head_with_markov=False, **changes)
     path = folder / "model.safetensors"
     own = load_file(path)
     own |= {name: torch.zeros_like(own[name]) for name in own if "o_proj" in name or "down_proj" in name}
     own["norm.weight"] = torch.ones(HIDDEN)
-    first = embedding.roll(roll, 0) * 60.0
-    if kind == "dspark":
-        own |= {"markov_head.markov_w1.weight": first.contiguous(), "markov_head.markov_w2.weight": head.clone()}
-        own |= {"confidence_head.proj.weight": torch.zeros(1, HIDDEN)}
-        blank = torch.ones(VOCAB, HIDDEN)
-        blank[:, 0] = 0.0
-        own |= {"embed_tokens.weight": blank, "lm_head.weight": head * 0.01}
-        if noisy_mask:
-            own["embed_tokens.weight"][MASK] = torch.eye(HIDDEN)[0]
-            own["lm_head.weight"][5] = torch.eye(HIDDEN)[0] * 100
-    else:
-        state = embedding[MASK] / embedding[MASK].square().mean().sqrt()  # what the last norm gives of every mask
-        own["candidate_selector.predecessor_codebook"] = first.contiguous()
-        own["candidate_selector.successor_codebook"] = head.clone()
-        own["candidate_selector.hidden_projection.weight"] = (state / state.square().sum()).repeat(HIDDEN, 1)
+    own["markov_head.markov_w1.weight"] = (embedding.roll(roll, 0) * 60.0).contiguous()
+    own |= {"markov_head.markov_w2.weight": head.clone(), "confidence_head.proj.weight": torch.zeros(1, HIDDEN)}
+    blank = torch.ones(VOCAB, HIDDEN)
+    blank[:, 0] = 0.0
+    own |= {"embed_tokens.weight": blank, "lm_head.weight": head * 0.01}
+    if noisy_mask:
+        own["embed_tokens.weight"][MASK] = torch.eye(HIDDEN)[0]
+        own["lm_head.weight"][5] = torch.eye(HIDDEN)[0] * 100
     save_file(own, path)
     return target
 
 
-def edit(folder: Path, **inner: Any) -> None:
-    """Change values of ``dflash_config``."""
-    path = folder / "config.json"
-    whole = json.loads(path.read_text())
-    whole["dflash_config"] |= inner
-    path.write_text(json.dumps(whole))
-
-
 @pytest.mark.whole
 @pytest.mark.bundle
-@pytest.mark.parametrize(
-    ("kind", "temperature"), [("dspark", 0.0), ("dspark", 0.7), ("dflash2", 0.0), ("dflash2", 0.7)]
-)
-def test_drafts_that_are_right_are_accepted_to_the_last(kind: str, temperature: float, tmp_path: Path) -> None:
-    target = knowing(tmp_path / "head", kind)
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_drafts_that_are_right_are_accepted_to_the_last(temperature: float, tmp_path: Path) -> None:
+    target = knowing(tmp_path / "head")
     bundle = build(save_checkpoint(target, tmp_path / "target"), tmp_path, check=True)
     assert load_manifest(bundle).models["head"].draft_head.guessed == 1.0
-    engine = SpecEngine.load(bundle, num_threads=1, spin=False, adaptive=False, max_num_seqs=2)
     params = SamplingParams(
         max_tokens=25, ignore_eos=True, temperature=temperature, top_k=20 if temperature else 0, seed=4
     )
-    results = engine.generate(PROMPTS, params, drafter="head", num_speculative_tokens=6)
+    with opened(bundle, 2) as engine:
+        results = engine.generate(PROMPTS, params, drafter="head", num_speculative_tokens=6)
     drafted, accepted = (sum(getattr(result.stats, name) for result in results) for name in ("drafted", "accepted"))
     assert drafted > 0
     assert accepted == drafted if not temperature else accepted > 0.3 * drafted
-    engine.close()
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("kind", ["dspark", "dflash2"])
-def test_the_probe_refuses_tables_that_are_read_wrongly(kind: str, tmp_path: Path) -> None:
+def test_the_probe_refuses_tables_that_are_read_wrongly(tmp_path: Path) -> None:
     pieces = [np.random.default_rng(1).integers(0, KNOWN, 40)]
-    right = knowing(tmp_path / "right", kind)
+    right = knowing(tmp_path / "right")
     probe = probe_head(right, load(tmp_path / "right", right), pieces, LAYERS)
     check_probe(probe, "h")
     assert (probe.reading.change, probe.rates[""]) == ("", (1.0, 1.0))
-    wrong = knowing(tmp_path / "wrong", kind, roll=1)
+    wrong = knowing(tmp_path / "wrong", roll=1)
     probe = probe_head(wrong, load(tmp_path / "wrong", wrong), pieces, LAYERS)
     assert max(max(rates) for rates in probe.rates.values()) < 0.05
     with pytest.raises(CheckpointError, match="was made for another target"):
@@ -270,7 +211,7 @@ def test_the_probe_refuses_tables_that_are_read_wrongly(kind: str, tmp_path: Pat
 
 @pytest.mark.whole
 def test_the_probe_finds_which_place_guesses_first(tmp_path: Path) -> None:
-    target = knowing(tmp_path, "dspark", noisy_mask=True, sample_from_anchor=False)
+    target = knowing(tmp_path, noisy_mask=True, sample_from_anchor=False)
     pieces = [np.random.default_rng(1).integers(0, KNOWN, 40)]
     probe = probe_head(target, load(tmp_path, target), pieces, LAYERS)
     assert (probe.reading.change, probe.rate) == ("from_anchor true", 1.0)
@@ -306,8 +247,7 @@ def test_what_is_known_and_not_imported_is_refused_by_name(
     make: Any, values: dict[str, Any], said: str, target: Any, tmp_path: Path
 ) -> None:
     make(tmp_path, target)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    edit(tmp_path, **values)
     with pytest.raises(UnsupportedModelError, match=said):
         config_of(tmp_path)
 
@@ -322,7 +262,7 @@ def test_what_is_known_and_not_imported_is_refused_by_name(
 )
 def test_what_is_wrong_is_named(change: dict[str, Any], said: str, target: Any, tmp_path: Path) -> None:
     zlab2(tmp_path, target)
-    edit(tmp_path, **change)
+    edit(tmp_path, change)
     with pytest.raises(CheckpointError, match=said):
         config_of(tmp_path)
 

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from specexport.heads.dflash import KIND as DFLASH
 from specexport.heads.dflash import block_reference
 from specexport.heads.reference import CHECK_LENS, HeadReference, causal_reference
 from specexport.lowering.ort_cuda import attach_paged_attention
+from specexport.passes.base import attention_nodes
 from specexport.recipe import BuildRecipe
 from specexport_runtime import SpecEngine
 from specexport_runtime.errors import IncompatibleError, RecipeError, UnsupportedModelError
@@ -42,8 +44,9 @@ from tests.support.models.gpu_heads import (
 )
 from tests.support.models.loading import load_module
 from tests.support.models.tiny_dflash import DIALECTS as BLOCK_DIALECTS
-from tests.support.models.tiny_heads import DIALECTS, HIDDEN, LAYERS, VOCAB
-from tests.support.models.tiny_models import make_llama, save_checkpoint
+from tests.support.models.tiny_heads import DIALECTS, HIDDEN, VOCAB
+from tests.support.models.tiny_models import save_checkpoint
+from tests.support.models.tiny_traces import tiny_model, trace_of
 from tests.support.references.cuda_graphs import gpu_or_skip
 from tests.support.references.drafted import check_drafts_of, drafted_and_wanted
 from tests.support.references.reference_dflash import BlockSpec
@@ -52,43 +55,31 @@ from tests.support.references.reference_head import draft, forward, project
 
 ENTRY = make_entry()
 BLOCKS = {f"block-{name}": write for name, write in BLOCK_DIALECTS.items()}
-GRAPHS = ("speculators", "norm-before-fc", "qwen3", "eagle", "peagle", "medusa", "medusa-one-lm-head")
-"""Dialects whose graphs differ; the others differ in how they are read."""
-WAYS = (CUDA, FOLDED, UNFOLDED, EXPLICIT)
+GRAPHS = [
+    *(("speculators", way) for way in (CUDA, FOLDED, UNFOLDED, EXPLICIT)),
+    *(("norm-before-fc", CUDA), ("qwen3", FOLDED), ("eagle", CUDA), ("peagle", FOLDED), ("peagle", EXPLICIT)),
+    *(("medusa", CUDA), ("medusa", FOLDED), ("medusa-one-lm-head", FOLDED)),
+    *((dialect, CUDA_ROWS) for dialect in ("qwen3", "peagle", "medusa")),
+    *(("mtp-qwen", FOLDED), ("mtp-deepseek", CUDA), ("mtp-deepseek", FOLDED)),  # keys and values of unequal size
+    *(("block-z-lab", FOLDED), *(("block-sliding", way) for way in (FOLDED, UNFOLDED, EXPLICIT))),
+]
+"""Dialects whose graphs differ, and MTP modules by family; the others differ in how they are read."""
 CLOSE = 1e-4
 
 
 @pytest.fixture(scope="module")
-def target() -> Any:
-    return make_llama(seed=3, num_hidden_layers=LAYERS, hidden_size=HIDDEN)
-
-
-@pytest.fixture(scope="module")
 def heads(target: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Heads by dialect, written, read and traced when they are first asked for."""
-    made: dict[str, Any] = {}
+    """Heads by dialect, written and read when they are first asked for, and what traces them, once."""
 
-    def find(name: str) -> Any:
-        if name not in made:
-            spec, loaded = read_head((DIALECTS | BLOCKS)[name], tmp_path_factory.mktemp("head"), target)
-            made[name] = spec, loaded, trace_own(loaded)
-        return made[name]
-
-    return find
-
-
-@pytest.fixture(scope="module")
-def modules(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """MTP modules by family, likewise."""
-    made: dict[str, Any] = {}
-
-    def find(family: str) -> Any:
-        if family not in made:
-            folder = tmp_path_factory.mktemp("module")
-            module = tiny_modules.make(family, folder)
-            _, loaded = load_module(folder, tiny_modules.LAYERS)
-            made[family] = module, loaded, trace_own(loaded)
-        return made[family]
+    @cache
+    def find(name: str) -> tuple[Any, Any, Callable[[], Any]]:
+        folder = tmp_path_factory.mktemp("head")
+        if name.startswith("mtp-"):
+            spec = tiny_modules.make(name.removeprefix("mtp-"), folder)
+            loaded = load_module(folder, tiny_modules.LAYERS)[1]
+        else:
+            spec, loaded = read_head((DIALECTS | BLOCKS)[name], folder, target)
+        return spec, loaded, cache(partial(trace_own, loaded))
 
     return find
 
@@ -108,6 +99,8 @@ def ragged_steps(run: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], loaded:
 
 def equations(spec: Any, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
     """The published equations of a head."""
+    if isinstance(spec, tiny_modules.Module):
+        return tiny_modules.forward(spec, tokens, features)
     return forward(spec, tokens.tolist(), features)
 
 
@@ -129,62 +122,21 @@ def run_steps(executor: Any, reference: HeadReference) -> tuple[float, float]:
 
 
 @pytest.mark.one_of_kind
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("dialect", GRAPHS)
+@pytest.mark.parametrize(("dialect", "way"), GRAPHS)
 def test_a_lowered_head_computes_the_published_equations(
     dialect: str, way: str, heads: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec, loaded, traced = heads(dialect)
-    executor = open_graph(way, traced, tmp_path, monkeypatch, config=loaded.config)
-    assert max(run_steps(executor, ragged_steps(partial(equations, spec), loaded))) <= CLOSE
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("dialect", ["qwen3", "peagle", "medusa"])
-def test_heads_of_causal_attention_get_a_row_for_each_token(
-    dialect: str, heads: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spec, loaded, traced = heads(dialect)
-    executor = open_graph(CUDA_ROWS, traced, tmp_path, monkeypatch, config=loaded.config)
-    assert executor.splits_rows == (dialect in {"qwen3", "peagle"})
-    assert max(run_steps(executor, ragged_steps(partial(equations, spec), loaded))) <= CLOSE
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("way", [CUDA, FOLDED])
-@pytest.mark.parametrize("family", ["qwen", "deepseek"])
-def test_a_lowered_module_computes_the_published_equations(
-    family: str, way: str, modules: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """MTP modules, one of them with keys and values of unequal size."""
-    module, loaded, traced = modules(family)
-    executor = open_graph(way, traced, tmp_path, monkeypatch, config=loaded.config)
-    reference = ragged_steps(lambda tokens, features: tiny_modules.forward(module, tokens, features), loaded)
-    assert max(run_steps(executor, reference)) <= CLOSE
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("way", [FOLDED, UNFOLDED, EXPLICIT])
-@pytest.mark.parametrize("dialect", ["block-z-lab", "block-sliding"])
-def test_a_lowered_block_sees_all_of_its_row(
-    dialect: str, way: str, heads: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spec, loaded, traced = heads(dialect)
-    executor = open_graph(way, traced, tmp_path, monkeypatch, config=loaded.config)
+    executor = open_graph(way, traced(), tmp_path, monkeypatch, config=loaded.config)
+    if way == CUDA_ROWS:  # where attention is causal
+        assert executor.splits_rows == (dialect != "medusa")
     assert max(run_steps(executor, ragged_steps(partial(equations, spec), loaded))) <= CLOSE
 
 
 @pytest.fixture(scope="module")
 def targets(target: Any, heads: Any) -> Any:
     """The target's graph, with the features of a head, by the head's dialect."""
-    made: dict[str, Any] = {}
-
-    def find(name: str) -> Any:
-        if name not in made:
-            made[name] = trace_target(target, heads(name)[1])
-        return made[name]
-
-    return find
+    return cache(lambda name: trace_target(target, heads(name)[1]))
 
 
 @pytest.mark.whole
@@ -227,7 +179,7 @@ def test_engines_with_other_features_than_their_manifest_says_are_refused(
     _, loaded, traced = heads("medusa")
     odd = replace(loaded.config, target_hidden_size=HIDDEN + 1)
     with pytest.raises(IncompatibleError, match=f"features of {HIDDEN + 1} values, and the engine has others"):
-        open_graph(way, traced, tmp_path, monkeypatch, config=odd)
+        open_graph(way, traced(), tmp_path, monkeypatch, config=odd)
 
 
 def test_every_medusa_head_on_every_row_is_what_each_gives_on_its_own(heads: Any) -> None:
@@ -244,15 +196,7 @@ def reference_draft(spec: Any, target: Any) -> Any:
     return lambda before, count, limit: find(spec, target, before, count, limit)
 
 
-LOOPS = [
-    ("speculators", CUDA),
-    ("speculators", FOLDED),
-    ("peagle", CUDA),
-    ("peagle", FOLDED),
-    ("medusa", CUDA),
-    ("medusa", FOLDED),
-    ("block-sliding", FOLDED),
-]
+LOOPS = [("speculators", FOLDED), ("peagle", CUDA), ("medusa", FOLDED), ("block-sliding", FOLDED)]
 
 
 @pytest.mark.whole
@@ -263,7 +207,7 @@ def test_drafts_over_lowered_graphs_are_those_of_the_published_equations(
 ) -> None:
     """Target and head as GPU engines, in ragged batches: text is plain decoding's, and drafts are the reference's."""
     spec, loaded, traced = heads(dialect)
-    engine = open_engine(way, targets(dialect), traced, loaded, tmp_path, monkeypatch)
+    engine = open_engine(way, targets(dialect), traced(), loaded, tmp_path, monkeypatch)
     check_drafts_of(engine, reference_draft(spec, target), 3, VOCAB, tokens=8, least=30)
 
 
@@ -290,9 +234,9 @@ def test_heads_that_a_backend_has_no_form_of_are_refused_before_the_target_is_bu
         replace(recipe, output=str(tmp_path / "c"))
 
 
-def test_paged_attention_is_causal(heads: Any) -> None:
-    traced = heads("block-z-lab")[2]
-    model = traced.ir_model.clone()
+def test_paged_attention_is_causal() -> None:
+    model = trace_of(tiny_model("llama")).ir_model
+    next(attention_nodes(model)).attributes["causal"] = ir.AttrInt64("causal", 0)
     with pytest.raises(UnsupportedModelError, match="see later ones, and ONNX Runtime's paged attention has causal"):
         attach_paged_attention(model)
 

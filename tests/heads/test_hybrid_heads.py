@@ -1,20 +1,17 @@
 """Draft heads on targets whose layers keep a state: drafts are the equations', and the text is plain decoding's."""
 
-from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from specexport.compile.pipeline import build_bundle
-from specexport.recipe import BuildRecipe
-from specexport_runtime import SamplingParams, SpecEngine
+from specexport_runtime import SamplingParams
 from specexport_runtime.bundle.manifest import load_manifest
-from tests.support.fakes.rounds import check_every_round
 from tests.support.models import tiny_dflash, tiny_heads, tiny_modules
+from tests.support.models.head_bundles import build, build_module, opened
 from tests.support.models.tiny_models import HYBRIDS, calm, make_model, save_checkpoint
 from tests.support.references import reference_dflash, reference_head
-from tests.support.references.acceptance import accepted
 from tests.support.references.drafted import PROMPTS, check_drafts
 
 pytestmark = pytest.mark.bundle
@@ -35,56 +32,23 @@ def test_a_bundle_drafts_what_the_published_equations_draft(pair: str, tmp_path:
     classes, make_head, reference = PAIRS[pair]
     target = make_model(*classes)
     save_checkpoint(target, tmp_path / "t")
-    spec = make_head(tmp_path / "h", target)
-    build_bundle(
-        BuildRecipe(
-            target=str(tmp_path / "t"),
-            head=str(tmp_path / "h"),
-            output=str(tmp_path / "b"),
-            max_model_len=64,
-            check=False,
-        )
-    )
-    models = load_manifest(tmp_path / "b").models
+    spec = make_head(tmp_path / "head", target)
+    bundle = build(tmp_path / "t", tmp_path, check=False)
+    models = load_manifest(bundle).models
     assert models["target"].states
     assert not models["head"].states
-    check_drafts(tmp_path / "b", lambda before, count, limit: reference.draft(spec, target, before, count, limit))
-
-
-def build_knowing(folder: Path, scale: float) -> Path:
-    """An int8 Qwen3.5 whose layers do as much as ``scale`` says, with a module that knows what the last token tells."""
-    tiny_modules.save_knowing(calm(make_model(*QWEN, seed=5), scale), folder / "t", centred=True)
-    recipe = BuildRecipe(
-        target=str(folder / "t"), head="mtp", output=str(folder / "b"), quantize="int8", max_model_len=192
-    )
-    build_bundle(recipe)
-    return folder / "b"
-
-
-@pytest.mark.whole
-def test_what_its_own_module_knows_is_accepted_to_the_last(tmp_path: Path) -> None:
-    bundle = build_knowing(tmp_path, 0.0)
-    entry = load_manifest(bundle).models["head"]
-    assert (entry.draft_head.kind, entry.draft_head.guessed, entry.draft_head.reading, entry.quantize) == (
-        "mtp",
-        1.0,
-        None,
-        "int8",
-    )
-    assert entry.source.architecture == "mtp head of the target's checkpoint (qwen3_5_text)"
-    assert accepted(bundle, PROMPTS) > 0.99
+    check_drafts(bundle, partial(reference.draft, spec, target))
 
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of its drafts some are right: what was accepted enters states, and what was not does not."""
-    return build_knowing(tmp_path_factory.mktemp("hybrid"), 0.02)
-
-
-def open_engine(bundle: Path, rows: int, **options: Any) -> SpecEngine:
-    engine = SpecEngine.load(bundle, max_num_seqs=rows, num_threads=1, spin=False, adaptive=False, **options)
-    check_every_round(engine)
-    return engine
+    """An int8 Qwen3.5, with a module that knows what the last token tells. Of its drafts some are right: what was
+    accepted enters states, and what was not does not."""
+    folder = tmp_path_factory.mktemp("hybrid")
+    tiny_modules.save_knowing(calm(make_model(*QWEN, seed=5), 0.02), folder / "t", centred=True)
+    models = build_module(folder / "t", folder / "b", quantize="int8", max_model_len=192)
+    assert models["head"].source.architecture == "mtp head of the target's checkpoint (qwen3_5_text)"
+    return folder / "b"
 
 
 @pytest.mark.whole
@@ -93,7 +57,7 @@ def test_texts_are_those_of_plain_decoding(bundle: Path, rows: int, options: dic
     """One by one, in ragged batches, and with prompts in pieces; log-probabilities to the last bit."""
     prompts = [*PROMPTS, [7 + 3 * i for i in range(40)]]
     params = SamplingParams(max_tokens=30, ignore_eos=True, logprobs=2)
-    with closing(open_engine(bundle, rows, **options)) as engine:
+    with opened(bundle, rows, **options) as engine:
         plain = engine.generate(prompts, params, drafter="none")
         for drafter, lookahead in (("head", 1), ("head", 3), ("chained", 3)):
             found = engine.generate(prompts, params, drafter=drafter, num_speculative_tokens=lookahead)
@@ -101,14 +65,13 @@ def test_texts_are_those_of_plain_decoding(bundle: Path, rows: int, options: dic
             assert [result.logprobs for result in found] == [result.logprobs for result in plain]
             drafted, right = (sum(getattr(each.stats, name) for each in found) for name in ("drafted", "accepted"))
             assert 0.2 < right / drafted < 0.95
-        engine.check()
 
 
 @pytest.mark.whole
 def test_a_conversation_goes_on_behind_its_states_and_its_features(bundle: Path) -> None:
     params = SamplingParams(max_tokens=20, ignore_eos=True, logprobs=2)
     turns: list[tuple[Any, Any]] = []
-    with closing(open_engine(bundle, 2)) as engine:
+    with opened(bundle, 2) as engine:
         histories = [list(range(5, 30)), [9, 8, 7] * 8]
         for turn in range(3):
             found = engine.generate(histories, params, drafter="head", num_speculative_tokens=3)
@@ -122,4 +85,3 @@ def test_a_conversation_goes_on_behind_its_states_and_its_features(bundle: Path)
             assert [(each.token_ids, each.logprobs) for each in found] == [
                 (each.token_ids, each.logprobs) for each in alone
             ]
-        engine.check()

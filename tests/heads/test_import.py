@@ -1,19 +1,19 @@
 """Heads of every dialect, made on the spot: what our engines draft is what the published equations draft."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from specexport.checkpoint.source import resolve_source
 from specexport.compile import pipeline as pipeline_module
 from specexport.compile.check_head import check_head
 from specexport.compile.pipeline import build_bundle
-from specexport.heads.config import TargetFacts
-from specexport.heads.kinds import open_head, read_config
 from specexport.heads.reference import CHECK_LENS, causal_reference
 from specexport.heads.trace import causal_step
 from specexport.inspect import describe
@@ -22,34 +22,28 @@ from specexport_runtime.abi import AFTER_NORM
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.errors import CheckFailedError, CheckpointError, RecipeError, UnsupportedModelError
+from tests.support.models.head_bundles import build
 from tests.support.models.loading import config_of, load
+from tests.support.models.tiny_dflash import zlab
 from tests.support.models.tiny_heads import (
     DIALECTS,
     HIDDEN,
     IDS,
     LAYER,
-    LAYERS,
     VOCAB,
     edit,
     mapping,
+    medusa,
+    medusa_tensors,
+    numbered,
     peagle,
     speculators,
     tensors,
     write,
 )
-from tests.support.models.tiny_models import make_llama, save_checkpoint
+from tests.support.models.tiny_hydra import config_of_heads, hydra_plus, hydra_tensors
 from tests.support.references.drafted import check_drafts
 from tests.support.references.reference_head import doubled, draft, forward, project
-
-
-@pytest.fixture(scope="module")
-def target() -> Any:
-    return make_llama(seed=3, num_hidden_layers=LAYERS, hidden_size=HIDDEN)
-
-
-@pytest.fixture(scope="module")
-def target_folder(target: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(target, tmp_path_factory.mktemp("target"))
 
 
 @pytest.mark.one_of_kind
@@ -78,16 +72,9 @@ def test_a_bundle_drafts_what_the_published_equations_draft(
     dialect: str, target: Any, target_folder: Path, tmp_path: Path
 ) -> None:
     spec = DIALECTS[dialect](tmp_path / "head", target)
-    recipe = BuildRecipe(
-        target=str(target_folder),
-        head=str(tmp_path / "head"),
-        output=str(tmp_path / "b"),
-        max_model_len=64,
-        check=False,
-    )
-    build_bundle(recipe)
-    check_reference(tmp_path / "b", spec)
-    check_drafts(tmp_path / "b", lambda before, count, limit: draft(spec, target, before, count, limit))
+    bundle = build(target_folder, tmp_path, check=False)
+    check_reference(bundle, spec)
+    check_drafts(bundle, lambda before, count, limit: draft(spec, target, before, count, limit))
 
 
 @pytest.mark.whole
@@ -96,8 +83,7 @@ def test_a_head_keeps_its_weights_where_those_of_the_target_are_rounded(
     target: Any, target_folder: Path, tmp_path: Path
 ) -> None:
     DIALECTS["speculators"](tmp_path / "head", target)
-    folders = {"target": str(target_folder), "head": str(tmp_path / "head"), "output": str(tmp_path / "b")}
-    manifest = build_bundle(BuildRecipe(**folders, max_model_len=64, check=False, dtype="bfloat16")).manifest
+    manifest = load_manifest(build(target_folder, tmp_path, check=False, dtype="bfloat16"))
     assert "f32" in {name for name, *_ in manifest.models["head"].engine.weight_formats}
     lines = [line.strip().partition(":")[0] for line in describe(manifest)]
     assert lines.count("weights, rounded to bfloat16") == lines.count("weights, exact") == 1
@@ -118,15 +104,48 @@ def check_reference(bundle: Path, spec: Any) -> None:
     assert found.max_abs_error <= 1e-5
 
 
-def test_a_head_for_another_target_is_refused_by_what_differs(tmp_path: Path, target: Any) -> None:
-    speculators(tmp_path, target)
-    files = open_head(resolve_source(str(tmp_path), None))
+@pytest.mark.parametrize("write_head", [speculators, medusa, hydra_plus, zlab])
+def test_a_head_for_another_target_is_refused_by_what_differs(write_head: Any, tmp_path: Path, target: Any) -> None:
+    write_head(tmp_path, target)
     with pytest.raises(CheckpointError, match="reads hidden states of 64 values, and the target's have 128"):
-        read_config(files, TargetFacts(LAYERS, 128, VOCAB))
+        config_of(tmp_path, hidden_size=128)
     with pytest.raises(CheckpointError, match="for a vocabulary of 320 tokens, and the target has 4096"):
-        read_config(files, TargetFacts(LAYERS, HIDDEN, 4096))
-    with pytest.raises(CheckpointError, match=r"reads layers \[1, 3, 4\], and the target has 3"):
-        read_config(files, TargetFacts(3, HIDDEN, VOCAB))
+        config_of(tmp_path, vocab_size=4096)
+    if write_head is speculators:
+        with pytest.raises(CheckpointError, match=r"reads layers \[1, 3, 4\], and the target has 3"):
+            config_of(tmp_path, num_layers=3)
+
+
+def test_damaged_files_are_refused(tmp_path: Path, target: Any) -> None:
+    speculators(tmp_path, target)
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read"):
+        config_of(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+def test_pickled_heads_are_refused_with_what_converts_them(
+    kind: str, tmp_path: Path, target: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "medusa":
+        config, own = {"medusa_num_heads": 3, "medusa_num_layers": 1}, numbered(medusa_tensors(3, 1), 1)
+    else:
+        table = target.get_input_embeddings().weight.detach().clone()
+        config, own = config_of_heads(2, 3), hydra_tensors(2, 3, table)
+        for part in ("weight", "bias"):  # as torch stores a block that is run again
+            own[f"hydra_mlp.0.2.linear.{part}"] = own[f"hydra_mlp.0.1.linear.{part}"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    torch.save(own, tmp_path / f"{kind}_lm_head.pt")
+    with pytest.raises(CheckpointError, match=rf"pickled weights only \({kind}_lm_head.pt\)") as caught:
+        resolve_source(str(tmp_path), None)
+    command = caught.value.hint.split('python -c "')[1].split('" FILE')[0]
+    assert "weights_only=True" in command
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["-c", f"{kind}_lm_head.pt"])
+    exec(command, {})
+    assert set(load_file(tmp_path / "model.safetensors")) == set(own)
+    assert config_of(tmp_path)[1].num_draft_heads == (3 if kind == "medusa" else 2)
 
 
 @pytest.mark.parametrize(("key", "value"), [("accept_tolerance", 0.1), ("verifier_accept_k", 3)])
@@ -224,30 +243,11 @@ def test_odd_configurations_are_told(values: dict[str, Any], message: str, tmp_p
 @pytest.mark.bundle
 def test_an_engine_that_computes_something_else_is_refused(target: Any, target_folder: Path, tmp_path: Path) -> None:
     spec = DIALECTS["speculators"](tmp_path / "head", target)
-    recipe = BuildRecipe(
-        target=str(target_folder),
-        head=str(tmp_path / "head"),
-        output=str(tmp_path / "b"),
-        max_model_len=64,
-        check=False,
-    )
-    build_bundle(recipe)
+    bundle = build(target_folder, tmp_path, check=False)
     for name in ("layers.0.hidden_norm.weight", "layers.0.mlp.down_proj.weight", "lm_head.weight"):
         other = spec._replace(tensors={**spec.tensors, name: spec.tensors[name] * 1.5})
         with pytest.raises(CheckFailedError, match="the head's engine differs from torch"):
-            check_reference(tmp_path / "b", other)
-
-
-def test_damaged_files_and_pickles_are_refused(tmp_path: Path, target: Any) -> None:
-    speculators(tmp_path, target)
-    whole = (tmp_path / "model.safetensors").read_bytes()
-    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read"):
-        config_of(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    (tmp_path / "medusa_lm_head.bin").write_bytes(b"\x80\x04")
-    with pytest.raises(CheckpointError, match="pickled weights only"):
-        config_of(tmp_path)
+            check_reference(bundle, other)
 
 
 def test_a_head_is_fetched_at_its_revision(

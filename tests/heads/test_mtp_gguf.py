@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,21 +12,16 @@ from safetensors.torch import load_file, save_file
 from specexport.checkpoint.load import load_checkpoint
 from specexport.checkpoint.source import resolve_source
 from specexport.compile.head import untaken_module
-from specexport.compile.pipeline import build_bundle
 from specexport.heads.config import TargetFacts
 from specexport.heads.kinds import read_config
 from specexport.heads.mtp_files import holds_module, open_mtp
-from specexport.heads.trace import causal_step
 from specexport.recipe import BuildRecipe
-from specexport_runtime import SpecEngine
-from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 from tests.support.models import tiny_gguf_modules, tiny_modules, tiny_turns
+from tests.support.models.head_bundles import build_module
 from tests.support.models.loading import load_head, tables_of
 from tests.support.models.tiny_models import HYBRIDS, calm, make_model
-from tests.support.references.acceptance import accepted
-from tests.support.references.drafted import PROMPTS, check_drafts, check_drafts_of
-from tests.support.references.reference_qwen import QwenModule
+from tests.support.references.drafted import PROMPTS, accepted, check_drafts
 
 LAYERS = tiny_modules.LAYERS
 FAMILIES = {
@@ -92,12 +86,6 @@ def load_from(path: Path, model: Any) -> Any:
     return load_head(found, config, tables_of(model))
 
 
-def build(path: Path, output: Path, **changes: Any) -> Any:
-    usual = {"target": str(path), "head": "mtp", "output": str(output), "max_model_len": 64, "check": False}
-    build_bundle(BuildRecipe(**(usual | changes)))
-    return load_manifest(output).models
-
-
 @pytest.mark.parametrize("architecture", FAMILIES)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_target_is_read_without_its_module(architecture: str, stream: bool, files: Any) -> None:
@@ -129,28 +117,6 @@ def test_a_module_is_that_of_the_safetensors_to_the_bit(architecture: str, files
         assert [name for name, value in wanted.head.state_dict().items() if not torch.equal(state[name], value)] == []
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
-def test_a_module_computes_the_published_equations(architecture: str, files: Any) -> None:
-    made = files(architecture)
-    model: Any = load_checkpoint(str(made.whole)).model
-    tables, loaded = tables_of(model), load_from(made.alone, model)
-    stored, config = load_file(made.folder / "model.safetensors"), model.config.get_text_config().to_dict()
-    features, tokens = torch.randn(7, loaded.config.hidden_size), torch.tensor([5, 6, 7, 200, 9, 10, 319])
-    if architecture.startswith("qwen35"):
-        reference = QwenModule(in_layers(stored), config, tables.embedding, tables.lm_head)
-        wanted_logits, wanted = reference.forward(tokens, features)
-    else:
-        with torch.no_grad():
-            wanted_logits, wanted = tiny_modules.forward(made.module, tokens, features)
-    logits, handed_on = causal_step(loaded.head, tokens, features)
-    torch.testing.assert_close(handed_on, wanted, rtol=0, atol=1e-5)
-    torch.testing.assert_close(logits, wanted_logits, rtol=0, atol=1e-5)
-
-
-def in_layers(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in stored.items() if name.startswith("mtp.")}
-
-
 @pytest.mark.parametrize("fused", [False, True])
 def test_modules_in_turn_are_those_of_the_safetensors_to_the_bit(fused: bool, tmp_path: Path) -> None:
     """MiMo-V2's, with windows, sinks, and queries, keys and values in a tensor each or in one."""
@@ -176,25 +142,11 @@ def test_modules_in_turn_are_those_of_the_safetensors_to_the_bit(fused: bool, tm
 
 @pytest.mark.whole
 @pytest.mark.bundle
-def test_a_bundle_drafts_what_modules_in_turn_draft(tmp_path: Path) -> None:
-    """Behind more tokens than a window has; what they know is accepted."""
-    modules = tiny_turns.make("mimo-v2-flash", tmp_path / "hf", seed=5, scale=0.02, num_tokens=260)
-    path = tiny_gguf_modules.file_of(tmp_path / "t.gguf", "mimo2", modules)
-    head = build(path, tmp_path / "b", draft_quantize="none", check=True)["head"].draft_head
-    assert (head.kind, head.num_modules, head.reading) == ("mtp-modules", 3, None)
-    assert accepted(tmp_path / "b", PROMPTS) > 0.2
-    with closing(SpecEngine.load(tmp_path / "b", num_threads=1, spin=False, adaptive=False, max_num_seqs=3)) as engine:
-        check_drafts_of(engine, lambda *args: tiny_turns.draft(modules, *args), 3, 260, least=20)
-
-
-@pytest.mark.whole
-@pytest.mark.bundle
-@pytest.mark.parametrize("architecture", ["qwen35", "qwen35moe", "deepseek2"])
-def test_bundles_draft_what_the_module_drafts(architecture: str, files: Any, tmp_path: Path) -> None:
+def test_bundles_draft_what_the_module_drafts(files: Any, tmp_path: Path) -> None:
     """From the target's own file, and from a file of its own beside the target's."""
-    made = files(architecture)
+    made = files("qwen35moe")
     for number, (target, head) in enumerate(((made.whole, "mtp"), (made.trunk, str(made.alone)))):
-        models = build(target, tmp_path / str(number), head=head, draft_quantize="none")
+        models = build_module(target, tmp_path / str(number), head=head, draft_quantize="none", check=False)
         assert models["head"].draft_head.kind == "mtp"
         check_drafts(
             tmp_path / str(number),
@@ -219,7 +171,7 @@ def test_what_a_module_knows_is_accepted(tmp_path: Path) -> None:
     }
     module = tiny_modules.Module(target, deeper, tensors, False, True, True)
     path = tiny_gguf_modules.file_of(tmp_path / "t.gguf", "qwen35", module)
-    models = build(path, tmp_path / "b", check=True, quantize="int8")
+    models = build_module(path, tmp_path / "b", quantize="int8")
     entry = models["head"]
     assert (entry.draft_head.guessed, entry.draft_head.reading, entry.quantize) == (1.0, None, "int8")
     assert accepted(tmp_path / "b", PROMPTS) > 0.99
@@ -229,7 +181,7 @@ def test_what_a_module_knows_is_accepted(tmp_path: Path) -> None:
 @pytest.mark.bundle
 def test_a_target_is_built_without_its_module_and_says_so(files: Any, tmp_path: Path) -> None:
     made = files("qwen35")
-    models = build(made.whole, tmp_path / "b", head=None)
+    models = build_module(made.whole, tmp_path / "b", head=None, check=False)
     assert list(models) == ["target"]
     recipe = BuildRecipe(target=str(made.whole), output=str(tmp_path / "b"))
     assert "with `--head mtp` it drafts" in str(untaken_module(recipe))
@@ -278,59 +230,36 @@ def test_norm_and_tables_may_be_the_targets(files: Any, tmp_path: Path) -> None:
     assert torch.equal(load_from(own, model).head.embed_tokens.weight, tensors["blk.3.nextn.embed_tokens.weight"])
 
 
-def changed(files: Files, path: Path, change: Callable[[dict[str, torch.Tensor], dict[str, Any]], str]) -> Path:
-    """The file of the module alone, with other tensors and settings."""
-    tensors, settings = (
-        of("qwen35", files.module, LAYERS) for of in (tiny_gguf_modules.tensors_of, tiny_gguf_modules.settings_of)
-    )
-    return tiny_gguf_modules.write(path, change(tensors, settings), settings, tensors)
-
-
-def no_module(_: Any, settings: dict[str, Any]) -> str:
-    del settings["nextn_predict_layers"]
-    settings["block_count"] = LAYERS
-    return "qwen35"
-
-
-def other_vocabulary(tensors: dict[str, torch.Tensor], _: Any) -> str:
-    tensors["token_embd.weight"] = torch.zeros(300, 64)
-    return "qwen35"
-
-
-def other_width(_: Any, settings: dict[str, Any]) -> str:
-    settings["embedding_length"] = 128
-    return "qwen35"
-
-
-def deeper_target(_: Any, settings: dict[str, Any]) -> str:
-    settings["block_count"] = LAYERS + 3
-    return "qwen35"
-
-
-def several(tensors: dict[str, torch.Tensor], settings: dict[str, Any]) -> str:
-    settings |= {"block_count": LAYERS + 2, "nextn_predict_layers": 2}
-    tensors |= {name.replace("blk.3.", "blk.4."): value for name, value in tensors.items() if "blk.3." in name}
-    return "qwen35"
-
-
-def without_graph(_: Any, __: Any) -> str:
-    return "exaone-moe"
-
-
 @pytest.mark.parametrize(
-    ("change", "kind", "message"),
+    ("stated", "kind", "message"),
     [
-        (no_module, CheckpointError, r"m.gguf holds no MTP module \(qwen35.nextn_predict_layers is not there, or 0\)"),
-        (other_vocabulary, CheckpointError, "m.gguf is for a vocabulary of 300 tokens, and the target has 320"),
-        (other_width, CheckpointError, "m.gguf reads hidden states of 128 values, and the target's have 64"),
-        (deeper_target, CheckpointError, "m.gguf counts 1 MTP modules, and holds none"),
-        (several, UnsupportedModelError, "m.gguf holds 2 MTP modules, and files of qwen35 are read with one"),
-        (without_graph, UnsupportedModelError, "m.gguf: MTP modules in GGUF files of exaone-moe are not read"),
+        (
+            {"nextn_predict_layers": None, "block_count": LAYERS},
+            CheckpointError,
+            r"m.gguf holds no MTP module \(qwen35.nextn_predict_layers is not there, or 0\)",
+        ),
+        ({"vocabulary": 300}, CheckpointError, "m.gguf is for a vocabulary of 300 tokens, and the target has 320"),
+        ({"embedding_length": 128}, CheckpointError, "m.gguf reads hidden states of 128 values"),
+        ({"block_count": LAYERS + 3}, CheckpointError, "m.gguf counts 1 MTP modules, and holds none"),
+        (
+            {"block_count": LAYERS + 2, "nextn_predict_layers": 2},
+            UnsupportedModelError,
+            "m.gguf holds 2 MTP modules, and files of qwen35 are read with one",
+        ),
+        ({"architecture": "exaone-moe"}, UnsupportedModelError, "MTP modules in GGUF files of exaone-moe are not read"),
     ],
 )
-def test_other_files_are_refused_by_name(change: Any, kind: Any, message: str, files: Any, tmp_path: Path) -> None:
+def test_other_files_are_refused_by_name(stated: Any, kind: Any, message: str, files: Any, tmp_path: Path) -> None:
     made = files("qwen35")
-    path = changed(made, tmp_path / "m.gguf", change)
+    tensors, settings = (
+        of("qwen35", made.module, LAYERS) for of in (tiny_gguf_modules.tensors_of, tiny_gguf_modules.settings_of)
+    )
+    if (size := stated.get("vocabulary")) is not None:
+        tensors["token_embd.weight"] = torch.zeros(size, 64)
+    if stated.get("nextn_predict_layers") == 2:
+        tensors |= {name.replace("blk.3.", "blk.4."): value for name, value in tensors.items() if "blk.3." in name}
+    settings = {key: value for key, value in (settings | stated).items() if key in settings and value is not None}
+    path = tiny_gguf_modules.write(tmp_path / "m.gguf", stated.get("architecture", "qwen35"), settings, tensors)
     with pytest.raises(kind, match=message) as caught:
         load_from(path, load_checkpoint(str(made.folder)).model)
     assert caught.value.exit_code == 2

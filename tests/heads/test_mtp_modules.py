@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +10,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specexport.compile.pipeline import build_bundle
 from specexport.heads.kinds import kind_of
 from specexport.heads.trace import causal_states
-from specexport.recipe import BuildRecipe
-from specexport.verify.sampling import Setting, check_sampling
-from specexport_runtime import SamplingParams, SpecEngine
+from specexport_runtime import SamplingParams
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.drafters import head
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
-from tests.support.fakes.rounds import check_every_round
 from tests.support.models import tiny_turns
+from tests.support.models.head_bundles import Watch, build_module, opened
 from tests.support.models.loading import load_module
 from tests.support.models.tiny_modules import LAYERS
-from tests.support.references.acceptance import accepted
-from tests.support.references.drafted import PROMPTS, check_drafts_of
+from tests.support.references.drafted import PROMPTS, accepted, check_drafts_of
 
 
 @pytest.mark.one_of_kind
@@ -47,18 +43,12 @@ def test_modules_compute_the_published_equations(family: str, own_lm_heads: bool
         torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-5)
 
 
-def build(folder: Path, output: Path, **changes: Any) -> Any:
-    usual = {"target": str(folder), "head": "mtp", "output": str(output), "max_model_len": 64}
-    build_bundle(BuildRecipe(**(usual | changes)))
-    return load_manifest(output).models["head"]
-
-
 @pytest.mark.whole
 @pytest.mark.bundle
-@pytest.mark.parametrize(("family", "own_lm_heads"), [("deepseek", False), ("mimo-v2", True)])
+@pytest.mark.parametrize(("family", "own_lm_heads"), [("deepseek", False), ("mimo-v2-flash", True)])
 def test_a_bundle_drafts_what_the_modules_draft(family: str, own_lm_heads: bool, tmp_path: Path) -> None:
     modules = tiny_turns.make(family, tmp_path / "t", own_lm_heads=own_lm_heads)
-    entry = build(tmp_path / "t", tmp_path / "b", check=False)
+    entry = build_module(tmp_path / "t", tmp_path / "b", check=False)["head"]
     assert (entry.draft_head.kind, entry.draft_head.num_modules) == ("mtp-modules", 3)
     drafts_are_wanted(modules, tmp_path / "b")
 
@@ -66,19 +56,24 @@ def test_a_bundle_drafts_what_the_modules_draft(family: str, own_lm_heads: bool,
 def drafts_are_wanted(modules: Any, bundle: Path, **options: Any) -> None:
     """In ragged batches, for every K, and for more tokens than there are modules."""
     limit = load_manifest(bundle).vocabulary.size
-    with closing(SpecEngine.load(bundle, num_threads=1, spin=False, adaptive=False, max_num_seqs=3, **options)) as e:
-        check_every_round(e)
+    with opened(bundle, **options) as engine:
         for lookahead in (1, 2, 3, 5):
-            check_drafts_of(e, lambda *args: tiny_turns.draft(modules, *args), lookahead, limit, least=20)
+            check_drafts_of(engine, partial(tiny_turns.draft, modules), lookahead, limit, least=20)
 
 
 @pytest.fixture(scope="module")
-def knowing(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    """Modules that are right in part: what was accepted is read again by the modules that lacked it."""
-    folder = tmp_path_factory.mktemp("knowing")
-    modules = tiny_turns.make("mimo-v2", folder / "t", seed=5, scale=0.02)
-    build(folder / "t", folder / "b")
-    return modules, folder / "b"
+def partly(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """A checkpoint whose modules are right in part."""
+    folder = tmp_path_factory.mktemp("knowing") / "t"
+    return tiny_turns.make("mimo-v2", folder, seed=5, scale=0.02), folder
+
+
+@pytest.fixture(scope="module")
+def knowing(partly: tuple[Any, Path]) -> tuple[Any, Path]:
+    """Their bundle: what was accepted is read again by the modules that lacked it."""
+    modules, folder = partly
+    build_module(folder, folder.parent / "b")
+    return modules, folder.parent / "b"
 
 
 @pytest.mark.whole
@@ -99,19 +94,9 @@ def test_a_conversation_goes_on_with_the_drafts_of_the_equations(
     monkeypatch.setattr(head, "MAX_HELD", 6)
     modules, bundle = knowing
     limit, params = load_manifest(bundle).vocabulary.size, SamplingParams(max_tokens=8, ignore_eos=True)
-    rounds: list[tuple[list[int], list[int]]] = []
-
-    class Watch:
-        def on_round(self, record: Any) -> None:
-            for event in record.events:
-                tokens = event.request.tokens
-                rounds.append((tokens[: len(tokens) - len(event.tokens)], list(event.proposal.tokens)))
-
-        def on_finish(self, _: Any) -> None: ...
-
-    with closing(SpecEngine.load(bundle, num_threads=1, spin=False, adaptive=False, max_num_seqs=2)) as engine:
-        check_every_round(engine)
-        engine.add_observer(Watch())
+    watch = Watch()
+    with opened(bundle, 2) as engine:
+        engine.add_observer(watch)
         histories, turns = [list(range(5, 30)), [9, 8, 7] * 8], []
         for turn in range(4):
             found = engine.generate(histories, params, drafter="head", num_speculative_tokens=3)
@@ -122,40 +107,13 @@ def test_a_conversation_goes_on_with_the_drafts_of_the_equations(
                 histories = [[*old, *new.token_ids, 40 + turn] for old, new in zip(histories, found, strict=True)]
             else:  # another ending, behind fewer tokens than the modules have entries
                 histories = [[*old[:22], 99, 98] for old in histories]
-        drafted = list(rounds)
+        drafted = list(watch.rounds)
         for texts, found in turns:
             plain = engine.generate(texts, params, drafter="none", remember=False)
             assert [each.token_ids for each in found] == [each.token_ids for each in plain]
-        engine.check()
     assert sum(len(draft) for _, draft in drafted) > 50
     for before, draft in drafted:
         assert draft == tiny_turns.draft(modules, before, len(draft), limit)
-
-
-@pytest.mark.whole
-@pytest.mark.bundle
-def test_an_int8_target_keeps_its_text_and_its_law(knowing: tuple[Any, Path], tmp_path: Path) -> None:
-    """Greedy for K 1 to 8 in batches of one and of eight, `auto`, and by chi-square at two temperatures."""
-    build(knowing[1].parent / "t", tmp_path / "b", quantize="int8")
-    prompts = [*PROMPTS, *([7, 9 + i, 30 - i] for i in range(4))]
-    params = SamplingParams(max_tokens=12, ignore_eos=True)
-    for size in (1, 8):
-        options = {"num_threads": 1, "spin": False, "max_num_seqs": size}
-        config = {"method": "mtp", "num_speculative_tokens": 3}
-        with closing(SpecEngine.load(tmp_path / "b", speculative_config=config, **options)) as engine:
-            plain = [result.token_ids for result in engine.generate(prompts, params, drafter="none")]
-            for k in (1, 2, 3, 8):
-                found = engine.generate(prompts, params, drafter="head", num_speculative_tokens=k)
-                assert [result.token_ids for result in found] == plain, k
-            found = engine.generate(prompts, params, drafter="auto", num_speculative_tokens="auto")
-            assert [result.token_ids for result in found] == plain
-            if size == 1:
-                settings = [
-                    Setting("mild", SamplingParams(temperature=0.8), 3),
-                    Setting("hot", SamplingParams(temperature=1.0, top_k=8), 3),
-                ]
-                law = check_sampling(engine, PROMPTS, settings=settings, num_samples=2000, num_runs=300, num_contexts=1)
-                assert law.passed, law
 
 
 def without(folder: Path, copied: Path, *gone: str, **values: Any) -> Path:
@@ -190,16 +148,16 @@ PLACE = "model.mtp.layers."
     ],
 )
 def test_modules_that_are_not_whole_are_refused(
-    gone: list[str], values: dict[str, Any], kind: Any, message: str, knowing: tuple[Any, Path], tmp_path: Path
+    gone: list[str], values: dict[str, Any], kind: Any, message: str, partly: tuple[Any, Path], tmp_path: Path
 ) -> None:
-    folder = without(knowing[1].parent / "t", tmp_path / "t", *gone, **values)
+    folder = without(partly[1], tmp_path / "t", *gone, **values)
     with pytest.raises(kind, match=message) as caught:
         load_module(folder, LAYERS)
     assert caught.value.exit_code == 2
 
 
-def test_the_probe_tries_modules_that_read_the_target(knowing: tuple[Any, Path]) -> None:
-    _, loaded = load_module(knowing[1].parent / "t", LAYERS)
+def test_the_probe_tries_modules_that_read_the_target(partly: tuple[Any, Path]) -> None:
+    _, loaded = load_module(partly[1], LAYERS)
     readings = kind_of(loaded.config).readings(loaded.config, LAYERS)
     changes = [each.change for each in readings]
     assert len(set(changes)) == 16

@@ -14,15 +14,10 @@ from specexport_runtime.bundle.files import check_files
 from specexport_runtime.bundle.manifest import load_manifest
 from tests.support.models.gpu_heads import lower_trt, read_head, trace_own
 from tests.support.models.tiny_dflash import DIALECTS as BLOCKS
-from tests.support.models.tiny_heads import DIALECTS, HIDDEN, LAYER, LAYERS, tensors, write
+from tests.support.models.tiny_heads import DIALECTS, HIDDEN, LAYER, tensors, write
 from tests.support.models.tiny_models import make_llama, save_checkpoint
 
 pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx-cu13 is not installed")
-
-
-@pytest.fixture(scope="module")
-def target() -> Any:
-    return make_llama(seed=3, num_hidden_layers=LAYERS, hidden_size=HIDDEN)
 
 
 @pytest.mark.whole

@@ -77,18 +77,6 @@ def test_massive_activations_lose_less_in_8_bits() -> None:
     assert errors[1] < 0.3 * errors[0]
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
-@pytest.mark.parametrize("sensitive", [True, False])
-def test_a_token_is_the_same_at_every_width(kind: str, sensitive: bool) -> None:
-    inputs = numbers(6, 9, DEPTH) * np.array([[1.0], [300], [1e-3], [1], [2], [3], [4], [5], [6]], np.float32)
-    ranges = ranges_of(inputs, massive(7) if sensitive else None)
-    session, *_ = layer(numbers(8, DEPTH, WIDTH), kind, ranges)
-    whole = product(session, inputs)
-    for width in (1, 2, 5, 9):
-        for start in range(0, len(inputs) - width + 1):
-            np.testing.assert_array_equal(product(session, inputs[start : start + width]), whole[start : start + width])
-
-
 def test_searched_blocks_lose_no_more_than_extremes_in_any_block() -> None:
     values = numbers(9, 24, 5, 32)
     values[::3, :, 7] *= 6
@@ -124,8 +112,7 @@ def test_blocks_of_inputs_that_texts_left_at_zero_are_rounded_all_the_same() -> 
 
 def test_notes_follow_their_weights_through_packing() -> None:
     model = make_model(*ARCHITECTURES["llama"])
-    checkpoint = Checkpoint(**dict.fromkeys(Checkpoint.__dataclass_fields__) | {"model": model})
-    ranges = activation_ranges(checkpoint, PIECES)
+    ranges = measured(model)
     traced = trace_of(model)
     passes = default_passes("float32", pack=True, quantize="int4", ranges=ranges)
     kept = [item for item in passes if item.name != "int4-quantize"]
@@ -140,27 +127,11 @@ def test_notes_follow_their_weights_through_packing() -> None:
         assert any(inputs is each for each in ranges.values())
 
 
-def test_measured_squares_and_first_tokens_are_those_of_the_model() -> None:
-    model = make_model(*ARCHITECTURES["llama"])
-    seen = []
-    watched = model.model.layers[1].mlp.down_proj
-    hook = watched.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].reshape(8, -1)))
-    with torch.no_grad():
-        for piece in PIECES:
-            model(torch.from_numpy(piece)[None])
-    hook.remove()
-    checkpoint = Checkpoint(**dict.fromkeys(Checkpoint.__dataclass_fields__) | {"model": model})
-    found = activation_ranges(checkpoint, PIECES)["model.model.layers.1.mlp.down_proj.weight"]
-    np.testing.assert_allclose(found.squares, torch.cat(seen).square().mean(0).numpy(), rtol=1e-4)
-    np.testing.assert_allclose(found.first, torch.stack([each[0] for each in seen]).abs().amax(0).numpy(), rtol=1e-5)
-
-
 def test_a_weight_is_searched_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     searched = []
     monkeypatch.setattr(block_make, "search_blocks", lambda *given: searched.append(1) or search_blocks(*given))
     model = make_model(*ARCHITECTURES["llama"])
-    checkpoint = Checkpoint(**dict.fromkeys(Checkpoint.__dataclass_fields__) | {"model": model})
-    ranges = activation_ranges(checkpoint, PIECES)
+    ranges = measured(model)
     traced = trace_of(model)
     run_passes(traced.ir_model, default_passes("float32", quantize="int4", ranges=ranges))
     lower_ort_cpu(traced.ir_model)
@@ -170,29 +141,27 @@ def test_a_weight_is_searched_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert len(searched) == sum(node.attributes["format"].as_string() != "int8" for node in blocks)
 
 
-TEXT = [3, 4, 5, 9, 11, 7, 60, 61, 62, 250]
-
-
 def measured(model: Any) -> dict[str, ChannelRanges]:
     checkpoint = Checkpoint(**dict.fromkeys(Checkpoint.__dataclass_fields__) | {"model": model})
-    return activation_ranges(checkpoint, [np.array(TEXT, np.int64), np.array(TEXT[::-1], np.int64)])
+    return activation_ranges(checkpoint, PIECES)
 
 
-def test_ranges_are_those_of_every_token_but_the_first() -> None:
-    model = make_model(*ARCHITECTURES["llama"])
-    found = measured(model)
-    seen = []
-    layer = model.model.layers[1].mlp.down_proj
-    hook = layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0][0, 1:].abs()))
+def test_ranges_are_those_of_the_model() -> None:
+    """The largest of every token but the first, of first tokens, and the mean square of all."""
+    model, seen = make_model(*ARCHITECTURES["llama"]), []
+    watched = model.model.layers[1].mlp.down_proj
+    hook = watched.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0][0]))
     with torch.no_grad():
-        for ids in (TEXT, TEXT[::-1]):
-            model(torch.tensor([ids]))
+        for piece in PIECES:
+            model(torch.from_numpy(piece)[None])
     hook.remove()
-    name = "model.model.layers.1.mlp.down_proj.weight"
-    np.testing.assert_array_equal(found[name].largest, torch.cat(seen).amax(0).numpy())
-    assert set(found) == {
-        f"model.{name}" for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name
-    }
+    ranges = measured(model)
+    found = ranges["model.model.layers.1.mlp.down_proj.weight"]
+    np.testing.assert_array_equal(found.largest, torch.cat([each[1:] for each in seen]).abs().amax(0).numpy())
+    np.testing.assert_allclose(found.squares, torch.cat(seen).square().mean(0).numpy(), rtol=1e-4)
+    np.testing.assert_allclose(found.first, torch.stack([each[0] for each in seen]).abs().amax(0).numpy(), rtol=1e-5)
+    matrices = {name for name, weight in model.named_parameters() if weight.ndim == 2 and "embed" not in name}
+    assert set(ranges) == {f"model.{name}" for name in matrices}
 
 
 def test_a_weight_of_two_names_is_under_both() -> None:

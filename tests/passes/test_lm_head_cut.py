@@ -12,7 +12,7 @@ from specexport.passes.lm_head_cut import LmHeadCutPass
 from specexport.passes.pipeline import default_passes, run_passes
 from specexport_runtime.abi import LOGITS
 from specexport_runtime.errors import UnsupportedModelError
-from tests.support.models.tiny_models import VOCAB
+from tests.support.models.tiny_models import VOCAB, make_llama
 from tests.support.models.tiny_traces import tiny_model, trace_of
 from tests.support.references.engine_harness import Engine
 
@@ -57,7 +57,7 @@ def check(model: Any, changed: int, folder: Path) -> None:
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_the_head_is_quantized_after_it_is_cut(quantize: str, tmp_path: Path) -> None:
     """A row of the head is quantized by itself: what stays is the same to the last bit."""
-    model = tiny_model("llama_tied")
+    model = make_llama(tie_word_embeddings=True)
     whole, all_of_it, _ = logits_of(model, tmp_path / "whole", quantize=quantize)
     cut, report, _ = logits_of(model, tmp_path / "cut", quantize=quantize, head_ids=IDS)
     assert report[f"{quantize}-quantize"] == all_of_it[f"{quantize}-quantize"]

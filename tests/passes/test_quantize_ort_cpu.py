@@ -1,4 +1,4 @@
-"""Quantized linear layers: which, how closely, and that no token depends on its neighbours in the step."""
+"""Quantized linear layers: which, and how closely."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,13 +8,15 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from specexport.lowering.ort_cpu import lower_ort_cpu
+from specexport.ops.spec import EXPERTS
 from specexport.passes.block_make import half_up, int4_weight, int8_weight
 from specexport.passes.pipeline import default_passes, quantizing_passes, run_passes
 from specexport.passes.quantize_ort_cpu import HEAD_SHARE, BlockQuantizePass
 from specexport_runtime.errors import RecipeError, UnsupportedModelError
-from tests.support.models.quantized import PROMPTS, VERIFY, build, verify_logits, worst_row
+from tests.support.models.quantized import build, verify_logits, worst_row
 from tests.support.models.tiny_models import VOCAB
-from tests.support.references.engine_harness import Engine
+from tests.support.models.tiny_traces import tiny_model, trace_of
 from tests.support.references.sessions import session_of
 
 Traced = Callable[[str], Any]
@@ -38,20 +40,6 @@ def test_every_linear_layer_is_quantized_and_the_logits_stay_near(name: str, tmp
             large = [v for v in graph.graph.initializers.values() if len(v.shape) == 2 and v.dtype == ir.DataType.FLOAT]
             assert len(large) == LEARNED_POSITIONS.get(name, 0), "a float matrix that is no table of positions"
             assert 1e-5 < worst_row(logits[kind], logits[None]) < LARGEST_ERROR[kind]
-
-
-@pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_a_row_does_not_depend_on_its_neighbours(kind: str, tmp_path: Path) -> None:
-    _, layers, _ = build("qwen2", tmp_path, kind)
-    together = verify_logits(tmp_path, layers, [0, 1])
-    count = len(VERIFY[0])
-    alone = verify_logits(tmp_path, layers, [0])
-    np.testing.assert_array_equal(together[:count], alone)
-    np.testing.assert_array_equal(together[count:], verify_logits(tmp_path, layers, [1]))
-    engine = Engine(tmp_path, layers, num_rows=1, capacity=24)
-    engine.step([PROMPTS[0]], [0])
-    one_by_one = [engine.step([[token]], [len(PROMPTS[0]) + i]) for i, token in enumerate(VERIFY[0])]
-    np.testing.assert_array_equal(np.concatenate(one_by_one), alone)
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
@@ -93,6 +81,17 @@ def formats_of(model: ir.Model) -> dict[str, list[str]]:
 def test_batched_experts_are_refused_by_name(traced: Traced, name: str, kind: str) -> None:
     with pytest.raises(UnsupportedModelError, match=rf"{kind} was asked for, and .*experts.* is no matrix.*--quantize"):
         run_passes(traced(name), default_passes("float32", quantize=kind))
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_experts_are_quantized_and_their_routers_to_eight_bits(name: str, kind: str) -> None:
+    graph = trace_of(tiny_model(name), group_experts=True).ir_model
+    assert dict(run_passes(graph, default_passes("float32", quantize=kind)))["experts-quantize"] == 2
+    routers = [n for n in graph.graph if n.op_type == "BlockLinear" and n.attributes["N"].as_int() == 4]
+    assert [node.attributes["format"].as_string() for node in routers] == ["int8"] * 2
+    lower_ort_cpu(graph)
+    assert not any(node.op_type in ("MatMul", "Gemm", EXPERTS.name) for node in graph.graph)
 
 
 def test_an_unknown_kind_is_refused() -> None:

@@ -1,6 +1,6 @@
 """Int4 weights for ONNX Runtime's GPU kernel: what is stored, and that the operator computes what codes stand for."""
 
-from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from specexport.passes.symmetric_blocks import quantize_blocks
 from specexport_runtime.bundle.quant_kinds import INT4
 from specexport_runtime.errors import UnsupportedModelError
 from tests.support.models.half_models import load
-from tests.support.models.quantized import build, products, verify_logits, worst_row
+from tests.support.models.quantized import build, products, rounded_model, verify_logits, worst_row
 from tests.support.models.tiny_models import ARCHITECTURES
 from tests.support.models.tiny_traces import tiny_model, trace_of
 from tests.support.references import engine_harness as harness
@@ -37,18 +37,6 @@ def stand_for(channels: np.ndarray, block: int, rounded: Any = np.float16) -> np
     return values.reshape(len(channels), -1)[:, : channels.shape[1]]
 
 
-def rounded_model(name: str, block: int) -> Any:
-    """A tiny model with each weight rounded to what its code stands for."""
-    import torch
-
-    model = deepcopy(tiny_model(name))
-    for module in model.modules():
-        if isinstance(module, torch.nn.Linear):
-            found = stand_for(module.weight.detach().numpy(), block)
-            module.weight = torch.nn.Parameter(torch.tensor(found), requires_grad=False)
-    return model
-
-
 def test_the_operator_computes_with_what_the_codes_stand_for(tmp_path: Path) -> None:
     """ONNX Runtime's own operator, on the CPU in float32: it reads codes and scales as they are laid out."""
     _, layers, _ = build("llama", tmp_path / "float", None)
@@ -56,7 +44,7 @@ def test_the_operator_computes_with_what_the_codes_stand_for(tmp_path: Path) -> 
     graph, layers, report = build("llama", tmp_path / "int4", "int4", **FORM)
     found = verify_logits(tmp_path / "int4", layers, [0, 1])
     assert report["int4-fused"] == 15, "the layers of 96 inputs too"
-    harness.build(rounded_model("llama", 64), tmp_path / "rounded")
+    harness.build(rounded_model(partial(stand_for, block=64)), tmp_path / "rounded")
     rounded = verify_logits(tmp_path / "rounded", layers, [0, 1])
     assert worst_row(found, rounded) < 1e-5
     assert found.argmax(axis=1).tolist() == rounded.argmax(axis=1).tolist()

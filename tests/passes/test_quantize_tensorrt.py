@@ -1,6 +1,5 @@
 """Int4 weights for GPUs: which layers, what is stored, and that the graph computes with what it stands for."""
 
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from specexport.passes.pipeline import default_passes, quantizing_passes, run_passes
 from specexport.passes.symmetric_blocks import quantize_blocks
 from specexport_runtime.errors import RecipeError, UnsupportedModelError
-from tests.support.models.quantized import build, products, verify_logits, worst_row
+from tests.support.models.quantized import build, products, rounded_model, verify_logits, worst_row
 from tests.support.models.tiny_traces import tiny_model, trace_of
 from tests.support.references import engine_harness as harness
 
@@ -25,18 +24,6 @@ MATRIX = np.random.default_rng(5).standard_normal((256, 40)).astype(np.float32)
 def values_of(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
     wide = codes.astype(np.float32).reshape(len(scales), -1, codes.shape[1])
     return (wide * scales[:, None]).reshape(codes.shape)
-
-
-def rounded_llama() -> Any:
-    """The tiny Llama with each weight rounded to what its code stands for."""
-    import torch
-
-    model = deepcopy(tiny_model("llama"))
-    for module in model.modules():
-        if isinstance(module, torch.nn.Linear) and module.in_features == 64:
-            found = values_of(*quantize_blocks(module.weight.detach().numpy().T, 64))
-            module.weight = torch.nn.Parameter(torch.tensor(found.T), requires_grad=False)
-    return model
 
 
 @pytest.mark.parametrize("block", [32, 128])
@@ -80,7 +67,7 @@ def test_the_graph_computes_with_what_the_codes_stand_for(tmp_path: Path, monkey
     graph, layers, report = build("llama", tmp_path / "int4", "int4", **FORM, own_operators=False)
     assert report["int4-weights"] == NUM_LINEAR
     found = verify_logits(tmp_path / "int4", layers, [0, 1])
-    harness.build(rounded_llama(), tmp_path / "rounded")
+    harness.build(rounded_model(lambda weight: values_of(*quantize_blocks(weight.T, 64)).T, [64]), tmp_path / "rounded")
     assert worst_row(found, verify_logits(tmp_path / "rounded", layers, [0, 1])) < 1e-5
     assert worst_row(found, exact) > 1e-2
     stored = [value for value in graph.graph.initializers.values() if str(value.name).endswith(".int4")]

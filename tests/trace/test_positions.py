@@ -2,12 +2,14 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from specexport.checkpoint.lengths import max_positions
 from specexport.trace.check import check_packed
 from specexport.trace.geometry import probe_layers
+from specexport.trace.outside import alibi_slopes
 from specexport.trace.quirks import first_position, positions_hook
 from specexport_runtime.errors import UnsupportedModelError
 from tests.support.models.tiny_models import ARCHITECTURES, BASE, make_model
@@ -46,3 +48,13 @@ def test_the_model_counts_again_afterwards() -> None:
         with positions_hook(model, torch.tensor([0, 1, 2, 0, 1, 2])):
             assert not torch.equal(model(input_ids=ids, use_cache=False).logits, before)
         assert torch.equal(model(input_ids=ids, use_cache=False).logits, before)
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 6, 8, 12, 71, 112])
+def test_slopes_of_alibi_are_those_of_transformers(num_heads: int) -> None:
+    from transformers.models.bloom.modeling_bloom import _get_alibi_slopes
+    from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
+
+    found = np.array(alibi_slopes(num_heads), np.float32)
+    np.testing.assert_allclose(found, _get_alibi_slopes(num_heads, torch.device("cpu")).numpy(), rtol=1e-5)
+    np.testing.assert_allclose(found, -build_mpt_alibi_tensor(num_heads, 2)[:, 0, 0].numpy(), rtol=1e-5)

@@ -11,6 +11,7 @@ import torch
 from specexport.checkpoint.load import load_checkpoint
 from specexport.trace.check import trace_checkpoint
 from tests.support.models import tiny_traces
+from tests.support.models.half_models import load
 from tests.support.models.tiny_models import ARCHITECTURES, HYBRIDS, make_llama, make_model, save_checkpoint
 from tests.support.models.tiny_traces import Unknown, read_export, structure_of, tiny_model, trace_of, write_export
 from tests.support.references.engine_harness import make_checkpoint
@@ -76,7 +77,7 @@ def test_what_cannot_be_compared_is_exported_anew() -> None:
 @pytest.mark.parametrize(("name", "dtype"), [("llama", "bfloat16"), ("gpt_oss", "float32"), ("mamba2", "float32")])
 def test_an_export_of_another_worker_is_the_same(name: str, dtype: str, tmp_path: Path) -> None:
     """Graph, weights and constants, bit by bit."""
-    model = tiny_model(name) if dtype == "float32" else make_model(*ARCHITECTURES[name]).to(getattr(torch, dtype))
+    model = load(ARCHITECTURES[name], dtype) if name in ARCHITECTURES else tiny_model(name, vocab_size=259)
     own = trace_of(model).ir_model
     write_export(own, tmp_path / "export.onnx")
     read = read_export(tmp_path / "export.onnx")

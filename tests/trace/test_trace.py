@@ -16,9 +16,8 @@ from tests.support.models.tiny_models import ARCHITECTURES, GROUPED, WINDOW, mak
 from tests.support.models.tiny_traces import tiny_model, trace_of
 from tests.support.references.engine_harness import make_checkpoint
 
-pytestmark = pytest.mark.exports  # this is about what torch exports
 
-
+@pytest.mark.exports
 def test_the_trace_speaks_the_contract() -> None:
     traced = trace_checkpoint(make_checkpoint(make_llama()))
     graph = traced.ir_model.graph
@@ -53,7 +52,7 @@ def test_latent_attention_has_keys_and_values_of_unequal_size() -> None:
 
 
 def test_the_model_is_given_back_as_it_was() -> None:
-    model = make_model(*ARCHITECTURES["mixtral"])
+    model = make_model(*ARCHITECTURES["qwen3_moe"])
     before = (model.config._attn_implementation, model.config._experts_implementation)
     logits = reference_logits(make_checkpoint(model), [[3, 4, 5]])
     trace_checkpoint(make_checkpoint(model))
@@ -61,6 +60,7 @@ def test_the_model_is_given_back_as_it_was() -> None:
     assert (reference_logits(make_checkpoint(model), [[3, 4, 5]])[0] == logits[0]).all()
 
 
+@pytest.mark.exports  # the masks that it is made of are no part of a model
 def test_a_window_is_that_of_the_mask_and_not_what_a_layer_announces(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.masking_utils import create_sliding_window_causal_mask
     from transformers.models.llama import modeling_llama
@@ -172,8 +172,9 @@ def test_a_forward_that_fails_is_refused_with_its_reason() -> None:
 def test_a_layer_that_runs_twice_has_two_caches() -> None:
     model = make_llama()
     model.model.layers[1] = model.model.layers[0]
-    traced = trace_checkpoint(make_checkpoint(model))
-    assert traced.layers == (LayerGeometry(2, 16, 16),) * 2
+    calls = probe_layers(model)
+    check_packed(model, calls)
+    assert [call.geometry for call in calls.attention] == [LayerGeometry(2, 16, 16)] * 2
 
 
 def test_layers_that_do_not_call_attention_are_refused() -> None:
@@ -183,6 +184,7 @@ def test_layers_that_do_not_call_attention_are_refused() -> None:
         trace_checkpoint(make_checkpoint(model))
 
 
+@pytest.mark.exports
 def test_what_the_exporter_cannot_do_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("step 1\n\nDispatchError: no function for aten.unheard_of")

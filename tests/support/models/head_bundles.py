@@ -1,19 +1,42 @@
 """Bundles of a target and a head that a test wrote, and what their heads draft."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from specexport.compile.pipeline import build_bundle
 from specexport.recipe import BuildRecipe
+from specexport_runtime import SpecEngine
+from specexport_runtime.bundle.manifest import load_manifest
+from tests.support.fakes.rounds import check_every_round
 
 
 def build(target_folder: Path, folder: Path, **options: Any) -> Path:
     """Build the target with the head in ``folder/head``; gives the bundle."""
-    recipe = BuildRecipe(
-        target=str(target_folder), head=str(folder / "head"), output=str(folder / "b"), max_model_len=64, **options
-    )
-    build_bundle(recipe)
+    recipe = {"target": str(target_folder), "head": str(folder / "head"), "output": str(folder / "b")}
+    build_bundle(BuildRecipe(**(recipe | {"max_model_len": 64} | options)))
     return folder / "b"
+
+
+def build_module(path: Path, output: Path, **options: Any) -> Any:
+    """Build a target with the MTP module of its checkpoint; gives the manifest's models."""
+    recipe = {"target": str(path), "head": "mtp", "output": str(output), "max_model_len": 64}
+    build_bundle(BuildRecipe(**(recipe | options)))
+    return load_manifest(output).models
+
+
+@contextmanager
+def opened(bundle: Path, rows: int = 3, **options: Any) -> Iterator[SpecEngine]:
+    """An engine that checks itself in every round, and at the end."""
+    usual = {"num_threads": 1, "spin": False, "adaptive": False, "max_num_seqs": rows}
+    engine = SpecEngine.load(bundle, **(usual | options))
+    check_every_round(engine)
+    try:
+        yield engine
+        engine.check()
+    finally:
+        engine.close()
 
 
 class Watch:

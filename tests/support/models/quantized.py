@@ -1,11 +1,13 @@
 """Tiny graphs with quantized weights, and how far their logits are from the float ones."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+import torch
 
 from specexport.passes.pipeline import default_passes, run_passes
 from tests.support.models.tiny_models import make_llama
@@ -29,6 +31,16 @@ def products(**sizes: tuple[int, int]) -> ir.Model:
     weights = [ir.tensor(random.normal(size=size).astype(np.float32), name=name) for name, size in sizes.items()]
     text = f'<ir_version: 10, opset_import: ["": 23]> g ({inputs}) => ({outputs}) {{ {nodes} }}'
     return ir.from_onnx_text(text, initializers=weights)
+
+
+def rounded_model(rounding: Callable[[np.ndarray], np.ndarray], depths: Sequence[int] = (64, 96)) -> Any:
+    """The tiny Llama with each linear weight [N, K] of these depths K as ``rounding`` makes it."""
+    model = deepcopy(tiny_model("llama"))
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear) and module.in_features in depths:
+            found = rounding(module.weight.detach().numpy())
+            module.weight = torch.nn.Parameter(torch.tensor(found), requires_grad=False)
+    return model
 
 
 PROMPTS = [[3, 4, 5, 9, 11, 7], [6, 8, 2]]

@@ -229,6 +229,13 @@ DIALECTS = {
 }  # fmt: skip
 
 
-def edit(folder: Path, **values: Any) -> None:
+def edit(folder: Path, inner: dict[str, Any] | None = None, **values: Any) -> None:
+    """Change values of a configuration, and ``inner`` ones of its ``dflash_config``; None takes one out."""
     path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    whole = json.loads(path.read_text()) | values
+    if inner is not None:
+        whole["dflash_config"] = whole.get("dflash_config", {}) | inner
+    for each in (whole, whole.get("dflash_config", {})):
+        for key in [key for key, value in each.items() if value is None]:
+            del each[key]
+    path.write_text(json.dumps(whole))

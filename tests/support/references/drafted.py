@@ -1,18 +1,19 @@
-"""What a bundle with a head drafts, against what it should."""
+"""What a bundle with a head drafts, against what it should, and that texts stay plain decoding's."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.bundle.manifest import load_manifest
+from tests.support.models.head_bundles import Watch, opened
 
 PROMPTS = [[5, 9, 200, 17, 8], [3, 77], [250] * 4 + [12, 13, 14, 15, 16], [9, 8, 7]]
 
 
 def check_drafts(
     bundle: Path, wanted: Callable[[list[int], int, int], list[int]], lookahead: int = 3, **options: Any
-) -> None:
+) -> int:
     """Every greedy draft of ragged batches is the wanted one, and the text is plain decoding's.
 
     Args:
@@ -20,10 +21,12 @@ def check_drafts(
         wanted: gives the draft behind some tokens, of a length, whose ids are below a limit.
         lookahead: K.
         options: of the engine.
+
+    Returns:
+        the longest draft's length.
     """
-    engine = SpecEngine.load(bundle, num_threads=1, spin=False, adaptive=False, max_num_seqs=3, **options)
-    check_drafts_of(engine, wanted, lookahead, load_manifest(bundle).vocabulary.size)
-    engine.close()
+    with opened(bundle, **options) as engine:
+        return check_drafts_of(engine, wanted, lookahead, load_manifest(bundle).vocabulary.size)
 
 
 def check_drafts_of(
@@ -34,7 +37,7 @@ def check_drafts_of(
     *,
     tokens: int = 14,
     least: int = 60,
-) -> None:
+) -> int:
     """The same of an engine that is open.
 
     Args:
@@ -49,6 +52,7 @@ def check_drafts_of(
     for drafted, expected in found:
         assert drafted == expected
     assert sum(len(drafted) for drafted, _ in found) > least
+    return max(len(drafted) for drafted, _ in found)
 
 
 def drafted_and_wanted(
@@ -63,21 +67,31 @@ def drafted_and_wanted(
 
     See :func:`check_drafts_of` for the arguments.
     """
-    rounds: list[tuple[list[int], list[int]]] = []
+    watch = Watch()
+    engine.add_observer(watch)
+    check_text(engine, PROMPTS, SamplingParams(max_tokens=tokens, ignore_eos=True), [lookahead])
+    return [(drafted, wanted(before, len(drafted), limit)) for before, drafted in watch.rounds if drafted]
 
-    class Watch:
-        def on_round(self, record: Any) -> None:
-            for event in record.events:
-                before = event.request.tokens[: len(event.request.tokens) - len(event.tokens)]
-                rounds.append((before, list(event.proposal.tokens)))
 
-        def on_finish(self, _: Any) -> None: ...
+def check_text(
+    engine: SpecEngine,
+    prompts: Sequence[list[int]],
+    params: SamplingParams | Sequence[SamplingParams],
+    lookaheads: Iterable[int | str],
+    drafter: str = "head",
+) -> list[list[Any]]:
+    """Texts with drafts are those of plain decoding; gives the statistics of each text, for each lookahead."""
+    plain = [result.token_ids for result in engine.generate(prompts, params, drafter="none")]
+    stats = []
+    for lookahead in lookaheads:
+        found = engine.generate(prompts, params, drafter=drafter, num_speculative_tokens=lookahead)
+        assert [result.token_ids for result in found] == plain, lookahead
+        stats.append([result.stats for result in found])
+    return stats
 
-    engine.add_observer(Watch())
-    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
-    plain = [list(result.token_ids) for result in engine.generate(PROMPTS, params, drafter="none")]
-    rounds.clear()
-    found = engine.generate(PROMPTS, params, drafter="head", num_speculative_tokens=lookahead)
-    assert [list(result.token_ids) for result in found] == plain
-    engine.check()
-    return [(drafted, wanted(before, len(drafted), limit)) for before, drafted in rounds if drafted]
+
+def accepted(bundle: Path, prompts: Sequence[Any], drafter: str = "head") -> float:
+    """The share of draft tokens that the target accepts, at K = 3; the text is plain decoding's."""
+    with opened(bundle) as engine:
+        (stats,) = check_text(engine, prompts, SamplingParams(max_tokens=24, ignore_eos=True), [3], drafter)
+    return sum(each.accepted for each in stats) / sum(each.drafted for each in stats)
