@@ -1,20 +1,15 @@
 """Calls of functions and thinking with the official client: every format, whole and streamed."""
 
-import contextlib
 import json
 
-import httpx
 import pytest
-from openai import BadRequestError, LengthFinishReasonError, pydantic_function_tool
+from openai import LengthFinishReasonError, pydantic_function_tool
 from pydantic import BaseModel
 
-from specexport_runtime.server.answer_schema import ChatAnswer
-from specexport_runtime.server.config import ServerConfig
 from tests.support.cases import patience
-from tests.support.fakes.chat_fakes import MARKERS, PLAIN, TEMPLATES, THINKS, echo_engine
+from tests.support.fakes.chat_fakes import MARKERS
 from tests.support.servers.odd_bodies import check_odd_bodies
-from tests.support.servers.openai_help import client_of
-from tests.support.servers.serving import Served
+from tests.support.servers.tool_servers import ARGUMENTS, CITY, THOUGHT, tool_clients
 
 llguidance = pytest.importorskip("llguidance")
 
@@ -26,18 +21,11 @@ class Weather(BaseModel):
     days: int
 
 
-CITY = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 9}, "days": {"type": "integer", "maximum": 9}},
-    "required": ["city", "days"],
-    "additionalProperties": False,
-}
 TOOLS = [
     {"type": "function", "function": {"name": "weather", "description": "Tells it.", "parameters": CITY}},
     {"type": "function", "function": {"name": "stop"}},
 ]
 STRICT = [{"type": "function", "function": {"name": "weather", "parameters": CITY, "strict": True}}, TOOLS[1]]
-ARGUMENTS = '{"city": "Paris", "days": 3}'
 CALLS = {
     "hermes": f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>',
     "llama3_json": f'{{"name": "weather", "parameters": {ARGUMENTS}}}',
@@ -51,33 +39,12 @@ TWO = {
     "mistral named": f"{CALLS['mistral named']}[TOOL_CALLS]stop[ARGS]{{}}",
     "json": f'[{CALLS["json"]}, {{"name": "stop", "arguments": {{}}}}]',
 }
-SERVERS = {
-    **{name: (template, MARKERS, {}) for name, template in TEMPLATES.items()},
-    "json": (PLAIN, (), {"tool_call_parser": "json"}),
-    "text markers": (TEMPLATES["hermes"], (), {}),
-    "plain": (PLAIN, (), {}),
-    "thinks": (THINKS, MARKERS, {}),
-}
 
 
 @pytest.fixture(scope="module")
 def clients():
-    """The clients of servers, each of which begins when it is first asked for; and the servers."""
-    with contextlib.ExitStack() as stack:
-        known = {}
-
-        def client(name):
-            if name not in known:
-                template, markers, config = SERVERS[name]
-                served = Served(lambda: echo_engine(template, *markers), ServerConfig(model_name="echo", **config))
-                stack.enter_context(served)
-                known[name] = stack.enter_context(client_of(served)), served
-            return known[name][0]
-
-        client.served = lambda name: (client(name), known[name][1])[1]
-        yield client
-        for _, served in known.values():
-            served.wait_until_idle()
+    with tool_clients() as clients:
+        yield clients
 
 
 def said(client, answer, **more):
@@ -118,8 +85,7 @@ ONE_CALL = [["weather", ARGUMENTS]]
 TWO_CALLS = [["weather", ARGUMENTS], ["stop", "{}"]]
 
 
-@pytest.mark.parametrize("drafter", ["none", "draft-model"])
-@pytest.mark.parametrize("tools", [TOOLS, STRICT], ids=["loose", "strict"])
+@pytest.mark.parametrize(("tools", "drafter"), [(TOOLS, "draft-model"), (STRICT, "none")], ids=["loose", "strict"])
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_is_read_whole_and_streamed(clients, name, tools, drafter):
     more = {"tools": tools, "extra_body": {"speculative": {"drafter": drafter}}}
@@ -134,12 +100,17 @@ def test_a_call_is_read_whole_and_streamed(clients, name, tools, drafter):
 
 @pytest.mark.parametrize("name", [*CALLS, "text markers"])
 def test_an_answer_without_calls_is_text(clients, name):
-    for text in ("Hello.\n\n", "", "{1: [2}]", "a <tool_", "[TOOL"):
-        for tools in (TOOLS, STRICT):
-            choice = said(clients(name), text, tools=tools).choices[0]
-            assert parts(choice) == (text, "", [], "stop"), text
-            assert choice.message.content == text
-            assert streamed(clients(name), text, tools=tools) == (text, "", [], "stop")
+    for text, tools in (
+        ("Hello.\n\n", TOOLS),
+        ("", STRICT),
+        ("{1: [2}]", STRICT),
+        ("a <tool_", TOOLS),
+        ("[TOOL", STRICT),
+    ):
+        choice = said(clients(name), text, tools=tools).choices[0]
+        assert parts(choice) == (text, "", [], "stop"), text
+        assert choice.message.content == text
+        assert streamed(clients(name), text, tools=tools) == (text, "", [], "stop")
 
 
 @pytest.mark.parametrize("name", TWO)
@@ -240,28 +211,6 @@ class NoTokens:
     content = ()
 
 
-@pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral", "mistral named", "json"])
-def test_a_conversation_goes_on(clients, name):
-    """The answer of the client's own model is sent back, with what the function returned."""
-    client = clients(name)
-    first = said(client, CALLS[name]).choices[0].message
-    messages = [
-        {"role": "user", "content": CALLS[name]},
-        first,
-        {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": [{"type": "text", "text": "rain"}]},
-        {"role": "user", "content": "It rains."},
-    ]
-    again = said(client, "", messages=messages)
-    assert again.choices[0].message.content == "It rains."
-    body = {"messages": [message if isinstance(message, dict) else message.model_dump() for message in messages]}
-    served = clients.served(name)
-    tokens = patience.post(f"{served.url}/tokenize", json=body | {"tools": TOOLS}).json()["tokens"]
-    text = served.engine.engine.tokenizer.decode(tokens, skip_special_tokens=False)
-    assert ARGUMENTS in text
-    assert "rain" in text
-    assert again.usage.prompt_tokens == len(tokens)
-
-
 def test_the_client_s_own_parser_and_stream(clients):
     client, tool = clients("hermes"), pydantic_function_tool(Weather, name="weather")
     messages = [{"role": "user", "content": CALLS["hermes"]}]
@@ -281,19 +230,10 @@ def test_the_client_s_own_parser_and_stream(clients):
     assert client.chat.completions.parse(**common | {"messages": [*back, messages[0]]}).choices[0].message.tool_calls
 
 
-def test_answers_are_as_openapi_says(clients):
-    body = {"messages": [{"role": "user", "content": f"Well.{CALLS['hermes']}"}], "tools": TOOLS, "temperature": 0}
-    for name, choice in (("hermes", "auto"), ("thinks", "required")):
-        answer = patience.post(f"{clients.served(name).url}/v1/chat/completions", json=body | {"tool_choice": choice})
-        assert ChatAnswer.model_validate_json(answer.content).choices[0].message.tool_calls
-
-
-THOUGHT = "<think>\nhm, {let me see}\n</think>\n\n"
 FORM = {"type": "json_schema", "json_schema": {"name": "a", "schema": CITY, "strict": True}}
 
 
-@pytest.mark.parametrize("force", [False, True])
-@pytest.mark.parametrize("drafter", ["none", "draft-model"])
+@pytest.mark.parametrize(("force", "drafter"), [(False, "none"), (True, "draft-model")])
 def test_thinking_is_told_apart(clients, force, drafter):
     client = clients("thinks")
     extra = {"speculative": {"drafter": drafter}, "chat_template_kwargs": {"force_thinking": force}}
@@ -303,18 +243,17 @@ def test_thinking_is_told_apart(clients, force, drafter):
         (f"So.\n{TWO['hermes']}", "So.", TWO_CALLS, "tool_calls"),
     ):
         wanted = (content, "hm, {let me see}", calls, finish)
-        for tools in (TOOLS, STRICT):
-            choice = said(client, THOUGHT + text, tools=tools, extra_body=extra).choices[0]
-            assert parts(choice) == wanted
-            assert choice.message.reasoning == choice.message.reasoning_content
-            assert streamed(client, THOUGHT + text, tools=tools, extra_body=extra) == wanted
+        tools = STRICT if force else TOOLS
+        choice = said(client, THOUGHT + text, tools=tools, extra_body=extra).choices[0]
+        assert parts(choice) == wanted
+        assert choice.message.reasoning == choice.message.reasoning_content
+        assert streamed(client, THOUGHT + text, tools=tools, extra_body=extra) == wanted
     cut = said(client, THOUGHT, max_tokens=9, extra_body=extra).choices[0]
     assert (cut.message.content, cut.finish_reason) == (None, "length")
     assert "hm, {let me see}".startswith(cut.message.reasoning_content)
 
 
-@pytest.mark.parametrize("force", [False, True])
-@pytest.mark.parametrize("drafter", ["none", "draft-model"])
+@pytest.mark.parametrize(("force", "drafter"), [(False, "none"), (True, "draft-model")])
 def test_forms_begin_where_the_thinking_ends(clients, force, drafter):
     client = clients("thinks")
     extra = {"speculative": {"drafter": drafter}, "chat_template_kwargs": {"force_thinking": force}}
@@ -367,116 +306,67 @@ def tool(**function):
 
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 USER = {"role": "user", "content": "x"}
+NEEDED, OPEN = {"tool_choice": "required"}, {"type": "object", "properties": {"a": {}}}
+
+
+TWICE = {"role": "assistant", "content": None, "tool_calls": [CALL, CALL | {"id": "b"}]}
+LIST = CALL | {"function": {"name": "f", "arguments": "[1]"}}
+REFUSED = {
+    "invalid_value": [
+        ({"tools": [tool(), tool(name="a b")]}, "tools[1].function.name"),
+        ({"tools": [tool(), tool(name="g"), tool()]}, "tools[2].function.name"),
+        ({"tools": [tool(name=f"f{i}") for i in range(129)]}, "tools"),
+        ({"tools": [{"type": "custom"}]}, "tools[0].type"),
+        ({"tools": [tool(parameters={"type": "array"})]}, "tools[0].function.parameters"),
+        ({"tools": [tool(parameters={"x-guidance": {}})]}, "tools[0].function.parameters"),
+        ({"tools": [tool(description="x" * 300_000)]}, "tools"),
+        ({"tools": [tool(), tool(name="g", strict=True, parameters=OPEN)]}, "tools[1].function.parameters"),
+        (NEEDED | {"tools": [tool(), tool(name="g", parameters={"not": {}})]}, "tools[1].function.parameters"),
+        ({"tools": [tool()], "tool_choice": "some"}, "tool_choice"),
+        (NEEDED, "tool_choice"),
+        ({"tools": [tool()], "tool_choice": tool(name="g")}, "tool_choice.function.name"),
+        ({"tools": [tool()], "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"tools": [tool(strict=True)], "ignore_eos": True}, "ignore_eos"),
+        ({"chat_template_kwargs": {"mood": 1}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"enable_thinking": "x" * 5000}}, "chat_template_kwargs"),
+        ({"messages": [USER, {"role": "tool", "content": "x", "tool_call_id": "a"}]}, "messages[1].tool_call_id"),
+        ({"messages": [USER | {"tool_call_id": "a"}]}, "messages[0].tool_call_id"),
+        ({"messages": [USER | {"tool_calls": [CALL]}]}, "messages[0].tool_calls"),
+        ({"messages": [USER | {"reasoning": "x"}]}, "messages[0].reasoning_content"),
+        ({"messages": [USER, {"role": "system", "content": None}]}, "messages[1].content"),
+        ({"messages": [USER, TWICE | {"tool_calls": [CALL, LIST]}]}, "messages[1].tool_calls[1].function.arguments"),
+    ],
+    "missing_required_parameter": [
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [tool()], "tool_choice": {"type": "function"}}, "tool_choice.function"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
+    ],
+    "unknown_parameter": [({"tools": [tool(extra=1)]}, "tools[0].function.extra")],
+    "invalid_type": [
+        ({"tools": [tool(parameters=[])]}, "tools[0].function.parameters"),
+        ({"chat_template_kwargs": 5}, "chat_template_kwargs"),
+    ],
+    "unsupported_parameter": [({"functions": [{}]}, "functions")],
+}
+BY_TEMPLATE = [
+    ("plain", {"tools": [tool()]}, "tools", "unsupported_parameter"),
+    ("llama3_json", {"messages": [USER, TWICE]}, "messages", "invalid_value"),
+]
 
 
 @pytest.mark.parametrize(
     ("name", "body", "param", "code"),
-    [
-        ("hermes", {"tools": [tool(), tool(name="a b")]}, "tools[1].function.name", "invalid_value"),
-        ("hermes", {"tools": [tool(), tool(name="g"), tool()]}, "tools[2].function.name", "invalid_value"),
-        ("hermes", {"tools": [tool(name=f"f{i}") for i in range(129)]}, "tools", "invalid_value"),
-        ("hermes", {"tools": [{"type": "custom"}]}, "tools[0].type", "invalid_value"),
-        ("hermes", {"tools": [{"type": "function"}]}, "tools[0].function", "missing_required_parameter"),
-        ("hermes", {"tools": [tool(extra=1)]}, "tools[0].function.extra", "unknown_parameter"),
-        ("hermes", {"tools": [tool(parameters={"type": "array"})]}, "tools[0].function.parameters", "invalid_value"),
-        ("hermes", {"tools": [tool(parameters=[])]}, "tools[0].function.parameters", "invalid_type"),
-        ("hermes", {"tools": [tool(description="x" * 300_000)]}, "tools", "invalid_value"),
-        (
-            "hermes",
-            {"tools": [tool(), tool(name="g", strict=True, parameters={"type": "object", "properties": {"a": {}}})]},
-            "tools[1].function.parameters",
-            "invalid_value",
-        ),
-        (
-            "hermes",
-            {"tools": [tool(), tool(name="g", parameters={"not": {}})], "tool_choice": "required"},
-            "tools[1].function.parameters",
-            "invalid_value",
-        ),
-        ("hermes", {"tools": [tool()], "tool_choice": "some"}, "tool_choice", "invalid_value"),
-        ("hermes", {"tools": [tool()], "tool_choice": {"type": "function"}}, "tool_choice.function", None),
-        ("hermes", {"tool_choice": "required"}, "tool_choice", "invalid_value"),
-        (
-            "hermes",
-            {"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "g"}}},
-            "tool_choice.function.name",
-            "invalid_value",
-        ),
-        (
-            "hermes",
-            {"tools": [tool()], "structured_outputs": {"regex": "a"}},
-            "structured_outputs",
-            "invalid_value",
-        ),
-        ("hermes", {"tools": [tool(strict=True)], "ignore_eos": True}, "ignore_eos", "invalid_value"),
-        ("plain", {"tools": [tool()]}, "tools", "unsupported_parameter"),
-        ("hermes", {"functions": [{}]}, "functions", "unsupported_parameter"),
-        ("hermes", {"chat_template_kwargs": {"mood": 1}}, "chat_template_kwargs", "invalid_value"),
-        ("thinks", {"chat_template_kwargs": {"enable_thinking": "x" * 5000}}, "chat_template_kwargs", "invalid_value"),
-        ("thinks", {"chat_template_kwargs": 5}, "chat_template_kwargs", "invalid_type"),
-        ("hermes", {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", None),
-        (
-            "hermes",
-            {"messages": [USER, {"role": "tool", "content": "x", "tool_call_id": "a"}]},
-            "messages[1].tool_call_id",
-            "invalid_value",
-        ),
-        ("hermes", {"messages": [USER | {"tool_call_id": "a"}]}, "messages[0].tool_call_id", "invalid_value"),
-        (
-            "hermes",
-            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"x-guidance": {}}}}]},
-            "tools[0].function.parameters",
-            "invalid_value",
-        ),
-        ("hermes", {"messages": [USER | {"tool_calls": [CALL]}]}, "messages[0].tool_calls", "invalid_value"),
-        ("hermes", {"messages": [USER | {"reasoning": "x"}]}, "messages[0].reasoning_content", "invalid_value"),
-        (
-            "hermes",
-            {"messages": [USER, {"role": "system", "content": None}]},
-            "messages[1].content",
-            "invalid_value",
-        ),
-        (
-            "hermes",
-            {
-                "messages": [
-                    USER,
-                    {
-                        "role": "assistant",
-                        "tool_calls": [CALL, CALL | {"function": {"name": "f", "arguments": "[1]"}}],
-                    },
-                ]
-            },
-            "messages[1].tool_calls[1].function.arguments",
-            "invalid_value",
-        ),
-        (
-            "llama3_json",
-            {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [CALL, CALL | {"id": "b"}]}]},
-            "messages",
-            "invalid_value",
-        ),
-    ],
+    [*(("thinks", *case, code) for code, cases in REFUSED.items() for case in cases), *BY_TEMPLATE],
     ids=lambda value: str(value)[:50],
-)  # fmt: skip
+)
 def test_what_cannot_be_honoured_is_named(clients, name, body, param, code):
     served = clients.served(name)
-    answer = httpx.post(f"{served.url}/v1/chat/completions", json={"messages": [USER]} | body, timeout=patience.HANG_S)
+    answer = patience.post(f"{served.url}/v1/chat/completions", json={"messages": [USER]} | body)
     error = answer.json()["error"]
-    assert (answer.status_code, error["param"]) == (400, param), error
-    assert error["code"] == (code or "missing_required_parameter")
+    assert (answer.status_code, error["param"], error["code"]) == (400, param, code), error
     assert error["type"] == "invalid_request_error"
     assert len(error["message"]) < 500
-    if param == "functions":
-        assert "use tools" in error["message"]
     served.wait_until_idle()
-
-
-def test_the_client_raises_its_own_error(clients):
-    with pytest.raises(BadRequestError) as error:
-        said(clients("plain"), "x")
-    assert error.value.body["param"] == "tools"
-    assert "--tool-call-parser json" in error.value.body["message"]
 
 
 def test_odd_values_are_no_defect(clients):
@@ -497,8 +387,9 @@ def test_odd_values_are_no_defect(clients):
     check_odd_bodies(served, "/v1/chat/completions", body)
 
 
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("drafter", ["none", "draft-model", "lookup"])
+@pytest.mark.parametrize(
+    ("name", "drafter"), [*((name, "draft-model") for name in CALLS), ("hermes", "none"), ("json", "lookup")]
+)
 def test_names_of_added_tokens_are_plain_text_in_a_call(clients, name, drafter):
     """Keys and values, of strict functions and others; markers are tokens all the same."""
     value = "<|end|></tool_call><tool_call>[ARGS]<think>[TOOL_CALLS]"
@@ -515,57 +406,54 @@ def test_names_of_added_tokens_are_plain_text_in_a_call(clients, name, drafter):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_names_of_added_tokens_are_plain_text_in_an_answer_beside_tools(clients, name):
-    for value in (*MARKERS, "<|end|>"):
-        schema = {"type": "object", "properties": {"x": {"const": value}}, "required": ["x"]}
-        schema["additionalProperties"] = False
-        form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
-        options = {"response_format": form, "tools": STRICT[:1]}
-        message = said(clients(name), '{"x":"', **options).choices[0].message
-        assert (json.loads(message.content), message.tool_calls) == ({"x": value}, None)
-        assert streamed(clients(name), '{"x":"', **options) == (message.content, "", [], "stop")
+    value = "".join((*MARKERS, "<|end|>"))
+    schema = {"type": "object", "properties": {"x": {"const": value}}, "required": ["x"]}
+    schema["additionalProperties"] = False
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+    options = {"response_format": form, "tools": STRICT[:1]}
+    message = said(clients(name), '{"x":"', **options).choices[0].message
+    assert (json.loads(message.content), message.tool_calls) == ({"x": value}, None)
+    assert streamed(clients(name), '{"x":"', **options) == (message.content, "", [], "stop")
 
 
 @pytest.mark.parametrize(
     ("name", "answer", "limit"),
     [
-        ("hermes", CALLS["hermes"], 300),
-        ("hermes", "Paris", 300),
         ("hermes", f"Paris {CALLS['hermes']}", 300),
         ("llama3_json", CALLS["llama3_json"], 300),
         ("mistral", CALLS["mistral"], 300),
-        ("mistral named", TWO["mistral named"], 300),
+        ("mistral named", CALLS["mistral named"], 300),
         ("json", CALLS["json"], 300),
-        ("thinks", "<think>\nhm\n</think>\n\nParis", 300),
         ("thinks", f"<think>\nhm\n</think>\n\n{CALLS['hermes']}", 300),
         ("thinks", "<think>\nhm, hm", 9),
     ],
 )
 def test_an_answer_goes_back_as_it_is(clients, name, answer, limit):
-    client = clients(name)
+    """As the client's own model or as JSON, with what its functions returned, which the model gets to read."""
+    client, served, thanks = clients(name), clients.served(name), {"role": "user", "content": "thanks"}
     message = said(client, answer, max_tokens=limit).choices[0].message
-    results = [{"role": "tool", "tool_call_id": call.id, "content": "rain"} for call in message.tool_calls or ()]
+    rain = [{"type": "text", "text": "rain"}]
+    results = [{"role": "tool", "tool_call_id": call.id, "content": rain} for call in message.tool_calls or ()]
     for back in (message, message.model_dump(), message.model_dump(exclude_unset=True)):
-        messages = [{"role": "user", "content": answer}, back, *results, {"role": "user", "content": "thanks"}]
-        assert said(client, "", messages=messages).choices[0].message.content == "thanks"
-    if message.content is None and not results:
-        messages[1] = {"role": "assistant", "content": None}
-        assert said(client, "", messages=messages).choices[0].message.content == "thanks"
+        messages = [{"role": "user", "content": answer}, back, *results, thanks]
+        again = said(client, "", messages=messages)
+        assert again.choices[0].message.content == "thanks"
+    tokens = patience.post(f"{served.url}/tokenize", json={"messages": messages, "tools": TOOLS}).json()["tokens"]
+    text = served.engine.engine.tokenizer.decode(tokens, skip_special_tokens=False)
+    assert text.count(ARGUMENTS) == 2 * len(results)
+    assert text.count("rain") == len(results)
+    assert again.usage.prompt_tokens == len(tokens)
 
 
-@pytest.mark.parametrize("empty", [{}, {"content": None}, {"content": ""}, {"content": []}])
-@pytest.mark.parametrize("name", ["hermes", "thinks", "json", "mistral"])
-def test_a_turn_of_the_assistant_may_be_empty(clients, name, empty):
-    messages = [USER, {"role": "assistant", **empty}, {"role": "user", "content": "thanks"}]
-    assert said(clients(name), "", messages=messages, tools=TOOLS).choices[0].message.content == "thanks"
+@pytest.mark.parametrize("name", ["thinks", "json", "mistral named"])
+def test_a_turn_of_the_assistant_may_be_empty(clients, name):
+    for empty in ({}, {"content": None}, {"content": ""}, {"content": []}):
+        messages = [USER, {"role": "assistant", **empty}, {"role": "user", "content": "thanks"}]
+        assert said(clients(name), "", messages=messages, tools=TOOLS).choices[0].message.content == "thanks"
 
 
-def test_all_parts_of_a_message_are_read_and_others_named(clients):
+def test_all_parts_of_a_message_are_read(clients):
     kinds = [{"type": kind, "text": kind} for kind in ("text", "input_text", "output_text")]
-    parts = [*kinds, {"type": "refusal", "refusal": "refusal"}]
-    messages = [{"role": "user", "content": parts}]
+    messages = [{"role": "user", "content": [*kinds, {"type": "refusal", "refusal": "refusal"}]}]
     got = said(clients("plain"), "", messages=messages, tools=()).choices[0].message.content
     assert got == "textinput_textoutput_textrefusal"
-    for part in ({"type": "image_url", "image_url": {"url": "x"}}, {"type": "input_audio", "input_audio": {}}):
-        with pytest.raises(BadRequestError) as caught:
-            said(clients("plain"), "", messages=[{"role": "user", "content": [kinds[0], part]}], tools=())
-        assert caught.value.param == "messages[0].content[1].type"

@@ -28,8 +28,8 @@ def check_odd_bodies(served: Served, path: str, body: dict[str, Any]) -> None:
     """Replace every part of a body in turn: the server takes it or says what is wrong, and is idle in the end."""
     statuses = set()
     with httpx.Client(base_url=served.url, timeout=HANG_S) as http:
-        for where in places_in(body):
-            for value in ODD:
+        for number, where in enumerate(places_in(body)):
+            for value in ODD[number % 2 :: 2]:  # every other one in each place: each in each kind of place
                 odd = json.loads(json.dumps(body))
                 part = odd
                 for key in where[:-1]:
