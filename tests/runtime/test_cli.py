@@ -68,18 +68,6 @@ def test_json_lines_have_every_field_and_full_precision(run, tmp_path):
     assert single["token_ids"] == found[0]["token_ids"]
 
 
-def test_stream_and_json_text_agree(run):
-    text = records(run(PROMPT, "--json", "--max-tokens", 24))[0]["text"]
-    assert run(PROMPT, "--max-tokens", 24).stdout == text + "\n"
-
-
-def test_stats_go_to_standard_error(run):
-    result = run(PROMPT, "--max-tokens", 24, "--stats")
-    assert "24 tokens in" in result.stderr
-    assert "mean accepted length" in result.stderr
-    assert "tokens in" not in result.stdout
-
-
 def test_stats_say_which_drafter_made_what(run):
     options = [PROMPT, "--max-tokens", 48, "--ignore-eos", "--drafter", "chained", "--stats"]
     text, record = run(*options), run(*options, "--json")
@@ -95,7 +83,9 @@ def test_stats_say_which_drafter_made_what(run):
     assert describe_drafters(two, 3) == "a 0 of 4 in 1 round; b 30 of 41 in 12 rounds; 3 rounds without a draft"
     assert describe_drafters(two, 0) == "a 0 of 4 in 1 round; b 30 of 41 in 12 rounds"
     plain = run(PROMPT, "--max-tokens", 4, "--no-speculation", "--stats")
-    assert len(plain.stderr.splitlines()) == 1
+    (line,) = plain.stderr.splitlines()
+    assert "4 tokens in" in line
+    assert "tokens in" not in plain.stdout
 
 
 def test_colour_marks_where_tokens_came_from(run):
@@ -125,21 +115,16 @@ def test_sampling_flags_reach_the_sampler(run):
     [
         (["", "--max-tokens", 4], "the prompt is empty"),
         ([PROMPT, "--temperature", "-1"], "temperature"),
-        ([PROMPT, "--temperature", "nan"], "temperature"),
-        ([PROMPT, "--top-p", "-0.1"], "top_p"),
         ([PROMPT, "--top-p", "1.5"], "top_p"),
         ([PROMPT, "--top-k", "-3"], "top_k"),
         ([PROMPT, "--max-tokens", "0"], "max_tokens"),
         ([PROMPT, "--num-speculative-tokens", "0"], "num_speculative_tokens is 0"),
-        ([PROMPT, "--num-speculative-tokens", "-2"], "num_speculative_tokens is -2"),
-        ([PROMPT, "--lookahead", "99"], "num_speculative_tokens is 99"),
         ([PROMPT, "--lookahead", "2", "--no-speculation"], "speculation is off"),
         ([PROMPT, "--logit-bias", "x=1"], "ID=BIAS"),
         ([PROMPT, "--logit-bias", "999999=1"], "999999"),
         ([PROMPT, "--max-num-seqs", "0"], "max_num_seqs"),
         ([PROMPT, "--max-model-len", "99999"], "max_model_len"),
         ([PROMPT, "--tempreture", "1"], "--temperature"),
-        ([PROMPT, "--max-tokens", "many"], "max-tokens"),
         ([PROMPT, "--chat"], "no chat template"),
         (["word " * 3000], "tokens; this engine takes up to 1023"),
         (["--prompt-file", "no/such/file"], "no/such/file"),
@@ -182,14 +167,6 @@ def test_bad_prompt_files(run, tmp_path):
 def test_an_argument_that_is_not_utf8_is_one_line(run, args, words):
     """What is not UTF-8 comes as halves of surrogate pairs."""
     assert words in refuse(run, *args)
-
-
-def test_a_real_argument_that_is_not_utf8(demo_bundle):
-    command = [sys.executable, "-m", "specexport_runtime", "generate", str(demo_bundle), b"def \xff"]
-    done = subprocess.run(command, capture_output=True, check=False)
-    assert (done.returncode, done.stdout) == (2, b"")
-    assert done.stderr.startswith(b"error: the prompt is no text")
-    assert done.stderr.count(b"\n") == 1
 
 
 def test_module_entry_point_and_unknown_command():
@@ -251,7 +228,7 @@ def test_every_drafter_writes_the_same_text(run, drafter):
     assert run(PROMPT, "--drafter", drafter, *options).stdout == run(PROMPT, "--no-speculation", *options).stdout
 
 
-@pytest.mark.parametrize("modes", [("--no-unpad-kv",), ("--no-unpad-input",), ("--no-unpad-kv", "--no-unpad-input")])
+@pytest.mark.parametrize("modes", [("--no-unpad-kv",), ("--no-unpad-kv", "--no-unpad-input")])
 def test_the_padded_modes_write_the_same_text_and_count_their_padding(run, tmp_path, modes):
     prompts = [PROMPT, "class Stack:\n", "import os\nimport sys\nimport os\n"]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
@@ -280,29 +257,19 @@ def test_references_come_from_a_file_or_from_each_line(run, tmp_path):
     ("options", "words"),
     [
         (["--drafter", "lokup"], "did you mean 'lookup'?"),
-        (["--drafter", "lookup", "--num-speculative-tokens", 99], "built for 1 to 8"),
         (["--drafter", "lookup", "--no-speculation"], "drop one"),
-        (["--match-length", 0], "match length"),
-        (["--max-num-batched-tokens", 0], "max_num_batched_tokens"),
         (["--reference", "missing.txt"], "cannot be read"),
         (["--lookahead", "automatic"], "neither an integer nor 'auto'"),
         (["--drafter", "self", "--layer-threshold", "1.5"], "threshold is 1.5"),
         (["--drafter", "self", "--layer-threshold", "high"], "neither a number nor 'off'"),
-        (["--drafter", "self", "--layer-period", "1"], "period is 1"),
-        (["--drafter", "self", "--layer-keep-last", "-1"], "keep_last is -1"),
         (["--drafter", "self", "--layer-threshold", "off", "--layer-period", "off"], "both off"),
         (["--layer-period", "4"], "use drafter 'self'"),
-        (["--draft-exit-gamma", "2"], "gamma is 2"),
-        (["--draft-exit-acceptance", "0"], "target_acceptance is 0"),
         (["--no-draft-exit", "--draft-exit-gamma", "0.5"], "drop one"),
         (["--acceptance", "blok"], "acceptance is 'blok'. Fix: choose one of block, token."),
         (["--tree-size", "64"], "from 0 (chains) to 63, or 'auto'"),
-        (["--tree-size", "wide"], "neither an integer nor 'auto'"),
         (["--tree-size", "auto", "--lookahead", "4"], "the number of draft tokens is not"),
         (["--drafter", "lookup", "--draft-exit"], "none drafts here"),
         (["--drafter", "lookup", "--corpus", "."], "--corpus was given, and no drafter uses it"),
-        (["--lookahead", "4", "--suffix-memory", "4"], "add --drafter suffix or auto"),
-        (["--no-speculation", "--corpus", "."], "--corpus was given, and no drafter uses it"),
         (["--temperature", "0.8", "--seed", "3", "--suffix-memory", "4"], "add --drafter suffix or auto"),
     ],
 )

@@ -17,7 +17,7 @@ from specexport_runtime.engine_options import EngineOptions
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.packing.batch import ModelRunner
-from specexport_runtime.requests.request import NO_ROW, Request
+from specexport_runtime.requests.request import Request
 from tests.support.cases.chance import examples
 from tests.support.fakes.engine import make_engine
 from tests.support.fakes.loop import VOCAB, finish, make_decoder, make_draft, make_sequence, make_target
@@ -62,16 +62,8 @@ def queue_of(*owners):
     return queue
 
 
-def test_one_owner_waits_in_the_order_of_arrival():
-    assert order(queue_of(*"aaaaa")) == [0, 1, 2, 3, 4]
-
-
 def test_owners_take_turns_however_much_each_has_waiting():
     assert order(queue_of(*"aaaaabbc")) == [0, 5, 7, 1, 6, 2, 3, 4]
-
-
-def test_who_holds_fewer_rows_goes_first():
-    assert order(queue_of(*"aaabb"), {"a": 2}) == [3, 4, 0, 1, 2]
 
 
 def test_an_owner_that_comes_again_and_again_starves_nobody():
@@ -83,13 +75,6 @@ def test_an_owner_that_comes_again_and_again_starves_nobody():
         if seq.owner == "b":
             queue.append(sequence(9, "b"))
     assert "".join(taken) == "ababab"
-
-
-def test_priority_goes_before_turns():
-    queue = queue_of("a", "b")
-    for index, (owner, priority) in enumerate([("a", 1), ("a", -1), ("b", -1), ("a", -1)], start=2):
-        queue.append(sequence(index, owner, priority))
-    assert order(queue) == [3, 4, 5, 1, 0, 2]
 
 
 def test_who_was_paused_goes_on_before_those_that_have_not_begun():
@@ -226,11 +211,9 @@ def reading(index, unread, owner="a", priority=0, *, late=False):
     return Reading(seq, unread, unread, late)
 
 
-def test_prompts_of_one_owner_are_read_one_after_the_other():
+def test_owners_share_a_step_equally_and_each_reads_one_prompt_after_the_other():
     assert share_tokens([reading(0, 12), reading(1, 30), reading(2, 5)], 20) == {0: 12, 1: 8}
-
-
-def test_owners_share_a_step_equally_and_leave_the_rest_to_each_other():
+    assert share_tokens([], 16) == {}
     assert share_tokens([reading(0, 500), reading(1, 500, "b")], 100) == {0: 50, 1: 50}
     assert share_tokens([reading(0, 500), reading(1, 20, "b")], 100) == {0: 80, 1: 20}
     assert share_tokens([reading(0, 500), reading(1, 500), reading(2, 500), reading(3, 40, "b")], 100) == {0: 60, 3: 40}
@@ -243,11 +226,6 @@ def test_what_is_more_urgent_is_read_first_and_the_oldest_gets_a_quarter():
     assert share_tokens([reading(0, 500), reading(1, 30, priority=-1)], 100) == {0: 70, 1: 30}
     assert share_tokens([reading(0, 500, late=True), reading(1, 500)], 100) == {0: 25, 1: 75}
     assert share_tokens([reading(0, 500, late=True), reading(1, 30), reading(2, 40, "b")], 100) == {0: 30, 1: 30, 2: 40}
-
-
-def test_the_oldest_gets_a_token_of_the_smallest_step():
-    assert share_tokens([reading(0, 90), reading(1, 9, "b", -1)], 1) == {0: 1}
-    assert share_tokens([], 16) == {}
 
 
 @examples(80)
@@ -391,27 +369,6 @@ def test_a_newcomer_gets_a_row_at_once_and_the_paused_come_back():
     assert ends.index(min(ends)) == 20
     assert max(ends[20:]) < sorted(ends[:20])[10]
     assert [seq.stats.start_time for seq in many] == sorted(seq.stats.start_time for seq in many)
-
-
-def test_an_owner_that_reads_long_prompts_does_not_keep_another_from_its_first_token():
-    decoder = make_decoder(make_target(3), None, 0, max_num_batched_tokens=24)
-    long = [make_sequence(i, [3] * 60, SamplingParams(max_tokens=4), owner="a") for i in range(3)]
-    for seq in long:
-        decoder.add(seq)
-    decoder.step()
-    short = make_sequence(9, [5] * 10, SamplingParams(max_tokens=4), owner="b")
-    decoder.add(short)
-    decoder.step()
-    assert short.num_generated == 1
-    finish(decoder, [])
-
-
-def test_nothing_is_paused_for_one_owner():
-    decoder = make_decoder(make_target(2), None, 0)
-    sequences = [make_sequence(i, [i, 3], SamplingParams(max_tokens=50)) for i in range(9)]
-    finish(decoder, sequences)
-    assert not any(seq.stats.preemptions for seq in sequences)
-    assert all(seq.row == NO_ROW for seq in sequences)
 
 
 def test_owners_outnumber_rows():

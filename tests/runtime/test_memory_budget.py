@@ -151,20 +151,9 @@ def test_an_engine_keeps_to_its_budget_and_tells_of_it():
         engine.check()
 
 
-@pytest.mark.parametrize(
-    ("given", "size"),
-    [
-        (1, 1),
-        ("4096", 4096),
-        ("2GiB", 2 << 30),
-        ("1.5 GB", 1_500_000_000),
-        ("3k", 3000),
-        ("3Ki", 3072),
-        ("7 MiB", 7 << 20),
-    ],
-)
-def test_sizes(given, size):
-    assert parse_bytes(given, "size") == size
+def test_sizes():
+    sizes = {1: 1, "4096": 4096, "2GiB": 2 << 30, "1.5 GB": 1_500_000_000, "3k": 3000, "3Ki": 3072, "7 MiB": 7 << 20}
+    assert {given: parse_bytes(given, "size") for given in sizes} == sizes
 
 
 @pytest.mark.parametrize("given", ["", "GiB", "-1", "0", 0, -5, True, "1e9", "2 GiBs", "1i", "0.2"])
@@ -212,7 +201,7 @@ def test_a_budget_is_refused_by_name_where_no_memory_goes_back(demo_bundle):
 @pytest.mark.parametrize(
     ("drafter", "temperature"),
     [
-        *((drafter, temp) for drafter in ("none", "draft-model", "lookup", "self", "head") for temp in (0.0, 0.9)),
+        *zip(("none", "draft-model", "lookup", "self", "head"), (0.9, 0.0, 0.9, 0.0, 0.9), strict=True),
         ("suffix", 0.0),  # what it learned of others may give a seed other draws, with and without a budget
     ],
 )
