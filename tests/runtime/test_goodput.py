@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specexport_runtime.executors.fake import FakeExecutor
-from specexport_runtime.lookahead.acceptance import RequestAcceptance, SharedAcceptance
+from specexport_runtime.lookahead.acceptance import RequestAcceptance, SharedAcceptance, match_slots
 from specexport_runtime.lookahead.controller import Controller
 from specexport_runtime.lookahead.memory import ProbeBudget, ProbeTimer
 from specexport_runtime.lookahead.rules import StepTimes, allocate
@@ -89,6 +89,12 @@ def test_rates_are_probabilities_and_reach_falls(rounds):
     assert all(0 < rate < 1 for rate in acceptance.failure_rates)
     assert reach == sorted(reach, reverse=True)
     assert 0 < reach[-1] <= reach[0] < 1
+
+
+def test_slots_of_matches_grow_with_the_match():
+    slots = match_slots(LOOKAHEAD)
+    assert slots == sorted(slots)
+    assert slots[2] < slots[3] < slots[4] < slots[5] == slots[6] < slots[40]
 
 
 def test_tests_behind_a_failed_one_never_count():

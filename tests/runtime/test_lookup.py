@@ -96,6 +96,14 @@ def test_a_sequence_that_was_never_asked_costs_nothing():
     assert not drafter._indexes
 
 
+def test_what_is_known_of_a_sequence_is_dropped_when_it_ends():
+    drafter, pair = LookupDrafter(), [sequence([1, 2, 1, 2]) for _ in range(2)]
+    drafter.propose(pair, [3, 3])
+    pair[0].finish_reason = "stop"
+    drafter.commit(pair)
+    assert list(drafter._indexes) == pair[1:]
+
+
 def test_match_length_must_be_positive():
     with pytest.raises(InvalidRequestError, match="match_length"):
         LookupDrafter(0)

@@ -98,10 +98,3 @@ def test_generate_says_it_behind_the_text(form: list[str], generate: Callable[..
     assert notes == ""
     _, notes = generate("adversarial", "w1 w2", "--max-tokens", "40", *form, "--no-speculation")
     assert notes == ""
-
-
-def test_generate_says_it_once_for_many_prompts(generate: Callable[..., tuple[str, str]], tmp_path) -> None:
-    (tmp_path / "p.jsonl").write_text('{"prompt": "w1"}\n{"prompt": "w2"}\n{"prompt": "w3"}\n')
-    text, notes = generate("adversarial", "--prompts", str(tmp_path / "p.jsonl"), "--max-tokens", "40")
-    assert len(text.splitlines()) == 3
-    assert len(notes.splitlines()) == 1

@@ -10,7 +10,7 @@ from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.decoding import schedule
 from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.sampling.logprobs import logprobs_of
-from tests.support.fakes.loop import VOCAB, make_decoder, make_draft, make_sequence, make_target, run
+from tests.support.fakes.loop import VOCAB, finish, make_decoder, make_draft, make_sequence, make_target, run
 
 TEXT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n" * 5
 
@@ -72,11 +72,9 @@ def test_a_prompt_that_cannot_be_scored_ends_alone(monkeypatch):
     monkeypatch.setattr("specexport_runtime.decoding.verify.note_scores", note)
     for seq in (good, bad):
         decoder.add(seq)
-    while decoder.has_work:
-        decoder.step()
+    finish(decoder, [])
     assert (good.finish_reason, bad.finish_reason) == ("length", "error")
     assert bad.output == []
-    decoder.check()
 
 
 def test_scores_are_those_of_the_checkpoint(demo_bundle, demo_pair):

@@ -16,9 +16,7 @@ from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.records import Branch, DraftStage, Proposal
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.sampler import Sampler
-from tests.support.fakes.drafter_kinds import KINDS, NOISES
-from tests.support.fakes.heads_on_fakes import check_plain, make_sequences
-from tests.support.fakes.loop import CAPACITY, VOCAB, make_sequence, run
+from tests.support.fakes.loop import CAPACITY, VOCAB, make_sequence
 from tests.support.references.tree import best_beside
 
 PLAN = (DraftStage("draft-model", 4),)
@@ -142,21 +140,3 @@ def test_where_places_know_nothing_of_each_other_any_token_may_follow_any():
         assert sorted(chances[path] for path in paths) == sorted(chances[path] for path in others[:room])
         assert len(set(paths)) == room
     assert len(combined(beside, tokens, 99)) == len(others)
-
-
-@pytest.mark.parametrize("name", ["medusa", "block head"])
-def test_drafts_in_one_step_have_deep_branches(name):
-    accepted = {}
-    for size in (0, 3, 12):
-        decoder, target, _ = KINDS[name].make(3, NOISES["good"])
-        target.takes_trees = True
-        sequences = make_sequences(lambda i: 30 + i)
-        for seq in sequences:
-            seq.tree_size = size
-        events = run(decoder, sequences)
-        check_plain(target, sequences)
-        accepted[size] = sum(event.accepted for event in events) / len(events)
-        branches = [branch for event in events for branch in event.proposal.branches]
-        deep = any(branch.parent >= 3 for branch in branches)
-        assert deep == (size == 12)
-    assert accepted[12] > 1.1 * accepted[0]

@@ -64,6 +64,7 @@ def test_finished_sequences_are_kept_unless_they_are_off_the_record():
         assert made.store.num_tokens == (0 if scope == "" else 4)  # one that goes on is not kept yet
         seq.finish_reason = "stop"
         made.commit([seq])
+    assert made.store.num_tokens == 4
     assert draft(made, [1, 2]).tokens == [3]
     assert draft(made, [4, 5]).tokens == []
 

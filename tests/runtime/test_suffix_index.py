@@ -1,7 +1,6 @@
 """The suffix index against a brute-force search, and the work it does on texts made to be hard."""
 
 import sys
-from itertools import pairwise
 
 import pytest
 from hypothesis import example, given
@@ -59,17 +58,6 @@ def test_hit_rate(text, min_length):
     index = SuffixIndex(min_length)
     index.extend(text)
     assert index.hit_rate == pytest.approx(hit_rate(text, min_length))
-
-
-@examples(50)
-@given(st.lists(st.integers(0, 2), max_size=40), st.lists(st.integers(0, 40), max_size=5))
-def test_how_the_text_is_split_does_not_matter(text, cuts):
-    whole, pieces = SuffixIndex(2), SuffixIndex(2)
-    whole.extend(text)
-    edges = [0, *sorted(cuts), len(text)]
-    for begin, end in pairwise(edges):
-        pieces.extend(text[begin:end])
-    assert vars(pieces) == vars(whole)
 
 
 def test_beyond_the_bounded_walk_matches_stay_longest_and_places_stay_true():

@@ -13,7 +13,7 @@ from specexport_runtime.sampling.params import SamplingParams
 from tests.support.fakes.drafter_kinds import KINDS, NOISES
 from tests.support.fakes.grown_trees import let_trees_grow
 from tests.support.fakes.heads_on_fakes import check_plain, make_sequences, totals
-from tests.support.fakes.loop import finish, make_decoder, make_draft, make_sequence, make_target, run
+from tests.support.fakes.loop import finish, make_decoder, make_draft, make_target, run
 from tests.support.references.exact import P_VALUE
 from tests.support.references.exact_texts import LENGTH, SMALL, least_p_value, make_requests, small_model
 
@@ -84,20 +84,6 @@ def test_draws_of_a_tree_leave_the_target_s_law(acceptance, options):
     finish(decoder, requests)
     assert decoder.times.moved > 90
     assert least_p_value(target, requests) > P_VALUE
-
-
-def test_log_probabilities_of_a_path_are_those_of_its_text():
-    found = []
-    for grows in (False, True):
-        decoder, target, _ = KINDS["draft model"].make(3, NOISES["good"])
-        if grows:
-            let_trees_grow(decoder, target)
-        params = SamplingParams(max_tokens=20, logprobs=2)
-        sequences = [make_sequence(i, prompt, params) for i, prompt in enumerate([[3], [1, 2, 3], [7, 0, 7]])]
-        events = run(decoder, sequences)
-        assert any(event.path for event in events) == grows
-        found.append([seq.logprobs for seq in sequences])
-    assert found[0] == found[1]
 
 
 def test_branches_take_no_more_room_than_the_cache_row_has():

@@ -4,17 +4,7 @@ import numpy as np
 
 from specexport_runtime.requests.records import DraftStage
 from specexport_runtime.sampling.params import SamplingParams
-from tests.support.fakes.drafter_kinds import (
-    LAYERS,
-    assistant_decoder,
-    block_decoder,
-    chosen,
-    gated,
-    head_decoder,
-    hydra_decoder,
-    medusa_decoder,
-    self_decoder,
-)
+from tests.support.fakes.drafter_kinds import KINDS, LAYERS, chosen, gated, self_decoder
 from tests.support.fakes.loop import VOCAB, make_decoder, make_draft, make_sequence, make_target, run
 
 PROMPTS = [[3], [1, 2, 3, 4, 5], [16] * 9, [7, 0, 7]]
@@ -84,11 +74,10 @@ DECODERS = {
     "lookup": lambda k, noise: model_decoder(k, noise, stages=("lookup",)),
     "chained": lambda k, noise: model_decoder(k, noise, stages=("lookup", "draft-model")),
     "self": layers_decoder,
-    "head": lambda k, noise: head_decoder(k, noise)[0],
-    "medusa": lambda k, noise: medusa_decoder(k, noise)[0],
-    "hydra": lambda k, noise: hydra_decoder(k, noise)[0],
-    "block": lambda k, noise: block_decoder(k, noise)[0],
-    "assistant": lambda k, noise: assistant_decoder(k, noise)[0],
+    **{
+        name: lambda k, noise, kind=KINDS[name]: kind.make(k, noise)[0]
+        for name in ("head", "medusa", "hydra", "block head", "assistant")
+    },
 }
 
 
