@@ -16,6 +16,7 @@ def test_torch_op_takes_the_declared_arguments_in_the_declared_order() -> None:
     schema = torch.ops.specexport.unpadded_attention.default._schema
     assert tuple(argument.name for argument in schema.arguments) == SPEC.argument_names
     assert tuple(inspect.signature(torch_ops._unpadded_attention).parameters) == SPEC.argument_names
+    assert tuple(inspect.signature(build_translation()).parameters) == SPEC.argument_names
     assert len(schema.returns) == len(SPEC.outputs)
 
 
@@ -27,10 +28,6 @@ def test_onnx_schema_follows_the_declaration() -> None:
     assert {name for name, attribute in schema.attributes.items() if attribute.required} == {
         item.name for item in SPEC.attributes if item.default is None
     }
-
-
-def test_translation_takes_the_torch_arguments() -> None:
-    assert tuple(inspect.signature(build_translation()).parameters) == SPEC.argument_names
 
 
 @pytest.mark.parametrize("sinks", [False, True])

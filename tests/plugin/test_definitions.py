@@ -22,7 +22,6 @@ from specexport.plugin import definitions
 from specexport.plugin.definitions import MOST_SHARED_BYTES, compile_plugin, register_plugins, tile_options
 from specexport.plugin.naming import graph_shape, plugin_name, plugin_names, plugin_spec
 from specexport_runtime.errors import CheckFailedError, IncompatibleError, MissingDependencyError, UserInputError
-from tests.support.cases.imports import HEAVY, loaded_after
 from tests.support.cases.unpadded_cases import CASES, one_node_model
 from tests.support.fakes.fake_tensorrt import DataType, Embedded, Given, embed, install
 from tests.support.references.evaluator import ATTRIBUTES
@@ -271,9 +270,3 @@ def test_a_tensorrt_that_cannot_embed_kernels_is_named(trt: Any, monkeypatch: py
     monkeypatch.delattr(trt.plugin, "aot_impl")
     with pytest.raises(IncompatibleError, match=r"TensorRT 11.4.0 cannot embed compiled kernels.* no aot_impl"):
         register_plugins([plugin_name(SPECS["combine"])], 90)
-
-
-def test_importing_the_plugin_imports_nothing_heavy() -> None:
-    modules = ("specexport.plugin.definitions", "specexport.plugin.naming", "specexport.lowering.trt_plugin")
-    loaded, _ = loaded_after("\n".join(f"import {module}" for module in modules))
-    assert not loaded & HEAVY

@@ -170,15 +170,6 @@ def test_padded_kv_is_refused(tmp_path, machine, backend):
     assert machine.gpus == []
 
 
-def test_a_cut_engine_file_is_found_before_it_is_loaded(bundle, machine):
-    path = bundle / "draft" / "model.sm120.engine"
-    path.write_bytes(path.read_bytes()[:-1])
-    result = CliRunner().invoke(runtime_cli, ["generate", str(bundle), "t1 t2"])
-    assert result.exit_code == 2
-    assert "draft/model.sm120.engine has 549 bytes, not 550" in result.stderr
-    assert machine.gpus == []
-
-
 def test_too_little_memory_is_exit_code_3(bundle, monkeypatch):
     Machine(monkeypatch, claims=150_000)
     with pytest.raises(IncompatibleError, match=r"target/model.sm89.engine needs .* of GPU memory") as caught:

@@ -199,16 +199,6 @@ def test_what_padding_writes(tmp_path, entry):
     assert (values != 0).sum(axis=1).tolist() == ([5, 5, 5, 6] if dense else [2, 1, 1, 1])
 
 
-def test_capture_between_steps_does_not_disturb_them(tmp_path, entry):
-    executor, _, _ = open_one(tmp_path, entry)
-    pair = Pair(executor)
-    pair.step(0, [3, 2])
-    executor.capture([StepShape(2, 2, 5, 3, 5)])  # the same profile on other rows
-    assert [key.first_row for key in executor.graphs.keys] == [0, 2]
-    pair.step(0, [3, 2])
-    pair.step(2, [3, 2])
-
-
 def test_two_executors_record_into_memory_of_their_own(tmp_path):
     """The draft's recording and steps run between the target's, on the same GPU."""
     gpu = FakeGpu(1 << 25)

@@ -43,44 +43,24 @@ class Use(NamedTuple):
         return ".".join(filter(None, (self.owner, *self.names)))
 
 
-class Finder(ast.NodeVisitor):
-    """Collects uses."""
-
-    def __init__(self) -> None:
-        self.found: set[Use] = set()
-
-    def visit_Call(self, node: ast.Call) -> None:
-        if isinstance(node.func, ast.Attribute) and not any(isinstance(x, ast.Starred) for x in node.args):
-            self._note(node.func, len(node.args) + len(node.keywords))
-            for part in (*node.args, *node.keywords):
-                self.visit(part)
-        else:
-            self.generic_visit(node)
-
-    def visit_Attribute(self, node: ast.Attribute) -> None:
-        self._note(node, None)
-
-    def _note(self, node: ast.Attribute, num_arguments: int | None) -> None:
+def uses(*, of_rtx: bool) -> list[Use]:
+    """All, or those outside what RTX adds."""
+    found: set[Use] = set()
+    left_out = {"odd_tensors"} if of_rtx else {"odd_tensors", "RtxKernels"}  # the first takes an engine of ours
+    kept = [x for x in ast.parse(inspect.getsource(trt_engine)).body if getattr(x, "name", None) not in left_out]
+    nodes = [node for part in kept for node in ast.walk(part)]
+    calls = {node.func: [*node.args, *node.keywords] for node in nodes if isinstance(node, ast.Call)}
+    for node in nodes:
         names: list[str] = []
-        part: ast.expr = node
+        part: ast.AST = node
         while isinstance(part, ast.Attribute) and ast.unparse(part) not in OWNERS:
             names.insert(0, part.attr)
             part = part.value
         if names and ast.unparse(part) in OWNERS:
-            self.found.add(Use(OWNERS[ast.unparse(part)], tuple(names), num_arguments))
-        elif names:
-            self.visit(part)
-
-
-def uses(*, of_rtx: bool) -> list[Use]:
-    """All, or those outside what RTX adds."""
-    module = ast.parse(inspect.getsource(trt_engine))
-    finder = Finder()
-    left_out = {"odd_tensors"} if of_rtx else {"odd_tensors", "RtxKernels"}  # the first takes an engine of ours
-    for node in module.body:
-        if getattr(node, "name", None) not in left_out:
-            finder.visit(node)
-    return sorted(finder.found, key=str)
+            given = calls.get(node)  # type: ignore[call-overload]
+            counted = given is not None and not any(isinstance(x, ast.Starred) for x in given)
+            found.add(Use(OWNERS[ast.unparse(part)], tuple(names), len(given) if counted else None))
+    return sorted(found, key=str)
 
 
 def counts(function: object) -> list[tuple[int, int]]:

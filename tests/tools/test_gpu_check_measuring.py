@@ -30,19 +30,6 @@ def test_steps_of_equal_engines_are_equal_and_of_others_not() -> None:
     assert any(item.same_best < item.rows for item in noisy)
 
 
-def test_steps_of_the_script_go_on_from_the_kept_tokens() -> None:
-    class Watched(FakeExecutor):
-        seen: list[list[int]] = []  # noqa: RUF012
-
-        def execute(self, want: Any = "logits") -> Any:
-            assert self._buffers is not None
-            self.seen.append(self._buffers.kv_lens[:, 0].tolist())
-            return super().execute(want)
-
-    compare_steps(Watched(VOCAB, 4, 120), FakeExecutor(VOCAB, 4, 120))
-    assert Watched.seen == [[0, 0, 0, 0], [17, 5, 40, 1], [19, 6, 43, 6], [20, 9, 43, 7], [25, 10, 47, 9]]
-
-
 def test_logits_that_are_no_numbers_miss_any_target() -> None:
     good = np.ones((2, 5), np.float32)
     bad = good.copy()

@@ -11,7 +11,7 @@ from tests.support.fakes import loop, trt_bundles, trt_fakes
 from tools import gpu_check
 from tools.gpu_check_lib import registry
 from tools.gpu_check_lib.context import Context, run_guarded
-from tools.gpu_check_lib.rows import Recorder, Row, read_rows, write_report
+from tools.gpu_check_lib.rows import Row, read_rows, write_report
 
 ROOT = Path(__file__).parents[2]
 
@@ -69,13 +69,6 @@ def test_results_of_other_settings_are_not_mixed(tmp_path: Path, capsys: pytest.
     (tmp_path / "results.json").write_text("{}")
     assert gpu_check.main(["run", "--tiny", "--out", str(tmp_path)]) == 2
     assert "take another --out" in capsys.readouterr().err
-
-
-def test_the_report_holds_every_calls_rows_in_order(tmp_path: Path) -> None:
-    for name in ("graphs.ort-cuda", "wheels", "outputs.ort-cpu", "machine.info"):
-        Recorder(tmp_path / "rows" / f"{name}.jsonl", "s").row(name, "found")
-    found = [row.what for row in gpu_check.rows_of_all(tmp_path)]
-    assert found == ["wheels", "machine.info", "graphs.ort-cuda", "outputs.ort-cpu"]
 
 
 # int4 weights of ort-cuda

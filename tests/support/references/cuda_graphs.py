@@ -111,33 +111,23 @@ def _prepared(x: Any, norm: Any, cos: Any, sin: Any, at: np.ndarray, attributes:
 NONE = np.zeros(0, np.float32)
 
 
-class SkipSimplifiedLayerNormalization(OpRun):
+class SkipLayerNormalization(OpRun):
     """The operator, from its schema, with sums in float32."""
 
     op_domain = "com.microsoft"
 
-    def _run(self, x, skip, gamma, **attributes):
+    def _run(self, x, skip, gamma, beta=None, **attributes):
         assert x.shape == skip.shape
         assert x.dtype == skip.dtype == gamma.dtype
         total = x.astype(np.float32) + skip.astype(np.float32)
-        root = np.sqrt(np.mean(total**2, axis=-1, keepdims=True) + attributes["epsilon"])
-        normed = (total / root * gamma.astype(np.float32)).astype(x.dtype)
-        return normed, NONE, NONE, total.astype(x.dtype)
-
-
-class SkipLayerNormalization(OpRun):
-    """The same with means taken away, and a bias."""
-
-    op_domain = "com.microsoft"
-
-    def _run(self, x, skip, gamma, beta, **attributes):
-        assert x.shape == skip.shape
-        assert x.dtype == skip.dtype == gamma.dtype == beta.dtype
-        total = x.astype(np.float32) + skip.astype(np.float32)
-        centered = total - total.mean(axis=-1, keepdims=True)
+        centered = total if beta is None else total - total.mean(axis=-1, keepdims=True)
         root = np.sqrt(np.mean(centered**2, axis=-1, keepdims=True) + attributes["epsilon"])
-        normed = (centered / root * gamma.astype(np.float32) + beta.astype(np.float32)).astype(x.dtype)
+        normed = (centered / root * gamma.astype(np.float32) + (0 if beta is None else beta)).astype(x.dtype)
         return normed, NONE, NONE, total.astype(x.dtype)
+
+
+class SkipSimplifiedLayerNormalization(SkipLayerNormalization):
+    """The same without means and bias."""
 
 
 class MatMulNBits(OpRun):
