@@ -115,7 +115,6 @@ def test_a_longer_draft_must_be_worth_it(rates, chosen):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--methods", "draft-model"], "no draft model"),
         (["--lookahead", "1,9"], "built for 1 to 8"),
         (["--contexts", "0"], "a context is 0"),
         (["--contexts", "some"], "not a list of whole numbers"),

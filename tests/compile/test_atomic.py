@@ -1,7 +1,5 @@
 import errno
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,23 +9,12 @@ from specexport.compile.bundle import check_output
 from specexport.recipe import BuildRecipe
 from specexport_runtime.errors import OutputExistsError, UserInputError
 
+GONE = 2**22 + 1
+"""Beyond the largest process number."""
+
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
-
-
-def dead_pid() -> int:
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    return process.pid
-
-
-def test_a_folder_appears_complete(tmp_path: Path) -> None:
-    with atomic.new_folder(tmp_path / "deep" / "out") as folder:
-        (folder / "a").write_text("1")
-        assert not (tmp_path / "deep" / "out").exists()
-    assert names(tmp_path / "deep") == ["out"]
-    assert (tmp_path / "deep" / "out" / "a").read_text() == "1"
 
 
 def fail_half_way(path: Path, error: BaseException) -> None:
@@ -52,30 +39,28 @@ def test_a_full_disk_is_a_users_error_with_both_sizes(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-def test_a_place_that_cannot_be_written_is_a_users_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(UserInputError, match="cannot be written"), atomic.new_folder(tmp_path / "file" / "out"):
-        pytest.fail("must not be entered")
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    """A folder that is there before."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "old").write_text("1")
+    return tmp_path / "out"
 
 
-def test_replacing_keeps_the_old_folder_until_the_new_one_is_whole(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "old").write_text("1")
-    with pytest.raises(ValueError, match="no"), atomic.new_folder(out, replace=True):
+def test_a_folder_appears_complete_and_the_old_one_stays_until_then(old: Path) -> None:
+    with pytest.raises(ValueError, match="no"), atomic.new_folder(old, replace=True):
         raise ValueError("no")
-    assert names(out) == ["old"]
-    with atomic.new_folder(out, replace=True) as folder:
+    assert names(old) == ["old"]
+    with atomic.new_folder(old, replace=True) as folder, atomic.new_folder(old / "deep" / "other") as another:
         (folder / "new").write_text("2")
-        assert names(out) == ["old"]
-    assert names(out) == ["new"]
-    assert names(tmp_path) == ["out"]
+        (another / "a").write_text("3")
+        assert names(old) == ["deep", "old"]
+        assert not (old / "deep" / "other").exists()
+    assert names(old) == ["new"]
+    assert names(old.parent) == ["out"]
 
 
-def test_a_failed_second_rename_puts_the_old_folder_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "old").write_text("1")
+def test_a_failed_second_rename_puts_the_old_folder_back(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rename = os.rename
 
     def fail(source: Path, destination: Path) -> None:
@@ -84,10 +69,10 @@ def test_a_failed_second_rename_puts_the_old_folder_back(tmp_path: Path, monkeyp
         rename(source, destination)
 
     monkeypatch.setattr(os, "rename", fail)
-    with pytest.raises(UserInputError, match="is full"), atomic.new_folder(out, replace=True):
+    with pytest.raises(UserInputError, match="is full"), atomic.new_folder(old, replace=True):
         pass
-    assert names(tmp_path) == ["out"]
-    assert names(out) == ["old"]
+    assert names(old.parent) == ["out"]
+    assert names(old) == ["old"]
 
 
 def test_a_folder_that_appears_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
@@ -105,33 +90,27 @@ def test_a_folder_that_appears_meanwhile_is_not_overwritten(tmp_path: Path) -> N
     assert names(out) == ["theirs"]
 
 
-def test_leftovers_go_when_their_process_is_gone(tmp_path: Path) -> None:
-    gone, alive, mine = dead_pid(), os.getppid(), os.getpid()
-    keep = {f".out.tmp-{alive}", ".out.tmp-x", f".outer.tmp-{gone}", f"out.tmp-{gone}"}
-    for name in {f".out.tmp-{gone}", f".out.tmp-{mine}", *keep}:
-        (tmp_path / name).mkdir()
-    removed = atomic.remove_leftovers(tmp_path / "out")
-    assert {path.name for path in removed} == {f".out.tmp-{gone}", f".out.tmp-{mine}"}
+@pytest.mark.parametrize("name", ["out", "a[1]*"])
+def test_leftovers_go_when_their_process_is_gone(tmp_path: Path, name: str) -> None:
+    gone = {f".{name}.tmp-{pid}" for pid in (GONE, os.getpid())}
+    keep = {f".{name}.tmp-{os.getppid()}", f".{name}.tmp-x", f".{name}er.tmp-{GONE}", f"{name}.tmp-{GONE}"}
+    keep.add(f".a1x.tmp-{GONE}")  # names are no patterns
+    for each in gone | keep:
+        (tmp_path / each).mkdir()
+    assert {path.name for path in atomic.remove_leftovers(tmp_path / name)} == gone
     assert set(names(tmp_path)) == keep
 
 
 def test_a_replacement_that_was_killed_between_its_renames_is_undone(tmp_path: Path) -> None:
-    old = tmp_path / f".out.old-{dead_pid()}"
+    old = tmp_path / f".out.old-{GONE}"
     old.mkdir()
     (old / "manifest.json").write_text("{}")
     assert atomic.remove_leftovers(tmp_path / "out") == []
     assert names(tmp_path) == ["out"]
     # and if the second rename had happened, the old folder is only in the way
-    (tmp_path / f".out.old-{dead_pid()}").mkdir()
+    (tmp_path / f".out.old-{GONE}").mkdir()
     assert len(atomic.remove_leftovers(tmp_path / "out")) == 1
     assert names(tmp_path / "out") == ["manifest.json"]
-
-
-def test_names_with_wildcards_are_taken_literally(tmp_path: Path) -> None:
-    gone = dead_pid()
-    (tmp_path / f".a[1]*.tmp-{gone}").mkdir()
-    (tmp_path / f".a1x.tmp-{gone}").mkdir()
-    assert [path.name for path in atomic.remove_leftovers(tmp_path / "a[1]*")] == [f".a[1]*.tmp-{gone}"]
 
 
 def test_a_disk_that_is_too_small_is_refused_beforehand(tmp_path: Path) -> None:

@@ -1,14 +1,23 @@
+"""The command line: how commands end, progress, tables, `inspect`, and how a build treats its process."""
+
+import gc
 import io
 import json
+import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
 from click.testing import CliRunner
+from rich.text import Text
 
 from specexport import cli
+from specexport.host import seldom_collected
 from specexport.progress import ProgressEvent, StageClock, show_progress
+from specexport.report import Column, markdown_table, terminal_table
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.cli.errors import SuggestingGroup, format_error
 from specexport_runtime.cli.lazy import Mount
@@ -133,23 +142,19 @@ def test_inspect_needs_the_manifest_only(run_cli: RunCli, tiny_bundle: Path) -> 
     assert {"name": "logits", "dtype": "float32"}.items() <= data["models"]["draft"]["contract"][-3].items()
 
 
-def test_inspect_without_operators_shows_the_rest(
-    run_cli: RunCli, tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
+def test_inspect_shows_the_last_verification_and_what_it_can_without_operators(
+    run_cli: RunCli, tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing() -> str:
         raise MissingDependencyError("it is missing.", "install it.")
 
     monkeypatch.setattr("specexport.inspect.kernels", missing)
-    result = run_cli("inspect", tiny_bundle)
-    assert result.exit_code == 0, result.output
-    assert "operators run here with: none: it is missing." in result.stdout
-
-
-def test_inspect_shows_the_last_verification(run_cli: RunCli, tiny_bundle: Path, tmp_path: Path) -> None:
     manifest = load_manifest(tiny_bundle)
     replace(manifest, verify={"status": "passed", "target_max_abs": 1.23456e-6}).write(tmp_path)
     result = run_cli("inspect", tmp_path)
+    assert result.exit_code == 0, result.output
     assert "verify: status=passed, target_max_abs=1.23e-06" in result.stdout
+    assert "operators run here with: none: it is missing." in result.stdout
     assert json.loads(run_cli("inspect", tmp_path, "--json").stdout)["verify"]["target_max_abs"] == 1.23456e-6
 
 
@@ -157,3 +162,81 @@ def test_inspect_refuses_what_is_no_bundle(refuse_cli: Refuse, tmp_path: Path) -
     assert "there is no folder" in refuse_cli("inspect", tmp_path / "none")
     (tmp_path / "empty").mkdir()
     assert "has no manifest.json" in refuse_cli("inspect", tmp_path / "empty")
+
+
+ROWS: list[dict[str, Any]] = [{"name": "a", "rate": 1.25, "gain": None}, {"name": "bc", "rate": 10.0, "gain": 0.5}]
+
+
+def columns(*, gains: bool = True) -> list[Column[dict[str, Any]]]:
+    return [
+        Column("name", lambda row: row["name"], left=True),
+        Column("tokens/s", lambda row: row["rate"], ".1f"),
+        Column("gain", lambda row: row["gain"], ".0%", " ±", shown=gains),
+    ]
+
+
+def test_markdown_has_numbers_at_the_right_and_a_dash_where_there_is_none() -> None:
+    assert markdown_table(columns(), ROWS).splitlines() == [
+        "| name | tokens/s |  gain |",
+        "| ---- | -------: | ----: |",
+        "| a    |      1.2 |     - |",
+        "| bc   |     10.0 | 50% ± |",
+    ]
+
+
+def test_a_column_that_is_not_shown_is_in_no_table() -> None:
+    assert "gain" not in markdown_table(columns(gains=False), ROWS)
+    assert [column.header for column in terminal_table(columns(gains=False), ROWS).columns] == ["name", "tokens/s"]
+
+
+def test_a_terminal_gets_styled_cells_row_by_row() -> None:
+    made: list[str] = []
+
+    def rows() -> Any:
+        for row in ROWS:
+            yield row
+            made.append(row["name"])
+
+    seen: Column[dict[str, Any]] = Column("seen", lambda row: Text(f"{row['name']} after {len(made)}", "green"))
+    (table,) = terminal_table([seen], rows()).columns
+    assert [str(cell) for cell in table.cells] == ["a after 0", "bc after 1"]
+
+
+class Node:
+    """Refers to itself: only a collection frees it."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
+@pytest.fixture
+def nothing_frozen() -> Iterator[None]:
+    """As in a process that builds; the suite freezes what test files import."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("nothing_frozen")
+def test_what_is_made_within_is_collected_and_what_was_there_is_not_looked_at() -> None:
+    before, within = Node(), []
+    thresholds, old = gc.get_threshold(), weakref.ref(before)
+    with seldom_collected():
+        assert gc.get_threshold()[0] == 50_000
+        node = Node()
+        within.append(weakref.ref(node))
+        del before, node
+        gc.collect()
+        assert within[0]() is None
+        assert old() is not None, "it was there before"
+    assert gc.get_threshold() == thresholds
+    assert gc.get_freeze_count() == 0, "a collection looks at it again"
+
+
+@pytest.mark.usefixtures("nothing_frozen")
+def test_what_somebody_else_froze_stays_frozen() -> None:
+    node = Node()
+    gc.freeze()
+    with pytest.raises(ValueError, match="stop"), seldom_collected():
+        raise ValueError("stop")
+    assert not any(known is node for known in gc.get_objects()), "a collection looks at it again"

@@ -1,18 +1,26 @@
-"""Ctrl-C, and Ctrl-C again: one line, exit code 130, and nothing half-written left, whenever they come."""
+"""Ctrl-C, again, and a kill: one line, exit code 130, and nothing half-written is left or taken for a bundle."""
 
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
 
 from specexport import atomic
+from specexport.compile.pipeline import build_bundle
+from specexport_runtime.bundle.files import check_files
+from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.cli.errors import SuggestingGroup
+from specexport_runtime.errors import BundleError
+from tests.support.cases.refusals import RunCli
+from tests.support.models.pairs import TinyPair
 
 Work = Callable[[], object]
 
@@ -53,26 +61,29 @@ def build(output: Path, work: Work) -> int:
     return int(str(ended.value.code))
 
 
-def test_an_interrupt_is_one_line_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert build(tmp_path / "out", interrupt) == 130
-    assert capsys.readouterr().err.split() == ["interrupted"]
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_more_of_them_do_not_break_off_the_removing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("place", "before", "after"),
+    [((None, ""), 0, 0), ((shutil, "rmtree"), 1, 1), ((click, "echo"), 1, 0), ((Path, "mkdir"), 0, 1)],
+    ids=["work", "while its folder is removed", "while it is said", "as soon as its folder is there"],
+)
+def test_interrupts_are_one_line_and_leave_nothing(
+    place: Any, before: bool, after: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    rmtree, removed = shutil.rmtree, []
+    owner, name = place
+    own, called = getattr(owner, name, None), []
 
-    def slow_rmtree(path: Path, **options: bool) -> None:
-        interrupt()
-        rmtree(path, **options)
-        interrupt()
-        removed.append(path)
+    def interrupted(*args: Any, **options: Any) -> None:
+        called.append(args)
+        if before:
+            interrupt()
+        own(*args, **options)  # type: ignore[misc]
+        if after and (owner is not Path or ".tmp-" in args[0].name):
+            interrupt()
 
-    monkeypatch.setattr(shutil, "rmtree", slow_rmtree)
-    assert build(tmp_path / "out", interrupt) == 130
-    assert removed
+    if owner is not None:
+        monkeypatch.setattr(owner, name, interrupted)
+    assert build(tmp_path / "out", (lambda: pytest.fail("must not be entered")) if owner is Path else interrupt) == 130
+    assert bool(called) == (owner is not None)
     assert capsys.readouterr().err.split() == ["interrupted"]
     assert list(tmp_path.iterdir()) == []
 
@@ -90,20 +101,6 @@ def test_more_of_them_do_not_break_off_what_others_clear_away(tmp_path: Path) ->
 
     assert build(tmp_path / "out", work) == 130
     assert cleared == list(range(20))
-
-
-def test_one_while_it_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    echo = click.echo
-
-    def slow_echo(*args: object, **options: bool) -> None:
-        interrupt()
-        echo(*args, **options)
-
-    monkeypatch.setattr(click, "echo", slow_echo)
-    assert build(tmp_path / "out", interrupt) == 130
-    assert capsys.readouterr().err.split() == ["interrupted"]
 
 
 def test_once_all_is_clear_another_one_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,19 +151,6 @@ def test_one_in_the_middle_of_a_replacement_leaves_one_whole_folder(
     assert [path.name for path in output.iterdir()] == (["half"] if moment == "after" else ["whole"])
 
 
-def test_one_as_soon_as_the_temporary_folder_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mkdir = Path.mkdir
-
-    def slow_mkdir(self: Path, *args: int, **options: bool) -> None:
-        mkdir(self, *args, **options)
-        if ".tmp-" in self.name:
-            interrupt()
-
-    monkeypatch.setattr(Path, "mkdir", slow_mkdir)
-    assert build(tmp_path / "out", lambda: pytest.fail("must not be entered")) == 130
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_an_ignored_one_stays_ignored_and_a_command_leaves_the_handler_as_it_was(tmp_path: Path) -> None:
     """As in a background job of a shell."""
     assert build(tmp_path / "out", lambda: None) == 0
@@ -192,3 +176,73 @@ cli(["go"])
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout, done.stderr.split()) == (130, "", ["interrupted"])
+
+
+WAIT_S = 240
+
+
+def start_build(pair: TinyPair, output: Path) -> "subprocess.Popen[str]":
+    args = [str(pair.target), "-o", str(output), "--no-cache"]
+    # A test runner started in the background hands down an ignored SIGINT; Ctrl-C must reach the build.
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from specexport.cli import main; main()"
+    )
+    command = [sys.executable, "-c", code, "build", *args]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_files(process: "subprocess.Popen[str]", folder: Path) -> Path:
+    """Wait until the build has made its temporary folder and is past loading."""
+    temporary = folder / f".out.tmp-{process.pid}"
+    assert process.stderr is not None
+    deadline = time.monotonic() + WAIT_S
+    for line in process.stderr:
+        if "trace" in line:
+            break
+        assert time.monotonic() < deadline
+    assert temporary.is_dir(), "the build works somewhere else than expected"
+    return temporary
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])
+def test_a_build_that_is_stopped_leaves_no_bundle(sent: signal.Signals, tiny_pair: TinyPair, tmp_path: Path) -> None:
+    process = start_build(tiny_pair, tmp_path / "out")
+    temporary = wait_for_files(process, tmp_path)
+    process.send_signal(sent)
+    _, errors = process.communicate(timeout=WAIT_S)
+    if sent == signal.SIGINT:
+        assert process.returncode == 130, errors
+        assert errors.strip().endswith("interrupted")
+        assert "Traceback" not in errors
+    else:
+        with pytest.raises(BundleError):
+            load_manifest(temporary)
+        build_bundle(tiny_pair.recipe(tmp_path / "out", draft=None))
+        check_files(tmp_path / "out", load_manifest(tmp_path / "out").files)
+        (tmp_path / "out").rename(tmp_path.with_name("built"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_build_left_is_cleared_away_and_a_running_one_is_not(
+    tiny_pair: TinyPair, tiny_bundle: Path, tmp_path: Path
+) -> None:
+    gone, running = (tmp_path / f".out.tmp-{pid}" for pid in (2**22 + 1, os.getppid()))  # no process has the first one
+    for folder in (gone, running):
+        folder.mkdir()
+    build_bundle(tiny_pair.recipe(tmp_path / "out"))
+    assert {path.name for path in tmp_path.iterdir()} == {"out", running.name}
+
+
+def test_ctrl_c_during_a_build_leaves_nothing(
+    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_cli: RunCli
+) -> None:
+    def interrupted(*_args: object, **_options: object) -> None:
+        assert list(tmp_path.iterdir())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("specexport.compile.part.compile_graph", interrupted)
+    ended = run_cli("build", tiny_pair.target, "-o", tmp_path / "out", "--no-cache", "-q")
+    assert (ended.exit_code, ended.stderr.split()) == (130, ["interrupted"])
+    assert list(tmp_path.iterdir()) == []

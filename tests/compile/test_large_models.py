@@ -24,6 +24,12 @@ from tests.support.models.tiny_models import GROUPED, make_llama, make_model, sa
 WIDE = GROUPED | {"hidden_size": 256, "intermediate_size": 256}
 
 
+def write_kept(folder: Path) -> Path:
+    """A GGUF file whose weights a build keeps."""
+    write_gguf(make_model("Qwen2", WIDE), folder / "tiny.gguf", kinds={"": "Q4_K"})
+    return folder / "tiny.gguf"
+
+
 def build(recipe: BuildRecipe, *, stream: bool) -> BuildResult:
     """Build from files, or from memory."""
     load = build_model.load_source
@@ -35,28 +41,25 @@ def build(recipe: BuildRecipe, *, stream: bool) -> BuildResult:
 @pytest.mark.one_of_kind
 @pytest.mark.parametrize(
     "values",
-    [{}, {"quantize": "int8"}, {"quantize": "int4", "fuse": False}, {"quantize": "int8", "draft_vocab_size": 200}],
+    [
+        {},
+        {"quantize": "int8"},
+        {"quantize": "int4", "fuse": False},
+        {"quantize": "int8", "draft_vocab_size": 200},
+        {"quantize": "keep"},
+    ],
     ids=lambda values: "-".join(map(str, values.values())) or "float32",
 )
 def test_weights_from_files_make_the_same_engine(values: dict[str, Any], tmp_path: Path, tiny_pair: TinyPair) -> None:
-    draft = {} if "draft_vocab_size" in values else {"draft": None}
-    results = [
-        build(tiny_pair.recipe(tmp_path / str(stream), **(draft | values)), stream=stream) for stream in (True, False)
-    ]
+    given: dict[str, Any] = {"draft": None} | values
+    if "draft_vocab_size" in values:
+        del given["draft"]
+    if "keep" in values.values():
+        given["target"] = str(write_kept(tmp_path))
+    results = [build(tiny_pair.recipe(tmp_path / str(stream), **given), stream=stream) for stream in (True, False)]
     data = [{name: file.sha256 for name, file in result.files.items() if "data" in name} for result in results]
     assert data[0] == data[1]
     assert data[0]
-
-
-@pytest.mark.whole
-def test_a_kept_gguf_file_makes_the_same_engine(tmp_path: Path) -> None:
-    write_gguf(make_model("Llama", WIDE), tmp_path / "tiny.gguf", architecture="llama", kinds={"": "Q4_K"})
-    found = []
-    for stream in (True, False):
-        result = build(BuildRecipe(str(tmp_path / "tiny.gguf"), str(tmp_path / str(stream))), stream=stream)
-        assert result.manifest.models["target"].quantize == "keep"
-        found.append(result.files[f"target/{DATA_NAME}"].sha256)
-    assert found[0] == found[1]
 
 
 def test_a_checkpoint_that_changes_while_it_is_built_leaves_nothing(
@@ -98,8 +101,7 @@ def test_parts_compute_what_the_whole_engine_does(
 ) -> None:
     bundle = tmp_path / "bundle"
     if quantize == "keep":  # scales are made of other constants: each part must have what its own are made of
-        write_gguf(make_model("Qwen2", WIDE), tmp_path / "tiny.gguf", kinds={"": "Q4_K"})
-        build_bundle(BuildRecipe(str(tmp_path / "tiny.gguf"), str(bundle)))
+        build_bundle(BuildRecipe(str(write_kept(tmp_path)), str(bundle)))
     else:
         build_bundle(tiny_pair.recipe(bundle, draft=None, quantize=quantize))
     entry = load_manifest(bundle).models["target"]

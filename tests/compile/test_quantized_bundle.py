@@ -1,10 +1,11 @@
-"""Quantized bundles end to end: built, checked, recorded, and as lossless as others."""
+"""Bundles with weights or KV caches of few bits, end to end: built, checked, recorded, and as lossless as others."""
 
 import shutil
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -14,11 +15,18 @@ from specexport.compile.check import TEXT_LENS, check_engine, check_sequences, t
 from specexport.compile.closeness import Closeness, measure_closeness
 from specexport.compile.command import summary
 from specexport.compile.pipeline import BuildResult, build_bundle
+from specexport.inspect import describe, kv_bytes_per_token
 from specexport.passes.block_format import _places, layout
 from specexport.recipe import BuildRecipe
 from specexport_runtime import SamplingParams, SpecEngine
+from specexport_runtime.bundle.manifest import load_manifest
+from specexport_runtime.bundle.opened import load_bundle
 from specexport_runtime.bundle.quant_kinds import KINDS
 from specexport_runtime.errors import CheckFailedError
+from specexport_runtime.executors.open import open_executor
+from specexport_runtime.executors.ort import OrtExecutor
+from specexport_runtime.requests.layer_choice import LayerRules
+from tests.support.cases.refusals import RunCli
 from tests.support.models.pairs import TinyPair, own_logits
 from tests.support.models.tiny_models import ARCHITECTURES, make_model, save_checkpoint
 
@@ -26,21 +34,26 @@ PROMPTS = ["abc abc abc abc ab", "the cat sat on the mat, the cat sat on"]
 
 
 @pytest.mark.one_of_kind
-@pytest.mark.parametrize(("name", "kind"), [("qwen3_moe", "none"), ("deepseek_v3", "int8"), ("gpt_oss", "int4")])
-def test_speculative_text_of_experts_is_plain_text(name: str, kind: str, tmp_path: Path, tiny_pair: TinyPair) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind", "layers"), [("qwen3_moe", "none", 2), ("deepseek_v3", "int8", 1), ("gpt_oss", "int4", 2)]
+)
+def test_speculative_text_of_experts_is_plain_text(
+    name: str, kind: str, layers: int, tmp_path: Path, tiny_pair: TinyPair
+) -> None:
     (classes, config), gated = ARCHITECTURES[name], kind == "int8"
-    checkpoint = save_checkpoint(
-        make_model(classes, config | {"num_hidden_layers": 3 if gated else 2}), tmp_path / name
-    )
+    checkpoint = save_checkpoint(make_model(classes, config), tmp_path / name)
     built = build_bundle(tiny_pair.recipe(tmp_path / "bundle", target=str(checkpoint), quantize=kind, self_draft=gated))
     experts = built.manifest.models["target"].parameters.experts
     width = config.get("moe_intermediate_size", config["intermediate_size"])
-    assert experts == (2 * 4 * 3 * config["hidden_size"] * width, config.get("num_experts_per_tok", 4), 4)
+    assert experts == (layers * 4 * 3 * config["hidden_size"] * width, config.get("num_experts_per_tok", 4), 4)
+    ways: list[dict[str, Any]] = [{"drafter": "draft-model"}, {"drafter": "lookup"}]
+    if gated:
+        ways.append({"drafter": "self", "layer_rules": LayerRules(threshold=None, period=2, keep_last=None)})
     with closing(SpecEngine.load(tmp_path / "bundle", max_num_seqs=2, num_threads=1, spin=False)) as engine:
         params = SamplingParams(max_tokens=24, ignore_eos=True)
         plain = [engine.generate(prompt, params, speculation=False)[0] for prompt in PROMPTS]
-        for drafter in ("draft-model", "lookup", *(["self"] if gated else [])):
-            results = engine.generate(PROMPTS, params, drafter=drafter)
+        for way in ways:
+            results = engine.generate(PROMPTS, params, **way)
             assert [list(r.token_ids) for r in results] == [list(r.token_ids) for r in plain]
 
 
@@ -303,3 +316,87 @@ def test_the_perplexity_is_that_of_torch_and_chance_is_said(
     chance = replace(result, checks={"target": found._replace(perplexity=4000.0)})
     assert "warning: on text the target's perplexity is 4e+03, of 4096 tokens: that is chance." in summary(chance)
     assert text_perplexity(content, text_sequences(content, 40), references) is None, "any tokens are no text"
+
+
+@pytest.mark.one_of_kind
+@pytest.mark.parametrize("quantize", ["int8", None])
+def test_caches_are_int8_whatever_the_weights_are(
+    tiny_pair: TinyPair, tiny_bundle: Path, tmp_path: Path, quantize: str | None
+) -> None:
+    result = build_bundle(tiny_pair.recipe(tmp_path / "a", quantize=quantize, kv_cache_dtype="int8"))
+    manifest, plain = load_manifest(tmp_path / "a"), load_manifest(tiny_bundle)
+    for role, entry in manifest.models.items():
+        assert (entry.attention.cache_dtype, entry.dtype) == ("int8", "float32")
+        assert 4 * kv_bytes_per_token(entry) == kv_bytes_per_token(plain.models[role])
+        check = result.checks[role]
+        assert check is not None
+        assert check.lost is not None
+        assert 0 < check.lost < 0.02, "compared on a text"
+    assert manifest.models["target"].approximation == (quantize or "int8 KV cache")
+    assert any("KV cache: int8" in line for line in describe(manifest))
+    sizes = []
+    for folder in (tmp_path / "a", tiny_bundle):
+        bundle = load_bundle(folder, max_num_seqs=2, max_model_len=64)
+        executor = open_executor(bundle, "target", num_threads=1, spin=False)
+        assert isinstance(executor, OrtExecutor)
+        sizes.append(executor.kv_bytes)
+        executor.close()
+    assert 4 * sizes[0] == sizes[1]
+
+
+def test_auto_is_the_dtype_of_the_model() -> None:
+    assert BuildRecipe(target="t", output="o", kv_cache_dtype="auto").kv_cache_dtype is None
+
+
+CODE = ["def add(a, b):\n", "class Queue:\n    def __init__(self):\n"]
+
+
+@pytest.mark.whole
+def test_a_bundle_says_what_was_quantized(tmp_path: Path, tiny_pair: TinyPair, run_cli: RunCli) -> None:
+    build_bundle(tiny_pair.recipe(tmp_path / "one", backend="ort-cuda", quantize="int4"))
+    manifest = load_manifest(tmp_path / "one")
+    target, draft = manifest.models["target"], manifest.models["draft"]
+    assert (target.quantize, draft.quantize, draft.engine.packed_bytes) == ("int4", None, None)
+    assert dict(target.passes)["int4-fused"] == 9, "joined layers count once"
+    assert target.engine.packed_bytes is not None
+    stored, before = target.engine.packed_bytes
+    # 4 bits and a 16-bit scale for 32 of them, of 16 bits.
+    assert stored == pytest.approx(before * 4.5 / 16)
+    (line,) = [line for line in describe(manifest) if "quantized:" in line]
+    assert line.endswith("in float16, 0.281 of it")
+    assert run_cli("inspect", tmp_path / "one").exit_code == 0
+    other = build_bundle(tiny_pair.recipe(tmp_path / "two", backend="ort-cuda", quantize="int4", draft_quantize="int4"))
+    assert other.reused == ("target",), "the draft is quantized apart"
+    recipe = tiny_pair.recipe(
+        tmp_path / "three", backend="ort-cuda", quantize="int4", quantize_lm_head=False, draft=None, self_draft=True
+    )
+    again = build_bundle(recipe)
+    assert again.reused == (), "an LM head that stays is another engine"
+    gated = again.manifest.models["target"]
+    assert dict(gated.passes)["int4-fused"] == 8
+    assert gated.engine.gates.kinds
+    assert gated.engine.packed_bytes is not None
+    assert 0 < gated.engine.packed_bytes[0] < stored, "layers that can be switched off are counted too"
+
+
+@pytest.mark.whole
+@pytest.mark.slow
+def test_an_int4_draft_is_accepted_nearly_as_often(
+    tmp_path: Path, demo_pair: Path, demo_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The codes of ort-cuda in float32 on a CPU, which has the same operator: what a draft loses by them."""
+    backends = KINDS["int4"].backends
+    monkeypatch.setitem(backends, "ort-cpu", backends["ort-cuda"])
+    pair = {role: str(demo_pair / role) for role in ("target", "draft")}
+    recipe = BuildRecipe(**pair, output=str(tmp_path / "int4"), draft_quantize="int4")
+    made = build_bundle(recipe, use_cache=False)  # the key of an engine does not tell patched backends apart
+    assert dict(made.manifest.models["draft"].passes)["int4-fused"] > 0
+    rates, texts = [], []
+    for folder in (demo_bundle, made.path):
+        engine = SpecEngine.load(folder, max_num_seqs=2, num_threads=1, spin=False)
+        results = engine.generate(CODE, SamplingParams(max_tokens=64, ignore_eos=True), drafter="draft-model")
+        engine.close()
+        rates.append(sum(r.stats.accepted for r in results) / sum(r.stats.drafted for r in results))
+        texts.append([list(result.token_ids) for result in results])
+    assert texts[0] == texts[1], "the target decides"
+    assert rates[1] > 0.8 * rates[0] > 0.2

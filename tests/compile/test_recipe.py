@@ -28,19 +28,25 @@ def test_flags_go_before_the_file(tmp_path: Path) -> None:
     assert (recipe.target, recipe.output, recipe.lookahead, recipe.max_model_len) == ("/t", "/o", 5, 100)
 
 
-def test_paths_are_relative_to_the_recipe_file(tmp_path: Path) -> None:
+def test_paths_are_relative_to_the_recipe_file_and_hub_ids_stay_hub_ids(tmp_path: Path) -> None:
     (tmp_path / "org" / "model").mkdir(parents=True)
-    path = write(tmp_path, 'target = "../models/a"\ndraft = "org/model"\noutput = "out"\n')
-    values = load_recipe_file(path)
-    assert values["target"] == str(tmp_path / ".." / "models" / "a")
-    assert values["draft"] == str(tmp_path / "org" / "model")
-    assert values["output"] == str(tmp_path / "out")
+    values = load_recipe_file(write(tmp_path, 'target = "../models/a"\ndraft = "org/model"\noutput = "out"\n'))
+    places = [str(tmp_path / place) for place in ("../models/a", "org/model", "out")]
+    assert [values[name] for name in ("target", "draft", "output")] == places
+    settings = make_recipe(values).settings()
+    assert settings["has_draft"] is True
+    assert str(tmp_path) not in str(settings)
+    values = load_recipe_file(write(tmp_path, 'target = "org/other"\ndraft = "gpt2"\noutput = "/o"\n'))
+    assert (values["target"], values["draft"]) == ("org/other", "gpt2")
 
 
-def test_hub_ids_stay_hub_ids(tmp_path: Path) -> None:
-    path = write(tmp_path, 'target = "org/model"\ndraft = "gpt2"\noutput = "/o"\n')
-    values = load_recipe_file(path)
-    assert (values["target"], values["draft"]) == ("org/model", "gpt2")
+@pytest.mark.parametrize(
+    ("values", "kinds"),
+    [({"draft": "d", "quantize": "int4", "draft_quantize": "int8"}, ("int4", "int8")), ({}, (None, None))],
+)
+def test_target_and_draft_are_quantized_apart(values: dict[str, str], kinds: tuple[str | None, ...]) -> None:
+    recipe = make_recipe({"target": "t", "output": "o"} | values)
+    assert (recipe.quantization_of("target"), recipe.quantization_of("draft")) == kinds
 
 
 @pytest.mark.parametrize(
@@ -111,14 +117,6 @@ def test_values_out_of_range_are_refused(values: dict[str, object], words: str) 
     assert caught.value.hint
 
 
-def test_target_and_draft_are_quantized_apart() -> None:
-    recipe = make_recipe({"target": "t", "output": "o", "draft": "d", "quantize": "int4", "draft_quantize": "int8"})
-    assert (recipe.quantization_of("target"), recipe.quantization_of("draft")) == ("int4", "int8")
-    plain = make_recipe({"target": "t", "output": "o"})
-    assert plain.quantization_of("target") is None
-    assert plain.quantization_of("draft") is None
-
-
 @pytest.mark.parametrize(
     ("asked", "limits", "expected"),
     [
@@ -145,12 +143,6 @@ def test_a_length_beyond_a_model_is_refused() -> None:
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)
 def test_the_recipes_of_the_repository_are_valid(path: Path) -> None:
     assert make_recipe({}, path).backend == ("ort-cuda" if "-cuda" in path.stem else "ort-cpu")
-
-
-def test_settings_name_no_place(tmp_path: Path) -> None:
-    recipe = BuildRecipe(target=str(tmp_path / "t"), draft=str(tmp_path / "d"), output=str(tmp_path / "bundle"))
-    assert str(tmp_path) not in str(recipe.settings())
-    assert recipe.settings()["has_draft"] is True
 
 
 @pytest.mark.parametrize(

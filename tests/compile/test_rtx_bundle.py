@@ -34,13 +34,13 @@ def rtx_recipe(target: Path, output: Path, **values: Any) -> BuildRecipe:
 
 @pytest.fixture(scope="module")
 def rtx_bundle(session_dir: Path, tiny_pair: TinyPair) -> Path:
-    """Target and draft of the tiny pair for two architectures, heads widened to what fused attention takes."""
+    """A tiny target and draft for two architectures, with heads that fused attention takes."""
     folder = session_dir / "rtx-bundle"
     with locked(session_dir / "rtx-bundle.lock"):
         if not folder.is_dir():
             target, draft = session_dir / "rtx-target", session_dir / "rtx-draft"
-            save_checkpoint(make_llama(0), target)
-            save_checkpoint(make_llama(1, hidden_size=32, head_dim=16, num_hidden_layers=1, vocab_size=300), draft)
+            for seed, place in enumerate((target, draft)):
+                save_checkpoint(make_llama(seed), place)
             build_bundle(rtx_recipe(target, folder, draft=str(draft), sm=["89", "120"]))
     return folder
 
@@ -203,8 +203,8 @@ def test_other_attention_builds_too(name: str, dtype: str, tmp_path: Path) -> No
 @pytest.mark.whole
 def test_int4_weights_are_read_by_the_products_themselves(tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 384, "vocab_size": 640}
-    save_checkpoint(make_llama(0, **sizes), tmp_path / "target")
-    save_checkpoint(make_llama(1, **sizes, num_hidden_layers=1), tmp_path / "draft")
+    for seed, role in enumerate(("target", "draft")):
+        save_checkpoint(make_llama(seed, **sizes), tmp_path / role)
     recipe = rtx_recipe(
         tmp_path / "target", tmp_path / "out", draft=str(tmp_path / "draft"), max_num_seqs=1, lookahead=1,
         quantize="int4",

@@ -14,6 +14,7 @@ from specexport.compile import draft_trial, pipeline
 from specexport.compile import token_map as module
 from specexport.compile.pipeline import build_bundle
 from specexport.compile.token_map import MOST_PIECES, Side, check_shared, find_shared
+from specexport.compile.vocabulary import check_vocabularies, draftable_size, read_vocabulary
 from specexport.recipe import BuildRecipe
 from specexport.verify.options import VerifyOptions
 from specexport.verify.run import verify_bundle
@@ -21,7 +22,7 @@ from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.bundle.token_map import MAP_NAME, NOT_SHARED, TokenMap, load_token_map
 from specexport_runtime.drafters import other_tokens
 from specexport_runtime.engine import SpecEngine
-from specexport_runtime.errors import BundleError, VocabularyMismatchError
+from specexport_runtime.errors import BundleError, CheckpointError, VocabularyMismatchError
 from specexport_runtime.requests.token_bytes import token_bytes
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.structured import StructuredOutputs
@@ -383,3 +384,51 @@ def test_a_damaged_map_is_refused(change: Any, said: str, pair: Path, shared: An
         load_token_map(tmp_path, models["draft"], models["target"])
     assert isinstance(load_token_map(pair / "bundle", models["draft"], models["target"]), TokenMap)
     assert load_token_map(tmp_path, models["target"], models["target"]) is None
+
+
+WORDS = {0: "a", 1: "b", 2: "c", 3: "<eos>"}
+
+
+def test_added_tokens_and_both_vocabulary_forms_are_read() -> None:
+    added = [{"id": 2, "content": "<eos>"}]
+    bpe = json.dumps({"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": added}).encode()
+    unigram = json.dumps({"model": {"vocab": [["a", -1.0], ["b", -2.0]]}, "added_tokens": added}).encode()
+    assert read_vocabulary(bpe, where="x") == read_vocabulary(unigram, where="x") == {0: "a", 1: "b", 2: "<eos>"}
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"{}", b'{"model": {"vocab": 3}}', b"\xff\xfe"])
+def test_a_broken_tokenizer_file_is_refused(data: bytes) -> None:
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json of mymodel"):
+        read_vocabulary(data, where="mymodel")
+
+
+def test_tokens_at_the_end_of_one_side_are_padding() -> None:
+    check_vocabularies(WORDS | {4: "<pad>"}, WORDS, num_shared_rows=4)
+    check_vocabularies(WORDS, WORDS | {4: "<pad>"}, num_shared_rows=None)
+    # beyond the shared LM head rows nothing can be drafted, so nothing is compared
+    check_vocabularies(WORDS, WORDS | {3: "x"}, num_shared_rows=3)
+
+
+@pytest.mark.parametrize(("rows", "size"), [([4, 4], 4), ([8, 6], 4), ([3, 6], 3)])
+def test_padding_rows_cannot_be_drafted(rows: list[int], size: int) -> None:
+    assert draftable_size([WORDS, WORDS], rows) == size
+
+
+FORTY = {i: f"t{i}" for i in range(40)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({3: "x"}, "token id 3 is 't3' in the target and 'x' in the draft; 1 of 40 ids differ."),
+        (dict.fromkeys((3, 4, 5, 9), "x"), "4 of 40 ids differ (3-5, 9)."),
+        (dict.fromkeys(range(1, 40, 2), "x"), "20 of 40 ids differ (1, 3, 5, 7, 9 and more)."),
+        ({1: None}, "token id 1 is 't1' in the target and unused in the draft"),
+        (dict.fromkeys(range(40)), "share no token"),
+    ],
+)
+def test_the_ids_that_differ_are_named(changes: dict[int, str | None], words: str) -> None:
+    draft = {token: name for token, name in (FORTY | changes).items() if name is not None}
+    with pytest.raises(VocabularyMismatchError) as raised:
+        check_vocabularies(FORTY, draft, num_shared_rows=40)
+    assert words in raised.value.message

@@ -12,11 +12,10 @@ from click.testing import Result
 from specexport.backends import registry
 from specexport.backends.base import Backend, BuildJob
 from specexport.compile.pipeline import build_bundle
-from specexport.recipe import BuildRecipe
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.bundle.entry import EngineEntry
 from specexport_runtime.bundle.manifest import load_manifest
-from specexport_runtime.errors import IncompatibleError, RecipeError
+from specexport_runtime.errors import IncompatibleError
 from specexport_runtime.executors import open as executors
 from specexport_runtime.executors.base import EngineBackend, EngineRequest
 from specexport_runtime.executors.ort import OrtExecutor
@@ -104,22 +103,3 @@ def test_a_new_backend_builds_checks_runs_and_is_known_everywhere(
     monkeypatch.delitem(executors.PLACES, "toy")
     with pytest.raises(IncompatibleError, match="built for backend 'toy', which this runtime cannot run"):
         SpecEngine.load(out)
-
-
-@pytest.mark.usefixtures("toy")
-def test_what_a_new_backend_does_not_take_is_refused() -> None:
-    common = {"target": "t", "output": "o", "backend": "toy"}
-    for values, words in (
-        ({"quantize": "int8"}, "backend toy has no quantized engines"),
-        ({"dtype": "float16"}, "dtype 'float16' cannot be built for backend toy"),
-        ({"sm": ("89",)}, "sm is given, and backend toy fixes nothing of the kind"),
-        ({"lowering": "native"}, "lowering is given, and backend toy fixes nothing of the kind"),
-    ):
-        with pytest.raises(RecipeError, match=words):
-            BuildRecipe(**(common | values))  # type: ignore[arg-type]
-    assert BuildRecipe(**common, max_num_seqs=4000).max_num_seqs == 4000  # type: ignore[arg-type]
-
-
-def test_without_its_lines_there_is_no_such_backend() -> None:
-    with pytest.raises(RecipeError, match="backend 'toy' is not in this release"):
-        BuildRecipe("t", "o", backend="toy")
