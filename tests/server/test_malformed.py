@@ -9,13 +9,13 @@ import pytest
 from specexport_runtime.server.config import ServerConfig
 from tests.support.cases import chance, patience
 from tests.support.servers.fuzzing import fuzz
-from tests.support.servers.malformed import frame, malformed
-from tests.support.servers.raw_http import Answer, RawRequest, problem_of, read_answers, send
+from tests.support.servers.malformed import KINDS, frame, malformed
+from tests.support.servers.raw_http import Answer, RawRequest, problem_of, read_answers
 from tests.support.servers.schema_requests import schema_requests
 from tests.support.servers.serving import Served, fake_engine
 
 CONFIG = ServerConfig(
-    model_name="demo", max_body_bytes=2**17, body_timeout_s=1.0, request_timeout_s=30.0, max_tokens=200
+    model_name="demo", max_body_bytes=2**17, body_timeout_s=0.4, request_timeout_s=30.0, max_tokens=200
 )
 
 
@@ -27,14 +27,15 @@ def served() -> Iterator[Served]:
 
 @pytest.mark.fuzz
 def test_malformed_requests_are_refused_and_hurt_nobody(served: Served) -> None:
-    report = fuzz(served, list(itertools.islice(malformed(chance.seed(1)), chance.many(420))))
+    report = fuzz(served, list(itertools.islice(malformed(chance.seed(1)), chance.many(300))))
     assert not report.problems, "\n".join(report.problems[:5])
     statuses = report.by_status()
     assert {"200", "400", "404", "405", "408", "413", "415", "none"} <= set(statuses), statuses
-    assert len({kind for kind, _ in report.counts}) >= 19
+    assert len({kind for kind, _ in report.counts}) == len(set(KINDS))
 
 
 @pytest.mark.fuzz
+@pytest.mark.whole  # it takes seconds to read the schema
 def test_what_the_schema_allows_and_forbids(served: Served) -> None:
     openapi = patience.get(f"{served.url}/openapi.json").json()
     requests = schema_requests(openapi, chance.many(160), chance.seed(1))
@@ -92,11 +93,6 @@ def test_answers_are_read_as_they_are_framed() -> None:
     data = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n"
     data += b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\n\r\nxy"
     assert [(answer.status, answer.body) for answer in read_answers(data)] == [(200, b"abcde"), (404, b"xy")]
-
-
-def test_a_body_that_never_ends_is_given_up(served: Served) -> None:
-    (answer,) = send(served.port, RawRequest("unfinished", frame("/v1/completions", b"{", length=b"20")))
-    assert answer.status == 408
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from tests.support.servers.serving import MAX_MODEL_LEN, Served
 
 NO_CHARACTER = "\ufffd"
 SMILE = "😀"
-SEEDS = range(3)
+SEEDS = range(2)
 
 
 def letters(space, spelled, more=()):
@@ -144,7 +144,7 @@ def test_stop_strings(served):
             body, found = {"prompt": prompt, "seed": seed, "stop": first}, found + 1
             assert ask(served, **body)[0]["text"] == streamed(served, **body) == ""
             assert ask(served, **body, include_stop_str_in_output=True)[0]["text"] == first
-    assert found > 8
+    assert found > 5
 
 
 @pytest.mark.parametrize("echo", [False, True])
@@ -181,7 +181,7 @@ def test_offsets_are_in_the_text_that_is_told(served, echo):
 
 def test_offsets_of_a_stream_and_of_a_cut_answer(served):
     tokenizer, cut = served.engine.engine.tokenizer, 0
-    for seed in range(9):
+    for seed in range(5):
         body = {"prompt": "the cat", "seed": seed, "logprobs": 0}
         (whole,) = ask(served, **body)
         told = [at for part in parts_of(served, **body) for at in part["logprobs"]["text_offset"]]

@@ -65,6 +65,7 @@ class Served:
         self.loop: asyncio.AbstractEventLoop
         self._server: uvicorn.Server
         self._started = threading.Event()
+        self._told: asyncio.Event
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="served", daemon=True)
 
@@ -76,7 +77,7 @@ class Served:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._server.should_exit = True
+        self.loop.call_soon_threadsafe(self._told.set)
         self._thread.join(HANG_S)
         assert not self._thread.is_alive(), "the server did not stop"
 
@@ -93,12 +94,18 @@ class Served:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(self._serve())
 
+    async def _until_told(self) -> None:
+        """As uvicorn's own, which looks only ten times a second whether it is to end."""
+        await self._server.on_tick(0)
+        await self._told.wait()
+
     async def _serve(self) -> None:
         try:
             self.loop = asyncio.get_running_loop()
             self.engine = AsyncSpecEngine(self._make_engine(), max_waiting=self.config.max_waiting)
             self.app = create_app(self.engine, self.config)
-            self._server = http_server(self.app, self.config)
+            self._server, self._told = http_server(self.app, self.config), asyncio.Event()
+            self._server.main_loop = self._until_told  # type: ignore[method-assign]
             task = asyncio.ensure_future(self._server.serve(sockets=[self._socket]))
             while not self._server.started and not task.done():
                 await asyncio.sleep(0.005)
