@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from specexport.kernels import tuning
-from specexport.kernels.signatures import SIGNATURES
 from specexport.kernels.spec import KernelSpec
 from specexport.kernels.tuning import MULTIPROCESSORS, TileConfig, attention_tiles, choose_splits
 from specexport_runtime.errors import UserInputError
@@ -44,20 +43,6 @@ def test_optional_tensors_are_arguments_only_where_they_are_used() -> None:
     everything = replace(SPEC, tree=True, sinks=True, num_splits=2).signature
     assert everything.argument_names == (*base, "tree_mask", "sinks", *ints, "partial_acc", "partial_stats")
     assert everything.ptx_types() == ("u64",) * 7 + ("u32",) * 3 + ("u64",) * 2
-
-
-def test_ints_are_sizes_of_inputs() -> None:
-    for signature in SIGNATURES.values():
-        shapes = {item.name: item.shape for item in signature.inputs}
-        words = {"num_tokens": "T", "num_seqs": "B", "kv_capacity": "L"}
-        assert all(shapes[item.source][item.axis] == words[item.name] for item in signature.ints)
-
-
-def test_the_caches_of_append_are_aliased_in_place() -> None:
-    signature = SIGNATURES["kv_append"]
-    inputs = {item.name: item for item in signature.inputs}
-    for item in signature.outputs:
-        assert inputs[item.aliases].shape == item.shape
 
 
 @pytest.mark.parametrize("change", [{"dtype": "float32"}, {"dtype": ""}, {"kernel": "attention"}])

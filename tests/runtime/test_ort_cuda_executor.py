@@ -360,15 +360,12 @@ def test_bfloat16_is_bound_by_its_onnx_number(ort):
         make_executor(changed(ENTRY, dtype="float32"))
 
 
-def test_the_cpu_package_is_named_as_such(ort, capsys):
+def test_no_package_and_that_for_the_cpu_are_named_as_such(ort, monkeypatch):
     ort.providers = ["AzureExecutionProvider", "CPUExecutionProvider"]
     with pytest.raises(MissingDependencyError, match="`onnxruntime` and `onnxruntime-gpu` provide the same") as caught:
         make_executor()
     assert "pip uninstall -y onnxruntime onnxruntime-gpu, then pip install -e '.[cuda]'" in str(caught.value)
     assert caught.value.exit_code == 2
-
-
-def test_no_package_at_all_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(MissingDependencyError, match="onnxruntime-gpu is not installed"):
         make_executor()

@@ -110,16 +110,6 @@ def test_a_moved_row_gives_the_same_logits(bundle, texts):
     np.testing.assert_array_equal(logits, alone(bundle, texts[0])[20:25])
 
 
-def test_what_lies_beyond_kv_len_is_never_read(bundle, texts):
-    runner = make_runner(bundle, 2)
-    for row in (0, 1):
-        runner.prefill(row, texts[0][:15])
-    for cache in runner.executor._caches.values():
-        cache[1, :, :, 15:] = np.float32(1e9)  # poison the tail of one row
-    logits = runner.step(0, [RowWork(texts[0][15:18], 3), RowWork(texts[0][15:18], 3)])
-    np.testing.assert_array_equal(logits[:3], logits[3:])
-
-
 def test_a_long_chunk_beside_rows_at_the_end_of_their_capacity(bundle, texts):
     runner = make_runner(bundle, capacity=40)
     for row, past in enumerate((39, 37, 0, 38)):
@@ -163,16 +153,6 @@ def test_moved_entries_are_packed_to_the_front_and_others_stay(bundle, texts):
         np.testing.assert_array_equal(cache[1, :, :, :6], before[name][1][:, :, kept])
         np.testing.assert_array_equal(cache[0], before[name][0])
     executor.move_entries(1, np.array([], np.int64))  # a row of padding only
-
-
-def test_padded_graphs_have_buffers_for_kv_positions(bundle):
-    executor = make_runner(bundle, unpad_kv=False).executor
-    shape = StepShape(0, 2, 4, 3, 2, kv_span=64)
-    buffers = executor.prepare(shape)
-    assert buffers.kv_positions.shape == (2, 1, 64)
-    assert buffers.kv_positions.dtype == np.int64
-    assert executor.prepare(shape._replace(kv_span=128)).kv_positions.shape == (2, 1, 128)
-    assert make_runner(bundle).executor.prepare(StepShape(0, 1, 1, 1, 1)).kv_positions is None
 
 
 def test_a_bundle_gives_the_graph_that_is_asked_for(bundle):

@@ -70,27 +70,6 @@ def sampled(folder: Path) -> dict[str, Any]:
     return {"found": found, "counts": [counts.steps, counts.fetches]}
 
 
-def logits(folder: Path) -> dict[str, Any]:
-    """Ragged steps of a model with windows, softcap and split rows: logits of every new token."""
-    import numpy as np
-
-    from specexport_runtime.packing.batch import ModelRunner, RowWork
-
-    target = open_role(folder, "traced", "target", num_rows=2, graphs=False)
-    runner = ModelRunner(target)
-    texts = [[5, 9, 14, 3, 200, 31, 77, 8, 8, 21, 2, 150], [40, 41, 42, 43, 99]]
-    found: list[list[Any]] = [[], []]
-    start = [0, 0]
-    for counts in ((7, 2), (5, 3)):
-        work = [RowWork(texts[row][start[row] :][:count], count) for row, count in enumerate(counts)]
-        made = np.array(runner.step(0, work))
-        for row, count in enumerate(counts):
-            found[row] += made[runner.logit_starts[row] :][:count].tolist()
-            start[row] += count
-            runner.kv.commit(row, start[row])
-    return {"texts": texts, "logits": found}
-
-
 if __name__ == "__main__":
     sys.path[:0] = [str(ROOT), str(ROOT / "runtime")]
     sys.modules.update(dict.fromkeys(FORBIDDEN))  # importing one fails
