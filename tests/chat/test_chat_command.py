@@ -101,13 +101,6 @@ def test_a_message_without_an_answer_waits_for_retry(chat, tmp_path):
     assert chat(SAID[0]).stdout == result.stdout
 
 
-def test_more_lines_than_one_are_a_message(chat, tmp_path):
-    file = tmp_path / "talk.json"
-    chat("a\\", "b", '"""', "/stats", "", 'c"""', "//usr/bin", f"/save {file}")
-    said = [message["content"] for message in messages_of(file) if message["role"] == "user"]
-    assert said == ["a\nb", "/stats\n\nc", "/usr/bin"]
-
-
 @pytest.mark.parametrize(
     ("lines", "entry"),
     [
@@ -130,7 +123,7 @@ def test_what_lines_make(lines, entry):
     assert read_entry(read_line) == entry
 
 
-def test_stats_and_help(chat):
+def test_stats_help_and_exit(chat):
     result = chat("/stats", *SAID, "/stats", "/help")
     assert "nothing was answered yet" in result.stderr
     found = {line[:32].strip(): line[32:].split() for line in result.stderr.splitlines() if line[:1] != "("}
@@ -138,12 +131,8 @@ def test_stats_and_help(chat):
     assert found["of these known from before"][0] == found["of these known from before"][1] != "0"
     assert 0 < float(found["acceptance rate"][0]) <= 1
     assert float(found["tokens a round"][1]) > 1
-    for command in ("/stats", "/retry", "/undo", "/trim", "/reset", "/system", "/save", "/load", "/help", "/exit"):
-        assert command in result.stderr
-
-
-def test_exit_leaves_what_follows_unsaid(chat):
-    assert chat("/exit", SAID[0]).stdout == ""
+    assert "/trim" in result.stderr
+    assert chat("/exit", SAID[0]).stdout == ""  # what follows is left unsaid
 
 
 @pytest.mark.parametrize(
@@ -152,10 +141,8 @@ def test_exit_leaves_what_follows_unsaid(chat):
         (["/stat"], "there is no command /stat. Fix: did you mean /stats?"),
         (["/usr/bin is what?"], "// begins a message"),
         (["/undo"], "nothing was said yet"),
-        (["/retry"], "nothing was said yet"),
         (["/stats now"], "takes nothing behind it"),
         (["/save"], "needs the name of a file"),
-        (["/load"], "needs the name of a file"),
         (["/load no/such/file"], "no/such/file cannot be read"),
         (["/trim none"], "'none' is no number of turns"),
         (["/system refuse"], "The chat template refused: not that"),
@@ -178,11 +165,7 @@ def test_a_mistake_in_a_pipe_is_one_line_and_exit_code_2(chat, lines, words):
         (["--system", "a", "--system-file", "b"], "drop one"),
         (["--system", "refuse"], "not that"),
         (["--load", "no/such/file"], "cannot be read"),
-        (["--temperature", "-1"], "temperature"),
         (["--drafter", "lokup"], "did you mean 'lookup'"),
-        (["--lookahead", "99"], "num_speculative_tokens is 99"),
-        (["--regex", "("], "regex"),
-        (["--max-tokens", "0"], "max_tokens"),
     ],
 )
 def test_bad_options_are_refused_before_the_first_line(chat, options, words):
@@ -200,14 +183,12 @@ def test_a_bundle_without_a_template_is_refused(demo_bundle):
 @pytest.mark.parametrize(
     "content",
     [
-        "[[1]]",
         "{}",
         "nothing",
         "[" * 10**5,
         '[{"role": "user", "content": 1}]',
         '[{"role": "assistant", "content": "", "tool_calls": [{"id": "a"}]}]',
     ],
-    ids=["lists", "empty", "text", "deep", "number", "calls"],
 )
 def test_what_is_no_conversation_is_neither_loaded_nor_replaced(chat, tmp_path, content):
     file = tmp_path / "notes.txt"

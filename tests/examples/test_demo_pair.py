@@ -43,19 +43,15 @@ def test_fits_the_size_budget():
     assert sum(p.stat().st_size for p in files) <= 25_000_000
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-def test_tokenizers_are_identical(name):
-    assert (PAIR / "target" / name).read_bytes() == (PAIR / "draft" / name).read_bytes()
-
-
-@pytest.mark.parametrize("role", ["target", "draft"])
-def test_config_matches_tokenizer(role):
-    config = transformers.AutoConfig.from_pretrained(PAIR / role)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(PAIR / role)
-    assert config.architectures == ["LlamaForCausalLM"]
-    assert config.vocab_size == len(tokenizer) == 4096
-    assert config.bos_token_id == config.eos_token_id == tokenizer.eos_token_id == 0
-    assert tokenizer.decode([0]) == "<|endoftext|>"
+def test_tokenizers_are_identical_and_match_the_configs():
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (PAIR / "target" / name).read_bytes() == (PAIR / "draft" / name).read_bytes()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(PAIR / "target")
+    for role in ("target", "draft"):
+        config = transformers.AutoConfig.from_pretrained(PAIR / role)
+        assert config.architectures == ["LlamaForCausalLM"]
+        assert config.vocab_size == len(tokenizer) == 4096
+        assert config.bos_token_id == config.eos_token_id == tokenizer.eos_token_id == 0
 
 
 def test_tokenizer_restores_text_and_keeps_indentation_whole():

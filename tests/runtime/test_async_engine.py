@@ -16,7 +16,6 @@ from tests.support.fakes.async_engines import (
     LONG,
     LONG_TEXT,
     Gate,
-    assert_at_rest,
     collect,
     ends,
     engine_at_rest,
@@ -218,21 +217,6 @@ def test_a_submit_that_is_cancelled_and_then_refused_is_forgotten(engine, monkey
         assert await service.drain(60)
 
     asyncio.run(main())
-
-
-def test_a_submit_that_the_end_of_the_program_cancels_leaves_nothing_running(engine, monkeypatch):
-    begun, go = hold_tokenizing(engine, monkeypatch)
-
-    async def main():
-        service = AsyncSpecEngine(engine)
-        task = asyncio.ensure_future(service.submit([1], ENDLESS, reference=LONG_TEXT, drafter="lookup"))
-        await until(begun)
-        threading.Timer(0.05, go.set).start()  # asyncio.run waits for the thread after it has cancelled the task
-        return task
-
-    assert asyncio.run(main()).cancelled()
-    assert_at_rest(engine)
-    assert engine.generate([3], LONG)[0].token_ids == expected([3], 40)
 
 
 @pytest.mark.parametrize("how", ["break", "raise", "dropped", "closed", "not begun"])

@@ -1,6 +1,5 @@
 """A bundle that was altered, cut, or made for another version is refused, in one line that says how to mend it."""
 
-import json
 import os
 import shutil
 from dataclasses import replace
@@ -52,29 +51,16 @@ def test_a_missing_or_cut_file_is_found(bundle):
     assert f"{path.relative_to(bundle)} is missing" in refuse(bundle)
 
 
-@pytest.mark.parametrize("position", [0.1, 0.35, 0.5, 0.77, 0.99])
-def test_a_changed_byte_in_the_manifest_is_found(bundle, position):
+def test_a_changed_byte_in_the_manifest_is_found(bundle):
     path = bundle / "manifest.json"
-    data = bytearray(path.read_bytes())
-    at = next(i for i in range(int(len(data) * position), len(data)) if chr(data[i]).isalnum())
-    data[at] = ord("0") if data[at] != ord("0") else ord("1")
-    path.write_bytes(data)
-    with pytest.raises((BundleError, IncompatibleError)):
-        SpecEngine.load(bundle)
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "fix"),
-    [("schema_version", 99, "upgrade"), ("schema_version", 0, "build"), ("abi_version", 99, "build")],
-)
-def test_other_versions_are_incompatible(bundle, field, value, fix):
-    path = bundle / "manifest.json"
-    data = json.loads(path.read_text())
-    data[field] = value
-    path.write_text(json.dumps(data))
-    message = refuse(bundle, exit_code=3)
-    assert f"{field} is {value}" in message
-    assert fix in message
+    whole = path.read_bytes()
+    for position in (0.1, 0.35, 0.5, 0.77, 0.99):
+        data = bytearray(whole)
+        at = next(i for i in range(int(len(data) * position), len(data)) if chr(data[i]).isalnum())
+        data[at] = ord("0") if data[at] != ord("0") else ord("1")
+        path.write_bytes(data)
+        with pytest.raises((BundleError, IncompatibleError)):
+            load_manifest(bundle)
 
 
 def rewrite(bundle, **changes):
@@ -96,19 +82,14 @@ def test_a_manifest_that_names_files_outside_the_bundle_is_refused(bundle):
     assert "outside the bundle" in refuse(bundle)
 
 
-def test_an_unreadable_tokenizer_is_refused_even_if_its_hash_fits(bundle):
-    (bundle / "tokenizer.json").write_text("{}")
-    manifest = load_manifest(bundle)
-    rewrite(bundle, files={**manifest.files, **hash_files(bundle, ["tokenizer.json"])})
-    assert "tokenizer.json cannot be read" in refuse(bundle)
-
-
-def test_an_engine_onnxruntime_cannot_load_is_refused(bundle):
-    manifest = load_manifest(bundle)
-    name = manifest.models["target"].engine.path
-    (bundle / name).write_bytes(b"not a model")
-    rewrite(bundle, files={**manifest.files, **hash_files(bundle, [name])})
-    assert "cannot load this engine" in refuse(bundle)
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("tokenizer.json", "tokenizer.json cannot be read"), ("target/model.onnx", "cannot load this engine")],
+)
+def test_an_unreadable_file_is_refused_even_if_its_hash_fits(bundle, name, said):
+    (bundle / name).write_text("{}")
+    rewrite(bundle, files={**load_manifest(bundle).files, **hash_files(bundle, [name])})
+    assert said in refuse(bundle)
 
 
 def alter_engine(bundle, alter) -> None:
@@ -172,14 +153,6 @@ def test_without_its_operators_a_bundle_is_refused(demo_bundle, tmp_path, monkey
         operators._loaded.cache_clear()
 
 
-@pytest.mark.parametrize(
-    "content", ["", "{", "[]", '{"schema_version": 1}', '{"schema_version": "x", "abi_version": 1}']
-)
-def test_a_broken_manifest_is_refused(bundle, content):
-    (bundle / "manifest.json").write_text(content)
-    assert "manifest.json" in refuse(bundle)
-
-
 def test_folders_that_are_no_bundles(tmp_path):
     assert "has no manifest.json" in refuse(tmp_path)
     assert "there is no folder" in refuse(tmp_path / "nothing")
@@ -191,9 +164,3 @@ def test_folders_that_are_no_bundles(tmp_path):
 def test_limits_out_of_range(demo_bundle, limits):
     with pytest.raises(InvalidRequestError, match=next(iter(limits))):
         SpecEngine.load(demo_bundle, **limits)
-
-
-def test_a_manifest_survives_writing_and_reading(bundle):
-    manifest = load_manifest(bundle)
-    manifest.write(bundle)
-    assert load_manifest(bundle) == manifest

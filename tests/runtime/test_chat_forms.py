@@ -162,11 +162,8 @@ def test_a_prompt_is_what_transformers_writes_of_a_form_or_there_is_none(name, t
 def test_what_is_left_out_is_named(name, talk, param):
     with pytest.raises(InvalidRequestError, match=param):
         render_whole(TEMPLATES[name], TALKS[talk], {"bos_token": ""})
-
-
-def test_a_developer_is_the_system_where_only_that_is_known():
-    got = render_whole(TEMPLATES["no developer"], TALKS["developer"], {})
-    assert got.startswith("<|im_start|>system\ndeveloper says<|im_end|>")
+    with pytest.raises(UnwrittenError):  # a short text is not found in another
+        render_whole(TEMPLATES["no system"], [{"role": "system", "content": "s"}, USER], {})
 
 
 def test_arguments_are_text_where_the_template_adds_them_to_text():
@@ -182,11 +179,6 @@ def test_a_text_beside_calls_may_be_left_out_later():
     talk = [*TALKS["text and calls"], SAID, USER]
     assert "let me see" in render_whole(template, talk[:3], {})
     assert "let me see" not in render_whole(template, talk, {})
-
-
-def test_a_short_text_is_not_found_in_another():
-    with pytest.raises(UnwrittenError):
-        render_whole(TEMPLATES["no system"], [{"role": "system", "content": "s"}, USER], {})
 
 
 WRITES = [

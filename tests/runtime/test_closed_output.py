@@ -87,11 +87,10 @@ def test_another_broken_pipe_is_a_defect(capsys):
         doing(broken)(["go"])
 
 
-@pytest.mark.parametrize("form", [["--stats"], ["--json"]])
-def test_generate_into_a_closed_pipe(demo_bundle, form):
+def test_generate_into_a_closed_pipe(demo_bundle):
     read, broken = os.pipe()
     os.close(read)
-    command = [sys.executable, "-m", "specexport_runtime", "generate", str(demo_bundle), "def f(", *form]
+    command = [sys.executable, "-m", "specexport_runtime", "generate", str(demo_bundle), "def f(", "--stats"]
     try:
         done = subprocess.run(
             [*command, "--max-tokens", "8", "--threads", "1", "--no-spin"],

@@ -83,6 +83,13 @@ def test_a_change_that_keeps_the_size_is_found(alter: "object", folder: Path) ->
             check_files(folder, files, remember=True)
 
 
+def test_another_wanted_hash_is_not_served_from_the_record(folder: Path) -> None:
+    files = entries(folder)
+    check_files(folder, files, remember=True)
+    with pytest.raises(BundleError, match="text was altered"):
+        check_files(folder, {**files, "text": FileEntry("0" * 64, 10)}, remember=True)
+
+
 def test_hashing_can_be_forced(folder: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     files = entries(folder)
     check_files(folder, files, remember=True)
@@ -118,22 +125,22 @@ def test_a_file_that_changes_while_it_is_hashed_is_not_recorded(folder: Path, mo
         check_files(folder, files, remember=True)
 
 
-@pytest.mark.parametrize("damage", [b"", b"{}", b'{"folder": 1}', b'{"folder": "/", "files": {"text": []}}'])
-def test_a_damaged_record_costs_a_hash(damage: bytes, folder: Path, hashed: list[str], tmp_path: Path) -> None:
-    files = entries(folder)
+@pytest.mark.parametrize(
+    "damage", [b"", b"{}", b'{"folder": 1}', b'{"folder": "/", "files": {"text": []}}', "others may write", "no cache"]
+)
+def test_a_record_that_cannot_be_trusted_costs_a_hash(
+    damage: bytes | str, folder: Path, hashed: list[str], tmp_path: Path
+) -> None:
+    files, cache = entries(folder), tmp_path / "cache"
     check_files(folder, files, remember=True)
-    (record,) = (tmp_path / "cache" / "checked").iterdir()
-    record.write_bytes(damage)
-    assert not check_files(folder, files, remember=True)
-    assert len(hashed) == 4
-    assert check_files(folder, files, remember=True)
-
-
-def test_a_record_that_others_can_write_is_ignored(folder: Path, hashed: list[str], tmp_path: Path) -> None:
-    files = entries(folder)
-    check_files(folder, files, remember=True)
-    (record,) = (tmp_path / "cache" / "checked").iterdir()
-    record.chmod(0o666)
+    (record,) = (cache / "checked").iterdir()
+    if isinstance(damage, bytes):
+        record.write_bytes(damage)
+    elif damage == "no cache":
+        cache.rename(tmp_path / "away")
+        cache.write_text("no folder")
+    else:
+        record.chmod(0o666)
     assert not check_files(folder, files, remember=True)
     assert len(hashed) == 4
 

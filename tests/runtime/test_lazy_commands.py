@@ -3,7 +3,6 @@
 import click
 from click.testing import CliRunner
 
-from specexport_runtime.cli.command import runtime_cli
 from specexport_runtime.cli.lazy import LazyGroup, Mount
 
 MOUNTS = {
@@ -36,8 +35,3 @@ def test_a_command_that_is_not_installed_is_unknown_and_the_others_run() -> None
     assert "gone" in result.stderr
     assert CliRunner().invoke(group, ["own"]).exit_code == 0
     assert "--max-waiting" in CliRunner().invoke(group, ["serve", "--help"]).stdout
-
-
-def test_the_runtime_alone_has_its_annex() -> None:
-    names = runtime_cli.list_commands(click.Context(runtime_cli))
-    assert names == ["generate", "serve", "chat"]

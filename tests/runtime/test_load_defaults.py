@@ -25,18 +25,11 @@ def bundle(demo_bundle: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_bundles_limits_are_the_defaults(bundle: Path) -> None:
-    engine = SpecEngine.load(bundle, num_threads=1, spin=False)
-    assert engine.current_load().max_num_seqs == 3
-    assert engine._loop.decoder.scheduler.max_num_batched_tokens == 40
-    engine.close()
-
-
-def test_a_load_may_say_otherwise(bundle: Path) -> None:
-    options = EngineOptions(max_num_seqs=2, num_threads=1, spin=False)
-    engine = SpecEngine.load(bundle, options, max_num_batched_tokens=33)
-    assert engine.current_load().max_num_seqs == 2
-    assert engine._loop.decoder.scheduler.max_num_batched_tokens == 33
+@pytest.mark.parametrize(("given", "limits"), [({}, (3, 40)), ({"max_num_batched_tokens": 33}, (2, 33))])
+def test_the_bundles_limits_are_the_defaults_and_a_load_may_say_otherwise(bundle: Path, given, limits) -> None:
+    options = EngineOptions(num_threads=1, spin=False, **({"max_num_seqs": 2} if given else {}))
+    engine = SpecEngine.load(bundle, options, **given)
+    assert (engine.current_load().max_num_seqs, engine._loop.decoder.scheduler.max_num_batched_tokens) == limits
     engine.close()
 
 

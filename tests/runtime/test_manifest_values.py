@@ -66,30 +66,27 @@ def changed(data, path, value):
     return data
 
 
-def test_the_manifest_of_these_tests_loads(tmp_path):
+def test_a_manifest_survives_writing_and_reading(tmp_path):
     assert load_manifest(write(tmp_path, MANIFEST.to_json())) == MANIFEST
+    MANIFEST.write(tmp_path)
+    assert load_manifest(tmp_path) == MANIFEST
 
 
 @pytest.mark.parametrize(
     ("path", "value", "said"),
     [
         (("lookahead",), None, "lookahead is None, not a whole number from 1 to 64"),
-        (("lookahead",), 0, "lookahead is 0"),
-        (("lookahead",), -1, "lookahead is -1"),
         (("lookahead",), 1e300, "lookahead is 1e+300"),
-        (("lookahead",), 65, "lookahead is 65"),
         (("lookahead",), True, "lookahead is True"),
         (("max_model_len",), 10**9, "max_model_len is 1000000000, not a whole number from 2 to 16777216"),
         (("max_model_len",), 1000, "max_model_len is 1000, not within target's 512 positions"),
         (("vocabulary", "size"), 10**12, "vocabulary.size is 1000000000000, not"),
         (("vocabulary", "size"), 301, "vocabulary.size is 301, not within target's vocabulary of 300"),
         (("vocabulary", "eos_token_ids"), ["2"], "vocabulary.eos_token_ids[0] is '2'"),
-        (("vocabulary", "eos_token_ids"), [2, -1], "vocabulary.eos_token_ids[1] is -1"),
         (("vocabulary", "eos_token_ids"), [300], "an id of vocabulary.eos_token_ids is 300, not below 300"),
         (("vocabulary", "eos_token_ids"), 2, "vocabulary.eos_token_ids is 2, not a list"),
         (("vocabulary", "special_tokens"), {"eos_token": 3}, "vocabulary.special_tokens.eos_token is 3, not a text"),
         (("models", "target", "engine", "path"), "../model.onnx", "it lies outside the bundle"),
-        (("models", "target", "engine", "path"), "/elsewhere/model.onnx", "it lies outside the bundle"),
         (("models", "target", "engine", "path"), "target\\..\\..\\x", "it lies outside the bundle"),
         (("models", "target", "engine", "path"), "target/other.onnx", "'target/other.onnx', not among the files"),
         (("models", "target", "engine", "files", 0, "path"), "/e", "models.target.engine.files[0].path is '/e'"),
@@ -99,18 +96,13 @@ def test_the_manifest_of_these_tests_loads(tmp_path):
             "a file of models.target is 'e', not among the files",
         ),
         (("models", "target", "dtype"), "int4", "models.target.dtype is 'int4', not one of float32"),
-        (("models", "target", "attention", "layers", 0), [1, 8], "attention.layers[0] is [1, 8], not an object"),
         (("models", "target", "attention", "layers", 0), {"kv_heads": 1, "k_dim": 8}, "it lacks 'v_dim'"),
         (("models", "target", "attention", "layers", 0, "v_dim"), 10**9, "layers[0].v_dim is 1000000000, not a whole"),
         (("models", "target", "engine", "packed_bytes"), [1], "engine.packed_bytes is [1], not a list of 2"),
-        (("models", "target", "vocab_size"), 10**12, "models.target.vocab_size is 1000000000000"),
         (("models", "draft", "cut_lm_head", "num_rows"), 301, "of models.draft is 301, not within its vocabulary of"),
-        (("models", "draft", "cut_lm_head", "num_rows"), None, "cut_lm_head.num_rows is None, not a whole number"),
-        (("models", "draft", "cut_lm_head", "ids_path"), None, "cut_lm_head.ids_path is None, not a text"),
         (("models", "target"), DRAFT_JSON, "cut_lm_head of models.target is CutLmHead("),
         (("models", "target"), DRAFT_JSON, "not null: only a draft's LM head may be cut"),
         (("models", "draft", "cut_lm_head", "ids_path"), "draft/x.npy", "'draft/x.npy', not among the files"),
-        (("models", "draft", "cut_lm_head", "ids_path"), "../ids.npy", "it lies outside the bundle"),
         (
             ("models", "head", "draft_head", "mask_path"),
             "head/x.npy",
@@ -127,12 +119,10 @@ def test_the_manifest_of_these_tests_loads(tmp_path):
             [LAST | {"similarity": 1.5}],
             "similarity is 1.5, not a number from -1",
         ),
-        (("models", "draft", "dropped_layers"), [LAST | {"similarity": True}], "similarity is True, not a number"),
         (("models", "draft", "dropped_layers"), [LAST, LAST], "of models.draft is [1, 1], not different layers"),
         (("models", "draft", "dropped_layers"), [LAST | {"number": 2}], "of models.draft is [2], not different layers"),
         (("models", "target", "dropped_layers"), [LAST], "of models.target is [1], not empty: only a draft"),
         (("models", "helper"), {}, "a name in models is 'helper', not one of target, draft"),
-        (("models", "target", "passes"), [["fold"]], "passes[0] is ['fold'], not a list of 2"),
         (
             ("models", "head", "attention", "target_layers"),
             [3],
@@ -167,20 +157,22 @@ def refusal_of(folder):
     return None
 
 
-def test_no_value_in_any_place_is_a_traceback(tmp_path):
+@pytest.mark.parametrize("share", [4, pytest.param(1, marks=pytest.mark.whole)])
+def test_no_value_in_any_place_is_a_traceback(tmp_path, share):
+    """A share of the values in each place, other ones in the next; all of them in the long lane."""
     models = {"target": ENTRY, "head": HEAD}
     whole = replace(MANIFEST, models=models, files={name: FileEntry("ef", 3) for name in FILES}).to_json()
     loaded = refused = 0
-    for path in places(whole):
-        for value in ABSURD if path else ():
+    for number, path in enumerate(places(whole)):
+        for value in ABSURD[number % share :: share] if path else ():
             if path[0] == "manifest_sha256":
                 continue
             write(tmp_path, changed(whole, path, value))
             refusal = refusal_of(tmp_path)
             assert refusal is None or (refusal.exit_code in (2, 3) and "\n" not in str(refusal)), (path, value)
             loaded, refused = loaded + (refusal is None), refused + (refusal is not None)
-    assert loaded > 100
-    assert refused > 1000
+    assert loaded > 100 / share
+    assert refused > 1000 / share
 
 
 @pytest.mark.parametrize(
@@ -188,17 +180,18 @@ def test_no_value_in_any_place_is_a_traceback(tmp_path):
     [
         "[" * 100_000 + "]" * 100_000,
         '{"schema_version": 4, "abi_version": 3, "recipe": ' + '{"a":' * 50_000 + "1" + "}" * 50_001,
+        "{",
+        "[]",
+        '{"schema_version": 1}',
         '{"schema_version": 1e999, "abi_version": 3}',
         '{"schema_version": null, "abi_version": 3}',
         '{"schema_version": "5", "abi_version": 3}',
         '{"schema_version": ' + "9" * 5000 + ', "abi_version": 3}',
-        "3",
-        "\x00",
         '"\\ud800"',
     ],
-    ids=["deep list", "deep table", "infinite", "null", "text", "long", "number", "nul", "surrogate"],
+    ids=["deep list", "deep table", "cut", "list", "no abi", "infinite", "null", "text", "long", "surrogate"],
 )
-@pytest.mark.parametrize("command", [["generate", "text"], ["explain", "text"], ["inspect"], ["verify"]])
+@pytest.mark.parametrize("command", [["generate", "text"], ["inspect"], ["verify"]])
 def test_a_manifest_that_is_no_manifest_is_one_line(tmp_path, content, command):
     (tmp_path / "manifest.json").write_text(content)
     name, *rest = command
@@ -221,7 +214,7 @@ def test_a_wrong_value_and_an_impossible_folder_are_one_line(tmp_path, command):
         assert said in line
 
 
-@pytest.mark.parametrize("schema", range(1, module.SCHEMA_VERSION))
+@pytest.mark.parametrize("schema", [1, module.SCHEMA_VERSION - 1])
 def test_older_schemas_are_refused_with_the_command_that_rebuilds(tmp_path, schema):
     with pytest.raises(IncompatibleError) as caught:
         load_manifest(write(tmp_path, MANIFEST.to_json() | {"schema_version": schema}))
@@ -231,7 +224,7 @@ def test_older_schemas_are_refused_with_the_command_that_rebuilds(tmp_path, sche
     assert caught.value.exit_code == 3
 
 
-@pytest.mark.parametrize("abi", [*range(1, ABI_VERSION), ABI_VERSION + 1])
+@pytest.mark.parametrize("abi", [ABI_VERSION - 1, ABI_VERSION + 1])
 def test_other_abis_are_refused_with_the_command_that_rebuilds(tmp_path, abi):
     with pytest.raises(IncompatibleError, match=f"abi_version is {abi}, this runtime speaks {ABI_VERSION}") as caught:
         load_manifest(write(tmp_path, MANIFEST.to_json() | {"abi_version": abi}))
@@ -240,8 +233,9 @@ def test_other_abis_are_refused_with_the_command_that_rebuilds(tmp_path, abi):
 
 def test_another_version_is_told_before_its_values(tmp_path):
     data = MANIFEST.to_json() | {"schema_version": 99, "lookahead": "many"}
-    with pytest.raises(IncompatibleError, match="schema_version is 99"):
+    with pytest.raises(IncompatibleError, match="schema_version is 99") as caught:
         load_manifest(write(tmp_path, data))
+    assert "upgrade" in caught.value.hint
 
 
 def test_every_field_has_a_rule():

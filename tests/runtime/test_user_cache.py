@@ -50,7 +50,10 @@ def test_each_platform_has_its_folder(
     assert cache_root().as_posix().endswith(end)
 
 
-def test_folders_are_made_for_this_user_alone(root: Path) -> None:
+def test_folders_are_made_for_this_user_alone_and_not_to_read(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert cache_folder("things", writable=False) is None
+    assert not root.exists()
+    assert not caplog.records
     folder = cache_folder("things")
     assert folder == root / "things"
     assert folder.stat().st_mode & 0o777 == 0o700
@@ -58,12 +61,6 @@ def test_folders_are_made_for_this_user_alone(root: Path) -> None:
     assert (folder / "a.json").stat().st_mode & 0o777 == 0o600
     assert read_json(folder / "a.json") == {"x": [1, 2]}
     assert [path.name for path in folder.iterdir()] == ["a.json"]
-
-
-def test_reading_makes_no_folder_and_says_nothing(root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert cache_folder("things", writable=False) is None
-    assert not root.exists()
-    assert not caplog.records
 
 
 def test_a_cache_that_cannot_be_made_is_said_once(root: Path, caplog: pytest.LogCaptureFixture) -> None:
