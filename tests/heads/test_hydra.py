@@ -23,12 +23,11 @@ from specexport_runtime.abi import AFTER_NORM, CONTEXT_ID
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
 from specexport_runtime.packing.batch import ModelRunner, RowWork
-from tests.support.fakes.following_target import behind, make_target, rows_behind
+from tests.support.fakes.following_target import rows_behind
 from tests.support.models.head_bundles import build, opened
 from tests.support.models.loading import config_of, load, load_head, tables_of
 from tests.support.models.tiny_heads import HIDDEN, VOCAB, write
 from tests.support.models.tiny_hydra import DIALECTS, config_of_heads, hydra, hydra_plus, hydra_tensors, with_dropout
-from tests.support.models.tiny_models import save_checkpoint
 from tests.support.references.drafted import PROMPTS, check_drafts
 from tests.support.references.reference_hydra import HydraSpec, draft, guess, stream
 
@@ -137,23 +136,6 @@ def knowing(target: Any, *, normed: bool) -> dict[str, torch.Tensor]:
         made[f"hydra_mlp.{i}.0.res_connection.weight"][:, :HIDDEN] = torch.eye(HIDDEN)
         made[f"hydra_lm_head.{i}.weight"] = rows_behind(seen, i + 2)
     return made
-
-
-@pytest.fixture(scope="module")
-def following() -> Any:
-    return make_target()
-
-
-@pytest.fixture(scope="module")
-def following_folder(following: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(following, tmp_path_factory.mktemp("following"))
-
-
-@pytest.fixture
-def own_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The probe's texts are such as this target writes: its hidden state does not tell what else may follow."""
-    pieces = [np.array([behind(start, i) for i in range(64)]) for start in (5, 60, 200)]
-    monkeypatch.setattr(head_module, "pieces_for", lambda *_: pieces)
 
 
 @pytest.mark.whole

@@ -4,11 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from specexport.compile import head as head_module
 from specexport.heads.kinds import trace_head
 from specexport.inspect import describe
 from specexport.passes.pipeline import default_passes, run_passes
@@ -16,7 +14,7 @@ from specexport_runtime import SamplingParams
 from specexport_runtime.abi import AFTER_NORM
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.errors import CheckpointError, UnsupportedModelError
-from tests.support.fakes.following_target import behind, make_target, rows_behind
+from tests.support.fakes.following_target import rows_behind
 from tests.support.models.head_bundles import build, opened
 from tests.support.models.loading import config_of, load
 from tests.support.models.tiny_heads import (
@@ -31,15 +29,9 @@ from tests.support.models.tiny_heads import (
     numbered,
     write,
 )
-from tests.support.models.tiny_models import save_checkpoint
 from tests.support.references.drafted import PROMPTS, check_text
 
 HEADS = 3
-
-
-@pytest.fixture(scope="module")
-def following() -> Any:
-    return make_target()
 
 
 def knowing(target: Any) -> dict[str, torch.Tensor]:
@@ -52,18 +44,6 @@ def knowing(target: Any) -> dict[str, torch.Tensor]:
 
 
 CONFIG = {"medusa_num_heads": HEADS, "medusa_num_layers": 1}
-
-
-@pytest.fixture
-def own_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The probe's texts are such as this target writes: a Medusa head does not see what follows its hidden state."""
-    pieces = [np.array([behind(start, i) for i in range(64)]) for start in (5, 60, 200)]
-    monkeypatch.setattr(head_module, "pieces_for", lambda *_: pieces)
-
-
-@pytest.fixture(scope="module")
-def following_folder(following: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(following, tmp_path_factory.mktemp("target"))
 
 
 @pytest.mark.bundle

@@ -121,14 +121,20 @@ def make(name: str, folder: Path, seed: int = 0) -> Module:
     ours = ("embed_norm", "feature_norm", "fc", "norm")
     module |= {f"{family.place}{theirs}.weight": tensors[key] for theirs, key in zip(family.names, ours, strict=True)}
     save_file({key: value.contiguous() for key, value in (stored | module).items()}, folder / "model.safetensors")
-    values = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": LAYERS}
+    values = cut_config(folder)
+    if name == "qwen3_5_moe":
+        _put_beside_images(folder, values)
+    return Module(target, copy.deepcopy(deeper), tensors, family.feature_first, family.norm_output, family.centred)
+
+
+def cut_config(folder: Path, **more: Any) -> dict[str, Any]:
+    """Let a configuration count the target's layers only, and say ``more``."""
+    values = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": LAYERS} | more
     for key in ("layer_types", "mlp_layer_types"):
         if isinstance(values.get(key), list):
             values[key] = values[key][:LAYERS]
     (folder / "config.json").write_text(json.dumps(values))
-    if name == "qwen3_5_moe":
-        _put_beside_images(folder, values)
-    return Module(target, copy.deepcopy(deeper), tensors, family.feature_first, family.norm_output, family.centred)
+    return values
 
 
 def _put_beside_images(folder: Path, text: dict[str, Any]) -> None:

@@ -1,7 +1,6 @@
 """Tiny random MTP modules, several to a target, and what they draft by the published equations."""
 
 import copy
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.support.models.tiny_models import GROUPED, calm, make_model, randomize, save_checkpoint
-from tests.support.models.tiny_modules import FAMILIES, LAYERS, Family, _layers, norm
+from tests.support.models.tiny_modules import FAMILIES, LAYERS, Family, _layers, cut_config, norm
 
 _MIMO = GROUPED | {
     "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 24, "v_head_dim": 16,
@@ -84,12 +83,7 @@ def make(
         made.append(tensors)
         stored |= moved
     save_file({key: value.contiguous() for key, value in stored.items()}, folder / "model.safetensors")
-    values = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": LAYERS}
-    values["num_nextn_predict_layers"] = count
-    for key in ("layer_types", "mlp_layer_types"):
-        if isinstance(values.get(key), list):
-            values[key] = values[key][:LAYERS]
-    (folder / "config.json").write_text(json.dumps(values))
+    cut_config(folder, num_nextn_predict_layers=count)
     return Modules(target, copy.deepcopy(deeper), made, tables or None)
 
 
