@@ -26,14 +26,14 @@ from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.draft_exit import DraftExitParams
 from specexport_runtime.requests.layer_choice import LayerRules
 from specexport_runtime.requests.records import DraftStage
-from specexport_runtime.requests.request import Request
 from tests.support.cases.chance import examples
 from tests.support.cases.entries import make_entry
 from tests.support.fakes.adaptive import GATES, gated_curves, make_decoder
 from tests.support.fakes.engine import make_tokenizer
 from tests.support.fakes.engine_of import engine_of
 from tests.support.fakes.goodput_fakes import LOOKAHEAD, curves
-from tests.support.fakes.loop import MAX_MODEL_LEN, VOCAB, finish, goodput_length, greedy_reference
+from tests.support.fakes.heads_on_fakes import check_plain, make_sequences
+from tests.support.fakes.loop import MAX_MODEL_LEN, VOCAB, finish, goodput_length
 from tests.support.references.exact import P_VALUE
 from tests.support.references.exact_texts import LENGTH, SMALL, least_p_value, make_requests, small_model
 
@@ -51,23 +51,14 @@ NAMES = [(), ("lookup",), ("draft-model",), ("self",), ("lookup", "draft-model")
 def test_greedy_text_is_plain_greedy_text_whatever_is_chosen(plans, rows, budget, noise):
     target = FakeExecutor(VOCAB, rows, MAX_MODEL_LEN + 20, context=2, num_gates=GATES, gate_noise=noise)
     draft = FakeExecutor(VOCAB, rows, MAX_MODEL_LEN + 20, context=2, noise=noise)
-    sequences = [
-        Request(
-            i,
-            [(5 * i + j) % VOCAB for j in range(1 + 4 * i)],
-            SamplingParams(max_tokens=8 + 5 * i),
-            vocab_size=VOCAB,
-            max_model_len=MAX_MODEL_LEN,
-            draft_plan=[DraftStage(name, LOOKAHEAD) for name in names],
-            adaptive=adaptive,
-            layer_rules=RULES,
-            trace=True,
-        )
-        for i, (names, adaptive) in enumerate(plans)
-    ]
+    sequences = make_sequences(lambda i: 8 + 5 * i, [[(5 * i + j) % VOCAB for j in range(1 + 4 * i)] for i in range(7)])
+    for seq, (names, adaptive) in zip(sequences, plans, strict=False):
+        seq.draft_plan, seq.adaptive = [DraftStage(name, LOOKAHEAD) for name in names], adaptive
+        seq.layer_rules, seq.trace = RULES, []
+    sequences = sequences[: len(plans)]
     finish(make_decoder(target, draft, rows, max_num_batched_tokens=budget), sequences)
+    check_plain(target, sequences)
     for seq in sequences:
-        assert seq.output == greedy_reference(target, seq.tokens[: seq.num_prompt_tokens], seq.params.max_tokens)
         assert [token for each in seq.trace for token in each.emitted] == seq.output
         assert sum(len(each.drafted) for each in seq.trace) == seq.stats.drafted
 

@@ -126,18 +126,12 @@ def place(seq, row):
 
 
 def test_the_draft_model_serves_any_rows_and_leaves_the_others_alone():
-    drafter = model_drafter(6)
-    prompts = [[1, 2], [3], [4, 5, 6], [7, 8]]
-    sequences = [
-        place(sequence(i, (MODEL,), p), row) for i, (p, row) in enumerate(zip(prompts, [1, 2, 4, 5], strict=True))
-    ]
-    proposals = drafter.propose(sequences, [2, 0, 3, 0])
-    target = make_target(1)
+    drafter, target, prompts = model_drafter(6), make_target(1), [[1, 2], [3], [4, 5, 6], [7, 8]]
+    sequences = [place(sequence(i, (MODEL,), prompts[i]), row) for i, row in enumerate((1, 2, 4, 5))]
+    limits = [2, 0, 3, 0]
+    proposals = drafter.propose(sequences, limits)
     assert [p.tokens for p in proposals] == [
-        greedy_reference(target, [1, 2], 2),
-        [],
-        greedy_reference(target, [4, 5, 6], 3),
-        [],
+        greedy_reference(target, *each) for each in zip(prompts, limits, strict=True)
     ]
     # Rows 1 to 4 at first, then row 4 alone.
     calls = drafter.runner.executor.calls
@@ -202,28 +196,13 @@ def test_any_mix_of_plans_decodes_as_if_alone(prompts, rows, chunk, budget, back
 
 def test_chained_drafting_uses_both():
     """The target loops (lookup finds that), the draft model is right before it does."""
-    target = make_target(1, context=2)
-    results = {}
+    target, outputs, rounds, steps = make_target(1, context=2), set(), {}, {}
     for name, plan in {"plain": (), "lookup": (LOOKUP,), "model": (MODEL,), "chained": (LOOKUP, MODEL)}.items():
-        seq = sequence(0, plan, [3], max_tokens=50)
-        draft = make_draft("same", 1)
+        seq, draft = sequence(0, plan, [3], max_tokens=50), make_draft("same", 1)
         draft._context = 2
         decode(target, draft, [seq], rows=1)
-        results[name] = (seq.output, seq.stats.rounds, len(draft.calls))
-    assert len({tuple(output) for output, _, _ in results.values()}) == 1
-    rounds = {name: count for name, (_, count, _) in results.items()}
+        outputs.add(tuple(seq.output))
+        rounds[name], steps[name] = seq.stats.rounds, len(draft.calls)
+    assert len(outputs) == 1
     assert rounds["chained"] < min(rounds["lookup"], rounds["model"])
-    assert 0 < results["chained"][2] < results["model"][2]
-
-
-def test_sampled_sequences_do_not_depend_on_the_batch_in_any_plan():
-    def make(i, plan, seed):
-        params = SamplingParams(max_tokens=25, temperature=0.7)
-        return make_sequence(i, [5, 6], params, draft_plan=plan, seed=seed)
-
-    for plan in PLANS:
-        alone, shared = make(0, plan, 11), make(0, plan, 11)
-        decode(make_target(1, context=1), make_draft("good", 1), [alone], rows=1)
-        crowd = [make(i, PLANS[i % len(PLANS)], i) for i in range(1, 6)]
-        decode(make_target(3, context=1), make_draft("good", 3), [*crowd[:3], shared, *crowd[3:]], rows=3)
-        assert shared.output == alone.output
+    assert 0 < steps["chained"] < steps["model"]

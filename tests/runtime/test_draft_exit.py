@@ -137,25 +137,6 @@ def test_only_what_may_end_asks_for_logits():
     assert wanted == ["token_ids"] * 3
 
 
-def test_a_neighbours_exit_changes_nothing():
-    def make(i, prompt, params=None, **sampling):
-        options = {"draft_exit": DraftExit(params)} if params else {}
-        return make_sequence(i, prompt, SamplingParams(max_tokens=40, **sampling), seed=i, **options)
-
-    mixed = [
-        make(0, [1, 2]),
-        make(1, [3], SURE),
-        make(2, [5, 6], DraftExitParams(gamma=0.5), temperature=0.8),
-        make(3, [9], DraftExitParams(gamma=0.4), repetition_penalty=1.3),
-    ]
-    together = propose(make_draft("good"), mixed, [5, 5, 4, 6])
-    for i, (seq, limit) in enumerate(zip(mixed, [5, 5, 4, 6], strict=True)):
-        [alone] = propose(make_draft("good"), [seq], [limit])
-        assert alone.tokens == together[i].tokens
-        assert alone.end == together[i].end
-    assert len({len(proposal.tokens) for proposal in together}) > 1
-
-
 @pytest.mark.parametrize(("gamma", "lookahead"), [(0.3, 8), (0.6, 3), (1.0, 1)])
 def test_greedy_text_equals_plain_greedy(gamma, lookahead):
     target, exits = make_target(), DraftExitParams(gamma=gamma, epsilon=0.1)

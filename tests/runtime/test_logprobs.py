@@ -73,19 +73,6 @@ def test_a_draft_out_of_the_target_itself_leaves_no_trace_in_them():
     assert_close(result.logprobs, independent(target, [1, 2], result.token_ids, 3))
 
 
-@pytest.mark.parametrize("way", ["greedy", "sampled, cut"])
-def test_results_and_streams_carry_them(way):
-    engine = make_engine()
-    params = SamplingParams(max_tokens=30, logprobs=2, **WAYS[way])
-    for drafting in ({}, {"speculation": False}):
-        chunks = list(engine.stream([1, 2], params, **drafting))
-        pieces = [piece for chunk in chunks for piece in chunk.pieces]
-        result = engine.generate([1, 2], params, **drafting)[0]
-        assert [piece.logprobs for piece in pieces] == result.logprobs
-        assert [entry.token_id for entry in result.logprobs] == result.token_ids
-        assert len(result.logprobs) == 30
-
-
 def test_there_are_as_many_as_tokens_when_a_stop_string_cuts_the_round():
     engine = make_engine("same")
     full = engine.generate([1, 2], SamplingParams(max_tokens=30), num_speculative_tokens=8)[0]

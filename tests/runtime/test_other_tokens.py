@@ -186,26 +186,6 @@ def test_other_drafters_between_leave_much_to_catch_up_on():
     assert sum(seq.stats.accepted for seq in decoding) > 20
 
 
-@pytest.mark.parametrize(
-    "options", [{"frequency_penalty": 0.9}, {"logit_bias": {9: 1.5, 10: 4.0}, "temperature": 0.7}], ids=str
-)
-def test_what_is_drawn_from_is_over_the_targets_ids(options):
-    params = SamplingParams(**({"temperature": 0.7} | options))
-    seq = make_sequence(0, [3, 9], params, draft_plan=PLAN, seed=3)
-    seq.row = 0
-    seq.commit([11])
-    (proposal,) = make_drafter(MAP).propose([seq], [3])
-    assert len(proposal.tokens) == 3
-    assert set(proposal.tokens) <= set(SHARED)
-    for drafted in range(3):
-        before = proposal.tokens[:drafted]
-        logits = make_target().logits_after([3, 9, 11, *before]).copy()
-        logits[np.setdiff1d(np.arange(VOCAB), SHARED)] = -np.inf
-        expected = seq.sampler.distribution(logits, before)
-        for token in range(VOCAB):
-            assert proposal.distributions[drafted].probability(token) == expected.probability(token)
-
-
 SMALL, SMALL_SHARED = 6, [1, 2, 4]
 
 

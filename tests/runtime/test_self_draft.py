@@ -179,27 +179,6 @@ def test_a_choice_that_removes_nothing_drafts_nothing_and_is_there_to_see():
     assert target.masks == [None] * len(target.masks)
 
 
-def test_a_draft_ends_where_the_layers_that_are_left_are_not_sure():
-    sequences = [
-        make_sequence(i, p, SamplingParams(max_tokens=30), draft_exit=DraftExit(DraftExitParams(gamma=0.6)))
-        for i, p in enumerate(PROMPTS[:4])
-    ]
-    decoder = self_decoder(gated(), 6)
-    ends = []
-    propose = decoder.drafter.drafters["self"].propose
-
-    def watched(*args):
-        proposals = propose(*args)
-        ends.extend((proposal.end, len(proposal.tokens)) for proposal in proposals)
-        return proposals
-
-    decoder.drafter.drafters["self"].propose = watched
-    run(decoder, sequences)
-    assert {length for end, length in ends if end == "exit"} >= {1, 2}
-    assert all(length < 6 for end, length in ends if end == "exit")
-    assert all(seq.draft_exit.gamma != 0.6 for seq in sequences)
-
-
 def test_time_of_draft_steps_is_the_drafters_and_not_counted_twice():
     target = gated()
     execute = target.execute
