@@ -61,11 +61,13 @@ def test_a_stream_has_the_name_and_the_text_of_its_adapter(served):
     assert "".join(chunk.choices[0].text for chunk in chunks) == whole
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"]
+)
 def test_an_unknown_model_is_refused(served, path):
-    body = {"tokens": [1]} if path == "/detokenize" else {"prompt": "w1"}
-    if "chat" in path:
-        body = {"messages": [{"role": "user", "content": "w1"}]}
+    bodies = {"/detokenize": {"tokens": [1]}, "/v1/responses": {"input": "w1"}}
+    bodies["/v1/chat/completions"] = {"messages": [{"role": "user", "content": "w1"}]}
+    body = bodies.get(path, {"prompt": "w1"})
     answer = post(served, path, model="chess", **body)
     assert (answer["status"], answer["error"]["param"], answer["error"]["code"]) == (404, "model", "model_not_found")
     assert "only 'base', 'sql', 'poems'" in answer["error"]["message"]

@@ -31,7 +31,7 @@ def test_malformed_requests_are_refused_and_hurt_nobody(served: Served) -> None:
     assert not report.problems, "\n".join(report.problems[:5])
     statuses = report.by_status()
     assert {"200", "400", "404", "405", "408", "413", "415", "none"} <= set(statuses), statuses
-    assert len({kind for kind, _ in report.counts}) == len(set(KINDS))
+    assert len({kind for kind, _ in report.counts}) >= len(set(KINDS))
 
 
 @pytest.mark.fuzz
