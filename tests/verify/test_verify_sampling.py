@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from specexport.verify.goodness_of_fit import judge
 from specexport.verify.logit_tree import IMPOSSIBLE, LogitTree, Partition, conditional
 from specexport.verify.sampling import FAMILY_ALPHA, SETTINGS, accept_everything, check_sampling, draw_outcome
 from specexport_runtime.errors import InvalidRequestError
@@ -165,6 +166,13 @@ def test_a_rest_without_mass_joins_another_cell():
     partition = Partition(lambda path: Distribution(None, probs), 1, 100)
     assert len(partition.probabilities) == 2
     assert partition.cell((2,)) == partition.cell((1,))
+
+
+def test_one_impossible_outcome_fails():
+    partition = Partition(lambda path: Distribution(None, np.array([0.5, 0.5, 0.0])), 1, 100)
+    right = [(0,), (1,)] * 500
+    for outcomes, passed in ((right, True), ([*right, (2,)], False)):
+        assert judge("engine", "x", 0, partition, outcomes, 1, 1e-6).passed == passed
 
 
 def test_outcomes_use_the_random_numbers_of_the_engine():
