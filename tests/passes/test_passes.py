@@ -10,7 +10,9 @@ import onnx
 import onnx_ir as ir
 import pytest
 
+from specexport.lowering.ort_cpu import lower_ort_cpu
 from specexport.onnx_emit import part_of
+from specexport.passes.base import constant_of
 from specexport.passes.clean_up import (
     ConstantFoldPass,
     NodeDeduplicatePass,
@@ -19,12 +21,15 @@ from specexport.passes.clean_up import (
     WeightDeduplicatePass,
     WeightRemovePass,
 )
+from specexport.passes.linear_flatten import LinearFlattenPass
 from specexport.passes.logit_row_select import LogitRowSelectPass
 from specexport.passes.pipeline import default_passes, run_passes
 from specexport.passes.precision_cast import PrecisionCastPass
 from specexport.passes.transpose_fold import TransposeFoldPass
 from tests.support.models.quantized import add_weight
 from tests.support.models.tiny_models import VOCAB
+from tests.support.references.engine_harness import pack
+from tests.support.references.sessions import session_of
 
 Traced = Callable[[str], Any]
 
@@ -221,3 +226,25 @@ def test_casts_on_weights_happen_at_build_time(traced: Traced) -> None:
     assert reader.inputs[0].const_value.dtype == ir.DataType.FLOAT
     np.testing.assert_array_equal(reader.inputs[0].const_value.numpy(), data.astype(np.float32))
     assert "half" not in model.graph.initializers
+
+
+def test_every_linear_layer_becomes_a_product_of_two_matrices(traced: Traced) -> None:
+    """With the same logits; products of activations by each other stay."""
+    model = traced("llama_tied")
+    run_passes(model, default_passes("float32"))
+    flat, before = model.clone(), count(model)["MatMul"]
+    flattening = LinearFlattenPass()
+    flattening(flat)
+    assert count(flat)["MatMul"] == before - flattening.changes < before
+    weights = [constant_of(node.inputs[1]) for node in flat.graph if node.op_type == "MatMul"]
+    assert not [weight for weight in weights if weight is not None and len(weight.shape) == 2]
+    found = []
+    for each in (model, flat):
+        lower_ort_cpu(each)
+        session = session_of(each)
+        feeds = pack([[3, 4, 5, 60], [6, 7]], [0, 0])
+        caches = {x.name: np.zeros((2, 1, 2, 8, 16), np.float32) for x in session.get_inputs() if "cache" in x.name}
+        wanted = {value.name for value in session.get_inputs()}
+        found.append(session.run(["logits"], {k: v for k, v in (feeds | caches).items() if k in wanted})[0])
+    assert np.isfinite(found[0]).all()
+    np.testing.assert_allclose(*found, atol=2e-5)
