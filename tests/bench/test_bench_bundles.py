@@ -172,14 +172,6 @@ def test_what_asks_the_draft_is_measured_with_each_bundle(log):
     assert found == target_alone | {(m, b) for m in ("draft-model", "chained") for b in ("draft", "draft-exact")}
 
 
-def test_other_texts_end_with_1_and_are_named(log):
-    ended = run("draft-broken", "draft", *SMALL, "--methods", "draft-model,lookup")
-    assert ended.exit_code == 1
-    assert "8 of 56 texts differ from plain greedy decoding" in ended.stderr  # one of each run with lookup
-    assert "prompt 'p/2' differs from plain greedy decoding at token 4 (lookup, batch size 2, context 4" in ended.stderr
-    assert "\npick: " in ended.stdout
-
-
 def with_target(bundle, changes, **details):
     """A bundle whose target differs in these fields."""
     return replace(bundle, details=bundle.details | {"models": {"target": TARGET | changes}} | details)

@@ -67,63 +67,53 @@ def test_ablation_writes_table_json_markdown_and_plots(tmp_path, bundle, prompts
         assert path.read_bytes() == (out["plots"] / path.name).read_bytes()
 
 
-def test_options_reach_the_runs(tmp_path, bundle, prompts):
-    file = tmp_path / "bench.json"
-    ended = run(
-        "bundle", "--prompts", prompts, "--num-prompts", 3, "--methods", "lookup,draft-model", "--no-unpad-input",
-        "--num-speculative-tokens", "2,3", "--temperature", "0,0.5", "--max-tokens", "4:9", "--static", "--seed", 5,
-        "--repeats", 1, "--quiet", "--json", file,
+def measured(prompts, *arguments, exit_code=0):
+    """What is printed, and what is in the file."""
+    file = prompts.with_name("bench.json")
+    ended = run("bundle", "--prompts", prompts, *arguments, "--repeats", 1, "--json", file)
+    assert ended.exit_code == exit_code, ended.output
+    return ended, read_json(file)
+
+
+def test_options_reach_the_runs(bundle, prompts):
+    ended, found = measured(
+        prompts, "--num-prompts", 3, "--methods", "lookup,draft-model", "--no-unpad-input", "--quiet", "--static",
+        "--num-speculative-tokens", "2,3", "--temperature", "0,0.5", "--max-tokens", "4:9", "--seed", 5,
     )  # fmt: skip
-    assert ended.exit_code == 0, ended.output
     assert not ended.stderr
-    cells = [record.cell for record in read_json(file).runs]
+    cells = [record.cell for record in found.runs]
     assert len(cells) == len(set(cells)) == 2 * 2 * (1 + 2 * 2)
     assert {cell.unpad_input for cell in cells if cell.method != "plain"} == {False}
     assert {cell.unpad_kv for cell in cells} == {True}
     assert {cell.temperature for cell in cells} == {0, 0.5}
     assert {cell.batching for cell in cells} == {"continuous", "static"}
-    assert {record.id for record in read_json(file).prompts} == {"p0", "p1", "p2"}
+    assert {record.id for record in found.prompts} == {"p0", "p1", "p2"}
 
 
-def test_a_chosen_k_is_measured_beside_fixed_ones(tmp_path, bundle, prompts, monkeypatch):
-    asked = []
-    monkeypatch.setattr(
-        "specexport.bench.subject.open_subject",
-        lambda folder, given: asked.append(given) or make_subject(curves=CURVES),
-    )
-    file = tmp_path / "bench.json"
-    ended = run(
-        "bundle", "--prompts", prompts, "--methods", "draft-model", "--lookahead", "2,auto", "--max-tokens", 12,
-        "--repeats", 1, "--json", file, "--plots", tmp_path / "plots", "--batch-size", "1,2",
-    )  # fmt: skip
-    assert ended.exit_code == 0, ended.output
-    cells = [record.cell for record in read_json(file).runs]
-    assert [cell.requested for cell in cells] == [None, 2, "auto"] * 2
+@pytest.mark.parametrize("bundle", [{"curves": CURVES}], indirect=True)
+def test_a_chosen_k_is_measured_beside_fixed_ones(tmp_path, bundle, prompts):
+    asked = ["--methods", "draft-model", "--lookahead", "2,auto", "--max-tokens", 12, "--batch-size", "1,2"]
+    ended, found = measured(prompts, *asked, "--plots", tmp_path / "plots")
+    assert [record.cell.requested for record in found.runs] == [None, 2, "auto"] * 2
     assert "|    auto |".replace(" ", "") in ended.stdout.replace(" ", "")
     assert "K=auto, d" in ended.stderr
     assert "lookahead.png skipped" in ended.stderr
     assert (tmp_path / "plots" / "batch-size.png").exists()
 
 
-def test_mixed_domains_are_one_run(tmp_path, bundle, prompts):
-    file = tmp_path / "bench.json"
+def test_mixed_domains_are_one_run(bundle, prompts):
     prompts.write_text("".join(f'{{"prompt": "w{i}", "domain": "{i}"}}\n' for i in range(3)))
-    ended = run("bundle", "--prompts", prompts, "--mix", "--methods", "lookup", "--repeats", 1, "--json", file)
-    assert ended.exit_code == 0, ended.output
-    assert [(r.cell.domain, r.num_prompts) for r in read_json(file).runs] == [("mixed", 3)] * 2
+    _, found = measured(prompts, "--mix", "--methods", "lookup")
+    assert [(r.cell.domain, r.num_prompts) for r in found.runs] == [("mixed", 3)] * 2
 
 
 @pytest.mark.parametrize("bundle", [{"broken": True}], indirect=True)
-def test_a_different_text_ends_with_1_after_the_report(tmp_path, bundle, prompts):
-    file = tmp_path / "bench.json"
-    ended = run(
-        "bundle", "--prompts", prompts, "--methods", "lookup", "--max-tokens", 8, "--repeats", 1, "--json", file
-    )
-    assert ended.exit_code == 1
+def test_a_different_text_ends_with_1_after_the_report(bundle, prompts):
+    ended, found = measured(prompts, "--methods", "lookup", "--max-tokens", 8, exit_code=1)
     assert "7 of 8 (87.5 %)" in ended.stdout
     assert "prompt 'p3' differs from plain greedy decoding at token 4" in ended.stderr
     assert "Traceback" not in ended.stderr
-    assert len(read_json(file).different) == 1
+    assert len(found.different) == 1
 
 
 @pytest.mark.parametrize("bundle", [{"draft": False}], indirect=True)

@@ -132,6 +132,7 @@ def test_greedy_text_is_plain_text_at_every_lookahead(engine: SpecEngine, way: s
         name: [result.token_ids for result in engine.generate(PROMPTS, PLAIN, speculation=False, lora=name)]
         for name in NAMES
     }
+    assert len({str(texts) for texts in plain.values()}) == len(NAMES)
     drafted = 0
     for lookahead in (*range(1, 9), "auto"):
         handles = {

@@ -64,9 +64,7 @@ def test_an_engine_for_each_architecture_in_the_manifest(rtx_bundle: Path, manif
             assert manifest.files[engine.path].size > 10_000
             assert (rtx_bundle / role / f"model.{engine.sm}.log").stat().st_size > 1000, "the build log is kept"
         assert entry.engine.path == entry.engine.files[0].path
-        assert entry.engine.limits.kv_capacity == 80, (
-            "60 tokens, twice K+1, and what rows need to begin at a multiple of 16"
-        )
+        assert entry.engine.limits.kv_capacity == 80, "60 tokens, twice K+1, and up to a multiple of 16"
         assert entry.engine.limits.max_num_seqs == LIMITS["max_num_seqs"]
     assert manifest.recipe["sm"] == ["89", "120"]
     found = {str(path.relative_to(rtx_bundle)) for path in rtx_bundle.rglob("*") if path.is_file()}
@@ -77,23 +75,15 @@ def test_an_engine_for_each_architecture_in_the_manifest(rtx_bundle: Path, manif
 def test_inspect_tells_aliasing_fusion_and_precision(rtx_bundle: Path, run_cli: RunCli, manifest: Manifest) -> None:
     shown = json.loads(run_cli("inspect", rtx_bundle, "--json").stdout)
     target = shown["models"]["target"]["engine"]
-    assert [profile["kind"] for profile in target["limits"]["profiles"]] == [
-        "decode",
-        "decode",
-        "verify",
-        "verify",
-        "prefill",
-    ]
-    assert {tuple(profile.values()) for profile in target["limits"]["profiles"] if profile["kind"] == "verify"} == {
-        ("verify", 1, 4, 4, 4, 4),
-        ("verify", 2, 4, 8, 8, 4),
-    }
+    profiles = [tuple(profile.values()) for profile in target["limits"]["profiles"]]
+    assert [kind for kind, *_ in profiles] == ["decode"] * 2 + ["verify"] * 2 + ["prefill"]
+    assert set(profiles[2:4]) == {("verify", 1, 4, 4, 4, 4), ("verify", 2, 4, 8, 8, 4)}
     for engine in target["files"]:
         report = engine["report"]
         caches = {f"{kind}_cache.{i}" for kind in "kv" for i in range(2)}
         assert {source for source, _ in report["aliased"]} == caches, "every cache is updated in place"
         assert {out for _, out in report["aliased"]} == {name.replace("cache.", "cache_out.") for name in caches}
-        assert len(report["profiles"]) == len(target["limits"]["profiles"])
+        assert len(report["profiles"]) == len(profiles)
         for row in report["profiles"]:
             assert row["fused_attention"] == 2, "one fused kernel a layer"
             assert row["float32_matmuls"] == []
