@@ -42,15 +42,6 @@ def test_one_changed_byte_in_any_file_is_found(bundle):
     load_manifest(bundle)
 
 
-def test_a_missing_or_cut_file_is_found(bundle):
-    path = files(bundle)[0]
-    data = path.read_bytes()
-    path.write_bytes(data[:-1])
-    assert f"{path.relative_to(bundle)} has {len(data) - 1} bytes" in refuse(bundle)
-    path.unlink()
-    assert f"{path.relative_to(bundle)} is missing" in refuse(bundle)
-
-
 def test_a_changed_byte_in_the_manifest_is_found(bundle):
     path = bundle / "manifest.json"
     whole = path.read_bytes()

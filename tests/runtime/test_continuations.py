@@ -169,17 +169,6 @@ def versions_of(seed):
     return versions, [token for each in ids for token in (*each[:3], *each[5:])]
 
 
-def sections_of(seed):
-    """Sections that begin with the same words and go on in one way once, in another later and twice; all of the first.
-
-    They come in another order than they were kept in.
-    """
-    rng = np.random.default_rng(seed)
-    ids = rng.permutation(9000)[: 40 * 15].reshape(40, 15).tolist()
-    rare, usual = [each[:10] for each in ids], [each[:5] + each[10:] for each in ids]
-    return [*rare, *usual, *usual], [token for i in rng.permutation(40).tolist() for token in rare[i]]
-
-
 def rounds(made, prompt, truth, tree_size, name):
     """Rounds that a text takes whose target is sure of it, and draft tokens that were accepted in branches."""
     asked, text = request(prompt, tree_size, name), [*prompt, *truth]
@@ -212,12 +201,3 @@ def test_an_edit_that_takes_up_what_was_said_once_takes_fewer_rounds(name):
         trees, accepted = trees + found, accepted + beside
     assert trees * 1.3 < chains
     assert accepted > 3 * 60
-
-
-def test_what_one_earlier_request_was_given_is_accepted_beside_what_two_were():
-    texts, truth = sections_of(0)
-    made = SuffixDrafter(store_of(*texts))
-    chains, _ = rounds(made, [9999], truth, 0, "suffix")
-    trees, accepted = rounds(made, [9999], truth, 14, "suffix")
-    assert trees * 1.2 < chains
-    assert accepted >= 40 * 4

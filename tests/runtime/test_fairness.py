@@ -21,6 +21,7 @@ from specexport_runtime.requests.request import Request
 from tests.support.cases.chance import examples
 from tests.support.fakes.engine import make_engine
 from tests.support.fakes.loop import VOCAB, finish, make_decoder, make_draft, make_sequence, make_target
+from tests.support.fakes.watcher import Watcher
 
 LONG = SamplingParams(max_tokens=400)
 
@@ -386,24 +387,15 @@ def test_owners_outnumber_rows():
 
 
 def test_requests_say_whose_they_are_and_how_urgent():
-    engine = make_engine(max_num_seqs=1)
-    seen = []
-
-    class Watcher:
-        def on_round(self, record):
-            seen.append(record)
-
-        def on_finish(self, sequence):
-            seen.append((sequence.owner, sequence.priority))
-
-    engine.add_observer(Watcher())
+    engine, watcher = make_engine(max_num_seqs=1), Watcher()
+    engine.add_observer(watcher)
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     alone = engine.generate(["w1 w2"], params)[0]
     first = engine.submit("w1 w2", params, owner="a", priority=2)
     for _ in zip(range(2), first, strict=False):
         pass
     engine.submit("w3", SamplingParams(max_tokens=2), owner="b", priority=-1).result()
-    assert ("b", -1) in seen
+    assert ("b", -1) in [(seq.owner, seq.priority) for seq in watcher.ended]
     for options, said in (
         ({"owner": 5}, "owner is 5"),
         ({"priority": True}, "priority is True"),

@@ -119,9 +119,8 @@ def test_weights_behind_a_link_are_named_and_not_read(bundle: Path, tmp_path: Pa
     assert options.said[1] == str(tmp_path / "blobs")
 
 
-@pytest.mark.parametrize("layout", [hub, weights_alone])
-def test_debug_opens_graphs_over_links(layout, bundle: Path, tmp_path: Path) -> None:
-    graph = load_graph(layout(bundle, tmp_path) / "draft" / "model.onnx")
+def test_debug_opens_graphs_over_links(bundle: Path, tmp_path: Path) -> None:
+    graph = load_graph(hub(bundle, tmp_path) / "draft" / "model.onnx")
     session = _open(graph.to_proto(), graph.folder, 1)
     assert {value.name for value in session.get_inputs()} == set(graph.inputs())
 

@@ -57,15 +57,6 @@ def test_a_conversation_reads_only_what_is_new(draft, temperature):
     assert texts[True] == texts[False]
 
 
-def test_a_prompt_that_is_wholly_known_gives_its_last_token_again():
-    decoder = decoder_of()
-    first, again = ask(decoder, LONG), ask(decoder, LONG)
-    assert (first.stats.cached_tokens, again.stats.cached_tokens) == (0, len(LONG) - 1)
-    assert first.output == again.output == greedy_reference(decoder.target.executor, LONG, 6)
-    counts = decoder.rows.counts
-    assert (counts.queries, counts.hits) == (2 * len(LONG), len(LONG) - 1)
-
-
 @pytest.mark.parametrize("rows", [2, 3])
 def test_two_conversations_keep_their_rows(rows):
     """One sequence at a time, in the first row: what another left there takes the place of what is wanted."""

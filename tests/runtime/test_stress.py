@@ -107,6 +107,19 @@ class World:
         if not self.decoder.running and not self.longest_kept:
             assert resident <= self.limit / 8  # a spare, and no more
 
+    def live_through(self, events: int) -> None:
+        """So many events, and then steps until all have ended."""
+        kinds = [self.submit, self.cancel, self.step, self.fail]
+        for choice in self.random.choice(4, chance.many(events), p=[0.14, 0.03, 0.825, 0.005]):
+            kinds[choice]()
+            self.settle()
+        while self.decoder.has_work:
+            self.step()
+            self.settle()
+        assert not self.live
+        assert len(self.ended) == self.count
+        assert self.ended.count("length") > self.count / 4
+
     def target_alone(self):
         fresh = make_target(1, context=3)
         fresh._memo = self.target._memo  # the same model; only its cache is new
@@ -120,18 +133,8 @@ class World:
 )
 def test_random_events(unpad_kv, unpad_input, reuse):
     world = World(chance.seed(7), reuse=reuse, unpad_kv=unpad_kv, unpad_input=unpad_input)
-    kinds = [world.submit, world.cancel, world.step, world.fail]
-    events = EVENTS if unpad_kv else EVENTS // 4
-    for choice in world.random.choice(4, chance.many(events), p=[0.14, 0.03, 0.825, 0.005]):
-        kinds[choice]()
-        world.settle()
-    while world.decoder.has_work:
-        world.step()
-        world.settle()
-    assert not world.live
-    assert len(world.ended) == world.count
+    world.live_through(EVENTS if unpad_kv else EVENTS // 4)
     assert {"length", "cancelled", "error"} == set(world.ended)
-    assert world.ended.count("length") > world.count / 4
     if reuse:
         counts = world.decoder.rows.counts
         assert counts.hits == world.cached
@@ -148,18 +151,8 @@ def test_random_events_within_a_budget(reuse):
     begun = []
     admit = world.decoder.rows.admit
     world.decoder.rows.admit = lambda seq, row: (begun.append(seq.index), admit(seq, row))
-    kinds = [world.submit, world.cancel, world.step, world.fail]
-    events = EVENTS if reuse else EVENTS // 4
-    for choice in world.random.choice(4, chance.many(events), p=[0.14, 0.03, 0.825, 0.005]):
-        kinds[choice]()
-        world.settle()
-    while world.decoder.has_work:
-        world.step()
-        world.settle()
-    assert not world.live
+    world.live_through(EVENTS if reuse else EVENTS // 4)
     assert begun == sorted(begun)  # nobody overtakes one that waits for memory
-    assert len(world.ended) == world.count
-    assert world.ended.count("length") > world.count / 4
     assert world.most_running > 2
     if reuse:
         assert world.cached == world.decoder.rows.counts.hits > 0

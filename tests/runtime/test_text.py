@@ -195,7 +195,7 @@ class CountingTokenizer:
 
 
 @pytest.mark.parametrize("make", TOKENIZERS)
-def test_work_per_token_does_not_grow(make):
+def test_work_per_token_does_not_grow_with_the_text_or_its_prompt(make):
     count = 2000
     tokenizer = CountingTokenizer(make())
     token = tokenizer.token_to_id("cat" if make is wordpiece else "a")
@@ -206,7 +206,7 @@ def test_work_per_token_does_not_grow(make):
     stream.finish()
     assert tokenizer.decoded <= count
     tokenizer.decoded = 0
-    stream = TextStream(tokenizer, SamplingParams(stop="never"))
+    stream = TextStream(tokenizer, SamplingParams(stop="never"), prompt=[token] * 40_000)
     for _ in range(count):
         stream.append(token)
         stream.take()

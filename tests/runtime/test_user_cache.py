@@ -193,22 +193,16 @@ def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(
     ("home", "stated"),
-    [("relative", {}), (None, {}), ("", {}), ("", {"XDG_CACHE_HOME": "~/x"}), ("", {ROOT_VARIABLE: "~/x"})],
+    [("relative", {}), (None, {}), ("", {"XDG_CACHE_HOME": "~/x"}), ("", {ROOT_VARIABLE: "~/x"})],
 )
-def test_without_a_home_folder_there_is_no_cache(
-    home: str | None,
-    stated: dict[str, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_without_a_home_folder_there_is_no_cache(home, stated, tmp_path, monkeypatch, caplog) -> None:
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
     for name in (ROOT_VARIABLE, "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-        if name in stated:
-            monkeypatch.setenv(name, stated[name])
+    for name, value in stated.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.platform", "linux")
     if home is None:
