@@ -16,10 +16,10 @@ from specexport_runtime.sampling.accept import Verdict, accept_sampled
 from specexport_runtime.sampling.block import RULES, accept_block
 from specexport_runtime.sampling.distribution import Distribution
 from specexport_runtime.sampling.params import SamplingParams
-from specexport_runtime.sampling.rng import Draws, RandomStream, RoundDraws
+from specexport_runtime.sampling.rng import Draws
 from tests.support.fakes.loop import finish, make_decoder, make_sequence
 from tests.support.references.drawn import Models, Uniform, draw, error, integrate, law
-from tests.support.references.exact import P_VALUE, Toy, emit
+from tests.support.references.exact import P_VALUE
 from tests.support.references.exact_texts import LENGTH, PROMPTS, SMALL, least_p_value, make_requests
 
 VOCAB, LONGEST = Models.VOCAB, 3
@@ -191,28 +191,6 @@ def test_a_wrong_rule_has_another_law(wrong):
 
 
 # ---- whole texts ----
-
-
-class Coins(Toy):
-    """Heads or tails. The draft begins with heads, which the target does half of the time, and never with tails behind.
-
-    So heads stays if the draft goes on with heads. If not, the text begins with tails, and all that follows is fair.
-    """
-
-    def __init__(self):
-        fair, heads = (Distribution(None, np.array([p, 1 - p])) for p in (0.5, 1.0))
-        self.target = lambda done, drafted: heads if (*done, *drafted) == (0,) else fair
-        self.draft = lambda done, drafted: fair if done or drafted else heads
-        self.table = ()
-
-
-@pytest.mark.parametrize(("fresh", "share_of_tails"), [(True, 0.5), (False, 1.0)])
-def test_no_number_serves_two_rounds(fresh, share_of_tails):
-    """Where heads was left out, the number that drew tails behind it would draw tails again."""
-    streams = (RoundDraws(RandomStream(seed), fresh=fresh) for seed in range(600))
-    counts = Counter(emit(Coins(), 2, 2, draws, accept_block) for draws in streams)
-    assert counts[0, 0] == pytest.approx(300, abs=50)
-    assert counts[1, 1] == pytest.approx(300 * share_of_tails, abs=50)
 
 
 @pytest.mark.slow

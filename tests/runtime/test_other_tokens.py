@@ -157,30 +157,20 @@ def test_greedy_text_is_plain_and_acceptance_is_that_of_the_definition(exits, ro
     assert sum(seq.stats.accepted for seq in decoding) > 20
 
 
-def test_eight_ragged_rows_come_and_go():
-    generator = np.random.default_rng(3)
-    decoding = [
-        make_sequence(
-            i, generator.integers(0, VOCAB, 1 + 2 * i).tolist(), SamplingParams(max_tokens=8 + 3 * (i % 5)),
-            draft_plan=(DraftStage("draft-model", i % 6),),
-        )
-        for i in range(14)
-    ]  # fmt: skip
-    finish(make_decoder(make_drafter(MAP, rows=8), 8), decoding)
-    check_plain(decoding)
-
-
-def test_padded_rows_are_as_exact():
-    drafters = {"draft-model": make_drafter(MAP, unpad_kv=False)}
-    decoding = sequences()
-    finish(Decoder(ModelRunner(make_target(), unpad_kv=False), ChainDrafter(drafters)), decoding)
-    check_plain(decoding)
-
-
-def test_other_drafters_between_leave_much_to_catch_up_on():
-    decoder = make_decoder(make_drafter(MAP))
-    decoder.drafter.drafters["lookup"] = LookupDrafter()
-    decoding = sequences(plan=(DraftStage("lookup", 7), *PLAN))
+@pytest.mark.parametrize("case", ["eight ragged rows come and go", "padded rows", "other drafters between"])
+def test_texts_are_plain_ones(case):
+    decoder, decoding = make_decoder(make_drafter(MAP)), sequences()
+    if case == "eight ragged rows come and go":
+        generator, decoder = np.random.default_rng(3), make_decoder(make_drafter(MAP, rows=8), 8)
+        decoding = sequences([generator.integers(0, VOCAB, 1 + 2 * i).tolist() for i in range(14)])
+        for i, seq in enumerate(decoding):
+            seq.draft_plan, seq.max_tokens = (DraftStage("draft-model", i % 6),), 8 + 3 * (i % 5)
+    elif case == "padded rows":
+        drafters = {"draft-model": make_drafter(MAP, unpad_kv=False)}
+        decoder = Decoder(ModelRunner(make_target(), unpad_kv=False), ChainDrafter(drafters))
+    else:  # they leave much to catch up on
+        decoder.drafter.drafters["lookup"] = LookupDrafter()
+        decoding = sequences(plan=(DraftStage("lookup", 7), *PLAN))
     finish(decoder, decoding)
     check_plain(decoding)
     assert sum(seq.stats.accepted for seq in decoding) > 20
