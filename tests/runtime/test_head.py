@@ -135,7 +135,7 @@ def test_why_a_head_cannot_draft_is_said():
     ("options", "kind", "most", "name"),
     [
         ({}, HeadDrafter, None, "a draft head"),
-        ({"num_draft_heads": 2}, MedusaDrafter, 2, "Medusa heads"),
+        ({"num_draft_heads": 1}, MedusaDrafter, 1, "Medusa heads"),
         (HYDRA_HEADS, HydraDrafter, HEADS, "Hydra heads"),
         ({"lender": True}, AssistantDrafter, None, "an assistant"),
     ],
