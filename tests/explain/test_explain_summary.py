@@ -4,7 +4,6 @@ import io
 import json
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -193,11 +192,6 @@ def test_columns_that_say_nothing_are_left_out():
     names = [column.header for column in table.columns]
     assert "drafter" not in names
     assert "gamma" not in names
-    plain = SimpleNamespace(
-        **make_round([], asked=())._asdict(), allowed=None, saved_milliseconds=None, on_chain=0, passed_whole=False
-    )
-    shown = [next(iter(column.cells)) for column in make_table([plain], Pieces(decode, 9)).columns]
-    assert shown[1:3] == ["-", "plain"]
 
 
 BESIDE = {"branches": ((3, -1), (1, 0), (2, 3)), "asked": (Asked("self", 2, "goodput"),)}

@@ -272,9 +272,3 @@ def test_ids_have_the_form_that_templates_take():
     assert len(mistral.new_id()) == 9
     assert mistral.new_id().isalnum()
     assert hermes.new_id().startswith("call_")
-
-
-def test_reading_from_python():
-    dialect = dialect_of(TEMPLATES["hermes"], *MARKERS)
-    parts = dialect.read(TEXTS["hermes"][0], dialect.render(ASK, TOOLS), TOOLS)
-    assert [(call.name, call.arguments) for call in parts.calls] == [("weather", GOOD)]

@@ -73,20 +73,6 @@ def test_waiting_in_a_callback_ends_that_request_alone(engine, what):
     engine.close()
 
 
-def test_waiting_for_the_own_request_in_its_callback(engine):
-    own, queued = [], threading.Event()
-
-    def wait():
-        assert queued.wait(WAIT_S)
-        own[0].result(5)
-
-    callback, _ = once(wait)
-    own.append(engine.submit([2], PARAMS, callback=callback))
-    queued.set()
-    with pytest.raises(EndlessWaitError, match=r"RequestHandle\.result\(\)"):
-        own[0].result(WAIT_S)
-
-
 class Listener:
     def __init__(self, on_chunk=lambda *_: None, on_done=lambda *_: None):
         self.on_chunk, self._on_done = on_chunk, on_done

@@ -13,6 +13,7 @@ from specexport_runtime.intake.drafting import RequestSpec
 from tests.support.fakes.engine import make_engine
 from tests.support.fakes.rounds import check_every_round
 from tests.support.fakes.submitted import LONG, expected, slow_down
+from tests.support.fakes.watcher import Watcher, wait_for_thread
 
 
 class Listener:
@@ -106,7 +107,9 @@ def test_none_at_all_is_fine_until_the_engine_is_closed(engine):
             engine.submit_all(specs)
 
 
-def test_a_listener_hears_of_every_kind_of_end_once(engine):
+def test_listeners_and_observers_hear_of_every_kind_of_end_once(engine):
+    watcher = Watcher()
+    engine.add_observer(watcher)
     engine.target.logits_after([1, 2])[3] = float("nan")
 
     class Broken(Listener):
@@ -134,6 +137,9 @@ def test_a_listener_hears_of_every_kind_of_end_once(engine):
     with pytest.raises(SpecexportError, match="NaN"):
         handles[5].result(0)
     assert len(listeners[0].chunks) == 1
+    wait_for_thread(engine)
+    assert watcher.reasons() == {"error": 2, "cancelled": 2, "length": 3}
+    assert {type(seq.error).__name__ for seq in watcher.ended} == {"CheckFailedError", "KeyError", "NoneType"}
     engine.check()
 
 

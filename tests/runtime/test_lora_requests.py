@@ -6,7 +6,7 @@ import pytest
 from specexport_runtime import SamplingParams
 from specexport_runtime.errors import InvalidRequestError, SpecexportError
 from specexport_runtime.executors.fake import FakeExecutor
-from specexport_runtime.packing.batch import ModelRunner, RowWork, pad_work
+from specexport_runtime.packing.batch import ModelRunner, RowWork
 from tests.support.fakes.engine import make_tokenizer
 from tests.support.fakes.engine_of import engine_of
 from tests.support.fakes.loop import MAX_MODEL_LEN, VOCAB, make_draft, make_target
@@ -65,11 +65,6 @@ def test_the_fake_sees_an_entry_of_another_adapter():
     runner.kv.commit(0, 3)
     with pytest.raises(SpecexportError, match="covers entries of another adapter"):
         runner.step(0, [RowWork([4], 1, adapter=2)])
-
-
-def test_padding_has_the_adapter_of_its_row():
-    padded = pad_work([RowWork([1], 1, adapter=2), RowWork([1, 2, 3], 1)])
-    assert [(len(row.tokens), row.adapter) for row in padded] == [(3, 2), (3, None)]
 
 
 def test_engines_without_adapters_refuse_them():

@@ -64,23 +64,6 @@ def test_they_have_heard_of_it_before_the_caller_has_the_result(watched):
     assert watcher.order[-2:] == ["round", "finish"]
 
 
-def test_failures_of_one_request_end_once(watched):
-    engine, watcher = watched
-    engine.target.logits_after([1, 2])[3] = float("nan")
-
-    def broken(_):
-        raise KeyError("boom")
-
-    bad = [engine.submit([1, 2], LONG), engine.submit([3], LONG, callback=broken)]
-    good = engine.submit([4], LONG)
-    for handle in bad:
-        with pytest.raises(SpecexportError):
-            handle.result(30)
-    good.result(30)
-    assert watcher.reasons() == {"error": 2, "length": 1}
-    assert {type(seq.error).__name__ for seq in watcher.ended} == {"CheckFailedError", "KeyError", "NoneType"}
-
-
 def test_a_step_that_fails_after_some_have_ended_leaves_nobody_waiting(watched, monkeypatch):
     """A row that cannot be given back: the others of that round have ended already, and their rows are free."""
     engine, watcher = watched
@@ -119,27 +102,18 @@ def test_one_that_raises_is_dropped_and_logged_once(watched, caplog, method):
 
     setattr(Broken, method, raising)
     engine.add_observer(Broken())
+    engine.add_observer(object())  # which has no such method
     other = Watcher()
     engine.add_observer(other)
     with caplog.at_level(logging.ERROR, logger="specexport_runtime"):
         results = engine.generate([[i] for i in range(6)], LONG)
     assert [result.token_ids for result in results] == [expected([i], 40) for i in range(6)]
     assert len(calls) == 1
-    (record,) = caplog.records
-    assert (record.name, record.levelname) == ("specexport_runtime", "ERROR")
-    assert "Broken" in record.getMessage()
+    assert sorted(record.getMessage().count("Broken") for record in caplog.records) == [0, 1]
     assert "no metrics today" in caplog.text
+    assert "has no attribute 'on_round'" in caplog.text
     assert watcher.reasons() == other.reasons() == {"length": 6}
     assert len(watcher.rounds) == len(other.rounds)
-
-
-def test_one_without_the_methods_is_dropped_and_nobody_waits(watched, caplog):
-    engine, watcher = watched
-    engine.add_observer(object())
-    with caplog.at_level(logging.ERROR, logger="specexport_runtime"):
-        assert engine.generate([7], LONG)[0].token_ids == expected([7], 40)
-    assert "has no attribute 'on_round'" in caplog.text
-    assert watcher.reasons() == {"length": 1}
 
 
 def test_nothing_is_computed_for_nobody(monkeypatch):
