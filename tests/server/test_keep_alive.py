@@ -15,17 +15,10 @@ from tests.support.cases.patience import HANG_S, wait_until
 from tests.support.servers.openai_help import client_of
 from tests.support.servers.serving import Served, fake_engine
 from tests.support.servers.stepper import Stepper
-from tests.support.servers.wire import Wire, request
+from tests.support.servers.wire import HEALTH, Wire, request
 
 ASK = {"prompt": "w1 w2", "max_tokens": 3}
-HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 AT_ONCE_S = 0.05
-
-
-@pytest.fixture
-def hurried(monkeypatch):
-    """What has begun must be there at once; what has not has its time."""
-    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", AT_ONCE_S)
 
 
 def protocols(served):
@@ -45,18 +38,20 @@ def test_a_client_is_told_how_long_its_connection_may_rest(fake_served):
 
 
 @pytest.mark.parametrize(
-    "ask",
+    ("ask", "draining"),
     [
-        request(ASK, Connection="close"),
-        HEALTH.replace(b"1.1", b"1.0"),
-        HEALTH.replace(b"1.1\r\n", b"1.0\r\nConnection: keep-alive\r\n"),
-        HEALTH + HEALTH,  # the second is dropped
-        request(b"", Expect="100-continue").replace(b"Length: 0", b"Length: 99999999"),  # the body may never come
-        b"GARBAGE\r\n\r\n",
+        (request(ASK, Connection="close"), False),
+        (HEALTH.replace(b"1.1", b"1.0"), False),
+        (HEALTH.replace(b"1.1\r\n", b"1.0\r\nConnection: keep-alive\r\n"), False),
+        (HEALTH + HEALTH, False),  # the second is dropped
+        (request(b"", Expect="100-continue").replace(b"Length: 0", b"Length: 99999999"), False),  # it may never come
+        (b"GARBAGE\r\n\r\n", False),
+        (HEALTH, True),
     ],
-    ids=["wanted", "HTTP/1.0", "HTTP/1.0 that wants more", "two at once", "no body", "no HTTP"],
+    ids=["wanted", "HTTP/1.0", "HTTP/1.0 that wants more", "two at once", "no body", "no HTTP", "draining"],
 )
-def test_a_connection_that_is_closed_is_not_told_to_rest(fake_served, ask):
+def test_a_connection_that_is_closed_is_not_told_to_rest(fake_served, monkeypatch, ask, draining):
+    monkeypatch.setattr(fake_served.app.state.server, "draining", draining)
     with Wire(fake_served.port) as wire:
         wire.send(ask)
         headers = wire.head()[1]
@@ -65,51 +60,34 @@ def test_a_connection_that_is_closed_is_not_told_to_rest(fake_served, ask):
         wire.rest()
 
 
-def test_a_server_that_drains_lets_nobody_rest(fake_served):
-    state = fake_served.app.state.server
-    state.draining = True
-    try:
-        with Wire(fake_served.port) as wire:
-            wire.send(HEALTH)
-            headers = wire.head()[1]
-    finally:
-        state.draining = False
-    assert headers["connection"] == "close"
-    assert "keep-alive" not in headers
-
-
-@pytest.mark.parametrize(
-    "first",
-    [b"", HEALTH, request(b"x" * 600), request(ASK, Host="elsewhere")],
-    ids=["fresh", "answered", "too large", "refused"],
-)
-def test_a_connection_rests_longer_than_a_request_may_take_to_begin(hurried, first):
+def test_a_connection_rests_longer_than_a_request_may_take_to_begin(monkeypatch):
     """Before the first request, between two, and after one that was answered before its body was there."""
-    with (
-        Served(fake_engine, ServerConfig(model_name="fake", max_body_bytes=500)) as served,
-        Wire(served.port) as wire,
-    ):
-        if first.startswith(b"POST"):
-            wire.send(first[:-1])
-            assert wire.reply().status in (413, 421)
-            wire.send(first[-1:])
-        elif first:
-            wire.send(first)
-            assert wire.reply().status == 200
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", AT_ONCE_S)
+    config = ServerConfig(model_name="fake", max_body_bytes=500)
+    begun = {b"": None, HEALTH: 200, request(b"x" * 600): 413, request(ASK, Host="elsewhere"): 421}
+    with Served(fake_engine, config) as served, ExitStack() as stack:
+        wires = {first: stack.enter_context(Wire(served.port)) for first in begun}
+        for first, wire in wires.items():
+            if first.startswith(b"POST"):
+                wire.send(first[:-1])
+                assert wire.reply().status == begun[first]
+                wire.send(first[-1:])
+            elif first:
+                wire.send(first)
+                assert wire.reply().status == begun[first]
         time.sleep(4 * AT_ONCE_S)
-        wire.post(ASK)
-        assert wire.reply().status == 200
+        for wire in wires.values():
+            wire.post(ASK)
+            assert wire.reply().status == 200
 
 
 def test_a_connection_that_rests_too_long_is_closed(monkeypatch):
     monkeypatch.setattr(connection, "KEEP_ALIVE_GRACE_S", 0.1)
     with Served(fake_engine, ServerConfig(keep_alive_timeout_s=0.1)) as served:
-        with Wire(served.port) as fresh:
-            assert fresh.rest() == b""
-        with Wire(served.port) as wire:
+        with Wire(served.port) as fresh, Wire(served.port) as wire:
             wire.send(HEALTH)
             assert "keep-alive" not in wire.reply().headers  # there is no number for less than a second
-            assert wire.rest() == b""
+            assert fresh.rest() == wire.rest() == b""
         wait_until(lambda: not protocols(served))
 
 

@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 
 from tests.support.cases.patience import HANG_S
 
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"  # more headers follow
+
 
 class Reply(NamedTuple):
     """One answer."""
@@ -68,6 +71,11 @@ class Wire:
         first, *lines = head.strip().split("\r\n")
         pairs = (line.split(": ", 1) for line in lines)
         return int(first.split()[1]), {name.lower(): value for name, value in pairs}
+
+    def ask(self, data: bytes) -> Reply:
+        """Send bytes and read one answer."""
+        self.send(data)
+        return self.reply()
 
     def until(self, mark: bytes) -> bytes:
         """Read up to a mark."""
