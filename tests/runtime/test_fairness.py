@@ -136,11 +136,6 @@ def victim(newcomer, *running, can_resume=True):
     return whom_to_pause(newcomer, rows)
 
 
-def test_with_one_owner_and_one_priority_nobody_is_paused():
-    running = [sequence(i, generated=50) for i in range(4)]
-    assert victim(sequence(9), *running) is None
-
-
 def test_the_owner_with_the_most_rows_gives_way_with_the_least_to_read_again():
     running = [sequence(0, "a", generated=90), sequence(1, "a", generated=40), sequence(2, "b", generated=20)]
     running += [sequence(3, "a", generated=60)]
@@ -193,6 +188,7 @@ def test_nobody_is_paused_again_before_it_got_on():
 
 
 def test_some_are_never_paused():
+    assert victim(sequence(9), *(sequence(i, generated=50) for i in range(4))) is None  # one owner, one priority
     newcomer = sequence(9, priority=-1)
     ending = SamplingParams(max_tokens=20)
     assert victim(newcomer, sequence(params=ending, generated=20 - NEARLY_DONE)) is None

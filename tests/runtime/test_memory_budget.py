@@ -194,8 +194,6 @@ def test_a_budget_is_refused_by_name_where_no_memory_goes_back(demo_bundle):
     with pytest.raises(InvalidRequestError, match="kv_cache_memory_bytes is 1GiB") as error:
         SpecEngine.load(demo_bundle, kv_cache_memory_bytes="1GiB", unpad_kv=False)
     assert "ort-cpu on Linux, and unpad_kv" in error.value.hint
-    with pytest.raises(InvalidRequestError, match="kv_cache_memory_bytes is 'much'"):
-        SpecEngine.load(demo_bundle, kv_cache_memory_bytes="much")
 
 
 @pytest.mark.parametrize(
