@@ -4,8 +4,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import logging.config
-import socket
 import subprocess
 import sys
 import threading
@@ -28,6 +26,7 @@ from specexport_runtime.server.request_log import RequestLog
 from tests.support.cases import patience
 from tests.support.cases.patience import HANG_S, wait_until
 from tests.support.servers.serving import MAX_MODEL_LEN, VOCAB, Served, fake_engine
+from tests.support.servers.wire import Wire
 
 KEY = "a-key-that-nobody-may-read-in-a-log"
 SECRET = "w11"
@@ -156,13 +155,11 @@ def test_the_line_of_a_refused_request_has_its_code(fake_served, logged, body, s
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_away_is_499(slow_served, logged, stream):
-    body = json.dumps({"prompt": "w1", "max_tokens": 300, "stream": stream, "model": "slow"} | PLAIN).encode()
-    with socket.create_connection(("127.0.0.1", slow_served.port)) as client:
-        head = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-        head += f"X-Request-Id: gone-{stream}\r\nContent-Length: {len(body)}\r\n\r\n"
-        client.sendall(head.encode() + body)
+    body = {"prompt": "w1", "max_tokens": 300, "stream": stream, "model": "slow"} | PLAIN
+    with Wire(slow_served.port) as client:
+        client.post(body, X_Request_Id=f"gone-{stream}")
         if stream:
-            assert client.recv(100)
+            client.head()
         else:
             wait_until(lambda: slow_served.engine.num_active)
     line = line_of(logged, f"gone-{stream}")
@@ -277,37 +274,34 @@ def test_probes_are_lines_only_when_asked_for(fake_served):
 FORGED = 'w\n2026-01-01T00:00:00.000Z INFO    request status=200\r\x1b[31m\u2028{"level": "info"}\u202e\x00\ud800'
 
 
+def record_of(level: int = logging.INFO, **told: Any) -> logging.LogRecord:
+    record = logging.LogRecord("specexport.access", level, "", 0, "request", (), None)
+    record.fields = told
+    return record
+
+
 @pytest.mark.parametrize("formatter", [JsonFormatter(), TextFormatter()])
 def test_a_line_stays_one_line(formatter):
-    record = logging.LogRecord("specexport.access", logging.INFO, "", 0, "said %s", (FORGED,), None)
-    record.fields = {"user": FORGED, "path": FORGED, "many": [FORGED]}
+    record = record_of(user=FORGED, path=FORGED, many=[FORGED])
+    record.msg, record.args = "said %s", (FORGED,)
     line = formatter.format(record)
     assert len(line.splitlines()) == 1
     assert not any(ord(char) < 32 or char in "\x7f\u2028\u202e\ud800" for char in line)
     line.encode()
     if isinstance(formatter, JsonFormatter):
         assert json.loads(line)["user"] == FORGED
-
-
-def test_a_long_value_is_cut():
-    record = logging.LogRecord("specexport.access", logging.INFO, "", 0, "m", (), None)
-    record.fields = {"user": "x" * 10_000}
-    assert len(JsonFormatter().format(record)) < 500
+    assert len(formatter.format(record_of(user="x" * 10_000))) < 500  # a long value is cut
 
 
 def test_the_text_format():
-    record = logging.LogRecord("specexport.access", logging.WARNING, "", 0, "request", (), None)
+    record = record_of(logging.WARNING, status=200, user='a "b" c', finish_reasons=["stop", "length"], streamed=True)
     record.created = 1_700_000_000.5
-    record.fields = {"status": 200, "user": 'a "b" c', "finish_reasons": ["stop", "length"], "streamed": True}
     assert TextFormatter().format(record) == (
         '2023-11-14T22:13:20.500Z WARNING request status=200 user="a \\"b\\" c" '
         "finish_reasons=stop,length streamed=true"
     )
     record.name, record.fields = "uvicorn.error", {}
     assert TextFormatter().format(record).endswith("request logger=uvicorn.error")
-
-
-def test_fields_that_are_none_are_left_out():
     assert fields(a=None, b=0, c="") == {"fields": {"b": 0, "c": ""}}
 
 
@@ -334,16 +328,16 @@ def test_exceptions_of_ours_keep_their_text_and_all_keep_their_causes():
 
 
 def test_every_line_of_a_request_has_its_id():
-    record = logging.LogRecord("x", logging.INFO, "", 0, "m", (), None)
+    def told(**own: str) -> dict[str, Any]:
+        return json.loads(JsonFormatter().format(record_of(**own)))
+
     token = current_state.set({"request_id": "abc"})
     try:
-        assert json.loads(JsonFormatter().format(record))["request_id"] == "abc"
-        record.fields = {"request_id": "its own"}
-        assert json.loads(JsonFormatter().format(record))["request_id"] == "its own"
+        assert told()["request_id"] == "abc"
+        assert told(request_id="its own")["request_id"] == "its own"
     finally:
         current_state.reset(token)
-    del record.fields
-    assert "request_id" not in json.loads(JsonFormatter().format(record))
+    assert "request_id" not in told()
 
 
 def test_an_application_that_answers_nothing_is_logged(logged):
@@ -365,45 +359,40 @@ def test_an_application_that_answers_nothing_is_logged(logged):
     assert "client" not in lines[0]
 
 
-def test_a_log_of_nothing_has_no_numbers():
-    log = RequestLog()
-    assert log.generation() == {}
-    assert (log.queued_s, log.first_token_s) == (None, None)
+def test_what_a_request_s_log_says_of_its_choices():
+    """The first token is the first of any of them, and what never got a row has no time in the queue."""
 
+    def choice(**times: float) -> Any:
+        return type("Choice", (), {"stats": RequestStats(**times), "finish_reason": None, "error": None})()
 
-def test_the_first_token_is_the_first_of_any_choice():
     log = RequestLog(began=10.0)
-    stats = [RequestStats(first_token_time=at) for at in (None, 12.5, 11.0)]
-    log.follow([type("Choice", (), {"stats": each})() for each in stats])
-    assert log.first_token_s == 1.0
-
-
-def test_a_choice_that_never_got_a_row_has_no_time_in_the_queue():
-    def choice(queued: float | None) -> Any:
-        stats = RequestStats(submit_time=1.0, start_time=1.0 + (queued or 0.0))
-        return type("Choice", (), {"stats": stats, "finish_reason": None, "error": None})()
-
-    log = RequestLog()
-    log.follow([choice(None)])
-    assert log.queued_s is None
-    log.follow([choice(0.25), choice(0.5)])
-    assert log.queued_s == 0.5
+    assert (log.generation(), log.queued_s, log.first_token_s) == ({}, None, None)
+    log.follow([choice(submit_time=1.0, start_time=1.0)])
+    assert (log.queued_s, log.first_token_s) == (None, None)
+    log.follow(
+        [choice(submit_time=1.0, start_time=1.0 + s, first_token_time=at) for s, at in ((0.25, 12.5), (0.5, 11.0))]
+    )
+    assert (log.queued_s, log.first_token_s) == (0.5, 1.0)
     assert log.finish_reasons == ["cancelled"]
     assert log.generation()["choices"] == 3
 
 
-@pytest.mark.parametrize("log_format", ["json", "text"])
-def test_the_configuration_writes_lines_of_uvicorn_too(log_format):
-    code = (
-        "import logging, logging.config\nfrom specexport_runtime.server.log_format import log_config\n"
-        f"logging.config.dictConfig(log_config({log_format!r}))\n"
-        "for name in ('specexport.access', 'specexport_runtime.costs.curves', 'uvicorn.error', 'uvicorn.access'):\n"
-        "    logging.getLogger(name).info('a line of %s', name)\n"
+WRITE_LINES = """
+import logging, logging.config
+from specexport_runtime.server.log_format import log_config
+for log_format in ("json", "text"):
+    logging.config.dictConfig(log_config(log_format))
+    for name in ("specexport.access", "specexport_runtime.costs.curves", "uvicorn.error", "uvicorn.access"):
+        logging.getLogger(name).info("a line of %s", name)
+"""
+
+
+def test_the_configuration_writes_lines_of_uvicorn_too():
+    done = subprocess.run(
+        [sys.executable, "-c", WRITE_LINES], capture_output=True, text=True, check=True, timeout=HANG_S
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=HANG_S)
     lines = done.stderr.splitlines()
     assert done.stdout == ""
-    assert len(lines) == 3  # the line of a request is ours, not uvicorn's
     assert all("a line of" in line for line in lines)
-    assert all(line.startswith("{") == (log_format == "json") for line in lines)
+    assert [line.startswith("{") for line in lines] == [True] * 3 + [False] * 3  # of a request ours, not uvicorn's
     assert log_config("json")["disable_existing_loggers"] is False
