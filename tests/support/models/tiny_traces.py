@@ -22,7 +22,7 @@ from tests.support.references.engine_harness import make_checkpoint
 
 _TRACES: WeakKeyDictionary[Any, dict[bool, Any]] = WeakKeyDictionary()
 _EXPORTS: dict[str, Any] = {}
-_LARGEST = 5_000_000
+_LARGEST = 20_000_000
 """Weights of a model whose export is kept, at most: it keeps the first model's weights in memory."""
 _EXPORTERS = ("trace.export", "heads.trace")
 _NOT_EXPORTED = {
