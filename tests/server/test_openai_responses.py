@@ -71,8 +71,10 @@ def without_times(response):
 
 
 def test_an_answer_is_that_of_the_rendered_prompt(client, fake_served):
-    answer = create(client, input=INPUT, instructions="w1 w2", seed=3, max_output_tokens=12, metadata={"a": "b"})
-    result = alone(fake_served, "w1 w2 w3 w4 w5 w6", seed=3, max_tokens=12)
+    answer = create(
+        client, input=INPUT, instructions="w1 w2", seed=3, max_output_tokens=12, metadata={"a": "b"}, top_k=2
+    )
+    result = alone(fake_served, "w1 w2 w3 w4 w5 w6", seed=3, max_tokens=12, top_k=2)
     assert answer.output_text == result.text
     assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     (item,) = answer.output
@@ -90,7 +92,8 @@ def test_an_answer_is_that_of_the_rendered_prompt(client, fake_served):
 def test_an_answer_that_ends_is_completed(client, fake_served):
     whole = alone(fake_served, "w1 w2", temperature=0, max_tokens=40).text
     word = whole.split()[5]
-    answer = create(client, temperature=0, max_output_tokens=40, stop=[word])
+    answer = create(client, temperature=0, max_output_tokens=40, stop=[word], speculative={"drafter": "none"})
+    assert answer.usage.speculative["drafted"] == 0
     assert (answer.status, answer.incomplete_details) == ("completed", None)
     assert answer.output_text == whole[: whole.index(word)]
     assert answer.completed_at >= answer.created_at
