@@ -82,15 +82,6 @@ def test_k_cannot_be_chosen_for_a_drafter_of_unknown_cost(drafter_class: type) -
     engine.close()
 
 
-def test_the_factory_gets_the_parts(drafter_class: type) -> None:
-    seen: list[DrafterParts] = []
-    engine = make_engine(lambda parts: (seen.append(parts), drafter_class())[1])
-    assert seen[0].target.executor is engine.target
-    assert (seen[0].draft, seen[0].vocab_size) == (None, VOCAB)
-    assert "mine" in engine.drafters
-    engine.close()
-
-
 def test_names_and_drafters_that_cannot_be_taken(drafter_class: type) -> None:
     for name in ("lookup", "chained", "none"):
         with pytest.raises(InvalidRequestError, match=f"name '{name}' is there already"):
@@ -104,7 +95,10 @@ def test_names_and_drafters_that_cannot_be_taken(drafter_class: type) -> None:
         own = type("Own", (Drafter,), {given: getattr(drafter_class, given)})
         with pytest.raises(TypeError, match=f"abstract class Own with.* {lacking}|abstract class Own .*'{lacking}'"):
             make_engine(lambda parts, own=own: own())
-    engine = make_engine(lambda parts: drafter_class())
+    seen: list[DrafterParts] = []
+    engine = make_engine(lambda parts: (seen.append(parts), drafter_class())[1])
+    assert seen[0].target.executor is engine.target
+    assert (seen[0].draft, seen[0].vocab_size) == (None, VOCAB)
     with pytest.raises(InvalidRequestError, match="no drafter 'mime'") as caught:
         generate(engine, "mime")
     assert "did you mean 'mine'" in str(caught.value)

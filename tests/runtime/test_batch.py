@@ -97,12 +97,7 @@ def test_a_row_without_room_raises_before_anything_runs():
     with pytest.raises(SpecexportError, match="KV row 0"):
         runner.step(0, [RowWork([1, 2], 1), RowWork([1], 1)])
     assert len(executor.calls) == calls
-
-
-def test_a_full_row_shares_a_step_with_a_long_chunk():
-    executor = FakeExecutor(70, 2, 10)
-    runner = ModelRunner(executor)
-    runner.prefill(0, list(range(9)))
+    # A full row shares a step with a long chunk.
     logits = runner.step(0, [RowWork([1], 1), RowWork(list(range(8)), 1)])
     assert np.array_equal(logits, [executor.logits_after([*range(9), 1]), executor.logits_after(list(range(8)))])
 

@@ -57,11 +57,6 @@ def test_what_followed_the_same_words_before_is_a_branch():
     assert 0 < first.ratio < second.ratio == third.ratio == 1, "beside the likeliest in their place"
 
 
-def test_a_branch_hangs_where_the_copies_part():
-    text = [1, 2, 3, 4, 5, 6, 9, 1, 2, 3, 4, 7, 8, 9, 1, 2]
-    assert leaves(lookup(text, 4, 12)) == ([3, 4, 7, 8], [[3, 4, 5, 6]])
-
-
 def test_branches_come_from_shorter_matches_too_the_longest_first():
     text = [0, 1, 2, 3, 0, 8, 1, 2, 4, 5, 9, 1, 2, 6, 5, 0, 1, 2]
     proposal = lookup(text, 2, 6)

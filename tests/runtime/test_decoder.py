@@ -59,19 +59,12 @@ def test_plain_decoding_is_one_token_a_round():
 def test_a_sequence_stops_at_its_first_end_token_even_inside_an_accepted_draft():
     target = make_target()
     expected = greedy_reference(target, [3], 30)
-    eos = expected[7]
-    seq = make_sequence(0, [3], SamplingParams(max_tokens=30), eos_token_ids=[eos])
-    run(make_decoder(target, make_draft("same"), 5), [seq])
-    assert seq.output == expected[: expected.index(eos) + 1]
-    assert seq.finish_reason == "stop"
-
-
-def test_ignore_eos_and_stop_token_ids():
-    target = make_target()
-    expected = greedy_reference(target, [3], 30)
+    ended = make_sequence(2, [3], SamplingParams(max_tokens=30), eos_token_ids=[expected[7]])
     ignored = make_sequence(0, [3], SamplingParams(max_tokens=30, ignore_eos=True), eos_token_ids=[expected[2]])
     stopped = make_sequence(1, [3], SamplingParams(max_tokens=30, stop_token_ids=(expected[4],)))
-    run(make_decoder(target, make_draft("good"), 3), [ignored, stopped])
+    run(make_decoder(target, make_draft("same"), 5), [ignored, stopped, ended])
+    assert ended.output == expected[: expected.index(expected[7]) + 1]
+    assert (ended.finish_reason, ignored.finish_reason) == ("stop", "length")
     assert ignored.output == expected
     assert stopped.output == expected[: expected.index(expected[4]) + 1]
 
