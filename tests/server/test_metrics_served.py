@@ -1,7 +1,5 @@
 """The page of metrics of a server that answers: what was refused, what was cancelled, what it says beside `usage`."""
 
-import json
-import socket
 from collections.abc import Iterator
 
 import httpx
@@ -12,6 +10,7 @@ from specexport_runtime.server.config import ServerConfig
 from tests.support.cases import patience
 from tests.support.cases.patience import wait_until
 from tests.support.servers.serving import Served, fake_engine
+from tests.support.servers.wire import Wire
 
 KEY = "key"
 REFUSED = "specexport:requests_refused_total"
@@ -66,14 +65,12 @@ def test_a_refused_request_is_counted_once(served, body, status, reason):
     assert gained(before, after, "vllm:request_success_total") == {}
 
 
-def open_request(served: Served) -> socket.socket:
+def open_request(served: Served) -> Wire:
     """A request that goes on until its connection is closed."""
-    body = json.dumps({"prompt": "w1", "max_tokens": 390, "stream": True, "speculative": {"drafter": "none"}}).encode()
-    client = socket.create_connection(("127.0.0.1", served.port))
-    head = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-    head += f"Authorization: Bearer {KEY}\r\nContent-Length: {len(body)}\r\n\r\n"
-    client.sendall(head.encode() + body)
-    assert client.recv(100)
+    client = Wire(served.port)
+    body = {"prompt": "w1", "max_tokens": 390, "stream": True, "speculative": {"drafter": "none"}}
+    client.post(body, Authorization=f"Bearer {KEY}")
+    client.head()
     return client
 
 
@@ -84,7 +81,7 @@ def test_a_full_queue_and_clients_that_go_away(served):
     assert busy["vllm:num_requests_running"] + busy["vllm:num_requests_waiting"] == 2
     assert ask(served).status_code == 429
     for client in clients:
-        client.close()
+        client.socket.close()
     served.wait_until_idle()
     wait_until(lambda: page(served)["vllm:num_requests_running"] == 0)
     after = page(served)
@@ -97,12 +94,10 @@ def test_the_page_says_what_usage_says(served):
     usages = [ask(served, max_tokens=20, prompt=f"w{i} w{i}").json()["usage"] for i in range(3)]
     after = page(served)
     for name, key in {
-        "vllm:prompt_tokens_total": "prompt_tokens",
-        "vllm:generation_tokens_total": "completion_tokens",
+        "prompt_tokens": "prompt_tokens",
+        "generation_tokens": "completion_tokens",
+        "spec_decode_num_draft_tokens": "drafted",
+        "spec_decode_num_accepted_tokens": "accepted",
     }.items():
-        assert after[name] - before[name] == sum(usage[key] for usage in usages)
-    for name, key in {
-        "vllm:spec_decode_num_draft_tokens_total": "drafted",
-        "vllm:spec_decode_num_accepted_tokens_total": "accepted",
-    }.items():
-        assert after[name] - before[name] == sum(usage["speculative"][key] for usage in usages) > 0
+        counted = after[f"vllm:{name}_total"] - before[f"vllm:{name}_total"]
+        assert counted == sum((usage | usage["speculative"])[key] for usage in usages) > 0
