@@ -14,6 +14,7 @@ from specexport.atomic import write_file
 from specexport.cli import main
 from specexport.simulate.model import StepCost, batch_padding, best_draft_length, expected_speedup
 from specexport_runtime.errors import UserInputError
+from tests.support.cases.imports import HEAVY, loaded_after
 from tests.support.cases.refusals import line_of
 
 PAGES = [Path(__file__).parents[2] / "docs" / "ems-sd.md", Path(__file__).with_name("tables.md")]
@@ -108,10 +109,17 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
     assert list(tmp_path.iterdir()) == [file]
 
 
+def test_imports_stay_light():
+    names, _ = loaded_after("import specexport.simulate.command, specexport.simulate.model")
+    assert not names & {*HEAVY, "matplotlib", "scipy"}
+
+
 def documented_tables():
     """Each `specexport simulate` of the documentation with the table printed below it."""
     pattern = r"```bash\nspecexport (simulate [^\n]*)\n```\n\n((?:\|[^\n]*\n)+)"
-    return [found for page in PAGES for found in re.findall(pattern, page.read_text(encoding="utf-8"))]
+    pages = [re.findall(pattern, page.read_text(encoding="utf-8")) for page in PAGES]
+    assert all(pages)
+    return [found for page in pages for found in page]
 
 
 @pytest.mark.parametrize(("command", "table"), documented_tables(), ids=lambda value: value[:60])
