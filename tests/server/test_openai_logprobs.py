@@ -26,8 +26,7 @@ def client(fake_served):
         yield client
 
 
-@pytest.mark.parametrize("count", [0, 3])
-@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(("count", "streamed"), [(0, False), (3, True)])
 def test_of_completions(client, fake_served, count, streamed):
     params = {"model": "fake", "prompt": "w1 w2", "n": 2, "seed": 3, "max_tokens": 12, "logprobs": count}
     got = [{"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []} for _ in range(2)]
@@ -122,8 +121,7 @@ def prompt_logprobs(served, path, **body):
     return [told["prompt_logprobs"]] if path == CHAT else [each["prompt_logprobs"] for each in told["choices"]], told
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-@pytest.mark.parametrize("count", [0, 2, 20])
+@pytest.mark.parametrize(("path", "count"), [(COMPLETIONS, 0), (COMPLETIONS, 20), (CHAT, 2)])
 def test_of_prompts_as_vllm_tells_them(fake_served, path, count):
     told, answer = prompt_logprobs(fake_served, path, prompt_logprobs=count, n=2)
     (CompletionAnswer if path == COMPLETIONS else ChatAnswer).model_validate(answer)

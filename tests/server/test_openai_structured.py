@@ -46,8 +46,7 @@ def formatted(schema, *, strict=True, name="answer"):
     return {"type": "json_schema", "json_schema": {"name": name, "strict": strict, "schema": schema}}
 
 
-@pytest.mark.parametrize("temperature", [0, 1])
-@pytest.mark.parametrize("drafter", ["none", "draft-model", "auto"])
+@pytest.mark.parametrize(("drafter", "temperature"), [("none", 1), ("draft-model", 1), ("auto", 0)])
 def test_an_answer_follows_its_schema(client, drafter, temperature):
     answer = complete(
         client,
@@ -103,7 +102,6 @@ def nested(depth):
     [
         ({"response_format": {"type": "xml"}}, "response_format", ""),
         ({"response_format": formatted(SCHEMA, name="a name")}, "response_format.json_schema.name", ""),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", ""),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
             "response_format.json_schema.schema",
