@@ -78,7 +78,7 @@ def test_text_stays_the_targets(
     bundle = make_bundle(kind, target, target_folder, tmp_path, **options)
     entry = load_manifest(bundle).models["head"]
     assert entry.quantize == (None if draft_quantize == "none" else draft_quantize)
-    assert (entry.draft_head.guessed is not None) == options["check"]
+    assert entry.draft_head.guessed is not None or not options["check"]
     prompts = [*PROMPTS, *([7 + i, 30 + i, 200] * (1 + i) for i in range(4))]
     params = [SamplingParams(max_tokens=6 + 2 * i, ignore_eos=True) for i in range(len(prompts))]
     config = {"method": "mtp" if "mtp" in kind else "eagle3", "num_speculative_tokens": 4}  # vLLM's names for heads

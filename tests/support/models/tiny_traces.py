@@ -139,6 +139,7 @@ def _once(key: str, export: Callable[[], Any]) -> Any:
     if folder is None:
         return export()
     path = folder / f"{key}.onnx"
+    path.parent.mkdir(parents=True, exist_ok=True)  # a run over other sources removes it
     with path.with_suffix(".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         if path.is_file():
