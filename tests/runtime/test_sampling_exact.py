@@ -77,7 +77,10 @@ def test_every_combination_of_parameters_with_every_draft(combination):
     ("lookahead", "rule"),
     [
         (5, "token"),
-        *(pytest.param(*each, marks=pytest.mark.whole) for each in [(0, "token"), (1, "token"), (2, "block")]),
+        *(
+            pytest.param(*each, marks=pytest.mark.whole)
+            for each in [(0, "token"), (1, "token"), (2, "block"), (5, "block")]
+        ),
     ],
 )
 def test_three_tokens_with_many_samples(draft, lookahead, rule):
