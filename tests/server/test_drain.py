@@ -1,34 +1,21 @@
 import json
 import signal
 import socket
-from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 
 import httpx
-import pytest
 
 from specexport_runtime.server import listener
 from specexport_runtime.server.config import ServerConfig
 from tests.support.cases import patience
 from tests.support.cases.patience import HANG_S, wait_until
+from tests.support.servers.cluster import free_port
 from tests.support.servers.server_process import SLOW_LOAD, ServerProcess
 from tests.support.servers.serving import Served, fake_engine
-from tests.support.servers.wire import Wire
+from tests.support.servers.wire import HEALTH, Wire, request
 
 ASK = {"prompt": "def f(", "max_tokens": 40, "ignore_eos": True, "temperature": 0}
 LONG = ASK | {"max_tokens": 230}
-
-
-@pytest.fixture
-def running(demo_bundle) -> Iterator[ServerProcess]:
-    with ServerProcess(demo_bundle, "--drain-timeout", "120") as server:
-        yield server.wait_until_ready()
-
-
-def free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def status(url: str) -> int | None:
@@ -43,33 +30,40 @@ def streamed_text(events: bytes) -> str:
     return "".join(choice["text"] for item in data for choice in json.loads(item)["choices"])
 
 
-def test_what_was_taken_is_finished_and_nothing_more_is_taken(running):
+def test_what_was_taken_is_finished_and_nothing_more_is_taken(demo_bundle):
+    """By a server that took the place of one that was killed."""
+    with ServerProcess(demo_bundle) as killed, Wire(killed.wait_until_ready().port) as wire:
+        wire.post(LONG | {"stream": True})
+        wire.until(b"data: ")
+        killed.tell(signal.SIGKILL)
+        assert killed.end()[0] == -signal.SIGKILL
+        with ServerProcess(demo_bundle, "--drain-timeout", "120", port=killed.port) as again:
+            check_drain(again.wait_until_ready())
+
+
+def check_drain(running):
     alone = patience.post(f"{running.url}/v1/completions", json=LONG).json()["choices"][0]["text"]
-    with (
-        Wire(running.port) as stream,
-        Wire(running.port) as whole,
-        Wire(running.port) as late,
-        Wire(running.port) as probe,
-    ):
+    with ExitStack() as stack:
+        stream, whole, late, probe = (stack.enter_context(Wire(running.port)) for _ in range(4))
         whole.post(LONG)
         stream.post(LONG | {"stream": True})
         begun = stream.until(b"data: ")
         running.tell()
-        while True:
-            probe.send(b"GET /ready HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            ready = probe.reply()
-            if ready.status == 503:
-                break
+        while (ready := probe.ask(HEALTH.replace(b"health", b"ready"))).status != 503:
+            pass
         assert json.loads(ready.body)["status"] == "draining"
-        late.post(ASK)
-        refused = late.reply()
+        refused = late.ask(request(ASK))
         assert (refused.status, refused.code, refused.headers["connection"]) == (503, "draining", "close")
         assert int(refused.headers["retry-after"]) >= 1
         events = b"data: " + stream.until(b"[DONE]")
         assert begun.startswith(b"HTTP/1.1 200")
         assert streamed_text(events) == alone
         assert json.loads(whole.reply().body)["choices"][0]["text"] == alone
-    code, errors = running.end()
+    assert_ended(running)
+
+
+def assert_ended(server: ServerProcess) -> None:
+    code, errors = server.end()
     assert code == 0
     assert "Traceback" not in errors
 
@@ -82,15 +76,13 @@ def test_what_does_not_end_in_time_is_cancelled(demo_bundle):
             whole.post(LONG | {"n": 16, "temperature": 1})
             stream.post(LONG | {"n": 16, "temperature": 1, "stream": True})
             stream.until(b"data: ")
-            server.tell()
+            server.tell(signal.SIGINT)  # Ctrl-C drains as well
             events = stream.until(b"\r\n0\r\n\r\n")
             assert b'"draining"' in events
             assert b"[DONE]" not in events
             reply = whole.reply()
             assert (reply.status, reply.code) == (503, "draining")
-        code, errors = server.end()
-    assert code == 0
-    assert "Traceback" not in errors
+        assert_ended(server)
 
 
 def test_a_client_that_does_not_read_does_not_hold_up_the_end(monkeypatch):
@@ -120,9 +112,7 @@ def test_it_answers_while_it_loads_and_ends_when_it_is_told(demo_bundle):
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "loading")
         assert int(refused.headers["retry-after"]) >= 1
         server.tell()
-        code, errors = server.end()
-    assert code == 0
-    assert "Traceback" not in errors
+        assert_ended(server)
 
 
 def test_a_second_signal_ends_it_at_once(demo_bundle):
@@ -134,18 +124,4 @@ def test_a_second_signal_ends_it_at_once(demo_bundle):
             server.tell(signal.SIGINT)
             wait_until(lambda: status(f"{server.url}/ready") in (503, None))
             server.tell(signal.SIGINT)
-            code, _ = server.end()
-    assert code == 130
-
-
-def test_a_killed_server_can_be_started_again_at_once(running, demo_bundle):
-    with Wire(running.port) as wire:
-        wire.post(LONG | {"stream": True})
-        wire.until(b"data: ")
-        running.tell(signal.SIGKILL)
-        assert running.end()[0] == -signal.SIGKILL
-        with ServerProcess(demo_bundle, port=running.port) as again:
-            again.wait_until_ready()
-            assert patience.post(f"{again.url}/v1/completions", json=ASK).status_code == 200
-            again.tell(signal.SIGINT)  # Ctrl-C drains as well
-            assert again.end()[0] == 0
+            assert server.end()[0] == 130
