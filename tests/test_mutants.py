@@ -117,7 +117,7 @@ MUTANTS = {
         "sampling/truncation.py",
         ".cumsum().searchsorted(params.top_p * total)) + 1]",
         ".cumsum().searchsorted(params.top_p * total)) or 1]",
-        ("runtime/test_row_cuts.py",),
+        ("runtime/test_sampling.py",),
     ),
     "sampling cuts: min-p forgets the temperature": Mutant(
         "sampling/min_p.py",

@@ -81,7 +81,17 @@ PARAMS = st.builds(
 TOKENS = st.lists(st.integers(0, 39), max_size=8)
 
 
-@chance.examples(300)
+@pytest.fixture(params=["library", "numpy"], scope="module")
+def way(request):
+    """Cuts by the library of operators where it is, and without it."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "numpy":
+            patch.setattr("specexport_runtime.sampling.sampler.open_host_rows", lambda *_: None)
+        yield request.param
+
+
+@pytest.mark.usefixtures("way")
+@chance.examples(200)
 @given(row=ROWS, params=PARAMS, prompt=TOKENS, output=TOKENS, drafted=TOKENS)
 def test_small_rows_equal_the_full_sort_reference(row, params, prompt, output, drafted):
     sampler = Sampler(params, prompt, 40)
@@ -102,6 +112,7 @@ def quantised(rng, size, spread, step):
 
 
 @pytest.mark.fuzz
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("size", [257, 4096, 70_001])
 @pytest.mark.parametrize("spread", [0.0, 0.3, 2.0, 8.0])
 @pytest.mark.parametrize("step", [1e-6, 0.5])
