@@ -34,10 +34,6 @@ def test_every_file_is_sent_with_its_type_and_headers(fake_served, path):
     assert answer.headers["cache-control"] == "no-cache"
 
 
-def test_all_static_files_are_served_and_nothing_else_lies_there():
-    assert {path.rpartition("/")[2] or "index.html" for path in PATHS} == set(TEXTS)
-
-
 def test_a_file_that_is_known_is_not_sent_again(fake_served):
     first = get(fake_served, "/playground/main.js")
     tag = first.headers["etag"]
@@ -74,6 +70,7 @@ def test_no_other_path_reaches_a_file(fake_served, path):
 
 
 def test_the_page_needs_nothing_from_elsewhere():
+    assert {path.rpartition("/")[2] or "index.html" for path in PATHS} == set(TEXTS)  # all that lies there is served
     for name, text in TEXTS.items():
         urls = set(re.findall(r"[a-z]+://[^\s\"'<>)]*|(?<=[\"'(])//[a-z][^\s\"'<>)]*", text))
         assert urls <= {"http://www.w3.org/2000/svg"}, name  # a name, never fetched
@@ -142,14 +139,11 @@ def test_a_model_that_is_loading(fake_served):
     assert answer.json()["error"]["code"] == "loading"
 
 
-def test_the_page_can_be_left_out():
+def test_the_page_can_be_left_out_and_with_a_key_only_it_is_open():
     with Served(fake_engine, ServerConfig(playground=False)) as served:
         assert [get(served, path).status_code for path in ("/", "/playground.json", "/playground/main.js")] == [404] * 3
     with Served(fake_engine, ServerConfig(playground=False, api_keys=("secret",))) as served:
         assert get(served, "/").status_code == 401, "as any path that is not there"
-
-
-def test_with_a_key_only_the_page_itself_is_open():
     with Served(fake_engine, ServerConfig(api_keys=("secret",))) as served:
         assert {get(served, path).status_code for path in PATHS} == {200}
         assert get(served, "/playground.json").status_code == 401
