@@ -1,5 +1,3 @@
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -83,20 +81,3 @@ def test_a_section_goes_on_without_graphs_and_says_so(context: Context) -> None:
     assert len(eager) == 6
     assert "x: step of 1 x 5 tokens, 16 past, eager, for want of graphs" in rows
     assert all(row.data["eager_ms"] > 0 for row in eager)
-
-
-def test_an_engine_that_opened_and_cannot_be_recorded_is_closed_first(context: Context) -> None:
-    closed: list[bool] = []
-
-    class Unrecordable(FakeExecutor):
-        def capture(self, shapes: Any) -> None:
-            raise RuntimeError("no")
-
-        def close(self) -> None:
-            closed.append(True)
-
-    def open_one(graphs: bool) -> FakeExecutor:
-        assert graphs or closed == [True], "both would hold the weights"
-        return (Unrecordable if graphs else FakeExecutor)(61, 4, 300)
-
-    assert type(speed.open_or_eager(context, "w", open_one)) is FakeExecutor
