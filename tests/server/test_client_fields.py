@@ -9,9 +9,9 @@ from tests.support.servers.serving import TEMPLATE, Served, fake_engine
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 EPHEMERAL = {"cache_control": {"type": "ephemeral"}}
 LEAST = {
-    COMPLETIONS: {"prompt": "w1 w2", "max_tokens": 6, "temperature": 0},
-    CHAT: {"messages": [{"role": "user", "content": "w1 w2"}], "max_tokens": 6, "temperature": 0},
-    RESPONSES: {"input": "w1 w2", "max_output_tokens": 6, "temperature": 0},
+    COMPLETIONS: {"prompt": "w1 w2", "max_tokens": 6, "seed": 5},
+    CHAT: {"messages": [{"role": "user", "content": "w1 w2"}], "max_tokens": 6, "seed": 5},
+    RESPONSES: {"input": "w1 w2", "max_output_tokens": 6, "seed": 5},
 }
 HINTS = {
     "user": "somebody",
@@ -22,8 +22,33 @@ HINTS = {
     "prompt_cache_retention": "24h",
     "service_tier": "auto",
     "top_p": 1,
+    "top_k": -1,
     "stop": [],
     "logit_bias": {},
+    "stream": False,
+    "min_tokens": 0,
+    "use_beam_search": False,
+    "temperature": None,
+    "speculative": None,
+}
+NO_TOOLS = {"tools": [], "tool_choice": "none", "parallel_tool_calls": False}
+OFF_IN_CHAT = NO_TOOLS | {
+    "functions": [],
+    "function_call": "none",
+    "audio": None,
+    "modalities": ["text"],
+    "response_format": {"type": "text"},
+    "add_generation_prompt": True,
+    "continue_final_message": False,
+    "echo": False,
+    "chat_template_kwargs": {},
+}
+OFF_IN_RESPONSES = NO_TOOLS | {
+    "truncation": "disabled",
+    "background": False,
+    "text": {"format": {"type": "text"}},
+    "top_logprobs": 0,
+    **dict.fromkeys(("previous_response_id", "conversation", "prompt", "max_tool_calls")),
 }
 CODEX = {
     "instructions": "",
@@ -42,8 +67,12 @@ CODEX = {
     "client_metadata": {"installation": "1"},
 }
 TAKEN = [
-    *((path, {name: value}) for path in LEAST for name, value in HINTS.items()),
-    (COMPLETIONS, {"suffix": "", "best_of": 1, "n": 1}),
+    *((path, HINTS) for path in LEAST),
+    *((path, dict.fromkeys(("top_p", "stream", "stop", "logit_bias", "user", "top_k"))) for path in LEAST),
+    (COMPLETIONS, {"suffix": "", "best_of": 1, "n": 1, "add_special_tokens": True}),
+    (COMPLETIONS, {"suffix": None, "n": None, "logprobs": None}),
+    (CHAT, OFF_IN_CHAT),
+    (RESPONSES, OFF_IN_RESPONSES),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "w1 w2", **EPHEMERAL}], **EPHEMERAL}]}),
     (CHAT, {"verbosity": "medium", "reasoning_effort": "none", "top_logprobs": 0, "metadata": {"tags": ["a"]}}),
     (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_text", "text": "w1 w2", **EPHEMERAL}]}]}),
@@ -111,8 +140,28 @@ def test_what_would_change_the_answer_is_refused_by_its_whole_name(fake_served, 
 
 
 def test_nothing_is_stored_whatever_is_asked_for(fake_served):
-    answer = post(fake_served, RESPONSES, {"store": True, "reasoning": {"effort": "none"}}).json()
-    assert (answer["store"], answer["reasoning"]["effort"]) == (False, "none")
+    answer = post(fake_served, RESPONSES, NO_TOOLS | {"store": True, "reasoning": {"effort": "none"}, "user": "me"})
+    answer = answer.json()
+    assert (answer["store"], answer["reasoning"]["effort"], answer["user"]) == (False, "none", "me")
+    assert (answer["tool_choice"], answer["parallel_tool_calls"]) == ("none", False)
+
+
+@pytest.mark.parametrize("path", LEAST)
+@pytest.mark.parametrize("top_p", [0, 1e-320])
+def test_a_top_p_of_zero_is_the_likeliest_token(fake_served, path, top_p):
+    greedy = text_of(path, post(fake_served, path, {"temperature": 0}))
+    for more in ({}, {"temperature": 2, "seed": 2}):
+        assert text_of(path, post(fake_served, path, {"top_p": top_p} | more)) == greedy
+
+
+@pytest.mark.parametrize("drafter", ["none", "draft-model", "lookup", "chained", "suffix"])
+def test_a_top_p_of_zero_is_greedy_whoever_drafts(fake_served, drafter):
+    for more in ({"presence_penalty": 1.5}, {"logit_bias": {"3": 2}, "top_k": 5, "min_p": 0.01}):
+        more |= {"max_tokens": 12}
+        greedy = text_of(COMPLETIONS, post(fake_served, COMPLETIONS, {"temperature": 0} | more))
+        fields = more | {"top_p": 0, "seed": 3, "n": 2, "logprobs": 2, "speculative": {"drafter": drafter}}
+        choices = post(fake_served, COMPLETIONS, fields).json()["choices"]
+        assert [choice["text"] for choice in choices] == [greedy] * 2
 
 
 def test_an_effort_reaches_a_template_that_reads_it():

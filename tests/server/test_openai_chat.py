@@ -2,8 +2,6 @@
 
 import pytest
 
-from specexport_runtime.server.answer_schema import ChatAnswer
-from tests.support.cases import patience
 from tests.support.servers.openai_help import alone, client_of
 
 MESSAGES = [{"role": "system", "content": "w1 w2"}, {"role": "user", "content": "w3"}]
@@ -65,34 +63,3 @@ def test_a_prediction_is_copied_from(client, fake_served, as_parts, drafter):
     prompt = fake_served.engine.engine.encode_chat(MESSAGES)
     expected = alone(fake_served, prompt, content, temperature=0, max_tokens=40, drafter=drafter or "chained").stats
     assert predicted.usage.speculative["accepted"] == expected.accepted
-
-
-def test_answers_are_as_openapi_says(fake_served):
-    body = {"messages": MESSAGES, "max_tokens": 9, "n": 2, "logprobs": True, "top_logprobs": 2}
-    body |= {"speculative": {"token_origins": True}}
-    answer = patience.post(f"{fake_served.url}/v1/chat/completions", json=body)
-    assert len(ChatAnswer.model_validate_json(answer.content).choices) == 2
-
-
-def test_values_that_turn_off_are_taken(client):
-    off = {
-        "tools": [],
-        "tool_choice": "none",
-        "parallel_tool_calls": False,
-        "functions": [],
-        "function_call": "none",
-        "audio": None,
-        "modalities": ["text"],
-        "service_tier": "auto",
-        "response_format": {"type": "text"},
-        "reasoning_effort": "none",
-        "add_generation_prompt": True,
-        "continue_final_message": False,
-        "echo": False,
-        "chat_template_kwargs": {},
-        "user": "somebody",
-        "safety_identifier": "somebody",
-    }
-    answer = client.chat.completions.create(model="fake", messages=MESSAGES, max_tokens=3, seed=1, extra_body=off)
-    plain = client.chat.completions.create(model="fake", messages=MESSAGES, max_tokens=3, seed=1)
-    assert answer.choices == plain.choices

@@ -123,7 +123,9 @@ def prompt_logprobs(served, path, **body):
 
 @pytest.mark.parametrize(("path", "count"), [(COMPLETIONS, 0), (COMPLETIONS, 20), (CHAT, 2)])
 def test_of_prompts_as_vllm_tells_them(fake_served, path, count):
-    told, answer = prompt_logprobs(fake_served, path, prompt_logprobs=count, n=2)
+    more = {"logprobs": 2} if path == COMPLETIONS else {"logprobs": True, "top_logprobs": 2}
+    more["speculative"] = {"token_origins": True}
+    told, answer = prompt_logprobs(fake_served, path, prompt_logprobs=count, n=2, **more)
     (CompletionAnswer if path == COMPLETIONS else ChatAnswer).model_validate(answer)
     prompts = [[1, 2]] if path == CHAT else [[1, 2, 3], [1, 2, 3], [4, 5], [4, 5]]
     assert len(told) == len(prompts)

@@ -163,30 +163,6 @@ def test_the_clients_own_stream_follows(client, fake_served):
     assert all(wanted.startswith(text) for text in texts)
 
 
-def test_values_that_turn_off_are_taken(client):
-    off = {
-        "tools": [],
-        "tool_choice": "none",
-        "parallel_tool_calls": False,
-        "store": False,
-        "truncation": "disabled",
-        "background": False,
-        "reasoning": {"effort": "none", "summary": None},
-        "service_tier": "auto",
-        "text": {"format": {"type": "text"}},
-        "include": [],
-        "top_logprobs": 0,
-        "user": "somebody",
-        "safety_identifier": "somebody",
-        "stream": False,
-        "metadata": {},
-    }
-    null = dict.fromkeys(("previous_response_id", "conversation", "prompt", "max_tool_calls", "prompt_cache_key"))
-    answer = client.responses.create(model="fake", input="w1", max_output_tokens=3, extra_body=off | null | {"seed": 1})
-    assert answer.output_text == create(client, input="w1", max_output_tokens=3, seed=1).output_text
-    assert (answer.tool_choice, answer.parallel_tool_calls, answer.user) == ("none", False, "somebody")
-
-
 class Person(BaseModel):
     name: str
     age: int
