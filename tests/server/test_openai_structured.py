@@ -2,7 +2,6 @@
 
 import json
 
-import httpx
 import pytest
 from openai import BadRequestError
 
@@ -35,10 +34,8 @@ def client(demo_served):
 
 def complete(client, **parameters):
     parameters = {"max_tokens": 100, "seed": 4} | parameters
-    extra = {
-        name: parameters.pop(name) for name in ("response_format", "structured_outputs", "speculative", "cache_salt")
-        if name in parameters
-    }  # fmt: skip
+    asked = ("response_format", "structured_outputs", "speculative", "cache_salt", "ignore_eos")
+    extra = {name: parameters.pop(name) for name in asked if name in parameters}
     return client.completions.create(model="demo", prompt=PROMPT, extra_body=extra, **parameters)
 
 
@@ -97,69 +94,42 @@ def nested(depth):
     return schema
 
 
-@pytest.mark.parametrize(
-    ("form", "param", "said"),
-    [
-        ({"response_format": {"type": "xml"}}, "response_format", ""),
-        ({"response_format": formatted(SCHEMA, name="a name")}, "response_format.json_schema.name", ""),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
-            "response_format.json_schema.schema",
-            "is missing",
-        ),
-        ({"response_format": formatted({"type": "string"})}, "response_format.json_schema.schema", "the root"),
-        (
-            {"response_format": formatted({"type": "object", "properties": {"a": {"type": "string"}}})},
-            "response_format.json_schema.schema",
-            "'additionalProperties' must be false",
-        ),
-        (
-            {"response_format": formatted(SCHEMA | {"required": ["name"]})},
-            "response_format.json_schema.schema",
-            "'inner' is missing",
-        ),
-        (
-            {"response_format": formatted(SCHEMA | {"required": 5})},
-            "response_format.json_schema.schema",
-            "'required' a list",
-        ),
-        (
-            {"response_format": formatted(SCHEMA | {"properties": [1]})},
-            "response_format.json_schema.schema",
-            "'properties' must be an object",
-        ),
-        ({"response_format": formatted(nested(12))}, "response_format.json_schema.schema", "at most 10 levels"),
-        (
-            {"response_format": formatted({"type": "object", "not": {}}, strict=False)},
-            "response_format.json_schema.schema",
-            "not",
-        ),
-        (
-            {"response_format": formatted({"type": "object", "x-guidance": {"item_separator": ";"}}, strict=False)},
-            "response_format.json_schema.schema",
-            "a setting of the matcher",
-        ),
-        (
-            {"structured_outputs": {"json": '{"items": {"x\\u002dguidance": {}}}'}},
-            "structured_outputs",
-            "a setting of the matcher",
-        ),
-        ({"structured_outputs": {"json": {"$ref": "#"}}}, "structured_outputs", "comes back to itself"),
-        (
-            {"response_format": formatted({"properties": {"a": {"$ref": "#/properties/a"}}}, strict=False)},
-            "response_format.json_schema.schema",
-            "comes back to itself",
-        ),
-        ({"structured_outputs": {}}, "structured_outputs", "nothing is given"),
-        ({"structured_outputs": {"regex": "("}}, "structured_outputs", "unclosed group"),
-        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "regex, choice"),
-        (
-            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
-            "structured_outputs",
-            "both given",
-        ),
-    ],
-)
+STRICT = [
+    ({"type": "string"}, "the root"),
+    ({"type": "object", "properties": {"a": {"type": "string"}}}, "'additionalProperties' must be false"),
+    (SCHEMA | {"required": ["name"]}, "'inner' is missing"),
+    (SCHEMA | {"required": 5}, "'required' a list"),
+    (SCHEMA | {"properties": [1]}, "'properties' must be an object"),
+    (nested(12), "at most 10 levels"),
+]
+LOOSE = [
+    ({"type": "object", "not": {}}, "not"),
+    ({"type": "object", "x-guidance": {"item_separator": ";"}}, "a setting of the matcher"),
+]
+OF_VLLM = [
+    ({"json": {"$ref": "#"}}, "comes back to itself"),
+    ({"grammar": 'start: "x" <|endoftext|> "y"'}, "names a token that ends the text"),
+    ({}, "nothing is given"),
+    ({"regex": "("}, "unclosed group"),
+    ({"regex": "a", "choice": ["b"]}, "regex, choice"),
+]
+NO_SCHEMA = {"type": "json_schema", "json_schema": {"name": "a"}}
+REFUSED = [
+    ({"response_format": {"type": "xml"}}, "response_format", ""),
+    ({"response_format": formatted(SCHEMA, name="a name")}, "response_format.json_schema.name", ""),
+    ({"response_format": NO_SCHEMA}, "response_format.json_schema.schema", "is missing"),
+    *(({"response_format": formatted(schema)}, "response_format.json_schema.schema", said) for schema, said in STRICT),
+    *(
+        ({"response_format": formatted(schema, strict=False)}, "response_format.json_schema.schema", said)
+        for schema, said in LOOSE
+    ),
+    *(({"structured_outputs": form}, "structured_outputs", said) for form, said in OF_VLLM),
+    ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs", "both"),
+    ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos", ""),
+]
+
+
+@pytest.mark.parametrize(("form", "param", "said"), REFUSED)
 def test_what_cannot_be_honoured_is_named(client, demo_served, form, param, said):
     with pytest.raises(BadRequestError) as error:
         complete(client, **form)
@@ -168,19 +138,10 @@ def test_what_cannot_be_honoured_is_named(client, demo_served, form, param, said
     demo_served.wait_until_idle()
 
 
-def test_a_form_beside_ignore_eos_is_refused(demo_served):
-    body = {"model": "demo", "prompt": PROMPT, "structured_outputs": {"regex": "a"}, "ignore_eos": True}
-    answer = httpx.post(f"{demo_served.url}/v1/completions", json=body)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "ignore_eos")
-
-
 def test_a_prompt_that_was_read_is_not_read_again(client):
-    long = PROMPT * 3
-
-    def cached(**parameters):
-        extra = {name: parameters.pop(name) for name in ("cache_salt", "speculative") if name in parameters}
+    def cached(n=1, **extra):
         answer = client.completions.create(
-            model="demo", prompt=long, max_tokens=4, temperature=0, extra_body=extra, **parameters
+            model="demo", prompt=PROMPT * 3, max_tokens=4, temperature=0, n=n, extra_body=extra
         )
         return answer.usage.prompt_tokens_details.cached_tokens, answer.usage.prompt_tokens, answer.choices[0].text
 
@@ -190,32 +151,3 @@ def test_a_prompt_that_was_read_is_not_read_again(client):
     assert cached(cache_salt="two")[0] == 0
     assert cached(cache_salt="one", speculative={"remember": False})[0] == 0
     assert cached(cache_salt="three", n=3)[0] == 0  # one of the three reads it
-
-
-@pytest.mark.parametrize("drafter", ["none", "draft-model", "lookup", "self", "auto"])
-@pytest.mark.parametrize("end", ["<|endoftext|>", "a<|endoftext|>b"])
-def test_the_name_of_a_special_token_is_spelled(client, end, drafter):
-    """It neither ends the text nor is left out of it."""
-    schema = {"type": "object", "properties": {end: {"const": end}}, "required": [end], "additionalProperties": False}
-    forms = {
-        end: {"choice": [end]},
-        f'{{"{end}":"{end}"}}': {"json": schema},
-        f"({end})": {"regex": rf"\({end.replace('|', '[|]')}\)"},
-        f"{end}!": {"grammar": f'start: "{end}" "!"'},
-    }
-    for text, form in forms.items():
-        answer = complete(client, temperature=0, structured_outputs=form, speculative={"drafter": drafter})
-        assert (answer.choices[0].text, answer.choices[0].finish_reason) == (text, "stop")
-
-
-def test_a_grammar_that_names_the_end_of_the_text_is_refused(client):
-    for name in ("<|endoftext|>", "<[0]>"):
-        with pytest.raises(BadRequestError, match="names a token that ends the text"):
-            complete(client, structured_outputs={"grammar": f'start: "x" {name} "y"'})
-
-
-def test_a_key_of_the_matcher_as_a_name_is_data(client):
-    properties = {"x-guidance": {"type": "null"}, "y": {"const": {"x-guidance": {"item_separator": ";"}}}}
-    schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
-    (choice,) = complete(client, temperature=0, structured_outputs={"json": schema}).choices
-    assert json.loads(choice.text) == {"x-guidance": None, "y": {"x-guidance": {"item_separator": ";"}}}
