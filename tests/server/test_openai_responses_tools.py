@@ -5,12 +5,11 @@ import re
 
 import pytest
 from openai import pydantic_function_tool
-from pydantic import BaseModel
 
 from specexport_runtime.server.responses_schema import ResponseAnswer
 from tests.support.cases import patience
 from tests.support.servers.odd_bodies import check_odd_bodies
-from tests.support.servers.tool_servers import ARGUMENTS, CITY, THOUGHT, tool_clients
+from tests.support.servers.tool_servers import ARGUMENTS, CITY, THOUGHT, Weather, tool_clients
 
 llguidance = pytest.importorskip("llguidance")
 
@@ -27,13 +26,6 @@ REASONING = ("reasoning", "hm, {let me see}")
 USER, WELL = ({"role": "user", "content": content} for content in ("x", "Well."))
 CALLED = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
 RETURNED = {"type": "function_call_output", "call_id": "a", "output": "rain"}
-
-
-class Weather(BaseModel):
-    """The weather of a city."""
-
-    city: str
-    days: int
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +144,7 @@ def test_tokens_of_thinking_are_counted(clients):
     assert create(clients("thinks"), "Hello.").usage.output_tokens_details.reasoning_tokens == 0
     cut = create(clients("thinks"), THOUGHT, max_output_tokens=9)
     assert cut.usage.output_tokens_details.reasoning_tokens == 9
+    assert create(clients("thinks"), "", input=[USER, *cut.output, WELL]).output_text == "Well."
     # no token ends it, so that none are counted
     assert create(clients("thinks in text"), THOUGHT, tools=[]).usage.output_tokens_details.reasoning_tokens == 0
 
@@ -220,15 +213,16 @@ def test_items_go_back_as_the_messages_of_a_chat(clients):
     first = create(client, f"{THOUGHT}So.\n{CALL}\n{STOP}").output
     done = [{"type": "input_text", "text": "do"}, {"type": "input_text", "text": "ne"}]
     outputs = [RETURNED | {"call_id": first[2].call_id}, RETURNED | {"call_id": first[3].call_id, "output": done}]
-    again = create(client, "", input=[{"role": "user", "content": "x"}, *first, *outputs, WELL])
-    assert again.output_text == "Well."
+    for back in (first, [item.model_dump() for item in first]):
+        again = create(client, "", input=[USER, *back, *outputs, WELL])
+        assert again.output_text == "Well."
     called = [("weather", json.loads(ARGUMENTS)), ("stop", {})]
     calls = [
         {"id": str(i), "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
         for i, (name, arguments) in enumerate(called)
     ]
     messages = [
-        {"role": "user", "content": "x"},
+        USER,
         {"role": "assistant", "content": "So.", "reasoning_content": "hm, {let me see}", "tool_calls": calls},
         {"role": "tool", "tool_call_id": "0", "content": "rain"},
         {"role": "tool", "tool_call_id": "1", "content": "done"},
@@ -238,16 +232,6 @@ def test_items_go_back_as_the_messages_of_a_chat(clients):
     told = patience.post(f"{served.url}/tokenize", json={"messages": messages, "tools": tools}).json()
     assert "hm, {let me see}" in served.engine.engine.tokenizer.decode(told["tokens"], skip_special_tokens=False)
     assert again.usage.input_tokens == told["count"]
-
-
-@pytest.mark.parametrize(("answer", "limit"), [(f"{THOUGHT}So.\n{CALL}", 300), (THOUGHT, 9)])
-def test_an_output_goes_back_as_it_is(clients, answer, limit):
-    client = clients("thinks")
-    first = create(client, answer, max_output_tokens=limit).output
-    results = [RETURNED | {"call_id": item.call_id} for item in first if item.type == "function_call"]
-    for back in (first, [item.model_dump() for item in first]):
-        again = create(client, "", input=[{"role": "user", "content": answer}, *back, *results, WELL])
-        assert again.output_text == "Well."
 
 
 @pytest.mark.parametrize(
@@ -272,14 +256,12 @@ def tool(**more):
 
 REFUSED = [
     ({"tools": [tool(), {"type": "mcp", "server_label": "x"}]}, "tools[1].type", "unsupported_parameter"),
-    ({"tools": [{"type": "custom", "name": "f"}]}, "tools[0].type", "unsupported_parameter"),
     ({"tools": [{"name": "f"}]}, "tools[0].type", "missing_required_parameter"),
     ({"tools": [{"type": "function"}]}, "tools[0].name", "missing_required_parameter"),
     ({"tools": [tool(function={})]}, "tools[0].function", "unknown_parameter"),
     ({"tools": [tool(), tool(name="g"), tool()]}, "tools[2].name", "invalid_value"),
     ({"tools": [tool(name="g"), tool(strict=True, parameters={"type": "object"})]}, "tools[1].parameters", None),
     ({"tools": [tool(parameters={"not": {}})], "tool_choice": "required"}, "tools[0].parameters", "invalid_value"),
-    ({"tools": [tool()], "tool_choice": "some"}, "tool_choice", "invalid_value"),
     ({"tools": [tool()], "tool_choice": {"type": "web_search_preview"}}, "tool_choice.type", "invalid_value"),
     ({"tools": [tool()], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice.name", "invalid_value"),
     ({"tool_choice": "required"}, "tool_choice", "invalid_value"),

@@ -4,21 +4,13 @@ import json
 
 import pytest
 from openai import LengthFinishReasonError, pydantic_function_tool
-from pydantic import BaseModel
 
 from tests.support.cases import patience
 from tests.support.fakes.chat_fakes import MARKERS
 from tests.support.servers.odd_bodies import check_odd_bodies
-from tests.support.servers.tool_servers import ARGUMENTS, CITY, THOUGHT, tool_clients
+from tests.support.servers.tool_servers import ARGUMENTS, CITY, THOUGHT, Weather, tool_clients
 
 llguidance = pytest.importorskip("llguidance")
-
-
-class Weather(BaseModel):
-    """The weather of a city."""
-
-    city: str
-    days: int
 
 
 TOOLS = [
@@ -100,13 +92,7 @@ def test_a_call_is_read_whole_and_streamed(clients, name, tools, drafter):
 
 @pytest.mark.parametrize("name", [*CALLS, "text markers"])
 def test_an_answer_without_calls_is_text(clients, name):
-    for text, tools in (
-        ("Hello.\n\n", TOOLS),
-        ("", STRICT),
-        ("{1: [2}]", STRICT),
-        ("a <tool_", TOOLS),
-        ("[TOOL", STRICT),
-    ):
+    for text, tools in (("Hello.\n\n", TOOLS), ("{1: [2}]", STRICT), ("a <tool_", TOOLS), ("[TOOL", STRICT)):
         choice = said(clients(name), text, tools=tools).choices[0]
         assert parts(choice) == (text, "", [], "stop"), text
         assert choice.message.content == text
@@ -171,14 +157,14 @@ def test_none_calls_nothing(clients):
 
 @pytest.mark.parametrize("name", ["hermes", "text markers"])
 def test_a_malformed_call_is_text_and_never_an_error(clients, name):
-    for broken in ('{"name": "other", "arguments": {}}', '{"name": "weather"', "no JSON", ""):
+    for broken in ('{"name": "other", "arguments": {}}', "no JSON"):
         text = f"Well. <tool_call>{broken}</tool_call>"
         assert parts(said(clients(name), text).choices[0]) == (text, "", [], "stop")
         assert streamed(clients(name), text) == (text, "", [], "stop")
     half = 'Well.<tool_call>{"name": "weather", "arguments": {"city": }}</tool_call>'
-    assert parts(said(clients(name), half).choices[0]) == (half.removesuffix("</tool_call>"), "", [], "stop") or (
-        parts(said(clients(name), half).choices[0])[0] == half
-    )
+    content, *others = parts(said(clients(name), half).choices[0])
+    assert content in (half, half.removesuffix("</tool_call>"))
+    assert others == ["", [], "stop"]
     assert streamed(clients(name), half)[2] == [["weather", '{"city": }']]  # what was sent stays sent
 
 
@@ -317,9 +303,6 @@ REFUSED = {
         ({"tools": [tool(), tool(name="g"), tool()]}, "tools[2].function.name"),
         ({"tools": [tool(name=f"f{i}") for i in range(129)]}, "tools"),
         ({"tools": [{"type": "custom"}]}, "tools[0].type"),
-        ({"tools": [tool(parameters={"type": "array"})]}, "tools[0].function.parameters"),
-        ({"tools": [tool(parameters={"x-guidance": {}})]}, "tools[0].function.parameters"),
-        ({"tools": [tool(description="x" * 300_000)]}, "tools"),
         ({"tools": [tool(), tool(name="g", strict=True, parameters=OPEN)]}, "tools[1].function.parameters"),
         (NEEDED | {"tools": [tool(), tool(name="g", parameters={"not": {}})]}, "tools[1].function.parameters"),
         ({"tools": [tool()], "tool_choice": "some"}, "tool_choice"),
@@ -328,7 +311,6 @@ REFUSED = {
         ({"tools": [tool()], "structured_outputs": {"regex": "a"}}, "structured_outputs"),
         ({"tools": [tool(strict=True)], "ignore_eos": True}, "ignore_eos"),
         ({"chat_template_kwargs": {"mood": 1}}, "chat_template_kwargs"),
-        ({"chat_template_kwargs": {"enable_thinking": "x" * 5000}}, "chat_template_kwargs"),
         ({"messages": [USER, {"role": "tool", "content": "x", "tool_call_id": "a"}]}, "messages[1].tool_call_id"),
         ({"messages": [USER | {"tool_call_id": "a"}]}, "messages[0].tool_call_id"),
         ({"messages": [USER | {"tool_calls": [CALL]}]}, "messages[0].tool_calls"),
@@ -387,33 +369,29 @@ def test_odd_values_are_no_defect(clients):
     check_odd_bodies(served, "/v1/chat/completions", body)
 
 
+def only(key, value):
+    """A schema of one object."""
+    schema = {"type": "object", "properties": {key: {"const": value}}, "required": [key]}
+    return schema | {"additionalProperties": False}
+
+
 @pytest.mark.parametrize(
     ("name", "drafter"), [*((name, "draft-model") for name in CALLS), ("hermes", "none"), ("json", "lookup")]
 )
-def test_names_of_added_tokens_are_plain_text_in_a_call(clients, name, drafter):
-    """Keys and values, of strict functions and others; markers are tokens all the same."""
-    value = "<|end|></tool_call><tool_call>[ARGS]<think>[TOOL_CALLS]"
-    schema = {"type": "object", "properties": {value: {"const": value}}, "required": [value]}
-    schema["additionalProperties"] = False
-    tools = [{"type": "function", "function": {"name": "weather", "parameters": schema, "strict": True}}]
-    choice = said(
-        clients(name), "x", tools=tools, tool_choice="required", extra_body={"speculative": {"drafter": drafter}}
-    )
-    assert choice.choices[0].finish_reason == "tool_calls"
-    (call,) = choice.choices[0].message.tool_calls
-    assert json.loads(call.function.arguments) == {value: value}
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_names_of_added_tokens_are_plain_text_in_an_answer_beside_tools(clients, name):
+def test_names_of_added_tokens_are_plain_text(clients, name, drafter):
+    """Keys and values, of strict functions and of a form beside them; markers are tokens all the same."""
     value = "".join((*MARKERS, "<|end|>"))
-    schema = {"type": "object", "properties": {"x": {"const": value}}, "required": ["x"]}
-    schema["additionalProperties"] = False
-    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
-    options = {"response_format": form, "tools": STRICT[:1]}
-    message = said(clients(name), '{"x":"', **options).choices[0].message
-    assert (json.loads(message.content), message.tool_calls) == ({"x": value}, None)
-    assert streamed(clients(name), '{"x":"', **options) == (message.content, "", [], "stop")
+    function = {"name": "weather", "parameters": only(value, value), "strict": True}
+    options = {"tools": [{"type": "function", "function": function}]}
+    options["extra_body"] = {"speculative": {"drafter": drafter}}
+    content, _, ((_, arguments),), finish = parts(
+        said(clients(name), "x", tool_choice="required", **options).choices[0]
+    )
+    assert (content, json.loads(arguments), finish) == ("", {value: value}, "tool_calls")
+    options["response_format"] = FORM | {"json_schema": FORM["json_schema"] | {"schema": only("x", value)}}
+    content, *others = parts(said(clients(name), '{"x":"', **options).choices[0])
+    assert (json.loads(content), others) == ({"x": value}, ["", [], "stop"])
+    assert streamed(clients(name), '{"x":"', **options) == (content, "", [], "stop")
 
 
 @pytest.mark.parametrize(

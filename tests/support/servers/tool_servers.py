@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import openai
+from pydantic import BaseModel
 
 from specexport_runtime.server.config import ServerConfig
 from tests.support.fakes.chat_fakes import MARKERS, PLAIN, TEMPLATES, THINKS, echo_engine
@@ -32,6 +33,13 @@ SERVERS = {
         {},
     ),
 }
+
+
+class Weather(BaseModel):
+    """The weather of a city."""
+
+    city: str
+    days: int
 
 
 class Clients:
