@@ -1,7 +1,4 @@
-"""Chance in tests: the same in every run, until ``make fuzz`` asks for another seed and for ten times as much.
-
-A test that draws its inputs is marked ``fuzz``; hypothesis's tests are marked by ``conftest.py``.
-"""
+"""Chance in tests: the same in every run, until ``make fuzz`` asks for another seed and for ten times as much."""
 
 import os
 import random
@@ -27,12 +24,7 @@ def seed(usual: int) -> int:
 
 
 def examples(usual: int, *, allow: tuple[HealthCheck, ...] = ()) -> settings:
-    """Hypothesis's settings for a test that needs another number of examples than 100.
-
-    Args:
-        usual: how many examples.
-        allow: health checks that the test fails on purpose.
-    """
+    """Hypothesis's settings for another number of examples than 100; ``allow``: health checks that fail on purpose."""
     return settings(max_examples=many(usual), suppress_health_check=[*BUSY_MACHINE, *allow])
 
 

@@ -1,8 +1,4 @@
-"""Layers of experts in every kind of weight: what ``BlockExperts`` is to compute, in float64, and sessions of it.
-
-``python -m tests.support.cases.experts_cases LIBRARY SEED SHAPES`` checks drawn layers with the kernels that
-``SPECEXPORT_CPU_KERNELS`` names, for ``test_block_experts.py``: a process has one set of kernels.
-"""
+"""Layers of experts in every kind of weight, what ``BlockExperts`` is to compute in float64, and sessions of it."""
 
 import sys
 from typing import Any, NamedTuple

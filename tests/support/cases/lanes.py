@@ -20,12 +20,7 @@ WALK, WALKED = "test_engine_logits_equal_eager_transformers", {"gpt2", "gemma2",
 
 
 def keep_lanes(items: Sequence[pytest.Item], models: set[str]) -> None:
-    """Mark what is an annex's, and for the long lane what stands beside a test of the same kind.
-
-    Args:
-        items: all tests. Of those marked ``one_of_kind`` one runs every day: the first parameter that may.
-        models: names of tiny models, which parameters of tests are.
-    """
+    """Mark an annex's tests, and for the long lane all ``one_of_kind`` but the first parameter that may run daily."""
     for item in items:
         parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
         named = {value for value in parameters if isinstance(value, str) and value in models}

@@ -1,8 +1,4 @@
-"""Packed weights of every format, and ONNX Runtime sessions of one operator over them.
-
-``python -m tests.support.cases.linear_cases LIBRARY SEED SHAPES`` checks products and lookups with the kernels that
-``SPECEXPORT_CPU_KERNELS`` names, for ``test_block_linear.py``: a process has one set of kernels.
-"""
+"""Packed weights of every format, and ONNX Runtime sessions of one operator over them."""
 
 import ctypes
 import os

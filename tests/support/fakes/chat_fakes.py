@@ -1,8 +1,4 @@
-"""An engine of fakes that repeats what the user said, letter by letter, for tests of what an answer is made into.
-
-Its target gives the letter that the last message of the user has in that place by far the best logit, and a grammar may
-still forbid it; its draft is right most of the time. So a test writes down the answer that it wants, as a message.
-"""
+"""An engine of fakes that repeats what the user said, letter by letter, where a grammar lets it."""
 
 import itertools
 from typing import Any
@@ -89,13 +85,7 @@ def letters(*markers: str, special: bool = True) -> Tokenizer:
 
 
 class Echo(FakeExecutor):
-    """Repeats the last message of the user, and ends; where it may not, it is a fake like any other.
-
-    Args:
-        tokenizer: of :func:`letters`.
-        num_rows: cache rows.
-        wrong: every so many-th letter of an answer is wrong; 0 for none.
-    """
+    """Repeats the last message of the user, and ends; every ``wrong``-th letter is wrong."""
 
     def __init__(self, tokenizer: Tokenizer, num_rows: int, *, wrong: int = 0) -> None:
         super().__init__(tokenizer.get_vocab_size(), num_rows, MAX_MODEL_LEN + 16, context=3)

@@ -1,7 +1,4 @@
-"""``chat`` on a small fake engine, for tests on a terminal.
-
-The first argument is a folder; with a second one, ``gated``, the first answer goes on until it is cancelled.
-"""
+"""``chat`` on a small fake engine in a folder; ``gated``: the first answer goes on until it is cancelled."""
 
 import fcntl
 import signal

@@ -1,9 +1,4 @@
-"""The part of ``tensorrt`` that plugins meet: what its C++ side offers and asks for, as strict as its documentation.
-
-``install`` puts it in the place of the package, with NVIDIA's own ``tensorrt.plugin``. ``embed`` does with a plugin
-what a builder does with a node: it asks for types, shapes, aliases, types and layouts for each profile, and for the
-kernel, and evaluates the expressions it is given. Expressions live only while the builder asks for them.
-"""
+"""The part of ``tensorrt`` that plugins meet: what its C++ side offers and asks for, as strict as its documentation."""
 
 import enum
 import importlib
@@ -154,12 +149,7 @@ def _base_module() -> types.ModuleType:
 
 
 def install(patch: pytest.MonkeyPatch, folder: str) -> types.ModuleType:
-    """Make ``import tensorrt`` give this; returns the package.
-
-    Args:
-        patch: takes it away again.
-        folder: holds NVIDIA's own Python sources of ``tensorrt.plugin``, as ``plugin``.
-    """
+    """Make ``import tensorrt`` give this; ``folder`` holds NVIDIA's own ``tensorrt.plugin``, as ``plugin``."""
     module: Any = _base_module()
     for name in [name for name in sys.modules if name.startswith("tensorrt.")]:
         patch.delitem(sys.modules, name)

@@ -1,5 +1,4 @@
-"""A target that follows one token by another, whatever comes before it: its hidden state tells the token, so that the
-right heads can be written down."""
+"""A target that follows one token by another, whatever comes before; its hidden state tells the token."""
 
 from typing import Any
 

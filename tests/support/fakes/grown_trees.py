@@ -13,10 +13,7 @@ from specexport_runtime.requests.request import Request
 
 
 def grown(proposal: Proposal, text: Sequence[int], target: FakeExecutor, *, right: float, most: int) -> Proposal:
-    """A draft with up to ``most`` branches; ``right`` of them are the target's likeliest token there.
-
-    They depend on the text and on what is in front of them and beside them alone.
-    """
+    """A draft with up to ``most`` branches, of the text alone; ``right`` of them are the target's likeliest."""
     nodes, parents = list(proposal.tokens), list(range(-1, len(proposal.tokens) - 1))
     branches: list[Branch] = []
     if not nodes or proposal.error is not None:

@@ -1,8 +1,4 @@
-"""Recorded rounds, replayed: a real pair's drafts against a controller, in modelled seconds.
-
-``replayed_rounds.json`` holds, for every place of greedy texts of Qwen2.5-Coder-1.5B-Instruct, how many of eight draft
-tokens of the 0.5B model passed there. So any lengths can be tried on them, and whatever a step may cost.
-"""
+"""Greedy rounds of a real pair, replayed: how many of eight draft tokens passed, in modelled seconds."""
 
 import json
 import random

@@ -4,11 +4,7 @@ from typing import Any
 
 
 def check_every_round(engine: Any) -> None:
-    """From now on a round that leaves a row, a cache length or kept text wrong fails as an engine does.
-
-    Args:
-        engine: a ``SpecEngine``.
-    """
+    """From now on a round that leaves a row, a cache length or kept text wrong fails as an engine does."""
     decoder = engine._loop.decoder
     step = decoder.step
 

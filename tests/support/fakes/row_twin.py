@@ -1,7 +1,4 @@
-"""The kernels of ``specexport.kernels.sampling`` in numpy, fast, for a fake GPU; tests hold the two against each other.
-
-``at(address, dtype)`` gives the memory from an address on.
-"""
+"""The kernels of ``specexport.kernels.sampling`` in numpy; ``at(address, dtype)`` gives the memory from there on."""
 
 import numpy as np
 

@@ -77,14 +77,7 @@ def make_entry(lookahead: int = 4, rows: int = 4, max_model_len: int = 64, **cha
 
 
 class FakeGpu:
-    """A ``GpuDriver`` whose memory is an array.
-
-    Args:
-        free: bytes of device memory.
-        sm: architecture.
-        fail_capture: recordings fail when they end, from this one on (counted from 0).
-        claims: free bytes that ``info`` reports; None tells the truth.
-    """
+    """A ``GpuDriver`` over an array; recordings fail from ``fail_capture`` on; ``claims``: free bytes of ``info``."""
 
     def __init__(
         self, free: int = 1 << 24, sm: str = "sm89", fail_capture: int | None = None, claims: int | None = None

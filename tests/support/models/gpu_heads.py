@@ -1,9 +1,4 @@
-"""Targets and heads as GPU backends lower them, in float32, run by numpy behind the executors of these backends.
-
-No GPU computes float32 attention of this kind, but rounding cannot hide a wrong graph in it. ``onnxruntime`` is a
-stand-in with "device" memory in numpy, and TensorRT's a fake GPU whose engine evaluates the lowered graph at exactly
-the sizes that its profile allows.
-"""
+"""Targets and heads as GPU backends lower them, in float32, which hides no wrong graph, run by numpy."""
 
 import sys
 from collections.abc import Callable
@@ -107,17 +102,7 @@ def entry_fields(config: Any) -> dict[str, Any]:
 def open_graph(
     way: str, traced: Traced, folder: Path, patch: pytest.MonkeyPatch, *, config: Any = None, lookahead: int = 3
 ) -> Any:
-    """An executor on a lowered graph, as it is opened in a bundle.
-
-    Args:
-        way: ``"ort-cuda"``, the same on a GPU that gets a row for each token, a lowering of TensorRT, or
-            ``"explicit"``: what that writes out where no kernel is.
-        traced: the graph; it stays as it is.
-        folder: for its files.
-        patch: puts the stand-ins in place.
-        config: of a head; None for a target.
-        lookahead: K.
-    """
+    """An executor on a lowered graph; a head's with its ``config``. ``explicit``: as written out where no kernel is."""
     if way == CUDA_ROWS:
         patch.delenv(CUDNN_SWITCH, raising=False)
         patch.setattr(ort_cuda, "compute_capability", lambda device_id: 90)
@@ -187,17 +172,7 @@ def _open_trt(traced: Traced, folder: Path, patch: pytest.MonkeyPatch, config: A
 def open_engine(
     way: str, target: Traced, head: Traced, loaded: Any, folder: Path, patch: pytest.MonkeyPatch, lookahead: int = 3
 ) -> SpecEngine:
-    """Target and head on the graphs of one backend, as a bundle loads them.
-
-    Args:
-        way: see :func:`open_graph`.
-        target: its graph, with the features of ``head``.
-        head: the head's graph.
-        loaded: the head in memory.
-        folder: for their files.
-        patch: puts the stand-ins in place.
-        lookahead: K.
-    """
+    """Target and head on the graphs of one backend, as a bundle loads them."""
     config = loaded.config
     executors = [
         open_graph(way, traced, folder / role, patch, config=own, lookahead=lookahead)

@@ -13,13 +13,7 @@ from tests.support.models.tiny_traces import tiny_model, trace_of
 
 
 class HalfModel(NamedTuple):
-    """A model and its trace.
-
-    Attributes:
-        model: the transformers model.
-        ir_model: after the passes; clone it before changing it.
-        layers: cache sizes of each layer.
-    """
+    """A model and its trace after the passes, to be cloned before a change."""
 
     model: Any
     ir_model: Any

@@ -26,14 +26,7 @@ TEXT_LENGTHS = (24, 9, 17, 24, 12, 24, 3, 20)
 
 
 class Case(NamedTuple):
-    """One way to generate.
-
-    Attributes:
-        chunk: most tokens of a step: prompts are read in such pieces; None for the default.
-        drafter: as requests name it.
-        lookahead: K, or ``"auto"``.
-        batch: sequences at a time.
-    """
+    """One way to generate; ``chunk``: most tokens of a step; ``batch``: sequences at a time."""
 
     chunk: int | None
     drafter: str
@@ -50,15 +43,7 @@ CASES = [
 
 
 def build_pair(classes: str, config: dict[str, Any], folder: Path, quantize: str | None, *, noise: float = 0.0) -> Path:
-    """The bundle of a tiny random target and of a draft that differs by noise.
-
-    Args:
-        classes: as in ``tiny_models.ARCHITECTURES``.
-        config: likewise; the vocabulary becomes that of the tokenizer.
-        folder: gets the checkpoints and the bundle.
-        quantize: both models.
-        noise: standard deviation, in that of each weight of the draft; 0 makes both the same.
-    """
+    """The bundle of a tiny random target and a draft that differs by noise, in standard deviations of weights."""
     import torch
 
     model = make_model(classes, config | {"vocab_size": KNOWN})
@@ -92,10 +77,7 @@ def build(output: Path, target: Path, draft: Path | None, quantize: str | None) 
 
 
 def hybrid_pair(name: str, folder: Path, quantize: str | None) -> Path:
-    """:func:`build_pair` of one of ``HYBRIDS``, with noise that leaves some drafts right and some wrong.
-
-    Nemotron-H's experts have no gates, and are refused in 8 bits: there, it has an MLP.
-    """
+    """:func:`build_pair` of a hybrid, with right and wrong drafts; Nemotron-H's experts cannot be 8 bits: an MLP."""
     classes, config = HYBRIDS[name]
     if quantize and name == "nemotron_h":
         config = config | {"layers_block_type": ["mamba", "attention", "mlp"]}
@@ -129,17 +111,7 @@ def some_cases(seed: int) -> list[Case]:
 
 
 def compare(bundle: Path, cases: Iterable[Case], *, seed: int) -> Counter[str]:
-    """Generate in all ways; find the bits of plain decoding of one sequence at a time, its prompts read at once.
-
-    Args:
-        bundle: with a draft model.
-        cases: the ways.
-        seed: of the prompts.
-
-    Returns:
-        how many ``cases`` and ``texts`` there were, and how many tokens were ``drafted`` and ``accepted``, with the
-        drafters' names and in all.
-    """
+    """Generate in all ways; find the bits of plain decoding, one sequence at a time. Counts what was drafted."""
     prompts = make_prompts(seed)
     params = [SamplingParams(max_tokens=count, ignore_eos=True, logprobs=2) for count in TEXT_LENGTHS]
     with closing(open_engine(bundle)) as engine:

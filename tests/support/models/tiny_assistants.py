@@ -56,14 +56,7 @@ def sharing_all_layers() -> Iterator[None]:
 
 
 def make_assistant(seed: int = 1, *, unified: bool = False, text: Any = None, **config: Any) -> Any:
-    """An assistant of three layers, as transformers has it.
-
-    Args:
-        seed: of its weights.
-        unified: it is of the family that reads images.
-        text: what its layers have otherwise.
-        config: what it has otherwise.
-    """
+    """An assistant of three layers, as transformers has it."""
     import transformers as t
 
     own = TEXT | {"hidden_size": OWN, "intermediate_size": 48, "num_hidden_layers": 3, "num_kv_shared_layers": 3}
@@ -95,10 +88,7 @@ def save_assistant(model: Any, folder: Path) -> Path:
 
 
 def outputs_of(target: Any, tokens: Sequence[int]) -> Any:
-    """What transformers hands to an assistant of a text that the target has read: keys, values and hidden states.
-
-    A target none of whose layers share keys gives none of them; they are taken from its cache.
-    """
+    """What transformers hands to an assistant of a text that the target has read: keys, values and hidden states."""
     from transformers import DynamicCache
 
     kept = DynamicCache()

@@ -102,19 +102,10 @@ def write_gguf(
     split: int = 0,
     one_row: bool = False,
 ) -> None:
-    """Write a model with a byte vocabulary.
+    """Write a model with a byte vocabulary; weights of ``kinds`` (the first ending that fits) are random, in both.
 
-    Args:
-        model: a Qwen2, Llama or Gemma3, or one with experts; its weights are written. Those of ``kinds`` are random,
-            and become the model's too.
-        path: the file.
-        architecture: GGUF's name of it.
-        kinds: format of each weight whose GGUF name ends so, ``""`` for all matrices; the first that fits counts.
-        seed: of those.
-        stated: further settings by their whole keys, or other values of those that are always there; None drops one.
-        tensors: further tensors.
-        split: tensors of a part, of which there are as many as it takes; 0 for one file.
-        one_row: write the gates of shared experts as matrices.
+    ``stated``: settings by their whole keys, None drops one. ``split``: tensors of a part. ``one_row``: gates of shared
+    experts are matrices.
     """
     import gguf
     import torch

@@ -29,10 +29,7 @@ _BESIDE = NAMES | {
 
 
 def gemma_file(path: Path, model: Any, changed: Mapping[str, Any] = {}, **how: Any) -> Path:
-    """A file of a target, or of an assistant; ``how`` is what ``tiny_gguf_modules.write`` takes.
-
-    ``changed`` are settings, None for those to leave out.
-    """
+    """A file of a target, or of an assistant; ``changed`` settings, None for those to leave out."""
     config, found = model.config.get_text_config(), {}
     for name, value in model.state_dict().items():
         if name.startswith("model.layers."):

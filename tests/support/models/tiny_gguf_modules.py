@@ -256,10 +256,7 @@ def write(
     quantized: Callable[[str], bool] = lambda _: False,
     named: Mapping[int, str] = {},
 ) -> Path:
-    """Write those tensors of a file whose names are ``wanted``, with a byte vocabulary.
-
-    Matrices whose names are ``quantized`` are Q8_0. Tokens are ``named`` by their ids.
-    """
+    """Write the ``wanted`` tensors of a file with a byte vocabulary; matrices that are ``quantized`` as Q8_0."""
     import gguf
     from tokenizers import pre_tokenizers
 

@@ -21,18 +21,7 @@ def save_adapter(
     strength: float = 1.0,
     **config: Any,
 ) -> Path:
-    """Write a random adapter for the layers of ``model`` that ``targets`` names.
-
-    Args:
-        model: what it is for; not changed.
-        folder: where it goes.
-        targets: ``target_modules``.
-        r: rank of layers without one in ``rank_pattern``.
-        alpha: ``lora_alpha``.
-        seed: of the factors.
-        strength: what they are multiplied by; with 1 they are about as large as the weights.
-        **config: other settings.
-    """
+    """Write a random adapter of ``targets``; with a strength of 1 its factors are about as large as the weights."""
     import torch
     from safetensors.torch import save_file
 

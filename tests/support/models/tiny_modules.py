@@ -19,16 +19,7 @@ _GLM = GROUPED | {
 
 
 class Module(NamedTuple):
-    """A target with a module.
-
-    Attributes:
-        target: the target.
-        deeper: the same with one layer more, which is the module's.
-        tensors: the rest of the module: ``embed_norm``, ``feature_norm``, ``fc`` and ``norm``.
-        feature_first: the feature comes first in ``fc``.
-        norm_output: what the next step reads is normed.
-        centred: norms multiply by one more than their weight.
-    """
+    """A target with a module; ``deeper`` has its layer as one more; ``centred``: norms add one to their weight."""
 
     target: Any
     deeper: Any
@@ -39,18 +30,7 @@ class Module(NamedTuple):
 
 
 class Family(NamedTuple):
-    """How a family stores its module.
-
-    Attributes:
-        classes: of the target, see ``tiny_models``.
-        config: of the target.
-        place: prefix of the module's tensors.
-        layer: prefix of its decoder layer.
-        names: of ``embed_norm``, ``feature_norm``, ``fc`` and ``norm``.
-        feature_first: the feature comes first in ``fc``.
-        norm_output: what the next step reads is normed.
-        centred: norms multiply by one more than their weight.
-    """
+    """How a family stores its module; ``names``: of ``embed_norm``, ``feature_norm``, ``fc`` and ``norm``."""
 
     classes: str
     config: dict[str, Any]
@@ -151,13 +131,7 @@ def _put_beside_images(folder: Path, text: dict[str, Any]) -> None:
 
 
 def save_knowing(model: Any, folder: Path, *, centred: bool = False) -> Path:
-    """A target whose layers do nothing, or little, and a module that hands the embedding to a layer of the same kind.
-
-    Args:
-        model: the target; its last layer has attention.
-        folder: where it goes.
-        centred: norms multiply by one more than their weight.
-    """
+    """A target whose layers do little, and a module that hands the embedding to a layer of the same kind."""
     save_checkpoint(model, folder)
     stored, config = load_file(folder / "model.safetensors"), model.config
     width, last = config.hidden_size, f"model.layers.{config.num_hidden_layers - 1}."

@@ -20,14 +20,7 @@ def pack(values: np.ndarray, bits: int, axis: int) -> np.ndarray:
 def random_layer(
     method: str, shape: tuple[int, int], generator: np.random.Generator, bits: int = 4
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """The tensors of a layer [N, K], and its float weight.
-
-    Args:
-        method: ``"gptq"``, ``"awq"``, ``"w4a16"``, ``"w4a16-asymmetric"`` or ``"w8a8"``.
-        shape: N and K.
-        generator: of the integers.
-        bits: of an integer.
-    """
+    """The tensors of a layer [N, K], and its float weight."""
     width, depth = shape
     if method == "w8a8":
         codes = generator.integers(-127, 128, shape).astype(np.int8)

@@ -1,8 +1,4 @@
-"""The tiny models and what torch exports of them, made once in a process, and once in all workers where it is shared.
-
-To export a model takes seconds, to copy a graph milliseconds. Models that differ in the values of their weights only
-share an export; all that a build checks of a model is still checked of each.
-"""
+"""The tiny models and what torch exports of them, made once; models that differ in weights only share an export."""
 
 import fcntl
 import hashlib
@@ -81,12 +77,7 @@ def keep_operator_table() -> None:
 
 @cache
 def tiny_model(name: str, **config: Any) -> Any:
-    """The model of an architecture. Others use it too: who changes a model makes one with ``make_model``.
-
-    Args:
-        name: of ``ARCHITECTURES``, or of ``HYBRIDS``.
-        config: values in the place of the architecture's.
-    """
+    """The model of an architecture. Others use it too: who changes a model makes one with ``make_model``."""
     classes, given = (ARCHITECTURES | HYBRIDS)[name]
     return make_model(classes, given | config)
 
@@ -177,11 +168,7 @@ def read_export(path: Path) -> Any:
 
 
 def structure_of(module: Any, *more: Any) -> str | None:
-    """Hash of all that decides what torch exports of a module: not the values of its weights. None for a large one.
-
-    Raises:
-        Unknown: it has what cannot be compared.
-    """
+    """Hash of all that decides what torch exports, not the weights' values. None for a large one; may raise Unknown."""
     found = hashlib.sha256(_told(more).encode())
     first: dict[int, str] = {}
     if sum(parameter.numel() for parameter in module.parameters()) > _LARGEST:

@@ -1,8 +1,4 @@
-"""A tiny target and draft with two tokenizers, made on the spot: one spells bytes, the other spaces and pieces.
-
-The draft is the target with other embeddings: a token that both have has the same ones, so that the draft guesses well
-where it reads a text token for token, and otherwise not.
-"""
+"""A target and a draft with two tokenizers, of bytes and of spaces and pieces; a token of both embeds the same."""
 
 import json
 from pathlib import Path

@@ -14,17 +14,7 @@ PROMPTS = [[5, 9, 200, 17, 8], [3, 77], [250] * 4 + [12, 13, 14, 15, 16], [9, 8,
 def check_drafts(
     bundle: Path, wanted: Callable[[list[int], int, int], list[int]], lookahead: int = 3, **options: Any
 ) -> int:
-    """Every greedy draft of ragged batches is the wanted one, and the text is plain decoding's.
-
-    Args:
-        bundle: with a head.
-        wanted: gives the draft behind some tokens, of a length, whose ids are below a limit.
-        lookahead: K.
-        options: of the engine.
-
-    Returns:
-        the longest draft's length.
-    """
+    """Every greedy draft is ``wanted(text, length, limit)``, and texts are plain decoding's; the longest draft."""
     with opened(bundle, **options) as engine:
         return check_drafts_of(engine, wanted, lookahead, load_manifest(bundle).vocabulary.size)
 
@@ -38,16 +28,7 @@ def check_drafts_of(
     tokens: int = 14,
     least: int = 60,
 ) -> int:
-    """The same of an engine that is open.
-
-    Args:
-        engine: with a head, for three sequences.
-        wanted: see :func:`check_drafts`.
-        lookahead: K.
-        limit: ids below it may be drafted.
-        tokens: of each text.
-        least: draft tokens that are compared, at least.
-    """
+    """The same of an open engine for three sequences; at least ``least`` draft tokens are compared."""
     found = drafted_and_wanted(engine, wanted, lookahead, limit, tokens=tokens)
     for drafted, expected in found:
         assert drafted == expected
@@ -63,10 +44,7 @@ def drafted_and_wanted(
     *,
     tokens: int = 14,
 ) -> list[tuple[list[int], list[int]]]:
-    """Each greedy draft of ragged batches, and the one that was wanted; the text is plain decoding's.
-
-    See :func:`check_drafts_of` for the arguments.
-    """
+    """Each greedy draft of ragged batches, and the one that was wanted; the text is plain decoding's."""
     watch = Watch()
     engine.add_observer(watch)
     check_text(engine, PROMPTS, SamplingParams(max_tokens=tokens, ignore_eos=True), [lookahead])

@@ -70,13 +70,7 @@ def integrate(monkeypatch, *modules):
 
 
 class Models:
-    """A target and a draft of three tokens whose laws depend on all tokens so far.
-
-    Args:
-        seed: of both.
-        kind: of the draft: ``other``, ``same`` as the target, ``disjoint`` (it has two of the tokens, the target two).
-        sparse: distributions that name their tokens.
-    """
+    """A target and a draft (``other``, ``same``, ``disjoint``) of three tokens; laws depend on all tokens so far."""
 
     VOCAB = 3
 

@@ -52,14 +52,7 @@ def build(
 
 
 def compiled(model: Any, folder: Path, kept: Any = None, **values: Any) -> Any:
-    """Compile ``model`` into ``folder`` as a build does it; returns the manifest entry.
-
-    Args:
-        model: a tiny model, whose trace is kept.
-        folder: gets the engine files.
-        kept: of a quantized checkpoint, its weights.
-        values: of the recipe.
-    """
+    """Compile ``model`` into ``folder`` as a build does it; returns the manifest entry."""
     from specexport.backends.base import BuildJob
     from specexport.compile.part import compile_graph
     from specexport.progress import StageClock
@@ -86,13 +79,7 @@ def compiled(model: Any, folder: Path, kept: Any = None, **values: Any) -> Any:
 def pack(
     tokens: Sequence[Sequence[int]], pasts: Sequence[int], held: Sequence[Sequence[int]] | None = None
 ) -> dict[str, np.ndarray]:
-    """Step inputs for one packed step; every token's logits are wanted.
-
-    Args:
-        tokens: new tokens of each row.
-        pasts: cache entries of each row.
-        held: for a padded-KV graph: position in each of these entries, -1 for padding.
-    """
+    """Inputs of one packed step, all logits wanted; ``held``: position of each padded-KV entry, -1 for padding."""
     firsts = pasts if held is None else [sum(at >= 0 for at in row) for row in held]
     counts = np.array([len(row) for row in tokens])
     width, cu = int(max(counts)), np.concatenate([[0], np.cumsum(counts)])

@@ -133,13 +133,7 @@ def make_evaluator(model: Any, ops: dict[str, Op] = OPS) -> Any:
 
 
 class PluginEngine(Engine):
-    """A model lowered to plugins with its cache arena.
-
-    Args:
-        model: from ``lower_trt_plugin``.
-        num_rows: rows of the arena.
-        poison: what all cache entries are at first.
-    """
+    """A model lowered to plugins with its cache arena."""
 
     def __init__(self, model: Any, num_rows: int, poison: float = np.nan) -> None:
         self.evaluator = make_evaluator(model)

@@ -1,7 +1,4 @@
-"""Runs the kernels in Triton's interpreter, in a process of its own: the interpreter is chosen when Triton is imported.
-
-Reads pickled requests from standard input, writes pickled answers to standard output. As a module it is the client.
-"""
+"""Runs the kernels in Triton's interpreter, in a process of its own: Triton decides on import. Also the client."""
 
 import functools
 import inspect
@@ -76,10 +73,7 @@ class InterpretedKernels:
 
 
 def mend_interpreter() -> None:
-    """Make bf16 right: Triton 3.9's interpreter multiplies its bits as integers, and truncates where GPUs round.
-
-    And look up the language's functions once: doing it for each call of a helper takes a third of the time.
-    """
+    """Make bf16 right (Triton 3.9 multiplies bits and truncates), and look up the language's functions once."""
     import torch
     import triton.language as tl
     from triton.runtime import interpreter

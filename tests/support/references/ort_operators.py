@@ -1,8 +1,4 @@
-"""The operators of ONNX Runtime that are left in engines for CPUs, each with why no token's bits depend on its company.
-
-Whatever multiplies a matrix of weights is an operator of our own, so no product stands here. What norms and causal
-convolutions multiply is each channel's own.
-"""
+"""The operators of ONNX Runtime left in engines for CPUs, each with why no token's bits depend on its company."""
 
 import tempfile
 from pathlib import Path

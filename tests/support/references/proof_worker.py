@@ -1,8 +1,4 @@
-"""Decodes over proof engines whose kernels are interpreted, in a process of its own: Triton decides on import.
-
-Arguments: a folder of engine files, and the names of scenarios. Prints what came out as JSON. The parent has traced the
-models; here only numpy, torch and Triton may be imported, as on a GPU machine without the export stack.
-"""
+"""Decodes over proof engines whose kernels are interpreted, in a process of its own, without the export stack."""
 
 import json
 import sys

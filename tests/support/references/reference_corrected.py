@@ -1,8 +1,4 @@
-"""DFlash 2 and DSpark by their published equations, in plain torch: the whole sequence at once, nothing packed.
-
-The block is that of DFlash (``reference_dflash``), with what these kinds have beside it: convolutions along the block
-and a selector, or a Markov head. Drafts are made place by place, each behind the one before.
-"""
+"""DFlash 2 and DSpark by their published equations, in plain torch: the whole sequence at once, nothing packed."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -72,10 +72,7 @@ def forward(spec: BlockSpec, context: Tensor, block: Sequence[int]) -> tuple[Ten
 
 
 def draft(spec: BlockSpec, target: Any, tokens: Sequence[int], count: int, limit: int) -> list[int]:
-    """Greedy drafts behind ``tokens``, of which the target has read all but the last: everything is computed anew.
-
-    An id from ``limit`` on, which the tokenizer cannot produce, is drafted as 0.
-    """
+    """Greedy drafts behind ``tokens``, all but the last of them read; ids from ``limit`` on are drafted as 0."""
     with torch.no_grad():
         hidden = target(torch.tensor([list(tokens[:-1])]), output_hidden_states=True).hidden_states
         context = context_of(spec, [hidden[tap][0] for tap in spec.taps])

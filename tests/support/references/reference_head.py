@@ -121,10 +121,7 @@ def medusa(spec: Spec, head: int, hidden: Tensor) -> Tensor:
 
 
 def draft(spec: Spec, target: Any, tokens: Sequence[int], count: int, limit: int) -> list[int]:
-    """Greedy drafts behind ``tokens``, of which the target has read all but the last: everything is computed anew.
-
-    An id from ``limit`` on, which the tokenizer cannot produce, is drafted as the first that the head has.
-    """
+    """Greedy drafts behind ``tokens``, all but the last read; from ``limit`` on the head's first id is drafted."""
     stand_in = 0 if spec.ids is None else spec.ids[0]
     with torch.no_grad():
         output = target(torch.tensor([list(tokens[:-1])]), output_hidden_states=True)

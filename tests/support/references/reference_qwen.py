@@ -14,14 +14,7 @@ from torch.nn import functional
 
 
 class QwenModule:
-    """A module.
-
-    Args:
-        stored: the checkpoint's tensors; those of the module begin with ``mtp.``.
-        config: of the target's text model.
-        table: embedding [V, H].
-        lm_head: [V, H].
-    """
+    """A module."""
 
     def __init__(self, stored: Mapping[str, Tensor], config: Mapping[str, Any], table: Tensor, lm_head: Tensor) -> None:
         self.t = {name.removeprefix("mtp."): value for name, value in stored.items() if name.startswith("mtp.")}

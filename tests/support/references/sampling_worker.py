@@ -1,7 +1,4 @@
-"""Draws by the interpreted kernels and by the host, in a process of its own: Triton decides on import.
-
-Arguments: names of checks. Each raises where the two differ. Blocks are short, so that rows have many of them.
-"""
+"""Draws by the interpreted kernels and by the host, in a process of its own: Triton decides on import."""
 
 import itertools
 import sys

@@ -7,14 +7,7 @@ from specexport_runtime.executors.operators import register
 
 
 def session_of(model: Any, *, num_threads: int = 1, optimized: Path | None = None, **entries: str) -> Any:
-    """A session on the CPU.
-
-    Args:
-        model: an ``onnx_ir`` model, a serialized one, or the path of one.
-        num_threads: compute threads.
-        optimized: where ONNX Runtime writes the graph that it runs.
-        **entries: configuration entries, without ``session.``.
-    """
+    """A session on the CPU."""
     import onnx_ir as ir
     import onnxruntime
 

@@ -1,8 +1,4 @@
-"""TensorRT's KV-cache update and attention in numpy, from NVIDIA's operator documentation, and packing for them.
-
-Stricter than a GPU: what the documentation does not define is an error, and what it leaves undefined is NaN, so that a
-lowering which leans on either fails here.
-"""
+"""TensorRT's KV-cache update and attention in numpy: what its documentation leaves undefined is an error or NaN."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -36,11 +32,7 @@ def _kv_cache_update(
 def _hidden(
     row: int, head: int, slot: int, width: int, length: int, capacity: int, mask: np.ndarray | None
 ) -> np.ndarray:
-    """What is added to a slot's scores: 0, or -inf where it does not see.
-
-    Without a mask: up to its place on the diagonal that ends at the row's length. With one, lengths are not read (the
-    kernels in a finished engine have no such input), and a NaN in an entry that the mask hides stays one.
-    """
+    """What is added to a slot's scores: 0, or -inf where it does not see. With a mask, lengths are not read."""
     if mask is None:
         return np.zeros(max(0, length - width + slot + 1))
     assert mask.shape[-1] == capacity
@@ -116,12 +108,7 @@ def _given(operator: Any) -> dict[str, Any]:
 
 
 def make_evaluator(model: Any, fused_dtypes: Sequence[str] = ("float16", "bfloat16")) -> Any:
-    """An ``onnx.reference.ReferenceEvaluator`` of a lowered ``onnx_ir`` model.
-
-    Args:
-        model: the model.
-        fused_dtypes: dtypes for which attention is taken to have a fused kernel.
-    """
+    """A ``ReferenceEvaluator`` of a lowered model; ``fused_dtypes``: for which attention has a fused kernel."""
     import onnx_ir as ir
     from onnx.reference import ReferenceEvaluator
 
@@ -129,13 +116,7 @@ def make_evaluator(model: Any, fused_dtypes: Sequence[str] = ("float16", "bfloat
 
 
 def align(pasts: Sequence[int], counts: Sequence[int], *, width: int = 0) -> dict[str, np.ndarray]:
-    """The index inputs of a step with right-aligned rows, all slots of a tile as wide as the caller likes.
-
-    Args:
-        pasts: committed entries of each row.
-        counts: new tokens of each row.
-        width: Q; 0 for the largest count.
-    """
+    """The index inputs of a step with right-aligned rows, all slots of a tile as wide as the caller likes."""
     width = width or max(counts)
     cu = np.concatenate([[0], np.cumsum(counts)])
     tile = np.full((len(counts), width), cu[-1] - 1)  # slots before a row's first token hold some other token
@@ -155,14 +136,7 @@ def align(pasts: Sequence[int], counts: Sequence[int], *, width: int = 0) -> dic
 
 
 class Engine:
-    """A lowered model with its cache arena, run by the evaluator.
-
-    Args:
-        model: from ``lower_trt_native``.
-        num_rows: rows of the arena.
-        fused_dtypes: see ``make_evaluator``.
-        poison: what all cache entries are at first.
-    """
+    """A lowered model with its cache arena, run by the evaluator."""
 
     def __init__(
         self,
