@@ -14,13 +14,12 @@ def client(fake_served):
 
 
 def test_an_answer_is_that_of_the_rendered_prompt(client, fake_served):
-    answer = client.chat.completions.create(model="fake", messages=MESSAGES, seed=3, max_tokens=12)
+    answer = client.chat.completions.create(model="fake", messages=MESSAGES, n=3, seed=9, max_tokens=12)
     prompt = fake_served.engine.engine.encode_chat(MESSAGES)
-    assert answer.choices[0].message.content == alone(fake_served, prompt, seed=3, max_tokens=12).text
-    assert answer.choices[0].message.role == "assistant"
-    assert answer.choices[0].finish_reason == "length"
-    assert answer.object == "chat.completion"
-    assert answer.usage.prompt_tokens == 3
+    for i, choice in enumerate(answer.choices):
+        assert choice.message.content == alone(fake_served, prompt, seed=9 + i, max_tokens=12).text
+        assert (choice.index, choice.message.role, choice.finish_reason) == (i, "assistant", "length")
+    assert (len(answer.choices), answer.object, answer.usage.prompt_tokens) == (3, "chat.completion", 3)
     assert answer.usage.speculative["rounds"] > 0
 
 
@@ -31,22 +30,12 @@ def test_an_answer_can_be_sent_back(client):
     assert again.usage.prompt_tokens == 3 + 3 + 1
 
 
-@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
-def test_both_names_of_the_limit(client, name):
-    answer = client.chat.completions.create(model="fake", messages=MESSAGES, **{name: 5})
-    assert answer.usage.completion_tokens == 5
-
-
-def test_without_a_limit_an_answer_may_fill_the_context(client):
+def test_the_limit_has_two_names_and_without_it_an_answer_may_fill_the_context(client):
+    for name in ("max_tokens", "max_completion_tokens"):
+        answer = client.chat.completions.create(model="fake", messages=MESSAGES, **{name: 5})
+        assert answer.usage.completion_tokens == 5
     answer = client.chat.completions.create(model="fake", messages=MESSAGES, temperature=0)
     assert answer.usage.total_tokens == 400
-
-
-def test_choices_and_seeds(client, fake_served):
-    answer = client.chat.completions.create(model="fake", messages=MESSAGES, n=3, seed=9, max_tokens=12)
-    prompt = fake_served.engine.engine.encode_chat(MESSAGES)
-    expected = [alone(fake_served, prompt, seed=9 + i, max_tokens=12).text for i in range(3)]
-    assert [choice.message.content for choice in answer.choices] == expected
 
 
 @pytest.mark.parametrize(("as_parts", "drafter"), [(False, "lookup"), (True, None)])

@@ -12,16 +12,17 @@ PROMPT = "w1 w2 w3"
 
 
 @pytest.fixture(scope="module")
-def client(fake_served):
+def complete(fake_served):
+    """The prompt of all, continued by the official client."""
     with client_of(fake_served) as client:
-        yield client
+        yield lambda **params: client.completions.create(**{"model": "fake", "prompt": PROMPT} | params)
 
 
 @pytest.mark.parametrize(
     "prompt", ["w1 w2", ["w1 w2", "w3", "w4 w5 w6"], [3, 4, 5], [[3, 4], [5], [6, 7, 8]]], ids=lambda p: str(type(p))
 )
-def test_every_form_of_prompt(client, fake_served, prompt):
-    answer = client.completions.create(model="fake", prompt=prompt, temperature=0, max_tokens=12)
+def test_every_form_of_prompt(complete, fake_served, prompt):
+    answer = complete(prompt=prompt, temperature=0, max_tokens=12)
     prompts = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
     each = [alone(fake_served, item, temperature=0, max_tokens=12) for item in prompts]
     assert [choice.text for choice in answer.choices] == [result.text for result in each]
@@ -32,54 +33,40 @@ def test_every_form_of_prompt(client, fake_served, prompt):
     assert (answer.object, answer.model) == ("text_completion", "fake")
 
 
+STANDARD = [
+    *({name: 2.0} for name in ("presence_penalty", "frequency_penalty")),
+    *({"top_p": 0.5}, {"max_tokens": 5}, {"temperature": 0.3}, {"temperature": 0}),
+]
+OF_VLLM = [{"top_k": 2}, {"min_p": 0.4}, {"repetition_penalty": 3.0}, {"stop_token_ids": [0, 4, 5, 6]}]
+
+
 @pytest.mark.parametrize(
-    ("params", "extra"),
-    [
-        ({"top_p": 0.5}, {}),
-        ({"presence_penalty": 2.0}, {}),
-        ({"frequency_penalty": 2.0}, {}),
-        ({"max_tokens": 5}, {}),
-        ({"temperature": 0.3}, {}),
-        ({"temperature": 0}, {}),
-        ({}, {"top_k": 2}),
-        ({}, {"min_p": 0.4}),
-        ({}, {"repetition_penalty": 3.0}),
-        ({}, {"stop_token_ids": [0, 4, 5, 6]}),
-    ],
-    ids=str,
+    ("params", "extra"), [*((each, {}) for each in STANDARD), *(({}, each) for each in OF_VLLM)], ids=str
 )
-def test_a_parameter_reaches_the_engine(client, fake_served, params, extra):
+def test_a_parameter_reaches_the_engine(complete, fake_served, params, extra):
     shared = {"seed": 11, "max_tokens": 40} | params
-    answer = client.completions.create(model="fake", prompt=PROMPT, extra_body=extra, **shared)
+    answer = complete(extra_body=extra, **shared)
     expected = alone(fake_served, PROMPT, **shared, **extra)
     assert answer.choices[0].text == expected.text
     assert answer.choices[0].finish_reason == expected.finish_reason
     assert expected.text != alone(fake_served, PROMPT, seed=11, max_tokens=40).text  # it changes something
 
 
-def test_logit_bias_has_ids_as_keys(client, fake_served):
-    answer = client.completions.create(model="fake", prompt=PROMPT, max_tokens=4, logit_bias={"5": 100}, seed=1)
+def test_logit_bias_has_ids_as_keys(complete):
+    answer = complete(max_tokens=4, logit_bias={"5": 100}, seed=1)
     assert answer.choices[0].text == " w5 w5 w5 w5"
 
 
-@pytest.mark.parametrize(("stop", "include"), [("{0}", True), (["zzz", "{0}"], False)], ids=["one", "a list"])
-def test_stop_strings(client, fake_served, stop, include):
+def test_stop_strings(complete, fake_served):
     whole = alone(fake_served, PROMPT, temperature=0, max_tokens=40).text
     word = next(word for word in whole.split()[3:] if word not in whole.split()[:3])
-    filled = [item.format(word) for item in stop] if isinstance(stop, list) else stop.format(word)
-    answer = client.completions.create(
-        model="fake",
-        prompt=PROMPT,
-        temperature=0,
-        max_tokens=40,
-        stop=filled,
-        extra_body={"include_stop_str_in_output": include},
-    )
-    assert answer.choices[0].text == whole[: whole.index(word) + include * len(word)]
-    assert answer.choices[0].finish_reason == "stop"
+    for stop, include in ((word, True), (["zzz", word], False)):
+        answer = complete(temperature=0, max_tokens=40, stop=stop, extra_body={"include_stop_str_in_output": include})
+        assert answer.choices[0].text == whole[: whole.index(word) + include * len(word)]
+        assert answer.choices[0].finish_reason == "stop"
 
 
-def test_ends_of_text(client, demo_served):
+def test_ends_of_text(demo_served):
     with client_of(demo_served) as demo:
         params = {"temperature": 0, "max_tokens": 5, "logit_bias": {"0": 100}}
         ended = demo.completions.create(model="demo", prompt="def f(", **params)
@@ -89,35 +76,35 @@ def test_ends_of_text(client, demo_served):
         assert (going.choices[0].text, going.choices[0].finish_reason) == ("<|endoftext|>" * 5, "length")
 
 
-def test_each_of_n_choices_can_be_asked_for_alone(client, fake_served):
-    answer = client.completions.create(model="fake", prompt=["w1 w2", "w3"], n=3, seed=40, max_tokens=12)
+def test_each_of_n_choices_can_be_asked_for_alone(complete, fake_served):
+    answer = complete(prompt=["w1 w2", "w3"], n=3, seed=40, max_tokens=12)
     texts = [choice.text for choice in answer.choices]
     assert texts == [alone(fake_served, p, seed=40 + i, max_tokens=12).text for p in ("w1 w2", "w3") for i in range(3)]
     assert len(set(texts)) > 3
-    again = client.completions.create(model="fake", prompt="w3", seed=42, max_tokens=12)
+    again = complete(prompt="w3", seed=42, max_tokens=12)
     assert again.choices[0].text == texts[5]
     assert answer.usage.prompt_tokens == 3  # a prompt counts once
 
 
-def test_without_a_seed_texts_differ(client):
-    answer = client.completions.create(model="fake", prompt=PROMPT, n=4, max_tokens=12)
+def test_without_a_seed_texts_differ(complete):
+    answer = complete(n=4, max_tokens=12)
     assert len({choice.text for choice in answer.choices}) > 1
 
 
-def test_defaults_are_openais(client, fake_served):
-    answer = client.completions.create(model="fake", prompt=PROMPT, seed=5)
+def test_defaults_are_openais(complete, fake_served):
+    answer = complete(seed=5)
     assert answer.choices[0].text == alone(fake_served, PROMPT, seed=5, temperature=1.0, max_tokens=16).text
     assert answer.usage.completion_tokens == 16
 
 
-def test_the_default_length_ends_where_the_context_does(client):
-    answer = client.completions.create(model="fake", prompt=[1] * 396)
+def test_the_default_length_ends_where_the_context_does(complete):
+    answer = complete(prompt=[1] * 396)
     assert answer.usage.completion_tokens == 4
     assert answer.choices[0].finish_reason == "length"
 
 
-def test_usage_tells_of_the_draft(client, fake_served):
-    answer = client.completions.create(model="fake", prompt=PROMPT, temperature=0, max_tokens=40)
+def test_usage_tells_of_the_draft(complete, fake_served):
+    answer = complete(temperature=0, max_tokens=40)
     stats = alone(fake_served, PROMPT, temperature=0, max_tokens=40).stats
     assert stats.drafted > stats.accepted > 0
     assert answer.usage.speculative == {
@@ -153,17 +140,10 @@ def test_usage_of_drafters_is_that_of_all_choices():
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_how_to_draft_for_one_request(client, fake_served, streamed):
+def test_how_to_draft_for_one_request(complete, fake_served, streamed):
     def usage(**speculative):
         options = {"stream": True, "stream_options": {"include_usage": True}} if streamed else {}
-        answer = client.completions.create(
-            model="fake",
-            prompt=PROMPT,
-            temperature=0,
-            max_tokens=40,
-            extra_body={"speculative": speculative},
-            **options,
-        )
+        answer = complete(temperature=0, max_tokens=40, extra_body={"speculative": speculative}, **options)
         return (list(answer)[-1] if streamed else answer).usage.speculative
 
     none = usage(drafter="none")
@@ -177,14 +157,10 @@ def test_how_to_draft_for_one_request(client, fake_served, streamed):
     assert usage(reference=reference)["accepted"] > usage()["accepted"]  # a reference implies that it is used
 
 
-def test_how_drafts_are_accepted(client, fake_served):
+def test_how_drafts_are_accepted(complete, fake_served):
     def text(**speculative):
         asked = {"speculative": speculative}
-        return (
-            client.completions.create(model="fake", prompt=PROMPT, seed=5, max_tokens=40, extra_body=asked)
-            .choices[0]
-            .text
-        )
+        return complete(seed=5, max_tokens=40, extra_body=asked).choices[0].text
 
     texts = {
         rule: alone(fake_served, PROMPT, seed=5, max_tokens=40, acceptance=rule).text for rule in ("block", "token")
@@ -194,14 +170,11 @@ def test_how_drafts_are_accepted(client, fake_served):
     assert text() == texts["block"]
 
 
-def test_origins_of_tokens(client):
-    answer = client.completions.create(
-        model="fake", prompt=PROMPT, n=2, max_tokens=30, extra_body={"speculative": {"token_origins": True}}
-    )
+def test_origins_of_tokens(complete):
+    answer = complete(n=2, max_tokens=30, extra_body={"speculative": {"token_origins": True}})
     tokens = [token for choice in answer.choices for token in choice.tokens]
-    assert ["".join(token["text"] for token in choice.tokens) for choice in answer.choices] == [
-        choice.text for choice in answer.choices
-    ]
+    for choice in answer.choices:
+        assert "".join(token["text"] for token in choice.tokens) == choice.text
     assert len(tokens) == answer.usage.completion_tokens
     assert sum(token["kind"] == "accepted" for token in tokens) == answer.usage.speculative["accepted"]
     assert {token["kind"] for token in tokens} == {"accepted", "corrected", "bonus", "target"}
