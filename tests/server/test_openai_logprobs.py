@@ -45,27 +45,21 @@ def test_of_completions(client, fake_served, count, streamed):
             assert top == {f" w{j}": value for j, value in (*item.top, (item.token_id, item.logprob))}
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-def test_of_chats(client, fake_served, streamed):
-    params = {"model": "fake", "messages": MESSAGES, "seed": 3, "max_tokens": 12, "logprobs": True, "top_logprobs": 2}
-    if streamed:
-        chunks = list(client.chat.completions.create(**params, stream=True))
-        content = [item for chunk in chunks for c in chunk.choices if c.logprobs for item in c.logprobs.content]
-    else:
-        content = client.chat.completions.create(**params).choices[0].logprobs.content
-    result = alone(fake_served, "w1 w2", seed=3, max_tokens=12, logprobs=2)
+@pytest.mark.parametrize(("streamed", "count"), [(False, 0), (True, 2)])
+def test_of_chats(client, fake_served, streamed, count):
+    params = {"model": "fake", "messages": MESSAGES, "seed": 3, "max_tokens": 12, "logprobs": True}
+    params["top_logprobs"] = count or None
+    answers = client.chat.completions.create(**params, stream=streamed)
+    choices = [choice for answer in (answers if streamed else [answers]) for choice in answer.choices]
+    content = [item for choice in choices if choice.logprobs for item in choice.logprobs.content]
+    plain = client.chat.completions.create(model="fake", messages=MESSAGES, max_tokens=3, logprobs=False)
+    assert plain.choices[0].logprobs is None
+    result = alone(fake_served, "w1 w2", seed=3, max_tokens=12, logprobs=count)
     assert len(content) == 12
     for item, token, expected in zip(content, result.token_ids, result.logprobs, strict=True):
         assert (item.token, item.logprob) == (f" w{token}", expected.logprob)
         assert bytes(item.bytes) == item.token.encode()
         assert [(top.token, top.logprob) for top in item.top_logprobs] == [(f" w{j}", v) for j, v in expected.top]
-
-
-def test_chats_without_alternatives(client):
-    answer = client.chat.completions.create(model="fake", messages=MESSAGES, max_tokens=3, logprobs=True)
-    assert [item.top_logprobs for item in answer.choices[0].logprobs.content] == [[], [], []]
-    plain = client.chat.completions.create(model="fake", messages=MESSAGES, max_tokens=3, logprobs=False)
-    assert plain.choices[0].logprobs is None
 
 
 @pytest.mark.parametrize("form", [CompletionFormat, ChatFormat])

@@ -67,6 +67,11 @@ def streamed(client, answer, **more):
     return content, reasoning, [call[:2] for call in calls], finish
 
 
+def answered(client, answer, **more):
+    """The same of a whole answer."""
+    return parts(said(client, answer, **more).choices[0])
+
+
 def parts(choice):
     message = choice.message
     calls = [[call.function.name, call.function.arguments] for call in message.tool_calls or ()]
@@ -103,7 +108,7 @@ def test_an_answer_without_calls_is_text(clients, name):
 def test_parallel_calls(clients, name):
     client = clients(name)
     for choice in ("auto", "required"):
-        assert parts(said(client, TWO[name], tool_choice=choice).choices[0])[2] == TWO_CALLS
+        assert answered(client, TWO[name], tool_choice=choice)[2] == TWO_CALLS
         assert streamed(client, TWO[name], tool_choice=choice)[2] == TWO_CALLS
         single = said(client, TWO[name], tool_choice=choice, parallel_tool_calls=False).choices[0]
         assert len(single.message.tool_calls) == 1
@@ -119,7 +124,7 @@ def test_a_required_call_comes_whatever_the_model_wants(clients, name):
         ({"type": "function", "function": {"name": "stop"}}, {"stop"}),
     ):
         more = {"tool_choice": choice, "parallel_tool_calls": False}
-        content, _, calls, finish = parts(said(client, "Hello", **more).choices[0])
+        content, _, calls, finish = answered(client, "Hello", **more)
         assert (content, finish) == ("", "tool_calls")
         assert {call[0] for call in calls} <= names
         for called, arguments in calls:
@@ -137,21 +142,19 @@ def test_from_the_marker_on_strict_arguments_follow_their_schema(clients, name):
     """The model wants another type, in the middle of its answer; without strict it gets its way."""
     client = clients(name)
     wanted = "Well.\n" + CALLS["hermes" if name == "text markers" else name].replace('"Paris"', "12345")
-    content, _, calls, _ = parts(said(client, wanted, tools=STRICT).choices[0])
+    content, _, calls, _ = answered(client, wanted, tools=STRICT)
     assert content == "Well."
     assert isinstance(json.loads(calls[0][1])["city"], str)
-    loose = parts(said(client, wanted).choices[0])
-    assert loose == ("Well.", "", [["weather", ARGUMENTS.replace('"Paris"', "12345")]], "tool_calls")
+    assert answered(client, wanted) == ("Well.", "", [["weather", ARGUMENTS.replace('"Paris"', "12345")]], "tool_calls")
 
 
 def test_none_calls_nothing(clients):
     """A marker that is a token is not written; one that is text is text."""
     text = f"Well. {CALLS['hermes']}"
-    content, _, calls, finish = parts(said(clients("hermes"), text, tool_choice="none").choices[0])
+    content, _, calls, finish = answered(clients("hermes"), text, tool_choice="none")
     assert (calls, finish) == ([], "stop")
     assert "<tool_call>" not in content
-    plain = said(clients("text markers"), text, tool_choice="none").choices[0]
-    assert parts(plain) == (text, "", [], "stop")
+    assert answered(clients("text markers"), text, tool_choice="none") == (text, "", [], "stop")
     assert said(clients("hermes"), "Hi", tools=[], tool_choice="none").choices[0].message.content == "Hi"
 
 
@@ -159,10 +162,10 @@ def test_none_calls_nothing(clients):
 def test_a_malformed_call_is_text_and_never_an_error(clients, name):
     for broken in ('{"name": "other", "arguments": {}}', "no JSON"):
         text = f"Well. <tool_call>{broken}</tool_call>"
-        assert parts(said(clients(name), text).choices[0]) == (text, "", [], "stop")
+        assert answered(clients(name), text) == (text, "", [], "stop")
         assert streamed(clients(name), text) == (text, "", [], "stop")
     half = 'Well.<tool_call>{"name": "weather", "arguments": {"city": }}</tool_call>'
-    content, *others = parts(said(clients(name), half).choices[0])
+    content, *others = answered(clients(name), half)
     assert content in (half, half.removesuffix("</tool_call>"))
     assert others == ["", [], "stop"]
     assert streamed(clients(name), half)[2] == [["weather", '{"city": }']]  # what was sent stays sent
@@ -220,7 +223,7 @@ FORM = {"type": "json_schema", "json_schema": {"name": "a", "schema": CITY, "str
 
 
 @pytest.mark.parametrize(("force", "drafter"), [(False, "none"), (True, "draft-model")])
-def test_thinking_is_told_apart(clients, force, drafter):
+def test_thinking_is_told_apart_and_forms_begin_behind_it(clients, force, drafter):
     client = clients("thinks")
     extra = {"speculative": {"drafter": drafter}, "chat_template_kwargs": {"force_thinking": force}}
     for text, content, calls, finish in (
@@ -237,26 +240,21 @@ def test_thinking_is_told_apart(clients, force, drafter):
     cut = said(client, THOUGHT, max_tokens=9, extra_body=extra).choices[0]
     assert (cut.message.content, cut.finish_reason) == (None, "length")
     assert "hm, {let me see}".startswith(cut.message.reasoning_content)
-
-
-@pytest.mark.parametrize(("force", "drafter"), [(False, "none"), (True, "draft-model")])
-def test_forms_begin_where_the_thinking_ends(clients, force, drafter):
-    client = clients("thinks")
-    extra = {"speculative": {"drafter": drafter}, "chat_template_kwargs": {"force_thinking": force}}
+    # forms begin where the thinking ends
     answer = ARGUMENTS.replace(" ", "")
     common = {"extra_body": extra, "response_format": FORM, "tools": []}
     wanted = (answer, "hm, {let me see}", [], "stop")
-    assert parts(said(client, THOUGHT + answer, **common).choices[0]) == wanted
+    assert answered(client, THOUGHT + answer, **common) == wanted
     assert streamed(client, THOUGHT + answer, **common) == wanted
-    content, thought, _, _ = parts(said(client, THOUGHT + "no JSON at all", **common).choices[0])
+    content, thought, _, _ = answered(client, THOUGHT + "no JSON at all", **common)
     assert (list(json.loads(content)), thought) == (["city", "days"], "hm, {let me see}")
-    required = parts(said(client, THOUGHT + "Hello", tool_choice="required", extra_body=extra).choices[0])
+    required = answered(client, THOUGHT + "Hello", tool_choice="required", extra_body=extra)
     assert required[1:2] + required[3:] == ("hm, {let me see}", "tool_calls")
 
 
 def test_a_model_may_answer_without_thinking(clients):
     client, answer = clients("thinks"), ARGUMENTS.replace(" ", "")
-    assert parts(said(client, answer, response_format=FORM, tools=[]).choices[0]) == (answer, "", [], "stop")
+    assert answered(client, answer, response_format=FORM, tools=[]) == (answer, "", [], "stop")
     off = {"chat_template_kwargs": {"enable_thinking": False}}
     not_thought = "<think>\n\n</think>\n\n"  # by the template
     chosen = said(client, not_thought + answer, response_format=FORM, tools=[], extra_body=off).choices[0]
@@ -267,9 +265,9 @@ def test_a_model_may_answer_without_thinking(clients):
 def test_tools_beside_a_form(clients):
     """The answer is a call or has the form, whatever the model wants."""
     client, answer = clients("hermes"), ARGUMENTS.replace(" ", "")
-    assert parts(said(client, answer, response_format=FORM).choices[0]) == (answer, "", [], "stop")
-    assert parts(said(client, CALLS["hermes"], response_format=FORM).choices[0])[2] == ONE_CALL
-    content, _, calls, _ = parts(said(client, "Hello", response_format=FORM).choices[0])
+    assert answered(client, answer, response_format=FORM) == (answer, "", [], "stop")
+    assert answered(client, CALLS["hermes"], response_format=FORM)[2] == ONE_CALL
+    content, _, calls, _ = answered(client, "Hello", response_format=FORM)
     assert calls or list(json.loads(content)) == ["city", "days"]
 
 
@@ -384,12 +382,10 @@ def test_names_of_added_tokens_are_plain_text(clients, name, drafter):
     function = {"name": "weather", "parameters": only(value, value), "strict": True}
     options = {"tools": [{"type": "function", "function": function}]}
     options["extra_body"] = {"speculative": {"drafter": drafter}}
-    content, _, ((_, arguments),), finish = parts(
-        said(clients(name), "x", tool_choice="required", **options).choices[0]
-    )
+    content, _, ((_, arguments),), finish = answered(clients(name), "x", tool_choice="required", **options)
     assert (content, json.loads(arguments), finish) == ("", {value: value}, "tool_calls")
     options["response_format"] = FORM | {"json_schema": FORM["json_schema"] | {"schema": only("x", value)}}
-    content, *others = parts(said(clients(name), '{"x":"', **options).choices[0])
+    content, *others = answered(clients(name), '{"x":"', **options)
     assert (json.loads(content), others) == ({"x": value}, ["", [], "stop"])
     assert streamed(clients(name), '{"x":"', **options) == (content, "", [], "stop")
 
@@ -397,12 +393,8 @@ def test_names_of_added_tokens_are_plain_text(clients, name, drafter):
 @pytest.mark.parametrize(
     ("name", "answer", "limit"),
     [
-        ("hermes", f"Paris {CALLS['hermes']}", 300),
-        ("llama3_json", CALLS["llama3_json"], 300),
-        ("mistral", CALLS["mistral"], 300),
-        ("mistral named", CALLS["mistral named"], 300),
-        ("json", CALLS["json"], 300),
-        ("thinks", f"<think>\nhm\n</think>\n\n{CALLS['hermes']}", 300),
+        *((name, call, 300) for name, call in CALLS.items()),
+        ("thinks", f"{THOUGHT}Paris {CALLS['hermes']}", 300),
         ("thinks", "<think>\nhm, hm", 9),
     ],
 )
