@@ -111,10 +111,11 @@ def check_stream(client, answer, whole, **more):
         ("mistral named", f"[TOOL_CALLS]weather[ARGS]{ARGUMENTS}", [WEATHER]),
         ("thinks", f"{THOUGHT}So.\n{CALL}", [REASONING, ("message", "So."), WEATHER]),
         ("thinks in text", f"{THOUGHT}Hello.", [REASONING, ("message", "Hello.")]),
+        ("plain", "Hello.", [("message", "Hello.")]),
     ],
 )  # fmt: skip
 def test_items_whole_and_streamed(clients, name, answer, wanted):
-    client, more = clients(name), {}
+    client, more = clients(name), {"tools": [] if name == "plain" else TOOLS}
     if name == "thinks in text" or BROKEN in answer:
         more["tools"] = TOOLS[1:]  # strict calls are well-formed, and cannot begin behind a thinking that no token ends
     whole = create(client, answer, **more)
