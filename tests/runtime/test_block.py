@@ -19,8 +19,6 @@ from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.rng import Draws
 from tests.support.fakes.loop import finish, make_decoder, make_sequence
 from tests.support.references.drawn import Models, Uniform, draw, error, integrate, law
-from tests.support.references.exact import P_VALUE
-from tests.support.references.exact_texts import LENGTH, PROMPTS, SMALL, least_p_value, make_requests
 
 VOCAB, LONGEST = Models.VOCAB, 3
 
@@ -191,22 +189,6 @@ def test_a_wrong_rule_has_another_law(wrong):
 
 
 # ---- whole texts ----
-
-
-@pytest.mark.slow
-def test_rows_with_drafts_of_other_lengths_and_kinds():
-    """One batch: drafts of one to four tokens, copies and none, and both rules."""
-    params = SamplingParams(max_tokens=LENGTH + 2, temperature=0.9, frequency_penalty=0.4)
-    target = FakeExecutor(SMALL, 8, 40, context=3, sharpness=1.2)
-    draft = FakeExecutor(SMALL, 8, 40, context=3, sharpness=1.2, noise=1.0)
-    plans = [*([DraftStage("draft-model", k)] for k in (1, 2, 3, 4)), [DraftStage("lookup", 4)], []]
-    plans.append([DraftStage("lookup", 2), DraftStage("draft-model", 3)])
-    requests = make_requests(
-        800, params, prompts=PROMPTS[:1], draft_plan=lambda i: plans[i % len(plans)],
-        acceptance=lambda i: "token" if i % 5 == 4 else "block",
-    )  # fmt: skip
-    finish(make_decoder(target, draft, 4), requests)
-    assert least_p_value(target, requests) > P_VALUE
 
 
 def test_where_nothing_is_drawn_both_rules_give_the_same_text():

@@ -2,7 +2,6 @@
 
 import math
 from collections import Counter
-from functools import cache
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.sampling.sampler import Sampler
 from tests.support.fakes.heads_on_fakes import check_plain, make_sequences
 from tests.support.fakes.loop import VOCAB, make_decoder, make_draft, make_sequence, make_target, run
-from tests.support.references.exact import DRAFTS, P_VALUE, PROMPT, TARGET, joint, p_value
+from tests.support.references.exact import P_VALUE, PROMPT, TARGET, joint, p_value
 
 SURE, NEVER = DraftExitParams(gamma=1.0, epsilon=0.0), DraftExitParams(gamma=0.0, epsilon=0.0)
 
@@ -222,29 +221,6 @@ def at(counts, position):
     for tokens, value in counts.items():
         marginal[tokens[position]] += value
     return marginal
-
-
-@pytest.mark.parametrize(
-    ("rule", "draft", "params", "exits"),
-    [
-        ("block", "random", {"temperature": 1.0}, {"gamma": 0.45, "epsilon": 0.4, "beta2": 0.2}),
-        ("token", "good", {"temperature": 0.7, "top_k": 4}, {"gamma": 0.6, "epsilon": 0.2, "beta1": 0.1, "beta2": 0.0}),
-        ("block", "adversarial", {"temperature": 1.2, "min_p": 0.08}, {"gamma": 0.3, "epsilon": 0.05}),
-        ("token", "short", {"temperature": 0.9, "frequency_penalty": 0.5}, {"gamma": 0.5, "epsilon": 0.3}),
-    ],
-)
-def test_sampled_text_follows_the_targets_distribution(rule, draft, params, exits):
-    params = SamplingParams(**params)
-
-    @cache
-    def target(done):
-        sampler = Sampler(params, PROMPT, len(TARGET))
-        sampler.append(done)
-        return sampler.distribution(TARGET[(*PROMPT, *done)[-1]])
-
-    exits = DraftExitParams(**{"target_acceptance": 0.6, **exits})
-    counts = Counter(emit(seed, params, Rules(), exits, DRAFTS[draft], target, 5, 3, rule) for seed in range(1200))
-    assert p_value(counts, joint(target, 3)) > P_VALUE
 
 
 class TestAModelMadeToShowIt:

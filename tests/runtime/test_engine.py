@@ -81,21 +81,17 @@ def test_a_seed_gives_the_same_text_and_no_seed_does_not(engine):
     assert len({tuple(engine.generate("w1", free)[0].token_ids) for _ in range(3)}) == 3
 
 
-@pytest.mark.parametrize("prompt", ["", [[]], [""]])
-def test_empty_prompts_are_refused(engine, prompt):
-    with pytest.raises(InvalidRequestError, match="empty"):
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        *((prompt, "empty") for prompt in ("", [[]], [""])),
+        *(([bad], f"{bad[-1]} of the prompt is out of range") for bad in ([-1], [1, VOCAB], [1, 2.5])),
+        ([[1] * MAX_MODEL_LEN], f"has {MAX_MODEL_LEN} tokens"),
+    ],
+)
+def test_what_is_no_prompt_or_too_long_is_refused(engine, prompt, said):
+    with pytest.raises(InvalidRequestError, match=said):
         engine.generate(prompt)
-
-
-@pytest.mark.parametrize("bad", [[-1], [1, VOCAB], [1, 2.5]])
-def test_token_ids_out_of_range_are_refused(engine, bad):
-    with pytest.raises(InvalidRequestError, match=f"{bad[-1]} of the prompt is out of range"):
-        engine.generate([bad])
-
-
-def test_a_prompt_longer_than_the_engine_allows_is_refused(engine):
-    with pytest.raises(InvalidRequestError, match=f"has {MAX_MODEL_LEN} tokens"):
-        engine.generate([[1] * MAX_MODEL_LEN])
     result = engine.generate([[1] * (MAX_MODEL_LEN - 1)], SamplingParams(max_tokens=9))[0]
     assert len(result.token_ids) == 1
 
@@ -108,16 +104,7 @@ def test_lookahead_outside_what_was_built_is_refused(engine, lookahead):
         engine.stream("w1", num_speculative_tokens=lookahead)  # at once, not at the first chunk
 
 
-def test_speculation_without_a_draft_is_refused_and_plain_works():
-    engine = make_engine(None)
-    with pytest.raises(InvalidRequestError, match="no draft"):
-        engine.generate("w1", num_speculative_tokens=4)
-    assert engine.generate("w1", SamplingParams(max_tokens=4))[0].stats.drafted == 0
-
-
-def test_contradicting_options_are_refused(engine):
-    with pytest.raises(InvalidRequestError, match="speculation is off"):
-        engine.generate("w1", num_speculative_tokens=3, speculation=False)
+def test_as_many_parameters_as_prompts(engine):
     with pytest.raises(InvalidRequestError, match="2 sampling parameters"):
         engine.generate(["w1"], [SamplingParams(), SamplingParams()])
 

@@ -108,19 +108,3 @@ class PaddedArenaMachine(ArenaMachine):
 
 
 TestPaddedArena = PaddedArenaMachine.TestCase
-
-
-def test_rows_of_the_padded_method_advance_together():
-    arena = PaddedKvArena(2, 20)
-    arena.write(0, [4, 4])
-    arena.commit(0, 4)
-    arena.commit(1, 1)
-    arena.align(0, 2)
-    assert [arena.entries(row) for row in (0, 1)] == [4, 4]
-    assert [arena.kv_len(row) for row in (0, 1)] == [4, 1]
-    arena.write(0, [2, 2])
-    assert arena.kv_positions[1, :6].tolist() == [0, -1, -1, -1, 1, 2]
-    arena.commit(1, 2)
-    assert arena.squeeze(1).tolist() == [0, 4]
-    assert arena.kv_positions[1, :3].tolist() == [0, 1, -1]
-    arena.check()

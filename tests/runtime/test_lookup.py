@@ -59,12 +59,6 @@ def test_copies_what_followed_the_last_tokens(text, options, copied):
     assert copy(text, **options) == copied
 
 
-def test_proposals_are_one_hot_for_sampled_sequences_too():
-    proposal = LookupDrafter().propose([sequence([1, 2, 1, 2], temperature=1.0)], [3])[0]
-    assert proposal.tokens
-    assert proposal.distributions is None
-
-
 def test_the_gate_shortens_copies_to_their_match_until_matches_are_right_again():
     wrong = [1, 2, 3, 1, 2, 4, 1, 2, 5, 1, 2]
     assert len(copy(wrong, gate=False)) == 7
@@ -113,24 +107,6 @@ def test_match_length_must_be_positive():
 
 def decode(target, sequences, **options):
     finish(Decoder(ModelRunner(target), ChainDrafter({"lookup": LookupDrafter(**options)})), sequences)
-
-
-PROMPTS = [[3], [1, 2, 3, 4, 5], [16] * 9, [7, 0, 7, 0, 7], [2, 2], [11, 5, 0, 1]]
-
-
-@pytest.mark.parametrize("gate", [False, True])
-@pytest.mark.parametrize("reference", [(), (1, 2, 3, 4, 5, 6, 16, 16, 0, 7, 7)])
-def test_greedy_output_equals_plain_greedy(gate, reference):
-    target = make_target(context=2)  # repeats itself, so that copies are accepted
-    sequences = [
-        make_sequence(i, p, SamplingParams(max_tokens=20 + 5 * i), draft_plan=LOOKUP, reference=reference)
-        for i, p in enumerate(PROMPTS)
-    ]
-    decode(target, sequences, gate=gate)
-    for seq, prompt in zip(sequences, PROMPTS, strict=True):
-        assert seq.output == greedy_reference(target, prompt, seq.params.max_tokens)
-    assert sum(seq.stats.accepted for seq in sequences) > 50
-    assert sum(seq.stats.drafted - seq.stats.accepted for seq in sequences) > 0
 
 
 def test_a_reference_of_the_right_text_is_accepted_whole():

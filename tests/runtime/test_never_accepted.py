@@ -13,7 +13,7 @@ from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.watch.never_accepted import NeverAccepted
 from specexport_runtime.watch.observe import RoundRecord
 from tests.support.fakes.engine import make_engine
-from tests.support.fakes.loop import finish, make_decoder, make_draft, make_sequence, make_target, run
+from tests.support.fakes.loop import finish, make_decoder, make_draft, make_sequence, make_target
 
 
 def step_of(drafter: str, drafted: int, accepted: int = 0) -> RoundRecord:
@@ -50,16 +50,6 @@ def test_when_it_is_said(records: list[RoundRecord], expected: int) -> None:
     said = watch(records)
     assert len(said) == expected
     assert all("none of its first 64" in line and "\n" not in line for line in said)
-
-
-@pytest.mark.parametrize(("kind", "expected"), [("adversarial", 1), ("good", 0)])
-def test_of_real_drafts(kind: str, expected: int) -> None:
-    said: list[str] = []
-    decoder = make_decoder(make_target(), make_draft(kind), 4)
-    decoder.observers.add(NeverAccepted(said.append))
-    run(decoder, [make_sequence(i, [i + 1], SamplingParams(max_tokens=30)) for i in range(6)])
-    assert len(said) == expected
-    assert all(line.startswith("drafter draft-model: ") for line in said)
 
 
 def test_a_draft_that_failed_was_not_tested() -> None:

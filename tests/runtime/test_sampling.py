@@ -154,12 +154,6 @@ def test_a_misleading_sample_falls_back_to_sorting(monkeypatch):
     np.testing.assert_array_equal(got.token_ids, np.sort(order[:count]))
 
 
-def test_top_k_keeps_exactly_k_and_the_lower_ids_of_ties():
-    for size in (6, 3000, 300_000):
-        got = Sampler(SamplingParams(temperature=1.0, top_k=5), [], size).distribution(np.zeros(size, np.float32))
-        assert got.token_ids.tolist() == [0, 1, 2, 3, 4]
-
-
 def test_greedy_takes_the_lowest_id_of_ties_after_penalties():
     logits = np.array([1, 3, 3, 2], dtype=np.float32)
     plain = Sampler(SamplingParams(), [1], 4)

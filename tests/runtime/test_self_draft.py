@@ -217,16 +217,6 @@ def test_engines_without_gates_and_caches_with_padding_are_refused():
         SelfDrafter(ModelRunner(gated(), unpad_kv=False), vocab_size=VOCAB)
 
 
-def test_whose_similarity_is_wanted_and_until_when():
-    drafter = SelfDrafter(ModelRunner(gated()), vocab_size=VOCAB)
-    plan, blind = (DraftStage("lookup", 2), DraftStage("self", 2)), {"layer_rules": LayerRules(threshold=None)}
-    for options, wanted in (({}, True), (blind, False), ({"draft_plan": plan[:1]}, False)):
-        seq = make_sequence(0, [1, 2], SamplingParams(max_tokens=9), **{"draft_plan": plan} | options)
-        assert drafter.wants_similarity(seq) == wanted
-        seq.commit([4])
-        assert not drafter.wants_similarity(seq)
-
-
 def test_layers_that_no_prompt_changes_are_priced_before_the_first_draft():
     drafter = SelfDrafter(ModelRunner(gated()), vocab_size=VOCAB)
     rules = LayerRules(None, None, None, skip_mixers=(0, 2), skip_mlps=(1,))

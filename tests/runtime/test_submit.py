@@ -185,9 +185,8 @@ def test_references_are_checked(engine):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"drafter": "lokup"}, "'lookup'"),
         ({"drafter": "lookup", "num_speculative_tokens": 9}, "1 to 8"),
-        ({"drafter": "lookup", "speculation": False}, "drop one"),
+        ({"num_speculative_tokens": 3, "speculation": False}, "speculation is off"),
         ({"drafter": "none", "num_speculative_tokens": 2}, "drop one"),
     ],
 )
@@ -201,6 +200,9 @@ def test_a_bundle_without_a_draft_can_only_look_up(drafter):
     engine = make_engine(None)
     with pytest.raises(InvalidRequestError, match="use drafter 'lookup'"):
         engine.submit("w1", drafter=drafter)
+    with pytest.raises(InvalidRequestError, match="no draft"):
+        engine.generate("w1", num_speculative_tokens=4)
+    assert engine.generate("w1", LONG)[0].stats.drafted == 0
     assert engine.submit("w1", LONG, drafter="lookup").result(30).token_ids == expected([1], 40)
 
 

@@ -131,15 +131,6 @@ def test_byte_tokens_appear_when_their_run_is_decided():
     assert stream.text == "a"
 
 
-def test_a_possible_start_of_a_stop_string_waits():
-    tokenizer = gemma_like()
-    ids = [tokenizer.token_to_id(c) for c in "aabab.c"]
-    pieces, rest, _ = feed(tokenizer, ids, stop="abc")
-    assert pieces == ["", "a", "", "ab", "", "ab.", "c"]
-    pieces, rest, _ = feed(tokenizer, ids[:3], stop="abc")
-    assert (pieces, rest) == (["", "a", ""], "ab")
-
-
 def test_no_token_after_the_end():
     tokenizer = gemma_like()
     a = tokenizer.token_to_id("a")

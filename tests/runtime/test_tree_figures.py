@@ -4,11 +4,10 @@ import json
 
 import pytest
 
-from specexport_runtime.cli.output import print_chunk, print_stats
+from specexport_runtime.cli.output import print_chunk
 from specexport_runtime.requests.records import Branch, Proposal, RoundTrace, Share
 from specexport_runtime.requests.request import RoundEvent
 from specexport_runtime.requests.results import StreamChunk, StreamPiece, make_chunk
-from specexport_runtime.requests.stats import RequestStats
 from specexport_runtime.sampling.params import SamplingParams
 from specexport_runtime.watch.counts import EngineCounts
 from specexport_runtime.watch.never_accepted import NeverAccepted
@@ -134,14 +133,3 @@ def test_pieces_say_which_tokens_stood_beside_the_chain(decoded, capsys):
     chunk = StreamChunk([StreamPiece("x", 1, "accepted", is_branch=True)], None, request.stats)
     print_chunk(chunk, colour=True)
     assert "\x1b[32m\x1b[4mx" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("share", "words"),
-    [(Share("head", 6, 3, 3, 2), "(rate 0.500, beside the chain 2 of 3)"), (Share("head", 3, 3), "(rate 1.000)")],
-)
-def test_figures_in_a_line(share, words, capsys):
-    stats = RequestStats()
-    stats.record_round(share.drafted, share.accepted, 4, shares=[share])
-    print_stats(stats.to_json())
-    assert f"drafted {share.drafted}, accepted {share.accepted} {words}, " in capsys.readouterr().err
