@@ -339,10 +339,10 @@ def test_rounds_find_all_memory_reserved(tmp_path):
     draft, other, _ = open_fake(tmp_path, make_entry(LOOKAHEAD, ROWS, draft=True), make_draft("good", ROWS))
     target.reserve_rows(request(target, "target"))
     draft.reserve_rows(request(draft, "draft"))
-    before = gpu._next, other._next
+    before = [each.calls["allocate"] for each in (gpu, other)]
     texts((target, draft), SamplingParams(max_tokens=20, temperature=1.0), range(8))
     assert target.rows.counts.steps > 5
-    assert (gpu._next, other._next) == before
+    assert [each.calls["allocate"] for each in (gpu, other)] == before
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])

@@ -254,7 +254,7 @@ def test_an_engine_that_fails_while_it_is_recorded_leaves_the_stream_usable(tmp_
     assert "could not run the step" in caplog.text
     pair.step(0, [1])
     pair.step(0, [5])
-    assert gpu.graphs == {}
+    assert gpu._graphs == {}
 
 
 def test_a_step_that_fails_raises_and_later_ones_run(tmp_path):
@@ -437,7 +437,7 @@ def test_cache_entries_are_read_as_float32(tmp_path, dtype):
     cache, address = next(executor._parts.kv.addresses(row))
     stored = (values.view(np.uint32) >> 16).astype(np.uint16) if dtype == "bfloat16" else values.astype(dtype)
     gpu.synchronize()  # the arena was still to be cleared
-    gpu.view(address, cache.row_bytes)[:] = stored.view(np.uint8)
+    gpu.bytes(address, cache.row_bytes)[:] = stored.view(np.uint8)
     found = executor.cache_entries(row, 3, 8)
     assert list(found) == [f"{kind}_cache.{layer}" for layer in range(len(LAYERS)) for kind in "kv"]
     expected = values.reshape(cache.shape)[:, 3:8]

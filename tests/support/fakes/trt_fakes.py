@@ -1,16 +1,10 @@
 """A GPU and a TensorRT engine in numpy, strict on purpose: for tests of everything above them.
 
-The GPU's memory is one array of bytes, poisoned where it is allocated. Work put on the stream runs when the stream is
-synchronized, so that memory which is written or read too early shows. Recording a graph keeps the operations, with the
-addresses and shapes that were bound then, and nothing of what was bound later.
-
-The engine computes the graph of the contract over that memory. Its cache holds two "layers": token ids, and for every
-entry a number made of all ids up to it, as attention saw them. Logits of a token come from the ids that its own slot of
-attention saw, and are NaN where any number in the cache is not the one that belongs there.
+The engine computes the graph of the contract over the GPU's memory. Its cache holds two "layers": token ids, and for
+every entry a number made of all ids up to it, as attention saw them. Logits of a token come from the ids that its own
+slot of attention saw, and are NaN where any number in the cache is not the one that belongs there.
 """
 
-import itertools
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -23,16 +17,14 @@ from specexport_runtime.bundle.profiles import Profile
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.base import argmax_ids
 from specexport_runtime.executors.fake import FakeExecutor
-from specexport_runtime.executors.gpu import ALIGNMENT, GpuInfo, out_of_memory
+from specexport_runtime.executors.gpu import ALIGNMENT, GpuInfo
 from specexport_runtime.executors.trt import TrtExecutor
 from specexport_runtime.executors.trt_engine import EngineTensor
 from specexport_runtime.executors.trt_pack import SPECS
 from tests.support.cases import entries
 from tests.support.fakes import row_twin
+from tools.proof.devices import HostGpu, memory_at
 
-BASE = 0x7F0000000000
-_NUMBERS = itertools.count()
-POISON = 0xFF  # NaN in every float type, -1 in every integer
 LAYERS = (LayerGeometry(1, 128, 128),)
 NATIVE = (
     "input_ids",
@@ -76,122 +68,97 @@ def make_entry(lookahead: int = 4, rows: int = 4, max_model_len: int = 64, **cha
     return entries.make_entry(**{**fields, **changes})
 
 
-class FakeGpu:
-    """A ``GpuDriver`` over an array; recordings fail from ``fail_capture`` on; ``claims``: free bytes of ``info``."""
+class FakeGpu(HostGpu):
+    """Counts what it is asked; recordings fail from ``fail_capture`` on; ``claims``: free bytes of ``info``."""
 
     def __init__(
         self, free: int = 1 << 24, sm: str = "sm89", fail_capture: int | None = None, claims: int | None = None
     ) -> None:
-        self.stream = 77
-        self.runs_kernels = True
-        self._kernels: list[str] = []
-        self.base = BASE + (next(_NUMBERS) << 34)
-        _GPUS.add(self)
+        super().__init__(free)
         self.calls: Counter[str] = Counter()
         self.log: list[str] = []
         self.copied: list[int] = []
-        self.fail_capture = fail_capture
-        self._sm, self._size, self._claims = sm, free, claims
-        self._memory = np.full(free, POISON, np.uint8)
-        self._allocated: dict[int, int] = {}
-        self._next = 0
-        self._host: dict[int, np.ndarray] = {}
-        self._queue: list[Callable[[], None]] = []
-        self._recording: list[Callable[[], None]] | None = None
-        self.graphs: dict[int, list[Callable[[], None]]] = {}
+        self.fail_capture, self._sm, self._claims = fail_capture, sm, claims
+        self._pinned: set[int] = set()
         self.captures = 0
         self.closed = False
 
     @property
     def in_use(self) -> int:
         """Allocations, device and host, that were not given back."""
-        return len(self._allocated) + len(self._host) + len(self.graphs)
+        return len(self._memory) + len(self._graphs)
 
     def info(self) -> GpuInfo:
-        free = self._size - self._next
-        return GpuInfo("FakeGPU", self._sm, self._size, free if self._claims is None else self._claims)
+        free = self._total - self._used if self._claims is None else self._claims
+        return GpuInfo("FakeGPU", self._sm, self._total, free)
 
     def allocate(self, num_bytes: int, what: str) -> int:
-        size = -(-max(num_bytes, 1) // ALIGNMENT) * ALIGNMENT
-        if self._next + size > self._size:
-            raise out_of_memory(what, num_bytes, self.info())
-        address, self._next = self.base + self._next, self._next + size
-        self._allocated[address] = size
+        self.calls["allocate"] += 1
+        address = super().allocate(num_bytes, what)
+        self._pinned.remove(address)
+        self._used += self._memory[address].size
         return address
 
     def free(self, address: int) -> None:
-        del self._allocated[address]
+        if address in self._pinned:  # of the host: no memory of the device
+            self._pinned.remove(address)
+            self._used += self._memory[address].size
+        super().free(address)
 
     def allocate_host(self, num_bytes: int) -> np.ndarray:
-        memory = np.full(num_bytes, POISON, np.uint8)
-        self._host[memory.ctypes.data] = memory
+        memory = super().allocate_host(num_bytes)
+        self._pinned.add(memory.ctypes.data)
+        self._used -= memory.size
         return memory
 
-    def free_host(self, memory: np.ndarray) -> None:
-        del self._host[memory.ctypes.data]
-
-    def view(self, address: int, num_bytes: int) -> np.ndarray:
-        """Device memory, inside one allocation."""
-        for start, size in self._allocated.items():
-            if start <= address and address + num_bytes <= start + size:
-                return self._memory[address - self.base : address - self.base + num_bytes]
-        raise SpecexportError(f"illegal address {address:#x} + {num_bytes}")
+    def bytes(self, address: int, num_bytes: int, *, pinned: bool = False) -> np.ndarray:
+        """Memory inside one allocation, of the device or of the host."""
+        found = self._bytes(address, num_bytes)
+        if pinned != any(start <= address < start + self._memory[start].size for start in self._pinned):
+            raise SpecexportError(f"illegal address {address:#x}, pinned or not")
+        return found
 
     def array(self, address: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        return self.view(address, size).view(dtype).reshape(shape)
+        return self.bytes(address, int(np.prod(shape)) * np.dtype(dtype).itemsize).view(dtype).reshape(shape)
 
-    def _host_view(self, address: int, num_bytes: int) -> np.ndarray:
-        for start, memory in self._host.items():
-            if start <= address and address + num_bytes <= start + memory.nbytes:
-                return memory[address - start : address - start + num_bytes]
-        raise SpecexportError("this host memory is not pinned")
-
-    def put(self, operation: Callable[[], None], name: str) -> None:
-        """Put an operation on the stream, or into the recording."""
+    def note(self, name: str, operation: Callable[[], None] | None = None) -> None:
+        """Count what was asked, and put it on the stream, or into the recording."""
         self.calls[name] += 1
         self.log.append(name)
-        (self._queue if self._recording is None else self._recording).append(operation)
+        if operation is not None:
+            self.put(self.stream, operation)
 
     def clear(self, address: int, num_bytes: int) -> None:
-        self.put(lambda: self.view(address, num_bytes).fill(0), "clear")
+        self.note("clear", lambda: self.bytes(address, num_bytes).fill(0))
 
     def copy_in(self, destination: int, source: int, num_bytes: int) -> None:
         def copy() -> None:
-            self.view(destination, num_bytes)[:] = self._host_view(source, num_bytes)
+            self.bytes(destination, num_bytes)[:] = self.bytes(source, num_bytes, pinned=True)
 
         self.copied.append(num_bytes)
-        self.put(copy, "copy_in")
+        self.note("copy_in", copy)
 
     def copy_out(self, destination: int, source: int, num_bytes: int) -> None:
         def copy() -> None:
-            self._host_view(destination, num_bytes)[:] = self.view(source, num_bytes)
+            self.bytes(destination, num_bytes, pinned=True)[:] = self.bytes(source, num_bytes)
 
         self.copied.append(num_bytes)
-        self.put(copy, "copy_out")
+        self.note("copy_out", copy)
 
     def copy_rows(self, destination: int, source: int, width: int, height: int, pitch: int) -> None:
         assert width <= pitch
-
-        def copy() -> None:
-            for i in range(height):
-                self.view(destination + i * pitch, width)[:] = self.view(source + i * pitch, width)
-
-        self.put(copy, "copy_rows")
+        self.note("copy_rows")
+        super().copy_rows(destination, source, width, height, pitch)
 
     def synchronize(self) -> None:
-        assert self._recording is None, "synchronizing breaks a recording"
-        self.calls["synchronize"] += 1
-        self.log.append("synchronize")
-        queue, self._queue = self._queue, []
-        for operation in queue:
-            operation()
+        self.note("synchronize")
+        super().synchronize()
 
     def begin_capture(self) -> None:
         assert self._recording is None
         assert not self._queue, "a recording begins on an idle stream"
         self.log.append("begin_capture")
-        self._recording = []
+        super().begin_capture()
 
     def end_capture(self) -> int:
         assert self._recording is not None
@@ -199,42 +166,23 @@ class FakeGpu:
         self.captures += 1
         if self.fail_capture is not None and self.captures > self.fail_capture:
             raise SpecexportError("cudaErrorStreamCaptureInvalidated")
-        self.graphs[self.captures] = recorded
+        self._graphs[self.captures] = recorded
         return self.captures
 
     def launch(self, graph: int) -> None:
-        operations = self.graphs[graph]
-        self.put(lambda: [operation() for operation in operations], "launch")
+        self.note("launch")
+        super().launch(graph)
 
     def free_graph(self, graph: int) -> None:
-        del self.graphs[graph]
-
-    def load_kernel(self, ptx: str, name: str) -> int:
-        self._kernels.append(name)
-        return len(self._kernels) - 1
+        del self._graphs[graph]
 
     def launch_kernel(self, kernel: int, grid: tuple[int, int, int], threads: int, shared: int, arguments) -> None:
-        name = self._kernels[kernel]
-        self.put(lambda: row_twin.KERNELS[name](_memory_at, grid, *arguments), "launch_kernel")
+        twin = row_twin.KERNELS[self._kernels[kernel]]
+        self.note("launch_kernel", lambda: twin(memory_at, grid, *arguments))
 
     def close(self) -> None:
-        self._queue.clear()
+        super().close()
         self.closed = True
-
-
-_GPUS: "weakref.WeakSet[FakeGpu]" = weakref.WeakSet()
-
-
-def _memory_at(address: int, dtype: str) -> np.ndarray:
-    """Memory of any of them, pinned or not, to the end of its allocation: they are streams of one device."""
-    size = np.dtype(dtype).itemsize
-    for gpu in _GPUS:
-        known = [(start, gpu.view(start, count)) for start, count in gpu._allocated.items()] + list(gpu._host.items())
-        for start, memory in known:
-            if start <= address < start + memory.nbytes:
-                there = memory[address - start :]
-                return there[: len(there) // size * size].view(dtype)
-    raise SpecexportError(f"illegal address {address:#x}")
 
 
 class FakeEngine:
@@ -261,7 +209,7 @@ class FakeEngine:
         assert stream == self.gpu.stream
         assert is_fixed == self.entry.engine.limits.profiles[profile].is_fixed
         assert all(context.profile is not self.entry.engine.limits.profiles[profile] for context in self.contexts)
-        self.gpu.view(activations, self.activation_bytes)
+        self.gpu.bytes(activations, self.activation_bytes)
         self.contexts.append(FakeContext(self, self.entry.engine.limits.profiles[profile]))
         return self.contexts[-1]
 
@@ -310,7 +258,7 @@ class FakeContext:
             raise SpecexportError(f"TensorRT could not run the step: {self.profile.name}")
         assert set(self.addresses) == {tensor.name for tensor in self.engine.tensors}
         shapes, addresses = dict(self.shapes), dict(self.addresses)
-        self.engine.gpu.put(lambda: self.run(shapes, addresses), "enqueue")
+        self.engine.gpu.note("enqueue", lambda: self.run(shapes, addresses))
 
     def run(self, shapes: dict[str, tuple[int, ...]], addresses: dict[str, int]) -> None:
         """The graph of the contract."""
