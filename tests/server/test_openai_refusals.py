@@ -24,6 +24,7 @@ IN_BOTH = [
     ({"min_tokens": 3}, "min_tokens", "unsupported_parameter"),
     ({"use_beam_search": True}, "use_beam_search", "unsupported_parameter"),
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "unsupported_parameter"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs", "invalid_value"),
     ({"prompt_logprobs": 21}, "prompt_logprobs", "invalid_value"),
     ({"max_tokens": 0}, "max_tokens", "invalid_value"),
     ({"max_tokens": True}, "max_tokens", "invalid_type"),
