@@ -93,7 +93,7 @@ def target_law(target, options=None):
         (parallel, 4, {"top_k": 2}),
         (parallel, 4, {"frequency_penalty": 0.8}),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", None) or str(value),
 )
 def test_a_drafter_s_tree_leaves_the_target_s_law(make, size, options, rule):
     target, drafts, shapes = model(), model(noise=0.9), set()
