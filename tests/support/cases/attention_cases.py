@@ -10,47 +10,25 @@ import onnxruntime
 from onnx import TensorProto, helper
 
 from specexport.ops.reference import unpadded_attention
+from tests.support.cases import linear_cases, unpadded_cases
 
 Array = npt.NDArray[Any]
 INPUTS = (
     *("q", "k", "v", "k_cache", "v_cache", "kv_lens", "cu_new_tokens", "sinks", "slopes", "cos_table", "sin_table"),
     *("k_scale", "v_scale", "positions", "kv_positions", "parents"),
 )
-_TYPES = {
-    np.dtype(np.float32): TensorProto.FLOAT,
-    np.dtype(np.int8): TensorProto.INT8,
-    np.dtype(np.int32): TensorProto.INT32,
-    np.dtype(np.int64): TensorProto.INT64,
-}
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(unpadded_cases.Case):
     """A step of rows (past, new tokens), and what kind of attention it is. ``rotary``: kind and rotated channels."""
 
     rows: tuple[tuple[int, int], ...] = ((3, 5), (17, 1), (0, 3), (70, 12))
-    heads: int = 4
-    kv_heads: int = 2
-    k_dim: int = 16
-    v_dim: int = 16
-    window: int = -1
-    softcap: float = 0.0
-    sinks: bool = False
-    slopes: bool = False
-    causal: int = 1
     packed: bool = False
     rotary: tuple[str, int] = ("", 0)
     int8: bool = False
-    appends: bool = True
     padded: bool = False
-    scale: float = 0.3
     capacity: int = 0
-
-    @property
-    def attributes(self) -> dict[str, Any]:
-        names = ("window", "softcap", "causal", "scale")
-        given = {name: getattr(self, name) for name in names} | {"packed": int(self.packed), "rotary": self.rotary[0]}
-        return given | {"num_heads": self.heads, "kv_num_heads": self.kv_heads}
 
 
 def draw(case: Case, seed: int = 0) -> dict[str, Array]:
@@ -107,21 +85,14 @@ class Operator:
         while not names[-1]:
             names.pop()
         outputs = ["output", *(["k_cache_out", "v_cache_out"] if case.appends else [])]
-        node = helper.make_node("UnpaddedAttention", names, outputs, domain="specexport", **case.attributes)
-        values = [helper.make_tensor_value_info(n, _TYPES[a.dtype], [None] * a.ndim) for n, a in given.items()]
-        cache = _TYPES[given["k_cache"].dtype]
-        results = [
-            helper.make_tensor_value_info(name, cache if index else TensorProto.FLOAT, None)
-            for index, name in enumerate(outputs)
-        ]
-        graph = helper.make_graph([node], "step", values, results)
-        opsets = [helper.make_opsetid("", 17), helper.make_opsetid("specexport", 1)]
-        model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = threads
-        options.log_severity_level = 4
-        options.register_custom_ops_library(str(library))
-        self.session = onnxruntime.InferenceSession(model.SerializeToString(), options)
+        more = {"packed": int(case.packed), "rotary": case.rotary[0]}
+        node = helper.make_node(
+            "UnpaddedAttention", names, outputs, domain="specexport", **unpadded_cases.attributes(case), **more
+        )
+        values = {name: (helper.np_dtype_to_tensor_dtype(a.dtype), a.ndim) for name, a in given.items()}
+        kinds = dict.fromkeys(outputs, values["k_cache"][0]) | {"output": TensorProto.FLOAT}
+        model = linear_cases.model_of([node], values, {}, kinds)
+        self.session = linear_cases.opened(str(library), model.SerializeToString(), threads)
         self.outputs = outputs
 
     def copied(self, given: dict[str, Array]) -> list[Array]:
@@ -179,9 +150,8 @@ def expected(case: Case, given: dict[str, Array]) -> tuple[Array, Array, Array]:
             args[name] = np.clip(np.round(args[name] / flat), -128, 127) * flat
     for name in ("cos_table", "sin_table", "k_scale", "v_scale"):
         args.pop(name, None)
-    attributes = {name: value for name, value in case.attributes.items() if name not in ("packed", "rotary")}
     with np.errstate(invalid="ignore"):
-        output, keys, values = unpadded_attention(**({"k": None, "v": None} | args), **attributes)
+        output, keys, values = unpadded_attention(**({"k": None, "v": None} | args), **unpadded_cases.attributes(case))
     if case.int8:
         keys, values = np.round(keys / scales["k"]), np.round(values / scales["v"])
     return output, keys, values

@@ -111,21 +111,18 @@ def model_of(
     nodes: Sequence[onnx.NodeProto],
     given: dict[str, tuple[int, int]],
     weights: dict[str, np.ndarray],
-    outputs: Sequence[str],
+    outputs: Sequence[str] | dict[str, int],
 ) -> onnx.ModelProto:
-    """A model of some nodes; ``given`` has types and ranks of inputs."""
+    """A model of some nodes; ``given`` has types and ranks of inputs; ``outputs`` are floats unless it has types."""
+    kinds = outputs if isinstance(outputs, dict) else dict.fromkeys(outputs, TensorProto.FLOAT)
     graph = helper.make_graph(
         list(nodes),
         "operators",
         [helper.make_tensor_value_info(name, kind, [None] * rank) for name, (kind, rank) in given.items()],
-        [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs],
+        [helper.make_tensor_value_info(name, kind, None) for name, kind in kinds.items()],
         [numpy_helper.from_array(value, name) for name, value in weights.items()],
     )
-    opsets = [
-        helper.make_opsetid("", 20),
-        helper.make_opsetid("specexport", 1),
-        helper.make_opsetid("com.microsoft", 1),
-    ]
+    opsets = [helper.make_opsetid(*each) for each in (("", 20), ("specexport", 1), ("com.microsoft", 1))]
     return helper.make_model(graph, opset_imports=opsets, ir_version=10)
 
 
