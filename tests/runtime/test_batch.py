@@ -114,13 +114,3 @@ def test_padded_input_gives_the_same_logits_in_wider_rows(work):
         assert padded.executor.calls[-1].num_tokens == width * len(work)
         assert padded.step_padding == width * len(work) - sum(len(row.tokens) for row in work)
     assert plain.step_padding == 0
-
-
-def test_a_moved_row_continues_where_it_was():
-    executor = FakeExecutor(70, 3, 20)
-    runner = ModelRunner(executor)
-    runner.prefill(2, [1, 2, 3])
-    runner.move_row(2, 0)
-    logits = runner.step(0, [RowWork([9], 1)])
-    assert np.array_equal(logits[0], executor.logits_after([1, 2, 3, 9]))
-    assert runner.kv.kv_len(2) == 0

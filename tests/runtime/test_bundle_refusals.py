@@ -146,7 +146,8 @@ def test_without_its_operators_a_bundle_is_refused(demo_bundle, tmp_path, monkey
 
 def test_folders_that_are_no_bundles(tmp_path):
     assert "has no manifest.json" in refuse(tmp_path)
-    assert "there is no folder" in refuse(tmp_path / "nothing")
+    for folder in (tmp_path / "nothing", "x" * 5000):
+        assert "there is no folder" in refuse(folder)
 
 
 @pytest.mark.parametrize(

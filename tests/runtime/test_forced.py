@@ -55,19 +55,6 @@ def test_forced_tokens_cost_no_step_of_a_draft_model_and_none_of_its_lookahead()
     assert seq.stats.num_generated_tokens / seq.stats.rounds > 4.5
 
 
-def test_a_guess_behind_forced_tokens_saves_rounds():
-    """The same draft model, asked only where nothing is forced, as if it could not go on."""
-    totals = []
-    for goes_on in (True, False):
-        decoder = model_decoder(1, 0.4)
-        model = decoder.draft_model
-        model.traits = model.traits._replace(goes_on=goes_on)
-        sequences = sequences_with(lambda _: SamplingParams(max_tokens=48))
-        run(decoder, sequences)
-        totals.append(sum(seq.stats.rounds for seq in sequences))
-    assert totals[0] < 0.85 * totals[1]
-
-
 class Liar(Drafter):
     """A user's drafter, which knows of no grammar."""
 

@@ -25,11 +25,6 @@ def test_a_draft_that_is_never_right_costs_at_most_three_percent(count):
     assert seconds <= plain / 0.97
 
 
-def test_a_fixed_length_costs_more_than_twice_as_much_with_such_a_draft():
-    plain, _ = decode("wrong", 1, lengths=None, names=(), max_tokens=60)
-    assert decode("wrong", 1, lengths=None, adaptive=False, max_tokens=60)[0] > 2 * plain
-
-
 @pytest.mark.parametrize(("kind", "count", "least"), [("perfect", 1, 2.0), ("perfect", 8, 1.8), ("good", 1, 1.3)])
 def test_a_draft_that_is_often_right_pays(kind, count, least):
     lengths = goodput_length(curves(), LOOKAHEAD)

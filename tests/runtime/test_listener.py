@@ -13,28 +13,7 @@ from specexport_runtime.intake.drafting import RequestSpec
 from tests.support.fakes.engine import make_engine
 from tests.support.fakes.rounds import check_every_round
 from tests.support.fakes.submitted import LONG, expected, slow_down
-from tests.support.fakes.watcher import Watcher, wait_for_thread
-
-
-class Listener:
-    """Writes down what it hears."""
-
-    def __init__(self):
-        self.tokens, self.chunks, self.done = [], [], []
-        self.threads = set()
-        self.ended = threading.Event()
-
-    def on_chunk(self, chunk):
-        assert not self.done
-        self.threads.add(threading.current_thread().name)
-        self.chunks.append(chunk)
-        self.tokens += [piece.token_id for piece in chunk.pieces]
-
-    def on_done(self, handle):
-        assert handle.done
-        self.threads.add(threading.current_thread().name)
-        self.done.append(handle)
-        self.ended.set()
+from tests.support.fakes.watcher import Listener, Watcher, wait_for_thread
 
 
 @pytest.fixture

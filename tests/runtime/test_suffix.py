@@ -90,19 +90,6 @@ def test_a_repeated_question_is_answered_in_few_rounds():
     assert again.stats.rounds <= 12 < first.stats.rounds == off.stats.rounds
 
 
-def test_edits_of_one_text_are_drafted_better_than_by_lookup():
-    target, made = make_target(context=3, rows=1), drafter()
-    rounds = []
-    for prompt in ([i % 5, 7, 3, 1] for i in range(30)):
-        alone, seq = sequence(prompt, scope=None), sequence(prompt)
-        decode(target, made, [alone])
-        decode(target, made, [seq])
-        assert seq.output == alone.output
-        rounds.append((alone.stats.rounds, seq.stats.rounds))
-    own, learned = (sum(each) for each in zip(*rounds[15:], strict=True))
-    assert learned * 1.5 < own
-
-
 def test_an_engine_learns_from_its_requests_by_salt():
     engine = make_engine()
     params = SamplingParams(max_tokens=40)

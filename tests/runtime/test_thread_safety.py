@@ -15,7 +15,7 @@ from tests.support.cases import chance
 from tests.support.fakes.engine import make_engine
 from tests.support.fakes.loop import greedy_reference, make_target
 from tests.support.fakes.rounds import check_every_round
-from tests.support.fakes.watcher import Watcher, wait_for_thread
+from tests.support.fakes.watcher import Listener, Watcher, wait_for_thread
 
 THREADS = 12
 EACH = 8
@@ -28,19 +28,6 @@ def _threads_take_turns_often():
     sys.setswitchinterval(1e-5)
     yield
     sys.setswitchinterval(before)
-
-
-class Listener:
-    def __init__(self):
-        self.tokens, self.done = [], 0
-        self.ended = threading.Event()
-
-    def on_chunk(self, chunk):
-        self.tokens += [piece.token_id for piece in chunk.pieces]
-
-    def on_done(self, _):
-        self.done += 1
-        self.ended.set()
 
 
 class Dawdling:
@@ -110,7 +97,7 @@ def by_submit_all(engine, number, wanted):
     listeners = [Listener(), Listener()]
     for handle, listener in zip(engine.submit_all([request(number)] * 2, listeners), listeners, strict=True):
         assert listener.ended.wait(60)
-        assert listener.done == 1
+        assert listener.done == [handle]
         same(handle.result(0).token_ids, handle.result(0).logprobs, wanted)
         assert listener.tokens == wanted.token_ids
 

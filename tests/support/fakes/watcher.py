@@ -1,5 +1,6 @@
-"""Observers that note what they are told."""
+"""Observers and listeners that note what they are told."""
 
+import threading
 from collections import Counter
 
 from tests.support.cases.patience import wait_until
@@ -23,6 +24,27 @@ class Watcher:
     def reasons(self):
         assert len({id(seq) for seq in self.ended}) == len(self.ended)  # nobody twice
         return Counter(seq.finish_reason for seq in self.ended)
+
+
+class Listener:
+    """Writes down what it hears."""
+
+    def __init__(self):
+        self.tokens, self.chunks, self.done = [], [], []
+        self.threads = set()
+        self.ended = threading.Event()
+
+    def on_chunk(self, chunk):
+        assert not self.done
+        self.threads.add(threading.current_thread().name)
+        self.chunks.append(chunk)
+        self.tokens += [piece.token_id for piece in chunk.pieces]
+
+    def on_done(self, handle):
+        assert handle.done
+        self.threads.add(threading.current_thread().name)
+        self.done.append(handle)
+        self.ended.set()
 
 
 def wait_for_thread(engine):
