@@ -49,14 +49,6 @@ def test_what_installs_would_take_the_package_for_gpus() -> None:
     assert "removing onnxruntime, which" in done.stdout
 
 
-def test_the_doctor_says_once_that_there_is_no_gpu() -> None:
-    assert "specexport doctor" in commands("README.md")
-    done = specexport("doctor")
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if "no GPU" in line]
-    assert len(lines) == 1, done.stdout
-
-
 def read(recipe: Path) -> dict[str, Any]:
     return tomllib.loads(recipe.read_text())
 

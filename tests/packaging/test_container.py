@@ -1,10 +1,7 @@
 """The Dockerfiles: in step with the package, and safe by default. Nothing is built here."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +10,12 @@ from typing import Any
 import click
 import pytest
 import yaml
+from click.testing import CliRunner
 
+from specexport_runtime.cli.command import runtime_cli
 from specexport_runtime.cli.serve import KEY_VARIABLE, serve
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.user_cache import ROOT_VARIABLE
-from tests.support.cases.patience import HANG_S
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
@@ -57,50 +55,34 @@ def test_the_last_stage_runs_as_a_numbered_user_and_stops_by_a_signal(path: Path
 
 
 @each
-def test_the_entry_point_is_a_command_that_exists(path: Path) -> None:
-    program, command, *arguments = json.loads(last_stage(path)["ENTRYPOINT"])
+def test_the_entry_point_is_a_command_that_exists_and_does_not_start_without_a_key(path: Path) -> None:
+    stage = last_stage(path)
+    program, command, *arguments = json.loads(stage["ENTRYPOINT"])
     assert program in PROJECT["scripts"]
     assert command == "serve"
     with click.Context(serve) as context:
         serve.parse_args(context, [*arguments, "--model-name", "demo", "--max-num-seqs", "8"])
-    assert context.params["bundle"] == Path("/bundle")
-    assert context.params["host"] == "0.0.0.0"
-    assert str(context.params["port"]) == last_stage(path)["EXPOSE"]
+    assert (context.params["bundle"], context.params["host"]) == (Path("/bundle"), "0.0.0.0")
+    assert str(context.params["port"]) == stage["EXPOSE"]
+    health = json.loads(stage["HEALTHCHECK"].partition("CMD ")[2])
+    assert health[:2] == ["python", "-c"]
+    compile(health[2], "HEALTHCHECK", "exec")
+    assert "'/health'" in health[2]
+    assert stage["EXPOSE"] in health[2]
+    ended = CliRunner(env={KEY_VARIABLE: None}).invoke(runtime_cli, [command, *arguments])
+    assert (ended.exit_code, "no API key" in ended.stderr) == (2, True)
 
 
 @each
-def test_without_a_key_it_does_not_start(path: Path) -> None:
-    _, *command = json.loads(last_stage(path)["ENTRYPOINT"])
-    environment = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
-    command = [sys.executable, "-m", "specexport_runtime", *command]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=HANG_S)
-    assert done.returncode == 2
-    assert "no API key" in done.stderr
-
-
-@each
-def test_the_health_check_is_the_routes_own(path: Path) -> None:
-    health = last_stage(path)["HEALTHCHECK"]
-    command = json.loads(health[health.index("CMD ") + 4 :])
-    assert command[:2] == ["python", "-c"]
-    compile(command[2], "HEALTHCHECK", "exec")
-    assert "'/health'" in command[2]
-    assert last_stage(path)["EXPOSE"] in command[2]
-
-
-@each
-def test_it_installs_extras_that_exist_and_nothing_of_the_compiler(path: Path) -> None:
+def test_it_installs_extras_that_exist_and_nothing_of_the_compiler_no_secret_and_nothing_from_outside(
+    path: Path,
+) -> None:
     arguments = dict(rest.split("=", 1) for word, rest in instructions(path) if word == "ARG")
     extras = arguments["EXTRAS"].split(",")
     assert "serve" in extras
-    assert set(extras) <= set(PROJECT["optional-dependencies"])
-    assert not set(extras) & {"export", "dev", "bench", "tensorrt"}
+    assert set(extras) <= set(PROJECT["optional-dependencies"]) - {"export", "dev", "bench", "tensorrt"}
     assert re.fullmatch(r"python:3\.\d+\.\d+-slim-\w+", arguments["BASE_IMAGE"]), "a tag that stays what it is"
     assert all(rest.startswith("${BASE_IMAGE}") for word, rest in instructions(path) if word == "FROM")
-
-
-@each
-def test_nothing_secret_and_nothing_from_outside(path: Path) -> None:
     text = path.read_text()
     assert not re.search(r"https?://|ADD |--index-url|curl|wget|git ", text)
     assert not re.search(r"(ARG|ENV)[^\n]*(KEY|TOKEN|PASSWORD|SECRET)", text)
@@ -117,13 +99,9 @@ def test_only_what_the_wheel_needs_reaches_the_build() -> None:
     assert all((ROOT / name).exists() for name in allowed)
 
 
-def seconds(text: str) -> float:
-    return float(text.removesuffix("s"))
-
-
 def test_compose_gives_the_drain_its_time() -> None:
     service: dict[str, Any] = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]["specexport"]
-    assert seconds(service["stop_grace_period"]) > ServerConfig().drain_timeout_s
+    assert float(service["stop_grace_period"].removesuffix("s")) > ServerConfig().drain_timeout_s
     assert service["read_only"]
     assert service["cap_drop"] == ["ALL"]
     assert all(port.startswith("127.0.0.1:") for port in service["ports"])

@@ -38,33 +38,20 @@ def measured(engine: StubEngine, repeats: int = 3) -> demo.Measurement:
     return demo.measure(engine, ["abcd", "efghij"], lookahead=4, max_tokens=8, repeats=repeats)  # type: ignore[arg-type]
 
 
-def test_rates_are_all_tokens_over_all_time() -> None:
-    result = measured(StubEngine())
-    assert result.num_tokens == 10
-    assert result.plain_tokens_per_second == pytest.approx(5.0)
-    assert result.speculative_tokens_per_second == pytest.approx(10.0)
-    assert result.speedup == pytest.approx(2.0)
-    assert result.acceptance_rate == pytest.approx(0.75)
-    assert result.mean_accepted_length == pytest.approx(4.0)
-
-
-def test_both_take_turns_and_swap_places() -> None:
+def test_rates_are_all_tokens_over_all_time_and_both_ways_take_turns() -> None:
     engine = StubEngine()
-    measured(engine, repeats=2)
+    result = measured(engine, repeats=2)
     assert engine.calls == [False, True, False, True, True, False, True, False]
+    assert result.num_tokens == 10
+    assert (result.plain_tokens_per_second, result.speculative_tokens_per_second) == pytest.approx((5.0, 10.0))
+    assert (result.speedup, result.acceptance_rate, result.mean_accepted_length) == pytest.approx((2.0, 0.75, 4.0))
 
 
-def test_identical_output_is_reported_as_yes() -> None:
-    result = measured(StubEngine())
-    assert result.identical
-    assert "identical to plain greedy   yes" in demo.format_measurement(result)
-
-
-def test_a_difference_is_reported_with_its_place() -> None:
-    result = measured(StubEngine(wrong_at=5))
-    assert not result.identical
-    assert result.difference == demo.Difference(prompt=1, position=5)
-    assert "identical to plain greedy   no" in demo.format_measurement(result)
+@pytest.mark.parametrize(("wrong_at", "difference"), [(None, None), (5, demo.Difference(prompt=1, position=5))])
+def test_a_difference_is_reported_with_its_place(wrong_at: int | None, difference: demo.Difference | None) -> None:
+    result = measured(StubEngine(wrong_at))
+    assert (result.identical, result.difference) == (difference is None, difference)
+    assert f"identical to plain greedy   {'no' if difference else 'yes'}" in demo.format_measurement(result)
 
 
 def test_without_the_examples_the_error_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

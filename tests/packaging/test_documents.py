@@ -1,14 +1,13 @@
 """What documents point to is there: links, anchors, files in backticks, scripts in commands, names of the API pages."""
 
 import importlib
-import importlib.util
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+
+from tests.support.cases.loaded import load_file
 
 ROOT = Path(__file__).parents[2]
 NOT_OURS = {"build", "dist", "engines"}
@@ -71,18 +70,10 @@ def exists(path: str, page: Path) -> bool:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_links_and_anchors_lead_somewhere(page: Path) -> None:
+def test_links_files_in_backticks_and_scripts_in_commands_exist(page: Path) -> None:
     assert broken_links(page) == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_files_in_backticks_exist(page: Path) -> None:
     paths = {match["path"] for match in FILE.finditer(prose_of(page))}
     assert sorted(path for path in paths if not path.startswith(ELSEWHERE) and not exists(path, page)) == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_scripts_in_commands_exist(page: Path) -> None:
     scripts = set(SCRIPT.findall(page.read_text(encoding="utf-8")))
     assert sorted(script for script in scripts if not (ROOT / script).is_file()) == []
 
@@ -123,35 +114,21 @@ def test_what_is_broken_is_found(tmp_path: Path) -> None:
 # The site's hook, without mkdocs: `make docs` builds the site itself.
 
 
-def load_tool(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize(
     ("page", "link", "in_site"),
     [
         ("README.md", "docs/cli.md#exit-codes", "cli.md#exit-codes"),
-        ("README.md", "LICENSE", "LICENSE"),
         ("docs/generate.md", "../README.md", "index.md"),
-        ("docs/generate.md", "serving.md", "serving.md"),
         ("docs/scaling.md", "../benchmarks/steps.py", "benchmarks/steps.py"),
         ("docs/reference/runtime.md", "../generate.md", "../generate.md"),
         ("docs/benchmarks.md", "../examples/deep_target", "examples/deep_target/README.md"),
         ("examples/grafana/README.md", "../../docs/observability.md", "../../observability.md"),
-        ("docker/README.md", "compose.yaml", "compose.yaml"),
         ("README.md", "https://x.invalid/docs/cli.md", "https://x.invalid/docs/cli.md"),
         ("README.md", "#install", "#install"),
-        ("README.md", "nowhere.md", "nowhere.md"),
     ],
 )
 def test_links_are_translated_for_the_site(page: str, link: str, in_site: str) -> None:
-    site = load_tool("docs_site")
+    site = load_file(ROOT / "tools" / "docs_site.py")
     assert site.translate(f"[text]({link})", page) == f"[text]({in_site})"
     code = f"```text\n[text]({link})\n```"
     assert site.translate(code, page) == code
@@ -160,13 +137,13 @@ def test_links_are_translated_for_the_site(page: str, link: str, in_site: str) -
 
 
 def test_docstrings_are_shown_without_sphinxs_roles() -> None:
-    site = load_tool("docs_site")
+    site = load_file(ROOT / "tools" / "docs_site.py")
     html = "<p>Use :meth:<code>load</code>, as here::</p>\n<p>::</p>\n<pre>a::b</pre><p>One: two:</p>"
     assert site.plain_docstrings(html) == "<p>Use <code>load</code>, as here:</p>\n<pre>a::b</pre><p>One: two:</p>"
 
 
 def test_the_readme_shows_the_beginning_of_the_demo() -> None:
-    tool = load_tool("readme_output")
+    tool = load_file(ROOT / "tools" / "readme_output.py")
     text, measured = "\n".join(str(number) for number in range(40)), "Greedy, 8 prompts\n  plain decoding"
     assert tool.shorten(f"{text}\n\n\n{measured}") == f"0\n1\n2\n3\n4\n5\n…\n\n{measured}"
     assert tool.shorten("short\n\nGreedy, 8") == "short\n\nGreedy, 8"

@@ -1,6 +1,5 @@
 """How the CPU operators are compiled: by what compiler, for which platform, into which wheel."""
 
-import importlib.util
 import json
 import os
 import platform
@@ -17,23 +16,16 @@ from typing import Any
 
 import pytest
 
+from tests.support.cases.loaded import load_file
+
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "runtime" / "operators" / "build.py"
 EXPORTED = (b"RegisterCustomOps", b"specexport_kernels", b"specexport_build")
 
 
-def load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def build() -> ModuleType:
-    return load(BUILD)
+    return load_file(BUILD)
 
 
 def hatchling(kind: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -98,7 +90,7 @@ def test_an_editable_installation_has_the_library_beside_its_sources(
     (tmp_path / "runtime" / "specexport_runtime").mkdir()
     monkeypatch.setenv("CXX", f"'{compiler}'")
     app = SimpleNamespace(display_info=str, abort=pytest.fail)
-    hook = load(ROOT / "hatch_build.py").OperatorsHook(str(tmp_path), {}, None, None, "", "wheel", app)
+    hook = load_file(ROOT / "hatch_build.py").OperatorsHook(str(tmp_path), {}, None, None, "", "wheel", app)
     data: dict[str, Any] = {"force_include": {}}
     hook.initialize("editable", data)
     hook.finalize("editable", data, "")
