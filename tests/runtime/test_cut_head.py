@@ -12,17 +12,13 @@ from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.model import ModelDrafter
 from specexport_runtime.errors import BundleError
 from specexport_runtime.executors.base import argmax_ids
-from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.executors.host_rows import HostRows
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.draft_exit import DraftExit, DraftExitParams
 from specexport_runtime.requests.records import DraftStage
-from specexport_runtime.sampling.distribution import Distribution
 from specexport_runtime.sampling.params import SamplingParams
 from tests.support.cases.manifests import ENTRY
 from tests.support.fakes.loop import VOCAB, finish, greedy_reference, make_draft, make_sequence, make_target
-from tests.support.references.exact import P_VALUE
-from tests.support.references.exact_texts import least_p_value, make_requests
 
 IDS = np.array([0, 2, 3, 5, 8, 9, 11, 12, 14, 16], np.int32)
 WRONG = np.array([1, 3, 4, 6, 9, 10, 12, 13, 15, 16], np.int32)
@@ -130,45 +126,6 @@ def test_logits_that_are_no_numbers_are_still_an_error():
     draft.execute = lambda want="logits": np.full_like(execute("logits"), np.nan)
     with pytest.raises(Exception, match="NaN"):
         run(make_decoder(draft), sequences(temperature=0.8))
-
-
-SMALL = 6
-SMALL_IDS = np.array([1, 2, 4], np.int32)
-
-
-class Whole(ModelDrafter):
-    """Tells of distributions over all ids, half of their mass on those that could not be drawn."""
-
-    def propose(self, sequences, lookaheads):
-        found = super().propose(sequences, lookaheads)
-        return [each._replace(distributions=[spread(p) for p in each.distributions or ()]) for each in found]
-
-
-def spread(distribution):
-    probs = np.array([distribution.probability(token) for token in range(SMALL)])
-    rest = np.isin(np.arange(SMALL), SMALL_IDS, invert=True)
-    return Distribution(None, 0.5 * probs + 0.5 * rest / rest.sum())
-
-
-def sampled_p_value(drafter_class):
-    """p-value of three tokens after one prompt, with a draft that knows half of the tokens."""
-    target, draft = FakeExecutor(SMALL, 8, 16, context=1, sharpness=1.0), FakeExecutor(SMALL, 8, 16, context=1, seed=4)
-    head = CutHead(SMALL_IDS, SMALL)
-    drafter = drafter_class(ModelRunner(cut(draft, SMALL_IDS)), vocab_size=SMALL, max_backlog=9, cut_head=head)
-    decoder = Decoder(ModelRunner(target), ChainDrafter({"draft-model": drafter}))
-    params = SamplingParams(temperature=0.9, max_tokens=3, top_p=0.97)
-    decoding = make_requests(800, params, prompts=[[2, 4]], vocab=SMALL, draft_plan=PLAN)
-    accepted, drafted = run(decoder, decoding)
-    assert 0 < accepted < drafted
-    return least_p_value(target, decoding)
-
-
-def test_sampled_text_follows_the_targets_distribution():
-    assert sampled_p_value(ModelDrafter) > P_VALUE
-
-
-def test_distributions_of_a_whole_head_fail_the_same_check():
-    assert sampled_p_value(Whole) < P_VALUE
 
 
 ENTRY_OF_DRAFT = replace(ENTRY, vocab_size=VOCAB, cut_lm_head=CutLmHead(LM_HEAD_IDS_NAME, len(IDS)))

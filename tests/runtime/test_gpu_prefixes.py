@@ -74,21 +74,6 @@ def test_a_conversation_reads_only_what_is_new(opened, way):
     assert found[True] == found[False]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("rows", [2, 3])
-def test_two_conversations_keep_their_rows(opened, way, rows):
-    """One at a time, in the first row: what another left there takes the place of what is wanted."""
-    made = opened(way, rows)
-    decoder, prompts = decoder_of(made), {"a": LONG, "b": OTHER}
-    for turn in range(3):
-        for name, prompt in prompts.items():
-            seq = ask(decoder, prompt)
-            assert seq.output == expected(made, prompt, 6)
-            assert bool(seq.stats.cached_tokens) == (turn > 0)
-            prompts[name] = [*seq.tokens, 2, 2]
-    assert decoder.rows.counts.copied > 0
-
-
 @pytest.mark.fuzz
 @pytest.mark.parametrize("way", WAYS)
 @examples(8, allow=(HealthCheck.function_scoped_fixture,))

@@ -322,7 +322,7 @@ def test_a_failure_of_a_graph_that_was_recorded_is_none_of_recording(ort):
     fill(executor, shape, [1], [0], [3])
     executor.execute()
     executor._session.broken = "CUDA error 700"
-    with pytest.raises(SpecexportError, match="CUDA error 700"):
+    with pytest.raises(SpecexportError, match=r"num_seqs=1.*CUDA error 700"):
         executor.execute()
 
 
@@ -441,22 +441,10 @@ def test_an_arena_that_does_not_fit_says_so(ort):
     assert ort.gpus[0].closed, "what was there is given back"
 
 
-def test_an_engine_that_does_not_load_or_match_is_refused(ort):
-    ort.failure = "Protobuf parsing failed"
-    with pytest.raises(BundleError, match=r"model\.onnx: .*Protobuf parsing failed"):
-        make_executor()
-    ort.failure = None
+def test_an_engine_that_does_not_match_is_refused(ort):
     ort.inputs = [name for name in ort.inputs if name != "block_table"]
     with pytest.raises(IncompatibleError, match="block_table"):
         make_executor()
-
-
-def test_a_failure_on_the_gpu_names_the_step(ort):
-    executor = make_executor()
-    executor._session.broken = "CUDA error 700"
-    fill(executor, StepShape(0, 1, 1, 1, 1), [1], [0], [3])
-    with pytest.raises(SpecexportError, match=r"num_seqs=1.*CUDA error 700"):
-        executor.execute()
 
 
 def test_a_gpu_whose_memory_is_full_in_a_step_says_what_to_lower(ort):

@@ -1,7 +1,5 @@
 """Streamed text is the decoded text, piece by piece, cut at the first stop string."""
 
-from itertools import chain
-
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -9,70 +7,9 @@ from tokenizers import pre_tokenizers
 
 from specexport_runtime.requests.text import StopStrings, TextStream
 from specexport_runtime.sampling.params import SamplingParams
-from tests.support.cases.chance import examples
 from tests.support.models.tokenizers import byte_level, gemma_like, llama_like, metaspace, wordpiece
 
 TOKENIZERS = [byte_level, llama_like, gemma_like, metaspace, wordpiece]
-
-
-def ids_of(make):
-    """Token ids, bytes of multi-byte characters and special tokens made common."""
-    tokenizer = make()
-    size = tokenizer.get_vocab_size()
-    pieces = st.integers(0, size - 1).map(lambda token: [token])
-    if make is wordpiece:
-        return st.lists(pieces, max_size=60).map(lambda parts: list(chain.from_iterable(parts)))
-    texts = st.sampled_from([" a", "ab", "中文", "é", "😀", "\ufffd", " ", "x", "."])
-    if make is byte_level:
-        spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str
-        spelled = texts.map(lambda text: [tokenizer.token_to_id(c) for c in spell(text)[0][0]])
-        encoded = texts.map(lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
-    else:
-        spelled = texts.map(lambda text: [tokenizer.token_to_id(f"<0x{b:02X}>") for b in text.encode()])
-        encoded = texts.map(lambda text: [tokenizer.token_to_id(c) or 0 for c in text.replace(" ", "▁")])
-    special = st.sampled_from([token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special])
-    # Parts of characters too: cut the spelled bytes anywhere.
-    cut = st.tuples(spelled, st.integers(1, 4)).map(lambda pair: pair[0][: pair[1]])
-    chunk = st.one_of(pieces, encoded, spelled, cut, special.map(lambda token: [token]))
-    return st.lists(chunk, max_size=60).map(lambda parts: list(chain.from_iterable(parts)))
-
-
-def naive(tokenizer, ids, params):
-    """Decode everything after every token; stop at the first token whose text holds a stop string."""
-    for count in range(1, len(ids) + 1):
-        text = tokenizer.decode(ids[:count], skip_special_tokens=params.skip_special_tokens)
-        decided = text if count == len(ids) else text.rstrip("\ufffd")
-        for end in range(len(decided) + 1):
-            found = [s for s in params.stop_strings if decided[:end].endswith(s)]
-            if found:
-                keep = 0 if params.include_stop_str_in_output else max(map(len, found))
-                return count, decided[: end - keep]
-    return None, tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
-
-
-STOPS = st.lists(st.text(alphabet="ab c.中é", min_size=1, max_size=4), min_size=1, max_size=4)
-
-
-@pytest.mark.parametrize("make", [byte_level, llama_like, gemma_like, metaspace])
-@examples(100)
-@given(data=st.data(), stops=STOPS, include=st.booleans())
-def test_stop_strings_across_token_borders(make, data, stops, include):
-    tokenizer = make()
-    ids = data.draw(ids_of(make))
-    params = SamplingParams(stop=stops, include_stop_str_in_output=include)
-    expected_count, expected = naive(tokenizer, ids, params)
-    stream = TextStream(tokenizer, params)
-    joined, stopped_at = "", None
-    for count, token in enumerate(ids, start=1):
-        stopped = stream.append(token)
-        joined += stream.take()
-        assert expected.startswith(joined)  # nothing is ever taken back
-        if stopped:
-            stopped_at = count
-            break
-    joined += stream.finish()
-    assert joined == stream.text == expected
-    assert stopped_at == expected_count or (stopped_at is None and expected_count == len(ids))
 
 
 @given(

@@ -3,19 +3,13 @@
 import numpy as np
 import pytest
 
-from specexport_runtime.decoding.decoder import Decoder
-from specexport_runtime.drafters.chain import ChainDrafter
-from specexport_runtime.drafters.model import ModelDrafter
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.packing.batch import ModelRunner
-from specexport_runtime.requests.records import Branch, DraftStage, Proposal
-from specexport_runtime.sampling.params import SamplingParams
+from specexport_runtime.requests.records import Branch, Proposal
 from tests.support.fakes.drafter_kinds import KINDS, NOISES
 from tests.support.fakes.grown_trees import let_trees_grow
 from tests.support.fakes.heads_on_fakes import check_plain, make_sequences, totals
 from tests.support.fakes.loop import finish, make_decoder, make_draft, make_target, run
-from tests.support.references.exact import P_VALUE
-from tests.support.references.exact_texts import LENGTH, SMALL, least_p_value, make_requests, small_model
 
 
 @pytest.mark.parametrize("noise", ["good", "random"])
@@ -66,24 +60,6 @@ def test_every_draft_is_of_the_text_alone(name):
     check_plain(target, sequences)
     assert drafted > 60
     assert sum(event.path is not None for event in events) > 20
-
-
-@pytest.mark.parametrize(
-    ("acceptance", "options"),
-    [("token", {"temperature": 0.8}), ("block", {"temperature": 1.0, "frequency_penalty": 0.4, "top_k": 4})],
-)
-def test_draws_of_a_tree_leave_the_target_s_law(acceptance, options):
-    """Texts of many rounds, with a drawn chain and branches beside it."""
-    target, runner = small_model(), ModelRunner(small_model(noise=0.8))
-    decoder = Decoder(ModelRunner(target), ChainDrafter({"draft-model": ModelDrafter(runner, vocab_size=SMALL)}))
-    let_trees_grow(decoder, target, right=0.3, most=4)
-    requests = make_requests(
-        1000, SamplingParams(max_tokens=LENGTH + 1, **options), acceptance=acceptance, tree_size=8,
-        draft_plan=(DraftStage("draft-model", 2),),
-    )  # fmt: skip
-    finish(decoder, requests)
-    assert decoder.times.moved > 90
-    assert least_p_value(target, requests) > P_VALUE
 
 
 def test_branches_take_no_more_room_than_the_cache_row_has():

@@ -91,17 +91,6 @@ def test_with_and_without_graphs_and_captured_ahead_the_output_is_the_same(folde
     assert recorded[2].gpu.calls["launch"] > recorded[2].gpu.calls["enqueue"]
 
 
-@pytest.mark.parametrize("lowering", LOWERINGS)
-def test_long_prompts_are_cut_to_what_the_engine_takes(folder, lowering):
-    entry = make_entry(4, 4, tokens=32, **LOWERINGS[lowering])
-    target, _, engine = open_fake(folder, entry, make_target())
-    prompts = [[i % VOCAB for i in range(3 * n)] for n in (15, 2, 18, 19)]
-    expected = decode((make_target(), None), greedy, 0, prompts)
-    assert decode((target, None), greedy, 0, prompts) == expected
-    assert target.max_num_tokens == 32
-    assert max(profile.num_tokens for profile in engine.runs if profile.kind == "prefill") == 32
-
-
 def test_prompts_wait_where_a_verify_step_leaves_them_no_room(folder):
     """Four rows of K+1 = 8 tokens are all that the largest profile takes: prompts are fed in steps of their own."""
     entry = make_entry(7, 4, tokens=32)

@@ -257,17 +257,6 @@ def test_an_engine_that_fails_while_it_is_recorded_leaves_the_stream_usable(tmp_
     assert gpu._graphs == {}
 
 
-def test_a_step_that_fails_raises_and_later_ones_run(tmp_path):
-    executor, _, engine = open_one(tmp_path)
-    pair = Pair(executor)
-    pair.step(0, [3])
-    engine.broken = "verify 2x5"
-    with pytest.raises(SpecexportError, match="verify 2x5"):
-        pair.runners[0].step(0, [RowWork([1, 2], 1), RowWork([1], 1)])
-    engine.broken = None
-    pair.step(0, [2, 2])
-
-
 def test_a_step_that_could_not_be_bound_leaves_nothing_half_bound(tmp_path, monkeypatch):
     executor, _, engine = open_one(tmp_path)
     pair = Pair(executor)
@@ -364,14 +353,6 @@ def test_close_gives_everything_back(tmp_path):
     assert gpu.in_use == 0
     assert gpu.closed
     assert engine.closed
-
-
-def test_more_rows_than_the_engine_was_built_for(tmp_path):
-    gpu = FakeGpu()
-    with pytest.raises(IncompatibleError, match=r"built for 4 sequences.*max_num_seqs is 5") as caught:
-        open_one(tmp_path, gpu=gpu, num_rows=5)
-    assert "--max-num-seqs 4" in caught.value.hint
-    assert gpu.closed
 
 
 @pytest.mark.parametrize(

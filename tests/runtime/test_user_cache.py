@@ -24,29 +24,24 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_the_root_is_the_compilers(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cache_root() == root == compiler_cache_folder()
-    monkeypatch.delenv("SPECEXPORT_CACHE_DIR")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache_root() == tmp_path / "xdg" / "specexport" == compiler_cache_folder()
-
-
 @pytest.mark.parametrize(
     ("system", "variables", "end"),
     [
-        ("linux", {}, ".cache/specexport"),
-        ("darwin", {}, "Library/Caches/specexport"),
+        ("linux", {}, "/home/.cache/specexport"),
+        ("darwin", {}, "/home/Library/Caches/specexport"),
         ("win32", {"LOCALAPPDATA": "local"}, "local/specexport/Cache"),
+        ("linux", {"XDG_CACHE_HOME": "/xdg"}, "/xdg/specexport"),
+        ("linux", {"XDG_CACHE_HOME": "~/x"}, "/home/x/specexport"),
+        ("linux", {"XDG_CACHE_HOME": "~/x", ROOT_VARIABLE: "~/y"}, "/home/y"),
     ],
 )
-def test_each_platform_has_its_folder(
-    system: str, variables: dict[str, str], end: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("SPECEXPORT_CACHE_DIR", "XDG_CACHE_HOME"):
+def test_where_it_is(system, variables, end, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (ROOT_VARIABLE, "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
+    for name, value in {"HOME": str(tmp_path / "home"), **variables}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("sys.platform", system)
+    assert cache_root() == compiler_cache_folder()
     assert cache_root().as_posix().endswith(end)
 
 
@@ -180,15 +175,6 @@ def test_the_working_directory_is_no_cache(xdg: str, tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     assert cache_folder("things") == tmp_path / "home" / ".cache" / "specexport" / "things"
     assert [path.name for path in tmp_path.iterdir()] == ["home"]
-
-
-def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SPECEXPORT_CACHE_DIR")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("XDG_CACHE_HOME", "~/x")
-    assert cache_root() == tmp_path / "x" / "specexport"
-    monkeypatch.setenv("SPECEXPORT_CACHE_DIR", "~/y")
-    assert cache_root() == tmp_path / "y"
 
 
 @pytest.mark.parametrize(
