@@ -83,12 +83,9 @@ def test_a_method_that_changes_one_token_is_caught():
     result = run_bench(make_subject(broken=True), PROMPTS, make_options(methods("lookup", "draft-model"), repeats=2))
     found = {(r.cell.method, r.cell.domain, r.id, r.repeat, r.first_difference) for r in result.different}
     assert found == {("lookup", d, i, repeat, 4) for d, i in (("a", "a/2"), ("b", "b/1")) for repeat in (0, 1)}
-
-
-def test_sampled_texts_are_not_compared():
-    result = run_bench(make_subject(broken=True), PROMPTS, make_options(methods("lookup"), temperatures=(0.7,)))
-    assert result.prompts
-    assert not result.compared
+    sampled = run_bench(make_subject(broken=True), PROMPTS, make_options(methods("lookup"), temperatures=(0.7,)))
+    assert sampled.prompts
+    assert not sampled.compared
 
 
 def test_records_say_what_happened():
@@ -206,27 +203,12 @@ def test_a_run_is_metered_alone_whether_or_not_the_engine_was_idle(new):
     assert record.decode_tokens_per_second == 16
 
 
-def write(path, *records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
-def test_builtin_prompts_have_three_domains_of_eight():
-    groups = by_domain(read_prompts([]))
-    assert {domain: len(prompts) for domain, prompts in groups.items()} == {"code": 8, "math": 8, "copy": 8}
-    texts = [prompt.text for prompts in groups.values() for prompt in prompts]
-    assert len(set(texts)) == 24
-
-
 def test_fields_of_a_line_and_what_stands_in_for_them(tmp_path):
-    one = write(
-        tmp_path / "one.jsonl",
-        {"prompt": "p", "id": "x", "domain": "d", "reference": "r", "other": 1},
-        {"prompt": "q"},
-        {"prompt": "s\u2028t", "id": 7},
-    )
-    two = write(tmp_path / "two.jsonl", {"prompt": "u"})
-    assert read_prompts([one, two]) == [
+    lines = [{"prompt": "p", "id": "x", "domain": "d", "reference": "r", "other": 1}, {"prompt": "q"}]
+    lines.append({"prompt": "s\u2028t", "id": 7})
+    (tmp_path / "one.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "two.jsonl").write_text('{"prompt": "u"}\n')
+    assert read_prompts([tmp_path / "one.jsonl", tmp_path / "two.jsonl"]) == [
         BenchPrompt("x", "d", "p", "r"),
         BenchPrompt("one/2", "one", "q"),
         BenchPrompt("7", "one", "s\u2028t"),
@@ -234,44 +216,35 @@ def test_fields_of_a_line_and_what_stands_in_for_them(tmp_path):
     ]
 
 
-def test_number_is_of_each_domain_and_domains_are_chosen():
-    prompts = read_prompts([], num_prompts=2, domains=["copy", "code"])
-    assert [prompt.id for prompt in prompts] == ["code/0", "code/1", "copy/0", "copy/1"]
+def test_builtin_prompts_have_three_domains_of_eight_and_some_are_chosen():
+    prompts = read_prompts([])
+    assert {domain: len(each) for domain, each in by_domain(prompts).items()} == {"code": 8, "math": 8, "copy": 8}
+    assert len({prompt.text for prompt in prompts}) == 24
+    few = read_prompts([], num_prompts=2, domains=["copy", "code"])
+    assert [prompt.id for prompt in few] == ["code/0", "code/1", "copy/0", "copy/1"]
+    with pytest.raises(InvalidRequestError, match="did you mean 'code'"):
+        read_prompts([], domains=["cod"])
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("content", "said"),
     [
-        ("{", "line 2: this is not JSON"),
-        ("[]", "line 2: this is no JSON object"),
-        ('{"text": "a"}', "line 2: there is no field `prompt`"),
-        ('{"prompt": ""}', "line 2: `prompt` is ''"),
-        ('{"prompt": 3}', "line 2: `prompt` is 3"),
-        ('{"prompt": "a", "domain": []}', "line 2: `domain` is"),
-        ('{"prompt": "a", "reference": 1}', "line 2: `reference` is 1"),
-        ('{"prompt": "a", "id": "x"}', "two prompts have the id 'x'"),
+        (b"{", "line 2: this is not JSON"),
+        (b"[]", "line 2: this is no JSON object"),
+        (b'{"text": "a"}', "line 2: there is no field `prompt`"),
+        (b'{"prompt": ""}', "line 2: `prompt` is ''"),
+        (b'{"prompt": "a", "domain": []}', "line 2: `domain` is"),
+        (b'{"prompt": "a", "id": "x"}', "two prompts have the id 'x'"),
+        (b'{"prompt": "\xff"}', "not UTF-8"),
+        (None, "has no prompts"),
     ],
 )
-def test_bad_lines_are_named(tmp_path, line, said):
+def test_bad_lines_and_files_are_named(tmp_path, content, said):
     path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "fine", "id": "x"}\n' + line + "\n")
+    path.write_bytes(b"\n\n" if content is None else b'{"prompt": "fine", "id": "x"}\n' + content + b"\n")
     with pytest.raises(InvalidRequestError, match=said) as caught:
         read_prompts([path])
     assert caught.value.hint
-
-
-def test_files_without_prompts_and_domains_that_are_not_there_are_refused(tmp_path):
-    with pytest.raises(InvalidRequestError, match="did you mean 'code'"):
-        read_prompts([], domains=["cod"])
-    empty = tmp_path / "empty.jsonl"
-    empty.write_text("\n\n")
-    with pytest.raises(InvalidRequestError, match="has no prompts"):
-        read_prompts([empty])
-    with pytest.raises(InvalidRequestError, match="cannot be read"):
-        read_prompts([tmp_path / "none.jsonl"])
-    empty.write_bytes(b'{"prompt": "\xff"}')
-    with pytest.raises(InvalidRequestError, match="not UTF-8"):
-        read_prompts([empty])
 
 
 def test_mixed_domains_take_turns():
