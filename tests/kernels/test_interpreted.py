@@ -13,8 +13,6 @@ from tests.support.cases.kernel_cases import CASES, RAGGED, Case, check, make_st
 from tests.support.references.kernel_worker import InterpretedKernels, WorkerError
 
 pytestmark = pytest.mark.xdist_group("kernels-interpreted")
-
-
 SPLIT = ["ragged", "empty_rows", "everything"]
 
 

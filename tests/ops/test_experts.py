@@ -52,15 +52,10 @@ def weights_of(case: Case) -> dict[str, np.ndarray]:
     random = np.random.default_rng(chance.seed(31))
     depth, width, count = case.depth, case.width, case.num_experts
     outputs = width if case.gating.get("interleaved") == EACH else 2 * width
-    made = {
-        "gate_up": random.normal(size=(count, outputs, depth)) * depth**-0.5,
-        "down": random.normal(size=(count, depth, width)) * width**-0.5,
-    }
+    shapes = {"gate_up": (outputs, depth), "down": (depth, width)}
+    made = {name: random.normal(size=(count, n, k)) * k**-0.5 for name, (n, k) in shapes.items()}
     if case.biased:
-        made |= {
-            "gate_up_bias": random.normal(size=(count, outputs)),
-            "down_bias": random.normal(size=(count, depth)),
-        }
+        made |= {f"{name}_bias": random.normal(size=(count, n)) for name, (n, _) in shapes.items()}
     return {name: array.astype(np.float32) for name, array in made.items()}
 
 
@@ -75,13 +70,8 @@ def step_of(case: Case, num_tokens: int, *, alike: bool = False) -> dict[str, np
     }
 
 
-def lowered(case: Case, weights: dict[str, np.ndarray], bits: int | None) -> Any:
-    """A session of one layer on two threads; returns what computes a step."""
-    return runner(layer(case, weights, bits))
-
-
 def runner(model: ir.Model) -> Any:
-    """What computes a step."""
+    """What computes a step, on two threads."""
     session = session_of(model, num_threads=2)
     return lambda step: session.run(None, step)[0]
 
@@ -142,7 +132,7 @@ def one_by_one(run: Any, step: dict[str, np.ndarray]) -> np.ndarray:
 def test_torch_form_and_float_kernel_are_the_reference(name: str) -> None:
     case = CASES[name]
     weights = weights_of(case)
-    run = lowered(case, weights, None)
+    run = runner(layer(case, weights, None))
     for num_tokens in (1, 2, 7, 40):
         step = step_of(case, num_tokens)
         wanted = reference(case, weights, step)
@@ -159,7 +149,7 @@ def test_torch_form_and_float_kernel_are_the_reference(name: str) -> None:
 def test_a_token_of_quantized_experts_has_the_same_bits_in_any_company(name: str, bits: int) -> None:
     case = CASES[name]
     weights = weights_of(case)
-    run = lowered(case, weights, bits)
+    run = runner(layer(case, weights, bits))
     for num_tokens, alike in ((3, False), (64, True)):
         step = step_of(case, num_tokens, alike=alike)
         found = run(step)

@@ -69,14 +69,12 @@ def test_torch_op_equals_reference(name: str) -> None:
     assert_equal(case, tuple(x.numpy() for x in found), expect(case, inputs))
 
 
-def run_in_place(
-    case: Case, inputs: dict[str, np.ndarray], folder: Path, *, padded_kv: bool = False
-) -> tuple[np.ndarray, ...]:
+def run_in_place(case: Case, inputs: dict[str, np.ndarray], folder: Path, **padded: bool) -> tuple[np.ndarray, ...]:
     """Lower, run with caches bound to their own memory, return output and the caches that were bound."""
     import onnxruntime as ort
 
     model = one_node_model(case)
-    lower_ort_cpu(model, padded_kv=padded_kv)
+    lower_ort_cpu(model, **padded)
     ir.save(model, folder / "op.onnx")
     options = ort.SessionOptions()
     register(options)
@@ -97,11 +95,7 @@ def run_in_place(
 @pytest.mark.parametrize("name", [*CASES, *SLOPES, *WHOLE_ROWS])
 def test_ort_cpu_lowering_equals_reference_and_writes_in_place(name: str, tmp_path: Path) -> None:
     case = (CASES | SLOPES | WHOLE_ROWS)[name]
-    inputs = make_inputs(case)
-    wanted = expect(case, inputs)
-    found = run_in_place(case, inputs, tmp_path)
-    assert_equal(case, found, wanted)
-    assert_tail_untouched(case, found)
+    assert_runs_as_the_reference(case, make_inputs(case), tmp_path)
 
 
 @pytest.mark.fuzz
@@ -116,8 +110,11 @@ def test_attention_over_another_models_caches_equals_reference_and_changes_nothi
         np.testing.assert_array_equal(inputs[cache], values)
 
 
-def assert_tail_untouched(case: Case, found: tuple[np.ndarray, ...]) -> None:
+def assert_runs_as_the_reference(case: Case, inputs: dict[str, np.ndarray], folder: Path, **padded: bool) -> None:
     """Entries beyond a row's own tokens are still poison."""
+    wanted = expect(case, inputs, **padded)
+    found = run_in_place(case, inputs, folder, **padded)
+    assert_equal(case, found, wanted)
     for cache in found[1:]:
         for b, (past, new) in enumerate(case.rows):
             assert np.isnan(cache[b, 0, :, past + new :]).all()
@@ -138,23 +135,15 @@ PADDED_CASES = {
 }
 
 
-def poison_padding(case: Case, inputs: dict[str, np.ndarray]) -> None:
-    """Padding entries hold numbers that would show; they were computed once, so they are finite."""
-    for b, entries in enumerate(case.padding):
-        for name in ("k_cache", "v_cache"):
-            inputs[name][b, 0, :, list(entries)] = 50.0
-
-
 @pytest.mark.fuzz
 @pytest.mark.parametrize("name", PADDED_CASES)
 def test_padded_kv_lowering_equals_reference_and_writes_in_place(name: str, tmp_path: Path) -> None:
     case = PADDED_CASES[name]
     inputs = make_inputs(case)
-    poison_padding(case, inputs)
-    wanted = expect(case, inputs, padded_kv=True)
-    found = run_in_place(case, inputs, tmp_path, padded_kv=True)
-    assert_equal(case, found, wanted)
-    assert_tail_untouched(case, found)
+    for b, entries in enumerate(case.padding):  # computed once, so they are finite; they would show
+        for name in ("k_cache", "v_cache"):
+            inputs[name][b, 0, :, list(entries)] = 50.0
+    assert_runs_as_the_reference(case, inputs, tmp_path, padded_kv=True)
 
 
 @pytest.mark.fuzz
@@ -194,16 +183,11 @@ def test_a_query_that_sees_nothing_is_a_number_and_changes_no_other(k_dim: int, 
     ],
 )  # fmt: skip
 def test_the_reference_notices_what_differs(right: dict[str, Any], wrong: dict[str, Any]) -> None:
-    inputs = make_inputs(Case(RAGGED))
+    inputs = make_inputs(Case(RAGGED, slopes=True))
     one, other = (expect(Case(RAGGED, **given), inputs)[0] for given in (right, wrong))
     assert np.abs(one - other).max() > 1e-4
-
-
-def test_slopes_turned_round_would_be_noticed() -> None:
-    case = SLOPES["slopes"]
-    inputs = make_inputs(case)
-    wrong = expect(case, inputs | {"slopes": -inputs["slopes"]})[0]
-    assert np.abs(wrong - expect(case, inputs)[0]).max() > 0.1
+    turned = expect(Case(RAGGED, **right), inputs | {"slopes": -inputs["slopes"]})[0]
+    assert np.abs(turned - one).max() > 0.1
 
 
 def lower_for(backend: str, model: ir.Model) -> None:

@@ -137,8 +137,6 @@ def tree_attention(case: Case, arrays: dict[str, Any], keys: np.ndarray, values:
 
 
 RAGGED = ((3, 5), (17, 1), (0, 3), (37, 12), (16, 2))
-
-
 CASES = {
     "ragged": Case(rows=RAGGED),
     "bfloat16": Case(rows=RAGGED, dtype="bfloat16"),

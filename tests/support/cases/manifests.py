@@ -34,8 +34,6 @@ REPORT = EngineReport(
     (("a", "b"),), 2, (ProfileReport("decode 1x1", 40, 1, ("x",), 0, 1, 1),), "builder", 5, 9, 0.5, 7,
     {"engine": {"own": 3, "mapped": 4}},
 )  # fmt: skip
-
-
 ENTRY = ModelEntry(
     backend="ort-cpu",
     dtype="float32",
@@ -63,8 +61,6 @@ ENTRY = ModelEntry(
     passes=(("constant-fold", 3),),
     rope=Rope("longrope", 256),
 )
-
-
 DRAFT = replace(
     ENTRY,
     cut_lm_head=CutLmHead("draft/lm_head_ids.npy", 120),
@@ -72,8 +68,6 @@ DRAFT = replace(
     parameters=Parameters(10**6, 900, ExpertSizes(600, 2, 8)),
     trial=FormTrial(4, (TriedForm("int8", 120, 0.5, 0.2, 1.5),)),
 )
-
-
 HEAD = ModelEntry(
     backend="ort-cpu",
     dtype="float32",
@@ -85,8 +79,6 @@ HEAD = ModelEntry(
     engine=EngineEntry("target/model.onnx", ("input_ids",), feature_size=8),
     draft_head=DraftHeadEntry("eagle3", (2, -1), 0.5, "otherwise", 3, 7, "head/mask.npy", 4, reads_draft=True),
 )
-
-
 FILES = (
     "draft/lm_head_ids.npy",
     "head/mask.npy",
@@ -95,8 +87,6 @@ FILES = (
     "target/sm120.engine",
     "target/model.padded.onnx",
 )
-
-
 MANIFEST = Manifest(
     name="tiny",
     build_key="key",

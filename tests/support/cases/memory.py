@@ -10,8 +10,6 @@ from specexport_runtime.abi import LayerGeometry
 from specexport_runtime.executors.ort_arena import CAN_GIVE_BACK, ArenaRows
 
 PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
-
-
 needs_linux = pytest.mark.skipif(not CAN_GIVE_BACK, reason="memory goes back page by page on Linux only")
 
 

@@ -12,8 +12,6 @@ from specexport.ops.reference import unpadded_attention
 from tests.support.cases import chance
 
 CAPACITY = 48
-
-
 SPAN = 51  # entries that kv_positions describes: at least every row's total
 
 
@@ -37,8 +35,6 @@ class Case:
 
 
 RAGGED = ((3, 5), (17, 1), (0, 3), (30, 12))
-
-
 CASES = {
     "ragged": Case(RAGGED),
     "one_token_rows": Case(((4, 1), (9, 1), (0, 1))),

@@ -4,11 +4,7 @@ from specexport.bench.methods import Cell
 from specexport.bench.records import BenchResult, PromptRecord, RunRecord
 
 PLAIN = Cell("plain", "none", True, True, 2, 0, 0.0, "code", "continuous")
-
-
 LOOKUP = PLAIN._replace(method="lookup", drafter="lookup", num_speculative_tokens=3)
-
-
 VANILLA = LOOKUP._replace(method="vanilla", unpad_kv=False, unpad_input=False)
 
 

@@ -189,8 +189,6 @@ KINDS: dict[str, Kind] = {
     "lookup": Kind(of_copies("lookup", 1), "lookup", good=None, held="_indexes"),
     "suffix": Kind(of_copies("suffix", 1), "suffix", good=None),
 }  # fmt: skip
-
-
 PLANS = {
     "plain": (),
     "draft-model": (DraftStage("draft-model", 4),),

@@ -12,8 +12,6 @@ import pytest
 
 MAX_DIMS = 8
 Sizes = Mapping[str, int]
-
-
 DataType = enum.Enum("DataType", "FLOAT HALF BF16 INT8 INT32 INT64 BOOL")
 TensorFormat = enum.Enum("TensorFormat", "LINEAR HWC CHW32")
 DimensionOperation = enum.Enum("DimensionOperation", "SUM PROD MAX MIN SUB EQUAL LESS FLOOR_DIV CEIL_DIV")

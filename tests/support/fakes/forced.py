@@ -8,8 +8,6 @@ from tests.support.fakes.drafter_kinds import KINDS, LAYERS, chosen, gated, self
 from tests.support.fakes.loop import VOCAB, make_decoder, make_draft, make_sequence, make_target, run
 
 PROMPTS = [[3], [1, 2, 3, 4, 5], [16] * 9, [7, 0, 7]]
-
-
 ROOM = 8
 
 

@@ -26,17 +26,9 @@ from tests.support.fakes import row_twin
 from tools.proof.devices import HostGpu, memory_at
 
 LAYERS = (LayerGeometry(1, 128, 128),)
-NATIVE = (
-    "input_ids",
-    "positions",
-    "logit_rows",
-    "kv_lens",
-    "cu_new_tokens",
-    "row_totals",
-    "tile_index",
-    "untile_index",
-)
 PLUGIN = ("input_ids", "positions", "logit_rows", "kv_lens", "cu_new_tokens")
+NATIVE = (*PLUGIN, "row_totals", "tile_index", "untile_index")
+Array, Step, Seen = np.ndarray, dict[str, np.ndarray], list[np.ndarray | None]
 
 
 def make_profiles(lookahead: int, rows: int, tokens: int = 64, *, draft: bool = False) -> tuple[Profile, ...]:
@@ -300,9 +292,7 @@ class FakeContext:
                 places.append((row, kv_len + j))
         return places
 
-    def attend_native(
-        self, step: dict[str, np.ndarray], keys: np.ndarray, values: np.ndarray, num_tokens: int
-    ) -> list[np.ndarray | None]:
+    def attend_native(self, step: Step, keys: Array, values: Array, num_tokens: int) -> Seen:
         """Right-aligned tiles: slot j of row b sees the first ``row_totals[b] - Q + j + 1`` entries."""
         tile, untile, totals = step["tile_index"], step["untile_index"], step["row_totals"][:, 0]
         assert step["cu_new_tokens"][-1] == num_tokens, "every token belongs to a row"
@@ -313,7 +303,7 @@ class FakeContext:
         assert (totals >= 1).all()
         assert (totals <= keys.shape[1]).all()
         width = tile.shape[1]
-        seen: list[np.ndarray | None] = []
+        seen: Seen = []
         for token in range(num_tokens):
             row, slot = divmod(int(untile[token]), width)
             visible = int(totals[row]) - width + slot + 1
@@ -324,9 +314,7 @@ class FakeContext:
             seen.append(self.check(step, token, places[token], row, visible if same else 0, keys, values))
         return seen
 
-    def attend_packed(
-        self, step: dict[str, np.ndarray], keys: np.ndarray, values: np.ndarray, num_tokens: int
-    ) -> list[np.ndarray | None]:
+    def attend_packed(self, step: Step, keys: Array, values: Array, num_tokens: int) -> Seen:
         """Ragged attention: a token sees its row up to itself; tokens of no row see nothing."""
         places = self.write(step, keys)
         assert np.isfinite(keys).all()
@@ -337,15 +325,8 @@ class FakeContext:
         return [*seen, *[None] * (num_tokens - len(seen))]
 
     def check(
-        self,
-        step: dict[str, np.ndarray],
-        token: int,
-        place: tuple[int, int],
-        row: int,
-        visible: int,
-        keys: np.ndarray,
-        values: np.ndarray,
-    ) -> np.ndarray | None:
+        self, step: Step, token: int, place: tuple[int, int], row: int, visible: int, keys: Array, values: Array
+    ) -> Array | None:
         """Layer 1: what attention saw, or None if it was not the token's own row up to the token."""
         own_row, entry = place
         ids = keys[row, : max(visible, 0), 0].astype(np.int64)

@@ -44,8 +44,6 @@ def rounded_model(rounding: Callable[[np.ndarray], np.ndarray], depths: Sequence
 
 
 PROMPTS = [[3, 4, 5, 9, 11, 7], [6, 8, 2]]
-
-
 VERIFY = [[7, 12, 13, 250, 300], [8, 9]]
 
 

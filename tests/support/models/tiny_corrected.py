@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support.models.tiny_dflash import MASK, tensors, whole
-from tests.support.models.tiny_heads import HIDDEN, IDS, LAYER, VOCAB, mapping, write
+from tests.support.models.tiny_dflash import MASK, tensors
+from tests.support.models.tiny_heads import HIDDEN, IDS, LAYER, VOCAB, mapping, whole, write
 from tests.support.references.reference_corrected import CorrectedSpec
 from tests.support.references.reference_dflash import BlockSpec
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support.models.tiny_heads import HIDDEN, IDS, LAYER, MLP, mapping, write
+from tests.support.models.tiny_heads import HIDDEN, IDS, LAYER, MLP, mapping, whole, write
 from tests.support.references.reference_dflash import BlockSpec
 
 MASK = 318
@@ -33,15 +33,6 @@ def tensors(layers: int, taps: int, *, rows: int | None = None, seed: int = 0) -
     if rows is not None:
         made["lm_head.weight"] = matrix(rows, HIDDEN)
     return made
-
-
-def whole(own: dict[str, Tensor], target: Any) -> dict[str, Tensor]:
-    """The weights, with the target's tables in the place of those that the files lack."""
-    tables = {
-        "embed_tokens.weight": target.get_input_embeddings().weight.detach(),
-        "lm_head.weight": target.get_output_embeddings().weight.detach(),
-    }
-    return tables | own
 
 
 def zlab(folder: Path, target: Any) -> BlockSpec:

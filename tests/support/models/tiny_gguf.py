@@ -6,6 +6,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+from tokenizers import pre_tokenizers
 
 from specexport.checkpoint.gguf_blocks import FORMATS
 from specexport.passes.block_weight import BlockWeight
@@ -77,8 +78,6 @@ MIXED_EXPERTS = {"ffn_down_exps.weight": "Q6_K", "_exps.weight": "Q4_K", "": "Q8
 
 def random_blocks(kind: str, shape: tuple[int, int], generator: np.random.Generator) -> np.ndarray:
     """uint8 [N, bytes]: a weight of any integers, most values below 0.2."""
-    import gguf
-
     block, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     stored = generator.integers(0, 256, (shape[0] * shape[1] // block, num_bytes), dtype=np.uint8)
     most = LEVELS.get(kind, {"Q8_0": 127, "IQ4_NL": 127}.get(kind, 8 if kind.startswith("Q4") else 16))
@@ -107,9 +106,7 @@ def write_gguf(
     ``stated``: settings by their whole keys, None drops one. ``split``: tensors of a part. ``one_row``: gates of shared
     experts are matrices.
     """
-    import gguf
     import torch
-    from tokenizers import pre_tokenizers
 
     config, generator = model.config, np.random.default_rng(seed)
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split)
@@ -123,13 +120,7 @@ def write_gguf(
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
-    tokens = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ab"]
-    tokens += [f"<extra{i}>" for i in range(config.vocab_size - len(tokens))]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(tokens)
-    writer.add_token_merges(["a b"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
+    add_vocabulary(writer, config.vocab_size)
     for name, parameter in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -147,16 +138,29 @@ def write_gguf(
         writer.add_tensor(name, value)
     for key, value in (stated or {}).items():
         writer.kv_data[0].pop(key, None)  # the writer refuses a key twice
-        if isinstance(value, list):
-            writer.add_array(key, value)
-        elif value is not None:
-            kinds_of = {
-                bool: writer.add_bool,
-                int: writer.add_uint32,
-                float: writer.add_float32,
-                str: writer.add_string,
-            }
-            kinds_of[type(value)](key, value)
+        if value is not None:
+            setting_of(writer, value)(key, value)
+    finish(writer)
+
+
+def add_vocabulary(writer: gguf.GGUFWriter, size: int, named: Mapping[int, str] = {}) -> None:
+    """Bytes, one merge, and tokens that stand for nothing; others may be ``named`` by their ids."""
+    tokens = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ab"][:size]
+    tokens += [f"<extra{i}>" for i in range(size - len(tokens))]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([named.get(i, token) for i, token in enumerate(tokens)])
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+
+
+def setting_of(writer: gguf.GGUFWriter, value: Any) -> Any:
+    """What adds a setting of the value's type."""
+    kinds = {bool: "bool", int: "uint32", float: "float32", str: "string", list: "array"}
+    return getattr(writer, f"add_{kinds[type(value)]}")
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

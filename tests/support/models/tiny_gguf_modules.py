@@ -5,11 +5,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import torch
 from torch import Tensor
 
-from tests.support.models.tiny_gguf import BLOCK, NAMES
+from tests.support.models.tiny_gguf import BLOCK, NAMES, add_vocabulary, finish, setting_of
 from tests.support.models.tiny_modules import Module
 from tests.support.models.tiny_turns import Modules
 
@@ -257,24 +258,10 @@ def write(
     named: Mapping[int, str] = {},
 ) -> Path:
     """Write the ``wanted`` tensors of a file with a byte vocabulary; matrices that are ``quantized`` as Q8_0."""
-    import gguf
-    from tokenizers import pre_tokenizers
-
     writer = gguf.GGUFWriter(path, architecture)
-    adders = {
-        int: writer.add_uint32, float: writer.add_float32, bool: writer.add_bool, list: writer.add_array,
-        str: writer.add_string,
-    }  # fmt: skip
     for key, value in settings.items():
-        adders[type(value)](f"{architecture}.{key}", value)
-    size = tensors["token_embd.weight"].shape[0]
-    tokens = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ab"][:size]
-    tokens += [f"<extra{i}>" for i in range(size - len(tokens))]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([named.get(i, token) for i, token in enumerate(tokens)])
-    writer.add_token_merges(["a b"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
+        setting_of(writer, value)(f"{architecture}.{key}", value)
+    add_vocabulary(writer, tensors["token_embd.weight"].shape[0], named)
     for name, value in tensors.items():
         stored = np.ascontiguousarray(value.detach().float().numpy())
         if wanted(name) and quantized(name) and stored.ndim > 1 and stored.shape[-1] % 32 == 0:
@@ -282,8 +269,5 @@ def write(
             writer.add_tensor(name, gguf.quantize(stored, kind), raw_dtype=kind)
         elif wanted(name):
             writer.add_tensor(name, stored)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path

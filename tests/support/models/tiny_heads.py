@@ -75,13 +75,13 @@ def _without(stored: dict[str, Tensor], *names: str) -> dict[str, Tensor]:
     return {name: value for name, value in stored.items() if name not in names}
 
 
-def _shared(stored: dict[str, Tensor], target: Any, *names: str) -> dict[str, Tensor]:
+def whole(own: dict[str, Tensor], target: Any) -> dict[str, Tensor]:
     """The weights, with the target's tables in the place of those that the file lacks."""
     tables = {
         "embed_tokens.weight": target.get_input_embeddings().weight.detach(),
         "lm_head.weight": target.get_output_embeddings().weight.detach(),
     }
-    return {**stored, **{name: tables[name] for name in names}}
+    return tables | own
 
 
 def speculators(folder: Path, target: Any) -> Spec:
@@ -93,18 +93,18 @@ def speculators(folder: Path, target: Any) -> Spec:
         "speculators_config": {"proposal_methods": [{"accept_tolerance": 0.0, "verifier_accept_k": 1}]},
     }  # fmt: skip
     extra = {"verifier_norm.weight": torch.ones(HIDDEN)}
-    write(folder, config, _without(own, "embed_tokens.weight") | mapping(IDS) | extra)
-    whole = _shared(own, target, "embed_tokens.weight")
-    return Spec("eagle3", whole, (1, 3, 4), norm_before_residual=True, ids=IDS)
+    stored = _without(own, "embed_tokens.weight")
+    write(folder, config, stored | mapping(IDS) | extra)
+    return Spec("eagle3", whole(stored, target), (1, 3, 4), norm_before_residual=True, ids=IDS)
 
 
 def specforge(folder: Path, target: Any) -> Spec:
     """Layer 0 named ``midlayer``, no list of layers: the defaults of the paper's code."""
-    own = tensors(rows=len(IDS), seed=1)
+    own = _without(tensors(rows=len(IDS), seed=1), "embed_tokens.weight")
     config = {**LAYER, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": len(IDS)}
     renamed = {name.replace("layers.0.", "midlayer."): value for name, value in own.items()}
-    write(folder, config, _without(renamed, "embed_tokens.weight") | mapping(IDS))
-    return Spec("eagle3", _shared(own, target, "embed_tokens.weight"), (2, 3, 3), ids=IDS)
+    write(folder, config, renamed | mapping(IDS))
+    return Spec("eagle3", whole(own, target), (2, 3, 3), ids=IDS)
 
 
 def modelopt(folder: Path, target: Any) -> Spec:
@@ -119,13 +119,14 @@ def modelopt(folder: Path, target: Any) -> Spec:
 
 def norm_before_fc(folder: Path, target: Any) -> Spec:
     """One norm over all hidden states, two of them only, and a normed hidden state handed on; two layers."""
-    own = tensors(taps=2, layers=2, seed=3) | {"input_norm.weight": torch.linspace(0.8, 1.2, 2 * HIDDEN)}
+    own = _without(tensors(taps=2, layers=2, seed=3), "lm_head.weight")
+    own |= {"input_norm.weight": torch.linspace(0.8, 1.2, 2 * HIDDEN)}
     config = {
         "speculators_model_type": "eagle3", "transformer_layer_config": {**LAYER, "num_hidden_layers": 2},
         "norm_before_fc": True, "norm_output": True, "eagle_aux_hidden_state_layer_ids": [2, 5],
     }  # fmt: skip
-    write(folder, config, _without(own, "lm_head.weight"))
-    return Spec("eagle3", _shared(own, target, "lm_head.weight"), (2, 5), layers=2, norm_output=True)
+    write(folder, config, own)
+    return Spec("eagle3", whole(own, target), (2, 5), layers=2, norm_output=True)
 
 
 def qwen3(folder: Path, target: Any) -> Spec:
@@ -143,22 +144,21 @@ def qwen3(folder: Path, target: Any) -> Spec:
 
 def peagle(folder: Path, target: Any) -> Spec:
     """P-EAGLE: a token and hidden states that stand for what is not known; two layers."""
-    own = tensors(rows=len(IDS), layers=2, seed=6)
+    own = _without(tensors(rows=len(IDS), layers=2, seed=6), "embed_tokens.weight")
     hidden = torch.randn(1, 1, 3 * HIDDEN, generator=torch.Generator().manual_seed(7))
     config = {
         "speculators_model_type": "peagle", "transformer_layer_config": {**LAYER, "num_hidden_layers": 2},
         "draft_vocab_size": len(IDS), "mask_token_id": 319, "eagle_aux_hidden_state_layer_ids": [1, 2, 5],
     }  # fmt: skip
-    write(folder, config, _without(own, "embed_tokens.weight") | mapping(IDS) | {"mask_hidden": hidden})
-    whole = _shared(own, target, "embed_tokens.weight")
-    return Spec("eagle3", whole, (1, 2, 5), layers=2, mask=(319, hidden), ids=IDS)
+    write(folder, config, own | mapping(IDS) | {"mask_hidden": hidden})
+    return Spec("eagle3", whole(own, target), (1, 2, 5), layers=2, mask=(319, hidden), ids=IDS)
 
 
 def eagle(folder: Path, target: Any) -> Spec:
     """EAGLE-1 and 2: one feature, joined by a linear layer with a bias, the target's LM head."""
-    own = tensors("eagle", seed=5)
-    write(folder, {**LAYER, "bias": True}, _without(own, "lm_head.weight"))
-    return Spec("eagle", _shared(own, target, "lm_head.weight"), ())
+    own = _without(tensors("eagle", seed=5), "lm_head.weight")
+    write(folder, {**LAYER, "bias": True}, own)
+    return Spec("eagle", whole(own, target), ())
 
 
 def medusa_tensors(

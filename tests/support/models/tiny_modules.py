@@ -89,22 +89,23 @@ def make(name: str, folder: Path, seed: int = 0) -> Module:
     tensors = norms | {"fc": linear}
     save_checkpoint(deeper, folder)  # experts one by one, as transformers stores them
     stored = load_file(folder / "model.safetensors")
-    last = f"model.layers.{LAYERS}."
-    module = {
-        family.place + family.layer + key.removeprefix(last): stored.pop(key)
-        for key in list(stored)
-        if key.startswith(last)
-    }
-    if name == "mimo-v2":
-        old = family.place + "post_attention_layernorm.weight"
-        module[family.place + "pre_mlp_layernorm.weight"] = module.pop(old)
-    ours = ("embed_norm", "feature_norm", "fc", "norm")
-    module |= {f"{family.place}{theirs}.weight": tensors[key] for theirs, key in zip(family.names, ours, strict=True)}
-    save_file({key: value.contiguous() for key, value in (stored | module).items()}, folder / "model.safetensors")
+    put_module(stored, name, family, LAYERS, tensors)
+    save_file({key: value.contiguous() for key, value in stored.items()}, folder / "model.safetensors")
     values = cut_config(folder)
     if name == "qwen3_5_moe":
         _put_beside_images(folder, values)
     return Module(target, copy.deepcopy(deeper), tensors, family.feature_first, family.norm_output, family.centred)
+
+
+def put_module(stored: dict[str, Tensor], name: str, family: Family, layer: int, tensors: dict[str, Tensor]) -> None:
+    """Make the tensors of a layer, and ``tensors``, those of a module by the names of its family."""
+    last, place = f"model.layers.{layer}.", family.place
+    moved = {place + family.layer + k.removeprefix(last): stored.pop(k) for k in list(stored) if k.startswith(last)}
+    if name.startswith("mimo-v2"):
+        moved[place + "pre_mlp_layernorm.weight"] = moved.pop(place + "post_attention_layernorm.weight")
+    ours = ("embed_norm", "feature_norm", "fc", "norm")
+    moved |= {f"{place}{theirs}.weight": tensors[key] for theirs, key in zip(family.names, ours, strict=True)}
+    stored |= moved
 
 
 def cut_config(folder: Path, **more: Any) -> dict[str, Any]:
@@ -147,17 +148,24 @@ def norm(x: Tensor, weight: Tensor, eps: float, centred: bool = False) -> Tensor
     return (weight + centred) * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps))
 
 
+def run_layer(model: Any, number: int, x: Tensor) -> Tensor:
+    """One layer over all rows [T, H], in a window where the last layer has one."""
+    width, config = len(x), model.config
+    in_windows = getattr(config, "layer_types", ["full_attention"])[-1] != "full_attention"
+    rotary = model.rotary_emb(x[None], torch.arange(width)[None], *["sliding_attention"][:in_windows])
+    mask = torch.full((width, width), float("-inf"))
+    mask = mask.triu(1) + (mask.tril(-config.sliding_window) if in_windows else 0)
+    made = model.layers[number](x[None], attention_mask=mask[None, None], position_embeddings=rotary)
+    return (made if isinstance(made, Tensor) else made[0])[0]
+
+
 def forward(module: Module, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
     """Logits [T, V] and what is handed on [T, H], by the published equations over the layer that is one too many."""
     t, model, eps = module.tensors, module.deeper.model, module.target.config.rms_norm_eps
     embedded = norm(module.target.get_input_embeddings()(tokens), t["embed_norm"], eps, module.centred)
     normed = norm(features, t["feature_norm"], eps, module.centred)
     joined = torch.cat([normed, embedded] if module.feature_first else [embedded, normed], -1) @ t["fc"].T
-    width = len(tokens)
-    rotary = model.rotary_emb(joined[None], torch.arange(width)[None])
-    mask = torch.full((width, width), float("-inf")).triu(1)[None, None]
-    state = model.layers[LAYERS](joined[None], attention_mask=mask, position_embeddings=rotary)
-    state = (state if isinstance(state, Tensor) else state[0])[0]
+    state = run_layer(model, LAYERS, joined)
     last = norm(state, t["norm"], eps, module.centred)
     return last @ module.target.get_output_embeddings().weight.T, last if module.norm_output else state
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.support.models.tiny_models import GROUPED, calm, make_model, randomize, save_checkpoint
-from tests.support.models.tiny_modules import FAMILIES, LAYERS, Family, _layers, cut_config, norm
+from tests.support.models.tiny_modules import FAMILIES, LAYERS, Family, _layers, cut_config, norm, put_module, run_layer
 
 _MIMO = GROUPED | {
     "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 24, "v_head_dim": 16,
@@ -62,11 +62,7 @@ def make(
     stored, width, made = load_file(folder / "model.safetensors"), family.config["hidden_size"], []
     tables = []
     for i, at in enumerate(numbers):
-        last, place = f"model.layers.{at}.", PLACES[name].format(at if "model.layers" in PLACES[name] else i)
-        moved = {place + key.removeprefix(last): stored.pop(key) for key in list(stored) if key.startswith(last)}
-        if name.startswith("mimo-v2"):
-            old = place + "post_attention_layernorm.weight"
-            moved[place + "pre_mlp_layernorm.weight"] = moved.pop(old)
+        place = PLACES[name].format(at if "model.layers" in PLACES[name] else i)
         generator = torch.Generator().manual_seed(seed + i)
         tensors = {
             key: 1 + 0.2 * torch.randn(width, generator=generator) for key in ("embed_norm", "feature_norm", "norm")
@@ -75,13 +71,11 @@ def make(
         if scale is not None:
             tensors |= {"embed_norm": torch.ones(width), "norm": deeper.model.norm.weight.detach().clone()}
             tensors["fc"] = torch.cat([torch.eye(width), scale * tensors["fc"][:, width:]], dim=1)
-        ours = ("embed_norm", "feature_norm", "fc", "norm")
-        moved |= {f"{place}{theirs}.weight": tensors[key] for theirs, key in zip(family.names, ours, strict=True)}
+        put_module(stored, name, family._replace(place=place), at, tensors)
         if own_lm_heads:
             tables.append(torch.randn(target.config.vocab_size, width, generator=generator) * 0.1)
-            moved[place + "shared_head.head.weight"] = tables[-1]
+            stored[place + "shared_head.head.weight"] = tables[-1]
         made.append(tensors)
-        stored |= moved
     save_file({key: value.contiguous() for key, value in stored.items()}, folder / "model.safetensors")
     cut_config(folder, num_nextn_predict_layers=count)
     return Modules(target, copy.deepcopy(deeper), made, tables or None)
@@ -101,14 +95,7 @@ def forward(modules: Modules, number: int, tokens: Sequence[int], states: Tensor
     t, model, eps = modules.tensors[number], modules.deeper.model, modules.target.config.rms_norm_eps
     embedded = norm(modules.target.get_input_embeddings()(torch.tensor(list(tokens))), t["embed_norm"], eps)
     joined = torch.cat([embedded, norm(states, t["feature_norm"], eps)], -1) @ t["fc"].T
-    width = len(tokens)
-    config, in_windows = model.config, getattr(model.config, "layer_types", ["full_attention"])[-1] != "full_attention"
-    rotary = model.rotary_emb(joined[None], torch.arange(width)[None], *["sliding_attention"][:in_windows])
-    mask = torch.full((width, width), float("-inf"))
-    mask = mask.triu(1) + (mask.tril(-config.sliding_window) if in_windows else 0)
-    mask = mask[None, None]
-    made = model.layers[LAYERS + number](joined[None], attention_mask=mask, position_embeddings=rotary)
-    state = (made if isinstance(made, Tensor) else made[0])[0]
+    state = run_layer(model, LAYERS + number, joined)
     own = modules.target.get_output_embeddings().weight if modules.lm_heads is None else modules.lm_heads[number]
     return norm(state, t["norm"], eps) @ own.T, state
 

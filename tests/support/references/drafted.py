@@ -8,25 +8,18 @@ from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.bundle.manifest import load_manifest
 from tests.support.models.head_bundles import Watch, opened
 
+Wanted = Callable[[list[int], int, int], list[int]]
 PROMPTS = [[5, 9, 200, 17, 8], [3, 77], [250] * 4 + [12, 13, 14, 15, 16], [9, 8, 7]]
 
 
-def check_drafts(
-    bundle: Path, wanted: Callable[[list[int], int, int], list[int]], lookahead: int = 3, **options: Any
-) -> int:
+def check_drafts(bundle: Path, wanted: Wanted, lookahead: int = 3, **options: Any) -> int:
     """Every greedy draft is ``wanted(text, length, limit)``, and texts are plain decoding's; the longest draft."""
     with opened(bundle, **options) as engine:
         return check_drafts_of(engine, wanted, lookahead, load_manifest(bundle).vocabulary.size)
 
 
 def check_drafts_of(
-    engine: SpecEngine,
-    wanted: Callable[[list[int], int, int], list[int]],
-    lookahead: int,
-    limit: int,
-    *,
-    tokens: int = 14,
-    least: int = 60,
+    engine: SpecEngine, wanted: Wanted, lookahead: int, limit: int, *, tokens: int = 14, least: int = 60
 ) -> int:
     """The same of an open engine for three sequences; at least ``least`` draft tokens are compared."""
     found = drafted_and_wanted(engine, wanted, lookahead, limit, tokens=tokens)
@@ -37,12 +30,7 @@ def check_drafts_of(
 
 
 def drafted_and_wanted(
-    engine: SpecEngine,
-    wanted: Callable[[list[int], int, int], list[int]],
-    lookahead: int,
-    limit: int,
-    *,
-    tokens: int = 14,
+    engine: SpecEngine, wanted: Wanted, lookahead: int, limit: int, *, tokens: int = 14
 ) -> list[tuple[list[int], list[int]]]:
     """Each greedy draft of ragged batches, and the one that was wanted; the text is plain decoding's."""
     watch = Watch()

@@ -8,7 +8,7 @@ import numpy as np
 from specexport.kernels.spec import KernelSpec
 from specexport.ops.reference import unpadded_attention
 from specexport.plugin.naming import plugin_names, plugin_spec
-from tests.support.references.trt_evaluator import Engine
+from tests.support.references.trt_evaluator import Engine, attributes_of
 
 ATTRIBUTES = {"plugin_namespace": "specexport", "plugin_version": "1", "aot": 1}
 Op = Callable[[KernelSpec, list[np.ndarray]], Sequence[np.ndarray]]
@@ -113,7 +113,6 @@ OPS: dict[str, Op] = {"kv_append": kv_append, "ragged_attention": ragged_attenti
 def make_evaluator(model: Any, ops: dict[str, Op] = OPS) -> Any:
     """An ``onnx.reference.ReferenceEvaluator`` of a graph lowered to plugins."""
     import onnx_ir as ir
-    from onnx.helper import get_attribute_value
     from onnx.reference import ReferenceEvaluator
     from onnx.reference.op_run import OpRun
 
@@ -121,8 +120,7 @@ def make_evaluator(model: Any, ops: dict[str, Op] = OPS) -> Any:
         spec = plugin_spec(name)
 
         def run(self: Any, *inputs: np.ndarray, **_: Any) -> tuple[np.ndarray, ...]:
-            given = {item.name: get_attribute_value(item) for item in self.onnx_node.attribute}
-            assert {key: x.decode() if isinstance(x, bytes) else x for key, x in given.items()} == ATTRIBUTES
+            assert attributes_of(self) == ATTRIBUTES
             for item, array in zip(spec.signature.inputs, inputs, strict=True):
                 assert str(array.dtype) == (spec.dtype if item.dtype == "model" else item.dtype), item.name
             return tuple(ops[spec.kernel](spec, list(inputs)))
@@ -135,11 +133,4 @@ def make_evaluator(model: Any, ops: dict[str, Op] = OPS) -> Any:
 class PluginEngine(Engine):
     """A model lowered to plugins with its cache arena."""
 
-    def __init__(self, model: Any, num_rows: int, poison: float = np.nan) -> None:
-        self.evaluator = make_evaluator(model)
-        self.inputs = {str(value.name) for value in model.graph.inputs}
-        self.caches = {
-            str(value.name): np.full((num_rows, *value.shape[1:]), poison, value.dtype.numpy())
-            for value in model.graph.inputs
-            if "cache" in str(value.name)
-        }
+    make_evaluator = staticmethod(make_evaluator)

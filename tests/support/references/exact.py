@@ -9,23 +9,11 @@ from specexport_runtime.sampling.distribution import sample_token
 from specexport_runtime.sampling.sampler import Sampler
 
 VOCAB = 6
-
-
 PROMPT = (2, 4)
-
-
 P_VALUE = 1e-5  # hundreds of fixed cases: a correct procedure stays above this, a wrong one falls far below
-
-
 rng = np.random.default_rng(20240607)
-
-
 TARGET = (1.3 * rng.normal(size=(VOCAB, VOCAB))).astype(np.float32)
-
-
 NOISE = rng.normal(size=(VOCAB, VOCAB)).astype(np.float32)
-
-
 DRAFTS = {
     "good": TARGET + 0.4 * NOISE,
     "random": 1.5 * NOISE,
@@ -34,8 +22,6 @@ DRAFTS = {
     "short": (TARGET + NOISE)[:, : VOCAB - 2],
     "one-hot": None,
 }
-
-
 COPIED = (TARGET + NOISE).argmax(axis=1).tolist()  # the one-hot draft's guess after each token
 
 

@@ -96,11 +96,7 @@ def assert_left(path: Path, where: str) -> None:
 
 
 _PARALLEL = "layer 0 adds attention and MLP to the residual stream in parallel"
-
-
 _SHARED_KEYS = "layer 0's attention is read beyond the residual stream"
-
-
 OBSTACLES = {
     **dict.fromkeys(("phi", "gpt_neox", "cohere2", "gptj", "codegen", "falcon"), _PARALLEL),
     "gemma4": _SHARED_KEYS,

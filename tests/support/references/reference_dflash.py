@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tests.support.references.reference_head import mlp, norm, rotate
+from tests.support.references import reference_head
+from tests.support.references.reference_head import mlp, named, norm
 
 
 class BlockSpec(NamedTuple):
@@ -40,25 +41,9 @@ def context_of(spec: BlockSpec, states: Sequence[Tensor]) -> Tensor:
 
 def attention(spec: BlockSpec, layer: int, context: Tensor, x: Tensor) -> Tensor:
     both, known = torch.cat([context, x]), len(context)
-
-    def part(name: str, count: int) -> Tensor:
-        found = both @ spec.tensors[f"layers.{layer}.self_attn.{name}_proj.weight"].T
-        found = found.view(len(both), count, spec.head_dim)
-        if name == "v":
-            return found
-        return rotate(norm(found, spec.tensors[f"layers.{layer}.self_attn.{name}_norm.weight"], spec.eps), spec)
-
-    q, k, v = part("q", spec.heads)[known:], part("k", spec.kv_heads), part("v", spec.kv_heads)
-    k, v = (each.repeat_interleave(spec.heads // spec.kv_heads, dim=1) for each in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, k) * spec.head_dim**-0.5
-    if spec.causal[layer]:
-        query, key = torch.arange(known, len(both))[:, None], torch.arange(len(both))[None]
-        hidden = key > query
-        if spec.window:
-            hidden = hidden | (query - key >= spec.window)
-        scores = scores.masked_fill(hidden, float("-inf"))
-    mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).reshape(len(x), -1)
-    return mixed @ spec.tensors[f"layers.{layer}.self_attn.o_proj.weight"].T
+    query, key = torch.arange(known, len(both))[:, None], torch.arange(len(both))[None]
+    hidden = (key > query) | (query - key >= (spec.window or len(both)))
+    return reference_head.attention(spec, layer, both, known, hidden & spec.causal[layer])
 
 
 def forward(spec: BlockSpec, context: Tensor, block: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -77,6 +62,4 @@ def draft(spec: BlockSpec, target: Any, tokens: Sequence[int], count: int, limit
         hidden = target(torch.tensor([list(tokens[:-1])]), output_hidden_states=True).hidden_states
         context = context_of(spec, [hidden[tap][0] for tap in spec.taps])
         logits, _ = forward(spec, context, [tokens[-1], *[spec.mask] * count])
-    rows = logits[1:].argmax(-1).tolist()
-    ids = rows if spec.ids is None else [spec.ids[row] for row in rows]
-    return [token if token < limit else 0 for token in ids]
+    return named(spec, logits[1:].argmax(-1).tolist(), limit)

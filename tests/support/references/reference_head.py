@@ -52,7 +52,9 @@ def rotate(x: Tensor, spec: Spec) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-def attention(spec: Spec, layer: int, x: Tensor) -> Tensor:
+def attention(spec: Any, layer: int, x: Tensor, known: int = 0, hidden: Tensor | None = None) -> Tensor:
+    """Of the rows from ``known`` on, each of which sees all up to itself, or what is not ``hidden``."""
+
     def part(name: str, count: int) -> Tensor:
         found = x @ spec.tensors[f"layers.{layer}.self_attn.{name}_proj.weight"].T
         found = found.view(len(x), count, spec.head_dim)
@@ -61,12 +63,12 @@ def attention(spec: Spec, layer: int, x: Tensor) -> Tensor:
             found = rotate(norm(found, weight, spec.eps), spec)
         return found
 
-    q, k, v = part("q", spec.heads), part("k", spec.kv_heads), part("v", spec.kv_heads)
+    q, k, v = part("q", spec.heads)[known:], part("k", spec.kv_heads), part("v", spec.kv_heads)
     k, v = (each.repeat_interleave(spec.heads // spec.kv_heads, dim=1) for each in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * spec.head_dim**-0.5
-    later = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
-    weights = scores.masked_fill(later, float("-inf")).softmax(-1)
-    mixed = torch.einsum("hqk,khd->qhd", weights, v).reshape(len(x), -1)
+    hidden = torch.ones(len(x), len(x), dtype=torch.bool).triu(1) if hidden is None else hidden
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    mixed = torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
     return mixed @ spec.tensors[f"layers.{layer}.self_attn.o_proj.weight"].T
 
 
@@ -120,6 +122,12 @@ def medusa(spec: Spec, head: int, hidden: Tensor) -> Tensor:
     return t[f"lm_heads.{head}.weight"] @ hidden
 
 
+def named(spec: Any, rows: list[int], limit: int, stand_in: int = 0) -> list[int]:
+    """Token ids of rows of logits; ``stand_in`` where the tokenizer cannot produce one."""
+    ids = rows if spec.ids is None else [spec.ids[row] for row in rows]
+    return [token if token < limit else stand_in for token in ids]
+
+
 def draft(spec: Spec, target: Any, tokens: Sequence[int], count: int, limit: int) -> list[int]:
     """Greedy drafts behind ``tokens``, all but the last read; from ``limit`` on the head's first id is drafted."""
     stand_in = 0 if spec.ids is None else spec.ids[0]
@@ -133,21 +141,16 @@ def draft(spec: Spec, target: Any, tokens: Sequence[int], count: int, limit: int
         found: list[int] = []
         if spec.kind == "medusa":  # all from the last hidden state that is there
             rows = [int(medusa(spec, i, features[-1]).argmax()) for i in range(min(count, spec.draft_heads))]
-            ids = rows if spec.ids is None else [spec.ids[row] for row in rows]
-            return [token if token < limit else stand_in for token in ids]
+            return named(spec, rows, limit, stand_in)
         if spec.mask is not None:  # P-EAGLE: all in one forward pass
             token, hidden = spec.mask
             unknown = project(spec, list(hidden.flatten().split(states[0].shape[1])))
             features = torch.cat([features, unknown.expand(count - 1, -1)])
             logits, _ = forward(spec, [*fed, *[token] * (count - 1)], features)
-            rows = logits[-count:].argmax(-1).tolist()
-            ids = rows if spec.ids is None else [spec.ids[row] for row in rows]
-            return [token if token < limit else stand_in for token in ids]
+            return named(spec, logits[-count:].argmax(-1).tolist(), limit, stand_in)
         for _ in range(count):
             logits, handed_on = forward(spec, fed, features)
-            row = int(logits[-1].argmax())
-            token = row if spec.ids is None else spec.ids[row]
-            found.append(token if token < limit else stand_in)
+            found += named(spec, [int(logits[-1].argmax())], limit, stand_in)
             fed.append(found[-1])
             features = torch.cat([features, handed_on[-1:]])
     return found

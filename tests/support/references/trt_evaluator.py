@@ -6,11 +6,10 @@ from typing import Any
 import numpy as np
 
 NAN = np.nan
+Array = np.ndarray
 
 
-def _kv_cache_update(
-    cache: np.ndarray, update: np.ndarray, write_indices: np.ndarray, lengths: np.ndarray, **attributes: Any
-) -> np.ndarray:
+def _kv_cache_update(cache: Array, update: Array, write_indices: Array, lengths: Array, **attributes: Any) -> Array:
     assert attributes == {"update_form": "packed_nhd", "mode": "linear"}, attributes
     batch, heads, capacity, size = cache.shape
     tokens = len(update)
@@ -29,9 +28,7 @@ def _kv_cache_update(
     return result
 
 
-def _hidden(
-    row: int, head: int, slot: int, width: int, length: int, capacity: int, mask: np.ndarray | None
-) -> np.ndarray:
+def _hidden(row: int, head: int, slot: int, width: int, length: int, capacity: int, mask: Array | None) -> Array:
     """What is added to a slot's scores: 0, or -inf where it does not see. With a mask, lengths are not read."""
     if mask is None:
         return np.zeros(max(0, length - width + slot + 1))
@@ -40,16 +37,9 @@ def _hidden(
 
 
 def _attention(
-    queries: np.ndarray,
-    keys: np.ndarray,
-    values: np.ndarray,
-    mask: np.ndarray | None,
-    query_lengths: np.ndarray | None = None,
-    kv_lengths: np.ndarray | None = None,
-    *,
-    fused_dtypes: Sequence[str],
-    **attributes: Any,
-) -> np.ndarray:
+    queries: Array, keys: Array, values: Array, mask: Array | None, query_lengths: None = None,
+    kv_lengths: Array | None = None, *, fused_dtypes: Sequence[str], **attributes: Any,
+) -> Array:  # fmt: skip
     assert attributes.pop("TRT_decomposable") == 0
     assert attributes == ({"causal_kind": "lower_right"} if mask is None else {}), attributes
     assert query_lengths is None, "padded queries have no lengths"
@@ -89,18 +79,18 @@ def _operators(fused_dtypes: Sequence[str]) -> list[type]:
         op_domain = ""
 
         def _run(self, *inputs: Any, **_: Any) -> tuple[np.ndarray]:
-            return (_kv_cache_update(*inputs, **_given(self)),)
+            return (_kv_cache_update(*inputs, **attributes_of(self)),)
 
     class TRT_Attention(OpRun):
         op_domain = ""
 
         def _run(self, *inputs: Any, **_: Any) -> tuple[np.ndarray]:
-            return (_attention(*inputs, fused_dtypes=fused_dtypes, **_given(self)),)
+            return (_attention(*inputs, fused_dtypes=fused_dtypes, **attributes_of(self)),)
 
     return [TRT_KVCacheUpdate, TRT_Attention]
 
 
-def _given(operator: Any) -> dict[str, Any]:
+def attributes_of(operator: Any) -> dict[str, Any]:
     import onnx
 
     own = {item.name: onnx.helper.get_attribute_value(item) for item in operator.onnx_node.attribute}
@@ -138,14 +128,10 @@ def align(pasts: Sequence[int], counts: Sequence[int], *, width: int = 0) -> dic
 class Engine:
     """A lowered model with its cache arena, run by the evaluator."""
 
-    def __init__(
-        self,
-        model: Any,
-        num_rows: int,
-        fused_dtypes: Sequence[str] = ("float16", "bfloat16"),
-        poison: float = NAN,
-    ) -> None:
-        self.evaluator = make_evaluator(model, fused_dtypes)
+    make_evaluator = staticmethod(make_evaluator)
+
+    def __init__(self, model: Any, num_rows: int, *, poison: float = NAN, **how: Any) -> None:
+        self.evaluator = self.make_evaluator(model, **how)
         self.inputs = {str(value.name) for value in model.graph.inputs}
         self.caches = {
             str(value.name): np.full((num_rows, *value.shape[1:]), poison, value.dtype.numpy())
