@@ -29,12 +29,7 @@ def make_target(rows: int = 4, **options: object) -> FakeExecutor:
 
 
 def make_draft(kind: str, rows: int = 4) -> FakeExecutor:
-    options = {
-        "same": {},
-        "good": {"noise": 0.4},
-        "random": {"seed": 99},
-        "adversarial": {"negate": True},
-    }[kind]
+    options = {"same": {}, "good": {"noise": 0.4}, "random": {"seed": 99}, "adversarial": {"negate": True}}[kind]
     return FakeExecutor(VOCAB, rows, CAPACITY, **options)
 
 
@@ -86,31 +81,24 @@ def make_decoder(
     return decoder
 
 
-def run(decoder: PlannedDecoder, sequences: list[Request]) -> list[RoundEvent]:
+def run(decoder: Decoder, sequences: list[Request]) -> list[RoundEvent]:
+    """Decode sequences to their end, checking every round; what failed one is raised."""
     for seq in sequences:
         decoder.add(seq)
     events = []
     while decoder.has_work:
         events += decoder.step()
         decoder.check()
-        if decoder.draft_model is not None:
-            decoder.draft_model.runner.kv.check()
+        draft = decoder.drafter.drafters.get("draft-model")
+        if draft is not None:
+            draft.runner.kv.check()
     for seq in sequences:
         if seq.error is not None:
             raise seq.error
     return events
 
 
-def finish(decoder: Decoder, sequences: list[Request]) -> None:
-    """Decode sequences to their end, checking every round; what failed one is raised."""
-    for seq in sequences:
-        decoder.add(seq)
-    while decoder.has_work:
-        decoder.step()
-        decoder.check()
-    for seq in sequences:
-        if seq.error is not None:
-            raise seq.error
+finish = run
 
 
 def greedy_reference(target: FakeExecutor, prompt: list[int], count: int) -> list[int]:
@@ -145,9 +133,6 @@ def weighed(curves: CostCurves, **drafters: Drafter) -> dict[str, WeighedDrafter
 
 
 def goodput_length(
-    curves: CostCurves,
-    lookahead: int,
-    learned: LearnedCosts | None = None,
-    **drafters: Drafter,
+    curves: CostCurves, lookahead: int, learned: LearnedCosts | None = None, **drafters: Drafter
 ) -> Controller:
     return Controller(curves, lookahead, drafters=weighed(curves, **drafters), learned=learned)
