@@ -181,6 +181,11 @@ def test_an_engine_that_fails_leaves_the_paused_waiting():
 EVENTS, ROWS, OWNERS = 500, 4, ("a", "b", "c")
 
 
+def exit_of(seq):
+    """Every third draft ends where it is not sure."""
+    return DraftExit(DraftExitParams(gamma=0.3)) if seq.index % 3 == 0 else None
+
+
 class Crowd:
     """Owners that come and go, urgent requests, cancels: every text is that alone, and nobody waits for ever."""
 
@@ -202,6 +207,7 @@ class Crowd:
         scope = [None, ""][int(self.random.integers(2))]
         named = {"seed": self.count, "scope": scope, "owner": owner, "priority": priority}
         seq = make_sequence(self.count, prompt, params, **named)
+        seq.draft_exit = exit_of(seq)
         self.count += 1
         self.decoder.add(seq)
         self.live.append(seq)
@@ -223,6 +229,7 @@ class Crowd:
         for seq in ended:
             self.paused += seq.stats.preemptions
             alone = make_sequence(0, seq.tokens[: seq.num_prompt_tokens], seq.params, seed=seq.index)
+            alone.draft_exit = exit_of(seq)
             lone = self.make(1)
             lone.target.executor._memo = self.decoder.target.executor._memo  # the same model; only its cache is new
             finish(lone, [alone])

@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 from specexport_runtime.abi import kv_slack
 from specexport_runtime.costs.curves import CostCurves, LayerShares, StepCost
+from specexport_runtime.decoding.decoder import Decoder
+from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.self_draft import SelfDrafter
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.executors.fake import FakeExecutor
@@ -19,6 +21,8 @@ from tests.support.cases.chance import examples
 from tests.support.fakes.drafter_kinds import LAYERS, chosen, gated, self_decoder
 from tests.support.fakes.heads_on_fakes import PROMPTS, check_plain, make_sequences
 from tests.support.fakes.loop import MAX_MODEL_LEN, VOCAB, fail_at, finish, make_sequence, make_target, run
+from tests.support.references.exact import P_VALUE
+from tests.support.references.exact_texts import LENGTH, SMALL, least_p_value, make_requests, small_model
 
 
 @examples(25)
@@ -226,6 +230,23 @@ def test_layers_that_no_prompt_changes_are_priced_before_the_first_draft():
     curves = CostCurves(StepCost(1.0, 0.0), shares=LayerShares(LAYERS, 0.1, 0.2))
     assert drafter.cost(curves).seconds([seq], 1, 0) == pytest.approx(1 - 2 * 0.1 - 0.2)
     assert drafter.choice_of(make_sequence(1, [1, 2], SamplingParams(max_tokens=9))) is None
+
+
+def test_sampled_text_follows_the_targets_distribution():
+    target = small_model(num_gates=8, gate_noise=1.5)
+    runner = ModelRunner(target, max_chunk=2)
+    decoder = Decoder(runner, ChainDrafter({"self": SelfDrafter(runner, vocab_size=SMALL)}))
+    exits = DraftExitParams(gamma=0.4, target_acceptance=0.6, epsilon=0.3, beta1=0.2, beta2=0.2)
+    requests = make_requests(
+        800, SamplingParams(max_tokens=LENGTH + 1, temperature=0.9, frequency_penalty=0.4),
+        draft_plan=(DraftStage("self", 4),), draft_exit=lambda i: DraftExit(exits),
+        layer_rules=LayerRules(threshold=0.97, keep_last=1),
+    )  # fmt: skip
+    finish(decoder, requests)
+    assert sum(seq.stats.accepted for seq in requests) > len(requests)
+    assert sum(seq.stats.drafted - seq.stats.accepted for seq in requests) > 100
+    assert len({seq.stats.layer_choice.mask.tobytes() for seq in requests}) > 1
+    assert least_p_value(target, requests) > P_VALUE
 
 
 class TestTheFakeIsStrict:
