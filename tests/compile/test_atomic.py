@@ -113,14 +113,6 @@ def test_a_replacement_that_was_killed_between_its_renames_is_undone(tmp_path: P
     assert names(tmp_path / "out") == ["manifest.json"]
 
 
-def test_a_disk_that_is_too_small_is_refused_beforehand(tmp_path: Path) -> None:
-    atomic.require_space(tmp_path / "not" / "yet" / "there", 1)
-    with pytest.raises(UserInputError) as caught:
-        atomic.require_space(tmp_path, 10**18)
-    assert "1,000,000,000,000,000,000 bytes" in caught.value.message
-    assert f"{atomic.free_space(tmp_path):,}"[:4] in caught.value.message
-
-
 def test_a_cloned_file_shares_nothing_with_its_source(tmp_path: Path) -> None:
     source, copy = tmp_path / "a", tmp_path / "b"
     source.write_bytes(b"0123" * 5000)

@@ -26,9 +26,7 @@ def build_args(target: object, *more: object, out: Path) -> tuple[object, ...]:
 
 def test_a_broken_configuration(refuse_cli: Refuse, copied: Path, tmp_path: Path) -> None:
     (copied / "config.json").write_text("{")
-    line = refuse_cli(*build_args(copied, out=tmp_path / "out"))
-    assert "model" in line
-    assert "config.json" in line
+    assert "config.json" in refuse_cli(*build_args(copied, out=tmp_path / "out"))
 
 
 def rename_tokens(folder: Path) -> None:
@@ -74,10 +72,8 @@ def test_models_that_cannot_be_traced_exactly(refuse_cli: Refuse, tmp_path: Path
     ("arguments", "words"),
     [
         (["build", "x", "-o", "y", "--lookahead", "0"], "lookahead (K) is 0, outside 1 to 64"),
-        (["build", "x", "-o", "y", "--num-speculative-tokens", "many"], "'many' is not a valid integer"),
         (["build", "x", "-o", "y", "--lokahead", "4"], "no such option '--lokahead': did you mean '--lookahead'?"),
         (["build", "x", "-o", "y", "--max-model-len", "long"], "'long' is neither a whole number nor 'auto'"),
-        (["build", "x", "-o", "y", "surplus"], "unexpected extra argument (surplus)"),
         (["build", "-o", "y"], "target is missing"),
         (["build", "x"], "output is missing"),
         (["build", "./nowhere", "-o", "y", "-q"], "there is no such folder"),

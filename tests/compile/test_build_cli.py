@@ -19,11 +19,11 @@ from specexport.host import seldom_collected
 from specexport.progress import ProgressEvent, StageClock, show_progress
 from specexport.report import Column, markdown_table, terminal_table
 from specexport_runtime.bundle.manifest import load_manifest
-from specexport_runtime.cli.errors import SuggestingGroup, format_error
+from specexport_runtime.cli.errors import SuggestingGroup
 from specexport_runtime.cli.lazy import Mount
 from specexport_runtime.errors import CheckFailedError, IncompatibleError, MissingDependencyError, RecipeError
 from specexport_runtime.executors.operators import kernels
-from tests.support.cases.refusals import Refuse, RunCli
+from tests.support.cases.refusals import RunCli, line_of
 
 
 @pytest.mark.parametrize("name", sorted(cli.COMMANDS))
@@ -72,21 +72,15 @@ def fail(what: str) -> None:
         (
             "disk",
             2,
-            "error: the disk is full while writing /some/file. Fix: free some space, or write to another disk.",
+            "error: the disk is full while writing /some/file.",
         ),
     ],
 )
 def test_how_commands_end(what: str, code: int, line: str) -> None:
     result = CliRunner().invoke(sample, ["fail", what])
     assert result.exit_code == code
-    assert result.stderr.strip() == line
-
-
-def test_a_command_decides_its_exit_code_and_no_command_shows_the_help() -> None:
-    result = CliRunner().invoke(sample, [])
-    assert result.exit_code == 2
-    assert "Usage:" in result.stderr
-    assert format_error("what?", None) == "error: what?"
+    assert result.stderr.strip().startswith(line)
+    assert CliRunner().invoke(sample, []).exit_code == 2, "a command decides its exit code, a group alone has none"
 
 
 def test_stages_are_counted_and_timed() -> None:
@@ -156,50 +150,32 @@ def test_inspect_shows_the_last_verification_and_what_it_can_without_operators(
     assert "verify: status=passed, target_max_abs=1.23e-06" in result.stdout
     assert "operators run here with: none: it is missing." in result.stdout
     assert json.loads(run_cli("inspect", tmp_path, "--json").stdout)["verify"]["target_max_abs"] == 1.23456e-6
+    assert "there is no folder" in line_of(run_cli("inspect", tmp_path / "none"))
+    (tmp_path / "manifest.json").unlink()
+    assert "has no manifest.json" in line_of(run_cli("inspect", tmp_path))
 
 
-def test_inspect_refuses_what_is_no_bundle(refuse_cli: Refuse, tmp_path: Path) -> None:
-    assert "there is no folder" in refuse_cli("inspect", tmp_path / "none")
-    (tmp_path / "empty").mkdir()
-    assert "has no manifest.json" in refuse_cli("inspect", tmp_path / "empty")
-
-
-ROWS: list[dict[str, Any]] = [{"name": "a", "rate": 1.25, "gain": None}, {"name": "bc", "rate": 10.0, "gain": 0.5}]
-
-
-def columns(*, gains: bool = True) -> list[Column[dict[str, Any]]]:
-    return [
+def test_tables_have_the_cells_of_the_columns_that_are_shown_row_by_row() -> None:
+    rows: list[dict[str, Any]] = [{"name": "a", "rate": 1.25, "gain": None}, {"name": "bc", "rate": 10.0, "gain": 0.5}]
+    made: list[str] = []
+    columns: list[Column[dict[str, Any]]] = [
         Column("name", lambda row: row["name"], left=True),
         Column("tokens/s", lambda row: row["rate"], ".1f"),
-        Column("gain", lambda row: row["gain"], ".0%", " ±", shown=gains),
+        Column("gain", lambda row: row["gain"], ".0%", " ±"),
+        Column("hidden", lambda row: row["name"], shown=False),
     ]
+    cells = [line.replace(" ", "").split("|")[1:-1] for line in markdown_table(columns, rows).splitlines()]
+    assert [cells[0], *cells[2:]] == [["name", "tokens/s", "gain"], ["a", "1.2", "-"], ["bc", "10.0", "50%±"]]
+    assert ":" in cells[1][1], "numbers are at the right"
 
-
-def test_markdown_has_numbers_at_the_right_and_a_dash_where_there_is_none() -> None:
-    assert markdown_table(columns(), ROWS).splitlines() == [
-        "| name | tokens/s |  gain |",
-        "| ---- | -------: | ----: |",
-        "| a    |      1.2 |     - |",
-        "| bc   |     10.0 | 50% ± |",
-    ]
-
-
-def test_a_column_that_is_not_shown_is_in_no_table() -> None:
-    assert "gain" not in markdown_table(columns(gains=False), ROWS)
-    assert [column.header for column in terminal_table(columns(gains=False), ROWS).columns] == ["name", "tokens/s"]
-
-
-def test_a_terminal_gets_styled_cells_row_by_row() -> None:
-    made: list[str] = []
-
-    def rows() -> Any:
-        for row in ROWS:
+    def one_by_one() -> Any:
+        for row in rows:
             yield row
             made.append(row["name"])
 
     seen: Column[dict[str, Any]] = Column("seen", lambda row: Text(f"{row['name']} after {len(made)}", "green"))
-    (table,) = terminal_table([seen], rows()).columns
-    assert [str(cell) for cell in table.cells] == ["a after 0", "bc after 1"]
+    name, *_, last = terminal_table([*columns, seen], one_by_one()).columns
+    assert (name.header, [str(cell) for cell in last.cells]) == ("name", ["a after 0", "bc after 1"])
 
 
 class Node:

@@ -88,12 +88,8 @@ def test_a_gpu_runs_what_is_installed_for_it(monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_versions_are_held_against_the_tested_range(installed: str, inside: bool) -> None:
     assert (versions.outside_tested_range("onnxruntime", installed, extra="cpu") == "") is inside
-
-
-def test_the_tested_ranges_come_from_the_installed_package() -> None:
-    ranges = dict(versions.tested_ranges("export"))
+    ranges = dict(versions.tested_ranges("export"))  # of the installed package
     assert set(ranges) >= {"torch", "transformers", "onnx", "onnx-ir"}
-    assert ranges["torch"].startswith(("<", ">="))
     assert "pytest" not in ranges
 
 
@@ -105,6 +101,7 @@ def test_a_container_limit_is_what_counts(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 MakeCard = Callable[..., None]
+NO_RTX = "build bundles with --backend tensorrt for this GPU."
 RTX_4090 = "NVIDIA GeForce RTX 4090, 580.159.04, 24564 MiB, 8.9"
 MEM = "580.1, 183359 MiB"
 OLD, B200, H200 = "NVIDIA L4, 535.104.05, 23034 MiB, 8.9", f"NVIDIA B200, {MEM}, 10.0", f"NVIDIA H200, {MEM}, 9.0"
@@ -140,40 +137,28 @@ def test_no_gpu_is_said_once(monkeypatch: pytest.MonkeyPatch, run_cli: RunCli) -
     assert run_cli("doctor").stdout.count("no GPU") == 1
 
 
-NO_CODE, NO_RTX = "no code for a GPU of compute capability ", "build bundles with --backend tensorrt for this GPU."
-
-
 @pytest.mark.parametrize(
     ("line", "topic", "state", "said", "fix"),
     [
         (RTX_4090, "gpu", "ok", "NVIDIA GeForce RTX 4090, 24564 MiB, sm89", ""),
         (RTX_4090, "ort-cuda", "ok", "onnxruntime-gpu 1.31.1 ran a step on NVIDIA GeForce RTX 4090", ""),
         (OLD, "driver", "missing", "535.104.05; onnxruntime-gpu, TensorRT and cuda-python", f"install {DRIVER}."),
-        (B200, "ort-cuda", "missing", f"{NO_CODE}10.0, as of a B200 or GB200", NO_RTX),
-        (f"NVIDIA B300, {MEM}, 10.3", "ort-cuda", "missing", f"{NO_CODE}10.3, as of a B300 or GB300", NO_RTX),
-        ("NVIDIA Thor, 580.1, [N/A], 11.0", "ort-cuda", "missing", f"{NO_CODE}11.0, as of a Thor", NO_RTX),
+        (B200, "ort-cuda", "missing", "capability 10.0, as of a B200 or GB200", NO_RTX),
+        ("NVIDIA Thor, 580.1, [N/A], 11.0", "ort-cuda", "missing", "capability 11.0, as of a Thor", NO_RTX),
         (H200, "ort-cuda", "ok", "ran a step on NVIDIA H200", ""),
         (H200, "tensorrt-rtx", "missing", "1.7 is not for sm90, only for sm 75, 80, 86, 89, 120, 121", OTHERS),
         ("", "gpu", "note", "no GPU (nvidia-smi lists none)", ""),
     ],
 )
-def test_what_is_found_of_a_card(card: MakeCard, line: str, topic: str, state: str, said: str, fix: str) -> None:
+def test_what_is_found_of_a_card(
+    card: MakeCard, run_cli: RunCli, line: str, topic: str, state: str, said: str, fix: str
+) -> None:
     card(line)
     finding = found()[topic]
     assert (finding.topic, finding.state, finding.fix) == (topic, state, fix)
     assert said in finding.found
-
-
-@pytest.mark.parametrize(
-    ("line", "unable"), [(OLD, ("ort-cuda", "tensorrt", "tensorrt-rtx")), (B200, ("ort-cuda", "tensorrt-rtx"))]
-)
-def test_a_card_runs_no_bundles_that_it_cannot(
-    card: MakeCard, run_cli: RunCli, line: str, unable: tuple[str, ...]
-) -> None:
-    card(line)
-    result = run_cli("doctor", "--json")
-    assert result.exit_code == 0, result.exception
-    able = json.loads(result.stdout)["can"]
+    able = json.loads(run_cli("doctor", "--json").stdout)["can"]
+    unable = {OLD: ("ort-cuda", "tensorrt", "tensorrt-rtx"), B200: ("ort-cuda", "tensorrt-rtx")}.get(line, ())
     assert not any(able[f"run {name} bundles"] for name in unable)
 
 
@@ -221,22 +206,19 @@ def test_a_step_that_fails_says_why(
     assert said in finding.found
 
 
-def both(name: str) -> str:
-    return {"onnxruntime": "1.31.1", "onnxruntime-gpu": "1.31.1"}[name]
-
-
-def only_one(name: str) -> str:
-    if name == "onnxruntime-gpu":
-        raise PackageNotFoundError(name)
-    return "1.31.1"
-
-
 def test_both_packages_at_once_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda _name: None)
-    monkeypatch.setattr(ort_cuda_package, "version", only_one)
+    versions = {"onnxruntime": "1.31.1"}
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(ort_cuda_package, "version", version)
     assert not both_installed()
     assert doctor._onnxruntime().state == "ok"
-    monkeypatch.setattr(ort_cuda_package, "version", both)
+    versions["onnxruntime-gpu"] = "1.31.1"
     finding = doctor._onnxruntime()
     assert finding.state == "note"
     assert "onnxruntime and onnxruntime-gpu are both installed" in finding.found

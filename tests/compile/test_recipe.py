@@ -26,6 +26,11 @@ def test_flags_go_before_the_file(tmp_path: Path) -> None:
     path = write(tmp_path, 'target = "/t"\noutput = "/o"\nlookahead = 3\nmax_model_len = 100\n')
     recipe = make_recipe({"lookahead": 5, "draft": None}, path)
     assert (recipe.target, recipe.output, recipe.lookahead, recipe.max_model_len) == ("/t", "/o", 5, 100)
+    assert recipe.quantization_of("target") is recipe.quantization_of("draft") is None
+    recipe = make_recipe({"draft": "d", "quantize": "int4", "draft_quantize": "int8"}, path)
+    assert (recipe.quantization_of("target"), recipe.quantization_of("draft")) == ("int4", "int8")
+    with pytest.raises(RecipeError, match="No such file"):
+        make_recipe({}, tmp_path / "none.toml")
 
 
 def test_paths_are_relative_to_the_recipe_file_and_hub_ids_stay_hub_ids(tmp_path: Path) -> None:
@@ -41,27 +46,15 @@ def test_paths_are_relative_to_the_recipe_file_and_hub_ids_stay_hub_ids(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("values", "kinds"),
-    [({"draft": "d", "quantize": "int4", "draft_quantize": "int8"}, ("int4", "int8")), ({}, (None, None))],
-)
-def test_target_and_draft_are_quantized_apart(values: dict[str, str], kinds: tuple[str | None, ...]) -> None:
-    recipe = make_recipe({"target": "t", "output": "o"} | values)
-    assert (recipe.quantization_of("target"), recipe.quantization_of("draft")) == kinds
-
-
-@pytest.mark.parametrize(
     ("text", "words"),
     [
         ('lokahead = 4\n', ["lokahead", "did you mean 'lookahead'"]),
-        ('num_speculative_token = 4\n', ["did you mean 'num_speculative_tokens'"]),
         ('zebra = 4\n', ["zebra", "the keys are"]),
         ('lookahead = 4\nnum_speculative_tokens = 4\n', ["lookahead twice"]),
         ('lookahead = "4"\n', ["lookahead is '4', not a whole number"]),
-        ('lookahead = true\n', ["lookahead is True"]),
         ('lookahead = \n', ["not valid TOML"]),
         ("lookahead = " + "[" * 10_000 + "]" * 10_000, ["nested too deeply"]),
         ('trust_remote_code = 1\n', ["trust_remote_code is 1, not true or false"]),
-        ('draft_revision = "main"\n', ["draft_revision is given and draft is not"]),
         ('head_revision = "main"\n', ["head_revision is given and head is not"]),
         ('head = "mtp"\nhead_revision = "main"\n', ["the head is in the target's own checkpoint"]),
         ('head = "h"\nhead_revision = 3\n', ["head_revision is 3, not text"]),
@@ -76,38 +69,22 @@ def test_a_bad_recipe_file_is_refused_by_name(tmp_path: Path, text: str, words: 
     assert caught.value.hint
 
 
-def test_a_missing_recipe_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="No such file"):
-        make_recipe({}, tmp_path / "none.toml")
-
-
 @pytest.mark.parametrize(
     ("values", "words"),
     [
         ({"lookahead": 0}, "lookahead (K) is 0, outside 1 to 64"),
-        ({"lookahead": 65}, "lookahead (K) is 65"),
         ({"max_model_len": 3}, "max_model_len is 3, below 16"),
         ({"max_model_len": 10**9}, "max_model_len is 1000000000, above 16777216"),
         ({"backend": "openvino"}, "backend 'openvino' is not in this release"),
         ({"dtype": "float8"}, "dtype 'float8' cannot be built for backend ort-cpu"),
         ({"quantize": "int2"}, "quantize is 'int2'"),
-        ({"quantize": True}, "quantize is True, not text"),
-        (
-            {"quantize": "int8", "backend": "tensorrt-rtx", "sm": ("89",)},
-            "backend tensorrt-rtx has int4 only",
-        ),
         ({"quantize": "int8", "backend": "ort-cuda"}, "backend ort-cuda has int4 only"),
+        ({"dtype": "fp32", "backend": "ort-cuda"}, "dtype 'float32' cannot be built for backend ort-cuda"),
         ({"draft_quantize": "int8"}, "draft_quantize is given and draft is not"),
         ({"draft": "d", "draft_quantize": "fp8"}, "draft_quantize is 'fp8'"),
         ({"quantize_lm_head": "no"}, "quantize_lm_head is 'no', not true or false"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype is 'fp8'"),
-        ({"kv_cache_dtype": 8}, "kv_cache_dtype is 8, not text"),
-        (
-            {"kv_cache_dtype": "int8", "backend": "ort-cuda"},
-            "kv_cache_dtype is given, and backend ort-cuda fixes nothing",
-        ),
-        ({"target": ""}, "target is missing"),
-        ({"output": ""}, "output is missing"),
+        ({"kv_cache_dtype": "int8", "backend": "ort-cuda"}, "kv_cache_dtype is given, and backend ort-cuda fixes"),
     ],
 )
 def test_values_out_of_range_are_refused(values: dict[str, object], words: str) -> None:
@@ -134,12 +111,6 @@ def test_auto_is_resolved(asked: int | str, limits: list[int | None], expected: 
     assert (resolved.dtype, resolved.name) == ("float32", "folder")
 
 
-def test_a_length_beyond_a_model_is_refused() -> None:
-    recipe = BuildRecipe(target="t", output="o", max_model_len=1000)
-    with pytest.raises(RecipeError, match="supports only 512 positions"):
-        resolve_recipe(recipe, [2048, 512])
-
-
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)
 def test_the_recipes_of_the_repository_are_valid(path: Path) -> None:
     assert make_recipe({}, path).backend == ("ort-cuda" if "-cuda" in path.stem else "ort-cpu")
@@ -149,12 +120,9 @@ def test_the_recipes_of_the_repository_are_valid(path: Path) -> None:
     ("given", "name", "backend"),
     [
         ("fp16", "float16", "ort-cuda"),
-        ("half", "float16", "tensorrt"),
         ("FP16", "float16", "ort-cuda"),
         ("bf16", "bfloat16", "ort-cuda"),
-        ("fp32", "float32", "ort-cpu"),
         ("float", "float32", "ort-cpu"),
-        ("auto", "auto", "ort-cpu"),
     ],
 )
 def test_other_names_of_a_dtype_are_kept_by_its_own(tmp_path: Path, given: str, name: str, backend: str) -> None:
@@ -163,11 +131,6 @@ def test_other_names_of_a_dtype_are_kept_by_its_own(tmp_path: Path, given: str, 
     assert recipe.dtype == name
     assert recipe.settings()["dtype"] == name
     assert make_recipe(values, write(tmp_path, f'dtype = "{given}"\n')) == recipe
-
-
-def test_a_dtype_that_a_backend_does_not_build_is_refused_by_any_name() -> None:
-    with pytest.raises(RecipeError, match="dtype 'float32' cannot be built for backend ort-cuda"):
-        make_recipe({"target": "/t", "output": "/o", "dtype": "fp32", "backend": "ort-cuda"}, None)
 
 
 @pytest.mark.parametrize("backend", ["ort-cpu", "ort-cuda"])
