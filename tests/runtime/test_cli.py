@@ -195,12 +195,6 @@ def test_the_target_drafts_for_itself(run, options):
     assert choice["removed_mlp"] == removed
 
 
-@pytest.mark.parametrize("drafter", ["draft-model", "lookup", "chained", "self", "none"])
-def test_every_drafter_writes_the_same_text(run, drafter):
-    options = ["--max-tokens", 24, "--ignore-eos"]
-    assert run(PROMPT, "--drafter", drafter, *options).stdout == run(PROMPT, "--no-speculation", *options).stdout
-
-
 @pytest.mark.parametrize("modes", [("--no-unpad-kv",), ("--no-unpad-kv", "--no-unpad-input")])
 def test_the_padded_modes_write_the_same_text_and_count_their_padding(run, tmp_path, modes):
     prompts = [PROMPT, "class Stack:\n", "import os\nimport sys\nimport os\n"]

@@ -63,10 +63,6 @@ def queue_of(*owners):
     return queue
 
 
-def test_owners_take_turns_however_much_each_has_waiting():
-    assert order(queue_of(*"aaaaabbc")) == [0, 5, 7, 1, 6, 2, 3, 4]
-
-
 def test_an_owner_that_comes_again_and_again_starves_nobody():
     """One row: whoever had a turn goes behind those that wait, also if nothing of it was left in the queue."""
     queue, taken = queue_of(*"aaab"), []

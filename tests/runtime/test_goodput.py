@@ -2,7 +2,6 @@
 
 import itertools
 import random
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -180,17 +179,6 @@ def test_each_sequence_gets_its_own_length():
     assert sum(each[i][0] for each in late for i in (2, 3)) <= 4
 
 
-def test_longer_drafts_for_cheaper_drafts_and_better_acceptance():
-    def mean_length(draft, rate):
-        rng = random.Random(3)
-        passes = lambda i, j: rng.random() < rate  # noqa: E731
-        curve = replace(curves(draft), has_logits=False)
-        chosen = rounds(goodput_length(curve, LOOKAHEAD), make_sequences(1, ["draft-model"]), passes, 150)
-        return sum(each[0][0] for each in chosen[50:]) / 100
-
-    assert mean_length(0.05, 0.9) > mean_length(0.3, 0.9) > mean_length(0.3, 0.6) > mean_length(0.9, 0.3)
-
-
 def test_a_draft_model_is_not_started_on_long_prompts_when_it_is_known_to_be_useless():
     lengths = goodput_length(curves(), LOOKAHEAD)
     rounds(lengths, make_sequences(1, ["draft-model"]), lambda i, j: False, 60)
@@ -260,10 +248,3 @@ def test_a_step_knows_how_many_rows_will_decode_soon():
     assert loads[-1].num_soon == loads[-1].num_ready
     assert loads[-1].when_full() is None
     assert StepLoad(2, 30, 2, 60, 2).when_full() == StepLoad(2, 2, 2, 60)
-
-
-def test_sequences_with_a_fixed_length_keep_it():
-    lengths = goodput_length(curves(), LOOKAHEAD)
-    (fixed,) = make_sequences(1, ["draft-model"], adaptive=False)
-    rounds(lengths, make_sequences(1, ["draft-model"]), lambda i, j: False, 30)
-    assert lengths.allow("draft-model", [fixed], [5])[0] == (5, "fixed", None)

@@ -154,9 +154,13 @@ def test_an_engine_failure_and_a_defect_tell_every_listener_once(engine, monkeyp
     engine.target.execute = execute
     engine._loop.decoder.step = broken
     engine._loop.decoder.fail = broken
-    _, others = submit(engine, [RequestSpec([i], LONG) for i in range(6)])
-    for listener in others:
+    defective, others = submit(engine, [RequestSpec([i], LONG) for i in range(6)])
+    for handle, listener in zip(defective, others, strict=True):
         assert listener.ended.wait(30)
+        with pytest.raises(RequestFailedError, match="gone"):
+            handle.result(0)
+    with pytest.raises(SpecexportError, match="ended by a defect"):
+        engine.submit([2], LONG)
     assert {len(listener.done) for listener in [*listeners, *others]} == {1}
 
 

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from specexport_runtime.decoding.decoder import Decoder
 from specexport_runtime.drafters.chain import ChainDrafter
 from specexport_runtime.drafters.lookup import LookupDrafter, SuffixIndex
-from specexport_runtime.errors import InvalidRequestError
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.records import DraftStage
 from specexport_runtime.sampling.params import SamplingParams
@@ -98,11 +97,6 @@ def test_what_is_known_of_a_sequence_is_dropped_when_it_ends():
     pair[0].finish_reason = "stop"
     drafter.commit(pair)
     assert list(drafter._indexes) == pair[1:]
-
-
-def test_match_length_must_be_positive():
-    with pytest.raises(InvalidRequestError, match="match_length"):
-        LookupDrafter(0)
 
 
 def decode(target, sequences, **options):

@@ -13,7 +13,7 @@ from specexport_runtime.watch.observe import RoundRecord
 from tests.support.fakes.adaptive import gated_curves
 from tests.support.fakes.adaptive import make_decoder as make_adaptive_decoder
 from tests.support.fakes.engine import make_engine
-from tests.support.fakes.loop import make_decoder, make_sequence, make_target
+from tests.support.fakes.loop import finish, make_decoder, make_sequence, make_target
 from tests.support.fakes.rounds import check_every_round
 from tests.support.fakes.submitted import LONG, expected, slow_down
 from tests.support.fakes.watcher import Watcher, wait_for_thread
@@ -164,37 +164,25 @@ def test_saved_seconds_are_per_row():
     assert record.saved_seconds == pytest.approx(0.4 * 2 - 0.5)
 
 
-def drafts(watched, seeds):
+def drafts(watched):
     """What adaptive sequences drafted, and drew, in company of others that are not adaptive."""
     target = FakeExecutor(17, 3, 200, context=2, num_gates=12)
-    draft = FakeExecutor(17, 3, 200, context=2, noise=1.5)
-    decoder = make_adaptive_decoder(target, draft, 3)
+    decoder = make_adaptive_decoder(target, FakeExecutor(17, 3, 200, context=2, noise=1.5), 3)
     if watched:
         decoder.observers.add(Watcher())
-    begin_round, loads, sequences = decoder.lengths.begin_round, [], []
+    begin_round, loads, params = decoder.lengths.begin_round, [], SamplingParams(max_tokens=30, temperature=0.9)
     decoder.lengths.begin_round = lambda load: (loads.append(load), begin_round(load))
-    for i in range(9):
-        adaptive = i % 3 == 2  # rounds with and without an adaptive sequence
-        seq = make_sequence(
-            i,
-            [i, i + 1],
-            SamplingParams(max_tokens=30, temperature=0.9),
-            seed=seeds + i,
-            draft_plan=[DraftStage("draft-model", 3 if not adaptive else 8)],
-            adaptive=adaptive,
-        )
-        sequences.append(seq)
-        decoder.add(seq)
-        for _ in range(9):
-            decoder.step()
-    while decoder.has_work:
-        decoder.step()
+    plans = [(DraftStage("draft-model", 3),), (DraftStage("draft-model", 8),)]
+    sequences = [
+        make_sequence(i, [i, i + 1], params, seed=100 + i, draft_plan=plans[i > 5], adaptive=i > 5) for i in range(9)
+    ]
+    finish(decoder, sequences)
     assert loads
     return loads, [(seq.output, seq.stats.drafted, seq.stats.accepted_lengths) for seq in sequences]
 
 
 def test_being_watched_changes_no_length_and_no_draw():
-    assert drafts(watched=True, seeds=100) == drafts(watched=False, seeds=100)
+    assert drafts(watched=True) == drafts(watched=False)
 
 
 def test_the_load_is_told_to_any_thread_at_any_time(watched):

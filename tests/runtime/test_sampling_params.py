@@ -24,6 +24,7 @@ from specexport_runtime.sampling.sampler import Sampler
         ("logit_bias", [[1, 2], {-1: 1.0}, {"a": 1.0}, {1: math.inf}, {1: math.nan}, {1: "x"}]),
         ("seed", [1.5, "x", True, 2**127, -(2**127) - 1]),
         ("max_tokens", [0, -5, 2.0]),
+        ("logprobs", [True, 21, -1, 1.5, "3"]),
         ("stop", ["", ("a", ""), ("a", 3), 3, b"x"]),
         ("stop_token_ids", [(-1,), ("x",), "12", 5]),
         ("shown_special_tokens", [(-1,)]),

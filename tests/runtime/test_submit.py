@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from specexport_runtime import SamplingParams
-from specexport_runtime.errors import InvalidRequestError, RequestFailedError, SpecexportError
-from specexport_runtime.intake.drafting import RequestSpec
+from specexport_runtime.errors import InvalidRequestError, RequestFailedError
 from tests.support.fakes.engine import make_engine
 from tests.support.fakes.loop import fail_at
 from tests.support.fakes.rounds import check_every_round
@@ -79,24 +78,6 @@ def test_cancel_before_during_and_after(engine, watcher):
     assert watcher.reasons() == {"cancelled": 2, "length": 3}
 
 
-def test_an_exception_in_one_callback_ends_that_request_alone(engine):
-    seen = []
-
-    def broken(chunk):
-        seen.append(chunk)
-        if len(seen) == 3:
-            raise KeyError("boom")
-
-    others = [engine.submit([i], LONG) for i in (1, 2)]
-    bad = engine.submit([3], LONG, callback=broken)
-    with pytest.raises(RequestFailedError, match="boom") as caught:
-        bad.result(30)
-    assert isinstance(caught.value.__cause__, KeyError)
-    assert len(seen) == 3
-    for i, handle in zip((1, 2), others, strict=True):
-        assert handle.result(120).token_ids == expected([i], 40)
-
-
 @pytest.mark.parametrize("where", ["target", "draft"])
 def test_an_engine_failure_ends_the_requests_in_flight_and_spares_later_ones(engine, watcher, where):
     fail_at(getattr(engine, where), 6)
@@ -116,21 +97,6 @@ def test_an_engine_failure_ends_the_requests_in_flight_and_spares_later_ones(eng
     assert engine.generate([7], LONG)[0].token_ids == expected([7], 40)
 
 
-def test_a_defect_of_the_loop_itself_leaves_nobody_waiting(engine, watcher, monkeypatch):
-    def broken(_):
-        raise RuntimeError("defect")
-
-    monkeypatch.setattr(threading, "excepthook", lambda _: None)
-    monkeypatch.setattr(engine._loop.decoder, "fail", broken)
-    monkeypatch.setattr(engine._loop.decoder, "step", lambda: broken(None))
-    for handle in engine.submit_all([RequestSpec([i], LONG) for i in range(6)]):
-        with pytest.raises(RequestFailedError, match="defect"):
-            handle.result(30)
-    assert watcher.reasons() == {"error": 6}
-    with pytest.raises(SpecexportError, match="ended by a defect"):
-        engine.submit([2], LONG)
-
-
 def test_counters_start_anew_when_the_engine_was_idle(engine):
     for count in (20, 5):
         engine.generate("w1", SamplingParams(max_tokens=count), speculation=False)
@@ -145,23 +111,6 @@ def test_result_waits_no_longer_than_asked(engine):
         handle.result(0.01)
     go.set()
     assert handle.result(120).token_ids == expected([1], 40)
-
-
-def test_close_ends_everything_and_refuses_more(engine, watcher):
-    started, go = threading.Event(), threading.Event()
-    slow_down(engine, started, go)
-    handles = [engine.submit([i], LONG) for i in range(6)]
-    assert started.wait(60)
-    go.set()
-    engine.close()
-    engine.close()
-    assert all(handle.done for handle in handles)
-    assert sum(watcher.reasons().values()) == 6
-    assert watcher.reasons()["cancelled"] >= 2
-    with pytest.raises(SpecexportError, match="closed"):
-        engine.submit([1])
-    with pytest.raises(SpecexportError, match="closed"):
-        engine.generate([1])
 
 
 def test_a_reference_that_holds_the_answer_is_copied_from(engine):

@@ -25,6 +25,12 @@ def test_hold_back_is_the_longest_possible_start(text, strings):
     assert StopStrings(tuple(strings), include=False).held_back(text) == expected
 
 
+def test_the_stop_string_that_completes_first_counts_and_of_several_the_longest():
+    assert StopStrings(("bc", "ab"), include=False).find("xabc", 0) == 1
+    assert StopStrings(("bc", "ab"), include=True).find("xabc", 0) == 3
+    assert StopStrings(("bc", "abc"), include=False).find("xabc", 0) == 1
+
+
 def feed(tokenizer, tokens, **params):
     stream = TextStream(tokenizer, SamplingParams(**params))
     pieces = []
