@@ -48,6 +48,11 @@ def shared() -> Any:
     return find_shared(*sides())
 
 
+def _bytes() -> list[list[bytes]]:
+    """What each token of the target and of the draft says."""
+    return [token_bytes(own, own.get_vocab_size()) for own in (target_tokenizer(), draft_tokenizer())]
+
+
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two-vocabularies")
@@ -69,11 +74,6 @@ def engine(pair: Path) -> Iterator[SpecEngine]:
         yield engine
 
 
-def _bytes() -> tuple[list[bytes], list[bytes]]:
-    target, draft = target_tokenizer(), draft_tokenizer()
-    return token_bytes(target, target.get_vocab_size()), token_bytes(draft, draft.get_vocab_size())
-
-
 def test_shared_tokens_have_equal_bytes_and_strings_would_find_fewer(shared: Any) -> None:
     target, draft = _bytes()
     ids = shared.tokens.target_ids
@@ -92,29 +92,22 @@ def test_shared_tokens_have_equal_bytes_and_strings_would_find_fewer(shared: Any
 
 
 def test_special_tokens_go_by_name_and_by_what_they_end(shared: Any) -> None:
-    ids = shared.tokens.target_ids
-    assert ids[4] == 3  # <tool> in both
-    assert ids[3] == 2  # what ends a turn
-    assert ids[2] == 1  # what ends a text
-    assert ids[1] == NOT_SHARED  # no text of the target begins with a token
-    assert ids[0] == NOT_SHARED
+    # <tool> is in both; then what ends a turn, and a text; no text of the target begins with a token.
+    assert shared.tokens.target_ids[:5].tolist() == [NOT_SHARED, NOT_SHARED, 1, 2, 3]
     assert shared.tokens.lead.tolist() == [1]
     assert shared.tokens.first == NOT_SHARED
-
-
-def test_a_token_of_text_is_no_special_one_of_the_same_name() -> None:
     target, draft = sides()
     parts = json.loads(target.tokenizer_json)
-    parts["model"]["vocab"] = {
-        ("<bos>" if name == "!" else name): token for name, token in parts["model"]["vocab"].items()
-    }
+    vocab = parts["model"]["vocab"]
+    parts["model"]["vocab"] = {("<bos>" if name == "!" else name): token for name, token in vocab.items()}
     found = find_shared(target._replace(tokenizer_json=json.dumps(parts).encode()), draft)
     assert found is not None
-    assert found.tokens.target_ids[1] == NOT_SHARED
+    assert found.tokens.target_ids[1] == NOT_SHARED, "a token of text is no special one of the same name"
+    assert find_shared(target, target) is None, "equal ones have no map"
+    assert find_shared(draft, draft._replace(vocab_size=600)) is None
 
 
-def test_beginnings_are_each_others(shared: Any) -> None:
-    del shared
+def test_beginnings_are_each_others() -> None:
     target, draft = sides()
     other = draft._replace(tokenizer_json=draft.tokenizer_json.replace(b"<bos>", b"<s>"))
     found = find_shared(draft, other._replace(tokenizer_json=other.tokenizer_json.replace(b'"<0x41>"', b'"<0x4l>"')))
@@ -145,37 +138,23 @@ def test_every_token_is_spelled_in_its_bytes(shared: Any) -> None:
     assert shared.tokens.most <= MOST_PIECES
 
 
-def test_equal_vocabularies_have_no_map() -> None:
-    target, draft = sides()
-    assert find_shared(target, target) is None
-    assert find_shared(draft, draft._replace(vocab_size=600)) is None
-
-
-def test_vocabularies_that_share_too_little_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, draft = sides()
-    parts = json.loads(draft.tokenizer_json)
-    few = {name: token for name, token in parts["model"]["vocab"].items() if token < 5 or name in ("a", "b", "<0x41>")}
-    parts["model"] |= {"vocab": {name: at for at, name in enumerate(few)}, "merges": []}
-    poor = Side("poor", json.dumps(parts).encode(), len(few))
-    with pytest.raises(
-        VocabularyMismatchError, match=r"share too little: 4 tokens, 50\.0% of the draft's and 1\.2% of"
-    ) as found:
-        check_shared(target, poor)
-    assert "best of the same model family" in found.value.hint
-    monkeypatch.setattr(module, "LEAST_SHARE", 0.0)
-    check_shared(target, poor)
-
-
-def test_a_vocabulary_whose_tokens_depend_on_each_other_is_refused() -> None:
+def test_vocabularies_that_share_too_little_or_cannot_be_compared_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from tokenizers import decoders
 
     target, draft = sides()
     tokenizer = draft_tokenizer()
-    tokenizer.decoder = decoders.CTC()
-    with pytest.raises(
-        VocabularyMismatchError, match="that of draft cannot be compared: the text of this model's tokens"
-    ):
+    tokenizer.decoder = decoders.CTC()  # its tokens depend on each other
+    with pytest.raises(VocabularyMismatchError, match="that of draft cannot be compared"):
         check_shared(target, draft._replace(tokenizer_json=tokenizer.to_str().encode()))
+    parts = json.loads(draft.tokenizer_json)
+    few = {name: token for name, token in parts["model"]["vocab"].items() if token < 5 or name in ("a", "b", "<0x41>")}
+    parts["model"] |= {"vocab": {name: at for at, name in enumerate(few)}, "merges": []}
+    poor = Side("poor", json.dumps(parts).encode(), len(few))
+    with pytest.raises(VocabularyMismatchError, match=r"4 tokens, 50\.0% of the draft's and 1\.2% of") as found:
+        check_shared(target, poor)
+    assert found.value.hint
+    monkeypatch.setattr(module, "LEAST_SHARE", 0.0)
+    check_shared(target, poor)
 
 
 def test_a_bundle_says_what_is_shared(pair: Path, run_cli: RunCli, shared: Any) -> None:
@@ -386,32 +365,23 @@ def test_a_damaged_map_is_refused(change: Any, said: str, pair: Path, shared: An
     assert load_token_map(tmp_path, models["target"], models["target"]) is None
 
 
-WORDS = {0: "a", 1: "b", 2: "c", 3: "<eos>"}
-
-
 def test_added_tokens_and_both_vocabulary_forms_are_read() -> None:
     added = [{"id": 2, "content": "<eos>"}]
     bpe = json.dumps({"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": added}).encode()
     unigram = json.dumps({"model": {"vocab": [["a", -1.0], ["b", -2.0]]}, "added_tokens": added}).encode()
     assert read_vocabulary(bpe, where="x") == read_vocabulary(unigram, where="x") == {0: "a", 1: "b", 2: "<eos>"}
-
-
-@pytest.mark.parametrize("data", [b"", b"{", b"{}", b'{"model": {"vocab": 3}}', b"\xff\xfe"])
-def test_a_broken_tokenizer_file_is_refused(data: bytes) -> None:
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json of mymodel"):
-        read_vocabulary(data, where="mymodel")
+    for data in (b"", b"{}", b'{"model": {"vocab": 3}}', b"\xff\xfe"):
+        with pytest.raises(CheckpointError, match=r"tokenizer\.json of mymodel"):
+            read_vocabulary(data, where="mymodel")
 
 
 def test_tokens_at_the_end_of_one_side_are_padding() -> None:
-    check_vocabularies(WORDS | {4: "<pad>"}, WORDS, num_shared_rows=4)
-    check_vocabularies(WORDS, WORDS | {4: "<pad>"}, num_shared_rows=None)
+    words = {0: "a", 1: "b", 2: "c", 3: "<eos>"}
+    check_vocabularies(words | {4: "<pad>"}, words, num_shared_rows=4)
+    check_vocabularies(words, words | {4: "<pad>"}, num_shared_rows=None)
     # beyond the shared LM head rows nothing can be drafted, so nothing is compared
-    check_vocabularies(WORDS, WORDS | {3: "x"}, num_shared_rows=3)
-
-
-@pytest.mark.parametrize(("rows", "size"), [([4, 4], 4), ([8, 6], 4), ([3, 6], 3)])
-def test_padding_rows_cannot_be_drafted(rows: list[int], size: int) -> None:
-    assert draftable_size([WORDS, WORDS], rows) == size
+    check_vocabularies(words, words | {3: "x"}, num_shared_rows=3)
+    assert [draftable_size([words, words], rows) for rows in ([4, 4], [8, 6], [3, 6])] == [4, 4, 3]
 
 
 FORTY = {i: f"t{i}" for i in range(40)}

@@ -37,19 +37,9 @@ def write_model(
 
 
 def make_job(folder: Path, model: Path, shapes: dict[str, Any], **changes: Any) -> Job:
-    fields = {
-        "backend": "tensorrt-rtx",
-        "model": str(model),
-        "sm": "89",
-        "profiles": ["decode 1x1"],
-        "shapes": [shapes],
-        "engine": str(folder / "model.engine"),
-        "log": str(folder / "log"),
-        "num_layers": 0,
-        "float32_products": [],
-        "plugins": [],
-    }
-    return Job(**fields | changes)
+    fields = {"backend": "tensorrt-rtx", "model": str(model), "sm": "89", "profiles": ["decode 1x1"]}
+    fields |= {"shapes": [shapes], "engine": str(folder / "model.engine"), "log": str(folder / "log")}
+    return Job(**fields | {"num_layers": 0, "float32_products": [], "plugins": []} | changes)
 
 
 def fixed(*shape: int) -> tuple[tuple[int, ...], ...]:
@@ -110,22 +100,17 @@ def test_a_hidden_float32_product_is_refused_and_one_of_the_model_is_not(tmp_pat
         build(make_job(tmp_path, model, shapes | {"surplus": fixed(1)}, float32_products=["router"]), io.StringIO())
 
 
-def layer_text(
-    name: str,
-    inputs: list[tuple[str, str, str]],
-    outputs: list[tuple[str, str, str]],
-    constants: list[tuple[str, str, str]] | None = None,
-) -> str:
-    def tensors(values: list[tuple[str, str, str]]) -> str:
-        return ", ".join(
-            f"{{ Name: {n}, Dimensions: [{d}], Strides: [1], Datatype: {t}, Format: x }}" for n, d, t in values
-        )
+Tensors = list[tuple[str, str, str]]
 
-    kind = "gemm" if "gemm" in name else "kgen"
+
+def layer_text(name: str, inputs: Tensors, outputs: Tensors, constants: Tensors = ()) -> str:  # type: ignore[assignment]
+    given, made, fixed_ = (
+        ", ".join(f"{{ Name: {n}, Dimensions: [{d}], Strides: [1], Datatype: {t}, Format: x }}" for n, d, t in values)
+        for values in (inputs, outputs, constants)
+    )
     return (
-        f"Name: {name}, LayerType: {kind}, Inputs: [ {tensors(inputs)}], "
-        f"Constants: [ {tensors(constants or [])}], "
-        f"Outputs: [ {tensors(outputs)}], TacticName: t, StreamId: 0, Metadata: \n"
+        f"Name: {name}, LayerType: {'gemm' if 'gemm' in name else 'kgen'}, Inputs: [ {given}], "
+        f"Constants: [ {fixed_}], Outputs: [ {made}], TacticName: t, StreamId: 0, Metadata: \n"
     )
 
 
@@ -203,32 +188,25 @@ def test_tensorrt_strips_no_weights_without_a_gpu() -> None:
     assert done.stdout.split()[-3:] == ["True", "False", "False"], done.stderr
 
 
-class Config:
+class Config(SimpleNamespace):
     """What ``configure`` uses of an ``IBuilderConfig``."""
 
     def __init__(self) -> None:
-        self.calls: list[Any] = []
-        self.num_compute_capabilities = 0
-
-    def set_flag(self, flag: str) -> None:
-        self.calls.append(flag)
-
-    def set_compute_capability(self, capability: str, index: int) -> None:
-        self.calls.append((capability, index))
+        super().__init__(calls=[], num_compute_capabilities=0)
+        self.set_flag = self.calls.append
+        self.set_compute_capability = lambda *given: self.calls.append(given)
 
 
 def test_the_two_packages_differ_in_architecture() -> None:
     trt = SimpleNamespace(
         BuilderFlag=SimpleNamespace(REQUIRE_USER_ALLOCATION="user"), ComputeCapability=SimpleNamespace(SM89="89!")
     )
-    rtx, full = Config(), Config()
+    rtx, full, plugins = Config(), Config(), Config()
     configure(trt, TENSORRT_RTX, rtx, "89")
     configure(trt, TENSORRT, full, "90")
-    assert rtx.calls == [("89!", 0), "user"]
-    assert rtx.num_compute_capabilities == 1
-    assert full.calls == ["user"]
-    plugins = Config()
     configure(trt, TENSORRT, plugins, "90", has_plugins=True)
+    assert (rtx.calls, full.calls) == ([("89!", 0), "user"], ["user"])
+    assert rtx.num_compute_capabilities == 1
     assert plugins.calls == [], "the flag is incompatible with plugins that carry their kernels"
 
 

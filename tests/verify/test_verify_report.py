@@ -29,19 +29,9 @@ BAD = TensorResult(
 )
 
 
-def make_report(*parts, **changes):
-    if not parts:
-        parts = (Part("tensors", "passed", None, (GOOD,)), Part("greedy", "passed", None, ()))
-    values = {
-        "bundle": "demo",
-        "build_key": "k" * 64,
-        "date": "2026-01-02T03:04:05+00:00",
-        "tools": {"numpy": "2.3"},
-        "options": {"seed": 0},
-        "seconds": {"greedy": 1.5},
-        "parts": parts,
-    }
-    return VerifyReport(**(values | changes))
+def make_report(*parts, date="2026-01-02T03:04:05+00:00"):
+    parts = parts or (Part("tensors", "passed", None, (GOOD,)), Part("greedy", "passed", None, ()))
+    return VerifyReport("demo", "k" * 64, date, {"numpy": "2.3"}, {"seed": 0}, {"greedy": 1.5}, parts)
 
 
 @pytest.fixture
@@ -72,15 +62,6 @@ def test_a_skipped_part_is_never_a_pass():
     assert make_report(skipped, passed).summary()["tensors"] == "skipped"
 
 
-def test_numbers_that_are_not_finite_are_valid_json():
-    report = make_report(Part("tensors", "failed", None, (GOOD, BAD)))
-    data = json.loads(json.dumps(report.to_json(), allow_nan=False))
-    assert data["summary"]["draft_max_abs"] == "nan"
-    assert data["summary"]["target_max_abs"] == 1e-6
-    assert data["parts"]["tensors"]["results"][1]["cases"][0]["argmax_agreement"] == 0.5
-    assert "FAILED draft, ragged" in "\n".join(describe(report))
-
-
 def test_the_text_names_what_failed_and_where():
     wrong = make_engine("random", target=make_executor(WidthDependent, gap=0.5))
     greedy = check_greedy(wrong, PROMPTS[:2], max_tokens=8)
@@ -94,6 +75,11 @@ def test_the_text_names_what_failed_and_where():
     assert report.summary()["greedy_failures"] == greedy.failures
     assert report.summary()["sampling_min_p_value"] == sampling.min_p_value
     json.dumps(report.to_json(), allow_nan=False)
+    report = make_report(Part("tensors", "failed", None, (GOOD, BAD)))
+    data = json.loads(json.dumps(report.to_json(), allow_nan=False))
+    assert (data["summary"]["draft_max_abs"], data["summary"]["target_max_abs"]) == ("nan", 1e-6)
+    assert data["parts"]["tensors"]["results"][1]["cases"][0]["argmax_agreement"] == 0.5
+    assert "FAILED draft, ragged" in "\n".join(describe(report))
 
 
 def test_the_bundle_keeps_the_report_and_stays_up_to_date(bundle):
@@ -112,13 +98,18 @@ def test_the_bundle_keeps_the_report_and_stays_up_to_date(bundle):
     assert sorted(path.name for path in bundle.iterdir()) == ["manifest.json", REPORT_NAME, "weights"]
 
 
-@pytest.mark.parametrize("after", ["report", "manifest"])
+def raising(error):
+    def fail(*_args):
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize("after", ["hash_files", "write_json"])
 def test_an_interrupted_record_leaves_a_valid_bundle(bundle, monkeypatch, after):
+    """Once the new report is written, or the old record is taken back, and then nothing more."""
     record_report(bundle, make_report())
-    if after == "report":  # the new report is written, and then nothing more
-        monkeypatch.setattr("specexport.compile.bundle.hash_files", interrupt)
-    else:  # the old record is taken back, and then nothing more
-        monkeypatch.setattr("specexport.compile.bundle.write_json", interrupt)
+    monkeypatch.setattr(f"specexport.compile.bundle.{after}", raising(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         record_report(bundle, make_report(date="2027-01-01T00:00:00+00:00"))
     manifest = load_manifest(bundle)
@@ -126,33 +117,18 @@ def test_an_interrupted_record_leaves_a_valid_bundle(bundle, monkeypatch, after)
     assert manifest.verify is None
 
 
-def interrupt(*_args):
-    raise KeyboardInterrupt
-
-
-def test_a_bundle_rebuilt_meanwhile_is_not_touched(bundle):
-    make_manifest(hash_files(bundle, ["weights"]), build_key="other").write(bundle)
-    with pytest.raises(BundleError, match="rebuilt"):
-        record_report(bundle, make_report())
-    assert not (bundle / REPORT_NAME).exists()
-
-
-def test_a_place_that_cannot_be_written_is_a_users_error(tmp_path):
-    with pytest.raises(UserInputError, match="cannot be written"):
-        write_json(tmp_path / "missing" / "report.json", make_report().to_json())
-
-
-def test_a_bundle_that_cannot_be_written_says_how_to_go_on(bundle, monkeypatch):
-    def refuse(*_args):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Manifest, "write", refuse)
+def test_a_bundle_that_was_rebuilt_or_cannot_be_written_is_not_touched(bundle, monkeypatch):
+    monkeypatch.setattr(Manifest, "write", raising(PermissionError(13, "Permission denied")))
     with pytest.raises(UserInputError, match="--no-record"):
         record_report(bundle, make_report())
-
-
-def make_clock():
-    return StageClock(None, 1)
+    monkeypatch.undo()
+    make_manifest(hash_files(bundle, ["weights"]), build_key="other").write(bundle)
+    before = sorted(bundle.iterdir())
+    with pytest.raises(BundleError, match="rebuilt"):
+        record_report(bundle, make_report())
+    assert sorted(bundle.iterdir()) == before
+    with pytest.raises(UserInputError, match="cannot be written"):
+        write_json(bundle / "missing" / "report.json", make_report().to_json())
 
 
 def test_logits_that_are_not_numbers_fail_their_part():
@@ -162,8 +138,8 @@ def test_logits_that_are_not_numbers_fail_their_part():
 
     engine = make_engine(target=make_executor(Broken))
     for part in (
-        run_greedy(engine, PROMPTS, make_clock(), max_tokens=4),
-        run_sampling(engine, make_manifest({}), PROMPTS, make_clock(), num_samples=1000, seed=0),
+        run_greedy(engine, PROMPTS, StageClock(None, 1), max_tokens=4),
+        run_sampling(engine, make_manifest({}), PROMPTS, StageClock(None, 1), num_samples=1000, seed=0),
     ):
         assert part.status == "failed"
         assert "NaN" in part.reason
@@ -172,7 +148,7 @@ def test_logits_that_are_not_numbers_fail_their_part():
 def test_a_target_that_is_certain_of_everything_is_not_proven(monkeypatch):
     monkeypatch.setattr("specexport.verify.parts.check_sampling", partial(check_sampling, settings=SETTINGS[1:2]))
     engine = make_engine(target=make_executor(sharpness=2000.0))
-    part = run_sampling(engine, make_manifest({}), PROMPTS, make_clock(), num_samples=1000, seed=0)
+    part = run_sampling(engine, make_manifest({}), PROMPTS, StageClock(None, 1), num_samples=1000, seed=0)
     assert part.status == "skipped"
     assert "certain" in part.reason
     assert part.results[0].control_p_value is None
