@@ -38,7 +38,8 @@ from specexport_runtime.executors import cuda_driver
 from tests.support.cases import experts_cases
 from tests.support.cases.experts_cases import Layer
 from tests.support.cases.refusals import Refuse, RunCli
-from tests.support.models.pairs import TinyPair, locked
+from tests.support.cases.shared import locked
+from tests.support.models.pairs import TinyPair
 from tests.support.models.tiny_models import ARCHITECTURES, make_model, save_checkpoint
 
 PROMPT = "a quick brown fox"

@@ -18,8 +18,8 @@ from specexport.recipe import make_recipe, resolve_recipe
 from specexport_runtime.abi import LayerGeometry
 from specexport_runtime.errors import IncompatibleError, RecipeError
 from tests.support.cases.refusals import Refuse
+from tests.support.cases.shared import locked
 from tests.support.cases.unpadded_cases import Case, one_node_model
-from tests.support.models.pairs import locked
 from tests.support.models.tiny_models import ARCHITECTURES, HYBRIDS, make_model, save_checkpoint
 
 GIVEN = {"target": "t", "output": "o", "backend": "tensorrt-rtx"}

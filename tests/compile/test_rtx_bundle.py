@@ -19,7 +19,8 @@ from specexport_runtime.bundle.files import check_files
 from specexport_runtime.bundle.manifest import Manifest, load_manifest
 from specexport_runtime.errors import CheckFailedError, IncompatibleError
 from tests.support.cases.refusals import Refuse, RunCli
-from tests.support.models.pairs import TinyPair, locked
+from tests.support.cases.shared import locked
+from tests.support.models.pairs import TinyPair
 from tests.support.models.tiny_models import ARCHITECTURES, make_llama, make_model, save_checkpoint
 
 pytestmark = pytest.mark.slow

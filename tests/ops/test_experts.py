@@ -111,7 +111,6 @@ def layer(case: Case, weights: dict[str, np.ndarray], how: int | Mapping[str, Bl
 
 
 def reference(case: Case, weights: dict[str, np.ndarray], step: dict[str, np.ndarray]) -> np.ndarray:
-    """See ``reference_experts``."""
     given = [(step | weights).get(item.name) for item in EXPERTS.inputs]
     return experts(*given, **(USUAL | dict(case.gating)))  # type: ignore[arg-type]
 

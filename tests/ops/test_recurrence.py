@@ -1,7 +1,6 @@
 """The torch ops and the lowering of the recurrences against their plain reference."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,8 @@ from specexport.ops.reference import causal_conv, linear_attention
 from specexport.ops.spec import CAUSAL_CONV, LINEAR_ATTENTION, RECURRENCES
 from specexport_runtime.abi import OP_DOMAIN
 from tests.support.cases import chance
+from tests.support.references.engine_harness import indices_of
+from tests.support.references.sessions import session_of
 
 PENDING = 7
 OPS = {LINEAR_ATTENTION.name: (LINEAR_ATTENTION, linear_attention), CAUSAL_CONV.name: (CAUSAL_CONV, causal_conv)}
@@ -55,11 +56,8 @@ def make_inputs(case: Case) -> dict[str, np.ndarray]:
     """All inputs of the op. What a row must not read (pending entries that nobody counts) is NaN."""
     random = np.random.default_rng(chance.seed(5))
     steps = np.array(case.rows, np.int64)
-    new, rows = steps[:, 2] + steps[:, 3], len(steps)
-    total, width = int(new.sum()), int(max(new.max(), 1))
-    cu = np.concatenate([[0], np.cumsum(new)])
-    starts = np.minimum(cu[:-1], total - 1)[:, None]
-    ends = np.maximum(cu[1:, None], starts + 1)
+    new, rows = (steps[:, 2] + steps[:, 3]).tolist(), len(steps)
+    total, indices = sum(new), indices_of([0] * rows, new)
 
     def normal(*shape: int) -> np.ndarray:
         return random.standard_normal(shape, dtype=np.float32)
@@ -90,26 +88,17 @@ def make_inputs(case: Case) -> dict[str, np.ndarray]:
         if "beta" in inputs or "decay" in inputs:
             given[:, -inputs["v"].shape[1] :] = -np.abs(given[:, -inputs["v"].shape[1] :]) * 0.3
         pending[row, 0, : settled + drafts] = given
-    inputs["pending"] = pending
-    inputs |= {
-        "state_steps": steps,
-        "cu_new_tokens": cu.astype(np.int32),
-        "row_starts": starts,
-        "pad_index": np.minimum(starts + np.arange(width), ends - 1)[:, None],
-        "unpad_index": np.array([b * width + j for b, count in enumerate(new) for j in range(count)], np.int64),
-    }
-    return inputs
+    names = ("cu_new_tokens", "row_starts", "pad_index", "unpad_index")
+    return inputs | {"pending": pending, "state_steps": steps} | {name: indices[name] for name in names}
 
 
 def attributes(case: Case) -> dict[str, Any]:
-    """Attributes of the op."""
     if case.kind == CAUSAL_CONV.name:
         return {"silu": int(case.silu)}
     return {"num_heads": case.heads[0], "kv_num_heads": case.heads[1], "scale": 0.3}
 
 
 def expected(case: Case, inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
-    """What the reference gives."""
     spec, reference = OPS[case.kind]
     names = [item.name for item in spec.inputs if item.name not in ("row_starts", "pad_index", "unpad_index")]
     return list(reference(*(inputs.get(name) for name in names), **attributes(case)))
@@ -146,9 +135,7 @@ def test_torch_op_is_the_reference(name: str) -> None:
 class Lowered:
     """The lowered function of one op as a session of its own."""
 
-    def __init__(self, case: Case, inputs: dict[str, np.ndarray], folder: Path) -> None:
-        import onnxruntime as ort
-
+    def __init__(self, case: Case, inputs: dict[str, np.ndarray]) -> None:
         self.spec = OPS[case.kind][0]
         for spec in RECURRENCES:
             register_schema(spec)
@@ -173,10 +160,7 @@ class Lowered:
         graph = ir.Graph(list(by_name.values()), made, nodes=[node], opset_imports={"": 23, OP_DOMAIN: 1}, name="g")
         model = ir.Model(graph, ir_version=10)
         assert lower_recurrences(model) == 1
-        ir.save(model, folder / "op.onnx")
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = 1
-        self.session = ort.InferenceSession(str(folder / "op.onnx"), options, providers=["CPUExecutionProvider"])
+        self.session = session_of(model)
         self.names = {each.name for each in self.session.get_inputs()}
 
     def run(self, inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
@@ -195,18 +179,18 @@ class Lowered:
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("name", CASES)
-def test_lowered_op_is_the_reference_in_place(name: str, tmp_path: Path) -> None:
+def test_lowered_op_is_the_reference_in_place(name: str) -> None:
     case = CASES[name]
     inputs = make_inputs(case)
-    check(case, inputs, Lowered(case, inputs, tmp_path).run(inputs))
+    check(case, inputs, Lowered(case, inputs).run(inputs))
 
 
 @pytest.mark.parametrize("name", ["gated_delta", "selective", "state_space", "conv"])
-def test_a_token_has_the_same_bits_at_every_width_as_draft_and_for_good(name: str, tmp_path: Path) -> None:
+def test_a_token_has_the_same_bits_at_every_width_as_draft_and_for_good(name: str) -> None:
     case = CASES[name]
     tokens = Case(((0, 0, 8, 0),), case.kind, case.heads, case.dims, case.decay, case.beta)
     whole = make_inputs(tokens)
-    lowered = Lowered(tokens, whole, tmp_path)
+    lowered = Lowered(tokens, whole)
     wanted, state, _ = lowered.run(whole)
 
     per_token = {"q", "k", "v", "decay", "beta", "x"} & set(whole)

@@ -1,7 +1,6 @@
 """The torch op and every lowering of UnpaddedAttention against the plain reference."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ from specexport.lowering.ort_cpu import lower_ort_cpu
 from specexport.ops import UNPADDED_ATTENTION
 from specexport.ops.reference import unpadded_attention
 from specexport_runtime.errors import CheckFailedError, UnsupportedModelError
-from specexport_runtime.executors.operators import register
 from tests.support.cases.unpadded_cases import (
     CAPACITY,
     CASES,
@@ -24,6 +22,7 @@ from tests.support.cases.unpadded_cases import (
     make_inputs,
     one_node_model,
 )
+from tests.support.references.sessions import session_of
 
 SLOPES = {
     "slopes": Case(RAGGED, slopes=True),
@@ -69,16 +68,11 @@ def test_torch_op_equals_reference(name: str) -> None:
     assert_equal(case, tuple(x.numpy() for x in found), expect(case, inputs))
 
 
-def run_in_place(case: Case, inputs: dict[str, np.ndarray], folder: Path, **padded: bool) -> tuple[np.ndarray, ...]:
+def run_in_place(case: Case, inputs: dict[str, np.ndarray], **padded: bool) -> tuple[np.ndarray, ...]:
     """Lower, run with caches bound to their own memory, return output and the caches that were bound."""
-    import onnxruntime as ort
-
     model = one_node_model(case)
     lower_ort_cpu(model, **padded)
-    ir.save(model, folder / "op.onnx")
-    options = ort.SessionOptions()
-    register(options)
-    session = ort.InferenceSession(str(folder / "op.onnx"), options, providers=["CPUExecutionProvider"])
+    session = session_of(model)
     io = session.io_binding()
     for value in session.get_inputs():
         array = inputs[value.name]
@@ -93,27 +87,27 @@ def run_in_place(case: Case, inputs: dict[str, np.ndarray], folder: Path, **padd
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("name", [*CASES, *SLOPES, *WHOLE_ROWS])
-def test_ort_cpu_lowering_equals_reference_and_writes_in_place(name: str, tmp_path: Path) -> None:
+def test_ort_cpu_lowering_equals_reference_and_writes_in_place(name: str) -> None:
     case = (CASES | SLOPES | WHOLE_ROWS)[name]
-    assert_runs_as_the_reference(case, make_inputs(case), tmp_path)
+    assert_runs_as_the_reference(case, make_inputs(case))
 
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("name", READING)
-def test_attention_over_another_models_caches_equals_reference_and_changes_nothing(name: str, tmp_path: Path) -> None:
+def test_attention_over_another_models_caches_equals_reference_and_changes_nothing(name: str) -> None:
     case = READING[name]
     inputs = make_inputs(case)
     before = {cache: inputs[cache].copy() for cache in ("k_cache", "v_cache")}
-    found = run_in_place(case, inputs, tmp_path)
+    found = run_in_place(case, inputs)
     np.testing.assert_allclose(found[0], expect(case, inputs)[0], atol=1e-5, rtol=0)
     for cache, values in before.items():
         np.testing.assert_array_equal(inputs[cache], values)
 
 
-def assert_runs_as_the_reference(case: Case, inputs: dict[str, np.ndarray], folder: Path, **padded: bool) -> None:
+def assert_runs_as_the_reference(case: Case, inputs: dict[str, np.ndarray], **padded: bool) -> None:
     """Entries beyond a row's own tokens are still poison."""
     wanted = expect(case, inputs, **padded)
-    found = run_in_place(case, inputs, folder, **padded)
+    found = run_in_place(case, inputs, **padded)
     assert_equal(case, found, wanted)
     for cache in found[1:]:
         for b, (past, new) in enumerate(case.rows):
@@ -137,13 +131,13 @@ PADDED_CASES = {
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("name", PADDED_CASES)
-def test_padded_kv_lowering_equals_reference_and_writes_in_place(name: str, tmp_path: Path) -> None:
+def test_padded_kv_lowering_equals_reference_and_writes_in_place(name: str) -> None:
     case = PADDED_CASES[name]
     inputs = make_inputs(case)
     for b, entries in enumerate(case.padding):  # computed once, so they are finite; they would show
         for name in ("k_cache", "v_cache"):
             inputs[name][b, 0, :, list(entries)] = 50.0
-    assert_runs_as_the_reference(case, inputs, tmp_path, padded_kv=True)
+    assert_runs_as_the_reference(case, inputs, padded_kv=True)
 
 
 @pytest.mark.fuzz
@@ -165,12 +159,12 @@ def test_padding_changes_nothing_but_the_entries(name: str) -> None:
 
 @pytest.mark.parametrize("k_dim", [16, 24])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_a_query_that_sees_nothing_is_a_number_and_changes_no_other(k_dim: int, sinks: bool, tmp_path: Path) -> None:
+def test_a_query_that_sees_nothing_is_a_number_and_changes_no_other(k_dim: int, sinks: bool) -> None:
     case = Case(((6, 3), (4, 2)), ((1,), ()), k_dim=k_dim, sinks=sinks)
     inputs = make_inputs(case)
     wanted = expect(case, inputs, padded_kv=True)[0]
     inputs["kv_positions"][1] = -1  # every entry of the second row is padding, its new tokens too
-    found = run_in_place(case, inputs, tmp_path, padded_kv=True)[0]
+    found = run_in_place(case, inputs, padded_kv=True)[0]
     assert np.isfinite(found).all()
     np.testing.assert_allclose(found[:3], wanted[:3], atol=1e-5)
 

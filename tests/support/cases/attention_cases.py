@@ -78,8 +78,6 @@ def draw(case: Case, seed: int = 0) -> dict[str, Array]:
 
 
 class Operator:
-    """A session with one node."""
-
     def __init__(self, case: Case, given: dict[str, Array], library: Path, threads: int = 1) -> None:
         names = [name if name in given else "" for name in INPUTS]
         while not names[-1]:

@@ -13,7 +13,6 @@ RUNTIME, COMPILER = ROOT / "runtime" / "specexport_runtime", ROOT / "specexport"
 
 
 def copy_runtime(folder: Path) -> Path:
-    """A copy of the package in ``folder``."""
     return Path(shutil.copytree(RUNTIME, folder / RUNTIME.name, ignore=shutil.ignore_patterns("__pycache__")))
 
 

@@ -62,12 +62,10 @@ def step_of(layer: Layer, num_tokens: int, generator: np.random.Generator) -> Ar
 
 
 def session(library: str, layer: Layer, weights: Arrays, threads: int = 1) -> ort.InferenceSession:
-    """A session of one layer."""
     return linear_cases.opened(library, model_of(layer, weights).SerializeToString(), threads)
 
 
 def model_of(layer: Layer, weights: Arrays) -> onnx.ModelProto:
-    """A model of one layer."""
     names = ("x", "expert_ids", "expert_weights", "gate_up", "gate_up_bias", "down", "down_bias")
     given = {"x": (TensorProto.FLOAT, 2), "expert_ids": (TensorProto.INT64, 2)}
     given["expert_weights"] = (TensorProto.FLOAT, 2)
@@ -127,7 +125,6 @@ def assert_right(library: str, layer: Layer, generator: np.random.Generator) -> 
 
 
 def drawn(generator: np.random.Generator) -> Layer:
-    """Any layer."""
     pick: Any = generator.choice
     number = generator.integers
     return Layer(
@@ -146,7 +143,6 @@ def drawn(generator: np.random.Generator) -> Layer:
 
 
 def main() -> None:
-    """See the module."""
     linear_cases.require_kernels(sys.argv[1])
     generator = np.random.default_rng(int(sys.argv[2]))
     for _ in range(int(sys.argv[3])):

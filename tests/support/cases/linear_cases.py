@@ -85,7 +85,6 @@ def random_weight(name: str, n: int, k: int, generator: np.random.Generator) -> 
 
 
 def packed(name: str, n: int, k: int, generator: np.random.Generator) -> np.ndarray:
-    """A random weight, packed."""
     if name in FLOATS:
         return pack_float(name, generator.standard_normal((n, k)).astype(np.float32) * np.float32(0.05), n, k)
     return pack(name, random_weight(name, n, k, generator))
@@ -95,7 +94,6 @@ def session(
     library: str, nodes: Sequence[onnx.NodeProto], given: dict[str, tuple[int, int]], weights: dict[str, np.ndarray],
     outputs: Sequence[str], threads: int = 1,
 ) -> ort.InferenceSession:  # fmt: skip
-    """A session of some nodes."""
     return opened(library, model_of(nodes, given, weights, outputs).SerializeToString(), threads)
 
 
@@ -127,12 +125,10 @@ def model_of(
 
 
 def linear(name: str, n: int, k: int, inputs: Sequence[str] = ("x", "w"), out: str = "y") -> onnx.NodeProto:
-    """A node."""
     return helper.make_node("BlockLinear", list(inputs), [out], domain="specexport", format=name, N=n, K=k)
 
 
 def embedding(name: str, n: int, k: int) -> onnx.NodeProto:
-    """A node."""
     return helper.make_node("BlockEmbedding", ["ids", "w"], ["rows"], domain="specexport", format=name, N=n, K=k)
 
 
@@ -182,7 +178,6 @@ def require_kernels(library: str) -> None:
 
 
 def main() -> None:
-    """See the module."""
     library, generator = sys.argv[1], np.random.default_rng(int(sys.argv[2]))
     require_kernels(library)
     for _ in range(int(sys.argv[3])):

@@ -14,13 +14,11 @@ needs_linux = pytest.mark.skipif(not CAN_GIVE_BACK, reason="memory goes back pag
 
 
 def process_bytes() -> int:
-    """What of this process is in memory."""
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * PAGE
 
 
 def resident_bytes(arena):
-    """What the system says."""
     mincore, total = ctypes.CDLL(None).mincore, 0
     mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
     for memory in arena._memory.values():

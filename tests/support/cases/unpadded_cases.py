@@ -10,6 +10,7 @@ from specexport.ops import UNPADDED_ATTENTION
 from specexport.ops.onnx_op import register_schema
 from specexport.ops.reference import unpadded_attention
 from tests.support.cases import chance
+from tests.support.references.engine_harness import indices_of
 
 CAPACITY = 48
 SPAN = 51  # entries that kv_positions describes: at least every row's total
@@ -65,30 +66,18 @@ CASES = {
 def make_inputs(case: Case, poison: float = np.nan) -> dict[str, np.ndarray]:
     """All inputs of the op; cache entries that must not be read hold ``poison``."""
     random = np.random.default_rng(chance.seed(3))
-    past, new = (np.array(column) for column in zip(*case.rows, strict=True))
-    total, width = int(new.sum()), int(max(new.max(), 1))
+    past, new = zip(*case.rows, strict=True)
+    total = sum(new)
 
     def normal(*shape: int) -> np.ndarray:
         return random.standard_normal(shape, dtype=np.float32)
 
-    cu = np.concatenate([[0], np.cumsum(new)])
-    starts = np.minimum(cu[:-1], total - 1)[:, None]  # an idle row names some token of the step
-    ends = np.maximum(cu[1:, None], starts + 1)
-    pad = np.minimum(starts + np.arange(width), ends - 1)[:, None]
-    lens = past.astype(np.int32)[:, None]
-    inputs = {
+    inputs = indices_of(past, new) | {
         "q": normal(total, case.heads * case.k_dim),
         "k": normal(total, case.kv_heads * case.k_dim),
         "v": normal(total, case.kv_heads * case.v_dim),
         "k_cache": normal(len(new), 1, case.kv_heads, CAPACITY, case.k_dim),
         "v_cache": normal(len(new), 1, case.kv_heads, CAPACITY, case.v_dim),
-        "kv_lens": lens,
-        "cu_new_tokens": cu.astype(np.int32),
-        "row_starts": starts,
-        "row_ends": ends,
-        "row_totals": (lens + ends - starts).astype(np.int32),
-        "pad_index": pad,
-        "unpad_index": np.array([b * width + j for b, count in enumerate(new) for j in range(count)], np.int64),
     }
     for b, length in enumerate(past):
         inputs["k_cache"][b, 0, :, length:] = poison

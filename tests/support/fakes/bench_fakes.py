@@ -1,11 +1,10 @@
 """A benchmark's subject without a bundle: fake engines, and one whose lookup drafting is broken."""
 
-from tokenizers import Tokenizer, models, pre_tokenizers
-
 from specexport.bench.options import BenchOptions
 from specexport.bench.prompts import BenchPrompt
 from specexport.bench.subject import Subject
 from specexport_runtime.executors.fake import FakeExecutor
+from tests.support.fakes.engine import make_tokenizer
 from tests.support.fakes.engine_of import engine_of
 
 VOCAB = 17
@@ -25,15 +24,11 @@ class LoadedEngine:
     """A fake engine that notes what was asked of it, and can be broken."""
 
     def __init__(self, key, log, *, draft, broken, noise, curves):
-        words = {f"w{i}": i for i in range(VOCAB)}
-        tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
-        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-
         def make(**options):
             return FakeExecutor(VOCAB, key.max_num_seqs, CAPACITY, context=2, **options)
 
         self.engine = engine_of(
-            make(), tokenizer, draft=make(noise=noise) if draft else None, max_model_len=MAX_MODEL_LEN,
+            make(), make_tokenizer(VOCAB), draft=make(noise=noise) if draft else None, max_model_len=MAX_MODEL_LEN,
             unpad_kv=key.unpad_kv, unpad_input=key.unpad_input, cost_curves=curves,
         )  # fmt: skip
         self.key, self.log, self.broken = key, log, broken

@@ -93,7 +93,6 @@ class Echo(FakeExecutor):
         self._wrong = wrong
 
     def logits_after(self, tokens: npt.ArrayLike, mask: Any = None) -> npt.NDArray[np.float32]:
-        """See ``FakeExecutor.logits_after``."""
         values = super().logits_after(tokens, mask)
         wanted = self._wanted(np.asarray(tokens).tolist())
         if wanted is not None:

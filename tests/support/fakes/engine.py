@@ -9,8 +9,8 @@ from tests.support.fakes.loop import MAX_MODEL_LEN, VOCAB, make_draft, make_targ
 WORDS = [f"w{i}" for i in range(VOCAB)]
 
 
-def make_tokenizer() -> Tokenizer:
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="w0"))
+def make_tokenizer(size: int = VOCAB, letter: str = "w") -> Tokenizer:
+    tokenizer = Tokenizer(models.WordLevel({f"{letter}{i}": i for i in range(size)}, unk_token=f"{letter}0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return tokenizer
 

@@ -59,5 +59,4 @@ def let_trees_grow(decoder: Any, target: FakeExecutor, *, right: float = 0.6, mo
 
 
 def entries_of(executor: FakeExecutor, row: int, count: int) -> np.ndarray:
-    """The first entries of a row's cache."""
     return executor._cache[row, :count].copy()

@@ -1,10 +1,9 @@
 """A bundle with engines of TensorRT."""
 
-from tokenizers import Tokenizer, models, pre_tokenizers
-
 from specexport_runtime.bundle.entry import EngineFile
 from specexport_runtime.bundle.files import hash_files
 from specexport_runtime.bundle.manifest import Manifest, VocabularyInfo
+from tests.support.fakes import engine
 from tests.support.fakes.loop import MAX_MODEL_LEN, VOCAB
 from tests.support.fakes.trt_fakes import make_entry
 
@@ -12,9 +11,7 @@ LOOKAHEAD, ROWS = 4, 4
 
 
 def make_tokenizer():
-    tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCAB)}, unk_token="t0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return tokenizer
+    return engine.make_tokenizer(VOCAB, "t")
 
 
 def write_bundle(folder, **changes):

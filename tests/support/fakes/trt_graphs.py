@@ -27,8 +27,6 @@ class GraphContext(FakeContext):
 
 
 class GraphEngine(FakeEngine):
-    """An engine that is a lowered graph."""
-
     def __init__(self, gpu: FakeGpu, entry: Any, model: Any) -> None:
         self.gpu, self.entry = gpu, entry
         self.activation_bytes = 4096

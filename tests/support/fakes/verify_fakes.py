@@ -1,11 +1,12 @@
 """Engines over fake executors for the tests of verify."""
 
 import numpy as np
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer
 
 from specexport_runtime import SpecEngine
 from specexport_runtime.executors.base import argmax_ids
 from specexport_runtime.executors.fake import FakeExecutor
+from tests.support.fakes.engine import make_tokenizer
 from tests.support.fakes.engine_of import engine_of
 
 VOCAB = 23
@@ -15,12 +16,7 @@ LOOKAHEAD = 4
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9], [10, 11, 12, 13, 14, 15, 16], [3, 3, 3, 2]]
 
-DRAFTS = {
-    "same": {},
-    "good": {"noise": 0.8},
-    "random": {"seed": 99},
-    "adversarial": {"negate": True},
-}
+DRAFTS = {"same": {}, "good": {"noise": 0.8}, "random": {"seed": 99}, "adversarial": {"negate": True}}
 
 
 def make_executor(kind: type[FakeExecutor] = FakeExecutor, **options: object) -> FakeExecutor:
@@ -28,9 +24,7 @@ def make_executor(kind: type[FakeExecutor] = FakeExecutor, **options: object) ->
 
 
 def word_tokenizer() -> Tokenizer:
-    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return tokenizer
+    return make_tokenizer(VOCAB)
 
 
 def make_engine(draft: str | None = "good", target: FakeExecutor | None = None, **options: object) -> SpecEngine:

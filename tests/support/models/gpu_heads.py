@@ -10,7 +10,6 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-from tokenizers import Tokenizer, models
 
 from specexport.backends.ort import write_onnx
 from specexport.backends.profiles import engine_kv_capacity, most_new_tokens, plan_profiles
@@ -34,6 +33,7 @@ from specexport_runtime.executors.fake import FakeExecutor
 from specexport_runtime.executors.ort_cuda import OrtCudaExecutor
 from specexport_runtime.executors.paged import CUDNN_SWITCH
 from tests.support.cases import entries
+from tests.support.fakes.engine import make_tokenizer
 from tests.support.fakes.engine_of import engine_of
 from tests.support.fakes.fake_onnxruntime import FakeOrt
 from tests.support.fakes.trt_fakes import FakeGpu, make_entry, open_fake
@@ -182,13 +182,6 @@ def open_engine(
     if config.mask_token_id is not None:
         feature = np.zeros(config.feature_size, np.float32) if loaded.mask_feature is None else loaded.mask_feature
         mask = MaskInput(config.mask_token_id, feature, config.block_size)
-    tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCAB)}, unk_token="t0"))
-    return engine_of(
-        executors[0],
-        tokenizer,
-        head=executors[1],
-        max_model_len=MAX_MODEL_LEN,
-        lookahead=lookahead,
-        cut_head=None if loaded.ids is None else CutHead(loaded.ids, VOCAB),
-        mask=mask,
-    )
+    cut_head = None if loaded.ids is None else CutHead(loaded.ids, VOCAB)
+    given = {"head": executors[1], "max_model_len": MAX_MODEL_LEN, "lookahead": lookahead}
+    return engine_of(executors[0], make_tokenizer(VOCAB), **given, cut_head=cut_head, mask=mask)

@@ -1,8 +1,5 @@
 """The tiny pair and what tests do with it (a conftest cannot be imported by name)."""
 
-import fcntl
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -10,14 +7,6 @@ import numpy as np
 from specexport.compile import check
 from specexport.recipe import BuildRecipe
 from specexport_runtime.bundle.entry import ModelEntry
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on ``path``: the workers of pytest-xdist are separate processes."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 class TinyPair:
@@ -28,7 +17,6 @@ class TinyPair:
         self.draft = folder / "draft"
 
     def recipe(self, output: Path, **values: object) -> BuildRecipe:
-        """A recipe for the pair."""
         both = {"target": str(self.target), "draft": str(self.draft), "output": str(output)}
         return BuildRecipe(**(both | values))  # type: ignore[arg-type]
 

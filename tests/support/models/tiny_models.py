@@ -204,7 +204,6 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_model(classes: str, config: dict[str, Any], seed: int = 0) -> Any:
-    """A random model of a transformers architecture."""
     import transformers
 
     prefix, model_name, config_name, *_ = [*classes.split(":"), "", ""]

@@ -62,7 +62,6 @@ def draft_tokenizer() -> Any:
 
 
 def sides() -> tuple[Side, Side]:
-    """Target and draft."""
     target, draft = target_tokenizer(), draft_tokenizer()
     return (
         Side("target", target.to_str().encode(), target.get_vocab_size(), (2, 1), TEMPLATE.replace("TURN", "<|turn|>")),

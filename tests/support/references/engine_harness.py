@@ -12,7 +12,6 @@ from tests.support.references.sessions import session_of
 
 
 def make_checkpoint(model: Any) -> Any:
-    """A checkpoint around a model in memory."""
     from specexport.checkpoint.loaded import Checkpoint
 
     return Checkpoint(
@@ -76,39 +75,40 @@ def compiled(model: Any, folder: Path, kept: Any = None, **values: Any) -> Any:
     )
 
 
-def pack(
-    tokens: Sequence[Sequence[int]], pasts: Sequence[int], held: Sequence[Sequence[int]] | None = None
-) -> dict[str, np.ndarray]:
-    """Inputs of one packed step, all logits wanted; ``held``: position of each padded-KV entry, -1 for padding."""
-    firsts = pasts if held is None else [sum(at >= 0 for at in row) for row in held]
-    counts = np.array([len(row) for row in tokens])
-    width, cu = int(max(counts)), np.concatenate([[0], np.cumsum(counts)])
-    pad = np.zeros((len(tokens), 1, width), np.int64)
-    unpad, positions = [], []
-    for b, count in enumerate(counts):
-        pad[b, 0, :count] = np.arange(cu[b], cu[b + 1])
-        unpad += [b * width + j for j in range(count)]
-        positions += [firsts[b] + j for j in range(count)]
-    lens = np.array(pasts, np.int32)[:, None]
+def indices_of(past: Sequence[int], new: Sequence[int]) -> dict[str, np.ndarray]:
+    """Where the tokens of rows are in a step: in the pack, in their rows, and in a batch as wide as the longest."""
+    cu, width = np.concatenate([[0], np.cumsum(new)]), int(max(*new, 1))
+    lens = np.array(past, np.int32)[:, None]
     # A row without tokens names one of the step's tokens; the entry it writes is not counted.
     starts = np.minimum(cu[:-1], cu[-1] - 1)[:, None]
     ends = np.maximum(cu[1:, None], starts + 1)
-    kv_positions = np.full((len(tokens), 1, max(pasts) + width + 3), -1, np.int64)
-    for b, row in enumerate(held or ()):
-        own = [*row, *range(firsts[b], firsts[b] + int(counts[b]))]
-        kv_positions[b, 0, : len(own)] = own
     return {
-        "kv_positions": kv_positions,
-        "input_ids": np.array([t for row in tokens for t in row], np.int64),
-        "positions": np.array(positions, np.int64),
-        "logit_rows": np.arange(cu[-1], dtype=np.int64),
         "kv_lens": lens,
         "cu_new_tokens": cu.astype(np.int32),
         "row_starts": starts,
         "row_ends": ends,
         "row_totals": (lens + ends - starts).astype(np.int32),
-        "pad_index": pad,
-        "unpad_index": np.array(unpad, np.int64),
+        "pad_index": np.minimum(starts + np.arange(width), ends - 1)[:, None],
+        "unpad_index": np.array([b * width + j for b, count in enumerate(new) for j in range(count)], np.int64),
+    }
+
+
+def pack(
+    tokens: Sequence[Sequence[int]], pasts: Sequence[int], held: Sequence[Sequence[int]] | None = None
+) -> dict[str, np.ndarray]:
+    """Inputs of one packed step, all logits wanted; ``held``: position of each padded-KV entry, -1 for padding."""
+    firsts = pasts if held is None else [sum(at >= 0 for at in row) for row in held]
+    counts = [len(row) for row in tokens]
+    positions = [first + j for first, count in zip(firsts, counts, strict=True) for j in range(count)]
+    kv_positions = np.full((len(tokens), 1, max(pasts) + max(counts) + 3), -1, np.int64)
+    for b, row in enumerate(held or ()):
+        own = [*row, *range(firsts[b], firsts[b] + counts[b])]
+        kv_positions[b, 0, : len(own)] = own
+    return indices_of(pasts, counts) | {
+        "kv_positions": kv_positions,
+        "input_ids": np.array([t for row in tokens for t in row], np.int64),
+        "positions": np.array(positions, np.int64),
+        "logit_rows": np.arange(sum(counts), dtype=np.int64),
     }
 
 

@@ -68,7 +68,6 @@ class InterpretedKernels:
         self.ask("load_kernels", None if folder is None else str(folder))
 
     def close(self) -> None:
-        """End the process."""
         self._process.communicate()
 
 

@@ -126,7 +126,6 @@ def spec_vocab(spec: CorrectedSpec) -> int:
 
 
 def target_context(spec: CorrectedSpec, target: Any, tokens: Sequence[int]) -> Tensor:
-    """Context of all tokens but the last."""
     hidden = target(torch.tensor([list(tokens[:-1])]), output_hidden_states=True).hidden_states
     return context_of(spec.block, [hidden[tap][0] for tap in spec.block.taps])
 

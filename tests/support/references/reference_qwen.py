@@ -14,8 +14,6 @@ from torch.nn import functional
 
 
 class QwenModule:
-    """A module."""
-
     def __init__(self, stored: Mapping[str, Tensor], config: Mapping[str, Any], table: Tensor, lm_head: Tensor) -> None:
         self.t = {name.removeprefix("mtp."): value for name, value in stored.items() if name.startswith("mtp.")}
         self.c, self.table, self.lm_head = config, table, lm_head

@@ -7,7 +7,6 @@ from specexport_runtime.executors.operators import register
 
 
 def session_of(model: Any, *, num_threads: int = 1, optimized: Path | None = None, **entries: str) -> Any:
-    """A session on the CPU."""
     import onnx_ir as ir
     import onnxruntime
 
