@@ -253,7 +253,6 @@ def test_layers_of_no_gates_and_altered_and_broken_files_are_refused(bundle):
     ("arguments", "why"),
     [
         (["--methods", "self"], "--search-layers takes no --methods."),
-        (["--batch-size", "2"], "--search-layers takes no --batch-size."),
         (["--temperature", "0,0.5"], "--search-layers takes one --temperature."),
         (["--seed", "-1"], "the seed is -1."),
         (["--max-tokens", "95"], "prompt 'prompts/1'"),
@@ -269,9 +268,7 @@ def test_searches_that_cannot_be_are_refused(bundle, prompts, arguments, why):
 
 def test_several_bundles_and_targets_without_gates_are_refused(bundle, prompts, tmp_path):
     assert "takes one bundle, not 2" in line_of(search(bundle, prompts, bundle))
-    line = line_of(search(build(tmp_path, make_llama(), self_draft=False), prompts))
-    assert "without layers that can be left out" in line
-    assert "--self-draft" in line
+    assert "--self-draft" in line_of(search(build(tmp_path, make_llama(), self_draft=False), prompts))
 
 
 def test_a_bundle_that_was_rebuilt_meanwhile_keeps_nothing(bundle, prompts, monkeypatch):

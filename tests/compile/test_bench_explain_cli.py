@@ -120,12 +120,9 @@ def test_explain_prints_a_table_and_a_verdict(run_cli, tiny_bundle, cache, tmp_p
     [
         (["--drafter", "psychic"], "there is no drafter 'psychic'"),
         (["--lookahead", "99"], "built for 1 to 8"),
-        (["--lookahead", "some"], "neither an integer nor 'auto'"),
         (["--max-tokens", "0"], "max_tokens"),
-        (["--threads", "0"], "--threads is 0"),
         (["--reference", "none.txt"], "none.txt"),
         (["--draft-exit-gamma", "2"], "gamma is 2"),
-        (["--layer-period", "1"], "period is 1"),
         (["--chat"], "chat template"),
         (["--drafters", "self"], "--drafter"),
     ],

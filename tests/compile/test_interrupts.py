@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -88,7 +87,7 @@ def test_interrupts_are_one_line_and_leave_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_more_of_them_do_not_break_off_what_others_clear_away(tmp_path: Path) -> None:
+def test_more_of_them_do_not_break_off_what_others_clear_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cleared = []
 
     def work() -> None:
@@ -99,16 +98,12 @@ def test_more_of_them_do_not_break_off_what_others_clear_away(tmp_path: Path) ->
                 interrupt()
                 cleared.append(number)
 
-    assert build(tmp_path / "out", work) == 130
-    assert cleared == list(range(20))
-
-
-def test_once_all_is_clear_another_one_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    left = []
+    left: list[int] = []
     monkeypatch.setattr(os, "_exit", left.append)
-    assert build(tmp_path / "out", interrupt) == 130
+    assert build(tmp_path / "out", work) == 130
+    assert (cleared, left) == (list(range(20)), [])
     interrupt()
-    assert left == [130]
+    assert left == [130], "once all is clear another one ends the process"
 
 
 def test_one_that_somebody_swallowed_is_not_the_last_one_heard(tmp_path: Path) -> None:
@@ -181,35 +176,18 @@ cli(["go"])
 WAIT_S = 240
 
 
-def start_build(pair: TinyPair, output: Path) -> "subprocess.Popen[str]":
-    args = [str(pair.target), "-o", str(output), "--no-cache"]
-    # A test runner started in the background hands down an ignored SIGINT; Ctrl-C must reach the build.
-    code = (
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from specexport.cli import main; main()"
-    )
-    command = [sys.executable, "-c", code, "build", *args]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-
-
-def wait_for_files(process: "subprocess.Popen[str]", folder: Path) -> Path:
-    """Wait until the build has made its temporary folder and is past loading."""
-    temporary = folder / f".out.tmp-{process.pid}"
-    assert process.stderr is not None
-    deadline = time.monotonic() + WAIT_S
-    for line in process.stderr:
-        if "trace" in line:
-            break
-        assert time.monotonic() < deadline
-    assert temporary.is_dir(), "the build works somewhere else than expected"
-    return temporary
-
-
 @pytest.mark.whole
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])
 def test_a_build_that_is_stopped_leaves_no_bundle(sent: signal.Signals, tiny_pair: TinyPair, tmp_path: Path) -> None:
-    process = start_build(tiny_pair, tmp_path / "out")
-    temporary = wait_for_files(process, tmp_path)
+    # A test runner started in the background hands down an ignored SIGINT; Ctrl-C must reach the build.
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code += "from specexport.cli import main; main()"
+    command = [sys.executable, "-c", code, "build", tiny_pair.target, "-o", tmp_path / "out", "--no-cache"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    assert any("trace" in line for line in process.stderr), "it is past loading"
+    temporary = tmp_path / f".out.tmp-{process.pid}"
+    assert temporary.is_dir(), "the build works somewhere else than expected"
     process.send_signal(sent)
     _, errors = process.communicate(timeout=WAIT_S)
     if sent == signal.SIGINT:
