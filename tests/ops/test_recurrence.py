@@ -1,6 +1,6 @@
 """The torch ops and the lowering of the recurrences against their plain reference."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -188,7 +188,7 @@ def test_lowered_op_is_the_reference_in_place(name: str) -> None:
 @pytest.mark.parametrize("name", ["gated_delta", "selective", "state_space", "conv"])
 def test_a_token_has_the_same_bits_at_every_width_as_draft_and_for_good(name: str) -> None:
     case = CASES[name]
-    tokens = Case(((0, 0, 8, 0),), case.kind, case.heads, case.dims, case.decay, case.beta)
+    tokens = replace(case, rows=((0, 0, 8, 0),))
     whole = make_inputs(tokens)
     lowered = Lowered(tokens, whole)
     wanted, state, _ = lowered.run(whole)
@@ -205,9 +205,7 @@ def test_a_token_has_the_same_bits_at_every_width_as_draft_and_for_good(name: st
     ]:
         assert settled + drafts == waits
         count = certain + drafted
-        steps = make_inputs(
-            Case(((settled, drafts, certain, drafted),), case.kind, case.heads, case.dims, case.decay, case.beta)
-        )
+        steps = make_inputs(replace(case, rows=((settled, drafts, certain, drafted),)))
         steps |= {key: whole[key][at : at + count] for key in per_token} | kept
         steps |= {key: whole[key] for key in ("weight", "bias") if key in whole}
         output, *after = lowered.run(steps)

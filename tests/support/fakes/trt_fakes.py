@@ -123,19 +123,15 @@ class FakeGpu(HostGpu):
     def clear(self, address: int, num_bytes: int) -> None:
         self.note("clear", lambda: self.bytes(address, num_bytes).fill(0))
 
-    def copy_in(self, destination: int, source: int, num_bytes: int) -> None:
+    def copy_in(self, destination: int, source: int, num_bytes: int, *, out: bool = False) -> None:
         def copy() -> None:
-            self.bytes(destination, num_bytes)[:] = self.bytes(source, num_bytes, pinned=True)
+            self.bytes(destination, num_bytes, pinned=out)[:] = self.bytes(source, num_bytes, pinned=not out)
 
         self.copied.append(num_bytes)
-        self.note("copy_in", copy)
+        self.note("copy_out" if out else "copy_in", copy)
 
     def copy_out(self, destination: int, source: int, num_bytes: int) -> None:
-        def copy() -> None:
-            self.bytes(destination, num_bytes, pinned=True)[:] = self.bytes(source, num_bytes)
-
-        self.copied.append(num_bytes)
-        self.note("copy_out", copy)
+        self.copy_in(destination, source, num_bytes, out=True)
 
     def copy_rows(self, destination: int, source: int, width: int, height: int, pitch: int) -> None:
         assert width <= pitch
