@@ -1,10 +1,7 @@
 """What an engine of fakes has read."""
 
 from specexport_runtime.sampling.params import SamplingParams
-from tests.support.fakes.loop import (
-    make_sequence,
-    run,
-)
+from tests.support.fakes.loop import make_sequence, run
 
 
 def ask(decoder, prompt, tokens=6, *, scope="", seed=0, plan=(), temperature=0.0, pinned=False):
