@@ -119,6 +119,10 @@ def test_sampling_flags_reach_the_sampler(run):
         ([PROMPT, "--chat"], "no chat template"),
         (["word " * 3000], "tokens; this engine takes up to 1023"),
         (["--prompt-file", "no/such/file"], "no/such/file"),
+        # What is not UTF-8 comes as halves of surrogate pairs.
+        (["def \udcff", "--max-tokens", 4], "the prompt is no text: character 5 is '\\udcff'"),
+        (["--chat", "\udcff"], "chat template"),
+        ([PROMPT, "--\udcff"], "no such option '--\\udcff'"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(run, args, words):
@@ -136,19 +140,6 @@ def test_bad_prompt_files(run, tmp_path):
         assert words in refuse(run, "--prompts", path)
     path.write_text("x")
     assert "both given" in refuse(run, PROMPT, "--prompt-file", path)
-
-
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        (["def \udcff", "--max-tokens", 4], "the prompt is no text: character 5 is '\\udcff'"),
-        (["--chat", "\udcff"], "chat template"),
-        ([PROMPT, "--\udcff"], "no such option '--\\udcff'"),
-    ],
-)
-def test_an_argument_that_is_not_utf8_is_one_line(run, args, words):
-    """What is not UTF-8 comes as halves of surrogate pairs."""
-    assert words in refuse(run, *args)
 
 
 def test_how_sampled_drafts_are_accepted(run):

@@ -130,8 +130,6 @@ def test_what_cannot_be_is_refused_when_the_engine_is_made():
     assert error.value.hint == f"give {row} or more, or a max_model_len of up to 55."
     with closing(make_engine(kv_cache_memory_bytes=row)) as engine:
         assert engine.current_load().kv_bytes_budget == row
-    with pytest.raises(InvalidRequestError, match="cannot give memory of its KV cache back"):
-        make_engine(kv_cache_memory_bytes="1MiB", unpad_kv=False)
 
 
 def test_an_engine_keeps_to_its_budget_and_tells_of_it():

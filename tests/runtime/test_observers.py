@@ -8,12 +8,13 @@ import pytest
 from specexport_runtime import SamplingParams
 from specexport_runtime.errors import RequestFailedError, SpecexportError
 from specexport_runtime.executors.fake import FakeExecutor
-from specexport_runtime.requests.records import DraftStage
+from specexport_runtime.requests.records import DraftStage, Proposal
+from specexport_runtime.requests.request import RoundEvent
 from specexport_runtime.watch.observe import RoundRecord
 from tests.support.fakes.adaptive import gated_curves
 from tests.support.fakes.adaptive import make_decoder as make_adaptive_decoder
 from tests.support.fakes.engine import make_engine
-from tests.support.fakes.loop import finish, make_decoder, make_sequence, make_target
+from tests.support.fakes.loop import finish, make_sequence
 from tests.support.fakes.rounds import check_every_round
 from tests.support.fakes.submitted import LONG, expected, slow_down
 from tests.support.fakes.watcher import Watcher, wait_for_thread
@@ -150,18 +151,8 @@ def test_what_plain_decoding_takes_is_measured_or_known():
 
 
 def test_saved_seconds_are_per_row():
-    target = make_target()
-    decoder, watcher = make_decoder(target, None, 1), Watcher()
-    decoder.observers.add(watcher)
-    for i in range(2):
-        decoder.add(make_sequence(i, [i], SamplingParams(max_tokens=3)))
-    while decoder.has_work:
-        decoder.step()
-    record = watcher.rounds[-1]
-    assert len(record.events) == 2
-    event = record.events[0]._replace(tokens=[1, 2, 3])
-    record = RoundRecord([event, record.events[1]], 0, 0.5, plain_seconds=0.4)
-    assert record.saved_seconds == pytest.approx(0.4 * 2 - 0.5)
+    events = [RoundEvent(None, tokens, 0, 0, False, Proposal([])) for tokens in ([1, 2, 3], [4])]
+    assert RoundRecord(events, 0, 0.5, plain_seconds=0.4).saved_seconds == pytest.approx(0.4 * 2 - 0.5)
 
 
 def drafts(watched):

@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from specexport_runtime import SamplingParams, SpecEngine
-from specexport_runtime.errors import EngineClosedError, SpecexportError
+from specexport_runtime.errors import EngineClosedError, RequestFailedError, SpecexportError
 from specexport_runtime.intake.drafting import RequestSpec
 from tests.support.cases import chance
 from tests.support.fakes.engine import make_engine
-from tests.support.fakes.loop import greedy_reference, make_target
+from tests.support.fakes.loop import fail_at, greedy_reference, make_target
 from tests.support.fakes.rounds import check_every_round
 from tests.support.fakes.watcher import Listener, Watcher, wait_for_thread
 
@@ -166,29 +166,17 @@ def test_what_many_threads_ask_of_one_engine_at_once_is_what_each_gets_alone(alo
 @pytest.mark.fuzz
 def test_two_engines_in_one_process_do_not_touch_each_other(alone):
     """The same work at once, one of them failing and closing in the middle of it."""
-    good, bad = make_engine(), make_engine()
-    start = threading.Barrier(5)
-    failing = threading.Event()
-    execute = bad.target.execute
+    good, bad, start = make_engine(), make_engine(), threading.Barrier(5)
+    fail_at(bad.target, 60)
 
-    def broken(*args):
-        if failing.is_set():
-            raise RuntimeError("gone")
-        return execute(*args)
-
-    bad.target.execute = broken
+    def ask(i):
+        tokens = bad.submit([i % 17], SamplingParams(max_tokens=20)).result(60).token_ids
+        assert tokens == greedy_reference(make_target(), [i % 17], 20)
 
     def spoil():
         start.wait(30)
-        for i in range(30):
-            if i == 10:
-                failing.set()
-            handle = bad.submit([i % 17], SamplingParams(max_tokens=20))
-            try:
-                assert handle.result(60).token_ids == greedy_reference(make_target(), [i % 17], 20)
-                assert i < 10
-            except SpecexportError:
-                assert i >= 10
+        with pytest.raises(RequestFailedError, match="the device went away"):
+            list(map(ask, range(30)))
         bad.close()
 
     with ThreadPoolExecutor(5) as pool:
