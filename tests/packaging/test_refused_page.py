@@ -22,27 +22,16 @@ def texts() -> list[str]:
     return found
 
 
-def quoted() -> list[str]:
-    """The messages of the page: what stands in backticks in the first column."""
-    rows = re.findall(r"^\| (`.+?) \| ", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    return [message for row in rows for message in re.findall(r"`([^`]+)`", row)]
-
-
-def pattern(message: str) -> str:
-    """Both sides may have something put in where the other one has words."""
-    return "[^|]*?".join(map(re.escape, message.split("…")))
-
-
 def unknown(messages: list[str]) -> list[str]:
+    """Both sides may have something put in where the other one has words."""
     known = "\n|".join(texts())
-    return [message for message in messages if re.search(pattern(message), known) is None]
+    patterns = {message: "[^|]*?".join(map(re.escape, message.split("…"))) for message in messages}
+    return [message for message in messages if re.search(patterns[message], known) is None]
 
 
 def test_every_message_of_the_page_is_one_of_the_code() -> None:
-    messages = quoted()
+    rows = re.findall(r"^\| (`.+?) \| ", PAGE.read_text(encoding="utf-8"), re.MULTILINE)  # in the first column
+    messages = [message for row in rows for message in re.findall(r"`([^`]+)`", row)]
     assert messages
-    assert unknown(messages) == []
-
-
-def test_a_message_that_is_gone_is_found() -> None:
-    assert unknown(["which is not installed", "which is not … anywhere"]) == ["which is not … anywhere"]
+    gone = "which is not … anywhere"
+    assert unknown([*messages, "which is not installed", gone]) == [gone]

@@ -95,41 +95,38 @@ def test_a_right_engine_passes_in_every_company():
     assert sum(shape.num_seqs == 1 and shape.num_tokens == 1 for shape in executor.calls) == 12
     for lookahead in (1, 2):  # for which short sequences are long enough
         assert check(make_executor(), lookahead)[0].passed
+    for sequences in ([], [[1, 2]]):
+        with pytest.raises(InvalidRequestError, match="3 tokens"):
+            check_neighbours("target", make_executor(), sequences, lookahead=2)
 
 
-class OneScale(FakeExecutor):
-    """Logits rounded to 255 steps of the largest one in the step; with ``each``, of the largest one of their row."""
+class Changed(FakeExecutor):
+    """Logits that ``change`` makes of the right ones, given the executor."""
 
-    def __init__(self, *sizes, each=False, **options):
-        super().__init__(*sizes, **options)
-        self.each = each
+    def __init__(self, *sizes, change):
+        super().__init__(*sizes)
+        self.change = change
 
     def execute(self, want="logits"):
-        logits = super().execute()
-        scale = np.abs(logits).max(axis=1 if self.each else None, keepdims=True) / 127
+        return self.change(self, super().execute().copy())
+
+
+def rounded(axis):
+    """To 255 steps of the largest logit along an axis."""
+
+    def change(_executor, logits):
+        scale = np.abs(logits).max(axis=axis, keepdims=True) / 127
         return np.round(logits / scale).astype(np.float32) * scale
 
+    return change
 
-def test_one_scale_a_step_fails_and_one_a_token_passes():
-    assert check(make_executor(OneScale, each=True))[0].passed
-    result, failed = check(make_executor(OneScale))
+
+def test_one_scale_a_step_fails_and_one_a_token_passes_and_nan_everywhere_fails():
+    assert check(make_executor(Changed, change=rounded(1)))[0].passed
+    result, failed = check(make_executor(Changed, change=rounded(None)))
     assert not result.passed
     assert failed == {case.name for case in result.cases}
-
-
-class BesideOthers(FakeExecutor):
-    """Logits that are off by ``offset`` in steps of several rows."""
-
-    def __init__(self, *sizes, offset):
-        super().__init__(*sizes)
-        self.offset = offset
-
-    def execute(self, want="logits"):
-        rows = self._shape.num_seqs
-        logits = super().execute().copy()
-        if rows > 1:
-            logits[0, 3] += self.offset
-        return logits
+    assert not check(make_executor(Changed, change=lambda _, logits: logits * np.float32(math.nan)))[0].passed
 
 
 @pytest.mark.parametrize(
@@ -137,7 +134,11 @@ class BesideOthers(FakeExecutor):
     [(0.0, 1e-6, False), (1e-5, 1e-6, True), (1e-5, 0.5, False), (1e-5, math.nan, False), (0.0, math.inf, False)],
 )
 def test_what_other_rows_change_is_seen(tolerance, offset, passed):
-    result, failed = check(make_executor(BesideOthers, offset=offset), tolerance=tolerance)
+    def change(executor, logits):
+        logits[0, 3] += offset if executor.calls[-1].num_seqs > 1 else 0
+        return logits
+
+    result, failed = check(make_executor(Changed, change=change), tolerance=tolerance)
     assert result.passed == passed
     assert sum(case.rows - case.same_bits for case in result.cases) > 0
     assert failed == (set() if passed else {f"{n} at a time beside 3 other rows" for n in (1, 5)})
@@ -155,33 +156,15 @@ def test_a_real_graph_with_one_scale_a_step_fails(demo_bundle, tmp_path, each_to
     assert {case.passed for case in result.cases} == {each_token}
 
 
-class AfterPieces(FakeExecutor):
-    """Logits whose zeros get a sign if the prompt was cut before token 7."""
+def test_one_bit_that_the_cut_of_the_prompt_changes_is_seen():
+    """A difference of nothing, in value: zeros get a sign if the prompt was cut before token 7."""
 
-    def execute(self, want="logits"):
-        logits = super().execute().copy()
-        logits[:, 2] = -0.0 if any(shape.num_tokens == 7 for shape in self.calls) else 0.0
+    def change(executor, logits):
+        logits[:, 2] = -0.0 if any(shape.num_tokens == 7 for shape in executor.calls) else 0.0
         return logits
 
-
-def test_one_bit_that_the_cut_of_the_prompt_changes_is_seen():
-    """A difference of nothing, in value."""
-    result, _ = check(make_executor(AfterPieces))
+    result, _ = check(make_executor(Changed, change=change))
     assert not result.passed
     assert result.max_relative == 0.0
     assert next(case for case in result.cases if "pieces" in case.name).same_bits == 0
-    assert check(make_executor(AfterPieces), tolerance=1e-5)[0].passed
-
-
-def test_a_nan_that_is_the_same_everywhere_fails():
-    class Broken(FakeExecutor):
-        def execute(self, want="logits"):
-            return np.full_like(super().execute(), math.nan)
-
-    assert not check(make_executor(Broken))[0].passed
-
-
-def test_what_cannot_be_checked_is_refused():
-    for sequences in ([], [[1, 2]]):
-        with pytest.raises(InvalidRequestError, match="3 tokens"):
-            check_neighbours("target", make_executor(), sequences, lookahead=2)
+    assert check(make_executor(Changed, change=change), tolerance=1e-5)[0].passed
