@@ -119,6 +119,22 @@ def test_sampling_flags_reach_the_sampler(run):
         ([PROMPT, "--chat"], "no chat template"),
         (["word " * 3000], "tokens; this engine takes up to 1023"),
         (["--prompt-file", "no/such/file"], "no/such/file"),
+        ([PROMPT, "--drafter", "lokup"], "did you mean 'lookup'?"),
+        ([PROMPT, "--drafter", "lookup", "--no-speculation"], "drop one"),
+        ([PROMPT, "--reference", "missing.txt"], "cannot be read"),
+        ([PROMPT, "--lookahead", "automatic"], "neither an integer nor 'auto'"),
+        ([PROMPT, "--drafter", "self", "--layer-threshold", "1.5"], "threshold is 1.5"),
+        ([PROMPT, "--drafter", "self", "--layer-threshold", "high"], "neither a number nor 'off'"),
+        ([PROMPT, "--drafter", "self", "--layer-threshold", "off", "--layer-period", "off"], "both off"),
+        ([PROMPT, "--layer-period", "4"], "use drafter 'self'"),
+        ([PROMPT, "--no-draft-exit", "--draft-exit-gamma", "0.5"], "drop one"),
+        ([PROMPT, "--acceptance", "blok"], "acceptance is 'blok'. Fix: choose one of block, token."),
+        ([PROMPT, "--tree-size", "64"], "from 0 (chains) to 63, or 'auto'"),
+        ([PROMPT, "--tree-size", "auto", "--lookahead", "4"], "the number of draft tokens is not"),
+        ([PROMPT, "--drafter", "lookup", "--draft-exit"], "none drafts here"),
+        ([PROMPT, "--drafter", "lookup", "--corpus", "."], "--corpus was given, and no drafter uses it"),
+        ([PROMPT, "--temperature", "0.8", "--seed", "3", "--suffix-memory", "4"], "add --drafter suffix or auto"),
+        ([PROMPT, "--drafter", "draft-model", "--reference", __file__], "does not copy"),
         # What is not UTF-8 comes as halves of surrogate pairs.
         (["def \udcff", "--max-tokens", 4], "the prompt is no text: character 5 is '\\udcff'"),
         (["--chat", "\udcff"], "chat template"),
@@ -211,38 +227,9 @@ def test_references_come_from_a_file_or_from_each_line(run, tmp_path):
     assert by_file["stats"]["rounds"] == by_line["stats"]["rounds"] < without["stats"]["rounds"]
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--drafter", "lokup"], "did you mean 'lookup'?"),
-        (["--drafter", "lookup", "--no-speculation"], "drop one"),
-        (["--reference", "missing.txt"], "cannot be read"),
-        (["--lookahead", "automatic"], "neither an integer nor 'auto'"),
-        (["--drafter", "self", "--layer-threshold", "1.5"], "threshold is 1.5"),
-        (["--drafter", "self", "--layer-threshold", "high"], "neither a number nor 'off'"),
-        (["--drafter", "self", "--layer-threshold", "off", "--layer-period", "off"], "both off"),
-        (["--layer-period", "4"], "use drafter 'self'"),
-        (["--no-draft-exit", "--draft-exit-gamma", "0.5"], "drop one"),
-        (["--acceptance", "blok"], "acceptance is 'blok'. Fix: choose one of block, token."),
-        (["--tree-size", "64"], "from 0 (chains) to 63, or 'auto'"),
-        (["--tree-size", "auto", "--lookahead", "4"], "the number of draft tokens is not"),
-        (["--drafter", "lookup", "--draft-exit"], "none drafts here"),
-        (["--drafter", "lookup", "--corpus", "."], "--corpus was given, and no drafter uses it"),
-        (["--temperature", "0.8", "--seed", "3", "--suffix-memory", "4"], "add --drafter suffix or auto"),
-    ],
-)
-def test_bad_batch_and_drafter_options_are_refused(run, options, words):
-    assert words in refuse(run, PROMPT, *options)
-
-
 def test_what_was_generated_is_kept_in_the_suffix_file(run, tmp_path):
     file = tmp_path / "kept.npz"
     first, again = [run(PROMPT, "--suffix-file", file, "--stats", "--max-tokens", 24) for _ in range(2)]
     assert first.exit_code == again.exit_code == 0
     assert first.stdout == again.stdout
     assert file.exists()
-
-
-def test_a_reference_without_lookup_is_refused(run, tmp_path):
-    (tmp_path / "r.txt").write_text("text")
-    assert "does not copy" in refuse(run, PROMPT, "--drafter", "draft-model", "--reference", tmp_path / "r.txt")
