@@ -45,26 +45,17 @@ def kept_ids(cut: HeadCut, *args: Any, **kwargs: Any) -> Any:
     return np.sort(rank_head_ids(cut, *args, **kwargs)[: cut.size])
 
 
-def test_the_likeliest_tokens_stay(tokenizer: bytes) -> None:
+def test_the_likeliest_tokens_and_what_ends_a_text_stay(tokenizer: bytes) -> None:
     chosen = kept_ids(HeadCut(3, ("zzzzyyyx", "yx~")), tokenizer, 320)
     assert chosen.dtype == np.int32
     assert chosen.tolist() == sorted(ids_of(tokenizer, "zyx"))
-
-
-def test_ties_and_what_was_never_seen_come_in_the_order_of_ids(tokenizer: bytes) -> None:
-    seen = sorted(ids_of(tokenizer, "wvz"))
+    seen = sorted(ids_of(tokenizer, "wvz"))  # ties, and what was never seen, come in the order of ids
     assert kept_ids(HeadCut(2, ("wvz", "zvw")), tokenizer, 320).tolist() == seen[:2]
     assert kept_ids(HeadCut(8, ("wvz",)), tokenizer, 320).tolist() == [0, 1, 2, 3, 4, *seen]
-
-
-def test_what_ends_a_text_stays(tokenizer: bytes) -> None:
     cut = HeadCut(4, ("aaaabbbbccccdd",), ends=(300, 999))  # no row of 999 is there to keep
     chosen = kept_ids(cut, tokenizer, 320, keep=(2,), special_tokens=["<pad>", "no token"])
     assert chosen.tolist() == sorted({300, 2, 0} | ids_of(tokenizer, "a"))
-
-
-def test_tokens_that_the_draft_has_no_row_for_are_not_counted(tokenizer: bytes) -> None:
-    last = max(ids_of(tokenizer, "z"))
+    last = max(ids_of(tokenizer, "z"))  # the draft has no row for it
     assert kept_ids(HeadCut(1, ("zzzza",)), tokenizer, last).tolist() == list(ids_of(tokenizer, "a"))
 
 
@@ -117,7 +108,6 @@ def test_bad_input_is_one_line(refuse_cli: Refuse, tiny_pair: TinyPair, tmp_path
     assert "has no text" in refuse_cli(*pair, "--draft-vocab-texts", tmp_path), "forms are tried on them"
     assert "'most' is neither a whole number nor 'auto' nor 'all'" in refuse_cli(*pair, "--draft-vocab-size", "most")
     assert "does not exist" in refuse_cli(*pair, "--draft-vocab-size", 9, "--draft-vocab-texts", tmp_path / "none")
-    assert "has no text" in refuse_cli(*pair, "--draft-vocab-size", 9, "--draft-vocab-texts", tmp_path)
     alone = ("build", tiny_pair.target, "-o", tmp_path / "out", "-q")
     assert "draft_vocab_size is given and draft is not" in refuse_cli(*alone, "--draft-vocab-size", 9)
     assert "draft_vocab_texts is given and draft is not" in refuse_cli(*alone, "--draft-vocab-texts", "x")

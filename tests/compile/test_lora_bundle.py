@@ -186,16 +186,14 @@ def test_kept_texts_are_those_of_one_adapter(bundle: Path) -> None:
         engine.check()
 
 
-def test_an_adapter_that_is_not_there_is_refused(engine: SpecEngine, bundle: Path) -> None:
+def test_padded_rows_have_their_adapters_too_and_those_that_are_not_there_are_refused(
+    bundle: Path, engine: SpecEngine
+) -> None:
     assert engine.adapters == ("sql", "poems")
-    with pytest.raises(InvalidRequestError, match="there is no LoRA adapter 'sqk' to choose") as caught:
+    with pytest.raises(InvalidRequestError, match=r"'sqk' to choose.*did you mean 'sql'"):
         engine.submit(PROMPTS[0], lora="sqk")
-    assert "did you mean 'sql'" in str(caught.value)
     with pytest.raises(InvalidRequestError, match="'chess' to choose"):
         load(bundle, lora="chess")
-
-
-def test_padded_rows_have_their_adapters_too(bundle: Path, engine: SpecEngine) -> None:
     wanted = {name: engine.generate(PROMPTS[0], PLAIN, lora=name)[0].token_ids for name in NAMES}
     with closing(load(bundle, unpad_kv=False, unpad_input=False)) as padded:
         handles = {name: padded.submit(PROMPTS[0], PLAIN, lora=name, drafter="draft-model") for name in NAMES}

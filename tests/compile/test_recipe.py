@@ -27,6 +27,7 @@ def test_flags_go_before_the_file(tmp_path: Path) -> None:
     recipe = make_recipe({"lookahead": 5, "draft": None}, path)
     assert (recipe.target, recipe.output, recipe.lookahead, recipe.max_model_len) == ("/t", "/o", 5, 100)
     assert recipe.quantization_of("target") is recipe.quantization_of("draft") is None
+    assert make_recipe({"kv_cache_dtype": "auto"}, path).kv_cache_dtype is None, "the dtype of the model"
     recipe = make_recipe({"draft": "d", "quantize": "int4", "draft_quantize": "int8"}, path)
     assert (recipe.quantization_of("target"), recipe.quantization_of("draft")) == ("int4", "int8")
     with pytest.raises(RecipeError, match="No such file"):

@@ -74,17 +74,6 @@ def test_entry_points_import_without_heavy_packages(
     record_property(f"measured: seconds to import {module}", f"{seconds:.2f}")
 
 
-def test_help_imports_nothing_heavy(record_property: Callable[[str, object], None]) -> None:
-    code = (
-        "from specexport.cli import main\nsys.argv = ['specexport', '--help']\n"
-        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code, end.code"
-    )
-    names, seconds = loaded_after(code)
-    assert "specexport" in names
-    assert not names & HEAVY
-    record_property("measured: seconds for `specexport --help`", f"{seconds:.2f}")
-
-
 def test_runtime_sources_name_no_forbidden_package() -> None:
     allowed = RUNTIME_MAY_IMPORT | set(sys.stdlib_module_names)
     sources = sorted(RUNTIME.rglob("*.py"))
