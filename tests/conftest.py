@@ -50,7 +50,7 @@ def _isolated_environment(session_dir: Path) -> Iterator[None]:
         patch.setenv("XDG_CACHE_HOME", str(session_dir / "cache"))
         patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setenv("TOKENIZERS_PARALLELISM", "false")
-        tiny_traces.folder = tiny_traces.exports_of(ROOT)
+        tiny_traces.folder = tiny_traces.exports_of()
         yield
 
 

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cases.loaded import load_file
-
 ROOT = Path(__file__).parents[2]
 NOT_OURS = {"build", "dist", "engines"}
 PAGES = sorted(
@@ -109,42 +107,3 @@ def test_what_is_broken_is_found(tmp_path: Path) -> None:
         "lost.py",
         "x/y.py",
     ]
-
-
-# The site's hook, without mkdocs: `make docs` builds the site itself.
-
-
-@pytest.mark.parametrize(
-    ("page", "link", "in_site"),
-    [
-        ("README.md", "docs/cli.md#exit-codes", "cli.md#exit-codes"),
-        ("docs/generate.md", "../README.md", "index.md"),
-        ("docs/scaling.md", "../benchmarks/steps.py", "benchmarks/steps.py"),
-        ("docs/reference/runtime.md", "../generate.md", "../generate.md"),
-        ("docs/benchmarks.md", "../examples/deep_target", "examples/deep_target/README.md"),
-        ("examples/grafana/README.md", "../../docs/observability.md", "../../observability.md"),
-        ("README.md", "https://x.invalid/docs/cli.md", "https://x.invalid/docs/cli.md"),
-        ("README.md", "#install", "#install"),
-    ],
-)
-def test_links_are_translated_for_the_site(page: str, link: str, in_site: str) -> None:
-    site = load_file(ROOT / "tools" / "docs_site.py")
-    assert site.translate(f"[text]({link})", page) == f"[text]({in_site})"
-    code = f"```text\n[text]({link})\n```"
-    assert site.translate(code, page) == code
-    assert site.translate(f"a\n\n```bash no-test: why\n[text]({link})\n```\n", page).splitlines()[2] == "```bash"
-    assert site.repository_path(site.site_path(page)) == page
-
-
-def test_docstrings_are_shown_without_sphinxs_roles() -> None:
-    site = load_file(ROOT / "tools" / "docs_site.py")
-    html = "<p>Use :meth:<code>load</code>, as here::</p>\n<p>::</p>\n<pre>a::b</pre><p>One: two:</p>"
-    assert site.plain_docstrings(html) == "<p>Use <code>load</code>, as here:</p>\n<pre>a::b</pre><p>One: two:</p>"
-
-
-def test_the_readme_shows_the_beginning_of_the_demo() -> None:
-    tool = load_file(ROOT / "tools" / "readme_output.py")
-    text, measured = "\n".join(str(number) for number in range(40)), "Greedy, 8 prompts\n  plain decoding"
-    assert tool.shorten(f"{text}\n\n\n{measured}") == f"0\n1\n2\n3\n4\n5\n…\n\n{measured}"
-    assert tool.shorten("short\n\nGreedy, 8") == "short\n\nGreedy, 8"
-    assert tool.shorten("another form") == "another form"

@@ -1,4 +1,3 @@
-import re
 import subprocess
 import sys
 import tomllib
@@ -100,14 +99,6 @@ def test_hints_install_from_where_the_package_came(monkeypatch: pytest.MonkeyPat
     assert errors.pip_install("cuda") == (
         "pip install '.[cuda]' in a clone of specexport, or 'WHEEL[cuda]' with the path of its wheel."
     )
-
-
-def test_nothing_says_that_an_index_has_specexport() -> None:
-    places = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-    for folder in ("specexport", "runtime", "docs", "docker", "examples", "engines/recipes", "benchmarks", "tools"):
-        places += [path for path in (ROOT / folder).rglob("*") if path.suffix in {".py", ".md", ".toml", ".Dockerfile"}]
-    said = [path for path in places if re.search(r"install [^\n`]*\bspecexport\[", path.read_text(encoding="utf-8"))]
-    assert said == []
 
 
 def test_pinned_torch_lies_in_the_declared_range(install: ModuleType) -> None:

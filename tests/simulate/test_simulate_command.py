@@ -2,9 +2,7 @@
 
 import importlib.util
 import json
-import re
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,19 +12,13 @@ from specexport.atomic import write_file
 from specexport.cli import main
 from specexport.simulate.model import StepCost, batch_padding, best_draft_length, expected_speedup
 from specexport_runtime.errors import UserInputError
-from tests.support.cases.imports import HEAVY, loaded_after
 from tests.support.cases.refusals import line_of
 
-PAGES = [Path(__file__).parents[2] / "docs" / "ems-sd.md", Path(__file__).with_name("tables.md")]
 FAST = ["simulate", "--accuracy", "0.5,0.8", "--batch-size", "1,4", "--samples", "500"]
 
 
 def run(*arguments):
     return CliRunner().invoke(main, [*map(str, arguments)])
-
-
-def cells(table):
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line[:1] == "|"]
 
 
 def test_json_record_is_complete_and_repeatable(tmp_path):
@@ -107,30 +99,6 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
         write_file(file, fail)
     assert file.read_text() == "old"
     assert list(tmp_path.iterdir()) == [file]
-
-
-def test_imports_stay_light():
-    names, _ = loaded_after("import specexport.simulate.command, specexport.simulate.model")
-    assert not names & {*HEAVY, "matplotlib", "scipy"}
-
-
-def documented_tables():
-    """Each `specexport simulate` of the documentation with the table printed below it."""
-    pattern = r"```bash\nspecexport (simulate [^\n]*)\n```\n\n((?:\|[^\n]*\n)+)"
-    pages = [re.findall(pattern, page.read_text(encoding="utf-8")) for page in PAGES]
-    assert all(pages)
-    return [found for page in pages for found in page]
-
-
-@pytest.mark.parametrize(("command", "table"), documented_tables(), ids=lambda value: value[:60])
-def test_documented_tables_are_what_the_command_prints(command, table):
-    exact = ("accuracy", "batch", "accepted", "longest", "padding", "ratio", "speedup", "padded", "best K")
-    result = run(*command.split(), "--samples", "10")
-    assert result.exit_code == 0, result.output
-    assert "standard errors" in result.stdout
-    for found, printed in zip(cells(result.stdout), cells(table), strict=True):
-        columns = [i for i, name in enumerate(cells(table)[0]) if name in exact]
-        assert [found[i] for i in columns] == [printed[i] for i in columns]
 
 
 def test_the_model_fits_what_ems_sd_measured():

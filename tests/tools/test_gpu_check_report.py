@@ -2,18 +2,14 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from specexport_runtime.executors.fake import FakeExecutor
 from tests.support.cases.patience import wait_until
 from tools.gpu_check_lib import runner
 from tools.gpu_check_lib.context import Context, SkipTaskError
-from tools.gpu_check_lib.forced import decode
-from tools.gpu_check_lib.rows import Recorder, Row, judge, read_rows
+from tools.gpu_check_lib.rows import Recorder, Row, read_rows
 from tools.gpu_check_lib.runner import Budget, Task, run_tasks
-from tools.gpu_check_lib.steps import random_tokens
 
 VOCAB = 61
 
@@ -28,22 +24,6 @@ class Clock:
 
 def rows_of(context: Context) -> list[Row]:
     return read_rows(context.recorder.path)
-
-
-# budget and isolation
-
-
-def test_budget_gives_a_task_its_limit_or_what_is_left_or_nothing() -> None:
-    clock = Clock()
-    budget = Budget(100, clock)
-    task = Task("a.b", "title", seconds=60, needs=20)
-    assert budget.limit(task) == 60
-    clock.now += 70
-    assert budget.limit(task) == 30
-    clock.now += 10
-    assert budget.limit(task) == 20
-    clock.now += 0.5
-    assert budget.limit(task) is None
 
 
 SCRIPTS = {
@@ -151,51 +131,3 @@ def test_a_row_that_was_cut_off_costs_itself_only(tmp_path: Path) -> None:
     with recorder.path.open("a") as file:
         file.write('{"section": "s", "what": "ha')
     assert [row.what for row in read_rows(recorder.path)] == ["whole"]
-
-
-def test_targets() -> None:
-    assert judge(0.8, at_least=0.8) == "ok"
-    assert judge(0.79, at_least=0.8) == "missed"
-    assert judge(101, at_most=100) == "missed"
-    assert judge(100, at_most=100) == "ok"
-    assert judge(float("nan"), at_most=1) == "missed"
-    assert judge(float("nan")) == "missed"
-
-
-# forced acceptance
-
-
-def fakes(rows: int, **draft: Any) -> tuple[FakeExecutor, FakeExecutor]:
-    return FakeExecutor(VOCAB, rows, 700), FakeExecutor(VOCAB, rows, 700, **draft)
-
-
-@pytest.mark.parametrize(("rate", "rows"), [(0.0, 1), (0.3, 3), (0.8, 1), (1.0, 3)])
-def test_forced_acceptance_is_the_rate_asked_for(rate: float, rows: int) -> None:
-    target, draft = fakes(rows, seed=99)  # a draft that knows nothing
-    prompts = random_tokens(VOCAB, rows, 7)
-    plain = decode(target, prompts, 600 // rows)
-    assert plain.acceptance is None
-    forced = decode(
-        target, prompts, 600 // rows, draft=draft, lookahead=4, rate=rate, continuations=plain.outputs
-    )  # fmt: skip
-    assert forced.outputs == plain.outputs
-    assert forced.departed == 0
-    assert forced.acceptance is not None
-    # Draws are independent: three standard deviations of their mean.
-    margin = 3 * (rate * (1 - rate) / forced.tested) ** 0.5
-    assert abs(forced.acceptance - rate) <= margin
-    assert forced.tested >= 100
-    expected_length = sum(rate**j for j in range(5))
-    assert forced.tokens / forced.rounds / rows == pytest.approx(expected_length, rel=0.12)
-
-
-def test_the_draft_model_is_paid_for() -> None:
-    target, draft = fakes(1)
-    prompts = random_tokens(VOCAB, 1, 5)
-    plain = decode(target, prompts, 41)
-    target.calls.clear()
-    forced = decode(target, prompts, 41, draft=draft, lookahead=4, rate=1.0, continuations=plain.outputs)
-    rounds = 40 // 5  # after the first token, all accepted
-    assert len(target.calls) == 1 + rounds
-    assert len(draft.calls) >= 4 * rounds
-    assert forced.tokens == 40

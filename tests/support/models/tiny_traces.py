@@ -39,7 +39,7 @@ _DECIDES = ("specexport", "runtime/specexport_runtime/abi.py", "tests/support/mo
 _PACKAGES = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript")
 
 
-def exports_of(root: Path) -> Path:
+def exports_of(root: Path = Path(__file__).parents[3]) -> Path:
     """The folder of exports by these sources, Python and packages; those of others are removed."""
     found = hashlib.sha256(f"{sys.version} {[version(name) for name in _PACKAGES]}".encode())
     for name in _DECIDES:
