@@ -78,7 +78,9 @@ def of_tree() -> Counter[str]:
 
 def of_commit(revision: str) -> Counter[str]:
     """Of a commit."""
-    packed = subprocess.run(["git", "archive", revision], cwd=ROOT, check=True, capture_output=True).stdout
+    packed = subprocess.run(["git", "archive", revision], cwd=ROOT, check=False, capture_output=True).stdout
+    if not packed:
+        sys.exit(f"error: there is no commit {revision}. Fix: give one that `git log` names.")
     with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
         files = [(each.name, archive.extractfile(each)) for each in archive if _is_code(each.name)]
         return count((name, file.read().decode()) for name, file in files if file and package_of(name))
@@ -106,7 +108,8 @@ def main() -> int:
     if given.write:
         rows = "".join(f"{name} {number}\n" for name, number in sorted(sizes.items()))
         (ROOT / LIMITS).write_text(f"# Lines of code, at most: tools/size.py --write\n{rows}", encoding="utf-8")
-    others = of_commit(given.since) if given.since else read_limits((ROOT / LIMITS).read_text(encoding="utf-8"))
+    known = (ROOT / LIMITS).read_text(encoding="utf-8") if (ROOT / LIMITS).is_file() else ""
+    others = of_commit(given.since) if given.since else read_limits(known)
     found = changes(sizes, others)
     for name, change in found.items():
         print(f"{name}: {sizes.get(name, 0):,} lines of code, {change:+,}")
