@@ -4,6 +4,7 @@ import fcntl
 import hashlib
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from copy import copy
 from functools import cache, wraps
@@ -36,11 +37,12 @@ shares_exports = True
 folder: Path | None = None
 """Where exports lie for other workers, and for the next run over the same sources; set by ``conftest.py``."""
 _DECIDES = ("specexport", "runtime/specexport_runtime/abi.py", "tests/support/models/tiny_traces.py")
+_KEPT_S = 86_400
 _PACKAGES = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript")
 
 
 def exports_of(root: Path = Path(__file__).parents[3]) -> Path:
-    """The folder of exports by these sources, Python and packages; those of others are removed."""
+    """The folder of exports by these sources, Python and packages; those of others go after a day."""
     found = hashlib.sha256(f"{sys.version} {[version(name) for name in _PACKAGES]}".encode())
     for name in _DECIDES:
         for path in sorted([root / name] if name.endswith(".py") else (root / name).rglob("*.py")):
@@ -48,7 +50,7 @@ def exports_of(root: Path = Path(__file__).parents[3]) -> Path:
     wanted = root / "build" / "exports" / found.hexdigest()[:16]
     wanted.mkdir(parents=True, exist_ok=True)
     for other in wanted.parent.iterdir():
-        if other != wanted:
+        if other != wanted and time.time() - other.stat().st_mtime > _KEPT_S:  # a run over those may be going on
             shutil.rmtree(other, ignore_errors=True)
     return wanted
 
@@ -130,7 +132,6 @@ def _once(key: str, export: Callable[[], Any]) -> Any:
     if folder is None:
         return export()
     path = folder / f"{key}.onnx"
-    path.parent.mkdir(parents=True, exist_ok=True)  # a run over other sources removes it
     with path.with_suffix(".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         if path.is_file():
