@@ -37,7 +37,6 @@ shares_exports = True
 folder: Path | None = None
 """Where exports lie for other workers, and for the next run over the same sources; set by ``conftest.py``."""
 _DECIDES = ("specexport", "runtime/specexport_runtime/abi.py", "tests/support/models/tiny_traces.py")
-_KEPT_S = 86_400
 _PACKAGES = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript")
 
 
@@ -50,7 +49,7 @@ def exports_of(root: Path = Path(__file__).parents[3]) -> Path:
     wanted = root / "build" / "exports" / found.hexdigest()[:16]
     wanted.mkdir(parents=True, exist_ok=True)
     for other in wanted.parent.iterdir():
-        if other != wanted and time.time() - other.stat().st_mtime > _KEPT_S:  # a run over those may be going on
+        if other != wanted and time.time() - other.stat().st_mtime > 86_400:  # a run over those may be going on
             shutil.rmtree(other, ignore_errors=True)
     return wanted
 
