@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = [pytest.mark.whole, pytest.mark.slow]
 OPERATORS = Path(__file__).parents[2] / "runtime" / "operators"
 INCLUDED = {"linear_portable.cpp", "linear_avx512.cpp"}  # by files here, which add kernels of emulated tiles
 SOURCES = [
@@ -27,7 +28,6 @@ def run(program: Path, *before: str, kernels: str = "") -> set[str]:
     return set(done.stdout.split())
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize(("kinds", "level"), [("address,undefined", "-O0"), ("thread", "-O1")])
 def test_sanitizers_find_nothing(kinds: str, level: str, tmp_path: Path) -> None:
     """Each at the level at which compiling and running take least together."""
@@ -42,7 +42,6 @@ def test_sanitizers_find_nothing(kinds: str, level: str, tmp_path: Path) -> None
         assert kernels in run(program, kernels=kernels)
 
 
-@pytest.mark.whole
 def test_aarch64(tmp_path: Path) -> None:
     emulator = shutil.which("qemu-aarch64")
     if emulator is None:
