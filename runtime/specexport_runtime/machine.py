@@ -9,19 +9,40 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 
 def available_cores() -> int:
-    """CPU cores this process may really use: the affinity mask, cut by a cgroup v2 CPU quota."""
+    """CPU cores this process may really use: the affinity mask, cut by the CPU quotas of its control groups."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for folder in control_groups("cpu"):
+        with contextlib.suppress(OSError, ValueError):  # a controller that is off has no file, "max" is no number
+            if (file := folder / "cpu.max").exists():
+                quota, period = map(int, file.read_text(encoding="ascii").split())
+            else:
+                quota, period = (int((folder / f"cpu.cfs_{each}_us").read_text()) for each in ("quota", "period"))
+            if quota > 0:  # cgroup v1 writes -1 for none
+                cores = min(cores, quota // period)
+    return max(1, cores)
+
+
+def control_groups(
+    controller: str, root: Path = Path("/sys/fs/cgroup"), listed: Path = Path("/proc/self/cgroup")
+) -> Iterator[Path]:
+    """Folders of the control groups that may limit this process: its own and all above, of cgroup v2 and of v1."""
     try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
-        return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
-    except (OSError, ValueError):
-        return cores
+        lines = listed.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:  # not Linux
+        return
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        for top in dict.fromkeys([root / controllers, root / controller]) if controllers else [root]:
+            folder = top / group.lstrip("/")  # in a container the host's path is not there, but what is above it is
+            yield from (each for each in (folder, *folder.parents) if each.is_relative_to(top))
 
 
 def most_threads() -> int:
