@@ -29,6 +29,7 @@ def engine():
 
 def test_the_beginning_of_sequence_is_there_once(engine):
     assert engine.encode("w3 w4") == [BOS, 3, 4]
+    assert engine.encode("") == [BOS]
     assert engine.encode(engine.format_chat(HELLO)) == [BOS, BOS, 3, 4]  # why there is encode_chat
     assert engine.encode_chat(HELLO) == [BOS, 3, 4]
 

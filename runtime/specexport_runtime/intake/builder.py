@@ -46,9 +46,7 @@ class RequestBuilder:
 
     def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt; ``InvalidRequestError`` if it is empty, no text, too long, or has ids out of range."""
-        if not len(prompt):
-            ids = []
-        elif isinstance(prompt, str):
+        if isinstance(prompt, str):  # an empty one is a BOS token, if texts begin with one
             check_text(prompt, "the prompt")
             ids = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens).ids
         else:

@@ -180,7 +180,9 @@ class Choices(Sampling):
 class CompletionRequest(Choices):
     """Body of ``/v1/completions``."""
 
-    prompt: Text | Texts | TokenIds | ManyTokenIds
+    prompt: (
+        str | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_ITEMS)] | TokenIds | ManyTokenIds
+    )
     max_tokens: Annotated[int, Field(ge=0)] | None = Field(
         default=None, description="0 only with echo: the prompt, and its log-probabilities if they are asked for."
     )

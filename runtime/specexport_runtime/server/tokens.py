@@ -12,7 +12,7 @@ from specexport_runtime.server.errors import ERROR_RESPONSES, invalid
 from specexport_runtime.server.models import adapter_of
 from specexport_runtime.server.parsing import parse_body, request_body
 from specexport_runtime.server.prompt_tokens import aside_if_long, encode
-from specexport_runtime.server.protocol import MAX_ITEMS, Message, Refused, Strict, Text, TokenIds, Tools
+from specexport_runtime.server.protocol import MAX_ITEMS, Message, Refused, Strict, TokenIds, Tools
 from specexport_runtime.server.state import state_of
 
 router = APIRouter(tags=["tokens"])
@@ -22,7 +22,7 @@ class TokenizeRequest(Strict):
     """Body of ``/tokenize``: a prompt, or a conversation."""
 
     model: str | None = None
-    prompt: Text | None = None
+    prompt: str | None = None
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_ITEMS)] | None = None
     tools: Tools | None = None
     chat_template_kwargs: dict[str, Any] | None = None
