@@ -5,7 +5,7 @@ ARG BASE_IMAGE=python:3.11.13-slim-bookworm
 
 FROM ${BASE_IMAGE} AS build
 # cuda runs bundles built for ort-cuda, tensorrt-rtx those built for tensorrt-rtx.
-ARG EXTRAS=cuda,serve
+ARG EXTRAS=cuda,serve,structured
 WORKDIR /src
 COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY specexport specexport

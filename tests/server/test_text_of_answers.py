@@ -83,7 +83,8 @@ def served(request):
 def prompts_of(tokenizer):
     """Texts and ids: nothing but the beginning, a word, half a character, a run of one and a half."""
     the, smile = tokenizer.encode("the cat").ids, list(range(3, 7))
-    return ["", "the cat", "the cat the cat cat.", [1], [1, 1, 2], [*the, *smile[:2]], [*the, *smile, *smile[:3]], the * 20]
+    texts = ["", "the cat", "the cat the cat cat."]
+    return [*texts, [1], [1, 1, 2], [*the, *smile[:2]], [*the, *smile, *smile[:3]], the * 20]
 
 
 def split(tokenizer, prompt, output, skip=True):

@@ -175,7 +175,7 @@ def config_here(settings: RaySettings, *, needs_key: bool) -> ServerConfig:
     if needs_key and not keys:
         raise InvalidRequestError(
             f"{API_KEYS} was set where the application was deployed and is not set for its replicas.",
-            "set it on every node before `ray start`, or in runtime_env.",
+            "set it on every node before `ray start`; Ray keeps and shows what is in runtime_env.",
         )
     return at_proxy(replace(settings.server, api_keys=keys))
 

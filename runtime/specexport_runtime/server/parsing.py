@@ -16,7 +16,7 @@ from specexport_runtime.server.protocol import MAX_STOP_CHARS, OFF
 Body = TypeVar("Body", bound=BaseModel)
 
 _WANTED = {
-    "prompt": "must be a text, a list of texts, a list of token ids or a list of lists of token ids; no list may be empty",
+    "prompt": "must be a text, a list of texts, a list of token ids or a list of lists of token ids, no list empty",
     "stop": f"must be a text or a list of up to 16 texts, none empty or longer than {MAX_STOP_CHARS} characters",
     "content": "must be a text or a list of parts that are text",
     "num_speculative_tokens": 'must be an integer of at least 1, or "auto"',
