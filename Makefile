@@ -15,7 +15,7 @@ TEST_ENV := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=fa
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=10
 
 .DEFAULT_GOAL := help
-.PHONY: no-library help install demo test test-long test-all test-annex check mutants fuzz lint format docs clean distclean
+.PHONY: no-library help install demo test test-long test-all test-annex check mutants fuzz audit lint format docs clean distclean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -51,6 +51,9 @@ SEED ?= $(shell od -vAn -N4 -tu4 /dev/urandom | tr -d ' ')
 fuzz: $(VENV)/.installed-dev ## property and differential tests with a random seed (SEED=n) and ten times the examples
 	@seed=$(SEED); echo "seed $$seed; again: make fuzz SEED=$$seed"; \
 	SPECEXPORT_FUZZ_SEED=$$seed $(TEST_ENV) $(PYTEST) -m fuzz $(PYTEST_ARGS)
+
+audit: $(VENV)/.installed-dev ## ask PyPI for known vulnerabilities of what the images hold (docker/pins)
+	$(TEST_ENV) $(PYTEST) tests/packaging/test_pins.py $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev ## ruff, mypy, the layers (import-linter), hadolint and the brake on growth (tools/size.py)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports --no-logo && $(BIN)/hadolint docker/*.Dockerfile

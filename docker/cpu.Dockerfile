@@ -1,19 +1,19 @@
 # Serves a bundle on the CPU: the runtime and the server, no torch, no compiler. See docker/README.md.
 # The base has the Python version that the tests run with; another one is given with --build-arg BASE_IMAGE=…
-ARG BASE_IMAGE=python:3.11.13-slim-bookworm
+ARG BASE_IMAGE=python:3.11.13-slim-bookworm@sha256:86adf8dbadc3d6e82ee5dd2c74bec2e1c2467cdad47886280501df722372d2e1
 
 FROM ${BASE_IMAGE} AS build
-ARG EXTRAS=cpu,serve,structured
 WORKDIR /src
 COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY specexport specexport
 COPY runtime runtime
-# pip stays in this stage, and so does the compiler of our own operators, a wheel that pip removes again. Of all else
-# wheels only: a package that would have to be compiled fails here.
+COPY docker/pins docker/pins
+# Packages of known hashes only: what compiles our operators stays in this stage, and so does pip.
 RUN python -m venv --without-pip /opt/specexport \
-    && python -m pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . \
-    && python -m pip --python /opt/specexport/bin/python install --no-cache-dir --only-binary :all: \
-        "$(find /wheels -name '*.whl')[${EXTRAS}]"
+    && python -m pip install --no-cache-dir --require-hashes --only-binary :all: -r docker/pins/build.txt \
+    && python -m pip wheel --no-cache-dir --no-build-isolation --require-hashes --wheel-dir /wheels -r docker/pins/cpu.txt \
+    && python -m pip wheel --no-cache-dir --no-build-isolation --no-deps --wheel-dir /wheels . \
+    && python -m pip --python /opt/specexport/bin/python install --no-index --no-deps /wheels/*.whl
 
 FROM ${BASE_IMAGE}
 LABEL org.opencontainers.image.title="specexport" \

@@ -1,21 +1,22 @@
 # Serves a bundle on an NVIDIA GPU: the runtime and the server, no torch, no compiler. See docker/README.md.
 # CUDA and cuDNN (or TensorRT-RTX) come from PyPI's wheels, the driver from the host through NVIDIA's container toolkit.
 # The base has the Python version that the tests run with; another one is given with --build-arg BASE_IMAGE=…
-ARG BASE_IMAGE=python:3.11.13-slim-bookworm
+ARG BASE_IMAGE=python:3.11.13-slim-bookworm@sha256:86adf8dbadc3d6e82ee5dd2c74bec2e1c2467cdad47886280501df722372d2e1
 
 FROM ${BASE_IMAGE} AS build
 # cuda runs bundles built for ort-cuda, tensorrt-rtx those built for tensorrt-rtx.
-ARG EXTRAS=cuda,serve,structured
+ARG PINS=cuda
 WORKDIR /src
 COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY specexport specexport
 COPY runtime runtime
-# pip stays in this stage, and so does the compiler of our own operators, a wheel that pip removes again. Of all else
-# wheels only: a package that would have to be compiled fails here.
+COPY docker/pins docker/pins
+# Packages of known hashes only: what compiles our operators stays in this stage, and so does pip.
 RUN python -m venv --without-pip /opt/specexport \
-    && python -m pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . \
-    && python -m pip --python /opt/specexport/bin/python install --no-cache-dir --only-binary :all: \
-        "$(find /wheels -name '*.whl')[${EXTRAS}]"
+    && python -m pip install --no-cache-dir --require-hashes --only-binary :all: -r docker/pins/build.txt \
+    && python -m pip wheel --no-cache-dir --no-build-isolation --require-hashes --wheel-dir /wheels -r docker/pins/${PINS}.txt \
+    && python -m pip wheel --no-cache-dir --no-build-isolation --no-deps --wheel-dir /wheels . \
+    && python -m pip --python /opt/specexport/bin/python install --no-index --no-deps /wheels/*.whl
 
 FROM ${BASE_IMAGE}
 LABEL org.opencontainers.image.title="specexport" \

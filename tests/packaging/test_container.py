@@ -74,14 +74,9 @@ def test_the_entry_point_is_a_command_that_exists_and_does_not_start_without_a_k
 
 
 @each
-def test_it_installs_extras_that_exist_and_nothing_of_the_compiler_no_secret_and_nothing_from_outside(
-    path: Path,
-) -> None:
+def test_no_secret_and_nothing_from_outside(path: Path) -> None:
     arguments = dict(rest.split("=", 1) for word, rest in instructions(path) if word == "ARG")
-    extras = arguments["EXTRAS"].split(",")
-    assert "serve" in extras
-    assert set(extras) <= set(PROJECT["optional-dependencies"]) - {"export", "dev", "bench", "tensorrt"}
-    assert re.fullmatch(r"python:3\.\d+\.\d+-slim-\w+", arguments["BASE_IMAGE"]), "a tag that stays what it is"
+    assert re.match(r"python:3\.\d+\.\d+-slim-\w+@", arguments["BASE_IMAGE"]), "a tag that stays what it is"
     assert all(rest.startswith("${BASE_IMAGE}") for word, rest in instructions(path) if word == "FROM")
     text = path.read_text()
     assert not re.search(r"https?://|ADD |--index-url|curl|wget|git ", text)
