@@ -13,16 +13,35 @@ TOKENIZERS = [byte_level, llama_like, gemma_like, metaspace, wordpiece]
 
 
 @given(
-    text=st.text(alphabet="abc", max_size=20),
-    strings=st.lists(st.text(alphabet="abc", min_size=1, max_size=5), min_size=1, max_size=4),
+    pieces=st.lists(st.text(alphabet="ab", max_size=6), max_size=8),
+    strings=st.lists(st.text(alphabet="ab", min_size=1, max_size=9), min_size=1, max_size=4),
 )
-def test_hold_back_is_the_longest_possible_start(text, strings):
-    assume(not any(s in text for s in strings))
-    expected = max(
-        (n for n in range(len(text) + 1) for s in strings if n < len(s) and text.endswith(s[:n])),
-        default=0,
-    )
-    assert StopStrings(tuple(strings), include=False).held_back(text) == expected
+def test_hold_back_is_the_longest_possible_start(pieces, strings):
+    stops, text = StopStrings(tuple(strings), include=False), ""
+    for piece in pieces:
+        text += piece
+        assume(not any(s in text for s in strings))
+        expected = max(n for n in range(len(text) + 1) for s in strings if n < len(s) and text.endswith(s[:n]))
+        assert stops.held_back(text) == expected
+
+
+class CountedText(str):
+    """Counts how often it is compared with an end of a text."""
+
+    compared = 0
+
+    def startswith(self, *args):
+        type(self).compared += 1
+        return super().startswith(*args)
+
+
+def test_work_per_character_does_not_grow_with_the_length_of_stop_texts():
+    strings = tuple(CountedText("ab" * 127 + chr(ord("A") + i)) for i in range(16))
+    stops, text = StopStrings(strings, include=False), ""
+    for i in range(400):
+        text += "ab" if i % 100 else "xy"
+        assert stops.held_back(text) == min(i % 100 * 2, 254)
+    assert CountedText.compared <= 2 * 16 * len(text)
 
 
 def test_the_stop_string_that_completes_first_counts_and_of_several_the_longest():
@@ -68,6 +87,9 @@ def test_byte_tokens_appear_when_their_run_is_decided():
     # One more byte makes the whole run invalid: had "中" been given out, it could not be taken back.
     pieces, rest, _ = feed(tokenizer, [*run, tokenizer.token_to_id("<0xFF>"), a])
     assert "".join(pieces) == "\ufffd" * 4 + " a"
+    # Nor is it a half character's sign that a stop string waits for.
+    pieces, rest, stream = feed(tokenizer, [a, *run, a], stop="\ufffd")
+    assert stream.text == "a中 a"
     # But a stop string inside the run ends generation there, so the run is decided.
     pieces, rest, stream = feed(tokenizer, [a, *run, a], stop="中")
     assert len(pieces) == 4

@@ -209,6 +209,7 @@ class StopStrings:
         self.strings = strings
         self._include = include
         self._longest = max(map(len, strings), default=0)
+        self._held, self._read = 0, 0  # what was held back of the text of so many characters
 
     def find(self, text: str, seen: int) -> int | None:
         """Where to cut ``text``, whose first ``seen`` characters hold no stop string; None if nowhere.
@@ -223,9 +224,11 @@ class StopStrings:
         return end if self._include else begin
 
     def held_back(self, text: str) -> int:
-        """Length of the longest end of ``text`` that is the beginning of a stop string."""
-        for length in range(min(self._longest - 1, len(text)), 0, -1):
-            ending = text[-length:]
-            if any(s.startswith(ending) for s in self.strings):
-                return length
-        return 0
+        """Length of the longest end of ``text``, which only grows, that is the beginning of a stop string."""
+        most = self._held + len(text) - self._read  # without the new characters, it was one before them
+        self._held, self._read = 0, len(text)
+        for length in range(min(most, self._longest - 1), 0, -1):
+            if any(s.startswith(text[-length:]) for s in self.strings):
+                self._held = length
+                break
+        return self._held
