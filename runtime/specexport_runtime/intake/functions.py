@@ -72,11 +72,11 @@ def read_functions(tools: Sequence[Mapping[str, Any]]) -> tuple[Function, ...]:
         size = len(json.dumps([dict(tool) for tool in tools]))
     except (TypeError, ValueError, RecursionError) as error:
         raise FunctionError("tools", f"they are no JSON: {error}.", "give JSON.") from None
+    if size > MAX_GRAMMAR_CHARS:
+        raise FunctionError("tools", f"they have {size} characters.", f"give at most {MAX_GRAMMAR_CHARS}.")
     for i, each in enumerate(functions):
         if (fault := fault_of(each.parameters)) is not None:
             raise FunctionError(f"tools[{i}].function.parameters", f"{fault}.", "change it.")
-    if size > MAX_GRAMMAR_CHARS:
-        raise FunctionError("tools", f"they have {size} characters.", f"give at most {MAX_GRAMMAR_CHARS}.")
     return tuple(functions)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from specexport_runtime.async_engine import AsyncSpecEngine
 from specexport_runtime.errors import InvalidRequestError, MissingDependencyError
+from specexport_runtime.sampling.schema_rules import Place
 from specexport_runtime.sampling.structured import StructuredOutputs
 from specexport_runtime.server.errors import ApiError, invalid
 from specexport_runtime.server.protocol import Choices, JsonObjectFormat, JsonSchemaFormat
@@ -46,12 +47,13 @@ def _asked(body: Choices) -> tuple[StructuredOutputs | None, str]:
         param, schema = "response_format.json_schema.schema", asked.json_schema.schema_
         if schema is None:
             raise invalid(param, f"{param} is missing.")
-        if asked.json_schema.strict:
-            check_strict(schema, param)
         try:
-            return StructuredOutputs(json=schema), param
+            form = StructuredOutputs(json=schema)
         except InvalidRequestError as error:
             raise invalid(param, str(error)) from None
+        if asked.json_schema.strict:  # behind the check of its size
+            check_strict(schema, param)
+        return form, param
     return None, ""
 
 
@@ -60,7 +62,7 @@ def check_strict(schema: Mapping[str, Any], param: str) -> None:
     if schema.get("type") != "object" or "anyOf" in schema:
         raise invalid(param, f"{param}: the root of a strict schema is of type 'object', and has no anyOf.")
     properties = values = 0
-    for where, part, depth in _parts(schema, param, 1):
+    for where, part, depth in _parts(schema, param):
         if depth > MAX_DEPTH:
             raise invalid(param, f"{where}: a strict schema has at most {MAX_DEPTH} levels.")
         own = part.get("properties")
@@ -84,9 +86,9 @@ def check_strict(schema: Mapping[str, Any], param: str) -> None:
         )
 
 
-def _parts(schema: Any, where: str, depth: int) -> Iterator[tuple[str, Mapping[str, Any], int]]:
+def _parts(schema: Any, param: str) -> Iterator[tuple[Place, Mapping[str, Any], int]]:
     """All schemas within a schema: where, the schema, and how deep."""
-    todo = [(where, schema, depth)]
+    todo: list[tuple[Place, Any, int]] = [(Place(None, param), schema, 1)]
     while todo:
         at, part, level = todo.pop()
         if not isinstance(part, Mapping):
@@ -97,9 +99,9 @@ def _parts(schema: Any, where: str, depth: int) -> Iterator[tuple[str, Mapping[s
         for key in ("properties", "$defs", "definitions"):
             inner = part.get(key)
             if isinstance(inner, Mapping):
-                todo += [(f"{at}.{key}.{name}", each, level + 1) for name, each in inner.items()]
+                todo += [(Place(Place(at, key), name), each, level + 1) for name, each in inner.items()]
         for key in ("anyOf", "allOf", "oneOf"):
             if isinstance(part.get(key), list):
-                todo += [(f"{at}.{key}[{i}]", each, level) for i, each in enumerate(part[key])]
+                todo += [(Place(at, f"{key}[{i}]"), each, level) for i, each in enumerate(part[key])]
         if "items" in part:
-            todo.append((f"{at}.items", part["items"], level + 1))
+            todo.append((Place(at, "items"), part["items"], level + 1))
