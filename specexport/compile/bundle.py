@@ -10,6 +10,7 @@ from specexport.compile.built import TOKENIZER_NAME, BuiltModel, entry_in_bundle
 from specexport.compile.vocabulary import draftable_size, read_vocabulary, sha256_of
 from specexport.recipe import BuildRecipe
 from specexport_runtime.bundle.files import check_files, hash_files
+from specexport_runtime.bundle.held import held
 from specexport_runtime.bundle.manifest import MANIFEST_NAME, Manifest, VocabularyInfo, load_manifest
 from specexport_runtime.errors import BundleError, IncompatibleError, OutputExistsError
 
@@ -113,15 +114,17 @@ def put_json(
 ) -> Manifest:
     """Put a JSON file into a bundle, and its hash into the manifest, which is given back with ``change``.
 
-    Whenever this is interrupted, the bundle stays valid, with the old file, without one, or with the new one.
+    No load goes on meanwhile. Whenever this is interrupted, the bundle stays valid, with the old file, without one, or
+    with the new one.
     UserInputError or OSError if it cannot be written.
     """
     files = {path: entry for path, entry in before.files.items() if path != name}
-    if len(files) < len(before.files):
-        replace(before, files=files).write(bundle)  # the old file is about to go
-    write_json(bundle / name, data)
-    done = change(replace(before, files=files | hash_files(bundle, [name])))
-    done.write(bundle)
+    with held(bundle, alone=True):
+        if len(files) < len(before.files):
+            replace(before, files=files).write(bundle)  # the old file is about to go
+        write_json(bundle / name, data)
+        done = change(replace(before, files=files | hash_files(bundle, [name])))
+        done.write(bundle)
     return done
 
 

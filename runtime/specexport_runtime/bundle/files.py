@@ -72,6 +72,19 @@ def check_files(folder: Path, files: "Mapping[str, FileEntry]", *, remember: boo
     return not stale
 
 
+def file_states(folder: Path, names: Iterable[str]) -> dict[str, tuple[int, int, int] | None]:
+    """By name what changes when a file is written or replaced: bytes, modification and change time; None if missing."""
+    return {name: _state(folder / name) for name in names}
+
+
+def _state(path: Path) -> tuple[int, int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
 def file_fault(path: Path) -> tuple[str, str] | None:
     """Why ``path`` is no file to read, and the way out; None if it is. A pipe or a device is never opened."""
     try:

@@ -1,10 +1,11 @@
 """Opening a bundle folder: checks, tokenizer, chat template. Its engines are opened by ``executors.open``."""
 
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
 
 from specexport_runtime.bundle.entry import MAX_NUM_SEQS
-from specexport_runtime.bundle.files import check_files
+from specexport_runtime.bundle.files import check_files, file_states
 from specexport_runtime.bundle.manifest import Manifest, load_manifest
 from specexport_runtime.bundle.tokenizer_load import load_tokenizer
 from specexport_runtime.errors import BundleError, InvalidRequestError
@@ -18,6 +19,10 @@ WEIGHTS = "[!.]*.data"
 """Names of files of weights, beside their graphs."""
 
 
+class ChangedError(BundleError):
+    """A bundle's files are others than when its load began."""
+
+
 class Bundle(NamedTuple):
     """A bundle that passed its checks, with the limits that the load asked for."""
 
@@ -28,6 +33,13 @@ class Bundle(NamedTuple):
     max_model_len: int  # most tokens of one sequence
     max_num_seqs: int  # sequences that run at a time
     num_rows: int  # cache rows: max_num_seqs, and the rows that only keep prefixes
+    states: Mapping[str, object]  # of its files, before they were hashed
+
+    def check_unchanged(self) -> None:
+        """Once its files are open: ChangedError if they are not the ones that were hashed."""
+        for name, state in file_states(self.folder, self.states).items():
+            if state != self.states[name]:
+                raise ChangedError(f"{self.folder}: {name} changed while the bundle was loaded.", "load it again.")
 
 
 def check_num_seqs(count: int, name: str = "max_num_seqs") -> None:
@@ -61,6 +73,7 @@ def load_bundle(
     if max_num_seqs is None:
         max_num_seqs = manifest.default_num_seqs
     check_num_seqs(max_num_seqs)
+    states = file_states(folder, manifest.files)
     known = check_files(folder, manifest.files, remember=True)
     _check_links(folder, manifest)
     if "target" not in manifest.models:
@@ -74,4 +87,5 @@ def load_bundle(
         max_model_len or manifest.max_model_len,
         max_num_seqs,
         max_num_seqs + prefix_rows,
+        states,
     )

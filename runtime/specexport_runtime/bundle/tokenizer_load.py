@@ -8,7 +8,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from specexport_runtime.bundle.files import native_path
 from specexport_runtime.errors import BundleError
 from specexport_runtime.machine import return_freed_memory
 
@@ -21,10 +20,14 @@ _CHANCES = ("dropout", "alpha")
 def load_tokenizer(path: Path, *, background: bool = False) -> "Tokenizer":
     """Load ``tokenizer.json``; BundleError if it cannot be read.
 
-    With ``background`` it returns at once; :func:`start_loading` or the first use starts the thread, and the use
-    raises.
+    With ``background`` it returns once the file is read; :func:`start_loading` or the first use starts the thread that
+    parses it, and the use raises.
     """
-    return cast("Tokenizer", _BackgroundTokenizer(path)) if background else _load(path)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise BundleError(f"{path} cannot be read ({error.strerror}).", "build it again.") from error
+    return cast("Tokenizer", _BackgroundTokenizer(path, data)) if background else _load(path, data)
 
 
 def start_loading(tokenizer: "Tokenizer") -> None:
@@ -57,13 +60,11 @@ def whole_reader(tokenizer: "Tokenizer") -> "Tokenizer":
     return copy
 
 
-def _load(path: Path) -> "Tokenizer":
+def _load(path: Path, data: bytes) -> "Tokenizer":
     from tokenizers import Tokenizer
 
     try:
-        tokenizer = Tokenizer.from_file(native_path(path))
-    except BundleError:
-        raise
+        tokenizer = Tokenizer.from_buffer(data)
     except Exception as error:  # tokenizers raises bare Exceptions
         raise BundleError(f"{path} cannot be read: {error}", "build it again.") from error
     read_whole_texts(tokenizer)
@@ -74,8 +75,8 @@ def _load(path: Path) -> "Tokenizer":
 class _BackgroundTokenizer:
     """Stands for a tokenizer that a thread is loading; every attribute is the tokenizer's."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, data: bytes) -> None:
+        self._given = path, data
         self._lock = threading.Lock()
         self._future: Future[Tokenizer] | None = None
 
@@ -83,7 +84,8 @@ class _BackgroundTokenizer:
         with self._lock:
             if self._future is None:
                 pool = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
-                self._future = pool.submit(_load, self._path)
+                self._future = pool.submit(_load, *self._given)
+                del self._given
                 pool.shutdown(wait=False)
             return self._future
 

@@ -138,8 +138,8 @@ def talk(session: Session, commands: Commands, read_line: ReadLine, slips: Slips
             if is_interactive:
                 click.echo(err=True)
             return
-        except KeyboardInterrupt:
-            if not is_interactive:
+        except KeyboardInterrupt as error:
+            if not is_interactive or error.args:  # it has a signal that is not Ctrl-C
                 raise
             click.echo(err=True)
             if slipped:
