@@ -148,6 +148,21 @@ def _refused(error: OSError, path: Path, wrote: int = 0) -> UserInputError:
     return UserInputError(f"{path} cannot be written ({said}).", fix)
 
 
+@contextlib.contextmanager
+def arrays_written(path: Path) -> Iterator[None]:
+    """Tell why numpy cannot write arrays to ``path`` (OSError): it says only how much of one was written."""
+    import resource
+
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        limited = 0 <= resource.getrlimit(resource.RLIMIT_FSIZE)[0] < free_space(path)
+        number = errno.EFBIG if limited else errno.ENOSPC
+        raise OSError(number, os.strerror(number), str(path)) from error
+
+
 def require_space(path: Path, needed: int) -> None:
     """Check that the disk of ``path`` has room for ``needed`` bytes, before long work; UserInputError names both."""
     free = free_space(path)

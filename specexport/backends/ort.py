@@ -1,10 +1,9 @@
 """ONNX Runtime engine files: the graph, and its weights in one file laid out for memory mapping."""
 
-import errno
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from specexport.atomic import arrays_written
 from specexport.backends.base import AUTO_MODEL_LEN, RecipeFields
 from specexport_runtime.errors import CheckFailedError
 
@@ -34,7 +33,7 @@ def write_onnx(ir_model: "ir.Model", folder: Path) -> str:
     import onnx_ir as ir
 
     folder.mkdir(parents=True, exist_ok=True)
-    try:
+    with arrays_written(folder / DATA_NAME):
         ir.save(
             ir_model,
             folder / ENGINE_NAME,
@@ -43,11 +42,6 @@ def write_onnx(ir_model: "ir.Model", folder: Path) -> str:
             alignment=PAGE_BYTES,
             align_threshold=PAGE_BYTES - 1,
         )
-    except OSError as error:
-        if error.errno is not None:
-            raise
-        # numpy says only how much of an array it could write.
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder / DATA_NAME)) from error
     return ENGINE_NAME
 
 
