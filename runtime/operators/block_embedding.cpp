@@ -101,7 +101,6 @@ Status* make_layout(const char* name, int64_t n, int64_t k, Layout& layout) {
     snprintf(text, sizeof text, "specexport: there is no block format '%s'", name);
     return error(text);
   }
-  REQUIRE(n >= 0 && k >= 0 && n < 1ll << 31 && k < 1ll << 31, "N and K of a packed weight must be 0 or more");
   layout.make(format, n, k);
   return nullptr;
 }
@@ -112,8 +111,8 @@ Status* make_weight(const KernelInfo* info, void** kernel) {
   *kernel = weight;
   int64_t n, k;
   TRY(attribute(info, "format", weight->format, sizeof weight->format));
-  TRY(attribute(info, "N", n));
-  TRY(attribute(info, "K", k));
+  TRY(attribute(info, "N", 0, kMostSize, n));
+  TRY(attribute(info, "K", 0, kMostSize, k));
   TRY(make_layout(weight->format, n, k, weight->layout));
   Tensor packed;
   TRY(constant(info, 1, packed));

@@ -2,6 +2,15 @@
 #include "cpu.h"
 #include "operator.h"
 
+#include <math.h>
+#include <stdio.h>
+#if defined(_WIN32)
+extern "C" __declspec(dllimport) unsigned long __stdcall FlsAlloc(void(__stdcall*)(void*));
+extern "C" __declspec(dllimport) int __stdcall FlsSetValue(unsigned long, void*);
+#else
+#include <pthread.h>
+#endif
+
 namespace specexport {
 ort::Api api;
 
@@ -12,8 +21,41 @@ constexpr void (*kDefinitions[])(Operator&) = {define_block_linear, define_block
 constexpr size_t kCount = sizeof kDefinitions / sizeof *kDefinitions;
 Operator operators[kCount];
 
-thread_local void* scratch_data[kScratchSlots];  // a thread that ends loses them: a destructor would need the C++ runtime
-thread_local size_t scratch_size[kScratchSlots];
+// What sessions read is written once, before the first of them is opened: others may run while one registers.
+bool registering;
+ort::Table known;
+ort::Domain* domain;  // of all sessions: never released
+
+// The buffers of a thread. A destructor of theirs would need the C++ runtime, so the system calls for them at its end.
+struct Buffers {
+  void* data[kScratchSlots];
+  size_t size[kScratchSlots];
+};
+thread_local Buffers* buffers;
+
+void ORT_CALL release(void* given) {
+  for (void* data : static_cast<Buffers*>(given)->data) free(data);
+  free(given);
+}
+#if defined(_WIN32)
+unsigned long key = FlsAlloc(release);
+bool at_end(Buffers* given) { return FlsSetValue(key, given); }
+#else
+pthread_key_t key;
+const bool has_key = !pthread_key_create(&key, release);
+bool at_end(Buffers* given) { return has_key && !pthread_setspecific(key, given); }
+#endif
+
+// Sizes are multiplied with each other and with attributes: no tensor, not even an empty one, may say more than there is.
+Status* check_dims(const Tensor& tensor) {
+  int64_t product = 1;
+  for (size_t i = 0; i < tensor.rank; i++) {
+    const int64_t dim = tensor.dims[i] ? tensor.dims[i] : 1;
+    REQUIRE(dim > 0 && dim < (1ll << 48) / product, "a tensor has 2^48 elements or more");
+    product *= dim;
+  }
+  return nullptr;
+}
 
 Status* read(const ort::Value* value, Tensor& tensor) {
   tensor.absent = value == nullptr;
@@ -24,7 +66,7 @@ Status* read(const ort::Value* value, Tensor& tensor) {
     TRY(api.GetShapeReference(value, &tensor.type, &dims, &tensor.rank));
     REQUIRE(tensor.rank <= kMaxRank, "a tensor has more than 8 dimensions");
     for (size_t i = 0; i < tensor.rank; i++) tensor.dims[i] = dims[i];
-    return nullptr;
+    return check_dims(tensor);
   }
   ort::TypeInfo* info;
   TRY(api.GetTypeAndShape(value, &info));
@@ -34,7 +76,7 @@ Status* read(const ort::Value* value, Tensor& tensor) {
   api.ReleaseTypeInfo(info);
   TRY(status);
   REQUIRE(tensor.rank <= kMaxRank, "a tensor has more than 8 dimensions");
-  return nullptr;
+  return check_dims(tensor);
 }
 
 const Operator* self(const ort::CustomOp* op) { return static_cast<const Operator*>(op); }
@@ -92,6 +134,25 @@ int minor_of(const char* version) {  // "1.31.1" -> 31
   while (*version && *version != '.') version++;
   return atoi(*version ? version + 1 : version);
 }
+
+Status* know(const ort::ApiBase* base, ort::Table table) {
+  if (known == table) return nullptr;
+  if (known) {
+    decltype(api.CreateStatus) create;
+    ort::Api::set(create, table, 0);
+    return create(ort::kFail, "specexport: another ONNX Runtime of this process has the operators");
+  }
+  api.load(table);
+  if (minor_of(base->GetVersionString()) >= 24) ort::Api::set(api.GetShapeReference, table, ort::kGetShapeReference);
+  TRY(api.CreateDomain(kDomain, &domain));
+  for (size_t i = 0; i < kCount; i++) {
+    fill(operators[i]);
+    kDefinitions[i](operators[i]);
+    TRY(api.DomainAdd(domain, &operators[i]));
+  }
+  known = table;
+  return nullptr;
+}
 }  // namespace
 
 Status* input(KernelContext* context, size_t index, Tensor& tensor) {
@@ -111,8 +172,19 @@ Status* constant(const KernelInfo* info, size_t index, Tensor& tensor) {
   TRY(api.GetConstantInput(info, index, &is_constant, &value));
   return read(is_constant ? value : nullptr, tensor);
 }
-Status* attribute(const KernelInfo* info, const char* name, int64_t& value) { return api.GetAttributeInt(info, name, &value); }
-Status* attribute(const KernelInfo* info, const char* name, float& value) { return api.GetAttributeFloat(info, name, &value); }
+Status* attribute(const KernelInfo* info, const char* name, int64_t least, int64_t most, int64_t& value) {
+  TRY(api.GetAttributeInt(info, name, &value));
+  if (value >= least && value <= most) return nullptr;
+  char text[192];
+  snprintf(text, sizeof text, "specexport: %s is %lld, and must be from %lld to %lld", name, (long long)value,
+           (long long)least, (long long)most);
+  return api.CreateStatus(ort::kInvalidArgument, text);
+}
+Status* attribute(const KernelInfo* info, const char* name, float& value) {
+  TRY(api.GetAttributeFloat(info, name, &value));
+  REQUIRE(isfinite(value), "an attribute is no finite number");
+  return nullptr;
+}
 Status* attribute(const KernelInfo* info, const char* name, char* text, size_t size) {
   size_t needed = 0;
   TRY(api.GetAttributeString(info, name, nullptr, &needed));
@@ -121,12 +193,17 @@ Status* attribute(const KernelInfo* info, const char* name, char* text, size_t s
 }
 
 void* scratch(size_t bytes, int slot) {
-  if (bytes > scratch_size[slot]) {
-    free(scratch_data[slot]);
-    scratch_data[slot] = malloc(bytes + 64);
-    scratch_size[slot] = scratch_data[slot] ? bytes : 0;
+  if (!buffers) {
+    auto* made = static_cast<Buffers*>(calloc(1, sizeof(Buffers)));
+    if (!made || !at_end(made)) return free(made), nullptr;
+    buffers = made;
   }
-  char* start = static_cast<char*>(scratch_data[slot]);
+  if (bytes > buffers->size[slot]) {
+    free(buffers->data[slot]);
+    buffers->data[slot] = malloc(bytes + 64);
+    buffers->size[slot] = buffers->data[slot] ? bytes : 0;
+  }
+  char* start = static_cast<char*>(buffers->data[slot]);
   return start ? start + (64 - reinterpret_cast<uintptr_t>(start) % 64) % 64 : nullptr;
 }
 
@@ -142,18 +219,11 @@ ORT_EXPORT ort::Status* ORT_CALL RegisterCustomOps(ort::SessionOptions* options,
   using namespace specexport;
   ort::Table table = base->GetApi(ort::kApiVersion);
   if (!table) return nullptr;
-  api.load(table);
-  if (minor_of(base->GetVersionString()) >= 24) ort::Api::set(api.GetShapeReference, table, ort::kGetShapeReference);
-  ort::Domain* domain;  // lives as long as the sessions that use it: never released
-  TRY(api.CreateDomain(kDomain, &domain));
-  for (size_t i = 0; i < kCount; i++) {
-    if (!operators[i].name) {  // sessions that are open use them
-      fill(operators[i]);
-      kDefinitions[i](operators[i]);
-    }
-    TRY(api.DomainAdd(domain, &operators[i]));
+  while (__atomic_test_and_set(&registering, __ATOMIC_ACQUIRE)) {
   }
-  return api.AddDomain(options, domain);
+  Status* status = know(base, table);
+  __atomic_clear(&registering, __ATOMIC_RELEASE);
+  return status ? status : api.AddDomain(options, domain);
 }
 
 // Which kernels run here: "avx512vnni", "avx2", …

@@ -30,7 +30,7 @@ void sort(Candidate* all, int64_t count, Before before) {
     }
 }
 
-// The first place whose running sum is above `target`, or, by rounding, the last with mass.
+// The first place with mass whose running sum is above `target`, or, by rounding, the last with mass.
 template <class Mass>
 int64_t find(int64_t count, double target, Mass mass) {
   double sum = 0;
@@ -38,8 +38,9 @@ int64_t find(int64_t count, double target, Mass mass) {
   for (int64_t i = 0; i < count; i++) {
     double each = mass(i);
     sum += each;
+    if (!(each > 0)) continue;  // also where rounding has left a target below 0
     if (sum > target) return i;
-    if (each > 0) last = i;
+    last = i;
   }
   return last;
 }
@@ -85,9 +86,9 @@ int64_t gather(const float* x, const float* tops, const Blocks& row, float least
 }
 
 // The k-th largest of the blocks' tops, from which on there are k logits or more; -inf of fewer blocks.
-float kth(const float* tops, int64_t blocks, int64_t k, float* room) {
-  if (k > blocks) return -INFINITY;
-  int64_t kept = 0;
+float kth(const float* tops, int64_t blocks, double wanted, float* room) {
+  if (!(wanted >= 1 && wanted <= double(blocks))) return -INFINITY;
+  int64_t k = int64_t(wanted), kept = 0;
   for (int64_t i = 0; i < blocks; i++) {
     if (kept == k && !(tops[i] > room[kept - 1])) continue;
     int64_t j = kept < k ? kept++ : k - 1;
@@ -151,6 +152,7 @@ ORT_EXPORT void specexport_cut_surplus(int64_t num_targets, const int64_t* targe
                                        const int64_t* draft_ids, const double* draft_probs, int64_t token, double weight,
                                        double uniform, double* out) {
   double masses[kMost], sum = 0;
+  num_targets = num_targets < kMost ? num_targets : kMost;
   for (int64_t i = 0, j = 0; i < num_targets; i++) {
     while (j < num_drafts && draft_ids[j] < target_ids[i]) j++;
     const bool is_both = j < num_drafts && draft_ids[j] == target_ids[i];
@@ -199,7 +201,7 @@ ORT_EXPORT void specexport_find_row(const float* x, int64_t count, const double*
     return;
   }
   float least = float(peak + ask[4]);
-  const float border = top_k > 0 ? kth(tops, row.count(), int64_t(top_k), room) : -INFINITY;
+  const float border = kth(tops, row.count(), top_k, room);
   if (border > least) least = border;
   // Where no border is known, the likeliest that are enough: half a nat more at a time.
   const bool is_open = top_p > 0 || (top_k > 0 && border == -INFINITY);

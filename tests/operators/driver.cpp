@@ -1,4 +1,5 @@
-// Runs every kernel of this processor over every format, or with `operators` all operators, without ONNX Runtime: for
+// Runs every kernel of this processor over every format, or with `operators` all operators, or with `draws`, their number and a seed
+// all of them over drawn attributes, shapes and values that nothing made sense of, without ONNX Runtime: for
 // sanitizers, and for other processors by emulation. Weights are any bytes, in buffers of exactly their size; products
 // are compared with those of other kernels, and rows in company with the same rows alone.
 #include "driver.h"
@@ -11,13 +12,6 @@
 #include "emulated_tiles.h"
 
 using namespace specexport;
-
-extern "C" void specexport_cut_rows(int64_t, int64_t, const double*, const double*, const double*, const int32_t*, const float*,
-                                    double*, int64_t*, double*);
-extern "C" void specexport_cut_surplus(int64_t, const int64_t*, const double*, int64_t, const int64_t*, const double*, int64_t,
-                                       double, double, double*);
-extern "C" void specexport_find_row(const float*, int64_t, const double*, double*, int32_t*, float*, float*, float*, double*);
-extern "C" void specexport_row_surplus(const double*, const float*, const float*, double*, double*);
 
 namespace {
 void product(const Kernels& set, Product& p, int64_t rows) {
@@ -174,8 +168,9 @@ int check_kernels() {
 }
 }  // namespace
 
-int main(int count, char**) {
-  const int failed = count > 1 ? check_operators() : check_kernels();
+int main(int count, char** words) {
+  if (count > 3) state = uint32_t(atoi(words[3]));
+  const int failed = count > 2 ? check_draws(atoi(words[2])) : count > 1 ? check_operators() : check_kernels();
   if (count > 1) printf("operators with %s\n", isa_name(isa()));
   printf("%d failed\n", failed);
   return failed;
