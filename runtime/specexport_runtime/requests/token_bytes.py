@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 """How sentencepiece names a token that is one byte."""
 _BEFORE = "a"  # decoders strip spaces of a first token
+
+_BRIEF = 2000  # characters
 
 _BY_TOKEN = {"BPEDecoder", "ByteFallback", "CTC", "Metaspace", "Replace", "WordPiece"}
 _JOINING = {"ByteLevel", "Fuse"}
@@ -86,12 +88,58 @@ def byte_of_char() -> dict[str, int]:
 
 def decoder_steps(tokenizer: "Tokenizer") -> list[dict[str, Any]]:
     """The steps as ``tokenizer.json`` has them; none where tokens are joined by spaces."""
-    decoder = tokenizer.decoder
-    return [] if decoder is None else _flat(json.loads(decoder.__getstate__()))
+    return _steps(tokenizer.decoder, "decoders")
 
 
-def _flat(step: dict[str, Any]) -> list[dict[str, Any]]:
-    return [each for part in step["decoders"] for each in _flat(part)] if step["type"] == "Sequence" else [step]
+def _flat(step: dict[str, Any], parts: str = "decoders") -> list[dict[str, Any]]:
+    return [each for part in step[parts] for each in _flat(part, parts)] if step["type"] == "Sequence" else [step]
+
+
+def ids_of(tokenizer: "Tokenizer", text: str, *, add_special_tokens: bool) -> list[int]:
+    """Token ids of a text; other threads of Python go on while a long one is encoded."""
+    if len(text) <= _BRIEF:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+    else:  # `encode` keeps Python's lock until it is done
+        ids = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    return ids
+
+
+def text_of(tokenizer: "Tokenizer", ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+    """The text of token ids; other threads of Python go on meanwhile, unlike with ``Tokenizer.decode``."""
+    texts: list[str] = tokenizer.decode_batch([ids], skip_special_tokens=skip_special_tokens)
+    return texts[0]
+
+
+@lru_cache(maxsize=4)  # of engines that live
+def longest_token(tokenizer: "Tokenizer") -> int | None:
+    """Most characters of a text that a token can stand for; None where no bound is known.
+
+    There is one where each byte of a text is in a token: nothing is stripped, and nothing unknown becomes one token.
+    """
+    names = tokenizer.get_vocab(with_added_tokens=True)
+    before, model = _steps(tokenizer.pre_tokenizer, "pretokenizers"), tokenizer.model
+    kinds, normal = {step["type"] for step in before}, _steps(tokenizer.normalizer, "normalizers")
+    byte_names = byte_of_char() if "ByteLevel" in kinds else [f"<0x{byte:02X}>" for byte in range(256)]
+    if (
+        type(model).__name__ != "BPE"
+        or not ("ByteLevel" in kinds or model.byte_fallback)
+        or not all(name in names for name in byte_names)
+        or not kinds <= {"ByteLevel", "Digits", "Metaspace", "Split"}
+        or any(step.get("behavior") == "Removed" for step in before)
+        or not all(step["type"] in ("NFC", "Prepend") or _keeps_characters(step) for step in normal)
+        or any(added.lstrip or added.rstrip for added in tokenizer.get_added_tokens_decoder().values())
+    ):
+        return None
+    # NFC makes one character of up to four.
+    return max(map(len, names)) * (4 if any(step["type"] == "NFC" for step in normal) else 1)
+
+
+def _keeps_characters(step: Mapping[str, Any]) -> bool:
+    return _maps_single_characters(step) and bool(step["content"])
+
+
+def _steps(part: Any, parts: str) -> list[dict[str, Any]]:
+    return [] if part is None else _flat(json.loads(part.__getstate__()), parts)
 
 
 def decodes_in_windows(steps: Iterable[Mapping[str, Any]]) -> bool:

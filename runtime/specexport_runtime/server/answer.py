@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -61,22 +61,28 @@ class AnswerForm(Protocol):
         """An answer that is not streamed."""
 
 
+class Prepared(NamedTuple):
+    """What is known of a request when it was read."""
+
+    plan: Plan
+    form: AnswerForm
+    texts: TokenTexts | None  # needed where the plan asks for log-probabilities
+
+
 class Answer(Response):
     """The answer to one request, made while it is sent."""
 
     def __init__(
         self,
         engine: AsyncSpecEngine,
-        plan: Plan,
-        form: AnswerForm,
+        owner: str,
+        prepare: Callable[[], Awaitable[Prepared]],
         timeout_s: float,  # the request's, waiting included
-        texts: TokenTexts | None = None,  # needed where the plan asks for log-probabilities
     ) -> None:
         super().__init__()
-        self._engine, self._plan, self._form, self._timeout_s = engine, plan, form, timeout_s
-        self._texts = texts
-        self._pieces: list[list[StreamPiece]] = [[] for _ in plan.specs]
-        self._results: list[GenerationResult | None] = [None] * len(plan.specs)
+        self._engine, self._owner, self._prepare, self._timeout_s = engine, owner, prepare, timeout_s
+        self._plan: Plan
+        self._form: AnswerForm
         self._echoed: set[int] = set()  # choices whose echo was told to its end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -85,6 +91,10 @@ class Answer(Response):
         requests: list[AsyncRequest] = []
         try:
             async with request_life(receive, self._timeout_s):
+                with self._engine.place(self._owner):
+                    self._plan, self._form, self._texts = await self._prepare()
+                self._pieces: list[list[StreamPiece]] = [[] for _ in self._plan.specs]
+                self._results: list[GenerationResult | None] = [None] * len(self._plan.specs)
                 requests = await self._submit()
                 if log is not None:
                     log.follow([request.handle.request for request in requests if request.handle is not None])

@@ -30,12 +30,16 @@ _MAX_KEYS = 1024  # of one object; a logit_bias may have many
 _SHOWN = 100  # characters of a name or a value that a message repeats
 
 
-async def parse_body(request: Request, model: type[Body]) -> Body:
-    """The body of a request; ``ApiError`` names the parameter that is not what ``model`` says."""
+async def bytes_of(request: Request) -> bytes:
+    """The body of a request as it came; ``ApiError`` 499 if the client goes away before its end."""
     try:
-        data = await request.body()
+        return await request.body()
     except ClientDisconnect:
         raise client_gone() from None
+
+
+def parse_body(data: bytes, model: type[Body]) -> Body:
+    """The body of a request; ``ApiError`` names the parameter that is not what ``model`` says."""
     value = parse_json(data)
     try:
         return model.model_validate(value)

@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from specexport_runtime.async_engine import AsyncSpecEngine
+from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import InvalidRequestError, MissingDependencyError
 from specexport_runtime.sampling.schema_rules import Place
 from specexport_runtime.sampling.structured import StructuredOutputs
 from specexport_runtime.server.errors import ApiError, invalid
-from specexport_runtime.server.protocol import Choices, JsonObjectFormat, JsonSchemaFormat
+from specexport_runtime.server.protocol import Choices, JsonObjectFormat, JsonSchemaFormat, Sampling
 
 MAX_DEPTH = 10
 MAX_PROPERTIES = 5000
@@ -16,18 +16,25 @@ MAX_ENUM_VALUES = 1000
 """OpenAI's limits of a strict schema."""
 
 
-async def form_of(body: Choices, service: AsyncSpecEngine) -> StructuredOutputs | None:
+def form_of(body: Choices, engine: SpecEngine) -> StructuredOutputs | None:
     """The form that a body asks for, checked, and ready in the engine; None for none. ``ApiError`` 400 if refused."""
     form, param = _asked(body)
     if form is None:
         return None
     try:
-        await service.aside(lambda: service.engine.check_form(form))
+        engine.check_form(form)
     except InvalidRequestError as error:
         raise invalid(param, f"{param}: {error}") from None
     except MissingDependencyError as error:
         raise ApiError(400, f"{param}: {error}", param=param, code="unsupported_parameter") from None
     return form
+
+
+def may_compile(body: Sampling) -> bool:
+    """Whether a form is compiled for a body, which may take seconds."""
+    strict = [tool for tool in getattr(body, "tools", None) or () if getattr(tool, "function", tool).strict]
+    asked = [getattr(body, name, None) for name in ("structured_outputs", "response_format", "text")]
+    return bool(strict) or any(asked) or getattr(body, "tool_choice", None) not in (None, "none", "auto")
 
 
 def _asked(body: Choices) -> tuple[StructuredOutputs | None, str]:
