@@ -173,7 +173,7 @@ def _choose_contexts(engine: SpecEngine, prompts: Sequence[Sequence[int]], count
 def _test_recorded(context: _Context, setting: Setting, accept: AcceptFunction, drawing: _Drawing) -> SamplingTest:
     target = conditional(context.target, context.sampler(setting.params))
     draft = None if context.draft is None else conditional(context.draft, context.sampler(setting.params))
-    streams = [RoundDraws(RandomStream(drawing.seed + i), fresh=True) for i in range(drawing.num_samples)]
+    streams = [RoundDraws(RandomStream(drawing.seed + i)) for i in range(drawing.num_samples)]
     outcomes = [
         draw_outcome(target, draft, draws, accept, depth=setting.depth, lookahead=drawing.lookahead)
         for draws in streams
@@ -253,5 +253,5 @@ def _draw_round(
         lambda j: target(path[: len(known) + j]) if len(known) + j < depth else _UNSEEN,
         draws,
     )
-    draws.end_round(verdict.accepted + 1)
+    draws.end_round()
     return (*path[: len(known) + verdict.accepted], verdict.next_token)

@@ -262,6 +262,6 @@ def test_auto_with_its_memory_and_learned_costs_follows_the_targets_distribution
     used = Counter()
     for seq in sampled:
         used.update({name: counts.drafted for name, counts in seq.stats.drafters.items()})
-    assert min(used["suffix"], used["draft-model"]) > 130
+    assert min(used["suffix"], used["draft-model"]) > 90
     assert learned.version  # fakes take other times than the curves say
     assert least_p_value(target, sampled) > P_VALUE

@@ -9,8 +9,8 @@ gives a sample of them:
 
 The weighted median of the newest samples counts, so a round that something disturbed moves it no further than any
 other. A ratio that is off by more than a fifth, and by more than the order of the samples leaves to chance, replaces
-the one in use. Times must not decide about a draft whose random numbers are still to be used (``RandomStream`` says
-why), so the caller says when nothing sampled is under way; until then what was learned waits.
+the one in use. Times must not decide about a draft whose random numbers are still to be used, so the caller says when
+nothing sampled is under way; until then what was learned waits.
 """
 
 import math

@@ -231,22 +231,24 @@ def row_laws(
             len(requests) > 1
             and not rows.is_near
             and proposal.error is None
-            and proposal.tokens
+            and proposal.distributions
             and req.sampler.is_uncut
         ):
             with suppress(Exception):  # acceptance meets it again
-                _ask_ahead(req, proposal, law, asked)
+                _ask_ahead(req, proposal.tokens, proposal.distributions, law, asked)
     find_masses(asked)
     return laws
 
 
-def _ask_ahead(req: Request, proposal: Proposal, laws: RowLaws, asked: list[Surplus]) -> None:
+def _ask_ahead(
+    req: Request, drafted: Sequence[int], drafts: Sequence[Law | None], laws: RowLaws, asked: list[Surplus]
+) -> None:
     """Ask for the residuals that a draft may end with."""
-    drafted, draws = proposal.tokens, req.draws
-    drafts = proposal.distributions or [None] * len(drafted)
+    draws = req.draws
     places: Iterable[tuple[int, float]]
-    if req.acceptance == "token" or all(draft is None for draft in drafts):
-        places = [(first_refused(drafted, drafts, laws, draws)[0], 1.0)]
+    if req.acceptance == "token":
+        place, _, token = first_refused(drafted, drafts, laws, draws)
+        places = [(place, 1.0)] if token is None else []
     else:
         laws.chances = find_chances(drafted, drafts, laws, draws)
         places = tested_places(laws.chances.found, draws)
@@ -254,7 +256,7 @@ def _ask_ahead(req: Request, proposal: Proposal, laws: RowLaws, asked: list[Surp
         if place == len(drafted):
             return
         target = laws(place)
-        if isinstance(target, DeviceLaw) and (found := target.ask(drafts[place], drafted[place], chance)) is not None:
+        if isinstance(target, DeviceLaw) and (found := target.ask(drafts[place], chance)) is not None:
             asked.append(found)
         if chance == 1.0:
             return

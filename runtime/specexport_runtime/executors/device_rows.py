@@ -427,20 +427,15 @@ class DeviceRow:
         order = ids[:count].argsort()
         return ids[order].astype(np.int64), values[order]
 
-    def surplus_ask(self, draft: "DeviceRow | None", token: int, weight: float) -> SurplusAsk:
+    def surplus_ask(self, draft: "DeviceRow", weight: float) -> SurplusAsk:
         """To ask for max(0, w q - p) at this row's uniform.
 
-        q is this row's softmax and p ``draft``'s, at the temperatures they were asked with; None: one-hot at ``token``.
+        q is this row's softmax and p ``draft``'s, at the temperatures they were asked with.
         """
-        rule, found = self.ask.rule, self.found
-        if draft is None:
-            other: tuple[float, int, float, float] = (1.0, 0, 0.0, 1.0)
-            at = self._address
-        else:
-            other = (draft.ask.rule.temperature, draft.ask.rule.width, draft.found.peak, draft.found.total)
-            at, token = draft.address, -1
+        (rule, found), (other, of_other) = (self.ask.rule, self.found), (draft.ask.rule, draft.found)
         mine = (rule.temperature, rule.width, found.peak, found.total)
-        return SurplusAsk(*mine, *other, weight, token, self.ask.uniform, self.address, at)
+        theirs = (other.temperature, other.width, of_other.peak, of_other.total)
+        return SurplusAsk(*mine, *theirs, weight, -1, self.ask.uniform, self.address, draft.address)
 
     def surpluses(self, asks: Sequence[SurplusAsk]) -> list[tuple[float, int]]:
         """Sum and token of what was asked of rows of this row's step; waits."""

@@ -17,7 +17,14 @@ from specexport_runtime.intake.checks import (
     check_token_ids,
     check_token_range,
 )
-from specexport_runtime.intake.drafting import Abilities, DraftDefaults, DraftPlan, RequestOptions, resolve_draft_plan
+from specexport_runtime.intake.drafting import (
+    Abilities,
+    DraftDefaults,
+    DraftPlan,
+    RequestOptions,
+    is_shared,
+    resolve_draft_plan,
+)
 from specexport_runtime.intake.grammars import GrammarCompiler
 from specexport_runtime.requests.draft_exit import DraftExit, DraftExitParams
 from specexport_runtime.requests.layer_choice import LayerRules
@@ -115,7 +122,7 @@ class RequestBuilder:
             eos_token_ids=self.eos_token_ids,
             text=TextStream(self.tokenizer, params, hidden, ids),
             stream=stream,
-            seed=secrets.randbits(63) if params.seed is None else params.seed,
+            seed=secrets.randbits(63) if params.seed is None or is_shared(plan, self.abilities) else params.seed,
             draft_plan=plan.stages,
             reference=self.encode_reference(reference),
             adaptive=plan.adaptive,

@@ -24,6 +24,8 @@ Lookahead = int | Literal["auto"]
 """Draft tokens a round, or ``"auto"``: chosen in every round for the most expected tokens per second."""
 
 
+_COPIES = frozenset(name for name, kind in KINDS.items() if kind.traits.is_free)
+
 TreeSize = int | Literal["auto"]
 """Most draft tokens tested in a round, branches included; 0: chains; ``"auto"``: as many as pay."""
 MOST_NODES = 63
@@ -138,7 +140,7 @@ def resolve_draft_plan(
     """The ways to draft for one request; ``InvalidRequestError`` if its options contradict each other or the abilities.
 
     What ``auto`` drafts depends on other requests, and with it the sampled text of a seed: a request that
-    ``is_repeatable`` has to ask for it.
+    ``is_repeatable`` has to ask for it, whatever the engine's default is.
     """
     check_names(options)
     plan = _resolve_stages(options, abilities, defaults, is_repeatable=is_repeatable)
@@ -205,7 +207,11 @@ def _resolve_stages(
     if drafter in (None, "none"):
         return DraftPlan()
     names = stage_names(drafter, abilities)
-    if drafter == "auto" and requested is None and abilities.weighed.issuperset(names):
+    if is_repeatable and options.get("drafter") is None and options.get("num_speculative_tokens") != "auto":
+        requested = None if requested == "auto" else requested
+        if not _COPIES.issuperset(names):
+            names = tuple(name for name in names if not abilities.drafters[name].remembers)
+    elif drafter == "auto" and requested is None and abilities.weighed.issuperset(names):
         requested = "auto"
     if requested == "auto":
         _check_weighed(names, abilities)
@@ -222,6 +228,17 @@ def _resolve_stages(
             for name, number in zip(names, asked, strict=True)
         )
     )
+
+
+def is_shared(plan: DraftPlan, abilities: Abilities) -> bool:
+    """Whether other requests have a say in how the text of a seed is drawn, by what they taught or left to copy.
+
+    If they had the same numbers, that would be no draw from the target's distribution. Of copies alone they have none:
+    whatever is copied, each token is plain decoding's.
+    """
+    names = {stage.drafter for stage in plan.stages}
+    depends = plan.adaptive or any(abilities.drafters[name].remembers for name in names)
+    return depends and not names <= _COPIES
 
 
 def stage_names(drafter: str, abilities: Abilities) -> tuple[str, ...]:

@@ -9,10 +9,9 @@ with a_ij the chance that the j-th draft token passes if those before it did (``
 bundle's sizes, mended by what rounds took (``costs``). K_i = 0 for all is plain decoding, for which no drafter is
 called. What is allowed is decided by the ``rules``, one after the other.
 
-Choices may depend on tests that were performed (how many draft tokens passed, and whether one failed), on lengths, and
-on numbers that are fixed while sampled requests have their length chosen. Never on draft tokens that were discarded,
-or on times that were measured since the first of those requests began (``RandomStream`` says why). So the sampled text
-of a seed may depend on who shares the batch or came before; its distribution does not, and greedy text never changes.
+Choices may depend on all that was before a round, because no random number serves two rounds (``RoundDraws``), or two
+adaptive requests: these have others than their seed's (``intake.drafting.is_shared``). So sampled text depends on who
+shares the batch or came before; its distribution does not, and greedy text never changes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -205,8 +204,11 @@ class Controller:
     def cut(
         self, drafter: str, requests: "Sequence[Request]", proposals: Sequence[Proposal], limits: Sequence[int]
     ) -> list[Allowed]:
-        """How much of each draft, of up to ``limits[i]`` tokens, is worth testing, where drafting costs nothing."""
-        now, asks = self._round, []
+        """How much of each draft, of up to ``limits[i]`` tokens, is worth testing, where drafting costs nothing.
+
+        All of one that was drawn: how long it is may be a matter of what was drawn.
+        """
+        now, asks, drawn = self._round, list[Ask](), list[Ask]()
         allowed = [
             Allowed(limit, "goodput" if req.adaptive else "fixed") for req, limit in zip(requests, limits, strict=True)
         ]
@@ -214,10 +216,13 @@ class Controller:
             if not req.adaptive:
                 now.drafted += proposal.num_own
             elif proposal.num_own:
-                asks.append(self._ask(i, drafter, req, proposal.num_own, proposal.match_length))
+                ask = self._ask(i, drafter, req, proposal.num_own, proposal.match_length)
+                (asks if proposal.distributions is None else drawn).append(ask)
         stage = Stage(now, drafter, self._known[drafter], requests, asks)
         for rule in COPIED:
             rule(stage)
+        for ask in drawn:
+            ask.count = ask.most
         for ask in asks:
             if ask.count and self._yields(stage, ask):
                 ask.count = 0
@@ -225,7 +230,7 @@ class Controller:
             ask.memory.shadow = None if ask.count else (proposals[ask.index].tokens[place], place)
             ask.memory.copied = now.number, ask.gains
             allowed[ask.index] = Allowed(ask.count, "goodput" if ask.count else "bypass", 1.0 + ask.expected)
-        now.grant(asks)
+        now.grant([*asks, *drawn])
         return allowed
 
     def promises(self, request: "Request", asked: Sequence[Asked]) -> tuple[Promise, ...]:
@@ -269,8 +274,7 @@ class Controller:
             for name, (reading, steps, all_of_it) in now.readings.items():
                 now.draft_seconds[reading_of(name)] = reading, max(all_of_it - level * steps, 0.0)
             self._learned.observe(taken)
-        # Random numbers that are still to be used must not meet times: nothing changes while a sampled request has
-        # its lengths chosen.
+        # Costs are fixed while a sampled request has its lengths chosen.
         if all(req.sampler.is_greedy for req in requests if req.adaptive):
             self._learned.adopt()
 
