@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specexport.checkpoint.source import Source
+from specexport.checkpoint.vocabulary import keep_twins, texts_of
 from specexport_runtime.bundle.tokenizer_load import read_whole_texts
 from specexport_runtime.errors import CheckpointError
 
@@ -54,6 +55,7 @@ def _from_json(source: Source, stated: Mapping[str, Mapping[str, Any]]) -> Token
     except Exception as error:  # transformers raises nearly anything on a damaged tokenizer
         raise _unreadable(source, _guilty(source), error) from error
     parts = _parts(source, tokenizer)
+    parts = parts._replace(json=keep_twins(source, parts.json, texts_of((source.folder / _JSON).read_bytes())))
     if any(stated[name] for name in _SETTINGS):
         return parts
     texts = {}

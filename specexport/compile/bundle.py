@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from specexport.atomic import place_behind_links, remove_leftovers, write_json
+from specexport.checkpoint.vocabulary import read_vocabulary
 from specexport.compile.built import TOKENIZER_NAME, BuiltModel, entry_in_bundle
-from specexport.compile.vocabulary import draftable_size, read_vocabulary, sha256_of
+from specexport.compile.vocabulary import draftable_size, sha256_of
 from specexport.recipe import BuildRecipe
 from specexport_runtime.bundle.files import check_files, hash_files
 from specexport_runtime.bundle.held import held

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from specexport.backends.base import BuildJob
 from specexport.backends.registry import BACKENDS, find_backend
+from specexport.checkpoint.vocabulary import read_vocabulary
 from specexport.compile.built import TOKENIZER_NAME, EngineCheck
 from specexport.compile.check import check_obstacle
 from specexport.compile.check_head import check_head
@@ -15,7 +16,7 @@ from specexport.compile.draft_cuts import read_counting_texts
 from specexport.compile.draft_trial import Chosen, DraftForm
 from specexport.compile.model import load_source, pieces_for, resolve_for, table_weights
 from specexport.compile.part import ModelSource, Part, Texts
-from specexport.compile.vocabulary import check_vocabularies, read_vocabulary
+from specexport.compile.vocabulary import check_vocabularies
 from specexport.progress import StageClock
 from specexport.recipe import MTP, BuildRecipe, model_dtype
 from specexport_runtime.bundle.arrays import MASK_NAME

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from specexport.checkpoint.vocabulary import read_vocabulary
 from specexport.compile.draft_cuts import read_counting_texts
-from specexport.compile.vocabulary import check_vocabularies, read_vocabulary
+from specexport.compile.vocabulary import check_vocabularies
 from specexport_runtime.bundle.entry import TokenMapEntry
 from specexport_runtime.bundle.token_map import MAP_NAME, NOT_SHARED, TokenMap
 from specexport_runtime.errors import InvalidRequestError, VocabularyMismatchError

@@ -14,6 +14,8 @@ from specexport_runtime.machine import return_freed_memory
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+TWIN_MARK = "\ufdd0"
+"""Ends the names of tokens whose text another one has too, and no other's; the decoder drops it."""
 _CHANCES = ("dropout", "alpha")
 
 

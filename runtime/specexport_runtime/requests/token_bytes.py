@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from specexport_runtime.bundle.tokenizer_load import TWIN_MARK
 from specexport_runtime.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ _JOINING = {"ByteLevel", "Fuse"}
 def token_bytes(tokenizer: "Tokenizer", vocab_size: int) -> list[bytes]:
     """The bytes of each token id, none without a token; InvalidRequestError if they depend on neighbours."""
     steps = decoder_steps(tokenizer)
-    kinds = [step["type"] for step in steps]
+    kinds = [step["type"] for step in steps if step.get("pattern") != {"String": TWIN_MARK}]
     own = next((step["type"] for step in steps if _is_of_neighbours(step)), None)
     if own is None and not decodes_in_windows(steps):
         own = kinds[-1]
@@ -40,12 +41,12 @@ def token_bytes(tokenizer: "Tokenizer", vocab_size: int) -> list[bytes]:
             f"structured_outputs: the text of this model's tokens depends on their neighbours (decoder step {own}).",
             "leave it out.",
         )
-    names = {token: name for name, token in tokenizer.get_vocab(with_added_tokens=True).items()}
+    names = {token: name_of(tokenizer, token) for token in range(vocab_size)}
     if "ByteLevel" in kinds:
-        return [_of_alphabet(names.get(token, "")) for token in range(vocab_size)]
+        return [_of_alphabet(name or "") for name in names.values()]
     decoder, found = tokenizer.decoder, [b""] * vocab_size
     for token, name in names.items():
-        if token >= vocab_size:
+        if name is None:
             continue
         if "ByteFallback" in kinds and (match := BYTE_TOKEN.fullmatch(name)):
             found[token] = bytes([int(match[1], 16)])
@@ -55,14 +56,21 @@ def token_bytes(tokenizer: "Tokenizer", vocab_size: int) -> list[bytes]:
     return found
 
 
+def name_of(tokenizer: "Tokenizer", token: int) -> str | None:
+    """How a token is spelled, None for an id without one; tokens may be spelled alike."""
+    name = tokenizer.id_to_token(token)
+    return None if name is None else name.rstrip(TWIN_MARK)
+
+
 def same_at_first(tokenizer: "Tokenizer", found: Sequence[bytes]) -> npt.NDArray[np.bool_]:
     """Which tokens add the same bytes to an empty text: [V], of what :func:`token_bytes` found."""
     same = np.ones(len(found), np.bool_)
     decoder = tokenizer.decoder
     if "ByteLevel" in {step["type"] for step in decoder_steps(tokenizer)}:
         return same
-    for name, token in tokenizer.get_vocab(with_added_tokens=True).items():
-        if token < len(found) and not BYTE_TOKEN.fullmatch(name):
+    for token in range(len(found)):
+        name = name_of(tokenizer, token)
+        if name is not None and not BYTE_TOKEN.fullmatch(name):
             same[token] = (name if decoder is None else decoder.decode([name])).encode() == found[token]
     return same
 
@@ -166,7 +174,7 @@ def unsettled_names(steps: Iterable[Mapping[str, Any]]) -> re.Pattern[str] | Non
     found = []
     for step in steps:
         if step["type"] == "ByteFallback":
-            found.append("<0x..>")
+            found.append(f"<0x..>{TWIN_MARK}*")
         if step["type"] == "BPEDecoder" and step["suffix"]:
             found.append(f".*{re.escape(step['suffix'])}.+")
     return re.compile("|".join(found), re.DOTALL) if found else None

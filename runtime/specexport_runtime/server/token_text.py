@@ -2,8 +2,9 @@
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from specexport_runtime.bundle.tokenizer_load import TWIN_MARK
 from specexport_runtime.requests.text import TextStream
-from specexport_runtime.requests.token_bytes import BYTE_TOKEN, byte_of_char, decoder_steps
+from specexport_runtime.requests.token_bytes import BYTE_TOKEN, byte_of_char, decoder_steps, name_of
 from specexport_runtime.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class TokenTexts:
     def _bytes(self, token: int) -> bytes:
         if token in self._added:
             return self._added[token].encode()
-        name = self._tokenizer.id_to_token(token)
+        name = name_of(self._tokenizer, token)
         if name is None:
             return b""  # a row of the LM head without a token
         if self._is_byte_level and all(char in byte_of_char() for char in name):
@@ -58,7 +59,7 @@ class TokenTexts:
 
 
 def _added_tokens(tokenizer: "Tokenizer") -> dict[int, str]:
-    return {token: added.content for token, added in tokenizer.get_added_tokens_decoder().items()}
+    return {token: added.content.rstrip(TWIN_MARK) for token, added in tokenizer.get_added_tokens_decoder().items()}
 
 
 def _token_text(data: bytes) -> TokenText:

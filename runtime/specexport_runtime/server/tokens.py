@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse
 from pydantic import Field
 
 from specexport_runtime.engine import SpecEngine
-from specexport_runtime.requests.token_bytes import text_of
+from specexport_runtime.requests.token_bytes import name_of, text_of
 from specexport_runtime.server.answer import request_life
 from specexport_runtime.server.completions import owner_of, ready_engine
 from specexport_runtime.server.config import ServerConfig
@@ -87,7 +87,7 @@ def _tokenize(body: TokenizeRequest, engine: SpecEngine, config: ServerConfig) -
         source, special = "prompt", body.add_special_tokens is not False
         ids = encode(engine, body.prompt or "", source, config.max_prompt_tokens, add_special_tokens=special)
     check_length(engine, config, source, ids)
-    names = [engine.tokenizer.id_to_token(token) for token in ids] if body.return_token_strs else None
+    names = [name_of(engine.tokenizer, token) for token in ids] if body.return_token_strs else None
     return {"count": len(ids), "max_model_len": engine.max_model_len, "tokens": ids, "token_strs": names}
 
 
