@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from specexport_runtime.drafters.registry import KINDS as PARTS
-from specexport_runtime.intake.drafting import Abilities, DraftDefaults, is_shared, resolve_draft_plan
+from specexport_runtime.intake.drafting import Abilities, DraftDefaults, resolve_draft_plan
 from specexport_runtime.sampling import accept, block, tree
 from specexport_runtime.sampling.block import RULES
 from specexport_runtime.sampling.params import SamplingParams
@@ -96,7 +96,7 @@ def test_a_seed_gets_what_depends_on_no_other_request_whatever_the_default_is(dr
     plan = resolve_draft_plan({}, abilities, defaults, is_repeatable=True)
     assert [stage.drafter for stage in plan.stages] == stages
     assert not plan.adaptive
-    assert not is_shared(plan, abilities)
+    assert not abilities.is_shared(plan)
     assert plan.stages[-1].lookahead == (3 if lookahead == 3 else TRAITS[stages[-1]].default_lookahead)
     for asked in ({"drafter": "auto"}, {"num_speculative_tokens": "auto"}):
         assert resolve_draft_plan(asked, abilities, defaults, is_repeatable=True).adaptive

@@ -17,14 +17,7 @@ from specexport_runtime.intake.checks import (
     check_token_ids,
     check_token_range,
 )
-from specexport_runtime.intake.drafting import (
-    Abilities,
-    DraftDefaults,
-    DraftPlan,
-    RequestOptions,
-    is_shared,
-    resolve_draft_plan,
-)
+from specexport_runtime.intake.drafting import Abilities, DraftDefaults, DraftPlan, RequestOptions, resolve_draft_plan
 from specexport_runtime.intake.grammars import GrammarCompiler
 from specexport_runtime.requests.draft_exit import DraftExit, DraftExitParams
 from specexport_runtime.requests.layer_choice import LayerRules
@@ -111,8 +104,6 @@ class RequestBuilder:
             silent = (self.special_tokens if hidden is None else hidden) if params.skip_special_tokens else ()
             follows_text = any(token not in silent for token in ids)
             grammar = self.grammars.compile(params.structured_outputs, follows_text=follows_text)
-            if not self.grammars.spell_all:  # a draft that nothing can follow would end the matcher
-                plan = DraftPlan()
         return Request(
             index,
             ids,
@@ -122,7 +113,7 @@ class RequestBuilder:
             eos_token_ids=self.eos_token_ids,
             text=TextStream(self.tokenizer, params, hidden, ids),
             stream=stream,
-            seed=secrets.randbits(63) if params.seed is None or is_shared(plan, self.abilities) else params.seed,
+            seed=secrets.randbits(63) if params.seed is None or self.abilities.is_shared(plan) else params.seed,
             draft_plan=plan.stages,
             reference=self.encode_reference(reference),
             adaptive=plan.adaptive,

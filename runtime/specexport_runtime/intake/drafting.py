@@ -101,6 +101,14 @@ class Abilities(NamedTuple):
         first = next(iter(self.drafters))
         return None if first in self.obstacles else first
 
+    def is_shared(self, plan: "DraftPlan") -> bool:
+        """Whether other requests, perhaps of the same numbers, decide how text is drawn, by what they taught or left.
+
+        Not of copies alone: whatever is copied, each token is plain decoding's.
+        """
+        names = {stage.drafter for stage in plan.stages}
+        return (plan.adaptive or any(self.drafters[name].remembers for name in names)) and not names <= _COPIES
+
 
 class DraftPlan(NamedTuple):
     """How to draft for one request."""
@@ -228,17 +236,6 @@ def _resolve_stages(
             for name, number in zip(names, asked, strict=True)
         )
     )
-
-
-def is_shared(plan: DraftPlan, abilities: Abilities) -> bool:
-    """Whether other requests have a say in how the text of a seed is drawn, by what they taught or left to copy.
-
-    If they had the same numbers, that would be no draw from the target's distribution. Of copies alone they have none:
-    whatever is copied, each token is plain decoding's.
-    """
-    names = {stage.drafter for stage in plan.stages}
-    depends = plan.adaptive or any(abilities.drafters[name].remembers for name in names)
-    return depends and not names <= _COPIES
 
 
 def stage_names(drafter: str, abilities: Abilities) -> tuple[str, ...]:

@@ -10,8 +10,8 @@ bundle's sizes, mended by what rounds took (``costs``). K_i = 0 for all is plain
 called. What is allowed is decided by the ``rules``, one after the other.
 
 Choices may depend on all that was before a round, because no random number serves two rounds (``RoundDraws``), or two
-adaptive requests: these have others than their seed's (``intake.drafting.is_shared``). So sampled text depends on who
-shares the batch or came before; its distribution does not, and greedy text never changes.
+adaptive requests: these have others than their seed's (``intake``). So sampled text may depend on who shares the batch
+or came before; its distribution does not, and greedy text never changes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -204,25 +204,19 @@ class Controller:
     def cut(
         self, drafter: str, requests: "Sequence[Request]", proposals: Sequence[Proposal], limits: Sequence[int]
     ) -> list[Allowed]:
-        """How much of each draft, of up to ``limits[i]`` tokens, is worth testing, where drafting costs nothing.
-
-        All of one that was drawn: how long it is may be a matter of what was drawn.
-        """
-        now, asks, drawn = self._round, list[Ask](), list[Ask]()
+        """How much of each draft, of up to ``limits[i]`` tokens, is worth testing, where drafting costs nothing."""
+        now, asks = self._round, []
         allowed = [
             Allowed(limit, "goodput" if req.adaptive else "fixed") for req, limit in zip(requests, limits, strict=True)
         ]
         for i, (req, proposal) in enumerate(zip(requests, proposals, strict=True)):
-            if not req.adaptive:
+            if not req.adaptive or proposal.distributions is not None:  # what was drawn is tested, all of it
                 now.drafted += proposal.num_own
             elif proposal.num_own:
-                ask = self._ask(i, drafter, req, proposal.num_own, proposal.match_length)
-                (asks if proposal.distributions is None else drawn).append(ask)
+                asks.append(self._ask(i, drafter, req, proposal.num_own, proposal.match_length))
         stage = Stage(now, drafter, self._known[drafter], requests, asks)
         for rule in COPIED:
             rule(stage)
-        for ask in drawn:
-            ask.count = ask.most
         for ask in asks:
             if ask.count and self._yields(stage, ask):
                 ask.count = 0
@@ -230,7 +224,7 @@ class Controller:
             ask.memory.shadow = None if ask.count else (proposals[ask.index].tokens[place], place)
             ask.memory.copied = now.number, ask.gains
             allowed[ask.index] = Allowed(ask.count, "goodput" if ask.count else "bypass", 1.0 + ask.expected)
-        now.grant([*asks, *drawn])
+        now.grant(asks)
         return allowed
 
     def promises(self, request: "Request", asked: Sequence[Asked]) -> tuple[Promise, ...]:

@@ -93,9 +93,7 @@ def find_chances(
         try:
             targets.append(target_distribution(j))
         except (CheckFailedError, InvalidRequestError):
-            if j:
-                break
-            raise
+            break
         if draft_distributions[j] is None:
             drawn = sample_token(targets[j], draws(j).resample)
             if drawn != token:

@@ -13,7 +13,7 @@ never on that child: a token that was drawn stays. The numbers of a tree serve o
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, cast
+from typing import cast
 
 import numpy as np
 
@@ -21,19 +21,7 @@ from specexport_runtime.errors import CheckFailedError, InvalidRequestError
 from specexport_runtime.sampling.accept import Verdict, draft_probability, normalised, surplus
 from specexport_runtime.sampling.device import on_host
 from specexport_runtime.sampling.distribution import Distribution, Law, sample_token
-from specexport_runtime.sampling.rng import Draws
-
-
-class TreeDraws(Protocol):
-    """The random numbers of a round with a tree: :class:`RoundDraws`."""
-
-    def __call__(self, place: int) -> Draws:
-        """Those of the chain's node ``place``, and of the token that the round ends with behind ``place`` tokens."""
-        ...
-
-    def branch(self, number: int) -> Draws:
-        """Those of one more node."""
-        ...
+from specexport_runtime.sampling.rng import RoundDraws
 
 
 def accept_tree_greedy(nodes: Sequence[int], parents: Sequence[int], greedy: Callable[[int], int]) -> Verdict:
@@ -53,7 +41,7 @@ def accept_tree(
     parents: Sequence[int],  # place of the node before each; -1 behind the text
     draft_laws: Sequence[Law | None] | None,  # what siblings were drawn from; None, for all or one: not drawn
     target_law: Callable[[int], Law],  # behind a node, -1: the text; called at most once for each, parents first
-    draws: TreeDraws,
+    draws: RoundDraws,
 ) -> Verdict:
     """Test siblings one by one and descend to the first that passes; where none does, what they left is drawn.
 
@@ -76,7 +64,7 @@ def accept_tree_block(
     parents: Sequence[int],
     draft_laws: Sequence[Law | None] | None,
     target_law: Callable[[int], Law],  # as for ``accept_tree``; called behind nodes that are not kept too
-    draws: TreeDraws,
+    draws: RoundDraws,
 ) -> Verdict:
     """Test leaves first, and a node where nothing behind it passed: never fewer tokens in the mean than one by one.
 
@@ -143,7 +131,7 @@ class _DrawnTree(_Tree):
     """A tree with what it was drawn from, and the numbers that it is tested with."""
 
     def __init__(
-        self, nodes: Sequence[int], parents: Sequence[int], laws: Sequence[Law | None] | None, draws: TreeDraws
+        self, nodes: Sequence[int], parents: Sequence[int], laws: Sequence[Law | None] | None, draws: RoundDraws
     ) -> None:
         super().__init__(nodes, parents)
         self._laws, self._draws = laws, draws
