@@ -285,13 +285,13 @@ def test_it_listens_where_it_says(host, url):
 
 def test_connections_above_the_limit_are_told(monkeypatch):
     monkeypatch.setattr(connection, "SPARE_CONNECTIONS", 1)
-    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", patience.HANG_S)
     whole = request(ASK)
-    with Served(fake_engine, ServerConfig(max_connections=2)) as served:
+    head = len(whole) - 5  # and a part of the body
+    with Served(fake_engine, ServerConfig(max_connections=2, body_timeout_s=patience.HANG_S)) as served:
         inside = [Wire(served.port) for _ in range(2)]
         for wire in inside:
-            wire.send(whole[:20])
-        wait_until(lambda: sum(each._in_head for each in served._server.server_state.connections) == 2)
+            wire.send(whole[:head])
+        wait_until(lambda: sum(each.cycle is not None for each in served._server.server_state.connections) == 2)
         with Wire(served.port) as told:
             wait_until(lambda: connections(served) == 3)
             with Wire(served.port) as cut:
@@ -300,9 +300,46 @@ def test_connections_above_the_limit_are_told(monkeypatch):
             assert (reply.status, reply.code) == (503, "too_many_connections")
             assert (reply.headers["connection"], "retry-after" in reply.headers) == ("close", True)
             assert told.rest() == b""
-        inside[0].send(whole[20:])
+        inside[0].send(whole[head:])
         assert inside[0].reply().status == 200  # those inside go on
         inside[1].socket.close()
         wait_until(lambda: connections(served) == 1)
         assert patience.post(f"{served.url}/v1/completions", json=ASK).status_code == 200
         inside[0].socket.close()
+
+
+def test_heads_that_never_end_make_room(monkeypatch):
+    """The one that began first, for each new connection; a whole request among them is answered."""
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", patience.HANG_S)
+    with Served(fake_engine, ServerConfig(max_connections=3)) as served:
+        slow = [Wire(served.port) for _ in range(3)]
+        for number, wire in enumerate(slow, start=1):
+            wire.send(POST[:20])
+            wait_until(
+                lambda number=number: sum(each._in_head for each in served._server.server_state.connections) == number
+            )
+        for number in range(2):
+            with Wire(served.port) as wire:
+                assert wire.ask(HEALTH).status == 200
+                assert slow[number].rest() == b""
+                assert connections(served) == 3
+                slow.append(Wire(served.port))
+                slow[-1].send(POST[:20])
+                wait_until(lambda: sum(each._in_head for each in served._server.server_state.connections) == 3)
+        for wire in slow:
+            wire.socket.close()
+
+
+@pytest.mark.parametrize("ask", [ASK, ASK | {"stream": True}])
+def test_a_client_of_http_1_0_gets_no_chunks(fake_served, ask):
+    with Wire(fake_served.port) as wire:
+        wire.send(request(ask | {"temperature": 0}).replace(b"HTTP/1.1", b"HTTP/1.0"))
+        head, _, body = wire.rest().partition(b"\r\n\r\n")
+        assert b"200 OK" in head
+        assert b"transfer-encoding" not in head.lower()
+    if "stream" in ask:
+        events = body.split(b"\n\n")
+        assert events[-2:] == [b"data: [DONE]", b""]
+        assert all(json.loads(each.removeprefix(b"data: "))["choices"] for each in events[:-2])
+    else:
+        assert json.loads(body)["usage"]["completion_tokens"] == 3

@@ -26,6 +26,7 @@ LAST_LOOK_S = 0.01
 SPARE_CONNECTIONS = 64
 """Connections above the limit that get an answer; any more are cut off."""
 
+_ANY_LENGTH = 2**62
 _UPGRADE = re.compile(rb"\r\nupgrade[ \t]*:", re.IGNORECASE)
 
 ASGIApp = Callable[[Any, Any, Any], Awaitable[None]]
@@ -50,6 +51,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._unread: asyncio.TimerHandle | None = None  # what was sent must be read by then
         self._in_head = self._in_message = False
         self._head_bytes = self._begun = 0
+        self._head_began = 0.0  # when, seconds of the loop's clock
         self._deaf = False
 
     @property
@@ -57,10 +59,10 @@ class BoundedProtocol(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn does
-        """Take a connection, if need be in the place of one that rests, or turn it away."""
+        """Take a connection, if need be in the place of one that rests or whose head is slow, or turn it away."""
         super().connection_made(transport)
         if len(self.connections) > self._settings.max_connections:
-            self._take_the_place_of_one_that_rests()
+            self._take_the_place_of_another()
         above = len(self.connections) - self._settings.max_connections
         if above > SPARE_CONNECTIONS:
             transport.abort()
@@ -106,6 +108,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self._begun += 1
         self._in_head, self._in_message, self._head_bytes = True, True, 0
+        self._head_began = self.loop.time()
         if not self._answering:
             self._arm(HEAD_TIMEOUT_S, self._head_is_late)
 
@@ -122,6 +125,8 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         self._arm(self._settings.body_timeout_s + LINGER_S, self._abort)
         super().on_headers_complete()
+        if self.parser.get_http_version() == "1.0":
+            _without_chunks(self.cycle)
         self.scope["state"] |= {"abort_connection": self._abort, "keeps_alive": partial(_keeps_alive, self.cycle)}
 
     def on_body(self, body: bytes) -> None:
@@ -169,13 +174,17 @@ class BoundedProtocol(HttpToolsProtocol):
         super()._unset_keepalive_if_required()
         self._resting.pop(self, None)
 
-    def _take_the_place_of_one_that_rests(self) -> None:
-        for other in self._resting:
-            if not other.transport.get_write_buffer_size():  # it has sent all of its last answer
-                self.connections.discard(other)
-                other._unset_keepalive_if_required()
-                other.transport.abort()
-                return
+    def _take_the_place_of_another(self) -> None:
+        """Of the one that has rested the longest, or else of the one whose head has taken the longest."""
+        # One that rests has sent all of its last answer.
+        resting = (other for other in self._resting if not other.transport.get_write_buffer_size())
+        all_of_them: Any = self.connections  # whatever uvicorn thinks that they may be
+        slow = (other for other in all_of_them if other._in_head)
+        other = next(resting, None) or min(slow, key=lambda other: other._head_began, default=None)
+        if other is not None:
+            self.connections.discard(other)
+            other._unset_keepalive_if_required()
+            other.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP; never into the middle of an answer, nor in place of an earlier request's."""
@@ -234,6 +243,22 @@ class BoundedProtocol(HttpToolsProtocol):
 def _keeps_alive(cycle: Any) -> bool:
     """Whether another request may follow an answer: not if a body that was not asked for may be left out."""
     return bool(cycle.keep_alive and not cycle.waiting_for_100_continue)
+
+
+def _without_chunks(cycle: Any) -> None:
+    """For HTTP/1.0, which has no chunks: what has no length ends with the connection."""
+    send = cycle.send
+
+    async def send_plainly(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            if all(name.lower() != b"content-length" for name, _ in message["headers"]):
+                cycle.chunked_encoding = False
+                cycle.expected_content_length = _ANY_LENGTH
+        elif cycle.expected_content_length > _ANY_LENGTH // 2 and not message.get("more_body", False):
+            cycle.expected_content_length = len(message.get("body", b""))  # uvicorn wants none to be left
+        await send(message)
+
+    cycle.send = send_plainly
 
 
 def without_upgrade(data: bytes) -> bytes:

@@ -16,6 +16,7 @@ from specexport_runtime.intake.functions import Function, FunctionError, ToolCho
 from specexport_runtime.sampling.structured import StructuredOutputs
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.errors import ApiError, invalid, unsupported
+from specexport_runtime.server.parsing import is_deep
 from specexport_runtime.server.prompt_tokens import encode
 from specexport_runtime.server.protocol import ChatRequest, Effort, Message, NamedTool, Tool, ToolCall, join_text
 from specexport_runtime.server.structured import check_strict, form_of
@@ -202,8 +203,8 @@ def _called(call: ToolCall, where: str) -> dict[str, Any]:
         arguments = json.loads(call.function.arguments or "{}")
     except (ValueError, RecursionError):
         arguments = None
-    if not isinstance(arguments, dict):
-        raise invalid(param, f"{param} is no JSON object.")
+    if not isinstance(arguments, dict) or is_deep(arguments):
+        raise invalid(param, f"{param} is no JSON object, or nested too deeply.")
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}
 

@@ -32,7 +32,8 @@ def encode(
     """Token ids of a prompt; ``ApiError`` 400 names ``source`` if they must be more than ``most``, by its length."""
     if not isinstance(prompt, str):
         return list(prompt)
-    most, longest = engine.max_model_len if most is None else min(most, engine.max_model_len), longest_token(engine.tokenizer)
+    most = engine.max_model_len if most is None else min(most, engine.max_model_len)
+    longest = longest_token(engine.tokenizer)
     if longest is not None and (least := -(-len(prompt) // longest)) > most:
         if most < engine.max_model_len:
             raise over_limit(source, f"{source} of at least {least} tokens", most)

@@ -29,6 +29,8 @@ _STUCK_S = 30.0
 
 def run_server(bundle: Path, config: ServerConfig, options: EngineOptions) -> int:
     """Serve a bundle until SIGTERM or Ctrl-C; returns 0 after a drain, which a second signal ends."""
+    # Long texts have a thread of their own: tokenizers need not start more.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     listener = bind(config)
     with listener, asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(_Life(listener, config, lambda: SpecEngine.load(bundle, options)).run())
@@ -60,6 +62,8 @@ class _Life:
         if engine is None:
             _leave(0)  # the thread that loads cannot be told to stop
         await _or_leave(engine.aclose(0), _STUCK_S)
+        if engine.is_working_aside:
+            _leave(0)  # the interpreter would wait for it
         return 0
 
     def _say_where(self) -> None:
