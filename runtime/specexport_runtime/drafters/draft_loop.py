@@ -491,10 +491,7 @@ def _plain_greedy(logits: Float32Array) -> int:
 
 @cache
 def _warn_of(drafter: str) -> None:
-    _log.warning(
-        "drafter %s: its drafts end where its logits hold NaN or +inf. Fix: run `specexport verify` on this bundle.",
-        drafter,
-    )
+    _log.warning("drafter %s: drafts end where its logits are no numbers. Fix: run `specexport verify`.", drafter)
 
 
 def _probability(logits: Float32Array, token: int) -> float:

@@ -27,7 +27,6 @@ class Chances(NamedTuple):
 
     targets: list[Law]  # that were looked at
     found: list[float]
-    drawn: int | None  # what the target goes on with behind them, where it is known
 
 
 def accept_block(
@@ -52,19 +51,17 @@ def accept_block(
     """
     if draft_distributions is None or all(draft is None for draft in draft_distributions):
         return accept_sampled(drafted, draft_distributions, target_distribution, draws)
-    targets, found, drawn = chances or find_chances(drafted, draft_distributions, target_distribution, draws)
+    targets, found = chances or find_chances(drafted, draft_distributions, target_distribution, draws)
     last = len(drafted)
     for kept, chance in tested_places(found, draws):
-        if kept == last:
-            return Verdict(last, sample_token(target_distribution(last), draws(last).resample), is_bonus=True)
         if kept == len(targets):
             targets.append(target_distribution(kept))
-        draft = draft_distributions[kept]
+        draft = None if kept == last else draft_distributions[kept]
         if draft is None:
-            drawn = sample_token(targets[kept], draws(kept).resample) if drawn is None else drawn
-            if drawn == drafted[kept]:
+            token = sample_token(targets[kept], draws(kept).resample)
+            if kept < last and token == drafted[kept]:
                 continue
-            return Verdict(kept, drawn, is_bonus=False)
+            return Verdict(kept, token, is_bonus=kept == last)
         masses = surplus(targets[kept], draft, chance)
         mass = float(masses.sum())
         # With a chance of 1 it passes whatever was drawn: at the latest in front of all tokens.
@@ -88,18 +85,16 @@ def find_chances(
         for j, (token, draft) in enumerate(zip(drafted, draft_distributions, strict=True))
     ]
     targets: list[Law] = []
-    chances, drawn = [1.0], None
+    chances = [1.0]
     for j, token in enumerate(drafted):
         try:
             targets.append(target_distribution(j))
         except (CheckFailedError, InvalidRequestError):
             break
         if draft_distributions[j] is None:
-            drawn = sample_token(targets[j], draws(j).resample)
-            if drawn != token:
+            if sample_token(targets[j], draws(j).resample) != token:
                 break
-            chances.append(chances[-1])
-            chances[j], drawn = 0.0, None
+            chances[j:] = [0.0, chances[j]]
             continue
         chance = chances[-1] * targets[j].probability(token) / probabilities[j]
         if not chance > 0.0:
@@ -107,7 +102,7 @@ def find_chances(
         chances.append(min(1.0, chance))
         if not _may_pass(chances[-1], probabilities, j + 1, draws):
             break
-    return Chances(targets, chances, drawn)
+    return Chances(targets, chances)
 
 
 def tested_places(chances: Sequence[float], draws: Callable[[int], Draws]) -> Iterator[tuple[int, float]]:

@@ -74,9 +74,8 @@ class RandomStream:
 class RoundDraws:
     """The random numbers of a text that is made in rounds: those of each place in the round at hand.
 
-    No number serves two rounds: a round begins behind all that were looked at. So what one draft tells, discarded
-    tokens too, may decide about the next. Of plain decoding and copies, all that are looked at are used: the n-th token
-    has the n-th numbers.
+    No number serves two rounds: a round begins behind all that were looked at. So a draft may depend on all before it.
+    Plain decoding and copies use all that they look at: the n-th token has the n-th numbers.
     """
 
     def __init__(self, stream: RandomStream) -> None:
