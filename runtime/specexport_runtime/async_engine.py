@@ -33,6 +33,7 @@ __all__ = ["AsyncRequest", "AsyncSpecEngine", "ChunkIterator"]
 T = TypeVar("T")
 P = ParamSpec("P")
 
+MOST_AT_A_TIME = 32
 _LONG_PROMPT = 2000  # characters; longer texts are tokenized on another thread
 _VERY_LONG = 2**15  # characters; those above do not wait for the thread that these keep
 
@@ -93,8 +94,8 @@ class AsyncRequest:
         return self._iterate(deque.popleft)
 
     def batches(self) -> "ChunkIterator[list[StreamChunk]]":
-        """Chunks as they come, all that are there at a time; otherwise as iterating over the request."""
-        return self._iterate(_take_all)
+        """Chunks as they come, up to ``MOST_AT_A_TIME`` of them at a time; otherwise as iterating over the request."""
+        return self._iterate(_take_some)
 
     def _iterate(self, take: "Callable[[deque[StreamChunk]], T]") -> "ChunkIterator[T]":
         if self._iterated:
@@ -230,10 +231,8 @@ def _owner_of(spec: RequestSpec) -> str:
     return owner if isinstance(owner, str) else ""  # which the engine refuses
 
 
-def _take_all(chunks: "deque[StreamChunk]") -> list[StreamChunk]:
-    taken = list(chunks)
-    chunks.clear()
-    return taken
+def _take_some(chunks: "deque[StreamChunk]") -> list[StreamChunk]:
+    return [chunks.popleft() for _ in range(min(len(chunks), MOST_AT_A_TIME))]
 
 
 class _Load(Protocol[P]):

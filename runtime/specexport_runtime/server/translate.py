@@ -20,7 +20,7 @@ from specexport_runtime.server.prompt_tokens import (
     max_tokens_of,
 )
 from specexport_runtime.server.protocol import ChatRequest, Choices, CompletionRequest, Sampling, join_text
-from specexport_runtime.server.responses import check_entries
+from specexport_runtime.server.responses import check_entries, most_tokens
 from specexport_runtime.server.structured import form_of
 
 DEFAULT_MAX_TOKENS = 16  # of OpenAI's completions
@@ -142,7 +142,7 @@ def _plan(
     wanted = {"prompt_logprobs": body.prompt_logprobs, "logprobs": alternatives if scores else None}
     asked = {name: count for name, count in wanted.items() if count is not None}
     for name, count in asked.items():
-        check_entries(name, sum(map(len, prompts)), count)
+        check_entries(name, "prompt tokens", sum(map(len, prompts)), count)
     if conversation is not None and isinstance(body, ChatRequest):
         common["structured_outputs"] = conversation.form(body, engine)
         common |= conversation.sampling(common.get("logit_bias"))
@@ -152,6 +152,10 @@ def _plan(
         raise invalid("ignore_eos", "ignore_eos: an answer of a given form ends where the form ends.")
     if alternatives is not None:
         common["logprobs"] = alternatives
+        num_choices = n * len(prompts)
+        check_entries("logprobs", f"tokens of {num_choices} answers", num_choices * (limit[1] or 0), alternatives)
+        # Where nothing is asked for, an answer ends where its log-probabilities would be too many.
+        default_tokens = min(default_tokens, most_tokens(num_choices, alternatives))
     specs = []
     for ids in prompts:
         check_prompt(engine, config, source, ids)
