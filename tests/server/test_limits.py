@@ -2,12 +2,13 @@ import dataclasses
 import json
 import resource
 import socket
+import threading
 import time
 from contextlib import ExitStack
 
 import pytest
 
-from specexport_runtime.server import connection
+from specexport_runtime.server import completions, connection
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.listener import allow_open_files, bind, url_of
 from tests.support.cases import patience
@@ -116,6 +117,39 @@ def test_more_than_may_wait_are_refused_and_the_others_are_not_touched(stepper):
         stepper.allow(100)
         assert wires[5].ask(request(ask)).status == 200  # there is room again
     stepper.finish()
+
+
+def test_work_before_admission_is_shared_counted_and_dropped(monkeypatch):
+    """One key's long prompts hold its places, and up nobody else; what a client left is not worked on."""
+    go, planned = threading.Event(), []
+    plan = completions.plan_completion
+
+    def held(body, *args):
+        planned.append(len(body.prompt))
+        if len(body.prompt) > 100_000:
+            assert go.wait(patience.HANG_S)
+        return plan(body, *args)
+
+    monkeypatch.setattr(completions, "plan_completion", held)
+    keys = [letter * 20 for letter in "ab"]
+    bearer = [{"Authorization": f"Bearer {key}"} for key in keys]
+    with ExitStack() as stack:
+        served = stack.enter_context(Served(fake_engine, ServerConfig(api_keys=tuple(keys), max_requests_per_key=2)))
+        first, gone, third, other = (stack.enter_context(Wire(served.port)) for _ in range(4))
+        first.post(ASK | {"prompt": "w1 " * 40_000}, **bearer[0])
+        wait_until(lambda: planned)
+        gone.post(ASK | {"prompt": "w1 " * 40_001}, **bearer[0])
+        wait_until(lambda: served.engine._planned == 2)
+        refused = third.ask(request(ASK, **bearer[0]))
+        assert (refused.status, refused.code) == (429, "rate_limit_exceeded")
+        assert int(refused.headers["retry-after"]) >= 1
+        assert other.ask(request(ASK | {"prompt": "w1" + " " * 4000}, **bearer[1])).status == 200
+        gone.reset()
+        wait_until(lambda: served.engine._planned == 1)
+        go.set()
+        assert first.reply().code == "context_length_exceeded"
+        assert third.ask(request(ASK, **bearer[0])).status == 200
+        assert planned == [120_000, 4002, 5]
 
 
 def test_a_request_that_takes_too_long_ends():
