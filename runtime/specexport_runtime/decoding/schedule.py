@@ -158,7 +158,7 @@ class Scheduler:
         """Admit what fits, then close the holes that are left; requests that decode may take ``busy_tokens``.
 
         A request is admitted when a row is free, or can be made free, and the step still has budget for its prompt. If
-        there is no memory for it, it waits, and all behind it.
+        there is no memory for it, it waits, and all behind it but some of other owners.
         """
         rows, passed = self.rows, set[str]()
         while (req := self.waiting.next(rows.held, passed)) is not None:
@@ -172,7 +172,10 @@ class Scheduler:
                 passed.add(req.owner)
                 continue
             if not rows.fits(req):
-                break
+                if not self.waiting.may_pass(req):
+                    break
+                passed.add(req.owner)
+                continue
             if victim is not None:
                 row = rows.pause(victim)
                 self.waiting.put_back(victim)
