@@ -45,7 +45,7 @@ class ServerConfig:
     request_timeout_s: float = 600.0  # longest that a request may take, waiting included
     body_timeout_s: float = 30.0  # longest that a client may take to send its body
     drain_timeout_s: float = 30.0  # longest that requests may go on after SIGTERM
-    # For one more connection, the one that has rested the longest is closed; where none rests, it is refused with 503.
+    # For one more connection, the one that has rested, or sent its head, the longest is closed; else it gets 503.
     max_connections: int = 1024
     # how long a connection may rest before and between requests, as answers tell clients
     keep_alive_timeout_s: float = 75.0
