@@ -46,10 +46,11 @@ def check_output(output: Path, *, force: bool) -> bool:
 def find_up_to_date(output: Path, build_key: str) -> Manifest | None:
     """The manifest of the bundle in ``output`` if it is whole and was built from exactly the same input."""
     try:
-        manifest = load_manifest(output)
-        if manifest.build_key != build_key:
-            return None
-        check_files(output, manifest.files)
+        with held(output):
+            manifest = load_manifest(output)
+            if manifest.build_key != build_key:
+                return None
+            check_files(output, manifest.files)
     except (BundleError, IncompatibleError):
         return None
     return manifest
@@ -59,8 +60,9 @@ def refuse_to_replace(output: Path, recipe: BuildRecipe) -> OutputExistsError:
     """The error for a bundle that stands in the way and is not up to date; says what differs."""
     fix = "pass --force to replace it, or choose another folder with -o."
     try:
-        manifest = load_manifest(output)
-        check_files(output, manifest.files)
+        with held(output):
+            manifest = load_manifest(output)
+            check_files(output, manifest.files)
     except (BundleError, IncompatibleError) as error:
         return OutputExistsError(f"{output} holds a bundle that cannot be used ({error.message})", fix)
     asked = recipe.settings()

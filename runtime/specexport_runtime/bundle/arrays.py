@@ -32,7 +32,7 @@ def read_array(path: Path, *, in_place: bool = False) -> Any:
     """
     try:
         return np.load(path, "r" if in_place else None, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, MemoryError) as error:
         raise BundleError(f"{path} cannot be read ({error}).", REBUILD) from error
 
 
@@ -109,7 +109,7 @@ def load_mask(folder: Path, entry: ModelEntry) -> MaskInput | None:
         return None
     token = head.mask_token_id
     if head.block_size is not None and token < entry.vocab_size:
-        correction = None if head.correction is None else _load_tables(folder, head.correction)
+        correction = None if head.correction is None else _load_tables(folder, entry, head.correction)
         return MaskInput(token, np.zeros(size, np.float32), head.block_size, head.from_anchor, correction)
     if head.mask_path is None:
         raise BundleError(f"{folder}: token {token} stands for unknown ones without a feature.", REBUILD)
@@ -121,12 +121,39 @@ def load_mask(folder: Path, entry: ModelEntry) -> MaskInput | None:
     return MaskInput(token, feature)
 
 
-def _load_tables(folder: Path, entry: CorrectionEntry) -> CorrectionTables:
+def _load_tables(folder: Path, model: ModelEntry, entry: CorrectionEntry) -> CorrectionTables:
     """Tables that are read where they lie: of most of them a draft needs a few rows."""
-    arrays = {}
+    arrays: dict[str, npt.NDArray[np.float32]] = {}
     for name in entry.tables:
         path = folder / name
-        arrays[path.stem] = table = read_array(path, in_place=True)
+        table = read_array(path, in_place=True)
         if not isinstance(table, np.ndarray) or table.dtype != np.float32:
             raise BundleError(f"{path}: it holds no float32 table.", REBUILD)
+        arrays[path.stem] = table
+    misfit = _misfit(model, entry.rule, arrays)
+    if misfit is not None:
+        raise BundleError(f"{folder}: the head's table {misfit} is missing, or of another size.", REBUILD)
     return CorrectionTables(entry.rule, arrays, entry.most)
+
+
+def _misfit(model: ModelEntry, rule: str, arrays: Mapping[str, npt.NDArray[np.float32]]) -> str | None:
+    """A table that is missing, or of other sizes than the head's: a step would read beyond it."""
+    needed = {"selector": ("predecessors", "successors", "projection"), "markov": ("w1", "w2")}.get(rule, ())
+    missing = [name for name in needed if name not in arrays]
+    if missing or not needed:
+        return missing[0] if missing else None
+    n, e, r = (
+        model.lm_head_rows,
+        model.engine.feature_size,
+        arrays[needed[0]].shape[-1] if arrays[needed[0]].ndim else 0,
+    )
+    rows = {needed[0]: 1, "successors": n, "w2": n}  # at least, of r numbers
+    sizes: dict[str, list[tuple[int, ...]]] = {
+        **{"projection": [(r, e)], "gate": [(r, e + r)], "gate_bias": [(r,)], "joint": [(3 * r, 2 * r + e)]},
+        **{"joint_bias": [(3 * r,)], "confidence": [(1, e), (1, e + r)], "confidence_bias": [(1,)]},
+    }
+    for name, table in arrays.items():
+        found = table.shape
+        if found[1:] != (r,) or found[0] < rows[name] if name in rows else found not in sizes.get(name, [found]):
+            return name
+    return None
