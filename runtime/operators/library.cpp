@@ -23,7 +23,6 @@ Operator operators[kCount];
 
 // What sessions read is written once, before the first of them is opened: others may run while one registers.
 bool registering;
-ort::Table known;
 ort::Domain* domain;  // of all sessions: never released
 
 // The buffers of a thread. A destructor of theirs would need the C++ runtime, so the system calls for them at its end.
@@ -46,37 +45,30 @@ const bool has_key = !pthread_key_create(&key, release);
 bool at_end(Buffers* given) { return has_key && !pthread_setspecific(key, given); }
 #endif
 
-// Sizes are multiplied with each other and with attributes: no tensor, not even an empty one, may say more than there is.
-Status* check_dims(const Tensor& tensor) {
-  int64_t product = 1;
-  for (size_t i = 0; i < tensor.rank; i++) {
-    const int64_t dim = tensor.dims[i] ? tensor.dims[i] : 1;
-    REQUIRE(dim > 0 && dim < (1ll << 48) / product, "a tensor has 2^48 elements or more");
-    product *= dim;
-  }
-  return nullptr;
-}
-
 Status* read(const ort::Value* value, Tensor& tensor) {
   tensor.absent = value == nullptr;
   if (tensor.absent) return nullptr;
   TRY(api.GetMutableData(const_cast<ort::Value*>(value), &tensor.data));
+  const int64_t* dims = tensor.dims;
   if (api.GetShapeReference) {
-    const int64_t* dims;
     TRY(api.GetShapeReference(value, &tensor.type, &dims, &tensor.rank));
-    REQUIRE(tensor.rank <= kMaxRank, "a tensor has more than 8 dimensions");
-    for (size_t i = 0; i < tensor.rank; i++) tensor.dims[i] = dims[i];
-    return check_dims(tensor);
+  } else {
+    ort::TypeInfo* info;
+    TRY(api.GetTypeAndShape(value, &info));
+    Status* status = api.GetRank(info, &tensor.rank);
+    if (!status) status = api.GetElementType(info, &tensor.type);
+    if (!status && tensor.rank <= kMaxRank) status = api.GetDims(info, tensor.dims, tensor.rank);
+    api.ReleaseTypeInfo(info);
+    TRY(status);
   }
-  ort::TypeInfo* info;
-  TRY(api.GetTypeAndShape(value, &info));
-  Status* status = api.GetRank(info, &tensor.rank);
-  if (!status) status = api.GetElementType(info, &tensor.type);
-  if (!status && tensor.rank <= kMaxRank) status = api.GetDims(info, tensor.dims, tensor.rank);
-  api.ReleaseTypeInfo(info);
-  TRY(status);
   REQUIRE(tensor.rank <= kMaxRank, "a tensor has more than 8 dimensions");
-  return check_dims(tensor);
+  int64_t product = 1;  // sizes are multiplied with others and with attributes, those of empty tensors too
+  for (size_t i = 0; i < tensor.rank; i++) {
+    const bool is_over = dims[i] < 0 || __builtin_mul_overflow(product, dims[i] ? dims[i] : 1, &product);
+    REQUIRE(!is_over && product < 1ll << 48, "a tensor has 2^48 elements or more");
+    tensor.dims[i] = dims[i];
+  }
+  return nullptr;
 }
 
 const Operator* self(const ort::CustomOp* op) { return static_cast<const Operator*>(op); }
@@ -136,21 +128,17 @@ int minor_of(const char* version) {  // "1.31.1" -> 31
 }
 
 Status* know(const ort::ApiBase* base, ort::Table table) {
-  if (known == table) return nullptr;
-  if (known) {
-    decltype(api.CreateStatus) create;
-    ort::Api::set(create, table, 0);
-    return create(ort::kFail, "specexport: another ONNX Runtime of this process has the operators");
-  }
+  if (domain) return nullptr;
   api.load(table);
   if (minor_of(base->GetVersionString()) >= 24) ort::Api::set(api.GetShapeReference, table, ort::kGetShapeReference);
-  TRY(api.CreateDomain(kDomain, &domain));
+  ort::Domain* made;
+  TRY(api.CreateDomain(kDomain, &made));
   for (size_t i = 0; i < kCount; i++) {
     fill(operators[i]);
     kDefinitions[i](operators[i]);
-    TRY(api.DomainAdd(domain, &operators[i]));
+    TRY(api.DomainAdd(made, &operators[i]));
   }
-  known = table;
+  domain = made;
   return nullptr;
 }
 }  // namespace

@@ -100,7 +100,7 @@ bool cuts_are_laws() {
     right = right && count >= 1 && sum > 1 - 1e-12 && sum < 1 + 1e-12;
     const int64_t other = row > 1 ? int64_t(cut[5 * (row - 1)]) : 0;
     const int64_t at = row * kFew, before = at - kFew;
-    specexport_cut_surplus(count, kept + at, probs + at, other, kept + before, probs + before, kept[at], 1.0, 0.5, left);
+    specexport_cut_surplus(count, kept + at, probs + at, other, kept + before, probs + before, 1.0, 0.5, left);
     right = right && left[0] >= 0 && left[0] < 1 + 1e-12 && (left[1] >= 0 || left[0] == 0);
   }
   free(numbers), free(kept), free(ids), free(values);

@@ -205,7 +205,7 @@ bool row_is_safe() {
   const int64_t count = cut[0] >= 0 && cut[0] <= double(few) ? int64_t(cut[0]) : -1;
   if (count > 0)
     specexport_cut_surplus(count, static_cast<int64_t*>(kept->data), static_cast<double*>(probs->data), below(count),
-                           static_cast<int64_t*>(kept->data), static_cast<double*>(probs->data), 3, real(), real(), left);
+                           static_cast<int64_t*>(kept->data), static_cast<double*>(probs->data), real(), real(), left);
   if (!right || count < 0) printf("row of %lld: token %g of mass %g, %g of the residual, %g stay\n", (long long)width, found[2], found[3], left[1], cut[0]);
   return right && count >= 0;
 }

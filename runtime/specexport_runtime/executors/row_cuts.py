@@ -27,7 +27,7 @@ def library() -> RowLibrary:
     size, at, number = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
     return RowLibrary(
         function("specexport_cut_rows", [size, size, *[at] * 8]),
-        function("specexport_cut_surplus", [size, at, at, size, at, at, size, number, number, at]),
+        function("specexport_cut_surplus", [size, at, at, size, at, at, number, number, at]),
         function("specexport_find_row", [at, size, *[at] * 7]),
         function("specexport_row_surplus", [at] * 5),
     )
@@ -71,5 +71,5 @@ def cut_surplus(
 ) -> tuple[float, int]:
     """Sum of max(0, ``weight`` q - p), and the token at a uniform of it; rows as ``RowCuts.memory`` gives them."""
     out = (ctypes.c_double * 2)()
-    library().cut_surplus(*target, *draft, -1, weight, uniform, out)
+    library().cut_surplus(*target, *draft, weight, uniform, out)
     return out[0], int(out[1])
