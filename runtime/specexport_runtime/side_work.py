@@ -23,8 +23,8 @@ class SideWork:
         self.is_busy = False  # a piece runs, which cannot be stopped
         self._is_closed = False
 
-    def num_waiting(self, owner: str | None = None) -> int:
-        """Pieces of an owner, or of all, that have not begun."""
+    def num_waiting(self, owner: str | None) -> int:
+        """Pieces that have not begun, of an owner; None for all."""
         return sum(len(pieces) for name, pieces in self._waiting.items() if owner in (None, name))
 
     def put(self, owner: str, work: Callable[[], Any]) -> "asyncio.Future[Any]":

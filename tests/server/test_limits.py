@@ -343,25 +343,25 @@ def test_connections_above_the_limit_are_told(monkeypatch):
 
 
 def test_heads_that_never_end_make_room(monkeypatch):
-    """The one that began first, for each new connection; a whole request among them is answered."""
+    """The one that began first, for each new connection, however it drips; who comes then is answered."""
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", patience.HANG_S)
-    with Served(fake_engine, ServerConfig(max_connections=3)) as served:
-        slow = [Wire(served.port) for _ in range(3)]
-        for number, wire in enumerate(slow, start=1):
+    with Served(fake_engine, ServerConfig(max_connections=3)) as served, ExitStack() as stack:
+
+        def begin(count: int) -> Wire:
+            wire = stack.enter_context(Wire(served.port))
             wire.send(POST[:20])
-            wait_until(
-                lambda number=number: sum(each._in_head for each in served._server.server_state.connections) == number
-            )
+            wait_until(lambda: sum(each._in_head for each in served._server.server_state.connections) == count)
+            return wire
+
+        slow = [begin(count) for count in (1, 2, 3)]
         for number in range(2):
+            slow[number].send(POST[20:30])
             with Wire(served.port) as wire:
                 assert wire.ask(HEALTH).status == 200
                 assert slow[number].rest() == b""
                 assert connections(served) == 3
-                slow.append(Wire(served.port))
-                slow[-1].send(POST[:20])
-                wait_until(lambda: sum(each._in_head for each in served._server.server_state.connections) == 3)
-        for wire in slow:
-            wire.socket.close()
+            wait_until(lambda: connections(served) == 2)
+            slow.append(begin(3))
 
 
 @pytest.mark.parametrize("ask", [ASK, ASK | {"stream": True}])

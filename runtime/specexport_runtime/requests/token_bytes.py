@@ -124,26 +124,24 @@ def longest_token(tokenizer: "Tokenizer") -> int | None:
 
     There is one where each byte of a text is in a token: nothing is stripped, and nothing unknown becomes one token.
     """
-    names = tokenizer.get_vocab(with_added_tokens=True)
-    before, model = _steps(tokenizer.pre_tokenizer, "pretokenizers"), tokenizer.model
-    kinds, normal = {step["type"] for step in before}, _steps(tokenizer.normalizer, "normalizers")
-    byte_names = byte_of_char() if "ByteLevel" in kinds else [f"<0x{byte:02X}>" for byte in range(256)]
-    if (
-        type(model).__name__ != "BPE"
-        or not ("ByteLevel" in kinds or model.byte_fallback)
-        or not all(name in names for name in byte_names)
-        or not kinds <= {"ByteLevel", "Digits", "Metaspace", "Split"}
-        or any(step.get("behavior") == "Removed" for step in before)
-        or not all(step["type"] in ("NFC", "Prepend") or _keeps_characters(step) for step in normal)
-        or any(added.lstrip or added.rstrip for added in tokenizer.get_added_tokens_decoder().values())
-    ):
+    names, model = tokenizer.get_vocab(with_added_tokens=True), tokenizer.model
+    before, normal = _steps(tokenizer.pre_tokenizer, "pretokenizers"), _steps(tokenizer.normalizer, "normalizers")
+    kinds = {step["type"] for step in before}
+    of_bytes = byte_of_char() if "ByteLevel" in kinds else [f"<0x{byte:02X}>" for byte in range(256)]
+    is_whole = type(model).__name__ == "BPE" and ("ByteLevel" in kinds or model.byte_fallback)
+    if not is_whole or not all(name in names for name in of_bytes):
+        return None
+    if not kinds <= {"ByteLevel", "Digits", "Metaspace", "Split"} or "Removed" in [
+        each.get("behavior") for each in before
+    ]:
+        return None
+    kept = [
+        each["type"] in ("NFC", "Prepend") or (_maps_single_characters(each) and each["content"]) for each in normal
+    ]
+    if not all(kept) or any(each.lstrip or each.rstrip for each in tokenizer.get_added_tokens_decoder().values()):
         return None
     # NFC makes one character of up to four.
-    return max(map(len, names)) * (4 if any(step["type"] == "NFC" for step in normal) else 1)
-
-
-def _keeps_characters(step: Mapping[str, Any]) -> bool:
-    return _maps_single_characters(step) and bool(step["content"])
+    return max(map(len, names)) * (4 if any(each["type"] == "NFC" for each in normal) else 1)
 
 
 def _steps(part: Any, parts: str) -> list[dict[str, Any]]:

@@ -35,7 +35,7 @@ async def create_chat_completion(request: Request) -> Response:
     return await answer(request, "chatcmpl-", ChatRequest, plan_chat, _form_of)
 
 
-def _form_of(body: ChatRequest, plan: Plan) -> Callable[..., AnswerForm]:  # noqa: ARG001
+def _form_of(_: ChatRequest, plan: Plan) -> Callable[..., AnswerForm]:
     form = ChatFormat if plan.conversation is None else partial(PartsFormat, plan.conversation)
     return partial(form, include_usage=plan.include_usage)
 

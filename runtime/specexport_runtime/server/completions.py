@@ -37,11 +37,8 @@ Body = TypeVar("Body", bound=Sampling)
 )
 async def create_completion(request: Request) -> Response:
     """Complete one prompt or several."""
-    return await answer(request, "cmpl-", CompletionRequest, plan_completion, _form_of)
-
-
-def _form_of(body: CompletionRequest, plan: Plan) -> Callable[..., AnswerForm]:  # noqa: ARG001
-    return partial(CompletionFormat, include_usage=plan.include_usage)
+    form_of = lambda _, plan: partial(CompletionFormat, include_usage=plan.include_usage)  # noqa: E731
+    return await answer(request, "cmpl-", CompletionRequest, plan_completion, form_of)
 
 
 def ready_engine(state: ServerState) -> AsyncSpecEngine:

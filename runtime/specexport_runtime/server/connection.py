@@ -40,7 +40,7 @@ class BoundedProtocol(HttpToolsProtocol):
         *args: Any,
         settings: ServerConfig,
         overloaded: ASGIApp,  # answers connections above the limit
-        # the server's connections that wait for a first byte of a request; oldest first
+        # the server's connections that wait for a request, or for the rest of its head; oldest first
         resting: "dict[BoundedProtocol, None]",
         **kwargs: Any,
     ) -> None:
@@ -51,7 +51,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self._unread: asyncio.TimerHandle | None = None  # what was sent must be read by then
         self._in_head = self._in_message = False
         self._head_bytes = self._begun = 0
-        self._head_began = 0.0  # when, seconds of the loop's clock
         self._deaf = False
 
     @property
@@ -76,6 +75,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the timers."""
         self._disarm()
+        self._in_head = False
         self._unset_keepalive_if_required()
         self._stop_waiting_for_reader()
         super().connection_lost(exc)
@@ -108,8 +108,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self._begun += 1
         self._in_head, self._in_message, self._head_bytes = True, True, 0
-        self._head_began = self.loop.time()
         if not self._answering:
+            self._resting[self] = None
             self._arm(HEAD_TIMEOUT_S, self._head_is_late)
 
     def on_headers_complete(self) -> None:
@@ -119,6 +119,7 @@ class BoundedProtocol(HttpToolsProtocol):
         answer: while uvicorn keeps it, it does not read, and would not notice that the client is gone.
         """
         self._in_head = False
+        self._resting.pop(self, None)
         if self._answering:
             self.cycle.keep_alive = False
             self._deaf = True
@@ -172,19 +173,18 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _unset_keepalive_if_required(self) -> None:
         super()._unset_keepalive_if_required()
-        self._resting.pop(self, None)
+        if not self._in_head:
+            self._resting.pop(self, None)
 
     def _take_the_place_of_another(self) -> None:
-        """Of the one that has rested the longest, or else of the one whose head has taken the longest."""
-        # One that rests has sent all of its last answer.
-        resting = (other for other in self._resting if not other.transport.get_write_buffer_size())
-        all_of_them: Any = self.connections  # whatever uvicorn thinks that they may be
-        slow = (other for other in all_of_them if other._in_head)
-        other = next(resting, None) or min(slow, key=lambda other: other._head_began, default=None)
-        if other is not None:
-            self.connections.discard(other)
-            other._unset_keepalive_if_required()
-            other.transport.abort()
+        """Of the one that has rested, or sent the head of a request, for the longest."""
+        for other in self._resting:
+            if not other.transport.get_write_buffer_size():  # it has sent all of its last answer
+                self.connections.discard(other)
+                self._resting.pop(other)
+                other._unset_keepalive_if_required()
+                other.transport.abort()
+                return
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP; never into the middle of an answer, nor in place of an earlier request's."""

@@ -4,7 +4,8 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn, TypeVar, get_args
 
 from fastapi import Request
@@ -57,7 +58,7 @@ def parse_json(data: bytes) -> dict[str, Any]:
     """A JSON object as the standard has it: UTF-8, no key twice, no NaN, no half characters; else an ``ApiError``."""
     try:
         text = data.decode("utf-8")
-        value = json.loads(text, object_pairs_hook=_counted(), parse_constant=_refuse_constant)
+        value = json.loads(text, object_pairs_hook=partial(_unique, itertools.count()), parse_constant=_refuse_constant)
     except UnicodeDecodeError:
         raise _not_json("The body is not UTF-8.") from None
     except RecursionError:
@@ -79,12 +80,8 @@ def is_deep(value: Any) -> bool:
     """Whether JSON is nested so deeply that what reads it may run out of stack; any thread and version of Python."""
     level = [value]
     for _ in range(MAX_DEPTH):
-        level = [
-            item
-            for each in level
-            for item in (each.values() if isinstance(each, dict) else each)
-            if isinstance(item, (dict, list))
-        ]
+        inner = itertools.chain.from_iterable([each.values() if isinstance(each, dict) else each for each in level])
+        level = [item for item in inner if isinstance(item, (dict, list))]
         if not level:
             return False
     return True
@@ -94,19 +91,9 @@ def _not_json(message: str) -> ApiError:
     return ApiError(400, message, code="invalid_json")
 
 
-def _counted() -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
-    """Makes the objects of one body, up to a limit: each takes a microsecond and more in all that reads it."""
-    count = itertools.count(1)
-
-    def made(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if next(count) > MAX_OBJECTS:
-            raise _not_json(f"The body has more than {MAX_OBJECTS} objects.")
-        return _unique(pairs)
-
-    return made
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(count: Iterator[int], pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if next(count) >= MAX_OBJECTS:
+        raise _not_json(f"The body has more than {MAX_OBJECTS} objects.")
     if len(pairs) > _MAX_KEYS:
         raise _not_json(f"The body has an object of {len(pairs)} keys; {_MAX_KEYS} are taken.")
     value = dict(pairs)
@@ -156,7 +143,8 @@ def _explain(error: ValidationError, body: dict[str, Any], model: type[BaseModel
         return ApiError(400, f"There is no parameter {param}.", param=param, code="unknown_parameter")
     if kind == "missing":
         return ApiError(400, f"{param} is missing.", param=param, code="missing_required_parameter")
-    given = _begin_of(_value_at(body, path))
+    parts = json.JSONEncoder(ensure_ascii=False).iterencode(_value_at(body, path))
+    given = _short("".join(itertools.islice(parts, _SHOWN + 1)))  # of what may be a megabyte
     if refused:
         better = _INSTEAD.get(str(path[0]))
         fix = f"use {better}" if better else "leave it out"
@@ -219,16 +207,6 @@ def _path(path: Sequence[str | int]) -> str:
     for key in path:
         name += f"[{key}]" if isinstance(key, int) else f".{key}" if name else key
     return _short(name)
-
-
-def _begin_of(value: Any) -> str:
-    """The first characters of a value's JSON, of which there may be a megabyte."""
-    text = ""
-    for part in json.JSONEncoder(ensure_ascii=False).iterencode(value):
-        text += part[: _SHOWN + 1]
-        if len(text) > _SHOWN:
-            break
-    return _short(text)
 
 
 def _short(text: str) -> str:

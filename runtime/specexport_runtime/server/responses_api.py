@@ -1,6 +1,6 @@
 """``/v1/responses``, as far as a response is one generation: planned as a chat, and told in its own form."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -8,7 +8,6 @@ from fastapi import APIRouter, Request, Response
 
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.intake.functions import MAX_FUNCTIONS
-from specexport_runtime.server.answer import AnswerForm
 from specexport_runtime.server.completions import answer
 from specexport_runtime.server.config import ServerConfig
 from specexport_runtime.server.errors import ApiError, invalid, over_limit, unsupported
@@ -168,11 +167,8 @@ def _response_format(body: ResponsesRequest) -> Any:
 )
 async def create_response(request: Request) -> Response:
     """Answer a text, or a conversation."""
-    return await answer(request, "resp_", ResponsesRequest, plan_response, _form_of)
-
-
-def _form_of(body: ResponsesRequest, plan: Plan) -> Callable[..., AnswerForm]:
-    return partial(ResponsesFormat, body, plan.conversation)
+    form_of = lambda body, plan: partial(ResponsesFormat, body, plan.conversation)  # noqa: E731
+    return await answer(request, "resp_", ResponsesRequest, plan_response, form_of)
 
 
 def plan_response(body: ResponsesRequest, engine: SpecEngine, config: ServerConfig, owner: str = "") -> Plan:
