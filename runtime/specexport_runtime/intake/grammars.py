@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from specexport_runtime.errors import InvalidRequestError, MissingDependencyError, pip_install
 from specexport_runtime.intake.plain_tokens import PlainTokens
 from specexport_runtime.sampling.grammar import Grammar, reason_of
+from specexport_runtime.sampling.schema_rules import MAX_JOINED, joined_fault
 from specexport_runtime.sampling.structured import StructuredOutputs
 from specexport_runtime.sampling.thinking import GrammarAfterThinking
 
@@ -184,6 +185,7 @@ class GrammarCompiler:
             raise _refused(form, str(error)) from None
         if form.kind == "grammar":
             self._check_ends(form.text)
+            _check_joined(form.text)
         limits = LLParserLimits(**_LIMITS)  # type: ignore[arg-type]
         has_failed, messages = LLMatcher.validate_grammar_with_warnings(text, self._known, limits=limits)
         if has_failed or messages:  # a warning is of something that would not be honoured
@@ -237,6 +239,15 @@ def _grammar_text(matcher: Any, form: StructuredOutputs) -> str:
     else:
         made = matcher.grammar_from_lark(form.text)
     return made
+
+
+def _check_joined(lark: str) -> None:
+    """Bound what a text of a grammar is held to at once: a matcher's work doubles with each."""
+    faults = [fault for kind, text in _parts(lark) if kind == "schema" and (fault := joined_fault(json.loads(text)))]
+    if _PART.sub("", lark).count("&") >= MAX_JOINED:
+        faults.append(f"it has more than {MAX_JOINED - 1} '&'")
+    if faults:
+        raise InvalidRequestError(f"structured_outputs.grammar: {faults[0]}.", "change it, or leave it out.")
 
 
 def _refused(form: StructuredOutputs, message: str) -> InvalidRequestError:
