@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import re
+import resource
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
@@ -108,6 +109,9 @@ def new_folder(path: Path, *, replace: bool = False, sync: bool = True) -> Itera
                 sync_tree(names.tmp)
             _put_in_place(names, path, replace=replace)
         except OSError as error:
+            if error.errno is None and str(error).endswith(" written"):  # numpy says how much of an array, and not why
+                limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+                error.errno = errno.EFBIG if 0 <= limit < free_space(path) else errno.ENOSPC
             if write_fault(error) is None:
                 raise
             raise _refused(error, path, tree_size(names.tmp)) from error
@@ -146,21 +150,6 @@ def _refused(error: OSError, path: Path, wrote: int = 0) -> UserInputError:
         )
     said, fix = write_fault(error) or (error.strerror, "choose another folder with -o.")
     return UserInputError(f"{path} cannot be written ({said}).", fix)
-
-
-@contextlib.contextmanager
-def arrays_written(path: Path) -> Iterator[None]:
-    """Tell why numpy cannot write arrays to ``path`` (OSError): it says only how much of one was written."""
-    import resource
-
-    try:
-        yield
-    except OSError as error:
-        if error.errno is not None:
-            raise
-        limited = 0 <= resource.getrlimit(resource.RLIMIT_FSIZE)[0] < free_space(path)
-        number = errno.EFBIG if limited else errno.ENOSPC
-        raise OSError(number, os.strerror(number), str(path)) from error
 
 
 def require_space(path: Path, needed: int) -> None:

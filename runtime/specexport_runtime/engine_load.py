@@ -29,23 +29,20 @@ from specexport_runtime.intake.speculative_config import parse_speculative_confi
 from specexport_runtime.packing.batch import ModelRunner
 from specexport_runtime.requests.layer_choice import LayerRules
 
-_TRIES = 5
 
-
-def load_engine_parts(path: Path, options: EngineOptions) -> EngineParts:
+def load_engine_parts(path: Path, options: EngineOptions, *, tries: int = 5) -> EngineParts:
     """Open a bundle, load its engines, and what an adaptive engine chooses K by; again if it is replaced meanwhile.
 
     ``BundleError``: a file is missing or altered. ``IncompatibleError``: another schema, ABI or machine.
     ``InvalidRequestError``: an option that does not fit. ``MissingDependencyError``: no runtime of the backend.
     """
-    for more in reversed(range(_TRIES)):
-        with held(path) as is_another:
-            try:
-                return _load(path, options)
-            except (SpecexportError, OSError) as error:
-                if not more or not (isinstance(error, ChangedError) or is_another()):
-                    raise
-    raise AssertionError("the last try returns or raises")
+    with held(path) as is_another:
+        try:
+            return _load(path, options)
+        except (SpecexportError, OSError) as error:
+            if tries == 1 or not (isinstance(error, ChangedError) or is_another()):
+                raise
+    return load_engine_parts(path, options, tries=tries - 1)
 
 
 def _load(path: Path, options: EngineOptions) -> EngineParts:

@@ -132,10 +132,9 @@ def write_fault(error: OSError) -> tuple[str, str] | None:
     """What is wrong with a place that cannot be written to, and the way out; None for any other error."""
     import errno
 
-    full = "the disk is full", "free some space, or write to another disk."
-    return {
-        errno.ENOSPC: full,
-        errno.EDQUOT: full,
-        errno.EROFS: ("the disk is read-only", "write to another disk."),
-        errno.EFBIG: ("a file would be larger than this process may write", "raise the limit (`ulimit -f`)."),
-    }.get(error.errno or 0)
+    if error.errno == errno.EFBIG:
+        return "a file would be larger than this process may write", "raise the limit (`ulimit -f`)."
+    if error.errno == errno.EROFS:
+        return "the disk is read-only", "write to another disk."
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return ("the disk is full", "free some space, or write to another disk.") if full else None

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specexport.atomic import arrays_written
 from specexport.backends.base import AUTO_MODEL_LEN, RecipeFields
 from specexport_runtime.errors import CheckFailedError
 
@@ -33,15 +32,14 @@ def write_onnx(ir_model: "ir.Model", folder: Path) -> str:
     import onnx_ir as ir
 
     folder.mkdir(parents=True, exist_ok=True)
-    with arrays_written(folder / DATA_NAME):
-        ir.save(
-            ir_model,
-            folder / ENGINE_NAME,
-            external_data=DATA_NAME,
-            size_threshold_bytes=INLINE_BYTES,
-            alignment=PAGE_BYTES,
-            align_threshold=PAGE_BYTES - 1,
-        )
+    ir.save(
+        ir_model,
+        folder / ENGINE_NAME,
+        external_data=DATA_NAME,
+        size_threshold_bytes=INLINE_BYTES,
+        alignment=PAGE_BYTES,
+        align_threshold=PAGE_BYTES - 1,
+    )
     return ENGINE_NAME
 
 

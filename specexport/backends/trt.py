@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from specexport.atomic import arrays_written
 from specexport.backends.base import ANY_ARCHITECTURE
 from specexport.backends.profiles import input_shapes
 from specexport.plugin.naming import plugin_names
@@ -72,8 +71,7 @@ def write_trt_engines(
     # Beside the engines, so that it is on the same disk, and hidden, so that it can never be taken for one.
     with tempfile.TemporaryDirectory(prefix=".onnx-", dir=folder) as scratch:
         model = Path(scratch) / "model.onnx"
-        with arrays_written(model):
-            ir.save(ir_model, model, external_data="model.data", size_threshold_bytes=1024)
+        ir.save(ir_model, model, external_data="model.data", size_threshold_bytes=1024)
         for value in ir_model.graph.initializers.values():
             value.const_value = None
         engines: list[EngineFile] = []

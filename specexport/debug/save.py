@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from specexport.atomic import arrays_written, new_folder
+from specexport.atomic import new_folder
 from specexport.debug.capture import CapturedStep, Feeds
 from specexport.debug.graph import EngineGraph, values_by_name
 from specexport.lowering.fuse import remove_dead_nodes
@@ -44,8 +44,7 @@ def save_graphs(folder: Path, graphs: Mapping[str, tuple[EngineGraph, Sequence[s
             common_passes.InlinePass()(plain.model)  # polygraphy's graph surgery does not keep functions apart
             place = made / name
             place.mkdir()
-            with arrays_written(place / WEIGHTS):
-                ir.save(plain.model, place / MODEL, external_data=WEIGHTS)
+            ir.save(plain.model, place / MODEL, external_data=WEIGHTS)
             save_json([step.feeds_of(plain.inputs())], str(place / STEP))
 
 

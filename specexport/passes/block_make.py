@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
 from specexport.channel_ranges import FloatVector
@@ -26,6 +25,7 @@ _LARGEST, _ZERO = 127, 128
 _LEAST, _MOST = 2.0**-20, float(np.finfo(np.float16).max)
 """Scales of float16 below the least have so few bits that codes would be more than a sixteenth coarser."""
 
+Coded = tuple[np.ndarray, np.ndarray, np.ndarray]
 LEVELS = 15
 _ENDS = ((1.0, 1.0), (0.9, 0.9), (0.8, 0.8), (0.7, 0.7), (0.85, 1.0), (1.0, 0.85))
 """Shares of a block's least and largest weight that are tried as the ends of its codes."""
@@ -40,9 +40,9 @@ def int8_weight(tensor: ir.TensorProtocol, *, turned: bool, half: bool | None = 
     is False, or None and a block is too small or too large for float16.
     """
     form = Form(8, BLOCK, has_offsets=False)
-    if fits_half(channel_parts(tensor, turned), INT8) if half is None else half:
-        return _rounded("int8", INT8, form, tensor, turned, _eight_bits, Spread(BLOCK))
-    return _rounded("int8", IN_SINGLE[INT8], form, tensor, turned, _eight_bits_single)
+    half = fits_half(channel_parts(tensor, turned), INT8) if half is None else half
+    kind, spread = (INT8, Spread(BLOCK)) if half else (IN_SINGLE[INT8], None)
+    return _rounded("int8", kind, form, tensor, turned, partial(_eight_bits, half), spread)
 
 
 def int4_weight(
@@ -55,8 +55,8 @@ def int4_weight(
     """
     form = Form(4, BLOCK, has_offsets=True)
     half = fits_half(channel_parts(tensor, turned), INT4) if half is None else half
-    number, kind = (np.float16, INT4) if half else (np.float32, IN_SINGLE[INT4])
-    return _rounded("int4", kind, form, tensor, turned, partial(_four_bits, importance, number))
+    kind = INT4 if half else IN_SINGLE[INT4]
+    return _rounded("int4", kind, form, tensor, turned, partial(_four_bits, importance, half))
 
 
 def fits_half(parts: Iterable[np.ndarray], format: str) -> bool:  # noqa: A002
@@ -95,26 +95,21 @@ def _rounded(
     return BlockWeight(kind, form, (width, depth), tensor.nbytes, read, spread, format)
 
 
-def _eight_bits(values: Float32Array) -> Blocks:
-    base = half_up(np.abs(values).max(axis=2) / np.float32(_LARGEST))
+def _eight_bits(half: bool, values: Float32Array) -> Blocks:
+    largest = np.abs(values).max(axis=2) / np.float32(_LARGEST)
+    base = half_up(largest) if half else as_stored(largest, np.float32, _LARGEST)
     scales = base.astype(np.float32)
     codes = np.rint(values / np.where(scales > 0, scales, np.float32(1))[..., None]) + _ZERO
-    return Blocks(codes.astype(np.uint8).reshape(len(values), -1), scales, None, Stored(base))
+    return Blocks(codes.astype(np.uint8).reshape(len(values), -1), scales, None, Stored(base) if half else None)
 
 
-def _eight_bits_single(values: Float32Array) -> Blocks:
-    scales = as_stored(np.abs(values).max(axis=2) / np.float32(_LARGEST), np.float32, _LARGEST)
-    codes = np.rint(values / np.where(scales > 0, scales, np.float32(1))[..., None]) + _ZERO
-    return Blocks(codes.astype(np.uint8).reshape(len(values), -1), scales, None)
-
-
-def _four_bits(importance: FloatVector | None, number: npt.DTypeLike, values: Float32Array) -> Blocks:
+def _four_bits(importance: FloatVector | None, half: bool, values: Float32Array) -> Blocks:
     if importance is None:
-        codes, scales, zeros = extreme_blocks(values, number)
+        codes, scales, zeros = extreme_blocks(values, half)
     else:
         weights = np.zeros(values.shape[1] * BLOCK, np.float32)
         weights[: len(importance)] = importance
-        codes, scales, zeros = search_blocks(values, weights.reshape(-1, BLOCK), number)
+        codes, scales, zeros = search_blocks(values, weights.reshape(-1, BLOCK), half)
     offsets = scales * (np.float32(8) - zeros.astype(np.float32))
     return Blocks(codes.reshape(len(values), -1), scales, offsets)
 
@@ -129,9 +124,7 @@ def half_up(scales: Float32Array) -> np.ndarray:
     return up
 
 
-def search_blocks(
-    values: Float32Array, importance: Float32Array, number: npt.DTypeLike = np.float16
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def search_blocks(values: Float32Array, importance: Float32Array, half: bool = True) -> Coded:
     """Codes, scales and zero points that lose little of what a layer computes: ``value = (code - zero) * scale``.
 
     A block's result is off by the sum of ``x * (w - w')``, so what is made small is ``sum E[x^2] (w - w')^2``, with the
@@ -140,8 +133,8 @@ def search_blocks(
     codes is known: with ``q = code - zero`` it is ``sum E w q / sum E q^2``, and lowers the loss by ``(sum E w q)^2 /
     sum E q^2``. The end that lowers it most stays, and codes are rounded once more in its scale. Ends cut off lose one
     large weight, and give all others finer steps. Values are [N, blocks, block], their importance is [blocks, block],
-    not negative. Codes are uint8 [N, blocks, block], scales float32 [N, blocks] that ``number`` holds, zero points
-    uint8 [N, blocks].
+    not negative. Codes are uint8 [N, blocks, block], scales float32 [N, blocks] that are exact in float16 if
+    they shall be ``half``, zero points uint8 [N, blocks].
     """
     width, blocks, block = values.shape
     codes = np.empty(values.shape, np.uint8)
@@ -152,17 +145,15 @@ def search_blocks(
     for start in range(0, width, step):
         part = slice(start, start + step)
         with np.errstate(over="ignore", invalid="ignore"):  # what is too large is refused as scales are stored
-            codes[part], scales[part], zeros[part] = _search(values[part], weights.astype(np.float32), number)
+            codes[part], scales[part], zeros[part] = _search(values[part], weights.astype(np.float32), half)
     return codes, scales, zeros
 
 
-def extreme_blocks(
-    values: Float32Array, number: npt.DTypeLike = np.float16
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def extreme_blocks(values: Float32Array, half: bool = True) -> Coded:
     """Codes, scales and zero points that reach from each block's least weight to its largest; see above for shapes."""
     with np.errstate(invalid="ignore"):  # what is no number is refused as scales are stored
         scales, zeros = _between(*_ends(values))
-    scales = _stored(scales, number)
+    scales = _stored(scales, half)
     codes = _steps(values, scales, zeros) + zeros[..., None]
     return codes.astype(np.uint8), scales, zeros.astype(np.uint8)
 
@@ -179,9 +170,7 @@ def _between(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     return scales, np.clip(np.rint(-low / scales), 0, LEVELS)
 
 
-def _search(
-    values: Float32Array, weights: Float32Array, number: npt.DTypeLike
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _search(values: Float32Array, weights: Float32Array, half: bool) -> Coded:
     low, high = _ends(values)
     weighted = values * weights
     best = np.full(low.shape, -1, np.float32)
@@ -197,13 +186,13 @@ def _search(
         best = np.where(better, gain, best)
         scales = np.where(better, np.where(fitted > 0, fitted, scale), scales)
         zeros = np.where(better, zero, zeros)
-    scales = _stored(scales, number)
+    scales = _stored(scales, half)
     return _steps(values, scales, zeros) + zeros[..., None], scales, zeros
 
 
-def _stored(scales: np.ndarray, number: npt.DTypeLike) -> Float32Array:
-    """As engines store them: codes are chosen by that. ``UnsupportedModelError`` where they are beyond ``number``."""
-    least = max(float(np.finfo(number).smallest_subnormal), float(np.finfo(np.float32).tiny))  # 1 / scale is finite
+def _stored(scales: np.ndarray, half: bool) -> Float32Array:
+    """As engines store them: codes are chosen by that. ``UnsupportedModelError`` where they are beyond the type."""
+    number, least = (np.float16, 2.0**-24) if half else (np.float32, 2.0**-126)  # the inverse is finite
     return np.maximum(as_stored(scales, number, LEVELS), np.float32(least))
 
 

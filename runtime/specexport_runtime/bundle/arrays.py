@@ -123,37 +123,31 @@ def load_mask(folder: Path, entry: ModelEntry) -> MaskInput | None:
 
 def _load_tables(folder: Path, model: ModelEntry, entry: CorrectionEntry) -> CorrectionTables:
     """Tables that are read where they lie: of most of them a draft needs a few rows."""
-    arrays: dict[str, npt.NDArray[np.float32]] = {}
+    arrays = {}
     for name in entry.tables:
         path = folder / name
-        table = read_array(path, in_place=True)
+        arrays[path.stem] = table = read_array(path, in_place=True)
         if not isinstance(table, np.ndarray) or table.dtype != np.float32:
             raise BundleError(f"{path}: it holds no float32 table.", REBUILD)
-        arrays[path.stem] = table
-    misfit = _misfit(model, entry.rule, arrays)
+    misfit = _misfit(model, entry.rule, {name: table.shape for name, table in arrays.items()})
     if misfit is not None:
         raise BundleError(f"{folder}: the head's table {misfit} is missing, or of another size.", REBUILD)
     return CorrectionTables(entry.rule, arrays, entry.most)
 
 
-def _misfit(model: ModelEntry, rule: str, arrays: Mapping[str, npt.NDArray[np.float32]]) -> str | None:
+def _misfit(model: ModelEntry, rule: str, found: Mapping[str, tuple[int, ...]]) -> str | None:
     """A table that is missing, or of other sizes than the head's: a step would read beyond it."""
     needed = {"selector": ("predecessors", "successors", "projection"), "markov": ("w1", "w2")}.get(rule, ())
-    missing = [name for name in needed if name not in arrays]
-    if missing or not needed:
-        return missing[0] if missing else None
-    n, e, r = (
-        model.lm_head_rows,
-        model.engine.feature_size,
-        arrays[needed[0]].shape[-1] if arrays[needed[0]].ndim else 0,
-    )
-    rows = {needed[0]: 1, "successors": n, "w2": n}  # at least, of r numbers
-    sizes: dict[str, list[tuple[int, ...]]] = {
-        **{"projection": [(r, e)], "gate": [(r, e + r)], "gate_bias": [(r,)], "joint": [(3 * r, 2 * r + e)]},
-        **{"joint_bias": [(3 * r,)], "confidence": [(1, e), (1, e + r)], "confidence_bias": [(1,)]},
-    }
-    for name, table in arrays.items():
-        found = table.shape
-        if found[1:] != (r,) or found[0] < rows[name] if name in rows else found not in sizes.get(name, [found]):
+    n, e, r = model.lm_head_rows, model.engine.feature_size, next((found.get(name, ()) for name in needed), ())[1:]
+    rows = {"predecessors": 1, "w1": 1, "successors": n, "w2": n}  # at least, of r numbers
+    k = sum(r)
+    sizes = {"projection": (k, e), "gate": (k, e + k), "joint": (3 * k, 2 * k + e), "joint_bias": (3 * k,)}
+    sizes |= {"gate_bias": (k,), "confidence": (1, e + k), "confidence_bias": (1,)}
+    for name in (*needed, *found):
+        size = found.get(name, ())
+        fits = (
+            size[1:] == r and len(r) == 1 and size[0] >= rows[name] if name in rows else size == sizes.get(name, size)
+        )
+        if not (size and (fits or (name, size) == ("confidence", (1, e)))):
             return name
     return None

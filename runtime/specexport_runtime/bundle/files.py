@@ -72,17 +72,9 @@ def check_files(folder: Path, files: "Mapping[str, FileEntry]", *, remember: boo
     return not stale
 
 
-def file_states(folder: Path, names: Iterable[str]) -> dict[str, tuple[int, int, int] | None]:
-    """By name what changes when a file is written or replaced: bytes, modification and change time; None if missing."""
-    return {name: _state(folder / name) for name in names}
-
-
-def _state(path: Path) -> tuple[int, int, int] | None:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+def file_state(path: Path) -> object:
+    """What changes when a file is written or replaced: bytes, modification and change time; None if it is missing."""
+    return list(_identity(path, "")[2:]) if path.exists() else None
 
 
 def file_fault(path: Path) -> tuple[str, str] | None:

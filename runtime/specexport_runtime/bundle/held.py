@@ -7,6 +7,7 @@ notices afterwards that the folder is another. Imports the standard library only
 """
 
 import contextlib
+import glob
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -34,9 +35,12 @@ def held(folder: Path, *, alone: bool = False) -> Iterator[Callable[[], bool]]:
     """Hold a folder, also one that is missing; gives a function that tells whether another stands there by now."""
     end = time.monotonic() + PATIENCE_S
     while True:
-        before, descriptor = _identity(folder), _open(folder)
+        before, descriptor, place = _identity(folder), None, folder
+        with contextlib.suppress(OSError, ValueError):  # Windows; or it is missing, or its name is none
+            place = Path(os.path.realpath(folder))
+            descriptor = os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
         if descriptor is None:
-            busy = before is None and _is_between_renames(folder)
+            busy = before is None and any(place.parent.glob(f".{glob.escape(place.name)}.old-*"))  # between two renames
         else:
             busy = take_lock(descriptor, alone=alone) is False or _identity(folder) != _identity(descriptor)
         if not busy or time.monotonic() > end:
@@ -51,25 +55,8 @@ def held(folder: Path, *, alone: bool = False) -> Iterator[Callable[[], bool]]:
             os.close(descriptor)
 
 
-def _open(folder: Path) -> int | None:
-    try:
-        return os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
-    except OSError:  # missing, or Windows
-        return None
-
-
 def _identity(folder: Path | int) -> tuple[int, int] | None:
-    try:
+    with contextlib.suppress(OSError, ValueError):
         status = os.stat(folder)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
-
-
-def _is_between_renames(folder: Path) -> bool:
-    """Whether a replacement has renamed the old folder away, and not yet the new one into its place."""
-    place = Path(os.path.realpath(folder))
-    try:
-        return any(name.startswith(f".{place.name}.old-") for name in os.listdir(place.parent))
-    except OSError:
-        return False
+        return status.st_dev, status.st_ino
+    return None

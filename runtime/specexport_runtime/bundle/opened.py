@@ -5,7 +5,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
 
 from specexport_runtime.bundle.entry import MAX_NUM_SEQS
-from specexport_runtime.bundle.files import check_files, file_states
+from specexport_runtime.bundle.files import check_files, file_state
 from specexport_runtime.bundle.manifest import Manifest, load_manifest
 from specexport_runtime.bundle.tokenizer_load import load_tokenizer
 from specexport_runtime.errors import BundleError, InvalidRequestError
@@ -37,8 +37,8 @@ class Bundle(NamedTuple):
 
     def check_unchanged(self) -> None:
         """Once its files are open: ChangedError if they are not the ones that were hashed."""
-        for name, state in file_states(self.folder, self.states).items():
-            if state != self.states[name]:
+        for name, state in self.states.items():
+            if file_state(self.folder / name) != state:
                 raise ChangedError(f"{self.folder}: {name} changed while the bundle was loaded.", "load it again.")
 
 
@@ -73,7 +73,7 @@ def load_bundle(
     if max_num_seqs is None:
         max_num_seqs = manifest.default_num_seqs
     check_num_seqs(max_num_seqs)
-    states = file_states(folder, manifest.files)
+    states = {name: file_state(folder / name) for name in manifest.files}
     known = check_files(folder, manifest.files, remember=True)
     _check_links(folder, manifest)
     if "target" not in manifest.models:
