@@ -343,14 +343,16 @@ class AsyncSpecEngine:
         owners = Counter(map(_owner_of, requests))
         self._check_room(len(requests), owners)
         length = sum(len(spec.prompt) + len(spec.reference or ()) for spec in requests)
+        forms = [spec.params.structured_outputs for spec in requests if spec.params.structured_outputs is not None]
+        compiles = not all(map(self.engine.has_form, forms))
         taken = [AsyncRequest(self, _owner_of(spec)) for spec in requests]
         if taken:
             self._active.update(taken)
             self._held.update(owners)
             self._idle.clear()
         try:
-            if length > _LONG_PROMPT:
-                await self._queue_elsewhere(requests, taken, is_brief=length <= _VERY_LONG)
+            if length > _LONG_PROMPT or compiles:
+                await self._queue_elsewhere(requests, taken, is_brief=length <= _VERY_LONG and not compiles)
             else:
                 self._queue(requests, taken)
         except asyncio.CancelledError:

@@ -260,6 +260,10 @@ class SpecEngine(PromptEncoder):
         """
         self._builder.grammars.compile(form)
 
+    def has_form(self, form: StructuredOutputs) -> bool:
+        """Whether a form is ready: a request with it is queued at once."""
+        return self._builder.grammars.has(form)
+
     def pin_prefix(self, prompt: Prompt, *, cache_salt: str | None = None, lora: str | None = None) -> int:
         """Read a prompt, and keep it in a row of its own: every request that begins with it goes on from there.
 

@@ -8,7 +8,7 @@ from contextlib import aclosing, suppress
 
 import pytest
 
-from specexport_runtime import AsyncSpecEngine, SamplingParams, SpecEngine, SpecexportError
+from specexport_runtime import AsyncSpecEngine, SamplingParams, SpecEngine, SpecexportError, StructuredOutputs
 from specexport_runtime.async_engine import Mailbox
 from specexport_runtime.errors import (
     EngineClosedError,
@@ -376,6 +376,30 @@ def test_long_texts_are_tokenized_one_after_the_other_beside_the_event_loop(engi
 
     (thread,) = asyncio.run(main())
     assert thread != threading.main_thread().name
+
+
+def test_forms_that_are_not_ready_are_compiled_beside_the_event_loop(engine, monkeypatch):
+    asked = []
+
+    class Grammars:
+        def has(self, form):
+            return form.regex == "known"
+
+        def compile(self, form, **_):
+            asked.append((form.regex, threading.current_thread() is threading.main_thread()))
+            raise InvalidRequestError("it was asked for")
+
+    monkeypatch.setitem(engine._builder.__dict__, "grammars", Grammars())
+
+    async def run():
+        service = AsyncSpecEngine(engine)
+        for text in ("known", "new"):
+            with pytest.raises(InvalidRequestError, match="asked for"):
+                await service.submit([3], SamplingParams(structured_outputs=StructuredOutputs(regex=text)))
+        await service.aclose()
+
+    asyncio.run(run())
+    assert asked == [("known", True), ("new", False)]
 
 
 def test_owners_take_turns_beside_the_event_loop(engine):

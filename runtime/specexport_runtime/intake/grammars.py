@@ -123,6 +123,12 @@ class GrammarCompiler:
         self._plain: PlainTokens
         self._compiled: OrderedDict[tuple[str, str], Future[Any]] = OrderedDict()
 
+    def has(self, form: StructuredOutputs) -> bool:
+        """Whether a form is compiled."""
+        with self._lock:
+            found = self._compiled.get((form.kind, form.text))
+        return found is not None and found.done()
+
     def compile(self, form: StructuredOutputs, *, follows_text: bool = True) -> Grammar:
         """The grammar of a text that has yet to begin; ``InvalidRequestError`` if the form is unknown or too large."""
         if not self._eos:

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from specexport_runtime.engine import SpecEngine
@@ -20,8 +21,6 @@ from specexport_runtime.server.parsing import is_deep
 from specexport_runtime.server.prompt_tokens import encode
 from specexport_runtime.server.protocol import ChatRequest, Effort, Message, NamedTool, Tool, ToolCall, join_text
 from specexport_runtime.server.structured import check_strict, form_of
-
-_TESTS_FOR_NONE = re.compile(r"""content['"]?\]?\s+is\s+(not\s+)?none""", re.IGNORECASE)
 
 
 def dialect_of(engine: SpecEngine, config: ServerConfig) -> ChatDialect:
@@ -189,12 +188,17 @@ def _content(item: Message, where: str, dialect: ChatDialect) -> str | list[dict
         return ""
     if item.role == "assistant":
         # Most templates want a text here. Some tell calls by a content that is none: they ask for it.
-        return None if item.tool_calls and _TESTS_FOR_NONE.search(dialect.template) else ""
+        return None if item.tool_calls and _tests_for_none(dialect.template) else ""
     if "content" not in item.model_fields_set:
         raise ApiError(400, f"{param} is missing.", param=param, code="missing_required_parameter")
     if item.content is not None:
         raise invalid(param, f"{param} has no parts.")
     raise invalid(param, f"{param} is null: that is for messages of the assistant.")
+
+
+@lru_cache(maxsize=8)
+def _tests_for_none(template: str) -> bool:
+    return re.search(r"""content['"]?\]?\s+is\s+(not\s+)?none""", template, re.IGNORECASE) is not None
 
 
 def _called(call: ToolCall, where: str) -> dict[str, Any]:
