@@ -139,6 +139,7 @@ BODIES = {
     "surrogate in a key within": (b'{"prompt": "w1", "logit_bias": {"\\udfff": 1}}', "invalid_unicode"),
     "thousands of keys": (b"{" + b",".join(b'"k%d": 1' % i for i in range(8193)) + b"}", "invalid_json"),
     "thousands of objects": (b'{"prompt": "w1", "metadata": [' + b"{}," * 2**14 + b"{}]}", "invalid_json"),
+    "thousands of lists": (b'{"prompt": "w1", "metadata": [' + b"[]," * 2**14 + b"[]]}", "invalid_json"),
 }
 
 
@@ -157,6 +158,11 @@ def http(fake_served):
     with httpx.Client(base_url=fake_served.url, timeout=HANG_S) as http:
         yield http
     fake_served.wait_until_idle()
+
+
+def test_brackets_in_texts_are_no_objects():
+    body = {"prompt": '[{"' * 20_000 + "\\", "metadata": {"a": [{}, "\\"]}}
+    assert parse_body(json.dumps(body).encode(), CompletionRequest).prompt == body["prompt"]
 
 
 def test_depth_is_refused_whatever_the_recursion_limit():

@@ -5,7 +5,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, NoReturn, TypeVar, get_args
 
 from fastapi import Request
@@ -32,7 +31,8 @@ _INSTEAD = {"functions": "tools", "function_call": "tool_choice"}
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 """What a half of a surrogate pair is written with, if it is one."""
 MAX_DEPTH = 512
-MAX_OBJECTS = 2**14  # of a body: 4,096 messages of three parts have as many
+MAX_OBJECTS = 2**14  # of a body, and lists: 4,096 messages of three parts have as many
+_STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"')
 _MAX_KEYS = 2**13  # of one object: OpenAI's schemas have up to 5,000 properties
 _SHOWN = 100  # characters of a name or a value that a message repeats
 
@@ -58,7 +58,9 @@ def parse_json(data: bytes) -> dict[str, Any]:
     """A JSON object as the standard has it: UTF-8, no key twice, no NaN, no half characters; else an ``ApiError``."""
     try:
         text = data.decode("utf-8")
-        value = json.loads(text, object_pairs_hook=partial(_unique, itertools.count()), parse_constant=_refuse_constant)
+        if _most_brackets(text) > MAX_OBJECTS and _most_brackets(_STRING.sub("", text)) > MAX_OBJECTS:
+            raise _not_json(f"The body has more than {MAX_OBJECTS} objects, or lists.")
+        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
     except UnicodeDecodeError:
         raise _not_json("The body is not UTF-8.") from None
     except RecursionError:
@@ -76,6 +78,10 @@ def parse_json(data: bytes) -> dict[str, Any]:
     return value
 
 
+def _most_brackets(text: str) -> int:
+    return max(text.count("["), text.count("{"))
+
+
 def is_deep(value: Any) -> bool:
     """Whether JSON is nested so deeply that what reads it may run out of stack; any thread and version of Python."""
     level = [value]
@@ -91,9 +97,7 @@ def _not_json(message: str) -> ApiError:
     return ApiError(400, message, code="invalid_json")
 
 
-def _unique(count: Iterator[int], pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if next(count) >= MAX_OBJECTS:
-        raise _not_json(f"The body has more than {MAX_OBJECTS} objects.")
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(pairs) > _MAX_KEYS:
         raise _not_json(f"The body has an object of {len(pairs)} keys; {_MAX_KEYS} are taken.")
     value = dict(pairs)
