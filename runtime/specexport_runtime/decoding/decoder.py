@@ -102,10 +102,14 @@ class Decoder:
             self.scheduler.retire(request)
 
     def fail(self, error: Exception) -> list[Request]:
-        """End all running requests with ``error``, forget their rows and return them; waiting ones stay queued."""
+        """End all running requests with ``error``, forget their rows and return them; waiting ones stay queued.
+
+        If that raises, as on a GPU that is lost, they have ended, and the decoder is of no more use.
+        """
         failed = self.running
         for req in failed:
             req.end("error", error)
+        for req in failed:
             self.rows.leave(req)
         self.rows.clear()
         return failed
@@ -120,8 +124,9 @@ class Decoder:
         engines_before = self.target.executor.engine_seconds + self.drafter.engine_seconds
         ready, chunks = self.scheduler.plan()
         self.times.schedule += time.perf_counter() - start
+        failed = [RoundEvent(req, [], 0, 0, is_bonus=False) for req in self.scheduler.failed]
         if not ready and not chunks:
-            return []
+            return failed
         # The step that ends a prompt drafts too, however the prompt was cut, or that would change a seed's draws.
         drafting = sorted([*ready, *self.rows.ending(chunks)], key=_ROW) if chunks else ready
         load, prompt_tokens = None, sum(chunks.values())
@@ -149,7 +154,7 @@ class Decoder:
             self.times.total += time.perf_counter() - start
             self.times.engine += self.target.executor.engine_seconds + self.drafter.engine_seconds - engines_before
             self.times.rounds += 1
-        return events
+        return events + failed
 
     def _propose(self, requests: list[Request], load: StepLoad | None) -> dict[int, Proposal]:
         """Draft for requests that get logits in this step; by row."""
