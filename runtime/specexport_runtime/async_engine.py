@@ -402,11 +402,9 @@ class AsyncSpecEngine:
         lane = self._lanes[is_brief]
         if not is_taken:
             self._check_admits()
-            for limit, of, kind in (
-                (self.max_requests_per_owner, owner, OwnerLimitError),
-                (self._most_held, None, QueueFullError),
-            ):
-                if limit is not None and lane.num_waiting(of) >= limit:
+            limits = (OwnerLimitError, self.max_requests_per_owner, owner), (QueueFullError, self._most_held, None)
+            for kind, limit, whose in limits:
+                if limit is not None and lane.num_waiting(whose) >= limit:
                     raise kind(f"{limit} requests wait to be read.", "try again later.")
         result: T = await lane.put(owner, work)
         return result

@@ -58,11 +58,10 @@ class SideWork:
     def _go_on(self) -> None:
         if self.is_busy or not self._waiting:
             return
-        owner = next(iter(self._waiting))
-        pieces = self._waiting.pop(owner)
-        result = next(iter(pieces))
-        work = pieces.pop(result)
-        if pieces:
+        owner, pieces = next(iter(self._waiting.items()))
+        result, work = next(iter(pieces.items()))
+        self._take_back(owner, result)
+        if self._waiting.pop(owner, None):
             self._waiting[owner] = pieces  # behind the others
         self.is_busy = True
         running = asyncio.get_running_loop().run_in_executor(self._thread, lambda: None if result.done() else work())
@@ -71,11 +70,10 @@ class SideWork:
     def _end(self, result: "asyncio.Future[Any]", running: "asyncio.Future[Any]") -> None:
         self.is_busy = False
         error = _closed() if running.cancelled() else running.exception()
-        if not result.done():
-            if error is not None:
-                result.set_exception(error)
-            else:
-                result.set_result(running.result())
+        if not result.done() and error is not None:
+            result.set_exception(error)
+        elif not result.done():
+            result.set_result(running.result())
         self._go_on()
 
 

@@ -174,6 +174,8 @@ def test_no_answer_holds_more_of_its_own_tokens_than_it_may(fake_served, monkeyp
     assert answer.status_code == 400
     assert (answer.json()["error"]["param"], answer.json()["error"]["code"]) == ("logprobs", "limit_exceeded")
     assert httpx.post(fake_served.url + COMPLETIONS, json=ask | {"max_tokens": 10}).status_code == 200
+    ask = {"input": "w1", "max_output_tokens": 21, "top_logprobs": 4, "include": ["message.output_text.logprobs"]}
+    assert httpx.post(f"{fake_served.url}/v1/responses", json=ask).json()["error"]["param"] == "top_logprobs"
     ask = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 4, "n": 2, "ignore_eos": True}
     told = httpx.post(fake_served.url + CHAT, json=ask).json()
     assert [choice["finish_reason"] for choice in told["choices"]] == ["length"] * 2

@@ -35,6 +35,7 @@ _NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "tool_choice.function": "tool_choice",
     "reasoning_effort": "reasoning.effort",
+    "logprobs": "top_logprobs",
 }
 """Parameters of a chat, and what they are called here."""
 
