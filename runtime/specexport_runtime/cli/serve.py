@@ -78,7 +78,7 @@ _LIMITS = (
     _setting("--request-timeout", "request_timeout_s", "Seconds that a request may take, waiting included."),
     _setting("--body-timeout", "body_timeout_s", "Seconds that a client may take to send its body."),
     _setting("--drain-timeout", "drain_timeout_s", "Seconds that requests may go on after SIGTERM."),
-    _setting("--stuck-after", "stuck_after_s", "Seconds without a round, more than any takes, that call it dead."),
+    _setting("--stuck-after", "stuck_after_s", "Seconds without a round, while requests run, until it counts as dead."),
 )
 _PACE = (
     _setting(
