@@ -1,8 +1,8 @@
 """The thread that decodes. The first request starts it; it waits while nothing is to be done, and ends with its engine.
 
 Requests of any thread join between two rounds. An engine's exception ends the requests that were running. The thread
-takes no lock of this module, nor does what a destructor may call (``cancel``, ``close``): orders come by a queue that is
-made for that.
+takes no lock of this module, nor does what a destructor may call (``cancel``, ``close``): orders come by a queue
+that is made for that.
 """
 
 import logging
