@@ -59,8 +59,6 @@ void look_up(const Layout& layout, const uint8_t* tile, int column, float* out) 
   }
 }
 
-Status* error(const char* text) { return api.CreateStatus(ort::kInvalidArgument, text); }
-
 Status* run(const void* kernel, KernelContext* context) {
   const Weight& weight = *static_cast<const Weight*>(kernel);
   const Layout& layout = weight.layout;
@@ -76,10 +74,7 @@ Status* run(const void* kernel, KernelContext* context) {
   for (int64_t i = 0; i < count; i++) {
     const long long id = ids.as<int64_t>()[i];
     if (id >= 0 && id < layout.N) continue;
-    char text[128];
-    snprintf(text, sizeof text, "specexport: id %lld is outside the table, which has %lld rows", id,
-             (long long)layout.N);
-    return error(text);
+    return refuse("id %lld is outside the table, which has %lld rows", id, (long long)layout.N);
   }
   void* out;
   TRY(output(context, 0, dims, ids.rank + 1, &out));
@@ -96,11 +91,7 @@ Status* run(const void* kernel, KernelContext* context) {
 
 Status* make_layout(const char* name, int64_t n, int64_t k, Layout& layout) {
   Format format;
-  if (!find_format(name, format)) {
-    char text[128];
-    snprintf(text, sizeof text, "specexport: there is no block format '%s'", name);
-    return error(text);
-  }
+  if (!find_format(name, format)) return refuse("there is no block format '%s'", name);
   layout.make(format, n, k);
   return nullptr;
 }
@@ -128,12 +119,12 @@ Status* check(const Weight& weight, const Tensor& packed) {
 
 Status* bad_shape(const char* what, const Tensor& tensor, const char* wanted, long long a, long long b) {
   char text[384];
-  int at = snprintf(text, sizeof text, "specexport: %s has the shape [", what);
+  int at = snprintf(text, sizeof text, "%s has the shape [", what);
   for (size_t i = 0; i < tensor.rank; i++)
     at += snprintf(text + at, sizeof text - at, i ? ", %lld" : "%lld", (long long)tensor.dims[i]);
   at += snprintf(text + at, sizeof text - at, "], which must be ");
   snprintf(text + at, sizeof text - at, wanted, a, b);
-  return error(text);
+  return refuse("%s", text);
 }
 
 void define_block_embedding(Operator& op) {

@@ -2,8 +2,6 @@
 //
 // Pairs of a token and an expert are sorted by expert, so that an expert's weights are read once for all of its tokens.
 // A pair is a row of the products, whose bits know no other row; a token's pairs are added up in the order of its list.
-#include <stdio.h>
-
 #include "block_weight.h"
 #include "gating.h"
 #include "linear.h"
@@ -209,10 +207,8 @@ Status* run(const void* kernel, KernelContext* context) {
   for (int64_t pair = 0; pair < tokens * per_token; pair++) {
     const long long id = ids.as<int64_t>()[pair];
     if (id >= 0 && id < experts.count) continue;
-    char text[128];
-    snprintf(text, sizeof text, "specexport: token %lld has the expert %lld, and there are %lld",
-             (long long)(pair / per_token), id, (long long)experts.count);
-    return api.CreateStatus(ort::kInvalidArgument, text);
+    return refuse("token %lld has the expert %lld, and there are %lld", (long long)(pair / per_token), id,
+                  (long long)experts.count);
   }
   void* out;
   TRY(output(context, 0, x.dims, 2, &out));

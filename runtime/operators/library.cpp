@@ -3,6 +3,7 @@
 #include "operator.h"
 
 #include <math.h>
+#include <stdarg.h>
 #include <stdio.h>
 #if defined(_WIN32)
 extern "C" __declspec(dllimport) unsigned long __stdcall FlsAlloc(void(__stdcall*)(void*));
@@ -97,7 +98,6 @@ void fill(Operator& op) {
   op.GetVariadicOutputMinArity = [](const ort::CustomOp*) { return 1; };
   op.GetVariadicOutputHomogeneity = [](const ort::CustomOp*) { return 0; };
   op.CreateKernelV2 = [](const ort::CustomOp* o, ort::Table, const KernelInfo* info, void** out) -> Status* {
-    REQUIRE(self(o)->make && self(o)->run, "this operator is not there yet");
     auto* instance = static_cast<Instance*>(calloc(1, sizeof(Instance)));
     REQUIRE(instance, "out of memory");
     instance->kind = self(o);
@@ -143,6 +143,14 @@ Status* know(const ort::ApiBase* base, ort::Table table) {
 }
 }  // namespace
 
+Status* refuse(const char* format, ...) {
+  char text[512] = "specexport: ";
+  va_list values;
+  va_start(values, format);
+  vsnprintf(text + strlen(text), sizeof text - strlen(text), format, values);
+  va_end(values);
+  return api.CreateStatus(ort::kInvalidArgument, text);
+}
 Status* input(KernelContext* context, size_t index, Tensor& tensor) {
   const ort::Value* value = nullptr;
   TRY(api.GetInput(context, index, &value));
@@ -163,15 +171,11 @@ Status* constant(const KernelInfo* info, size_t index, Tensor& tensor) {
 Status* attribute(const KernelInfo* info, const char* name, int64_t least, int64_t most, int64_t& value) {
   TRY(api.GetAttributeInt(info, name, &value));
   if (value >= least && value <= most) return nullptr;
-  char text[192];
-  snprintf(text, sizeof text, "specexport: %s is %lld, and must be from %lld to %lld", name, (long long)value,
-           (long long)least, (long long)most);
-  return api.CreateStatus(ort::kInvalidArgument, text);
+  return refuse("%s is %lld, and must be from %lld to %lld", name, (long long)value, (long long)least, (long long)most);
 }
 Status* attribute(const KernelInfo* info, const char* name, float& value) {
   TRY(api.GetAttributeFloat(info, name, &value));
-  REQUIRE(isfinite(value), "an attribute is no finite number");
-  return nullptr;
+  return isfinite(value) ? nullptr : refuse("%s is no finite number", name);
 }
 Status* attribute(const KernelInfo* info, const char* name, char* text, size_t size) {
   size_t needed = 0;
@@ -207,8 +211,7 @@ ORT_EXPORT ort::Status* ORT_CALL RegisterCustomOps(ort::SessionOptions* options,
   using namespace specexport;
   ort::Table table = base->GetApi(ort::kApiVersion);
   if (!table) return nullptr;
-  while (__atomic_test_and_set(&registering, __ATOMIC_ACQUIRE)) {
-  }
+  while (__atomic_test_and_set(&registering, __ATOMIC_ACQUIRE)) {}
   Status* status = know(base, table);
   __atomic_clear(&registering, __ATOMIC_RELEASE);
   return status ? status : api.AddDomain(options, domain);

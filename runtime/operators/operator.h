@@ -21,10 +21,8 @@ extern ort::Api api;  // filled when the library is registered
   do {                                        \
     if (::ort::Status* status_ = (call)) return status_; \
   } while (0)
-#define REQUIRE(condition, message)                                                                      \
-  do {                                                                                                   \
-    if (!(condition)) return ::specexport::api.CreateStatus(::ort::kInvalidArgument, "specexport: " message); \
-  } while (0)
+#define REQUIRE(condition, message) TRY((condition) ? nullptr : ::specexport::refuse(message))
+Status* refuse(const char* format, ...);  // as printf: an error of one line
 
 constexpr size_t kMaxRank = 8;
 constexpr int64_t kMostSize = INT32_MAX;  // of a matrix, in one dimension

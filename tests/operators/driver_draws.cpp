@@ -145,7 +145,7 @@ Value* resized(const Value* given) {
     default: rank = rank ? rank - 1 : 0;
   }
   Value* made = tensor_of(given->type, rank, dims);
-  if (!made) dims[0] = 0, made = tensor_of(given->type, rank, dims);
+  if (!made) dims[draw() % rank] = 0, made = tensor_of(given->type, rank, dims);
   return made;
 }
 
