@@ -177,14 +177,16 @@ class BoundedProtocol(HttpToolsProtocol):
             self._resting.pop(self, None)
 
     def _take_the_place_of_another(self) -> None:
-        """Of the one that has rested, or sent the head of a request, for the longest."""
-        for other in self._resting:
-            if not other.transport.get_write_buffer_size():  # it has sent all of its last answer
-                self.connections.discard(other)
-                self._resting.pop(other)
-                other._unset_keepalive_if_required()
-                other.transport.abort()
-                return
+        """Of the one that has rested, or sent the head of a request, for the longest; of one that just came at last."""
+        # One that rests has sent all of its last answer. Of one that just came, what it sent may not have been read.
+        able = [other for other in self._resting if not other.transport.get_write_buffer_size()]
+        known = (other for other in able if other._in_head or other.cycle is not None)
+        if able:
+            other = next(known, able[0])
+            self.connections.discard(other)
+            self._resting.pop(other)
+            other._unset_keepalive_if_required()
+            other.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP; never into the middle of an answer, nor in place of an earlier request's."""
