@@ -68,7 +68,7 @@ _LIMITS = (
     _setting(
         "--max-connections",
         "max_connections",
-        "Most connections at a time. One more closes the one that rests, or sends its head, the longest; else it gets 503.",
+        "Most connections. One more closes the one that rests, or sends its head, for the longest; else it gets 503.",
     ),
     _setting(
         "--keep-alive-timeout",
