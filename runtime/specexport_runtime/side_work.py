@@ -10,10 +10,7 @@ from specexport_runtime.errors import EngineClosedError
 
 
 class SideWork:
-    """A thread for which owners take turns; the pieces of one owner are done in the order in which they came.
-
-    Only the event loop that runs when it is first used may call it.
-    """
+    """A thread for which owners take turns, in order within each; of the event loop that first uses it alone."""
 
     def __init__(self, name: str) -> None:
         # One thread: each one that tokenizes a long text keeps megabytes of memory for the next.

@@ -26,10 +26,7 @@ MASK_NAME = "mask_feature.npy"
 
 
 def read_array(path: Path, *, in_place: bool = False) -> Any:
-    """What an ``.npy`` file holds, unchecked; BundleError if it cannot be read or holds pickles.
-
-    ``in_place`` maps the file into memory.
-    """
+    """What an ``.npy`` file holds, unchecked, mapped if ``in_place``; BundleError: unreadable, or it holds pickles."""
     try:
         return np.load(path, "r" if in_place else None, allow_pickle=False)
     except (OSError, ValueError, EOFError, MemoryError) as error:

@@ -46,10 +46,7 @@ def hashes_forced() -> bool:
 
 
 def check_files(folder: Path, files: "Mapping[str, FileEntry]", *, remember: bool = False) -> bool:
-    """Check the size and hash of every file, given by relative path; True if nothing had to be hashed.
-
-    With ``remember``, the record is used and extended. BundleError names a file that is missing or altered.
-    """
+    """Check size and hash of files by relative path; True if nothing had to be hashed, as ``remember`` knows all."""
     root = folder.resolve()
     for name, entry in files.items():
         path = folder / name

@@ -59,11 +59,7 @@ def _check_links(folder: Path, manifest: Manifest) -> None:
 def load_bundle(
     folder: Path, *, max_model_len: int | None = None, max_num_seqs: int | None = None, prefix_rows: int = 0
 ) -> Bundle:
-    """Open ``folder``, checking its versions and the hash of every file that was not checked here before.
-
-    None takes the manifest's limit. BundleError if a file is missing or altered, IncompatibleError for another schema
-    or ABI, InvalidRequestError for a limit out of range.
-    """
+    """Open ``folder``, checking versions and the hash of each file that was not checked here before."""
     manifest = load_manifest(folder)
     if max_model_len is not None and not 2 <= max_model_len <= manifest.max_model_len:
         raise InvalidRequestError(

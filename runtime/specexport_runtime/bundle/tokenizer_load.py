@@ -39,10 +39,7 @@ def start_loading(tokenizer: "Tokenizer") -> None:
 
 
 def read_whole_texts(tokenizer: "Tokenizer") -> None:
-    """Make a tokenizer read every text whole, and in the same way each time.
-
-    ``truncation`` cuts texts, ``padding`` fills them up, ``dropout`` and ``alpha`` draw among readings.
-    """
+    """Take away what cuts texts, fills them up, or draws among readings: each text is read whole, always alike."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
     for chance in _CHANCES:

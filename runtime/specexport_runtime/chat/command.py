@@ -125,10 +125,7 @@ def _check_template(bundle: Path, options: ChatOptions) -> None:
 
 
 def talk(session: Session, commands: Commands, read_line: ReadLine, slips: Slips, *, is_interactive: bool) -> None:
-    """Read and answer until the end of input, ``/exit``, or Ctrl-C twice at the prompt.
-
-    ``is_interactive`` tells of mistakes and goes on; otherwise the first one, or the first Ctrl-C, is raised.
-    """
+    """Read and answer until the end of input, ``/exit``, or Ctrl-C twice; raise mistakes unless ``is_interactive``."""
     slipped = False
     while True:
         try:

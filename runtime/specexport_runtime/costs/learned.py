@@ -78,10 +78,7 @@ class _Steps:
 
 
 class LearnedCosts:
-    """Ratios by which promised seconds are mended, by the number of rows; ``version`` counts the changes.
-
-    ``keep`` gets :meth:`to_json` after a change, for the next life, where it is what is ``known``.
-    """
+    """Ratios by which promised seconds are mended, by the number of rows; ``keep`` gets those that changed."""
 
     def __init__(self, known: Any = None, *, keep: Callable[[dict[str, Any]], object] = lambda _: None) -> None:
         self.version = 0

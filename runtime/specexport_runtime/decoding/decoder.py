@@ -102,10 +102,7 @@ class Decoder:
             self.scheduler.retire(request)
 
     def fail(self, error: Exception) -> list[Request]:
-        """End all running requests with ``error``, forget their rows and return them; waiting ones stay queued.
-
-        If that raises, as on a GPU that is lost, they have ended, and the decoder is of no more use.
-        """
+        """End all running requests with ``error``, forget their rows and return them; waiting ones stay queued."""
         failed = self.running
         for req in failed:
             req.end("error", error)

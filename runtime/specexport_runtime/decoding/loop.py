@@ -95,10 +95,7 @@ class DecodeLoop:
         weakref.finalize(self, _end_thread, weakref.ref(self), self._orders)
 
     def submit(self, handles: Sequence[RequestHandle]) -> None:
-        """Queue requests, in order; all of them join before the same round.
-
-        A closed loop raises EngineClosedError; a process that was forked while requests ran, EndlessWaitError.
-        """
+        """Queue requests in order, all for the same round; EngineClosedError, or EndlessWaitError in a fork."""
         self._check_process()
         with self._lock:
             if (error := self._refusal) is not None:
@@ -160,11 +157,7 @@ class DecodeLoop:
             check()
 
     def close(self, release: Callable[[], object] = lambda: None) -> None:
-        """Cancel everything and wait for the thread to end, then call ``release``. Requests are refused from now on.
-
-        In the decoding thread itself it returns at once; in a fork it does nothing, as the engines stayed in the
-        parent.
-        """
+        """Cancel everything, refuse requests, wait for the thread unless this is it, ``release``; nothing in a fork."""
         if self._orphaned:
             return
         self._closed = True

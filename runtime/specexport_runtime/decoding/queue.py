@@ -72,11 +72,7 @@ class WaitingQueue:
         return self._count == len(self._levels.get(req.priority, {}).get(req.owner, ()))
 
     def next(self, held: Mapping[str, int], skipped: Collection[str] = ()) -> Request | None:
-        """The next request, which stays in the queue; None if no owner of the first priority is left.
-
-        ``held`` counts the rows of each owner; an owner that it does not name holds none. ``skipped`` owners are passed
-        over.
-        """
+        """The next request, by how many rows owners have (``held``), but of ``skipped`` ones; None if none is left."""
         if not self._count:
             return None
         owners = self._levels[min(self._levels)]

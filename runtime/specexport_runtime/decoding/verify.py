@@ -73,11 +73,7 @@ def told_step(
     work: Sequence[RowWork],
     want: Wanted,
 ) -> StepOutput | DeviceRows:
-    """A step of the target, as ``ModelRunner.step`` has it; it gives the drafter what that wants to know of it.
-
-    Similarities of prompts and features of all that is read cost a little, so both are off in all steps that bring
-    nothing that is wanted, and off again however the step ends.
-    """
+    """A step of the target that gives the drafter what it wants to know, and computes nothing of that otherwise."""
     executor = target.executor
     measured = [req for req in prompts if executor.num_gates and drafter.wants_similarity(req)]
     read = [req for req in requests if drafter.wants_features(req)] if executor.gives_features else []
@@ -217,10 +213,7 @@ def row_laws(
     starts: Sequence[int],  # where those of each cache row begin, from the first one of the step on
     first_row: int,
 ) -> dict[int, RowLaws]:
-    """By cache row, the laws of requests whose rows stay on the device and were asked by :func:`row_asks`.
-
-    All residuals that a draft may end with are found at once.
-    """
+    """By cache row, laws of requests that :func:`row_asks` asked for; all residuals are found at once."""
     laws: dict[int, RowLaws] = {}
     asked: list[Surplus] = []
     for req in requests:

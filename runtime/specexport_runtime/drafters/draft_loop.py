@@ -89,10 +89,7 @@ class Draft:
         return self._siblings[place] if place < len(self._siblings) else 0
 
     def plain_steps(self, *, draws: bool) -> int:
-        """Steps that feed the model the id that the step before gave; 0 where more is looked at.
-
-        With ``draws`` the device draws by itself.
-        """
+        """Steps that feed the model ids that it gave, or that the device draws; 0 where more is looked at."""
         sampler = self.request.sampler
         if self._one_by_one or self.waiting or self._exit is not None or self._siblings:
             return 0
@@ -280,10 +277,7 @@ def run_drafts(
     cut_head: "CutHead | None" = None,  # ids below ``vocab_size`` of the LM head's rows; None where it has all
     is_kept: Callable[[Draft], bool] = lambda _: True,  # whether what is fed for a draft as it stands is committed
 ) -> None:
-    """Fill all drafts, one packed step of the model for each depth. Rows without an open draft sit a step out.
-
-    Where all that a step needs of the one before are its ids, steps follow each other on the device.
-    """
+    """Fill all drafts, one packed step of the model a depth, on the device alone where only ids are needed."""
     can_chain = runner.chains and cut_head is None and not runner.executor.reads_features
     num_rows = vocab_size if cut_head is None else len(cut_head.ids)
     while active := [draft for draft in drafts if draft.is_open]:

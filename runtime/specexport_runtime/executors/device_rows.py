@@ -175,10 +175,7 @@ class RowSampler(RowSource):
         library()
 
     def reserve(self, rows: int, steps: int) -> None:
-        """Take the memory for steps of so many ``rows``, and for as many ``steps`` of a chain whose rows are kept.
-
-        IncompatibleError if the GPU has not so much; more is taken when a step needs it.
-        """
+        """Take memory for so many ``rows``, and ``steps`` of a chain, or IncompatibleError; more comes if needed."""
         self._allocate(max(rows, LEAST_ROWS))
         self._lanes += [self._make_lane() for _ in range(max(steps, 1))]
         if steps:
@@ -428,10 +425,7 @@ class DeviceRow:
         return ids[order].astype(np.int64), values[order]
 
     def surplus_ask(self, draft: "DeviceRow", weight: float) -> SurplusAsk:
-        """To ask for max(0, w q - p) at this row's uniform.
-
-        q is this row's softmax and p ``draft``'s, at the temperatures they were asked with.
-        """
+        """To ask for max(0, w q - p) at this row's uniform, of the softmax of this row (q) and of ``draft``'s (p)."""
         (rule, found), (other, of_other) = (self.ask.rule, self.found), (draft.ask.rule, draft.found)
         mine = (rule.temperature, rule.width, found.peak, found.total)
         theirs = (other.temperature, other.width, of_other.peak, of_other.total)

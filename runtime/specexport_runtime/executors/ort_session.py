@@ -46,10 +46,7 @@ if hasattr(os, "register_at_fork"):  # Windows does not fork
 
 
 def join_threads(num_threads: int | None, *, spin: bool, begin: bool) -> bool:
-    """Whether the sessions of an engine that is to be opened take the threads that this process shares.
-
-    ``num_threads`` None takes the cores available, or the shared threads; InvalidRequestError for another number.
-    """
+    """Whether a new engine's sessions take the threads that this process shares, as for ``num_threads`` None."""
     import onnxruntime
 
     with _lock:

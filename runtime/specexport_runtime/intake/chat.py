@@ -35,10 +35,7 @@ def render_chat(
     tools: Sequence[Mapping[str, Any]] | None = None,  # functions that may be called, as OpenAI writes them
     template_arguments: Mapping[str, Any] | None = None,  # more variables, ``{"enable_thinking": False}`` say
 ) -> str:
-    """Render messages with a chat template, as they are given; the prompt has its beginning-of-sequence token.
-
-    InvalidRequestError for messages that are malformed or refused, or a wrong template or variable.
-    """
+    """Render messages with a chat template, as they are given; InvalidRequestError if it refuses or is wrong."""
     from jinja2 import TemplateError, TemplateSyntaxError
 
     checked = _check_messages(messages)
@@ -68,10 +65,7 @@ def render_whole(
     tools: Sequence[Mapping[str, Any]] | None = None,
     template_arguments: Mapping[str, Any] | None = None,
 ) -> str:
-    """Render messages as :func:`render_chat` does, in a form of them in which the template leaves nothing out.
-
-    ``UnwrittenError`` if there is no such form.
-    """
+    """Render messages in a form in which the template leaves nothing out; ``UnwrittenError`` if there is none."""
 
     def write(messages: Sequence[Mapping[str, Any]], header: bool) -> str:
         return render_chat(template, messages, special_tokens, header, tools, template_arguments)

@@ -68,10 +68,7 @@ class Form(NamedTuple):
 
 
 def write_whole(messages: Sequence[Message], write: Write, choose: Callable[[tuple[str, ...]], Form]) -> str:
-    """The text of a conversation, in a form in which nothing of it is left out; else ``UnwrittenError``.
-
-    ``choose`` is :func:`find_form` of the same template; it may remember what it found for kinds of messages.
-    """
+    """A conversation in the form that ``choose`` (:func:`find_form`) gives; ``UnwrittenError`` if it loses text."""
     form = choose(tuple(_short(map(_kind, messages))))
     words = _Words()
     shape = [words.shape(i, message) for i, message in enumerate(messages)]

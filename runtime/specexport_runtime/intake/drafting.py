@@ -102,10 +102,7 @@ class Abilities(NamedTuple):
         return None if first in self.obstacles else first
 
     def is_shared(self, plan: "DraftPlan") -> bool:
-        """Whether other requests, perhaps of the same numbers, decide how text is drawn, by what they taught or left.
-
-        Not of copies alone: whatever is copied, each token is plain decoding's.
-        """
+        """Whether what other requests taught or left decides how text is drawn; not so with copies alone."""
         names = {stage.drafter for stage in plan.stages}
         return (plan.adaptive or any(self.drafters[name].remembers for name in names)) and not names <= _COPIES
 

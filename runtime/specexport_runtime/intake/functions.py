@@ -47,10 +47,7 @@ class Function:
 
 
 def read_functions(tools: Sequence[Mapping[str, Any]]) -> tuple[Function, ...]:
-    """The functions of ``tools``, as OpenAI writes them, checked.
-
-    A malformed one, two of one name, and too many or too large ones are a ``FunctionError``.
-    """
+    """The functions of ``tools``, as OpenAI writes them; FunctionError for wrong, equal, many or large ones."""
     if len(tools) > MAX_FUNCTIONS:
         raise FunctionError("tools", f"{len(tools)} functions.", f"give at most {MAX_FUNCTIONS}.")
     functions: list[Function] = []

@@ -159,10 +159,7 @@ class Controller:
         return (trees.MOST_BESIDE,) if worth or self._round.number % trees.LOOKED_EVERY == 0 else ()
 
     def branched(self, requests: "Sequence[Request]", proposals: Sequence[Proposal]) -> list[Proposal]:
-        """The drafts of a round with the branches that are worth their tests; all that were drawn stay.
-
-        Of requests that are not adaptive all stay.
-        """
+        """Drafts with the branches worth their tests; all that were drawn stay, and all of requests not adaptive."""
         now, found, best = self._round, list[trees.Candidate](), list(proposals)
         drafted, expected = 0, float(now.load.num_ready)
         for i, (req, proposal) in enumerate(zip(requests, proposals, strict=True)):

@@ -64,10 +64,7 @@ class Replica:
         return {"replica": replica_name(), "pid": os.getpid(), "active": active, "rounds": rounds}
 
     async def check_health(self) -> None:
-        """Fail if the engine is closed, dead or stuck; Ray replaces the replica then.
-
-        One that is dead also ends its process: its clients hear of it at once, and can send their requests again.
-        """
+        """Fail if the engine is closed, dead or stuck, and Ray replaces it; a dead one ends its process as well."""
         if self._engine is None:
             return
         if (trouble := self._engine.engine.trouble) is not None:
@@ -130,10 +127,7 @@ def with_headers(app: AsgiApp, *more: tuple[bytes, bytes]) -> AsgiApp:
 
 
 def config_here(settings: RaySettings, *, needs_key: bool) -> ServerConfig:
-    """The server's settings with the API keys of this process's environment and the address of Ray's proxies.
-
-    ``InvalidRequestError`` if there must be a key and is none.
-    """
+    """Settings with this process's API keys (InvalidRequestError if one is missing) and the proxies' address."""
     keys = api_keys()
     if needs_key and not keys:
         raise InvalidRequestError(

@@ -26,10 +26,7 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 class Request:
-    """A prompt, the tokens generated for it, and when to stop.
-
-    Drafters and the controller remember a request in a ``WeakKeyDictionary``: nothing to do when rows move.
-    """
+    """A prompt, the tokens generated for it, and when to stop; others remember it by a weak reference."""
 
     def __init__(
         self,

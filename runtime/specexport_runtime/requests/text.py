@@ -212,10 +212,7 @@ class StopStrings:
         self._held, self._read = 0, 0  # what was held back of the text of so many characters
 
     def find(self, text: str, seen: int) -> int | None:
-        """Where to cut ``text``, whose first ``seen`` characters hold no stop string; None if nowhere.
-
-        The stop string that completes first counts; of several that complete at the same character, the longest.
-        """
+        """Where to cut ``text`` behind ``seen`` clean characters, by the stop text that ends first; None if nowhere."""
         start = max(0, seen - self._longest + 1)
         matches = [(at + len(s), at) for s in self.strings if (at := text.find(s, start)) >= 0]
         if not matches:

@@ -43,10 +43,7 @@ def accept_tree(
     target_law: Callable[[int], Law],  # behind a node, -1: the text; called at most once for each, parents first
     draws: RoundDraws,
 ) -> Verdict:
-    """Test siblings one by one and descend to the first that passes; where none does, what they left is drawn.
-
-    CheckFailedError: a node has no probability above 0 in its law.
-    """
+    """Test siblings one by one and descend to the first that passes; where none does, what they left is drawn."""
     tree = _DrawnTree(nodes, parents, draft_laws, draws)
     place = -1
     while True:
@@ -83,10 +80,7 @@ TREE_RULES = {"block": accept_tree_block, "token": accept_tree}
 
 
 def without(law: Law, tokens: Sequence[int]) -> Distribution:
-    """What the next sibling is drawn from: a law without the tokens of its elder siblings, by probability.
-
-    CheckFailedError: they have all of its mass.
-    """
+    """The next sibling's law: without its elders, by probability; CheckFailedError if they have all its mass."""
     ids, probs = on_host(law)
     rest = probs.copy()
     if ids is None:
