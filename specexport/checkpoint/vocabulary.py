@@ -47,10 +47,7 @@ def texts_of(tokenizer_json: bytes) -> dict[int, str]:
 
 
 def keep_twins(source: Source, tokenizer_json: bytes, texts: Mapping[int, str]) -> bytes:
-    """A tokenizer in which every id of ``texts`` is written as its text, if some are twins.
-
-    A text is read as the id that it was read as before. CheckpointError if the tokenizer cannot hold twins.
-    """
+    """A tokenizer that writes each id of ``texts`` as its text, and reads texts as before; CheckpointError if none."""
     if len(set(texts.values())) == len(texts):
         return tokenizer_json
     data, known = json.loads(tokenizer_json), read_vocabulary(tokenizer_json, where=source.name)

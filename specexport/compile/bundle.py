@@ -19,10 +19,7 @@ CHAT_TEMPLATE_NAME = "chat_template.jinja"
 
 
 def check_output(output: Path, *, force: bool) -> bool:
-    """Check the output folder before any work; True if a bundle stands there, which may be up to date.
-
-    Raises OutputExistsError if something else stands there.
-    """
+    """Whether a bundle stands in the output folder; OutputExistsError if something else does."""
     place_behind_links(output)
     if output.parent.is_dir():
         remove_leftovers(output)
@@ -83,10 +80,7 @@ def write_bundle(
     tools: Mapping[str, str],
     models: Mapping[str, BuiltModel],  # by role; ``"target"`` gives the tokenizer
 ) -> Manifest:
-    """Write everything but the engines, which are in ``folder/<role>`` already.
-
-    Raises OSError on a full disk.
-    """
+    """Write everything but the engines, which are in ``folder/<role>`` already; OSError on a full disk."""
     target = models["target"]
     (folder / TOKENIZER_NAME).write_bytes(target.tokenizer_json)
     if target.chat_template is not None:

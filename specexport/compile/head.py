@@ -53,10 +53,7 @@ class HeadPlan(NamedTuple):
 def plan_head(
     recipe: BuildRecipe, source: ModelSource, target: ModelSource, clock: StageClock
 ) -> "tuple[HeadPlan, Checkpoint]":
-    """Read a head's configuration and look at how it guesses; gives the target too, which was loaded for that.
-
-    Raises CheckpointError or UnsupportedModelError if it cannot be read, is for another target, or guesses at chance.
-    """
+    """Read a head's configuration and look at how it guesses; gives the target too, which was loaded for that."""
     from specexport.trace.layers import FeatureRequest
 
     with clock.stage("probe", source.role, source.name):
@@ -186,10 +183,7 @@ def _tables_anew(recipe: BuildRecipe, target: ModelSource) -> "TargetTables":
 
 
 def prepare_head(source: ModelSource, plan: HeadPlan, folder: Path, clock: StageClock) -> Part:
-    """Load a draft head, run it in torch, and trace it; ``folder`` is for its engine.
-
-    Raises CheckpointError if it cannot be read.
-    """
+    """Load a draft head, run it in torch, and trace it; ``folder`` is for its engine."""
     import torch
 
     from specexport.checkpoint.source import hash_source, resolve_source

@@ -98,10 +98,7 @@ def check_shared(target: Side, draft: Side) -> None:
 
 
 def find_shared(target: Side, draft: Side) -> Shared | None:
-    """The map between two vocabularies, None where they are the same.
-
-    VocabularyMismatchError if the draft cannot say enough of what it is to guess.
-    """
+    """The map between two vocabularies, None if they are one; VocabularyMismatchError if too little is shared."""
     if not _differ(target, draft):
         return None
     theirs, own, target_ids, entry = _compare(target, draft)

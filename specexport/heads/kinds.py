@@ -73,11 +73,7 @@ def open_head(source: Source) -> HeadFiles:
 
 
 def read_config(files: HeadFiles, target: TargetFacts) -> HeadConfig:
-    """What a head computes.
-
-    Raises CheckpointError if it was made for another target, or its tensors contradict its configuration, and
-    UnsupportedModelError if its kind is not known, or it asks for what is not lossless.
-    """
+    """What a head computes; CheckpointError if it is another target's, UnsupportedModelError if unknown."""
     _refuse_known(files)
     _refuse_lossy(files)
     named = files.values.get("speculators_model_type")
@@ -126,9 +122,5 @@ def _refuse_lossy(files: HeadFiles) -> None:
 
 
 def trace_head(head: Any, *, fixed_sizes: bool = False, group_experts: bool = False) -> TracedModel:
-    """Trace a head (eval mode) to ONNX IR with one ``specexport::UnpaddedAttention`` a layer.
-
-    With ``fixed_sizes`` no size of the graph depends on a value; see ``Backend.fixed_sizes`` and
-    ``Backend.groups_experts``.
-    """
+    """Trace a head (eval mode) to ONNX IR; ``fixed_sizes`` and ``groups_experts`` are the backend's."""
     return kind_of(head.head_config).trace(head, fixed_sizes=fixed_sizes, group_experts=group_experts)

@@ -42,10 +42,7 @@ def put_experts(graph: ir.Graph, site: ExpertsSite, gate_up: Packing, down: Pack
 
 
 def put_float_experts(model: ir.Model) -> int:
-    """Replace the remaining layers of experts by ``BlockExperts`` with float weights; returns how many there were.
-
-    CheckFailedError if weights are not constant, or a size is not static.
-    """
+    """Replace the remaining layers of experts by ``BlockExperts`` with float weights; gives how many."""
     sites = experts_sites(model)
     for site in sites:
         put_experts(model.graph, site, *(of_floats(weight_of(site, name)) for name in ("gate_up", "down")))

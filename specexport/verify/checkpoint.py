@@ -93,10 +93,7 @@ def find_checkpoint(manifest: Manifest, role: str, given: str | None, bundle: Pa
 
 
 def _candidates(source: str, revision: str | None, bundle: Path) -> Iterator[str]:
-    """Where a checkpoint of that name may lie: here, beside the bundle, in the hub's cache.
-
-    Nothing is fetched by a name that only a bundle gives, which may be a stranger's.
-    """
+    """Where a checkpoint of a name may lie: never fetched, as a stranger's bundle may give the name."""
     for folder in dict.fromkeys((Path(), Path(os.path.abspath(bundle)).parent, bundle.resolve().parent)):
         if (folder / source).exists():
             yield str(folder / source)

@@ -105,10 +105,7 @@ def check_sampling(
     seed: int = 0,  # of the first draw; the result depends on it and the bundle only
     accept: AcceptFunction = RULES[DEFAULT_RULE],  # the acceptance rule on recorded logits
 ) -> SamplingResult:
-    """Draw from the speculative process and compare with the target's exact distribution.
-
-    Without a draft, one-hot drafts are tested, and plain sampling. InvalidRequestError for too few samples.
-    """
+    """Compare draws with the target's exact law: of the speculative process, or plain and of one-hot drafts."""
     if not prompts or not settings or min(num_samples, num_runs) < _MIN_SAMPLES:
         raise InvalidRequestError(f"the sampling test needs a prompt and {_MIN_SAMPLES} samples.", "ask for more.")
     chosen = _choose_contexts(engine, prompts, num_contexts)
