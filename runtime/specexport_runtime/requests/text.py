@@ -223,6 +223,6 @@ class StopStrings:
         return end if self._include else begin
 
     def held_back(self, text: str, most: int) -> int:
-        """Length of the longest end of ``text`` that is the beginning of a stop string, of up to ``most`` characters."""
+        """Length of the longest end of ``text``, of at most ``most``, that is the beginning of a stop string."""
         lengths = range(min(most, len(text), self._longest - 1), 0, -1)
         return next((n for n in lengths if any(each.startswith(text[-n:]) for each in self.strings)), 0)
