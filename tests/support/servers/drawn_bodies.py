@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from tests.support.servers.hostile import chain_of_rules
 from tests.support.servers.malformed import frame
 from tests.support.servers.raw_http import RawRequest
 
@@ -58,7 +59,7 @@ class Drawn:
             lambda: {"json": self.schema()},
             lambda: {"regex": self.draw.choice(PATTERNS) * len(self.range(10))},
             lambda: {"choice": [f"{i:020}" for i in self.range(24)]},
-            lambda: {"grammar": "start: r0\n" + "".join(f'r{i}: "a" r{i + 1}\n' for i in self.range(14)) + 'r1: "b"'},
+            lambda: {"grammar": chain_of_rules(len(self.range(16)))},
             lambda: {"grammar": "start: " + " | ".join(f'"{i}"' for i in self.range(8))},
         ])()  # fmt: skip
 

@@ -174,7 +174,13 @@ def slow_form(number: int) -> dict[str, Any]:
         {"json": {"allOf": [{"anyOf": [part(i, j) for j in range(4)]} for i in range(6)]}},
         {"regex": "(a|b)*" * 6000 + str(number)},
         {"json": {"anyOf": [either] * 700}},
-    )[number % 3]
+        {"grammar": chain_of_rules(9000 + number)},
+    )[number % 4]
+
+
+def chain_of_rules(count: int) -> str:
+    """A grammar of so many rules, each of which names the next one: as deep as a matcher's stack must be."""
+    return "start: r0\n" + "".join(f'r{i}: "a" r{i + 1}\n' for i in range(count)) + f'r{count}: "b"'
 
 
 def many_tools(fields: int) -> list[dict[str, Any]]:
