@@ -144,7 +144,6 @@ class ChunkIterator(AsyncIterator[T], Generic[T]):
     def __init__(self, request: AsyncRequest, take: "Callable[[deque[StreamChunk]], T]") -> None:
         self._request = request
         self._take = take
-        self._loop = asyncio.get_running_loop()
 
     async def __anext__(self) -> T:
         """The next chunk, or chunks."""
@@ -162,10 +161,7 @@ class ChunkIterator(AsyncIterator[T], Generic[T]):
         self._request.cancel()
 
     def __del__(self) -> None:
-        # The garbage collector may run in the decoding thread while that holds its lock: only leave a message here.
-        if not self._request.done:
-            with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._request.cancel)
+        self._request.cancel()  # takes no lock: the garbage collector may run in any thread
 
 
 class Courier:
