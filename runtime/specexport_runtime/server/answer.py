@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, cast
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
-from specexport_runtime.async_engine import MOST_AT_A_TIME, AsyncRequest, AsyncSpecEngine
+from specexport_runtime.async_engine import MOST_AT_A_TIME, AsyncRequest, AsyncSpecEngine, Lane
 from specexport_runtime.errors import InvalidRequestError, SpecexportError
 from specexport_runtime.requests.results import GenerationResult, StreamChunk, StreamPiece
 from specexport_runtime.server.errors import ApiError, as_api_error, client_gone, timed_out, unavailable
@@ -141,8 +141,8 @@ class Answer(Response):
         if num_entries <= _FEW:
             body = self._whole(requests)
         else:  # other clients should not wait while they are written
-            work, is_brief = partial(self._whole, requests), num_entries <= _MANY
-            body = await self._engine.aside(work, self._owner, is_brief=is_brief, is_taken=True)
+            lane: Lane = "brief" if num_entries <= _MANY else "long"
+            body = await self._engine.aside(partial(self._whole, requests), self._owner, lane=lane, is_taken=True)
         await Response(body, media_type="application/json")(scope, receive, send)
 
     def _num_entries(self) -> int:

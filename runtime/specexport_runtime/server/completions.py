@@ -87,7 +87,7 @@ async def answer(
 
     async def prepare() -> Prepared:
         body = await beside(service, owner, len(data), partial(parse_body, data, model))
-        return await beside(service, owner, len(data), partial(plan, body), is_slow=may_compile(body))
+        return await beside(service, owner, len(data), partial(plan, body), compiles=may_compile(body))
 
     return Answer(service, owner, prepare, state.config.request_timeout_s)
 
