@@ -27,7 +27,8 @@ WORK_S, TOKEN_S, WALL_S = 2.0, 0.1, 30.0
 """Most CPU seconds of a form and of one token of its texts, and most seconds by the clock, of a busy machine."""
 MEMORY, STACK = 256 << 20, 128 << 20
 """Most bytes of a form, and of the stack on which it is tried; it is compiled on one of twice the size."""
-_UNTRIED = 4096  # characters of a form that is taken where no process can be started
+UNTRIED = 4096
+"""Characters of a form that is taken where no process can be started: its tokens take no seconds wherever they are."""
 _GROWN = 128 << 20  # bytes that the process keeps when another takes its place
 _WALKS, _STEPS = 4, 32
 _KEPT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT")
@@ -56,7 +57,7 @@ class Trial:
                 self.close()
                 process = self._start()
             if process is None:
-                return None if len(grammar) <= _UNTRIED else "there is no process in which so large a form is tried"
+                return None if len(grammar) <= UNTRIED else "there is no process in which so large a form is tried"
             used = _ask(process, grammar)
             if not used:
                 with suppress(subprocess.TimeoutExpired):
