@@ -95,7 +95,9 @@ def _describe(error: BaseException) -> dict[str, Any]:
     chain = list(_with_causes(error))[::-1]
     stack = "".join("".join(traceback.format_list(traceback.extract_tb(e.__traceback__))) + _name(e) for e in chain)
     described = {"error": type(error).__name__, "stack": stack}
-    return described | ({"error_message": str(error)} if isinstance(error, SpecexportError) else {})
+    # What failed because of another's exception may repeat its text.
+    is_ours = all(isinstance(each, SpecexportError) for each in chain)
+    return described | ({"error_message": str(error)} if is_ours else {})
 
 
 def _with_causes(error: BaseException) -> Iterator[BaseException]:
