@@ -94,21 +94,12 @@ def test_the_line_of_a_completion(fake_served, logged):
     line = line_of(logged, "req-1")
     usage = answer.json()["usage"]
     expected = {
-        "level": "info",
-        "logger": "specexport.access",
-        "message": "request",
-        "method": "POST",
-        "path": "/v1/completions",
-        "status": 200,
-        "client": "127.0.0.1",
-        "model": "fake",
-        "user": "someone",
-        "streamed": False,
-        "choices": 2,
-        "generated_tokens": usage["completion_tokens"],
+        "level": "info", "logger": "specexport.access", "message": "request", "method": "POST",
+        "path": "/v1/completions", "status": 200, "client": "127.0.0.1", "model": "fake", "user": "someone",
+        "streamed": False, "choices": 2, "generated_tokens": usage["completion_tokens"],
         "finish_reasons": list({choice["finish_reason"] for choice in answer.json()["choices"]}),
         **{name: usage["speculative"][name] for name in ("rounds", "drafted", "accepted")},
-    }
+    }  # fmt: skip
     assert {name: line[name] for name in expected} == expected
     assert line["prompt_tokens"] == 4
     assert 0 <= line["queued_ms"] <= line["ttft_ms"] <= line["duration_ms"]
