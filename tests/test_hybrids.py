@@ -110,9 +110,7 @@ def test_texts_with_drafts_are_those_without(name: str, quantize: str | None, tm
 
 @pytest.mark.one_of_kind
 @pytest.mark.parametrize(("name", "quantize"), [("qwen3_next", "int8"), ("bamba", "int8"), ("qwen3_moe", None)])
-def test_a_model_that_drafts_for_itself_is_accepted_to_the_last_token(
-    name: str, quantize: str | None, tmp_path: Path
-) -> None:
+def test_a_model_that_drafts_for_itself_is_accepted_to_the_last_token(name, quantize, tmp_path):
     bundle = build_pair(*(ARCHITECTURES | HYBRIDS)[name], tmp_path, quantize)
     with closing(open_engine(bundle, adaptive=False)) as engine:
         for lookahead in (1, 3, 8):
@@ -217,9 +215,7 @@ def test_verify_looks_further_than_drafts_may_wait(bundle: Path) -> None:
         (1, None, "inputs differ from the manifest's: pending.1, state.1"),
     ],
 )
-def test_a_manifest_whose_states_are_not_the_engines_is_refused(
-    bundle: Path, tmp_path: Path, number: int, state: StateGeometry | None, words: str
-) -> None:
+def test_a_manifest_whose_states_are_not_the_engines_is_refused(bundle, tmp_path, number, state, words):
     manifest = load_manifest(bundle)
     entry = manifest.models["target"]
     states = list(entry.states)

@@ -55,9 +55,7 @@ SCALED = [
 
 
 @pytest.mark.parametrize(("parameters", "stated"), SCALED, ids=["linear", "old linear", "yarn", "llama3"])
-def test_scaled_positions_give_the_original_model(
-    tmp_path: Path, parameters: dict[str, Any], stated: dict[str, Any]
-) -> None:
+def test_scaled_positions_give_the_original_model(tmp_path, parameters, stated):
     rope = {"rope_parameters": {"rope_theta": 500000.0, **parameters}, "max_position_embeddings": 128}
     model = make_model("Qwen2", GROUPED | rope)
     path, tensors = tmp_path / "tiny.gguf", {}

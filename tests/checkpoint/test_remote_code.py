@@ -71,9 +71,7 @@ def test_a_checkpoint_whose_code_was_trusted_is_found_again(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_nothing_is_fetched_that_only_a_bundle_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: bool
-) -> None:
+def test_nothing_is_fetched_that_only_a_bundle_names(tmp_path, monkeypatch, cached):
     """A stranger's bundle: its checkpoint is sought on this machine, and a fetch must be asked for."""
     folder, asked = tmp_path / "hub" / "snapshot", []
     folder.mkdir(parents=True)

@@ -24,9 +24,7 @@ def draw(*lengths: int) -> list[list[int]]:
 
 @pytest.mark.one_of_kind
 @pytest.mark.parametrize(("name", "max_len"), [("phi3_longrope", ORIGINAL), *((name, 48) for name in BY_LENGTH)])
-def test_engine_has_the_angles_that_transformers_takes_for_the_longest_sequence(
-    name: str, max_len: int, tmp_path: Path
-) -> None:
+def test_engine_has_the_angles_that_transformers_takes_for_the_longest_sequence(name, max_len, tmp_path):
     sequences = draw(max_len, 33 if max_len > ORIGINAL and "longrope" in name else max_len)
     wanted = reference_logits(make_checkpoint(make_model(*BY_LENGTH[name])), sequences)  # unmodified
     checkpoint = make_checkpoint(make_model(*BY_LENGTH[name]))

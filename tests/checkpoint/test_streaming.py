@@ -95,9 +95,7 @@ def test_a_file_may_mix_dtypes_and_shards(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_gguf_file_is_read_as_transformers_reads_it(
-    architecture: str, classes: str, kind: str, tied: bool, tmp_path: Path
-) -> None:
+def test_a_gguf_file_is_read_as_transformers_reads_it(architecture, classes, kind, tied, tmp_path):
     config = GROUPED | {"hidden_size": 256, "intermediate_size": 256, "tie_word_embeddings": tied}
     path = tmp_path / "tiny.gguf"
     kinds = {} if kind == "F32" else {"": kind}

@@ -79,9 +79,7 @@ def without(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
         ("spiece.model", "T5Tokenizer"),
     ],
 )
-def test_the_package_for_sentencepiece_is_named(
-    name: str, named: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_package_for_sentencepiece_is_named(name, named, tmp_path, monkeypatch):
     without(monkeypatch, "sentencepiece", "tiktoken")
     source = checkpoint(tmp_path, {name: pieces_model()}, "llama", named)
     message, hint = refuse(source)
@@ -109,9 +107,7 @@ def test_the_package_for_ranked_bytes_is_named(name: str, tmp_path: Path, monkey
         ({"vocab.json": "{"}, "gpt2", None, "cannot be loaded from vocab.json"),
     ],
 )
-def test_a_tokenizer_without_its_vocabulary_is_refused(
-    files: dict[str, str | bytes], model: str, named: str | None, said: str, tmp_path: Path
-) -> None:
+def test_a_tokenizer_without_its_vocabulary_is_refused(files, model, named, said, tmp_path):
     message, hint = refuse(checkpoint(tmp_path, files, model, named))
     assert said in message
     assert "sentencepiece" not in message

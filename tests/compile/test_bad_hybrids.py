@@ -33,9 +33,7 @@ def refused(refuse_cli: Refuse, folder: Path) -> str:
         ("lfm2", {"conv_L_cache": 1}, "model.layers.0.conv.conv.weight: [64, 1, 3], and not [64, 1, 1]"),
     ],
 )
-def test_a_configuration_that_does_not_fit(
-    refuse_cli: Refuse, tmp_path: Path, name: str, change: dict[str, Any], words: str
-) -> None:
+def test_a_configuration_that_does_not_fit(refuse_cli, tmp_path, name, change, words):
     folder = save_checkpoint(make_model(*(ARCHITECTURES | HYBRIDS)[name]), tmp_path / "model")
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | change), encoding="utf-8")
@@ -61,9 +59,7 @@ def test_a_state_that_the_contract_cannot_hold(refuse_cli: Refuse, tmp_path: Pat
     assert "check the sizes of its kernels" in line
 
 
-def test_a_function_that_takes_other_arguments(
-    refuse_cli: Refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_function_that_takes_other_arguments(refuse_cli, tmp_path, monkeypatch):
     from transformers.models.lfm2 import modeling_lfm2
 
     folder = save_checkpoint(make_model(*HYBRIDS["lfm2"]), tmp_path / "model")
@@ -91,9 +87,7 @@ def test_a_function_that_takes_other_arguments(
         ),
     ],
 )
-def test_a_function_under_another_name(
-    refuse_cli: Refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, known: tuple[str, ...], words: str
-) -> None:
+def test_a_function_under_another_name(refuse_cli, tmp_path, monkeypatch, name, known, words):
     hooks = {each: hook for each, hook in recurrence._HOOKS.items() if each in known}
     monkeypatch.setattr(recurrence, "_HOOKS", hooks)
     folder = save_checkpoint(make_model(*HYBRIDS[name]), tmp_path / "model")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from specexport.backends import ort
-from tests.support.cases.refusals import Refuse, RunCli
+from tests.support.cases.refusals import Refuse
 from tests.support.models.pairs import TinyPair
 from tests.support.models.tiny_models import REFUSED, make_model, save_checkpoint
 
@@ -42,9 +42,7 @@ def rename_tokens(folder: Path) -> None:
 SHARED = "3 tokens, 1.2% of the draft's and 1.2% of the target's, which are 0.0% of text"
 
 
-def test_vocabularies_that_share_too_little(
-    refuse_cli: Refuse, copied: Path, tiny_pair: TinyPair, tmp_path: Path
-) -> None:
+def test_vocabularies_that_share_too_little(refuse_cli, copied, tiny_pair, tmp_path):
     rename_tokens(copied)
     line = refuse_cli(*build_args(tiny_pair.target, "--draft", copied, out=tmp_path / "out"))
     assert f"different vocabularies that share too little: {SHARED}" in line
@@ -81,9 +79,7 @@ def test_models_that_cannot_be_traced_exactly(refuse_cli: Refuse, tmp_path: Path
     ],
     ids=lambda value: value[-2] if isinstance(value, list) else "",
 )
-def test_arguments(
-    refuse_cli: Refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
-) -> None:
+def test_arguments(refuse_cli, tmp_path, monkeypatch, arguments, words):
     monkeypatch.chdir(tmp_path)
     assert words in refuse_cli(*arguments)
 
@@ -110,18 +106,14 @@ def test_an_output_that_is_a_file_or_below_one(refuse_cli: Refuse, tiny_pair: Ti
     assert "cannot be written" in refuse_cli(*build_args(tiny_pair.target, out=tmp_path / "file" / "out"))
 
 
-def test_a_disk_that_is_too_small(
-    refuse_cli: Refuse, tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_is_too_small(refuse_cli, tiny_pair, tmp_path, monkeypatch):
     monkeypatch.setattr("specexport.atomic.free_space", lambda _path: 1000)
     line = refuse_cli(*build_args(tiny_pair.target, "--no-cache", out=tmp_path / "out"))
     assert "is too small" in line
     assert "1,000 bytes are free" in line
 
 
-def test_a_weights_file_that_ends_too_early(
-    refuse_cli: Refuse, tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_weights_file_that_ends_too_early(refuse_cli, tiny_pair, tmp_path, monkeypatch):
     write, before = ort.write_onnx, resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def write_a_little(ir_model: Any, folder: Path) -> str:
@@ -136,9 +128,7 @@ def test_a_weights_file_that_ends_too_early(
     assert "ulimit -f" in line
 
 
-def test_a_defect_of_ours_keeps_its_traceback(
-    run_cli: RunCli, tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_defect_of_ours_keeps_its_traceback(run_cli, tiny_pair, tmp_path, monkeypatch):
     def fail(*_args: object) -> str:
         raise ZeroDivisionError
 
@@ -149,9 +139,7 @@ def test_a_defect_of_ours_keeps_its_traceback(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_missing_export_stack(
-    refuse_cli: Refuse, tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_export_stack(refuse_cli, tiny_pair, tmp_path, monkeypatch):
     monkeypatch.setattr("specexport.compile.model._NEEDED", ("torch", "nosuchmodule"))
     line = refuse_cli(*build_args(tiny_pair.target, "--no-cache", out=tmp_path / "out"))
     assert "building needs nosuchmodule, which is not installed" in line

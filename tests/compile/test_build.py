@@ -48,9 +48,7 @@ def entries(cache: EngineCache) -> set[str]:
     return {path.name for path in cache.folder.iterdir()}
 
 
-def test_a_bundle_says_what_it_is_and_names_no_machine_path(
-    tiny_pair: TinyPair, tiny_bundle: Path, run_cli: RunCli
-) -> None:
+def test_a_bundle_says_what_it_is_and_names_no_machine_path(tiny_pair, tiny_bundle, run_cli):
     manifest = load_manifest(tiny_bundle)
     check_files(tiny_bundle, manifest.files)
     assert list(manifest.models) == ["draft", "target"]
@@ -186,9 +184,7 @@ def test_a_damaged_bundle_is_not_up_to_date(tiny_pair: TinyPair, tiny_bundle: Pa
     check_files(out, load_manifest(out).files)
 
 
-def test_a_damaged_cache_entry_is_built_again(
-    tiny_pair: TinyPair, tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_cache_entry_is_built_again(tiny_pair, tiny_bundle, tmp_path, monkeypatch):
     shared = EngineCache()
     shutil.copytree(shared.folder.parent, tmp_path / "cache")
     monkeypatch.setenv("SPECEXPORT_CACHE_DIR", str(tmp_path / "cache"))
@@ -208,9 +204,7 @@ def test_a_damaged_cache_entry_is_built_again(
     assert build_bundle(tiny_pair.recipe(tmp_path / "out")).reused == ("target", "draft")
 
 
-def test_changed_weights_are_another_engine_and_another_name_is_not(
-    tiny_pair: TinyPair, tiny_bundle: Path, tmp_path: Path
-) -> None:
+def test_changed_weights_are_another_engine_and_another_name_is_not(tiny_pair, tiny_bundle, tmp_path):
     shutil.copytree(tiny_pair.draft, tmp_path / "renamed")
     recipe = tiny_pair.recipe(tmp_path / "out", draft=str(tmp_path / "renamed"))
     same = build_bundle(recipe)
@@ -223,9 +217,7 @@ def test_changed_weights_are_another_engine_and_another_name_is_not(
     assert same.manifest.models["draft"].source.sha256 == first != result.manifest.models["draft"].source.sha256
 
 
-def test_no_check_and_no_cache_leave_the_cache_alone(
-    tiny_pair: TinyPair, tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_check_and_no_cache_leave_the_cache_alone(tiny_pair, tiny_bundle, tmp_path, monkeypatch):
     shutil.copytree(EngineCache().folder.parent, tmp_path / "cache")  # other workers write to the shared one
     monkeypatch.setenv("SPECEXPORT_CACHE_DIR", str(tmp_path / "cache"))
     cache = EngineCache()
@@ -244,9 +236,7 @@ def test_no_check_and_no_cache_leave_the_cache_alone(
 
 
 @pytest.mark.parametrize("wrong", ["LlamaForCausalLM engine", "engine's padded-KV graph"])
-def test_a_wrong_engine_fails_the_check_and_leaves_nothing(
-    wrong: str, tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_engine_fails_the_check_and_leaves_nothing(wrong, tiny_pair, tmp_path, monkeypatch):
     import onnx_ir as ir
 
     from specexport.backends import ort
@@ -289,9 +279,7 @@ def test_the_check_sees_every_position(tiny_bundle: Path, sequence: int, positio
         ("draft", False, "engine, one token at a time,"),
     ],
 )
-def test_the_check_sees_what_is_wrong_one_token_at_a_time_only(
-    role: str, padded: bool, where: str, tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_check_sees_what_is_wrong_one_token_at_a_time_only(role, padded, where, tiny_bundle, monkeypatch):
     entry = load_manifest(tiny_bundle).models[role]
     sequences = check_sequences(entry.vocab_size)
     truth = own_logits(tiny_bundle, entry, sequences)
@@ -320,9 +308,7 @@ def test_a_recipe_file_builds_what_flags_build(tiny_pair: TinyPair, tiny_bundle:
 @pytest.mark.one_of_kind
 @pytest.mark.exports
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_torch_weights_are_gone_before_the_check(
-    tied: bool, tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_torch_weights_are_gone_before_the_check(tied, tiny_pair, tmp_path, monkeypatch):
     import torch
 
     addresses: set[int] = set()
@@ -347,9 +333,7 @@ def test_the_torch_weights_are_gone_before_the_check(
     assert addresses
 
 
-def test_engines_that_were_measured_on_other_texts_are_not_reused(
-    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engines_that_were_measured_on_other_texts_are_not_reused(tiny_pair, tmp_path, monkeypatch):
     from specexport.compile import pipeline
 
     def keys(**values: str) -> Any:

@@ -54,9 +54,7 @@ def cache(tmp_path: Path) -> EngineCache:
 @pytest.mark.parametrize(
     "check", [None, EngineCheck(1e-6), EngineCheck(4.5, 0.98, 0.02, 0.01), EngineCheck(4.5, None, 0.02, 0.01)]
 )
-def test_what_was_stored_comes_back_equal_whatever_became_of_the_bundles(
-    cache: EngineCache, tmp_path: Path, check: EngineCheck | None
-) -> None:
+def test_what_was_stored_comes_back_equal_whatever_became_of_the_bundles(cache, tmp_path, check):
     built = make_engine(tmp_path / "one", check=check)
     assert cache.store(KEY, built, tmp_path / "one")
     for name in ("two", "three"):

@@ -110,9 +110,7 @@ def labels(rows: list[dict[str, Any]]) -> list[str]:
 
 @pytest.mark.one_of_kind
 @pytest.mark.parametrize("weight", ["layers.1.mlp.down_proj", "layers.0.self_attn.q_proj"])
-def test_a_damaged_layer_is_named(
-    weight: str, tiny_bundle: Path, tmp_path: Path, debug_json: Callable[..., dict[str, Any]]
-) -> None:
+def test_a_damaged_layer_is_named(weight, tiny_bundle, tmp_path, debug_json):
     damaged = damage(tiny_bundle, tmp_path / "damaged", weight)
     found = debug_json(damaged, PROMPT, "--against", tiny_bundle)
     name = next(label for label in LINEARS if label.startswith(weight))
@@ -130,9 +128,7 @@ def test_a_damaged_layer_is_named(
 
 
 @pytest.mark.whole
-def test_every_quantized_layer_is_ranked_by_what_it_does_to_the_logits(
-    bundles: dict[str, Path], tiny_bundle: Path, debug_json: Callable[..., dict[str, Any]]
-) -> None:
+def test_every_quantized_layer_is_ranked_by_what_it_does_to_the_logits(bundles, tiny_bundle, debug_json):
     found = debug_json(bundles["int8"], PROMPT, "--against", tiny_bundle, "--after", 2)
     assert found["step"]["past"] == len(PROMPT) + 1  # two tokens were decoded, and the last is in the step
     assert found["tolerance"] == 0.1
@@ -155,9 +151,7 @@ def test_every_quantized_layer_is_ranked_by_what_it_does_to_the_logits(
     ("graph", "role", "step"),
     [("padded", "target", "verify"), ("padded", "target", "prefill"), ("padded", "draft", "decode")],
 )
-def test_lowerings_of_one_model_agree(
-    graph: str, role: str, step: str, gated_bundle: Path, debug_json: Callable[..., dict[str, Any]]
-) -> None:
+def test_lowerings_of_one_model_agree(graph, role, step, gated_bundle, debug_json):
     found = debug_json(gated_bundle, PROMPT, "--graph", graph, "--role", role, "--step", step)
     assert found["first"] is None
     assert found["ranking"] == []
@@ -315,9 +309,7 @@ def test_a_missing_draft_is_refused(tiny_bundle: Path, tmp_path_factory: Any, re
     assert "has no draft model" in refuse_cli("debug", folder, "--graph", "padded", "--role", "draft", "-q")
 
 
-def test_without_the_extra_the_command_says_what_to_install(
-    tiny_bundle: Path, refuse_cli: Refuse, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_extra_the_command_says_what_to_install(tiny_bundle, refuse_cli, monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: None if name == "polygraphy" else find_spec(name, *rest)

@@ -40,9 +40,7 @@ def test_this_machine_can_build_and_run(run_cli: RunCli) -> None:
     assert all(topic in text for topic in topics)
 
 
-def test_without_onnxruntime_nothing_runs_and_it_says_how_to_mend_that(
-    run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_onnxruntime_nothing_runs_and_it_says_how_to_mend_that(run_cli, monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxruntime" else find_spec(name))
     result = run_cli("doctor")
@@ -150,9 +148,7 @@ def test_no_gpu_is_said_once(monkeypatch: pytest.MonkeyPatch, run_cli: RunCli) -
         ("", "gpu", "note", "no GPU (nvidia-smi lists none)", ""),
     ],
 )
-def test_what_is_found_of_a_card(
-    card: MakeCard, run_cli: RunCli, line: str, topic: str, state: str, said: str, fix: str
-) -> None:
+def test_what_is_found_of_a_card(card, run_cli, line, topic, state, said, fix):
     card(line)
     finding = found()[topic]
     assert (finding.topic, finding.state, finding.fix) == (topic, state, fix)
@@ -162,9 +158,7 @@ def test_what_is_found_of_a_card(
     assert not any(able[f"run {name} bundles"] for name in unable)
 
 
-def test_a_driver_or_a_package_that_is_broken_or_not_there(
-    card: MakeCard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_driver_or_a_package_that_is_broken_or_not_there(card, tmp_path, monkeypatch):
     card(RTX_4090, providers=("CPUExecutionProvider",))
     assert found()["ort-cuda"] == Finding("ort-cuda", "missing", "onnxruntime is the package for CPUs", REINSTALL)
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
@@ -196,9 +190,7 @@ def test_code_runs_on_later_gpus_of_its_generation(capability: int, runs: bool) 
         (CheckFailedError("8 products and a sum gave [0] on the GPU, not 9."), "gave [0]", ""),
     ],
 )
-def test_a_step_that_fails_says_why(
-    card: MakeCard, monkeypatch: pytest.MonkeyPatch, failure: Exception, said: str, fix: str
-) -> None:
+def test_a_step_that_fails_says_why(card, monkeypatch, failure, said, fix):
     card(RTX_4090)
     monkeypatch.setattr(gpu, "run_step", lambda _ort, _device: (_ for _ in ()).throw(failure))
     finding = found()["ort-cuda"]

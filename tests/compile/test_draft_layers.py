@@ -19,7 +19,7 @@ from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import InvalidRequestError, RecipeError, UnsupportedModelError
 from specexport_runtime.sampling.params import SamplingParams
-from tests.support.cases.refusals import Refuse, RunCli
+from tests.support.cases.refusals import RunCli
 from tests.support.models.pairs import TinyPair
 from tests.support.models.tiny_models import make_llama, make_tokenizer, save_checkpoint
 
@@ -126,9 +126,7 @@ def test_the_layers_that_do_least_cost_less_acceptance_than_those_that_do_most(
 
 
 @pytest.mark.whole
-def test_verify_compares_with_the_layers_that_stayed(
-    pair: TinyPair, lossy: Path, tmp_path: Path, run_cli: RunCli
-) -> None:
+def test_verify_compares_with_the_layers_that_stayed(pair, lossy, tmp_path, run_cli):
     text = tmp_path / "text.txt"
     text.write_text("abcdefgh. Some text of words.", encoding="utf-8")
     args = ("--checkpoint", pair.target, "--draft-checkpoint", pair.draft, "--max-tokens", 8, "--no-record")
@@ -160,9 +158,7 @@ def test_all_layers_and_all_tokens_are_no_cut(tiny_pair: TinyPair, tmp_path: Pat
     assert "layers, without" not in summary(result)
 
 
-def test_bad_input_is_one_line(
-    refuse_cli: Refuse, tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_input_is_one_line(refuse_cli, tiny_pair, tmp_path, monkeypatch):
     pair = ("build", tiny_pair.target, "--draft", tiny_pair.draft, "-o", tmp_path / "out", "-q")
     assert "draft_layers is 2, and the draft has 1. Fix: give 1 to 1" in refuse_cli(*pair, "--draft-layers", 2)
     for count in (0, -1):

@@ -24,7 +24,6 @@ from specexport_runtime.costs.prior import prior_costs
 from specexport_runtime.engine import SpecEngine
 from specexport_runtime.errors import SpecexportError
 from specexport_runtime.sampling.params import SamplingParams
-from tests.support.cases.refusals import RunCli
 from tests.support.models.pairs import TinyPair
 from tests.support.models.tiny_gguf import write_gguf
 from tests.support.models.tiny_models import GROUPED, make_model
@@ -107,9 +106,7 @@ def trying(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 @pytest.mark.parametrize(
     ("at", "form"), [(-1, ("int4", 40)), (1, (None, 150)), (0, (None, None)), (None, None)], ids=["-1", "1", "0", "own"]
 )
-def test_the_draft_has_the_form_that_promises_most(
-    at: int | None, form: Any, tiny_pair: TinyPair, tmp_path: Path, trying: pytest.MonkeyPatch, run_cli: RunCli
-) -> None:
+def test_the_draft_has_the_form_that_promises_most(at, form, tiny_pair, tmp_path, trying, run_cli):
     if at is not None:
         trying.setattr(draft_trial, "pick", lambda tried: tried[at])
     recipe = tiny_pair.recipe(tmp_path / "b")
@@ -152,9 +149,7 @@ def assert_priced(result: BuildResult, form: Any) -> None:
 
 @pytest.mark.whole
 @pytest.mark.parametrize(("kinds", "tied"), [({"": "Q8_0"}, True), ({"output.weight": "Q8_0", "": "Q4_0"}, False)])
-def test_a_chosen_draft_is_accepted_as_often_as_the_trial_said(
-    kinds: dict[str, str], tied: bool, tmp_path: Path, trying: pytest.MonkeyPatch
-) -> None:
+def test_a_chosen_draft_is_accepted_as_often_as_the_trial_said(kinds, tied, tmp_path, trying):
     trying.setattr(draft_trial, "pick", lambda tried: tried[1])
     for role in ("target", "draft"):
         model = make_model("Llama", GROUPED | {"num_hidden_layers": 1, "tie_word_embeddings": tied})
@@ -191,9 +186,7 @@ def test_a_chosen_draft_is_accepted_as_often_as_the_trial_said(
 
 
 @pytest.mark.whole
-def test_a_trial_is_done_once_and_always_ends_the_same(
-    tiny_pair: TinyPair, tmp_path: Path, trying: pytest.MonkeyPatch
-) -> None:
+def test_a_trial_is_done_once_and_always_ends_the_same(tiny_pair, tmp_path, trying):
     trying.setenv("SPECEXPORT_CACHE_DIR", str(tmp_path / "cache"))
     first, anew = (build_bundle(tiny_pair.recipe(tmp_path / name), use_cache=name == "one") for name in ("one", "two"))
     assert anew.reused == ()
@@ -212,9 +205,7 @@ def test_a_trial_is_done_once_and_always_ends_the_same(
     ("work", "least", "why"),
     [(1.0, 0, "too large"), (6e12, 1 << 20, "its weights take 0."), (6e12, 0, "the draft breaks")],
 )
-def test_a_draft_that_cannot_be_tried_is_what_it_was(
-    work: float, least: int, why: str, tiny_pair: TinyPair, tmp_path: Path, trying: pytest.MonkeyPatch, run_cli: RunCli
-) -> None:
+def test_a_draft_that_cannot_be_tried_is_what_it_was(work, least, why, tiny_pair, tmp_path, trying, run_cli):
     def count(*_: Any) -> list[int]:
         raise SpecexportError("the draft breaks.")
 
@@ -229,9 +220,7 @@ def test_a_draft_that_cannot_be_tried_is_what_it_was(
     assert sorted(place.name for place in (tmp_path / "b" / "draft").iterdir()) == SIMPLEST_FILES
 
 
-def test_a_form_that_cannot_be_had_leaves_the_others(
-    tiny_pair: TinyPair, tmp_path: Path, trying: pytest.MonkeyPatch, run_cli: RunCli
-) -> None:
+def test_a_form_that_cannot_be_had_leaves_the_others(tiny_pair, tmp_path, trying, run_cli):
     def count(folder: Path, entry: ModelEntry, *args: Any) -> list[int]:
         if entry.quantize == "int8":
             raise SpecexportError("the draft breaks with int8.")

@@ -67,9 +67,7 @@ def masks(heads: int, size: int, fold: int) -> int:
 @pytest.mark.parametrize(
     ("backend", "role"), [("tensorrt-rtx", "target"), ("tensorrt-rtx", "draft"), ("tensorrt", "target")]
 )
-def test_every_usual_geometry_is_folded_by_the_defaults(
-    backend: str, role: str, heads: int, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_usual_geometry_is_folded_by_the_defaults(backend, role, heads, size, monkeypatch):
     monkeypatch.setattr(trt_native, "_FUSED_DTYPES", ("FLOAT",))
     recipe = resolve_recipe(make_recipe(GIVEN | {"backend": backend}), [None])
     fold, capacity = most_new_tokens(role, recipe.lookahead), engine_kv_capacity(recipe.max_model_len, recipe.lookahead)
@@ -124,9 +122,7 @@ def test_values_that_are_refused(values: dict[str, Any], words: str) -> None:
     assert caught.value.hint
 
 
-def test_tensorrt_rtx_builds_for_the_architectures_it_has_and_by_default_for_the_gpu_here(
-    no_gpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensorrt_rtx_builds_for_the_architectures_it_has_and_by_default_for_the_gpu_here(no_gpu, monkeypatch):
     known = known_architectures(TENSORRT_RTX)
     assert {"75", "80", "86", "89", "120"} <= set(known)
     assert resolve_architectures(TENSORRT_RTX, ["89", "120"]) == ("89", "120")

@@ -18,7 +18,6 @@ from specexport_runtime.bundle.files import check_files
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.cli.errors import SuggestingGroup
 from specexport_runtime.errors import BundleError
-from tests.support.cases.refusals import RunCli
 from tests.support.models.pairs import TinyPair
 
 Work = Callable[[], object]
@@ -71,9 +70,7 @@ def build(output: Path, work: Work) -> int:
     [((None, ""), 0, 0), ((shutil, "rmtree"), 1, 1), ((click, "echo"), 1, 0), ((Path, "mkdir"), 0, 1)],
     ids=["work", "while its folder is removed", "while it is said", "as soon as its folder is there"],
 )
-def test_interrupts_are_one_line_and_leave_nothing(
-    place: Any, before: bool, after: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_interrupts_are_one_line_and_leave_nothing(place, before, after, tmp_path, monkeypatch, capsys):
     owner, name = place
     own, called = getattr(owner, name, None), []
 
@@ -94,9 +91,7 @@ def test_interrupts_are_one_line_and_leave_nothing(
 
 
 @pytest.mark.parametrize(("sent", "said"), ENDS.items())
-def test_whatever_asks_a_command_to_end_is_said_and_leaves_nothing(
-    sent: signal.Signals, said: str, tmp_path: Path, capsys: Any
-) -> None:
+def test_whatever_asks_a_command_to_end_is_said_and_leaves_nothing(sent, said, tmp_path, capsys):
     assert build(tmp_path / "out", lambda: interrupt(sent)) == 128 + sent
     assert capsys.readouterr().err.strip() == said
     assert list(tmp_path.iterdir()) == []
@@ -138,9 +133,7 @@ def test_one_that_somebody_swallowed_is_not_the_last_one_heard(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("moment", ["before", "between", "after"])
-def test_one_in_the_middle_of_a_replacement_leaves_one_whole_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
+def test_one_in_the_middle_of_a_replacement_leaves_one_whole_folder(tmp_path, monkeypatch, moment):
     output = tmp_path / "out"
     output.mkdir()
     (output / "whole").write_text("old")
@@ -217,9 +210,7 @@ def test_a_build_that_is_stopped_leaves_no_bundle(sent: signal.Signals, tiny_pai
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ctrl_c_during_a_build_leaves_nothing(
-    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_cli: RunCli
-) -> None:
+def test_ctrl_c_during_a_build_leaves_nothing(tiny_pair, tmp_path, monkeypatch, run_cli):
     def interrupted(*_args: object, **_options: object) -> None:
         assert list(tmp_path.iterdir())
         raise KeyboardInterrupt

@@ -90,9 +90,7 @@ EXPERTS_KEPT = [
 
 @pytest.mark.one_of_kind
 @pytest.mark.parametrize(("architecture", "kinds", "formats"), EXPERTS_KEPT, ids=["qwen3moe", "gpt-oss"])
-def test_experts_keep_their_formats(
-    architecture: str, kinds: dict[str, str], formats: set[str], tmp_path: Path
-) -> None:
+def test_experts_keep_their_formats(architecture, kinds, formats, tmp_path):
     model = write_experts(tmp_path / "tiny.gguf", architecture, kinds)
     result = build_bundle(BuildRecipe(str(tmp_path / "tiny.gguf"), str(tmp_path / "out")), use_cache=False)
     assert result.manifest.models["target"].quantize == "keep"

@@ -16,7 +16,6 @@ from specexport.recipe import BuildRecipe
 from specexport_runtime.bundle.entry import ModelEntry
 from specexport_runtime.bundle.manifest import load_manifest
 from specexport_runtime.errors import CheckFailedError
-from tests.support.cases.refusals import RunCli
 from tests.support.models.pairs import TinyPair, own_logits
 from tests.support.models.tiny_gguf import write_gguf
 from tests.support.models.tiny_models import GROUPED, make_llama, make_model, save_checkpoint
@@ -62,9 +61,7 @@ def test_weights_from_files_make_the_same_engine(values: dict[str, Any], tmp_pat
     assert data[0]
 
 
-def test_a_checkpoint_that_changes_while_it_is_built_leaves_nothing(
-    tmp_path: Path, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_changes_while_it_is_built_leaves_nothing(tmp_path, run_cli, monkeypatch):
     folder = save_checkpoint(make_llama(3), tmp_path / "changing")
     weights = folder / "model.safetensors"
     compile_model = part.compile_graph
@@ -96,9 +93,7 @@ def sequences_of(bundle: Path, entry: ModelEntry) -> list[np.ndarray]:
 @pytest.mark.one_of_kind
 @pytest.mark.parametrize("quantize", [None, "int8", "int4", "keep"])
 @pytest.mark.parametrize("unpad_kv", [True, False])
-def test_parts_compute_what_the_whole_engine_does(
-    quantize: str | None, unpad_kv: bool, tmp_path: Path, tiny_pair: TinyPair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_compute_what_the_whole_engine_does(quantize, unpad_kv, tmp_path, tiny_pair, monkeypatch):
     bundle = tmp_path / "bundle"
     if quantize == "keep":  # scales are made of other constants: each part must have what its own are made of
         build_bundle(BuildRecipe(str(write_kept(tmp_path)), str(bundle)))
@@ -124,9 +119,7 @@ def test_parts_compute_what_the_whole_engine_does(
 
 @pytest.mark.one_of_kind
 @pytest.mark.parametrize("quantize", [None, "int8"])
-def test_a_damaged_weight_is_found_in_parts_too(
-    quantize: str | None, tmp_path: Path, tiny_pair: TinyPair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_weight_is_found_in_parts_too(quantize, tmp_path, tiny_pair, monkeypatch):
     make_parts_small(monkeypatch)
     bundle = tmp_path / "bundle"
     result = build_bundle(tiny_pair.recipe(bundle, draft=None, quantize=quantize), use_cache=False)

@@ -23,7 +23,7 @@ from specexport_runtime.errors import CheckFailedError, CheckpointError, Invalid
 from specexport_runtime.packing.batch import ModelRunner, RowWork
 from specexport_runtime.requests.layer_choice import LayerRules
 from specexport_runtime.sampling.sampler import Sampler
-from tests.support.cases.refusals import Refuse, RunCli
+from tests.support.cases.refusals import RunCli
 from tests.support.fakes.rounds import check_every_round
 from tests.support.models.pairs import TinyPair
 from tests.support.models.tiny_lora import apply_adapter, save_adapter
@@ -186,9 +186,7 @@ def test_kept_texts_are_those_of_one_adapter(bundle: Path) -> None:
         engine.check()
 
 
-def test_padded_rows_have_their_adapters_too_and_those_that_are_not_there_are_refused(
-    bundle: Path, engine: SpecEngine
-) -> None:
+def test_padded_rows_have_their_adapters_too_and_those_that_are_not_there_are_refused(bundle, engine):
     assert engine.adapters == ("sql", "poems")
     with pytest.raises(InvalidRequestError, match=r"'sqk' to choose.*did you mean 'sql'"):
         engine.submit(PROMPTS[0], lora="sqk")
@@ -217,9 +215,7 @@ def test_what_a_bundle_says_of_its_adapters(bundle: Path, adapters: dict[str, Pa
     assert run_cli("generate", bundle, PROMPTS[0], "--lora", "poem").exit_code == 2
 
 
-def test_verify_compares_with_the_adapted_model(
-    bundle: Path, tiny_pair: TinyPair, adapters: dict[str, Path], run_cli: RunCli
-) -> None:
+def test_verify_compares_with_the_adapted_model(bundle, tiny_pair, adapters, run_cli):
     given = ("--checkpoint", tiny_pair.target, "--draft-checkpoint", tiny_pair.draft)
     few = ("--max-prompts", 2, "--max-tokens", 8, "--num-samples", 1000, "--threads", 1, "--no-record", "--json")
     result = run_cli("verify", bundle, *given, *few, "-q", "--lora", f"poems={adapters['poems']}")
@@ -232,9 +228,7 @@ def test_verify_compares_with_the_adapted_model(
     assert "is not what this bundle was built with" in wrong.output
 
 
-def test_a_merged_adapter_is_a_part_of_the_weights(
-    tiny_pair: TinyPair, adapters: dict[str, Path], tmp_path: Path, run_cli: RunCli
-) -> None:
+def test_a_merged_adapter_is_a_part_of_the_weights(tiny_pair, adapters, tmp_path, run_cli):
     folder, recipe = tmp_path / "merged", tmp_path / "recipe.toml"
     recipe.write_text(f'target = "{tiny_pair.target}"\nlora = ["sql=sql-lora"]\noutput = "{folder}"\nlookahead = 4\n')
     (tmp_path / "sql-lora").symlink_to(adapters["sql"])
@@ -275,9 +269,7 @@ def test_another_adapter_or_use_of_it_is_another_engine(tiny_pair: TinyPair, ada
     assert len({key(), key("sql"), key("poems"), chosen, key("sql", "poems")}) == 5
 
 
-def test_the_check_sees_the_wrong_adapter(
-    tiny_pair: TinyPair, adapters: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_check_sees_the_wrong_adapter(tiny_pair, adapters, tmp_path, monkeypatch):
     from specexport.compile import lora
 
     bind = lora.bind_adapters
@@ -293,9 +285,7 @@ def test_the_check_sees_the_wrong_adapter(
 
 
 @pytest.mark.whole
-def test_a_large_engine_is_checked_in_parts(
-    tiny_pair: TinyPair, adapters: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_engine_is_checked_in_parts(tiny_pair, adapters, tmp_path, monkeypatch):
     from specexport.compile import check_parts
 
     monkeypatch.setattr(check_parts, "LARGE_BYTES", 1 << 10)
@@ -317,9 +307,7 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_bad_adapters_are_refused(
-    what: str, tiny_pair: TinyPair, adapters: dict[str, Path], tmp_path: Path, refuse_cli: Refuse
-) -> None:
+def test_bad_adapters_are_refused(what, tiny_pair, adapters, tmp_path, refuse_cli):
     flags, words = BAD[what]
     other = save_adapter(make_llama(1, hidden_size=32), tmp_path / "other")
     places = {name: str(folder) for name, folder in (adapters | {"other": other}).items()}

@@ -37,9 +37,7 @@ PROMPTS = ["abc abc abc abc ab", "the cat sat on the mat, the cat sat on"]
 @pytest.mark.parametrize(
     ("name", "kind", "layers"), [("qwen3_moe", "none", 2), ("deepseek_v3", "int8", 1), ("gpt_oss", "int4", 2)]
 )
-def test_speculative_text_of_experts_is_plain_text(
-    name: str, kind: str, layers: int, tmp_path: Path, tiny_pair: TinyPair
-) -> None:
+def test_speculative_text_of_experts_is_plain_text(name, kind, layers, tmp_path, tiny_pair):
     (classes, config), gated = ARCHITECTURES[name], kind == "int8"
     checkpoint = save_checkpoint(make_model(classes, config), tmp_path / name)
     built = build_bundle(tiny_pair.recipe(tmp_path / "bundle", target=str(checkpoint), quantize=kind, self_draft=gated))
@@ -165,9 +163,7 @@ def quantized(session_dir: Path, demo_pair: Path) -> Callable[[str], tuple[Build
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "most_lost"), [("int8", 0.002), pytest.param("int4", 0.03, marks=pytest.mark.whole)])
-def test_a_good_engine_is_close(
-    kind: str, most_lost: float, quantized: Callable[[str], tuple[BuildResult, list[np.ndarray]]]
-) -> None:
+def test_a_good_engine_is_close(kind, most_lost, quantized):
     result, _ = quantized(kind)
     check = result.checks["target"]
     assert check is not None
@@ -187,13 +183,7 @@ def test_a_good_engine_is_close(
         for each in DAMAGE
     ],
 )
-def test_a_broken_engine_fails(
-    kind: str,
-    name: str,
-    damage: tuple[str, Callable[[dict[str, np.ndarray]], None]],
-    quantized: Callable[[str], tuple[BuildResult, list[np.ndarray]]],
-    tmp_path: Path,
-) -> None:
+def test_a_broken_engine_fails(kind, name, damage, quantized, tmp_path):
     result, references = quantized(kind)
     entry = result.manifest.models["target"]
     shutil.copytree(result.path / "target", tmp_path / "target")
@@ -206,9 +196,7 @@ def test_a_broken_engine_fails(
 
 @pytest.mark.one_of_kind
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_logits_of_other_positions_fail_for_an_untrained_model_too(
-    kind: str, tmp_path: Path, tiny_pair: TinyPair
-) -> None:
+def test_logits_of_other_positions_fail_for_an_untrained_model_too(kind, tmp_path, tiny_pair):
     folder = tmp_path / "bundle"
     result = build_bundle(tiny_pair.recipe(folder, quantize=kind, draft_quantize="int8"))
     assert {role: each.quantize for role, each in result.manifest.models.items()} == {"target": kind, "draft": "int8"}
@@ -291,9 +279,7 @@ def test_the_texts_are_read_in_the_models_own_tokens(demo_pair: Path) -> None:
     assert max(max(ids) for ids in text_sequences(content, 40)) < 40, "any tokens where the texts do not fit"
 
 
-def test_the_perplexity_is_that_of_torch_and_chance_is_said(
-    demo_pair: Path, quantized: Callable[[str], tuple[BuildResult, list[np.ndarray]]]
-) -> None:
+def test_the_perplexity_is_that_of_torch_and_chance_is_said(demo_pair, quantized):
     import torch
 
     content = (demo_pair / "target" / "tokenizer.json").read_bytes()
@@ -316,9 +302,7 @@ def test_the_perplexity_is_that_of_torch_and_chance_is_said(
 
 @pytest.mark.one_of_kind
 @pytest.mark.parametrize("quantize", ["int8", None])
-def test_caches_are_int8_whatever_the_weights_are(
-    tiny_pair: TinyPair, tiny_bundle: Path, tmp_path: Path, quantize: str | None
-) -> None:
+def test_caches_are_int8_whatever_the_weights_are(tiny_pair, tiny_bundle, tmp_path, quantize):
     result = build_bundle(tiny_pair.recipe(tmp_path / "a", quantize=quantize, kv_cache_dtype="int8"))
     manifest, plain = load_manifest(tmp_path / "a"), load_manifest(tiny_bundle)
     for role, entry in manifest.models.items():
@@ -373,9 +357,7 @@ def test_a_bundle_says_what_was_quantized(tmp_path: Path, tiny_pair: TinyPair, r
 
 @pytest.mark.whole
 @pytest.mark.slow
-def test_an_int4_draft_is_accepted_nearly_as_often(
-    tmp_path: Path, demo_pair: Path, demo_bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_int4_draft_is_accepted_nearly_as_often(tmp_path, demo_pair, demo_bundle, monkeypatch):
     """The codes of ort-cuda in float32 on a CPU, which has the same operator: what a draft loses by them."""
     backends = KINDS["int4"].backends
     monkeypatch.setitem(backends, "ort-cpu", backends["ort-cuda"])

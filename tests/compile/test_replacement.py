@@ -62,9 +62,7 @@ def swap_weights(live: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("swap", [swap_folders, swap_weights])
-def test_what_was_hashed_is_what_runs(
-    swap: object, live: Path, other: Path, tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_hashed_is_what_runs(swap, live, other, tiny_bundle, monkeypatch):
     assert callable(swap)
     texts = [text_of(tiny_bundle), text_of(other)]
     assert texts[0] != texts[1]
@@ -85,9 +83,7 @@ def test_what_was_hashed_is_what_runs(
         assert opens == ["target", "draft"] * 2, "all of it is the new one's"
 
 
-def test_a_replacement_waits_for_the_loads_that_go_on_and_not_for_ever(
-    live: Path, other: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replacement_waits_for_the_loads_that_go_on_and_not_for_ever(live, other, monkeypatch):
     with held(live) as is_another:
         put = threading.Thread(target=put_copy, args=(other, live))
         put.start()

@@ -147,9 +147,7 @@ def test_a_portable_engine_verifies_in_place_too(tiny_pair: TinyPair, tmp_path: 
 
 
 @pytest.mark.whole
-def test_the_default_prefill_is_as_large_as_its_masks_may_be(
-    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_default_prefill_is_as_large_as_its_masks_may_be(tiny_pair, tmp_path, monkeypatch):
     monkeypatch.setattr(tensorrt, "MAX_MASK_BYTES", 4 * 2 * 80 * 157)  # heads, rows, entries, tokens
     events: list[ProgressEvent] = []
     recipe = rtx_recipe(tiny_pair.target, tmp_path / "out", max_num_tokens=None)
@@ -162,9 +160,7 @@ def test_the_default_prefill_is_as_large_as_its_masks_may_be(
 
 
 @pytest.mark.whole
-def test_a_build_tells_how_far_it_is_and_a_second_one_does_nothing(
-    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_build_tells_how_far_it_is_and_a_second_one_does_nothing(tiny_pair, tmp_path, monkeypatch):
     events: list[ProgressEvent] = []
     first = build_bundle(rtx_recipe(tiny_pair.target, tmp_path / "out", max_num_seqs=1), progress=events.append)
     notes = [event.message for event in events]
@@ -215,9 +211,7 @@ def test_int4_weights_are_read_by_the_products_themselves(tmp_path: Path) -> Non
     assert sum("9 products of quantized weights a step" in line for line in lines) == 1
 
 
-def test_a_builder_that_fails_leaves_nothing_and_says_what_tensorrt_said(
-    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_builder_that_fails_leaves_nothing_and_says_what_tensorrt_said(tiny_pair, tmp_path, monkeypatch):
     run = trt_backend._run_worker
 
     def without_a_profile(job: dict[str, Any], scratch: Path, note: Callable[[str], None]) -> dict[str, Any]:
@@ -239,9 +233,7 @@ def test_a_builder_that_dies_is_an_error_message(tmp_path: Path, monkeypatch: py
     assert isinstance(trt_backend._died(-9, job, ""), IncompatibleError)
 
 
-def test_too_little_memory_is_refused_before_tensorrt_starts(
-    tiny_pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_memory_is_refused_before_tensorrt_starts(tiny_pair, tmp_path, monkeypatch):
     monkeypatch.setattr(trt_backend, "_run_worker", lambda *_: pytest.fail("it started"))
     monkeypatch.setattr("specexport.backends.tensorrt.memory_bytes", lambda: (10**9, 10**8, None))
     with pytest.raises(IncompatibleError, match=r"needs about 0\.7 GB of memory, 0\.1 GB are free"):

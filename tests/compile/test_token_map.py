@@ -236,9 +236,7 @@ def simulate(draft: Any, shared: Any, prompt: list[int], output: list[int]) -> t
     return drafted, accepted
 
 
-def test_greedy_text_is_plain_and_acceptance_is_that_of_the_definition(
-    engine: SpecEngine, pair: Path, shared: Any
-) -> None:
+def test_greedy_text_is_plain_and_acceptance_is_that_of_the_definition(engine, pair, shared):
     plain = engine.generate(PROMPTS, GREEDY, drafter="none")
     ragged = engine.generate(PROMPTS, GREEDY, drafter="draft-model", num_speculative_tokens=K)
     alone = [engine.generate(prompt, GREEDY, drafter="draft-model", num_speculative_tokens=K)[0] for prompt in PROMPTS]
@@ -311,9 +309,7 @@ def test_a_quantized_draft_is_scored_on_texts_in_its_own_tokens(pair: Path, tmp_
     assert found.num_tokens > 100
 
 
-def test_a_draft_whose_form_is_tried_reads_texts_in_its_own_tokens(
-    pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_whose_form_is_tried_reads_texts_in_its_own_tokens(pair, tmp_path, monkeypatch):
     monkeypatch.setattr(pipeline, "LEAST_BYTES", 0)
     monkeypatch.setattr(draft_trial, "HEAD_SIZES", (100,))
     result = build_bundle(_recipe(pair, tmp_path / "b"))

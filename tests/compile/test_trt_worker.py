@@ -60,9 +60,7 @@ def test_an_input_that_the_parser_drops_is_an_error(tmp_path: Path) -> None:
     assert not (tmp_path / "model.engine").exists()
 
 
-def test_a_graph_that_tensorrt_cannot_read_is_an_error_on_the_line_protocol(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_graph_that_tensorrt_cannot_read_is_an_error_on_the_line_protocol(tmp_path, capsys):
     from onnx import helper
 
     model = write_model(tmp_path / "m.onnx", [helper.make_node("Foo", ["x"], ["y"])], {"x": (1, [2])}, {"y": 1})

@@ -289,9 +289,7 @@ def edited(folder: Path, place: Path, values: Any = None, *, text: Any = None, d
         ({"use_ordered_embeddings": True, "num_centroids": 8}, {}, CheckpointError, "8 groups, of which 32 are chosen"),
     ],
 )
-def test_a_configuration_that_is_wrong_is_refused_by_its_key(
-    values: Any, text: Any, error: Any, words: str, folders: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_a_configuration_that_is_wrong_is_refused_by_its_key(values, text, error, words, folders, tmp_path):
     with pytest.raises(error, match=words):
         read(edited(folders[1], tmp_path / "a", values, text=text))
 

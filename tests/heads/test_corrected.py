@@ -98,9 +98,7 @@ def test_logits_are_corrected_by_the_published_equations(dialect: str, target: A
         ("speculators spark", f"blocks of 5 and a markov over {len(IDS)} tokens"),
     ],
 )  # what is read, see above
-def test_a_bundle_drafts_what_the_published_equations_draft(
-    dialect: str, said: str, target: Any, target_folder: Path, tmp_path: Path
-) -> None:
+def test_a_bundle_drafts_what_the_published_equations_draft(dialect, said, target, target_folder, tmp_path):
     spec = DIALECTS[dialect](tmp_path / "head", target)
     bundle = build(target_folder, tmp_path, check=False)
     manifest = load_manifest(bundle)
@@ -243,9 +241,7 @@ def test_readings_and_defaults(target: Any, tmp_path: Path) -> None:
         (deepspec, {"markov_head_type": "lstm"}, "markov_head_type is 'lstm', and only vanilla, gated, rnn"),
     ],
 )
-def test_what_is_known_and_not_imported_is_refused_by_name(
-    make: Any, values: dict[str, Any], said: str, target: Any, tmp_path: Path
-) -> None:
+def test_what_is_known_and_not_imported_is_refused_by_name(make, values, said, target, tmp_path):
     make(tmp_path, target)
     edit(tmp_path, **values)
     with pytest.raises(UnsupportedModelError, match=said):

@@ -64,9 +64,7 @@ def test_a_trace_says_which_layers_look_ahead_and_keeps_its_lookup(target: Any, 
 @pytest.mark.whole
 @pytest.mark.bundle
 @pytest.mark.parametrize("dialect", ["z-lab", "sliding"])  # what is read, see above
-def test_a_bundle_drafts_what_the_published_equations_draft(
-    dialect: str, target: Any, target_folder: Path, tmp_path: Path
-) -> None:
+def test_a_bundle_drafts_what_the_published_equations_draft(dialect, target, target_folder, tmp_path):
     spec = DIALECTS[dialect](tmp_path / "head", target)
     bundle = build(target_folder, tmp_path, check=False)
     manifest = load_manifest(bundle)
@@ -183,9 +181,7 @@ def test_causal_blocks_and_windows_are_read_as_their_writers_mean_them(target: A
         ({}, {"layer_types": ["full_attention"]}, "there are 3 layers"),
     ],
 )
-def test_what_is_missing_or_wrong_is_named(
-    inner: dict[str, Any], values: dict[str, Any], said: str, target: Any, tmp_path: Path
-) -> None:
+def test_what_is_missing_or_wrong_is_named(inner, values, said, target, tmp_path):
     zlab(tmp_path, target)
     edit(tmp_path, inner, **values)
     with pytest.raises(CheckpointError, match=said):
@@ -203,9 +199,7 @@ def test_what_is_missing_or_wrong_is_named(
         ({"final_logit_softcapping": 30.0}, {}, "final_logit_softcapping to 30.0"),
     ],
 )
-def test_variants_are_refused_by_name(
-    inner: dict[str, Any], values: dict[str, Any], key: str, target: Any, tmp_path: Path
-) -> None:
+def test_variants_are_refused_by_name(inner, values, key, target, tmp_path):
     zlab(tmp_path, target)
     edit(tmp_path, inner, **values)
     with pytest.raises(UnsupportedModelError, match=f"sets {key}, a variant of DFlash"):

@@ -123,9 +123,7 @@ def run_steps(executor: Any, reference: HeadReference) -> tuple[float, float]:
 
 @pytest.mark.one_of_kind
 @pytest.mark.parametrize(("dialect", "way"), GRAPHS)
-def test_a_lowered_head_computes_the_published_equations(
-    dialect: str, way: str, heads: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lowered_head_computes_the_published_equations(dialect, way, heads, tmp_path, monkeypatch):
     spec, loaded, traced = heads(dialect)
     executor = open_graph(way, traced(), tmp_path, monkeypatch, config=loaded.config)
     if way == CUDA_ROWS:  # where attention is causal
@@ -141,9 +139,7 @@ def targets(target: Any, heads: Any) -> Any:
 
 @pytest.mark.whole
 @pytest.mark.parametrize("way", [CUDA, FOLDED])
-def test_a_lowered_target_gives_its_features_where_they_are_wanted(
-    way: str, target: Any, heads: Any, targets: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lowered_target_gives_its_features_where_they_are_wanted(way, target, heads, targets, tmp_path, monkeypatch):
     """They are what the head's projection makes of the hidden states, without those of padding."""
     spec = heads("speculators")[0]
     executor = open_graph(way, targets("speculators"), tmp_path, monkeypatch)
@@ -173,9 +169,7 @@ def test_a_lowered_target_gives_its_features_where_they_are_wanted(
 
 @pytest.mark.whole
 @pytest.mark.parametrize("way", [CUDA, FOLDED])
-def test_engines_with_other_features_than_their_manifest_says_are_refused(
-    way: str, heads: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engines_with_other_features_than_their_manifest_says_are_refused(way, heads, tmp_path, monkeypatch):
     _, loaded, traced = heads("medusa")
     odd = replace(loaded.config, target_hidden_size=HIDDEN + 1)
     with pytest.raises(IncompatibleError, match=f"features of {HIDDEN + 1} values, and the engine has others"):
@@ -217,9 +211,7 @@ def recipe_of(target: Any, folder: Path, **values: Any) -> BuildRecipe:
     return BuildRecipe(**given, max_model_len=64, check=False, **values)
 
 
-def test_heads_that_a_backend_has_no_form_of_are_refused_before_the_target_is_built(
-    target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_heads_that_a_backend_has_no_form_of_are_refused_before_the_target_is_built(target, tmp_path, monkeypatch):
     BLOCKS["block-z-lab"](tmp_path / "head", target)
     recipe = recipe_of(target, tmp_path, backend="ort-cuda")
     monkeypatch.setattr("specexport.compile.pipeline.prepare_model", lambda *_, **__: pytest.fail("a target is built"))

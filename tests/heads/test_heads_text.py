@@ -57,15 +57,7 @@ def make_bundle(kind: str, target: Any, target_folder: Path, folder: Path, **opt
         ("dspark", None, None), ("assistant", "int8", "int8"), ("mtp", "int8", "none"), ("mtp-modules", "int8", "int8"),
     ],
 )  # fmt: skip
-def test_text_stays_the_targets(
-    kind: str,
-    quantize: str | None,
-    draft_quantize: str | None,
-    target: Any,
-    target_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_text_stays_the_targets(kind, quantize, draft_quantize, target, target_folder, tmp_path, monkeypatch):
     """In float, the build checks the engines of both too."""
     monkeypatch.setattr("specexport.heads.probe.check_probe", lambda *_: None)  # a random head guesses nothing
     options = {"quantize": quantize, "draft_quantize": draft_quantize, "check": draft_quantize is None}

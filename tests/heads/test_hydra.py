@@ -140,9 +140,7 @@ def knowing(target: Any, *, normed: bool) -> dict[str, torch.Tensor]:
 
 @pytest.mark.whole
 @pytest.mark.usefixtures("own_texts")
-def test_the_probe_finds_the_hidden_state_and_refuses_chance(
-    following: Any, following_folder: Path, tmp_path: Path
-) -> None:
+def test_the_probe_finds_the_hidden_state_and_refuses_chance(following, following_folder, tmp_path):
     def plan(name: str, stored: dict[str, torch.Tensor], **values: Any) -> Any:
         folder = write(tmp_path / name, config_of_heads(HEADS, 1, **values), stored)
         recipe = BuildRecipe(
@@ -184,9 +182,7 @@ def test_the_probe_finds_the_hidden_state_and_refuses_chance(
         ({"hydra_head_arch": "prefix-mlp"}, CheckpointError, "lacks .* for example prefix_embeding_layer.layers.0"),
     ],
 )
-def test_odd_configurations_are_told(
-    values: dict[str, Any], error: type[Exception], message: str, target: Any, tmp_path: Path
-) -> None:
+def test_odd_configurations_are_told(values, error, message, target, tmp_path):
     spec = DIALECTS["hydra"](tmp_path, target)
     write(tmp_path, config_of_heads(3, 2) | values, dict(spec.tensors))
     with pytest.raises(error, match=message):

@@ -68,9 +68,7 @@ def test_a_head_computes_the_published_equations(dialect: str, target: Any, tmp_
 @pytest.mark.one_of_kind
 @pytest.mark.bundle
 @pytest.mark.parametrize("dialect", ["speculators", "eagle", "peagle", "medusa"])  # what is read, see above
-def test_a_bundle_drafts_what_the_published_equations_draft(
-    dialect: str, target: Any, target_folder: Path, tmp_path: Path
-) -> None:
+def test_a_bundle_drafts_what_the_published_equations_draft(dialect, target, target_folder, tmp_path):
     spec = DIALECTS[dialect](tmp_path / "head", target)
     bundle = build(target_folder, tmp_path, check=False)
     check_reference(bundle, spec)
@@ -79,9 +77,7 @@ def test_a_bundle_drafts_what_the_published_equations_draft(
 
 @pytest.mark.whole
 @pytest.mark.bundle
-def test_a_head_keeps_its_weights_where_those_of_the_target_are_rounded(
-    target: Any, target_folder: Path, tmp_path: Path
-) -> None:
+def test_a_head_keeps_its_weights_where_those_of_the_target_are_rounded(target, target_folder, tmp_path):
     DIALECTS["speculators"](tmp_path / "head", target)
     manifest = load_manifest(build(target_folder, tmp_path, check=False, dtype="bfloat16"))
     assert "f32" in {name for name, *_ in manifest.models["head"].engine.weight_formats}
@@ -125,9 +121,7 @@ def test_damaged_files_are_refused(tmp_path: Path, target: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])
-def test_pickled_heads_are_refused_with_what_converts_them(
-    kind: str, tmp_path: Path, target: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pickled_heads_are_refused_with_what_converts_them(kind, tmp_path, target, monkeypatch):
     if kind == "medusa":
         config, own = {"medusa_num_heads": 3, "medusa_num_layers": 1}, numbered(medusa_tensors(3, 1), 1)
     else:
@@ -250,9 +244,7 @@ def test_an_engine_that_computes_something_else_is_refused(target: Any, target_f
             check_reference(bundle, other)
 
 
-def test_a_head_is_fetched_at_its_revision(
-    target: Any, target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_head_is_fetched_at_its_revision(target, target_folder, tmp_path, monkeypatch):
     speculators(tmp_path / "head", target)
     recipe_file, asked = tmp_path / "recipe.toml", []
     recipe_file.write_text(f'target = "{target_folder}"\nhead = "someone/head"\noutput = "{tmp_path}/b"\n')

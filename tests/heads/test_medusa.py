@@ -48,9 +48,7 @@ CONFIG = {"medusa_num_heads": HEADS, "medusa_num_layers": 1}
 
 @pytest.mark.bundle
 @pytest.mark.usefixtures("own_texts")
-def test_heads_that_know_their_target_are_accepted_as_far_as_they_know(
-    following: Any, following_folder: Path, tmp_path: Path
-) -> None:
+def test_heads_that_know_their_target_are_accepted_as_far_as_they_know(following, following_folder, tmp_path):
     write(tmp_path / "head", CONFIG, numbered(knowing(following), 1))
     bundle = build(following_folder, tmp_path)
     entry = load_manifest(bundle).models["head"]

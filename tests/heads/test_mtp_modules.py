@@ -87,9 +87,7 @@ def test_accepted_tokens_are_read_by_all_modules(knowing: tuple[Any, Path], opti
 
 @pytest.mark.whole
 @pytest.mark.bundle
-def test_a_conversation_goes_on_with_the_drafts_of_the_equations(
-    knowing: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_conversation_goes_on_with_the_drafts_of_the_equations(knowing, monkeypatch):
     """Behind reused texts, and where features had to be read before a draft."""
     monkeypatch.setattr(head, "MAX_HELD", 6)
     modules, bundle = knowing
@@ -147,9 +145,7 @@ PLACE = "model.mtp.layers."
         ),
     ],
 )
-def test_modules_that_are_not_whole_are_refused(
-    gone: list[str], values: dict[str, Any], kind: Any, message: str, partly: tuple[Any, Path], tmp_path: Path
-) -> None:
+def test_modules_that_are_not_whole_are_refused(gone, values, kind, message, partly, tmp_path):
     folder = without(partly[1], tmp_path / "t", *gone, **values)
     with pytest.raises(kind, match=message) as caught:
         load_module(folder, LAYERS)

@@ -30,9 +30,7 @@ def recipe(tmp_path: Path) -> BuildRecipe:
 @pytest.mark.parametrize(
     ("stream", "loads"), [(True, 1), pytest.param(False, 2, marks=pytest.mark.whole)], ids=["from-files", "in-memory"]
 )
-def test_a_target_is_loaded_once_and_gone_before_its_check(
-    stream: bool, loads: int, recipe: BuildRecipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_target_is_loaded_once_and_gone_before_its_check(stream, loads, recipe, monkeypatch):
     """Weights that are in memory are read again for the head: they are in no memory while the target is checked."""
     import torch
 
@@ -62,9 +60,7 @@ def test_a_target_is_loaded_once_and_gone_before_its_check(
 
 
 @pytest.mark.whole
-def test_a_head_that_changes_while_its_target_is_built_is_refused(
-    recipe: BuildRecipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_head_that_changes_while_its_target_is_built_is_refused(recipe, monkeypatch):
     read = head_module.load_source
 
     def load_and_change(*args: Any, **named: Any) -> Any:

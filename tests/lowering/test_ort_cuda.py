@@ -215,15 +215,11 @@ def test_greedy_tokens_of_rows_with_and_without_nan() -> None:
 
 
 @pytest.mark.parametrize(("name", "dtype"), ENGINES)
-def test_executor_and_graph_together_equal_eager_transformers(
-    name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_executor_and_graph_together_equal_eager_transformers(name, dtype, tmp_path, monkeypatch):
     check_engine(name, dtype, tmp_path, cuda_graphs=False, fake=monkeypatch)
 
 
-def test_int4_weights_and_fused_layers_give_the_logits_of_what_they_stand_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_int4_weights_and_fused_layers_give_the_logits_of_what_they_stand_for(tmp_path, monkeypatch):
     check_engine("llama", "float16", tmp_path, cuda_graphs=False, int4=True, fuse=True, fake=monkeypatch)
 
 
@@ -237,9 +233,7 @@ def test_int4_weights_and_fused_layers_give_the_logits_of_what_they_stand_for(
         ("qwen3_moe", True, False, True),
     ],
 )  # fmt: skip
-def test_a_gpu_gives_the_logits_of_what_the_graph_stands_for(
-    name: str, dtype: str, cuda_graphs: bool, int4: bool, fuse: bool, tmp_path: Path
-) -> None:
+def test_a_gpu_gives_the_logits_of_what_the_graph_stands_for(name, dtype, cuda_graphs, int4, fuse, tmp_path):
     gpu_or_skip()
     check_engine(name, dtype, tmp_path, cuda_graphs=cuda_graphs, int4=int4, fuse=fuse)
 
@@ -331,9 +325,7 @@ def check_engine(
 
 
 @pytest.mark.parametrize(("name", "dtype"), ENGINES)
-def test_a_row_for_each_token_gives_the_same_logits(
-    name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_for_each_token_gives_the_same_logits(name, dtype, tmp_path, monkeypatch):
     """Ragged rows beside rows of one token and idle ones, over the end of a block, before and after a row is moved."""
     result, _ = traced(name, dtype)
     monkeypatch.delenv(CUDNN_SWITCH, raising=False)

@@ -117,9 +117,7 @@ def decode(executor: Any, lookahead: int, rules: LayerRules | None = None) -> li
 
 @pytest.mark.one_of_kind
 @pytest.mark.parametrize(("rules", "least"), RULES.values(), ids=RULES)
-def test_text_layers_and_accepted_drafts_are_those_of_the_cpu(
-    executors: Executors, rules: LayerRules, least: int
-) -> None:
+def test_text_layers_and_accepted_drafts_are_those_of_the_cpu(executors, rules, least):
     ours, theirs = (decode(executor, 3, rules) for executor in reversed(executors))
     assert [seq.output for seq in ours] == [seq.output for seq in decode(executors.gpu, 0)]
     assert [(seq.stats.drafted, seq.stats.accepted) for seq in ours] == [

@@ -122,9 +122,7 @@ OUTSIDE = {
 
 
 @pytest.mark.parametrize(("case", "dtype"), OUTSIDE.values(), ids=OUTSIDE)
-def test_outside_the_table_a_fused_node_fails_and_the_chosen_form_builds(
-    case: Case, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_outside_the_table_a_fused_node_fails_and_the_chosen_form_builds(case, dtype, monkeypatch):
     model, form = lower_one(case, dtype)
     assert form == "explicit"
     assert build(model, case, "SM89") == (True, "")

@@ -106,9 +106,7 @@ def test_fused_forms_see_exactly_the_right_entries(name: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.usefixtures("fused_float32")
-def test_folded_tokens_see_what_each_would_see_alone(
-    name: str, dtype: str, fold: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folded_tokens_see_what_each_would_see_alone(name, dtype, fold, monkeypatch):
     case = CASES[name]
     fused = lower(case, dtype)[1] != "explicit"
     monkeypatch.setattr(trt_native, "replace_attention", partial(trt_native.replace_attention, fold=fold))

@@ -66,9 +66,7 @@ def test_every_runtime_module_imports_without_heavy_packages(record_property: Ca
 @pytest.mark.parametrize(
     "module", ["specexport", "specexport.cli", "specexport_runtime", "specexport_runtime.cli.command"]
 )
-def test_entry_points_import_without_heavy_packages(
-    module: str, record_property: Callable[[str, object], None]
-) -> None:
+def test_entry_points_import_without_heavy_packages(module, record_property):
     names, seconds = loaded_after(f"import {module}")
     assert not names & HEAVY
     record_property(f"measured: seconds to import {module}", f"{seconds:.2f}")

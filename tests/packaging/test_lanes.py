@@ -11,9 +11,7 @@ from tests.support.cases.shared import changed_since, made_once
 
 
 @pytest.mark.parametrize(("marker", "skipped"), [("whole", True), ("annex", True), ("slow", False)])
-def test_a_slow_machine_leaves_out_the_long_lane_alone(
-    marker: str, skipped: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_machine_leaves_out_the_long_lane_alone(marker, skipped, monkeypatch):
     item: Any = SimpleNamespace(get_closest_marker=lambda name: name == marker or None)
     monkeypatch.delenv(LIMIT, raising=False)
     skip_when_late(item)

@@ -60,9 +60,7 @@ def test_the_source_distribution_has_sources_and_hook_and_no_library(tmp_path: P
 
 
 @pytest.mark.whole
-def test_cxx_is_the_compiler_and_promises_this_machine_alone(
-    build: ModuleType, compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cxx_is_the_compiler_and_promises_this_machine_alone(build, compiler, tmp_path, monkeypatch):
     here = build.this_target()
     monkeypatch.setenv("CXX", f"'{compiler}' -m64")
     build.compile_library(here, tmp_path / "made.so")
@@ -83,9 +81,7 @@ def test_cxx_is_the_compiler_and_promises_this_machine_alone(
         assert "-O3" in json.loads(archive.read(f"specexport_runtime/{build.file_name(here)}"))
 
 
-def test_an_editable_installation_has_the_library_beside_its_sources(
-    build: ModuleType, compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_editable_installation_has_the_library_beside_its_sources(build, compiler, tmp_path, monkeypatch):
     shutil.copytree(ROOT / "runtime" / "operators", tmp_path / "runtime" / "operators")
     (tmp_path / "runtime" / "specexport_runtime").mkdir()
     monkeypatch.setenv("CXX", f"'{compiler}'")
@@ -161,16 +157,7 @@ def form_of(library: bytes) -> tuple[str, int]:
         ),
     ],
 )
-def test_wheels_of_other_platforms_are_made_here(
-    build: ModuleType,
-    target: str,
-    tag: str,
-    suffix: str,
-    form: tuple[str, int],
-    session_dir: Path,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
-) -> None:
+def test_wheels_of_other_platforms_are_made_here(build, target, tag, suffix, form, session_dir, tmp_path, request):
     """What cannot run here is looked at: the binary's form, its processor, and what it gives."""
     assert build.TARGETS[target].tag == tag
     beside = {path: path.stat().st_mtime_ns for path in build.PACKAGE.glob("_operators.*")}

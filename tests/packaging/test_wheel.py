@@ -117,9 +117,7 @@ def test_production_environment_names_the_missing_extra(production: Path, demo_p
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("production")  # one worker, one environment
-def test_production_environment_serves_with_the_extra_and_asks_for_it_without(
-    production: Path, wheel: Path, demo_bundle: Path, tmp_path: Path
-) -> None:
+def test_production_environment_serves_with_the_extra_and_asks_for_it_without(production, wheel, demo_bundle, tmp_path):
     command: list[str | Path] = [production / "specexport", "serve", demo_bundle, "--port", "0", "--no-adaptive"]
     without = run(command, cwd=tmp_path)
     assert without.returncode == 2

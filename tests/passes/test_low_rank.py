@@ -42,9 +42,7 @@ def run(folder: Path, ids: list[int]) -> np.ndarray:
     ("name", "pack_layers"),
     [("llama", True), ("llama", False), ("llama_tied", True), ("gpt2", True), ("mixtral", True)],
 )
-def test_the_products_are_those_of_the_factors(
-    name: str, pack_layers: bool, traced: Callable[[str], Any], tmp_path: Path
-) -> None:
+def test_the_products_are_those_of_the_factors(name, pack_layers, traced, tmp_path):
     ir_model = traced(name)
     model = _model_of(name)
     targets = {"gpt2": ["c_attn", "c_proj"], "mixtral": ["q_proj", "o_proj"]}.get(name, ALL)

@@ -115,9 +115,7 @@ def test_transposes_fold_lazily_and_not_where_the_weight_is_shared(traced: Trace
 
 
 @pytest.mark.parametrize("quantize", [None, "int8"])
-def test_a_shared_weight_behind_a_transpose_is_a_linear_layer_and_stored_once(
-    quantize: str | None, traced: Traced
-) -> None:
+def test_a_shared_weight_behind_a_transpose_is_a_linear_layer_and_stored_once(quantize, traced):
     """As of models whose tied LM head has layers before it: no pass selects the rows of those."""
     model = traced("llama_tied")
     passes = default_passes("float32", quantize=quantize, own_operators=True)

@@ -56,9 +56,7 @@ def test_the_lm_head_can_stay_as_it_is(traced: Traced, kind: str) -> None:
 
 
 @pytest.mark.parametrize(("share", "bits"), [(HEAD_SHARE, 8), (0.2, 4)])
-def test_a_small_lm_head_has_eight_bits_beside_int4(
-    share: float, bits: int, traced: Traced, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_small_lm_head_has_eight_bits_beside_int4(share, bits, traced, monkeypatch):
     monkeypatch.setattr("specexport.passes.quantize_ort_cpu.HEAD_SHARE", share)
     graph = traced("llama_tied")
     report = dict(run_passes(graph, default_passes("float32", quantize="int4")))

@@ -121,9 +121,7 @@ def launched(spec: KernelSpec, tiles: Any, step: Mapping[str, int], patch: pytes
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_an_engine_launches_what_the_launcher_does(
-    name: str, trt: types.ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_launches_what_the_launcher_does(name, trt, monkeypatch):
     """Grid, int arguments and their order, at the sizes of the profile and at others."""
     spec = SPECS[name]
     signature = spec.signature

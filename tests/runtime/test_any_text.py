@@ -33,9 +33,7 @@ C_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
         ("latin-1", "replace", b"\xe9 ?? ? ?"),
     ],
 )
-def test_every_command_takes_any_text(
-    encoding: str, errors: str, written: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_command_takes_any_text(encoding, errors, written, monkeypatch):
     streams = {name: io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors=errors) for name in ("stdout", "stderr")}
     for name, stream in streams.items():
         monkeypatch.setattr(sys, name, stream)

@@ -26,9 +26,7 @@ V1_CPU = {"cpu.cfs_quota_us": "100000", "cpu.cfs_period_us": "100000"}
         ("0::/", {}, 8),
     ],
 )
-def test_cores_are_cut_by_every_group_above(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: str, files: dict[str, dict[str, str]], cores: int
-) -> None:
+def test_cores_are_cut_by_every_group_above(tmp_path, monkeypatch, listed, files, cores):
     _write(tmp_path, listed, files)
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
     monkeypatch.setattr(machine, "control_groups", _groups_in(tmp_path))
@@ -43,9 +41,7 @@ def test_cores_are_cut_by_every_group_above(
         ("0::/a.slice/b", {"a.slice/b": {"memory.max": "max"}, "a.slice": {"memory.max": "2097152"}}, 2 << 20),
     ],
 )
-def test_memory_is_limited_by_every_group_above(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: str, files: dict[str, dict[str, str]], limit: int | None
-) -> None:
+def test_memory_is_limited_by_every_group_above(tmp_path, monkeypatch, listed, files, limit):
     _write(tmp_path, listed, files)
     monkeypatch.setattr(host, "control_groups", _groups_in(tmp_path))
     assert host.memory_bytes()[2] == limit

@@ -100,9 +100,7 @@ def test_hashing_can_be_forced(folder: Path, hashed: list[str], monkeypatch: pyt
     assert check_files(folder, files, remember=True)
 
 
-def test_a_file_that_may_still_change_is_hashed_again(
-    folder: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_may_still_change_is_hashed_again(folder, hashed, monkeypatch):
     monkeypatch.setattr(file_check, "SETTLE_NS", 3600 * 10**9)
     for _ in range(2):
         assert not check_files(folder, entries(folder), remember=True)
@@ -128,9 +126,7 @@ def test_a_file_that_changes_while_it_is_hashed_is_not_recorded(folder: Path, mo
 @pytest.mark.parametrize(
     "damage", [b"", b"{}", b'{"folder": 1}', b'{"folder": "/", "files": {"text": []}}', "others may write", "no cache"]
 )
-def test_a_record_that_cannot_be_trusted_costs_a_hash(
-    damage: bytes | str, folder: Path, hashed: list[str], tmp_path: Path
-) -> None:
+def test_a_record_that_cannot_be_trusted_costs_a_hash(damage, folder, hashed, tmp_path):
     files, cache = entries(folder), tmp_path / "cache"
     check_files(folder, files, remember=True)
     (record,) = (cache / "checked").iterdir()

@@ -33,9 +33,7 @@ def test_the_bundles_limits_are_the_defaults_and_a_load_may_say_otherwise(bundle
     engine.close()
 
 
-def test_what_was_learned_last_is_kept_when_an_engine_is_closed(
-    demo_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_learned_last_is_kept_when_an_engine_is_closed(demo_bundle, tmp_path, monkeypatch):
     monkeypatch.setenv("SPECEXPORT_CACHE_DIR", str(tmp_path))
     engine = SpecEngine.load(demo_bundle, num_threads=1, spin=False)
     assert engine.learned_costs is not None
@@ -63,9 +61,7 @@ def test_an_unknown_option_is_an_error_that_suggests() -> None:
 
 
 @pytest.mark.parametrize("seen", [True, False])
-def test_an_option_that_changes_nothing_any_more_is_told_and_let_be(
-    seen: bool, demo_bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_option_that_changes_nothing_any_more_is_told_and_let_be(seen, demo_bundle, monkeypatch):
     monkeypatch.setattr("specexport_runtime.cli.gone.sys", SimpleNamespace(stderr=SimpleNamespace(isatty=lambda: seen)))
     with pytest.warns(FutureWarning, match="prepacked changes nothing any more .*: leave it out"):
         assert make_options(None, {"prepacked": False, "spin": False}) == EngineOptions(spin=False)

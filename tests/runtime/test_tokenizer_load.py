@@ -15,9 +15,7 @@ from specexport_runtime.executors.fake import FakeExecutor
 from tests.support.fakes.engine_of import engine_of
 
 
-def test_it_loads_once_when_it_is_started_or_used(
-    demo_pair: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_it_loads_once_when_it_is_started_or_used(demo_pair, monkeypatch, tmp_path):
     path = demo_pair / "target" / "tokenizer.json"
     expected = load_tokenizer(path).encode("def main():").ids
     loads: list[str] = []

@@ -72,9 +72,7 @@ def is_greedy(name: str, prompt: Sequence[int], tokens: Sequence[int]) -> bool:
         pytest.param("llama", False, marks=pytest.mark.whole), pytest.param("gemma3", True, marks=pytest.mark.whole),
     ],
 )  # fmt: skip
-def test_speculative_decoding_over_the_lowered_graph_is_greedy_eager_decoding(
-    name: str, folds: bool, tmp_path: Path
-) -> None:
+def test_speculative_decoding_over_the_lowered_graph_is_greedy_eager_decoding(name, folds, tmp_path):
     target, target_engine = open_model(name, "target", tmp_path / "target", folds)
     draft, draft_engine = open_model("llama", "draft", tmp_path / "draft", folds)
     decoder = make_decoder(target, draft, LOOKAHEAD, max_chunk=16)

@@ -100,9 +100,7 @@ def test_a_folder_of_somebody_else_is_not_trusted(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("failing", ["replace", "fdopen"])
-def test_a_full_disk_leaves_the_old_file(
-    failing: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_disk_leaves_the_old_file(failing, monkeypatch, caplog):
     folder = cache_folder("things")
     assert folder is not None
     assert write_json(folder / "a.json", "old")

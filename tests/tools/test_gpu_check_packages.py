@@ -2,7 +2,6 @@ import struct
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -70,9 +69,7 @@ def test_a_gpu_without_code_of_its_own_takes_the_latest_of_its_generation(tmp_pa
         (lambda data: data[:-70], "cannot be cut down"),
     ],
 )
-def test_an_unknown_layout_is_an_error_and_changes_nothing(
-    tmp_path: Path, damage: Callable[[bytes], bytes], message: str
-) -> None:
+def test_an_unknown_layout_is_an_error_and_changes_nothing(tmp_path, damage, message):
     library = make_library(tmp_path / "cuda.so", make_container((CUBIN, 80, bytes(21)), (CUBIN, 90, 21 * b"a")))
     library.write_bytes(damage(library.read_bytes()))
     before = library.read_bytes()

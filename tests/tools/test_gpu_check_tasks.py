@@ -23,9 +23,7 @@ def rows_of(context: Context) -> list[Row]:
 # tasks and command line
 
 
-def test_without_a_gpu_one_line_says_what_is_missing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_without_a_gpu_one_line_says_what_is_missing(monkeypatch, capsys, tmp_path):
     def missing(name: str) -> None:
         raise OSError(name)
 

@@ -93,9 +93,7 @@ def foretold(guesses: Sequence[int], text: Sequence[int], num_prompt: int) -> tu
 
 
 @pytest.mark.bundle
-def test_what_is_accepted_is_what_its_guesses_foretell_and_more_than_before(
-    target: Path, trained: Any, tmp_path: Path
-) -> None:
+def test_what_is_accepted_is_what_its_guesses_foretell_and_more_than_before(target, trained, tmp_path):
     """Its files are a checkpoint as any: transformers' guesses of it are what the bundle accepts, token by token."""
     folder, result = trained
     build_bundle(
@@ -310,9 +308,7 @@ def test_a_model_whose_lm_head_asks_for_more_is_refused() -> None:
 
 
 @pytest.mark.bundle
-def test_a_run_that_ended_goes_on_with_its_layers_and_the_same_curve(
-    target: Path, prompts: Path, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_ended_goes_on_with_its_layers_and_the_same_curve(target, prompts, bundle, tmp_path, monkeypatch):
     monkeypatch.setattr(run, "LOOK_EVERY", 4)
     whole = train_draft(options(target, prompts, bundle, tmp_path / "whole"))
     step = Trainer.step

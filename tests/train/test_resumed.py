@@ -144,9 +144,7 @@ def test_a_killed_run_goes_on_with_the_same_curve(
 
 
 @pytest.mark.bundle
-def test_a_run_of_some_hours_ends_in_time_and_the_next_goes_on(
-    whole: Path, target: Path, prompts: Path, bundle: Path, tmp_path: Path, saves_often: None
-) -> None:
+def test_a_run_of_some_hours_ends_in_time_and_the_next_goes_on(whole, target, prompts, bundle, tmp_path, saves_often):
     """Of almost no time: each run does the least that it can, and the last one gives the same draft."""
     pauses = []
     while True:
@@ -178,9 +176,7 @@ def test_the_command_says_that_the_time_is_up(target: Path, prompts: Path, bundl
 
 
 @pytest.mark.bundle
-def test_a_work_folder_that_does_not_fit_is_told(
-    whole: Path, target: Path, prompts: Path, bundle: Path, tmp_path: Path, saves_often: None
-) -> None:
+def test_a_work_folder_that_does_not_fit_is_told(whole, target, prompts, bundle, tmp_path, saves_often):
     """Of another training, damaged, of somebody else, or in use: one line each, and nothing is touched."""
     before = whole.with_name("head.work")
 

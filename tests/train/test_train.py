@@ -115,9 +115,7 @@ def probe(target: Path, folder: Path, pieces: list[np.ndarray]) -> Any:
 
 @pytest.mark.bundle
 @pytest.mark.parametrize("error", PLANTED)
-def test_planted_errors_are_found_or_cost_little(
-    error: str, target: Path, trained: Any, pieces: list[np.ndarray], tmp_path: Path
-) -> None:
+def test_planted_errors_are_found_or_cost_little(error, target, trained, pieces, tmp_path):
     good = probe(target, trained[0], pieces)
     assert good.reading.change == ""
     assert good.rate > 0.4
@@ -174,9 +172,7 @@ def test_an_mtp_module_learns_too_and_is_taken_back(target: Path, prompts: Path,
 
 
 @pytest.mark.bundle
-def test_the_head_is_in_the_format_of_speculators(
-    target: Path, prompts: Path, bundle: Path, tmp_path: Path, saves_often: None
-) -> None:
+def test_the_head_is_in_the_format_of_speculators(target, prompts, bundle, tmp_path, saves_often):
     told = train_draft(options(target, prompts, bundle, tmp_path / "head", draft_vocab_size=100)).to_json()
     assert told["peak_memory_bytes"] > 1 << 26
     assert told["tokens_per_second"] > 0

@@ -47,9 +47,7 @@ def load(folder: Path, dtype: str) -> Any:
 
 @pytest.mark.one_of_kind
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_transformers_computes_in_16_bits_passes_and_a_position_off_by_one_fails(
-    demo_pair: Path, dtype: str
-) -> None:
+def test_what_transformers_computes_in_16_bits_passes_and_a_position_off_by_one_fails(demo_pair, dtype):
     model = load(demo_pair / "draft", dtype)
     sequences = make_sequences(TEXTS, model.config.vocab_size, lookahead=LOOKAHEAD, max_model_len=LENGTH, num_rows=2)
     references = eager_references(EagerModel(str(demo_pair / "draft"), dtype), sequences)
