@@ -33,7 +33,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def session_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder for the whole session, shared by all workers."""
     base = tmp_path_factory.getbasetemp()
     return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
@@ -136,7 +135,6 @@ def _group_of(item: pytest.Item) -> str | None:
 
 
 def _group(item: pytest.Item) -> str:
-    """The name of a test's group; its own name if it has none."""
     mark = item.get_closest_marker("xdist_group")
     return item.nodeid if mark is None else str(mark.args[0])
 

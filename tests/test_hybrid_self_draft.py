@@ -44,13 +44,11 @@ PARTS = (("linear_attn", "self_attn", "mamba", "conv", "mixer"), ("mlp", "feed_f
 
 
 def make_hybrid(name: str) -> Any:
-    """A random hybrid."""
     classes, config = HYBRIDS[name]
     return make_model(classes, config | CONFIGS.get(name, {}))
 
 
 def open_gated(model: Any, folder: Path, rows: int) -> OrtExecutor:
-    """The built engine of a model, with gates."""
     from specexport.backends.ort import write_onnx
     from specexport.lowering.common import step_inputs
     from specexport.lowering.layer_gate import gate_layers

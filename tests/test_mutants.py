@@ -143,7 +143,6 @@ MUTANTS = {
 
 
 def failing(folder: Path, tests: str) -> str:
-    """What pytest prints of tests that must fail over the copy in ``folder``."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment["PYTHONPATH"] = os.pathsep.join([str(folder), str(folder / "runtime")])
     given = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not whole and not annex"]

@@ -121,7 +121,6 @@ def test_every_architecture_in_eight_bits(name: str, tmp_path: Path) -> None:
 
 
 def built(folder: Path, source: Path | None = None, **values: Any) -> Made:
-    """A bundle's target; of a tiny Llama, if not of ``source``."""
     from specexport.compile.pipeline import build_bundle
     from specexport.recipe import BuildRecipe
 
@@ -131,7 +130,6 @@ def built(folder: Path, source: Path | None = None, **values: Any) -> Made:
 
 
 def rounded(folder: Path, dtype: str) -> Made:
-    """A Llama whose weights are those of a checkpoint in 16 bits."""
     import torch
 
     model = make_model(*ARCHITECTURES["llama"])

@@ -45,7 +45,6 @@ def measured(*arguments):
 
 
 def found_of(bundle, rates, method="draft-model"):
-    """What was found in each place, from ``{(batch size, context): {K: tokens/s}}``."""
     return [
         Fastest(
             Cell(method, method, True, True, size, 0, 0.0, "d", "continuous", context, bundle),
@@ -168,7 +167,6 @@ def test_a_head_is_compared_with_a_draft_model(log):
 
 
 def with_target(bundle, changes, **details):
-    """A bundle whose target differs in these fields."""
     return replace(bundle, details=bundle.details | {"models": {"target": TARGET | changes}} | details)
 
 

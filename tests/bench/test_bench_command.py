@@ -68,7 +68,6 @@ def test_ablation_writes_table_json_markdown_and_plots(tmp_path, bundle, prompts
 
 
 def measured(prompts, *arguments, exit_code=0):
-    """What is printed, and what is in the file."""
     file = prompts.with_name("bench.json")
     ended = run("bundle", "--prompts", prompts, *arguments, "--repeats", 1, "--json", file)
     assert ended.exit_code == exit_code, ended.output

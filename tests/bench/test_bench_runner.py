@@ -20,7 +20,6 @@ def methods(*names, drafter="lookup", has_draft=True, **modes):
 
 
 def measured(log):
-    """Requests without the warm-up."""
     return [event for event in log if event[0] == "generate" and event[4][0].max_tokens > WARMUP_TOKENS]
 
 

@@ -20,7 +20,6 @@ def executor(**options):
 
 
 def greedy_texts(target):
-    """Ragged texts, more of them than rows of a step."""
     texts = []
     for number in range(11):
         tokens = [(5 * number + 3 * i) % VOCAB for i in range(1 + number)]

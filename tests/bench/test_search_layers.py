@@ -35,7 +35,6 @@ PROMPTS = ["def add(a, b):", "once", "The sum of 12 and 30 is", "x = [1, 2, 3]",
 
 
 def without(model, mixers, mlps):
-    """The same model whose parts in these layers add nothing."""
     import torch
 
     with torch.no_grad():

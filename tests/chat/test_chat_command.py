@@ -36,7 +36,6 @@ DRIVER = ROOT / "tests" / "support" / "fakes" / "chat_on_fakes.py"
 
 @pytest.fixture
 def chat(demo_bundle, tmp_path):
-    """Runs ``chat`` on lines from a pipe."""
     template = tmp_path / "template.jinja"
     template.write_text(TEMPLATE)
 
@@ -249,8 +248,6 @@ def test_ctrl_c_is_told_once_kept_while_nobody_listens_and_then_the_commands():
 
 
 class Terminal:
-    """A program on a terminal of its own."""
-
     def __init__(self, *command, **environment):
         here, there = pty.openpty()
         self._here = here

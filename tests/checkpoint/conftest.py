@@ -16,5 +16,4 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(original: Path, tmp_path: Path) -> Path:
-    """A copy."""
     return Path(shutil.copytree(original, tmp_path / "tiny"))

@@ -19,14 +19,12 @@ FAMILIES = {"qwen3next": "qwen3_next", "glm4moe": "glm", "deepseek2": "deepseek"
 
 
 def parts_of(architecture: str, folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Tensors and settings of a file."""
     made: Any = (tiny_turns if architecture == "mimo2" else tiny_modules).make(FAMILIES[architecture], folder)
     tensors = tiny_gguf_modules.tensors_of(architecture, made, LAYERS)
     return tensors, tiny_gguf_modules.settings_of(architecture, made, LAYERS)
 
 
 def fuse(tensors: dict[str, torch.Tensor]) -> None:
-    """Queries, keys and values in one tensor."""
     for name in [name for name in tensors if name.endswith("attn_q.weight")]:
         parts = [tensors.pop(name.replace("attn_q", f"attn_{part}")) for part in "qkv"]
         tensors[name.replace("attn_q", "attn_qkv")] = torch.cat(parts)

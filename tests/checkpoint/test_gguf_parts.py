@@ -34,7 +34,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(folder: Path, tmp_path: Path) -> Path:
-    """The same, to be changed."""
     return Path(shutil.copytree(folder, tmp_path / "copy"))
 
 

@@ -35,7 +35,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make(folder: Path, name: str = "llama", **config: Any) -> tuple[Any, Path]:
-    """A checkpoint, and an adapter for it."""
     model = make_model(*ARCHITECTURES[name])
     return model, save_adapter(model, folder / "adapter", **config)
 

@@ -20,7 +20,6 @@ from tests.support.models.tiny_packed import SETTINGS, pack_checkpoint, random_l
 
 
 def read(method: str, tensors: dict[str, np.ndarray], bits: int = 4) -> BlockWeight:
-    """A layer of any method."""
     settings = SETTINGS[method] | {"bits": bits}
     if method == "gptq":
         return gptq_weight(tensors, settings, "layer")

@@ -33,13 +33,11 @@ YOUTU = {
 
 
 def parameters_of(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """All parameters, those in files read."""
     named = dict(checkpoint.model.named_parameters(remove_duplicate=False))
     return {name: checkpoint.stored[name].whole() if name in checkpoint.stored else p for name, p in named.items()}
 
 
 def assert_same_model(path: Path, dtype: str = "float32") -> Checkpoint:
-    """Load both ways and compare all of it."""
     streamed, whole = (load_checkpoint(str(path), dtype=dtype, stream=stream) for stream in (True, False))
     ours, theirs = parameters_of(streamed), parameters_of(whole)
     assert ours.keys() == theirs.keys()
@@ -105,8 +103,6 @@ def test_a_gguf_file_is_read_as_transformers_reads_it(architecture, classes, kin
 
 
 def refuse_to_read(checkpoint: Checkpoint, but: Callable[[str], bool] = lambda _: False) -> None:
-    """Let no weight of a checkpoint be read from now on."""
-
     def rows(start: int, stop: int) -> Any:
         raise AssertionError(f"rows {start} to {stop} were read")
 

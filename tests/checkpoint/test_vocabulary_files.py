@@ -34,7 +34,6 @@ TEKKEN = json.dumps(
 
 
 def pieces_model() -> bytes:
-    """A sentencepiece model: bytes, letters and a few words."""
     from transformers.convert_slow_tokenizer import import_protobuf
 
     model = import_protobuf().ModelProto()
@@ -151,8 +150,6 @@ class Pieces:
 
 
 class Splits:
-    """What transformers made of it."""
-
     vocab_files_names = {"vocab_file": "tokenizer.model"}  # noqa: RUF012
     prefix = True
 

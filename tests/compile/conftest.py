@@ -44,7 +44,6 @@ def _build_once(folder: Path, pair: TinyPair, **values: object) -> Path:
 
 @pytest.fixture
 def run_cli() -> Callable[..., Result]:
-    """Run the command line in this process."""
     return lambda *args: CliRunner().invoke(main, [str(arg) for arg in args])
 
 

@@ -46,7 +46,6 @@ def test_nothing_is_left_when_the_work_raises(tmp_path: Path, error: BaseExcepti
 
 @pytest.fixture
 def old(tmp_path: Path) -> Path:
-    """A folder that is there before."""
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "old").write_text("1")
     return tmp_path / "out"

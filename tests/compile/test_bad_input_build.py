@@ -16,7 +16,6 @@ from tests.support.models.tiny_models import REFUSED, make_model, save_checkpoin
 
 @pytest.fixture
 def copied(tiny_pair: TinyPair, tmp_path: Path) -> Path:
-    """A copy of the tiny draft, to be spoiled."""
     return Path(shutil.copytree(tiny_pair.draft, tmp_path / "model"))
 
 

@@ -52,7 +52,6 @@ def sample() -> None:
 @sample.command()
 @click.argument("what")
 def fail(what: str) -> None:
-    """Raise."""
     raise {
         "recipe": RecipeError("K is\n bad", "do better."),
         "hardware": IncompatibleError("no"),

@@ -56,7 +56,6 @@ LINEARS = [
 
 
 def rewrite_manifest(folder: Path, **changes: Any) -> None:
-    """Write the manifest again, with the hashes of the target's files as they are now."""
     manifest = load_manifest(folder)
     place = folder / "target"
     hashes = hash_files(place, [path.name for path in place.iterdir()])
@@ -82,7 +81,6 @@ def damage(bundle: Path, folder: Path, weight: str) -> Path:
 
 @pytest.fixture(scope="module")
 def bundles(session_dir: Path, tiny_pair: TinyPair) -> dict[str, Path]:
-    """The tiny target in int8, and without packed and fused layers."""
     found = {}
     with locked(session_dir / "debug-bundles.lock"):
         for name, values in {"int8": {"quantize": "int8"}, "plain": {"fuse": False, "self_draft": True}}.items():
@@ -94,8 +92,6 @@ def bundles(session_dir: Path, tiny_pair: TinyPair) -> dict[str, Path]:
 
 @pytest.fixture
 def debug_json(run_cli: RunCli) -> Callable[..., dict[str, Any]]:
-    """Run the command, which must succeed; returns its JSON."""
-
     def run(*args: object) -> dict[str, Any]:
         result = run_cli("debug", *args, "--threads", 1, "--json", "-q")
         assert result.exit_code == 0, result.output
@@ -195,7 +191,6 @@ def test_the_step_is_one_of_the_engines_own_decode(tiny_bundle: Path) -> None:
 
 
 def run_saved(folder: Path) -> Any:
-    """Logits of a saved graph, in polygraphy."""
     from polygraphy.backend.onnxrt import OnnxrtRunner, SessionFromOnnx
     from polygraphy.json import load_json
 

@@ -70,7 +70,6 @@ def lossy(pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def decode(bundle: Path) -> tuple[list[tuple[int, ...]], int, int]:
-    """Tokens of each prompt, equal to plain ones, and how many were drafted and accepted."""
     with closing(SpecEngine.load(bundle, num_threads=1)) as engine:
         plain = engine.generate(PROMPTS, GREEDY, drafter="none")
         drafted = engine.generate(PROMPTS, GREEDY, drafter="draft-model", num_speculative_tokens=3)

@@ -96,7 +96,6 @@ def test_what_the_target_writes_and_who_guesses_it(tiny_bundle: Path) -> None:
 
 @pytest.fixture
 def trying(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """Tiny drafts are tried too."""
     monkeypatch.setattr(pipeline, "LEAST_BYTES", 0)
     monkeypatch.setattr(draft_trial, "HEAD_SIZES", (150, 40))
     return monkeypatch

@@ -29,7 +29,6 @@ SIZE = 40
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """Three special tokens, then one for each byte."""
     folder = tmp_path_factory.mktemp("tokenizer")
     make_tokenizer(folder)
     return (folder / "tokenizer.json").read_bytes()

@@ -57,7 +57,6 @@ def test_the_defaults_of_a_gpu_recipe() -> None:
 
 
 def masks(heads: int, size: int, fold: int) -> int:
-    """Query heads of the masks of a layer of that geometry."""
     model = one_node_model(Case(((0, 1),), heads=heads, kv_heads=2, k_dim=size, v_dim=size))
     return mask_heads(model, fold=fold)
 

@@ -45,8 +45,6 @@ def _own_handler() -> Iterator[None]:
 
 
 def build(output: Path, work: Work) -> int:
-    """Write ``output`` as a build does, with ``work`` in the middle; the exit code."""
-
     @click.group(cls=SuggestingGroup)
     def cli() -> None:
         pass

@@ -26,7 +26,6 @@ MIXED = {"ffn_down.weight": "Q6_K", "attn_v.weight": "Q6_K", "output.weight": "Q
 
 
 def build(folder: Path, kinds: dict[str, str], **values: object) -> BuildResult:
-    """Build a random Qwen2 with weights of these formats."""
     model = make_model("Qwen2", WIDE | {"tie_word_embeddings": bool(values.pop("tied", False))})
     write_gguf(model, folder / "tiny.gguf", kinds=kinds)
     return build_bundle(
@@ -44,7 +43,6 @@ def lost(result: BuildResult, role: str = "target") -> float:
 
 
 def operators(folder: Path, role: str = "target", op_type: str = "BlockLinear") -> list[onnx.NodeProto]:
-    """Products with packed weights in a bundle's graph."""
     graph = onnx.load(folder / role / "model.onnx", load_external_data=False).graph
     return [node for node in graph.node if node.op_type == op_type]
 

@@ -24,13 +24,11 @@ WIDE = GROUPED | {"hidden_size": 256, "intermediate_size": 256}
 
 
 def write_kept(folder: Path) -> Path:
-    """A GGUF file whose weights a build keeps."""
     write_gguf(make_model("Qwen2", WIDE), folder / "tiny.gguf", kinds={"": "Q4_K"})
     return folder / "tiny.gguf"
 
 
 def build(recipe: BuildRecipe, *, stream: bool) -> BuildResult:
-    """Build from files, or from memory."""
     load = build_model.load_source
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build_model, "load_source", lambda recipe, source, **_: load(recipe, source, stream=stream))
@@ -84,7 +82,6 @@ def make_parts_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sequences_of(bundle: Path, entry: ModelEntry) -> list[np.ndarray]:
-    """What the build reads with an engine."""
     if entry.quantize is None:
         return check_sequences(entry.vocab_size)
     return text_sequences((bundle / "tokenizer.json").read_bytes(), entry.vocab_size, entry.max_positions)

@@ -84,7 +84,6 @@ def engine(bundle: Path) -> Iterator[SpecEngine]:
 
 
 def torch_logits(ids: list[int], folder: Path | None) -> np.ndarray:
-    """Logits [T, V] of the tiny target with an adapter, in plain torch."""
     model = make_llama(0) if folder is None else apply_adapter(make_llama(0), folder)
     with torch.no_grad():
         found: np.ndarray = model(torch.tensor([ids])).logits[0].numpy()

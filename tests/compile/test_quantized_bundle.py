@@ -87,8 +87,6 @@ class Weights:
 
 
 def turned(name: str, by: int) -> Callable[[dict[str, np.ndarray]], None]:
-    """The elements of a part that many places further."""
-
     def change(parts: dict[str, np.ndarray]) -> None:
         parts[name][...] = np.roll(parts[name].reshape(-1), by).reshape(parts[name].shape)
 

@@ -181,7 +181,6 @@ def test_a_build_tells_how_far_it_is_and_a_second_one_does_nothing(tiny_pair, tm
 @pytest.mark.whole
 @pytest.mark.parametrize(("name", "dtype"), [("gemma3", "float16"), ("gemma2", "bfloat16")])
 def test_other_attention_builds_too(name: str, dtype: str, tmp_path: Path) -> None:
-    """Windows, and capped logits."""
     save_checkpoint(make_model(*ARCHITECTURES[name]), tmp_path / "model")
     recipe = rtx_recipe(tmp_path / "model", tmp_path / "out", max_num_seqs=1, dtype=dtype, lookahead=1)
     (engine,) = build_bundle(recipe, use_cache=False).manifest.models["target"].engine.files

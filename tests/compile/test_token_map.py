@@ -45,7 +45,6 @@ def shared() -> Any:
 
 
 def _bytes() -> list[list[bytes]]:
-    """What each token of the target and of the draft says."""
     return [token_bytes(own, own.get_vocab_size()) for own in (target_tokenizer(), draft_tokenizer())]
 
 

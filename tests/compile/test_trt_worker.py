@@ -182,8 +182,6 @@ def test_tensorrt_strips_no_weights_without_a_gpu() -> None:
 
 
 class Config(SimpleNamespace):
-    """What ``configure`` uses of an ``IBuilderConfig``."""
-
     def __init__(self) -> None:
         super().__init__(calls=[], num_compute_capabilities=0)
         self.set_flag = self.calls.append

@@ -16,7 +16,6 @@ TOKENS = torch.tensor([[5, 300, 17, 999, 42, 7, 256, 31]])
 
 @pytest.fixture
 def scripts(monkeypatch):
-    """The scripts' modules, imported as they import one another."""
     import importlib
 
     for name in ("demo_pair", "deep_target"):

@@ -26,7 +26,6 @@ def split_header(line):
 
 
 def load(folder: Path):
-    """Loads a model in float32 with its tokenizer."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return model, transformers.AutoTokenizer.from_pretrained(folder)
 

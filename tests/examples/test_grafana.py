@@ -18,7 +18,6 @@ GIVEN_BY_PROMETHEUS = {"instance", "job"}
 
 @pytest.fixture(scope="module")
 def samples() -> dict[str, set[str]]:
-    """Names of a busy server's samples, and their labels."""
     from prometheus_client.parser import text_string_to_metric_families
 
     from specexport_runtime import SamplingParams

@@ -17,7 +17,6 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "heads" / "prompts.py"
 
 @pytest.fixture
 def run(monkeypatch, tmp_path):
-    """Runs the script over a part of the standard library: a file of prompts."""
     monkeypatch.setattr(sysconfig, "get_path", lambda _: str(Path(asyncio.__file__).parent))
 
     def call(each: int, seed: int) -> Path:

@@ -14,7 +14,6 @@ from tests.support.models.tiny_models import make_llama, save_checkpoint
 
 @pytest.fixture(scope="session")
 def target() -> Any:
-    """Read only."""
     return make_llama(seed=3, num_hidden_layers=LAYERS, hidden_size=HIDDEN)
 
 

@@ -130,7 +130,6 @@ def test_an_odd_gguf_file_is_refused(changed: dict[str, Any], message: str, tmp_
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A random target and a random assistant that fits it."""
     place = tmp_path_factory.mktemp("pair")
     return save_target(make_target(**SHARED), place / "target"), save_assistant(make_assistant(), place / "head")
 
@@ -266,7 +265,6 @@ def test_lent_caches_are_the_last_that_a_target_fills() -> None:
 
 
 def edited(folder: Path, place: Path, values: Any = None, *, text: Any = None, drop: str = "", **tensors: Any) -> Path:
-    """A copy of an assistant with another configuration, or other tensors."""
     place.mkdir()
     config = json.loads((folder / "config.json").read_text()) | (values or {})
     config["text_config"] = config["text_config"] | (text or {})

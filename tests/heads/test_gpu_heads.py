@@ -98,7 +98,6 @@ def ragged_steps(run: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], loaded:
 
 
 def equations(spec: Any, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-    """The published equations of a head."""
     if isinstance(spec, tiny_modules.Module):
         return tiny_modules.forward(spec, tokens, features)
     return forward(spec, tokens.tolist(), features)
@@ -133,7 +132,6 @@ def test_a_lowered_head_computes_the_published_equations(dialect, way, heads, tm
 
 @pytest.fixture(scope="module")
 def targets(target: Any, heads: Any) -> Any:
-    """The target's graph, with the features of a head, by the head's dialect."""
     return cache(lambda name: trace_target(target, heads(name)[1]))
 
 

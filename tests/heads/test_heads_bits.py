@@ -49,7 +49,6 @@ def test_heads_have_the_same_bits_in_any_company(kind: str, make: Callable[[Path
     assert_left(path, kind)
 
     def run(threads: int, work: list[dict[int, CheckedRow]]) -> list[np.ndarray]:
-        """Logits of each of the two rows, in steps of some of them."""
         sizes = {"num_rows": 2, "kv_capacity": CHECK_CAPACITY, "num_threads": threads, "lookahead": 1}
         runner = ModelRunner(OrtExecutor(path, entry, spin=False, **sizes))
         found: list[list[np.ndarray]] = [[], []]

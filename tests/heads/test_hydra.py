@@ -60,8 +60,6 @@ def test_a_row_asks_the_head_that_reads_the_tokens_it_ends_in() -> None:
 
 @pytest.fixture(scope="module")
 def bundle_of(target: Any, target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Gives the bundle of a dialect, and what it should compute."""
-
     @functools.cache
     def make(dialect: str) -> tuple[Path, HydraSpec]:
         folder = tmp_path_factory.mktemp(dialect)

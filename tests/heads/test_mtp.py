@@ -73,7 +73,6 @@ class QwenModule:
         return (mixed * gate.sigmoid()).flatten(1) @ self.t["layers.0.self_attn.o_proj.weight"].T
 
     def _rotate(self, x: Tensor) -> Tensor:
-        """The first part of each head is rotated, the rest is not."""
         rope = self.c["rope_parameters"]
         half = int(x.shape[-1] * rope["partial_rotary_factor"]) // 2
         rates = rope["rope_theta"] ** (-torch.arange(half) / half)
@@ -178,7 +177,6 @@ def knowing(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def change(folder: Path, copied: Path, **tensors: torch.Tensor | None) -> Path:
-    """A copy of a checkpoint with other tensors, or without them."""
     shutil.copytree(folder, copied)
     stored = load_file(folder / "model.safetensors")
     changed = {name: tensors.get(name, value) for name, value in stored.items()}

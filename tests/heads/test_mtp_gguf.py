@@ -34,8 +34,6 @@ FAMILIES = {
 
 
 class Files(NamedTuple):
-    """One target with one module: in a folder, in a file, and in a file each."""
-
     module: tiny_modules.Module
     folder: Path
     whole: Path
@@ -79,7 +77,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Files]:
 
 
 def load_from(path: Path, model: Any) -> Any:
-    """The module of a folder or a file, for ``model``."""
     text = model.config.get_text_config()
     found = open_mtp(resolve_source(str(path), None), text.to_dict())
     config = read_config(found, TargetFacts(text.num_hidden_layers, text.hidden_size, text.vocab_size))

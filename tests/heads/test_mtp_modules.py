@@ -63,7 +63,6 @@ def drafts_are_wanted(modules: Any, bundle: Path, **options: Any) -> None:
 
 @pytest.fixture(scope="module")
 def partly(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    """A checkpoint whose modules are right in part."""
     folder = tmp_path_factory.mktemp("knowing") / "t"
     return tiny_turns.make("mimo-v2", folder, seed=5, scale=0.02), folder
 
@@ -115,7 +114,6 @@ def test_a_conversation_goes_on_with_the_drafts_of_the_equations(knowing, monkey
 
 
 def without(folder: Path, copied: Path, *gone: str, **values: Any) -> Path:
-    """A copy of a checkpoint without some tensors, and with other values in its configuration."""
     shutil.copytree(folder, copied)
     stored = load_file(folder / "model.safetensors")
     kept = {name: value for name, value in stored.items() if not name.startswith(gone)} if gone else stored

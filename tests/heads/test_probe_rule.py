@@ -7,7 +7,6 @@ from specexport.heads.probe import DEVIATIONS, _deviations
 
 
 def places(wins, losses, both, neither):
-    """Where one reading is right and where another is."""
     other = torch.tensor([True] * wins + [False] * losses + [True] * both + [False] * neither)
     first = torch.tensor([False] * wins + [True] * losses + [True] * both + [False] * neither)
     return other, first

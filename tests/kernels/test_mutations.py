@@ -16,8 +16,6 @@ KERNELS = Path(__file__).parents[2] / "specexport" / "kernels"
 
 
 class Mutation(NamedTuple):
-    """A text in one file, what replaces it, and the case that must notice."""
-
     file: str
     old: str
     new: str

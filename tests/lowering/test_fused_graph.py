@@ -36,8 +36,6 @@ EXPECTED = {
 
 
 class Fused:
-    """A model through all fusions, its counts, and its engine in ``folder``."""
-
     def __init__(self, model: Any, folder: Path, rows: int = ROWS) -> None:
         traced = trace_of(model)
         self.folder, self.layers, self.graph = folder, traced.layers, traced.ir_model
@@ -51,7 +49,6 @@ class Fused:
         write_padded_onnx(padded, folder)
 
     def engine(self, num_rows: int, capacity: int = 40, **options: Any) -> Engine:
-        """A fresh engine."""
         return Engine(self.folder, self.layers, num_rows=num_rows, capacity=capacity, **options)
 
 

@@ -23,8 +23,6 @@ ARCHITECTURES = ["llama", "gpt2", "gemma2", "gemma3", "gpt_oss", "phi", "mistral
 
 
 class Lowered(NamedTuple):
-    """A model's graphs."""
-
     folder: Path
     layers: Any
     ranges: list[CacheRange]
@@ -38,7 +36,6 @@ def ranges_of(model: Any, pieces: Sequence[np.ndarray] = TEXTS, max_len: int = 9
 
 
 def lower(model: Any, folder: Path, ranges: list[CacheRange] | None, quantize: str | None = None) -> Lowered:
-    """Write the graphs of a model; float caches without ``ranges``."""
     traced = trace_of(model, group_experts=True)  # as the walk over all architectures has it
     run_passes(traced.ir_model, default_passes("float32", quantize=quantize, own_operators=True))
     graph, padded = traced.ir_model, traced.ir_model.clone()

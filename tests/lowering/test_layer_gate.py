@@ -28,8 +28,6 @@ MLP_NORMS = {"gemma2": "pre_feedforward_layernorm"}
 
 
 class GatedEngine(Engine):
-    """An engine whose layers can be switched off."""
-
     mask: Sequence[bool] = ()
     wanted = False
     similarity: np.ndarray
@@ -54,8 +52,6 @@ class GatedEngine(Engine):
 
 
 class Built(NamedTuple):
-    """A gated engine and the same engine without gates, and the torch model they are of."""
-
     name: str
     model: Any
     ir_model: Any
@@ -92,7 +88,6 @@ def make(name: str, folder: Path) -> Built:
 
 @contextmanager
 def left_out(model: Any, mask: Sequence[bool]) -> Iterator[None]:
-    """The transformers model with the attentions and MLPs that ``mask`` switches off giving zeros."""
     import torch
 
     def silence(_module: Any, _args: Any, output: Any) -> Any:

@@ -99,7 +99,6 @@ def test_a_node_equals_the_reference_of_the_op(name: str) -> None:
 
 
 def traced(name: str, dtype: str, *, pack: bool = False) -> Any:
-    """A traced model, to be cloned, and its checkpoint."""
     result = trace(name, dtype, pack=pack)
     return result, make_checkpoint(result.model)
 

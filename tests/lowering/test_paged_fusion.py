@@ -46,7 +46,6 @@ EXPECTED = {
 
 
 def fused(model: Any, *, lower: Any = attach_paged_attention) -> tuple[ir.Model, Any, int]:
-    """A model's paged graph with all fusions, its layers, and how many additions were joined."""
     traced = trace_of(model)
     run_passes(traced.ir_model, default_passes("float32", pack=True))
     fuse_for_paging(traced.ir_model, 64, None)
@@ -58,7 +57,6 @@ OFTEN = {"llama", "phi_partial", "gpt_oss", "gemma3"}
 
 
 def with_marks(names: Iterable[str], often: set[str]) -> list[Any]:
-    """Parameters, of which some run every day."""
     return [pytest.param(name, marks=() if name in often else pytest.mark.whole) for name in names]
 
 

@@ -58,8 +58,6 @@ def test_lowered_models_build_without_a_warning_that_matters(name: str, dtype: s
 
 
 def build(model: ir.Model, case: Case, sm: str) -> tuple[bool, str]:
-    """Build a one-layer graph for decode, verify and prefill; returns success and what TensorRT said."""
-
     class Log(trt.ILogger):  # type: ignore[misc]
         def __init__(self) -> None:
             trt.ILogger.__init__(self)

@@ -42,7 +42,6 @@ def lower(case: Case, dtype: str = "float32", capacity: int = CAPACITY) -> tuple
 def run(
     model: ir.Model, inputs: dict[str, np.ndarray], step: dict[str, np.ndarray], dtype: str = "float32"
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Output [T, Hq*Dv] and the caches [B, 1, H, L, D], in float64."""
     named = {value.name for value in model.graph.inputs}
     feeds = inputs | step
     for name in ("k_cache", "v_cache"):

@@ -78,7 +78,6 @@ def interpreted() -> Any:
 @pytest.mark.fuzz
 @pytest.mark.parametrize("splits", [None, 2])
 def test_graphs_with_the_real_kernels_equal_the_reference(splits: int | None, interpreted: Any) -> None:
-    """The kernels that the names of a graph's nodes stand for, interpreted."""
     case = replace(CASES["everything"], rows=((3, 5), (17, 1), (9, 0), (0, 3)))
     check(case, "float16", splits, interpreted, tolerance=5e-3)  # weights are rounded before the second product
 

@@ -15,7 +15,6 @@ CONTRIB = {"FastGelu", "QuickGelu", "SkipLayerNormalization", "SkipSimplifiedLay
 
 
 def run_on(op_type: str, width: int, changed: int | None) -> "ort.InferenceSession":
-    """A session of one operator over [T, width], with whatever else it takes."""
     x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(["T", width]))
     graph = ir.Graph([x], [], nodes=[], opset_imports={"": 23, "com.microsoft": 1}, name="g")
     emit, inputs = Emitter(graph, "it"), [x, x] if op_type.startswith("Skip") else [x]

@@ -71,7 +71,6 @@ def step_of(case: Case, num_tokens: int, *, alike: bool = False) -> dict[str, np
 
 
 def runner(model: ir.Model) -> Any:
-    """What computes a step, on two threads."""
     session = session_of(model, num_threads=2)
     return lambda step: session.run(None, step)[0]
 
@@ -116,12 +115,10 @@ def reference(case: Case, weights: dict[str, np.ndarray], step: dict[str, np.nda
 
 
 def unpacked(weight: BlockWeight) -> np.ndarray:
-    """Its values, of whatever format."""
     return unpack(weight.kind, pack(weight.kind, weight), *weight.shape)
 
 
 def one_by_one(run: Any, step: dict[str, np.ndarray]) -> np.ndarray:
-    """Each token in a step of its own."""
     count = len(step["x"])
     return np.concatenate([run({name: array[i : i + 1] for name, array in step.items()}) for i in range(count)])
 

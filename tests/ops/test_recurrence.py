@@ -133,8 +133,6 @@ def test_torch_op_is_the_reference(name: str) -> None:
 
 
 class Lowered:
-    """The lowered function of one op as a session of its own."""
-
     def __init__(self, case: Case, inputs: dict[str, np.ndarray]) -> None:
         self.spec = OPS[case.kind][0]
         for spec in RECURRENCES:
@@ -164,7 +162,6 @@ class Lowered:
         self.names = {each.name for each in self.session.get_inputs()}
 
     def run(self, inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
-        """Run it with states and pending entries in place."""
         io, kept = self.session.io_binding(), {name: inputs[name].copy() for name in ("state", "pending")}
         for name in self.names - set(kept):
             io.bind_cpu_input(name, np.ascontiguousarray(inputs[name]))

@@ -185,7 +185,6 @@ def test_the_reference_notices_what_differs(right: dict[str, Any], wrong: dict[s
 
 
 def lower_for(backend: str, model: ir.Model) -> None:
-    """Lower a one-node model for a backend that computes no slopes."""
     from specexport.lowering.ort_cuda import lower_ort_cuda
     from specexport.lowering.trt_native import replace_attention
     from specexport.lowering.trt_plugin import replace_attention as plug_in

@@ -25,7 +25,6 @@ each = pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
 
 
 def instructions(path: Path) -> Iterator[tuple[str, str]]:
-    """Instructions of a Dockerfile with their arguments, continued lines joined."""
     text = re.sub(r"^\s*#.*\n", "", path.read_text(), flags=re.MULTILINE)
     for line in re.sub(r"\\\n\s*", "", text).splitlines():
         if line.strip():

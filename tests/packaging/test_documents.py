@@ -31,7 +31,6 @@ ELSEWHERE = ("vllm/", "/")
 
 
 def prose_of(page: Path) -> str:
-    """A page without its fenced blocks."""
     return FENCE.sub("", page.read_text(encoding="utf-8"))
 
 
@@ -46,7 +45,6 @@ def anchors_of(page: Path) -> Iterator[str]:
 
 
 def broken_links(page: Path) -> list[str]:
-    """Relative links of a page that lead nowhere."""
     broken = []
     for match in LINK.finditer(CODE.sub("", prose_of(page))):
         target = match["target"]
@@ -84,7 +82,6 @@ def test_the_api_pages_name_what_there_is(page: Path) -> None:
 
 
 def is_there(name: str) -> bool:
-    """Whether a dotted name is a module of ours, or something in one."""
     module, _, attribute = name.rpartition(".")
     try:
         return bool(module and hasattr(importlib.import_module(module), attribute)) or bool(

@@ -36,7 +36,6 @@ def hatchling(kind: str, folder: Path, **environment: str) -> subprocess.Complet
 
 @pytest.fixture
 def compiler(tmp_path: Path) -> Path:
-    """Writes its arguments where the library shall be."""
     path = tmp_path / "my compiler"
     path.write_text(
         f"#!{sys.executable}\nimport json, sys\n"
@@ -129,7 +128,6 @@ def test_without_any_compiler_one_line_says_what_to_do(tmp_path: Path) -> None:
 
 
 def form_of(library: bytes) -> tuple[str, int]:
-    """Kind of a binary, and the number of its processor."""
     if library[:5] == b"\x7fELF\x02":
         return "ELF", struct.unpack_from("<H", library, 18)[0]
     if library[:4] == b"\xcf\xfa\xed\xfe":

@@ -32,8 +32,6 @@ NOT_RUN = ROOT / "docs" / "benchmarks.md"
 
 
 class Block(NamedTuple):
-    """One fenced piece of a page."""
-
     page: Path
     line: int
     language: str
@@ -71,7 +69,6 @@ def use_one_core() -> None:
 
 
 def with_free_port(body: str) -> str:
-    """The commands with a port that nobody else has."""
     for port in set(re.findall(r"--port (\d+)", body)):
         with closing(socket.create_server(("127.0.0.1", 0))) as probe:
             body = re.sub(rf"\b{port}\b", str(probe.getsockname()[1]), body)

@@ -10,7 +10,6 @@ SOURCES = [*(ROOT / "specexport").rglob("*.py"), *(ROOT / "runtime").rglob("*.py
 
 
 def texts() -> list[str]:
-    """Every text of the sources, with ``…`` for what is put in."""
     found = []
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

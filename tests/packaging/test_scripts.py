@@ -12,7 +12,6 @@ PACKAGES = ("specexport", "specexport_runtime")
 
 
 def imported_names(source):
-    """Modules of the packages, and the names that are taken out of each."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in PACKAGES:
             yield node.module, [alias.name for alias in node.names]

@@ -19,7 +19,6 @@ PACKED = {"llama": 10, "llama_tied": 10, "gpt2": 0, "phi3": 0, "qwen3_moe": 6, "
 
 
 def prepare(model: Any) -> Any:
-    """``model`` as the pass finds it."""
     passes = default_passes("float32")
     run_passes(model, passes[: [item.name for item in passes].index("precision-cast")])
     return model

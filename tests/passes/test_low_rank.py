@@ -26,7 +26,6 @@ SOME = ("q_proj", "v_proj", "up_proj")
 
 
 def run(folder: Path, ids: list[int]) -> np.ndarray:
-    """Logits [T, V] of the tokens with these adapters."""
     session = session_of(folder / "model.onnx")
     feeds = pack([TOKENS], [0]) | {"adapter_ids": np.array(ids, np.int64)}
     caches = {

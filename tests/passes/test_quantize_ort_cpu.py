@@ -69,7 +69,6 @@ def test_a_small_lm_head_has_eight_bits_beside_int4(share, bits, traced, monkeyp
 
 
 def formats_of(model: ir.Model) -> dict[str, list[str]]:
-    """Formats of the weights in blocks, by operator."""
     found: dict[str, list[str]] = {"BlockLinear": [], "BlockEmbedding": []}
     for node in model.graph:
         if node.op_type in found:
@@ -190,7 +189,6 @@ TABLE = np.random.default_rng(0).normal(size=(V, H)).astype(np.float32)
 
 
 def lookup_model(ids_text: str, body: str) -> ir.Model:
-    """A graph that looks ids up in TABLE; ``body`` is its nodes."""
     text = (
         f'<ir_version: 10, opset_import: ["": 23]> g ({ids_text}, float[T, {H}] x) => (float[m, n] y, float[T, 4] z) {{'
     )

@@ -10,7 +10,6 @@ from tests.support.references.ort_operators import _PARALLEL
 
 
 def leak(layer: int, kind: str) -> str:
-    """The obstacle of a branch with a second reader."""
     return f"layer {layer}'s {kind} is read beyond the residual stream"
 
 

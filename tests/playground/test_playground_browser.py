@@ -88,7 +88,6 @@ def _pages(browser: Any) -> Iterator[Open]:
 
 
 def run(page: Any, *, prompt: str | None = None, tokens: int = 64, wait: bool = True) -> None:
-    """Fill the form and click on Run."""
     if prompt is not None:
         page.fill("#prompt", prompt)
     page.fill("#max-tokens", str(tokens))
@@ -98,7 +97,6 @@ def run(page: Any, *, prompt: str | None = None, tokens: int = 64, wait: bool = 
 
 
 def shown_tokens(page: Any, column: str) -> list[dict[str, str]]:
-    """Text and kind of each token on the page, and who drafted it if it was accepted."""
     nodes = "[...document.querySelectorAll(`#${column} [data-output] > .t`)]"
     js = f"column => {nodes}.map((t) => ({{text: t.textContent, kind: t.classList[1], drafter: t.dataset.drafter}}))"
     tokens = page.evaluate(js, column)
@@ -132,7 +130,6 @@ def slow_served() -> Iterator[Served]:
 
 @pytest.fixture
 def ends(slow_served) -> list[str]:
-    """How requests end."""
     reasons: list[str] = []
 
     class Watcher:

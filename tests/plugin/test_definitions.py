@@ -92,8 +92,6 @@ def embed_all(trt: Any, spec: KernelSpec, sm: str | int) -> list[Embedded]:
 
 
 class Recorder:
-    """Stands for a Triton kernel and remembers its launch."""
-
     def __init__(self, kernel: Any) -> None:
         self.arg_names = kernel.arg_names
 
@@ -106,7 +104,6 @@ class Recorder:
 
 
 def launched(spec: KernelSpec, tiles: Any, step: Mapping[str, int], patch: pytest.MonkeyPatch) -> Recorder:
-    """What ``kernels.launch`` launches for a step."""
     import torch
 
     recorder = Recorder(launch.KERNELS[spec.kernel])

@@ -27,7 +27,6 @@ def _cluster() -> Iterator[int]:
 
 @pytest.fixture(scope="session")
 def deployed(_cluster: int, demo_bundle: Path) -> Deployed:
-    """Two replicas of the demo bundle."""
     from specexport_runtime.ray_serve import deploy
 
     handle = deploy({"bundle": str(demo_bundle), "num_replicas": 2, "port": _cluster, **SETTINGS})
@@ -36,7 +35,6 @@ def deployed(_cluster: int, demo_bundle: Path) -> Deployed:
 
 @pytest.fixture(scope="session")
 def alone(demo_bundle: Path) -> Iterator["Alone"]:
-    """The texts of an engine in this process."""
     engine = SpecEngine.load(demo_bundle, spin=False, **ENGINE)
     yield Alone(engine)
     engine.close()

@@ -20,7 +20,6 @@ REPLICA = "x-specexport-replica"
 
 
 def stream_text(lines: Any) -> str:
-    """The text of a stream; fails unless the stream ends as it should."""
     text, ended = "", False
     for line in lines:
         if line.startswith("data: "):

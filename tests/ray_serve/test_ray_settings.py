@@ -131,8 +131,6 @@ def test_keys_are_not_part_of_what_ray_keeps(demo_bundle, monkeypatch):
 
 
 class Gate:
-    """Lets a fake target's steps through one at a time."""
-
     def __init__(self, target):
         self._permits, self._execute = threading.Semaphore(0), target.execute
         self.waiting = threading.Semaphore(0)
@@ -304,8 +302,6 @@ def test_what_ray_raises_is_told_in_openai_s_shape():
 
 
 class Handle:
-    """A deployment handle whose answer never comes."""
-
     def __init__(self):
         self.options_seen, self.cancelled = [], False
 

@@ -56,7 +56,6 @@ TEXT = [
 
 
 def pieces_of(text, draw):
-    """The text in pieces of one letter or more."""
     while text:
         size = draw.choice([1, 1, 2, 5, 30])
         yield text[:size]
@@ -64,7 +63,6 @@ def pieces_of(text, draw):
 
 
 def read_in_pieces(syntax, text, draw, *, is_cut=False):
-    """What a stream says: content, reasoning, calls; whether a call was broken."""
     reader, events = AnswerReader(syntax), []
     for piece in pieces_of(text, draw):
         events += reader.take(piece)

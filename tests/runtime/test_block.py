@@ -65,8 +65,6 @@ class Rounds(Models):
         return text, laws
 
     def round(self, rule, lookahead):
-        """The law of (draft, accepted, tokens) of one round."""
-
         def run(way):
             drafted, laws = self.propose(way, lookahead)
             uniforms = [Draws(None, Uniform(way), Uniform(way)) for _ in range(lookahead + 1)]

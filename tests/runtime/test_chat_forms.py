@@ -101,7 +101,6 @@ TALKS = {
 
 
 def texts_of(messages):
-    """All that is said in messages, each in a piece."""
     for message in messages:
         content = message["content"]
         yield from [content] if isinstance(content, str) else [part["text"] for part in content]
@@ -186,7 +185,6 @@ def test_a_text_beside_calls_may_be_left_out_later():
 
 
 def agent(count, first=()):
-    """A long talk of an agent that says something with each call."""
     called = [CALLED | {"content": "let me see"}, FOUND]
     return [*first, USER, *(message for i in range(count) for message in (*called, *([SAID, USER] * (i % 3 == 2))))]
 

@@ -37,7 +37,6 @@ def lookup(tokens, count, tree_size, **options):
 
 
 def shape(proposal):
-    """The chain, and the paths of its branches."""
     nodes = proposal.nodes
     places = range(len(proposal.tokens), len(nodes))
     return proposal.tokens, [[nodes[i] for i in proposal.path_to(place)] for place in places]

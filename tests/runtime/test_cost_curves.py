@@ -87,7 +87,6 @@ def promised(drafted):
 
 
 def teach(learned):
-    """Rounds in which the draft's steps take three times what was promised."""
     for i in range(12):
         drafted = i % 3
         learned.observe(RoundSeconds(1, drafted, promised, promised(drafted), {"draft-model": (0.4, 1.2)}))

@@ -193,8 +193,6 @@ def test_no_device_in_every_form(runtime, name):
 
 
 class Kernels:
-    """Answers like ``cuda.bindings.driver``."""
-
     def __init__(self):
         self.asked, self.failing = [], {}
 

@@ -29,7 +29,6 @@ def raising(error):
 
 
 def once(function, error):
-    """``function``, which raises in its first call."""
     errors = [error]
 
     def call(*args, **options):

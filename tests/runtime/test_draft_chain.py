@@ -43,7 +43,6 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 
 
 def begun(row: int, prompt: list[int], params: SamplingParams | None = None, **options: Any) -> Any:
-    """A request that has its first token."""
     seq = make_sequence(row, prompt, params or SamplingParams(max_tokens=30), **options)
     seq.row = row
     seq.commit([1])
@@ -57,7 +56,6 @@ class Counted(NamedTuple):
 
 
 def decode(executor: Any, params: Callable[[int], SamplingParams], **options: Any) -> Counted:
-    """Texts and drafts, with the steps of the draft model, all and of chains."""
     steps = []
     for name in ("execute", "execute_rows", "enqueue"):
         inner = getattr(executor, name)

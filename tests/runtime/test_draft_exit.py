@@ -79,7 +79,6 @@ def test_values_out_of_range_are_refused_by_name(name, value, hint):
 
 
 def propose(executor, sequences, limits):
-    """What a draft model proposes for sequences that have one generated token each."""
     drafter = ModelDrafter(ModelRunner(executor), vocab_size=VOCAB, max_backlog=20)
     for row, seq in enumerate(sequences):
         seq.row = row
@@ -148,8 +147,6 @@ def test_greedy_text_equals_plain_greedy(gamma, lookahead):
 
 
 class Rules:
-    """Draft exit as it is."""
-
     def draft(self, seq, table, lookahead):
         draft = Draft(seq, lookahead)
         while draft.is_open:
@@ -210,7 +207,6 @@ def emit(seed, params, rules, exits, table, target, lookahead, length, rule):
 
 
 def at(counts, position):
-    """The same counts or probabilities, of one position alone."""
     marginal = Counter()
     for tokens, value in counts.items():
         marginal[tokens[position]] += value

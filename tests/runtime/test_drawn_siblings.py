@@ -61,8 +61,6 @@ def parallel(executor, made, lookahead=2):
 
 
 def laws(target, made, proposal):
-    """The target's law behind each node."""
-
     def behind(place):
         path = [proposal.nodes[i] for i in proposal.path_to(place)]
         return made.sampler.distribution(target.logits_after([*made.tokens, *path]), path)
@@ -71,8 +69,6 @@ def laws(target, made, proposal):
 
 
 def target_law(target, options=None):
-    """What follows the prompt and the token behind it, of the target alone."""
-
     def behind(text):
         sampler = Sampler(SamplingParams(max_tokens=30, **{"temperature": 0.9, **(options or {})}), PROMPT, VOCAB)
         sampler.append([0, *text])

@@ -27,7 +27,6 @@ LONG = SamplingParams(max_tokens=400)
 
 
 def sequence(index=0, owner="a", priority=0, length=4, generated=0, **options):
-    """One of a model that takes long texts."""
     options = {"vocab_size": VOCAB, "max_model_len": 2000, "owner": owner, "priority": priority} | options
     seq = Request(index, [1] * length, options.pop("params", LONG), **options)
     if generated:
@@ -36,7 +35,6 @@ def sequence(index=0, owner="a", priority=0, length=4, generated=0, **options):
 
 
 def rows_of(*running, num_rows=1):
-    """Rows in which sequences run that have read nothing."""
     rows = Rows(ModelRunner(FakeExecutor(VOCAB, max(num_rows, len(running)), 2000)), ChainDrafter())
     for row, seq in enumerate(running):
         rows.admit(seq, row)
@@ -47,7 +45,6 @@ def rows_of(*running, num_rows=1):
 
 
 def order(queue, held=None):
-    """Everybody in turn, each of whom keeps the row."""
     rows, taken = Counter(held), []
     while (seq := queue.next(rows)) is not None:
         queue.take(seq)
@@ -124,7 +121,6 @@ def test_every_queue_is_fair(arrivals):
 
 
 def victim(newcomer, *running, can_resume=True):
-    """Of sequences that have read all but their newest token."""
     rows = rows_of(*running)
     for row, seq in enumerate(running):
         rows.target.kv.restore(row, len(seq.tokens) - 1)

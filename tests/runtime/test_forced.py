@@ -111,7 +111,6 @@ def test_sampled_text_follows_the_masked_distribution(noise, rows, lookahead):
 
 
 def test_guesses_that_are_taken_as_if_they_were_forced_are_noticed(monkeypatch):
-    """The test above can fail."""
     from specexport_runtime.decoding import decoder as module
 
     accept = module.accept_processed

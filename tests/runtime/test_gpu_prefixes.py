@@ -26,7 +26,6 @@ OTHER = (np.arange(30) * 5 % VOCAB).tolist()
 
 @pytest.fixture
 def opened(monkeypatch, tmp_path):
-    """Opens a target and a draft of a way with so many rows, and a fake target that computes the same."""
     ort = FakeOrt(lambda ort, _: on_cuda.FakeSession(ort, ort.inputs))
     ort.inputs = [*on_cuda.INPUTS, "block_table", "attention_metadata", *on_cuda.CACHES]
     ort.install(monkeypatch)

@@ -43,7 +43,6 @@ def test_features_are_asked_for_only_where_a_head_may_draft():
 
 
 def parallel_head(decoder, drafter):
-    """A drafter that guesses all tokens in one step."""
     executor = drafter.runner.executor
     mask = MaskInput(9, np.full(executor.feature_size, -1, np.float32))
     made = decoder.drafter.drafters["head"] = HeadDrafter(ModelRunner(executor), vocab_size=VOCAB, mask=mask)

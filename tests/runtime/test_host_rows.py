@@ -17,7 +17,6 @@ from tests.support.fakes.loop import finish, make_decoder, make_draft, make_sequ
 
 
 def make_rows(rng: np.random.Generator, count: int, width: int) -> np.ndarray:
-    """Rows as certain as a model's, flat ones, with many equal logits, and with tokens that are not possible."""
     rows = (2.5 * rng.normal(size=(count, width))).astype(np.float32)
     for row in rows:
         kind = rng.integers(5)

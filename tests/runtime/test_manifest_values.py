@@ -27,7 +27,6 @@ ABSURD = (
 
 
 def places(value, path=()):
-    """Every place of a JSON value, inner ones included."""
     yield path
     children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in children:

@@ -182,7 +182,6 @@ EVENTS, ROWS, OWNERS = 500, 4, ("a", "b", "c")
 
 
 def exit_of(seq):
-    """Every third draft ends where it is not sure."""
     return DraftExit(DraftExitParams(gamma=0.3)) if seq.index % 3 == 0 else None
 
 

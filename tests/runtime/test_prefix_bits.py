@@ -96,7 +96,6 @@ def paused(engine, marks, drafter, **sampling):
 
 
 def pause_both(engine, drafter, **sampling):
-    """The result alone, and with two pauses."""
     alone, again = (paused(engine, marks, drafter, **sampling) for marks in ((), (8, 60)))
     assert (alone.stats.preemptions, again.stats.preemptions) == (0, 2)
     assert alone.stats.accepted_lengths == again.stats.accepted_lengths

@@ -19,14 +19,12 @@ WIDTH = 5000
 
 
 def candidates(rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Ids in any order, and logits among which many are equal."""
     ids = rng.permutation(WIDTH)[:count].astype(np.int32)
     kinds = (rng.normal(size=count) * 3, rng.integers(-2, 2, count), np.zeros(count), -rng.exponential(30, count))
     return ids, kinds[rng.integers(4)].astype(np.float32)
 
 
 def make_rows(samplers, uniforms, tokens, found) -> list[DeviceRow]:
-    """Rows of a step whose candidates ``found`` are there."""
     count = len(samplers)
     lane = Lane(0, 0, np.zeros((count, ASK)), np.zeros(count * (FOUND + FEW)))
     asks = [s.ask(u, WIDTH, t) for s, u, t in zip(samplers, uniforms, tokens, strict=True)]

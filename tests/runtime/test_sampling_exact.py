@@ -49,7 +49,6 @@ class Numbers:
 
 
 def check(params, draft, *, rule=accept_sampled, samples=800, length=2, lookahead=3, seed=0):
-    """p-value of one combination."""
     toy = Toy(params, draft)
     uniforms = np.random.default_rng([seed, samples, lookahead]).random((samples, length * (lookahead + 1), 3))
     counts = Counter(emit(toy, length, lookahead, Numbers(rows).round_draws(), rule) for rows in uniforms.tolist())

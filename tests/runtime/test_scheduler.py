@@ -18,8 +18,6 @@ SHORT = SamplingParams(max_tokens=3)
 
 
 class Moves(ChainDrafter):
-    """Drafts nothing, and writes down which rows are moved."""
-
     def __init__(self) -> None:
         super().__init__()
         self.moves: list[tuple[int, int]] = []
@@ -29,8 +27,6 @@ class Moves(ChainDrafter):
 
 
 class World:
-    """A scheduler, and a target that has read what it was given."""
-
     def __init__(self, num_rows: int, budget: int, max_chunk: int = 100) -> None:
         self.drafter = Moves()
         self.rows = Rows(ModelRunner(make_target(num_rows), max_chunk=max_chunk), self.drafter)

@@ -47,7 +47,6 @@ def prompts(bundle):
 
 
 def decode(bundle, executor, prompts, lookahead, *, max_tokens=24, max_chunk=512, choices=(), **options):
-    """The sequences after decoding; ``lookahead`` 0 is plain."""
     runner = ModelRunner(executor, max_chunk=max_chunk)
     drafter = SelfDrafter(runner, vocab_size=bundle.manifest.vocabulary.size)
     sequences = [

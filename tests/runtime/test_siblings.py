@@ -24,7 +24,6 @@ PROMPTS = [[3, 1], [1, 2, 3, 4, 5], [16] * 9]
 
 
 def propose(tree_size, *, rows=3, cut_head=None, lookahead=4, **options):
-    """A first draft for each prompt, and its requests; ``options`` are of the sampling parameters."""
     draft = FakeExecutor(VOCAB, rows, CAPACITY)
     drafter = ModelDrafter(ModelRunner(draft), vocab_size=VOCAB, max_backlog=16, cut_head=cut_head)
     params = SamplingParams(max_tokens=40, **options)

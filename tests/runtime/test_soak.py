@@ -55,7 +55,6 @@ print(process_bytes() - before)
 @pytest.mark.whole
 @pytest.mark.parametrize(("what", "times"), [("requests", 500), ("engines", 50), ("forks", 200)])
 def test_memory_does_not_grow(demo_bundle, what, times):
-    """By 2 MB at most, behind a fifth of them."""
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", PROGRAM, str(demo_bundle), what, str(times)]
     environment = os.environ | {"MALLOC_ARENA_MAX": "1"}  # what lies free in another is not lost
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)

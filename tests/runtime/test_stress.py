@@ -25,8 +25,6 @@ ROW_BYTES = 2 * CAPACITY * ENTRY_BYTES
 
 
 class World:
-    """A decoder, what was asked of it, and what each request gives alone."""
-
     def __init__(self, seed: int, reuse: bool = False, budget: float | None = None, **modes: bool) -> None:
         self.random = np.random.default_rng(seed)
         self.beginnings = self.random.integers(0, VOCAB, (3, MAX_MODEL_LEN)).tolist() if reuse else []
@@ -108,7 +106,6 @@ class World:
             assert resident <= self.limit / 8  # a spare, and no more
 
     def live_through(self, events: int) -> None:
-        """So many events, and then steps until all have ended."""
         kinds = [self.submit, self.cancel, self.step, self.fail]
         for choice in self.random.choice(4, chance.many(events), p=[0.14, 0.03, 0.825, 0.005]):
             kinds[choice]()

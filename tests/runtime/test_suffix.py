@@ -321,7 +321,6 @@ def test_what_cannot_be_kept_is_refused():
 
 
 def scores(continuations, prefix=()):
-    """All paths with their scores, by brute force over prefixes."""
     here = [each for each in continuations if tuple(each[: len(prefix)]) == prefix]
     yield prefix, 0.0
     for token in {each[len(prefix)] for each in here if len(each) > len(prefix)}:

@@ -27,8 +27,6 @@ def test_hold_back_is_the_longest_possible_start(pieces, strings):
 
 
 class CountedText(str):
-    """Counts how often it is compared with an end of a text."""
-
     compared = 0
 
     def startswith(self, *args):
@@ -140,8 +138,6 @@ def test_a_window_moves_only_to_where_it_decodes_alike():
 
 
 class CountingTokenizer:
-    """Counts the tokens that are decoded."""
-
     def __init__(self, tokenizer):
         self._tokenizer = tokenizer
         self.decoded = 0

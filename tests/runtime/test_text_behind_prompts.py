@@ -64,7 +64,6 @@ def whole_text(tokenizer, ids, params, hidden=None):
 
 
 def answer_text(tokenizer, prompt, ids, params, hidden=None):
-    """By the definition."""
     whole, before = (whole_text(tokenizer, each, params, hidden) for each in ([*prompt, *ids], prompt))
     shared = takewhile(lambda pair: pair[0] == pair[1], zip(whole, before, strict=False))
     return whole[len(list(shared)) :]

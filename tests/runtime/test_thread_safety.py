@@ -30,7 +30,6 @@ def _threads_take_turns_often():
 
 
 def request(number):
-    """The request of a number: the same in every thread."""
     rng = random.Random(chance.seed(number))
     prompt = [rng.randrange(17) for _ in range(rng.randint(1, 30))]
     temperature = rng.choice([0.0, 0.8])
@@ -101,7 +100,6 @@ WAYS = (by_submit, by_iteration, by_generate, by_submit_all, by_cancelling)
 
 
 def use(engine, thread, alone, start):
-    """What one thread does."""
     start.wait(30)
     for i in range(EACH):
         number = thread * EACH + i

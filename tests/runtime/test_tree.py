@@ -90,7 +90,6 @@ def grow(models, way, shape):
 
 
 def in_order(tokens, parents, laws):
-    """The chain of first children in front, as a proposal has it."""
     chain, place = [], -1
     while place in parents:
         place = parents.index(place)
@@ -102,7 +101,6 @@ def in_order(tokens, parents, laws):
 
 
 def run_round(models, rule, shape, way):
-    """Nodes and parents, the verdict, and the tokens of one round."""
     proposal = grow(models, way, shape)
     nodes, parents = proposal.nodes, proposal.parents
     asked = []
@@ -133,7 +131,6 @@ def judged(models, rule, shape):
 
 
 def below(text):
-    """As many children as the kept tokens say."""
     return [("d", [])] * (1 + sum(text) % 2)
 
 

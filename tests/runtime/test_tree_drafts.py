@@ -14,7 +14,6 @@ from tests.support.references.exact_texts import LENGTH, SMALL, least_p_value, m
 
 
 def decoded(name, tree_size):
-    """Rounds and events of greedy requests for all prompts."""
     decoder, target, _ = KINDS[name].make(3, NOISES["good"])
     target.takes_trees = True
     requests = [

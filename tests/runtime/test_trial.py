@@ -61,7 +61,6 @@ def compiler():
 
 @pytest.fixture(scope="module")
 def hasty():
-    """As ``compiler``, with a fifth of time and memory."""
     with closing(make_compiler()) as compiler:
         compiler._trial._most = trial.WORK_S / 5, trial.TOKEN_S, trial.MEMORY // 5
         yield compiler

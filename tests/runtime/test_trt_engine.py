@@ -26,7 +26,6 @@ def file_for(builder="tensorrt-rtx", version=None):
 
 @pytest.fixture(scope="module")
 def tiny_engine():
-    """A real engine of one layer, built with no GPU."""
     trt = pytest.importorskip("tensorrt_rtx")
     logger = trt.Logger(trt.Logger.ERROR)
     builder = trt.Builder(logger)

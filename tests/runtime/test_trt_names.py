@@ -27,8 +27,6 @@ OWNERS = {
 
 
 class Use(NamedTuple):
-    """An attribute that ``trt_engine`` takes of the package."""
-
     owner: str  # class, or empty for the module
     names: tuple[str, ...]  # ("ILogger", "Severity", "ERROR")
     num_arguments: int | None  # of the call; None: it is read or set
@@ -38,7 +36,6 @@ class Use(NamedTuple):
 
 
 def uses(*, of_rtx: bool) -> list[Use]:
-    """All, or those outside what RTX adds."""
     found: set[Use] = set()
     left_out = {"odd_tensors"} if of_rtx else {"odd_tensors", "RtxKernels"}  # the first takes an engine of ours
     kept = [x for x in ast.parse(inspect.getsource(trt_engine)).body if getattr(x, "name", None) not in left_out]

@@ -24,7 +24,6 @@ NAMES, FEATURE_SIZE = tuple(SPECS), 2
 
 
 def make_step(first_row, tokens, kv_lens, logits):
-    """Host arrays of a step, as the loop fills them."""
     counts = [len(row) for row in tokens]
     shape = StepShape(first_row, len(tokens), sum(counts), max(counts), sum(logits))
     features = np.arange(shape.num_tokens * FEATURE_SIZE, dtype=np.float32).reshape(-1, FEATURE_SIZE) + 1
@@ -39,7 +38,6 @@ def make_step(first_row, tokens, kv_lens, logits):
 
 
 def rubbish(shape, names):
-    """An engine's arrays before anything was written into them."""
     sizes = {name: shape.shape_of(with_feature_size(SPECS[name], FEATURE_SIZE)) for name in names}
     return {name: np.full(size, -9, SPECS[name].dtype) for name, size in sizes.items()}
 
@@ -57,7 +55,6 @@ def pack(
     names=NAMES,
     ends=None,
 ):
-    """The engine's arrays for one step, over memory full of rubbish."""
     shape, buffers = make_step(first_row, tokens, kv_lens, logits)
     window = place_step(shape, profile, num_rows, packed=packed)
     plan = plan_step(window, [len(row) for row in tokens], buffers.logit_rows, names)

@@ -19,7 +19,6 @@ from specexport_runtime.user_cache import ROOT_VARIABLE, cache_folder, cache_roo
 
 @pytest.fixture(autouse=True)
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of this test's own."""
     monkeypatch.setenv("SPECEXPORT_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache"
 

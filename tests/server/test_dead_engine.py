@@ -36,12 +36,10 @@ def lost_gpu(engine, monkeypatch):
 
 
 def lost_session(engine, monkeypatch):
-    """ONNX Runtime's clears nothing."""
     engine.target.execute = raising(RuntimeError("CUDA failure 700"))
 
 
 def out_of_memory(engine, monkeypatch):
-    """Of one request."""
     execute, errors = engine.target.execute, [MemoryError()]
     engine.target.execute = lambda *args: raising(errors.pop())() if errors else execute(*args)
 
@@ -54,17 +52,14 @@ def full_disk(engine, monkeypatch):
 
 
 def defect(engine, monkeypatch):
-    """In a place where none is expected."""
     engine._loop.decoder.add = raising(RuntimeError("words of a prompt"))
 
 
 def closed(engine, monkeypatch):
-    """By who embeds the server."""
     engine.close()
 
 
 def stuck(engine, monkeypatch):
-    """A step that does not end."""
     engine.stuck_after_s, engine.test_begins, engine.test_ends = 0.0, threading.Event(), threading.Event()
     engine.target.execute = lambda *_: engine.test_begins.set() or (engine.test_ends.wait(HANG_S) and None)
 

@@ -105,8 +105,6 @@ def test_all_choices_of_a_client_end_with_it(stepper):
 
 
 class FailsOnce:
-    """Lets one step of a target raise, when it is told to."""
-
     def __init__(self) -> None:
         self.armed = threading.Event()
 

@@ -43,7 +43,6 @@ class Watched:
         self.right = self.ask(HONEST[0])
 
     def ask(self, key: str) -> str:
-        """The text of an honest request, which must be answered."""
         body = {"prompt": "import os\n", "max_tokens": 8, "temperature": 0}
         data = request(body, Authorization=f"Bearer {key}", Connection="close")
         answers = send(self.served.port, RawRequest("honest", data))
@@ -62,7 +61,6 @@ class Watched:
         return found
 
     def probe_until(self, over: threading.Event) -> list[float]:
-        """Seconds of answers of ``/health``."""
         found = []
         while not found or not over.wait(0.02):
             start = time.perf_counter()

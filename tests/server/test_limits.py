@@ -27,7 +27,6 @@ def connections(served: Served) -> int:
 
 @pytest.fixture(scope="module")
 def tight():
-    """Limits that a test can reach, but none of time."""
     with Served(lambda: fake_engine(rows=1), ServerConfig(model_name="fake", max_body_bytes=500)) as served:
         yield served
 
@@ -45,7 +44,6 @@ def padded(size: int) -> bytes:
 
 
 def cut_off(wire: Wire, data: bytes) -> bool:
-    """Whether the server takes nothing more."""
     try:
         wire.send(data)
     except OSError:

@@ -34,8 +34,6 @@ Lines = Callable[[], list[dict[str, Any]]]
 
 
 class Collect(logging.Handler):
-    """Keeps the lines of a formatter."""
-
     def __init__(self, formatter: logging.Formatter) -> None:
         super().__init__(logging.DEBUG)
         self.setFormatter(formatter)

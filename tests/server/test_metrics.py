@@ -288,8 +288,6 @@ def test_a_drafter_that_is_never_accepted_is_marked(make_engine):
 
 
 class Event:
-    """What a round did for one sequence."""
-
     def __init__(self, tokens: int, drafted: int = 2, drafter: str = "") -> None:
         self.tokens, self.drafted, self.accepted, self.on_chain = [0] * tokens, drafted, 0, 0
         self.proposal = Proposal([0] * drafted, drafter=drafter)

@@ -24,7 +24,6 @@ def served() -> Iterator[Served]:
 
 
 def page(served: Served) -> dict[str, float]:
-    """Sums over the labels of every sample, and each value of a label of its own."""
     text = patience.get(f"{served.url}/metrics", headers={"Authorization": f"Bearer {KEY}"}).text
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
@@ -66,7 +65,6 @@ def test_a_refused_request_is_counted_once(served, body, status, reason):
 
 
 def open_request(served: Served) -> Wire:
-    """A request that goes on until its connection is closed."""
     client = Wire(served.port)
     body = {"prompt": "w1", "max_tokens": 390, "stream": True, "speculative": {"drafter": "none"}}
     client.post(body, Authorization=f"Bearer {KEY}")

@@ -23,7 +23,6 @@ LONG = {"model": "slow", "prompt": "w1 w2", "max_tokens": 390}
 
 @pytest.fixture(scope="module")
 def slow():
-    """One row, and a step is made when a test says so."""
     stepper = Stepper()
     with stepper.served:
         yield stepper

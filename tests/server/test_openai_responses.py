@@ -33,8 +33,6 @@ def client(fake_served):
 
 @pytest.fixture(scope="module")
 def chat_served(demo_bundle):
-    """The demo bundle with a chat template."""
-
     def load():
         engine = SpecEngine.load(demo_bundle, max_num_seqs=2, num_threads=1, spin=False)
         engine._chat_template = TEMPLATE

@@ -35,14 +35,12 @@ def clients():
 
 
 def create(client, answer, **more):
-    """The response that says ``answer``; greedy."""
     more = {"tools": TOOLS, "temperature": 0, "max_output_tokens": 300} | more
     more = {"input": [{"role": "user", "content": answer}]} | more
     return client.responses.create(model="echo", **more)
 
 
 def items_of(response):
-    """What the items are made of."""
     found = []
     for item in response.output:
         if item.type == "function_call":

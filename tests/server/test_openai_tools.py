@@ -40,7 +40,6 @@ def clients():
 
 
 def said(client, answer, **more):
-    """The choice that says ``answer``; greedy."""
     more = {"tools": TOOLS, "temperature": 0, "max_tokens": 300} | more
     messages = more.pop("messages", [{"role": "user", "content": answer}])
     return client.chat.completions.create(model="echo", messages=messages, **more)
@@ -68,7 +67,6 @@ def streamed(client, answer, **more):
 
 
 def answered(client, answer, **more):
-    """The same of a whole answer."""
     return parts(said(client, answer, **more).choices[0])
 
 
@@ -368,7 +366,6 @@ def test_odd_values_are_no_defect(clients):
 
 
 def only(key, value):
-    """A schema of one object."""
     schema = {"type": "object", "properties": {key: {"const": value}}, "required": [key]}
     return schema | {"additionalProperties": False}
 

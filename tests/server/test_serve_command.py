@@ -16,7 +16,6 @@ KEY = "a-key-that-nobody-guesses"
 
 
 def fails(capsys, *arguments: str) -> tuple[int, str]:
-    """Exit code and the one line of a command that fails."""
     from specexport_runtime.cli.command import runtime_cli
 
     with pytest.raises(SystemExit) as end:

@@ -88,7 +88,6 @@ def prompts_of(tokenizer):
 
 
 def split(tokenizer, prompt, output, skip=True):
-    """The echo and the text of an answer, by the definition."""
     ids = tokenizer.encode(prompt).ids if isinstance(prompt, str) else prompt
     whole, before = (tokenizer.decode(each, skip_special_tokens=skip) for each in ([*ids, *output], ids))
     border = next(
@@ -104,7 +103,6 @@ def ask(served, **body):
 
 
 def parts_of(served, **body):
-    """The choices of a stream's events."""
     answer = served.client.post(f"{served.url}/v1/completions", json={"max_tokens": 16, "stream": True} | body)
     *events, done = answer.text.strip().split("\n\n")
     assert done == "data: [DONE]"

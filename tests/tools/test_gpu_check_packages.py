@@ -15,7 +15,6 @@ from tools.gpu_check_lib.fatbin import CUBIN, PTX, keep_architecture
 
 
 def make_container(*images: tuple[int, int, bytes]) -> bytes:
-    """A container of images: kind, architecture and code of each."""
     body = b"".join(
         struct.pack("<HHIQ12xI32x", kind, 257, 64, len(code), sm) + code for kind, sm, code in images
     )  # fmt: skip
@@ -120,7 +119,6 @@ def make_wheel(folder: Path, name: str, files: dict[str, bytes]) -> None:
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that takes the place of the index."""
     folder = tmp_path / "index"
     library = make_library(tmp_path / "cuda.so", make_container((CUBIN, 80, 99 * b"x"), (CUBIN, 90, 99 * b"a")))
     make_wheel(folder, "onnxruntime", {

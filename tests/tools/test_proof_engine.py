@@ -42,7 +42,6 @@ def load_float32(folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with the engine files of the tiny pair."""
     folder = tmp_path_factory.mktemp("proof")
     ensure_engine(folder, "tiny", "target")
     return folder

@@ -17,7 +17,6 @@ LAYERS = {"mixtral": 2, "qwen3_moe": 2, "gpt_oss": 2, "deepseek_v3": 1}
 
 
 def expert_modules(model: Any) -> list[Any]:
-    """Modules with stacked weights."""
     return [module for module in model.modules() if isinstance(getattr(module, "down_proj", None), torch.Tensor)]
 
 

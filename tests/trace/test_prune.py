@@ -22,7 +22,6 @@ PIECES = [np.random.default_rng(seed).integers(3, VOCAB, 24) for seed in range(2
 
 
 def config_of(name: str, kept: tuple[int, ...]) -> dict[str, Any]:
-    """The tiny configuration of an architecture with some of four layers."""
     _, config = ARCHITECTURES[name]
     config = {key: value for key, value in config.items() if key not in PER_LAYER}
     config |= {key: len(kept) for key in DEPTHS if key in config}

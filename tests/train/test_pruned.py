@@ -71,7 +71,6 @@ def trained(target: Path, prompts: Path, bundle: Path, tmp_path_factory: pytest.
 
 
 def best_tokens(folder: Path, texts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Argmax behind each token, by transformers alone."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

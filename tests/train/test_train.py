@@ -97,7 +97,6 @@ PLANTED: dict[str, tuple[list[str], dict[str, Any]]] = {
 
 
 def edited(folder: Path, copied: Path, change: Callable[[str, torch.Tensor], torch.Tensor], **values: Any) -> Path:
-    """A copy of a head with other weights and another configuration."""
     shutil.copytree(folder, copied)
     stored = load_file(copied / "model.safetensors")
     save_file({name: change(name, value) for name, value in stored.items()}, copied / "model.safetensors")

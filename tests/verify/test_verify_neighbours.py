@@ -101,8 +101,6 @@ def test_a_right_engine_passes_in_every_company():
 
 
 class Changed(FakeExecutor):
-    """Logits that ``change`` makes of the right ones, given the executor."""
-
     def __init__(self, *sizes, change):
         super().__init__(*sizes)
         self.change = change

@@ -94,12 +94,10 @@ class Operator:
         self.outputs = outputs
 
     def copied(self, given: dict[str, Array]) -> list[Array]:
-        """Output and caches, which are copies."""
         found: list[Array] = self.session.run(None, given)
         return found
 
     def in_place(self, given: dict[str, Array]) -> Array:
-        """The output; the caches of ``given`` are written."""
         io = self.session.io_binding()
         io.bind_output("output")
         for name, array in given.items():

@@ -36,7 +36,6 @@ def changed_lines(folder: Path) -> dict[str, int]:
 
 
 def edit(path: Path, changes: dict[str, str]) -> None:
-    """Replace texts of a file, each of which must be there."""
     text = path.read_text(encoding="utf-8")
     for old, new in changes.items():
         assert old in text, old

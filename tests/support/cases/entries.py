@@ -36,7 +36,6 @@ _HOMES |= {each.name: "engine" for each in fields(EngineEntry)}
 
 
 def make_entry(**values: Any) -> ModelEntry:
-    """An entry of a plain model, with these fields."""
     return changed(PLAIN, **values)
 
 

@@ -16,8 +16,6 @@ Arrays = dict[str, np.ndarray]
 
 
 class Layer(NamedTuple):
-    """Formats, sizes and kind of a layer, as the operator has them."""
-
     gate_up: str
     down: str
     num_experts: int
@@ -32,12 +30,10 @@ class Layer(NamedTuple):
 
     @property
     def outputs(self) -> int:
-        """Of ``gate_up``."""
         return self.width if self.interleaved == EACH else 2 * self.width
 
 
 def weights_of(layer: Layer, generator: np.random.Generator) -> Arrays:
-    """Packed expert by expert, one below the other."""
     shapes = {"gate_up": (layer.gate_up, layer.outputs, layer.depth), "down": (layer.down, layer.depth, layer.width)}
     made = {
         name: np.concatenate([linear_cases.packed(kind, n, k, generator) for _ in range(layer.num_experts)])

@@ -32,8 +32,6 @@ LAYERS = [LayerGeometry(2, 64, 64), LayerGeometry(1, 64, 96)]
 
 
 class Arena(ArenaRows):
-    """The arena of no engine."""
-
     prepare = execute = close = None
 
     def __init__(self, rows=4, capacity=100, gives_back=True, layers=LAYERS, dtype=np.float32):

@@ -15,7 +15,6 @@ stream = functools.partial(httpx.stream, timeout=HANG_S)
 
 
 def wait_until(condition: Callable[[], object]) -> None:
-    """Wait until ``condition()`` holds; it is what threads, processes or sockets will make true."""
     end = time.monotonic() + HANG_S
     while not condition():
         assert time.monotonic() < end, "it never came"

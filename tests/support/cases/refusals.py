@@ -10,7 +10,6 @@ Refuse = Callable[..., str]
 
 
 def line_of(result: Result, *, exit_code: int = 2) -> str:
-    """The line that a refused command ended with."""
     assert result.exit_code == exit_code, result.output
     assert not result.stdout
     assert result.stderr.endswith("\n")

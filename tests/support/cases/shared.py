@@ -35,7 +35,6 @@ def changed_since(session_dir: Path) -> list[str]:
 
 
 def digest_of(folder: Path) -> str:
-    """Hash of the names and bytes of all files of a folder."""
     found = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         found.update(f"{path.relative_to(folder)} ".encode())

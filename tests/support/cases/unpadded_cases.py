@@ -118,13 +118,11 @@ def expect(
 
 
 def given_names(case: Case) -> set[str]:
-    """Names of the inputs that are not absent."""
     given = {"sinks": case.sinks, "slopes": case.slopes, "k": case.appends, "v": case.appends}
     return {item.name for item in UNPADDED_ATTENTION.inputs if given.get(item.name, True)}
 
 
 def one_node_model(case: Case, dtype: str = "float32") -> ir.Model:
-    """A model of one UnpaddedAttention node, with floats of a type."""
     register_schema()
     floats = ir.DataType[{"float32": "FLOAT", "float64": "DOUBLE"}.get(dtype, dtype.upper())]
     kinds = {"int32": ir.DataType.INT32, "int64": ir.DataType.INT64}

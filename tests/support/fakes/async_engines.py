@@ -31,8 +31,6 @@ def ids_of(chunks) -> list[int]:
 
 
 class Gate:
-    """Holds every step of an engine's target while it is shut."""
-
     def __init__(self, engine: SpecEngine) -> None:
         self._changed = threading.Condition()
         self._begun = 0
@@ -51,13 +49,11 @@ class Gate:
         self._allowed = self._begun
 
     def open(self, steps: float = math.inf) -> None:
-        """Let so many more steps pass."""
         with self._changed:
             self._allowed += steps
             self._changed.notify_all()
 
     async def holds(self) -> None:
-        """Wait until a step is held."""
         async with asyncio.timeout(60):
             while self._begun <= self._allowed:
                 await asyncio.sleep(0.001)
@@ -74,7 +70,6 @@ def engine_at_rest():
 
 
 def assert_at_rest(engine: SpecEngine) -> None:
-    """Nothing is running or waiting, and every row is free."""
     wait_for_rest(engine)
     decoder = engine._loop.decoder
     assert not decoder.has_work

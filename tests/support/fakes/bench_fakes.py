@@ -21,8 +21,6 @@ PROMPTS = [
 
 
 class LoadedEngine:
-    """A fake engine that notes what was asked of it, and can be broken."""
-
     def __init__(self, key, log, *, draft, broken, noise, curves):
         def make(**options):
             return FakeExecutor(VOCAB, key.max_num_seqs, CAPACITY, context=2, **options)

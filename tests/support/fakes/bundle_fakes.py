@@ -16,8 +16,6 @@ DRAFT = {
 
 
 class HeadEngine:
-    """An engine whose draft model is called a head."""
-
     def __init__(self, engine):
         self._engine = engine
 
@@ -29,8 +27,6 @@ class HeadEngine:
 
 
 class Log(NamedTuple):
-    """Notes behind each entry whose it is."""
-
     entries: list
     name: str
 

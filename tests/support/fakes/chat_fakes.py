@@ -116,7 +116,6 @@ class Echo(FakeExecutor):
 
 
 def echo_engine(template: str, *markers: str, special: bool = True, rows: int = 4, **options: Any) -> SpecEngine:
-    """An engine whose answers are the last messages of the user."""
     tokenizer = letters(*markers, special=special)
     target, draft = Echo(tokenizer, rows), Echo(tokenizer, rows, wrong=5)
     return engine_of(

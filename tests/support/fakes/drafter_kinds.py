@@ -70,7 +70,6 @@ def assistant_decoder(lookahead, noise=0.0, rows=4, *, kind=AssistantDrafter, st
 
 
 def gated(noise=0.4, rows=4, **options):
-    """A target whose layers can be switched off."""
     return make_target(rows, num_gates=2 * LAYERS, gate_noise=noise, **options)
 
 
@@ -152,8 +151,6 @@ def cut_medusa(executor: FakeExecutor, ids: np.ndarray) -> None:
 
 
 class Kind(NamedTuple):
-    """A drafter, and how it differs from the others."""
-
     make: Callable[..., Made]
     """By lookahead, noise and rows; of names of ``stages`` and of options of a decoder."""
     stage: str

@@ -17,8 +17,6 @@ from tools.proof.devices import HostGpu, memory_at
 
 
 class CountedGpu(HostGpu):
-    """A GPU that counts what the host asks of it."""
-
     def __init__(self, stream=1, total_bytes=1 << 30):
         super().__init__(total_bytes)
         self.stream = stream
@@ -47,8 +45,6 @@ class CountedGpu(HostGpu):
 
 
 class FakeBinding:
-    """Pointers only."""
-
     def __init__(self):
         self.inputs, self.outputs, self.kept = {}, {}, []
 

@@ -55,7 +55,6 @@ class IExprBuilder:
         return IDimensionExpr(lambda sizes: OPERATIONS[op](first.value(sizes), second.value(sizes)))
 
     def size(self, dim: str | int) -> IDimensionExpr:
-        """An input's dimension; the builder's own."""
         return self.constant(dim) if isinstance(dim, int) else IDimensionExpr(lambda sizes: sizes[dim])
 
 
@@ -89,8 +88,6 @@ class ISymExpr:
 
 
 class Empty:
-    """Base classes of plugins have no behaviour of their own."""
-
     def __init__(self, *_: Any) -> None:
         pass
 
@@ -193,8 +190,6 @@ def check_int32(value: Any) -> IDimensionExpr:
 
 
 class Arguments:
-    """int32 arguments, in order."""
-
     def __init__(self) -> None:
         self.given: dict[int, IDimensionExpr] = {}
         self.nbSymExprs = 0

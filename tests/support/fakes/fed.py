@@ -5,7 +5,6 @@ from tests.support.fakes.loop import make_sequence, run
 
 
 def ask(decoder, prompt, tokens=6, *, scope="", seed=0, plan=(), temperature=0.0, pinned=False):
-    """A sequence, run to its end."""
     params = SamplingParams(max_tokens=tokens, temperature=temperature)
     seq = make_sequence(0, prompt, params, seed=seed, scope=scope, draft_plan=plan, is_pinned=pinned)
     run(decoder, [seq])
@@ -13,7 +12,6 @@ def ask(decoder, prompt, tokens=6, *, scope="", seed=0, plan=(), temperature=0.0
 
 
 def fed(decoder):
-    """Count the tokens that the target is fed from now on."""
     counts, execute = [], decoder.target.step
 
     def step(first_row, work, *args):

@@ -24,7 +24,6 @@ def make_target() -> Any:
 
 
 def behind(token: int, steps: int) -> int:
-    """The token ``steps`` places behind one."""
     return 3 + (token - 3 + 3 * steps) % 256
 
 

@@ -41,7 +41,6 @@ def make_sequences(count, names, max_tokens=200, prompt=6, params=None, **option
 
 
 def model_decoder(lengths, target, draft, **options):
-    """A decoder whose draft model's lengths are chosen by ``lengths``."""
     drafters = {
         "lookup": LookupDrafter(),
         "draft-model": ModelDrafter(ModelRunner(draft), vocab_size=draft.vocab_size, max_backlog=32),
@@ -50,13 +49,11 @@ def model_decoder(lengths, target, draft, **options):
 
 
 def modelled_seconds(curve, target, draft):
-    """What all steps take by the curves."""
     pairs = ((curve.target, target), (curve.drafters["draft-model"], draft))
     return sum(cost.seconds(call.num_tokens, call.num_seqs) for cost, executor in pairs for call in executor.calls)
 
 
 def decode(draft_kind, count, *, lengths, names=("draft-model",), max_tokens=200, adaptive=True, curve=None):
-    """Decode with fakes; modelled seconds of all engine steps, and the sequences."""
     kinds = {"perfect": {}, "good": {"noise": 0.4}, "wrong": {"negate": True}}
     target = FakeExecutor(VOCAB, count, CAPACITY)
     draft = FakeExecutor(VOCAB, count, CAPACITY, **kinds[draft_kind])

@@ -37,8 +37,6 @@ def grown(proposal: Proposal, text: Sequence[int], target: FakeExecutor, *, righ
 
 
 class GrowingDrafter(ChainDrafter):
-    """Gives what a chain of drafters gives, with branches."""
-
     target: FakeExecutor
     right, most = 0.6, 6
 

@@ -102,7 +102,6 @@ finish = run
 
 
 def greedy_reference(target: FakeExecutor, prompt: list[int], count: int) -> list[int]:
-    """Greedy decoding with no cache, no loop and no batch."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(int(target.logits_after(tokens).argmax()))
@@ -110,7 +109,6 @@ def greedy_reference(target: FakeExecutor, prompt: list[int], count: int) -> lis
 
 
 def fail_at(executor: FakeExecutor, call: int) -> None:
-    """Let one call of an executor's ``execute``, counted from 1, raise."""
     execute, calls = executor.execute, []
 
     def failing(*args: object) -> object:

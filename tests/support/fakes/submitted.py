@@ -13,7 +13,6 @@ def expected(prompt, count):
 
 
 def slow_down(engine, started: threading.Event, go: threading.Event):
-    """Hold every step after the first until ``go`` is set."""
     execute = engine.target.execute
 
     def held(*args):

@@ -15,7 +15,6 @@ def make_tokenizer():
 
 
 def write_bundle(folder, **changes):
-    """A bundle of two models with an engine each for sm89 and sm120."""
     entries, names = {}, ["tokenizer.json"]
     for role in ("target", "draft"):
         engines = []

@@ -42,7 +42,6 @@ def make_profiles(lookahead: int, rows: int, tokens: int = 64, *, draft: bool = 
 
 
 def make_entry(lookahead: int = 4, rows: int = 4, max_model_len: int = 64, **changes: object) -> ModelEntry:
-    """Manifest entry of an engine for a vocabulary of 17 ids."""
     draft = bool(changes.pop("draft", False))
     tokens = changes.pop("tokens", 64)
     fields = {
@@ -72,7 +71,6 @@ class FakeGpu(HostGpu):
 
     @property
     def in_use(self) -> int:
-        """Allocations, device and host, that were not given back."""
         return len(self._memory) + len(self._graphs)
 
     def info(self) -> GpuInfo:
@@ -209,8 +207,6 @@ def digest(ids: np.ndarray) -> int:
 
 
 class FakeContext:
-    """Runs one profile; see the module."""
-
     def __init__(self, engine: FakeEngine, profile: Profile) -> None:
         self.engine, self.profile = engine, profile
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -244,7 +240,6 @@ class FakeContext:
         self.engine.gpu.note("enqueue", lambda: self.run(shapes, addresses))
 
     def run(self, shapes: dict[str, tuple[int, ...]], addresses: dict[str, int]) -> None:
-        """The graph of the contract."""
         engine, gpu = self.engine, self.engine.gpu
         engine.runs.append(self.profile)
         step = {
@@ -330,7 +325,6 @@ class FakeContext:
 def open_fake(
     folder: Path, entry: ModelEntry, model: FakeExecutor, gpu: FakeGpu | None = None, **options: object
 ) -> tuple[TrtExecutor, FakeGpu, FakeEngine]:
-    """A ``TrtExecutor`` over fakes; its engine computes ``model``."""
     gpu = gpu or FakeGpu()
     engine = FakeEngine(gpu, entry, model)
     path = folder / entry.engine.files[0].path

@@ -10,8 +10,6 @@ from tests.support.references.trt_evaluator import make_evaluator
 
 
 class GraphContext(FakeContext):
-    """Runs one profile by evaluating the lowered graph."""
-
     def run(self, shapes: dict[str, tuple[int, ...]], addresses: dict[str, int]) -> None:
         engine, gpu = self.engine, self.engine.gpu
         engine.runs.append(self.profile)

@@ -7,8 +7,6 @@ from tests.support.cases.patience import wait_until
 
 
 class Watcher:
-    """Writes down what it hears, in order."""
-
     def __init__(self):
         self.rounds, self.ended, self.order = [], [], []
 
@@ -27,8 +25,6 @@ class Watcher:
 
 
 class Listener:
-    """Writes down what it hears."""
-
     def __init__(self):
         self.tokens, self.chunks, self.done = [], [], []
         self.threads = set()

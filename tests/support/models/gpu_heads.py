@@ -56,7 +56,6 @@ class Traced(NamedTuple):
 
 
 def trace_target(target: Any, loaded: Any) -> Traced:
-    """A target that gives features to a head."""
     request = FeatureRequest(loaded.config.taps, loaded.projection, loaded.config.feature_size)
     return _passed(trace_checkpoint(make_checkpoint(target), request))
 
@@ -86,7 +85,6 @@ def steps_of(config: Any, lookahead: int) -> HeadSteps:
 
 
 def entry_fields(config: Any) -> dict[str, Any]:
-    """What a manifest says of a head."""
     return {
         "feature_size": config.feature_size,
         "kind": config.kind,
@@ -130,8 +128,6 @@ def _open_cuda(traced: Traced, folder: Path, patch: pytest.MonkeyPatch, config: 
 
 
 class Lowered(NamedTuple):
-    """A graph for TensorRT, and what an engine of it is built for."""
-
     ir_model: Any
     layers: Any
     inputs: tuple[str, ...]

@@ -30,7 +30,6 @@ def load(architecture: tuple[str, dict[str, Any]], dtype: str) -> Any:
 
 @cache
 def trace(name: str, dtype: str, *, pack: bool = False) -> HalfModel:
-    """Load, trace and run the passes; ``dtype`` may be float32 too. ``pack`` joins linear layers."""
     model = tiny_model(name) if dtype == "float32" else load(ARCHITECTURES[name], dtype)
     traced = trace_of(model)
     run_passes(traced.ir_model, default_passes(dtype, pack=pack))

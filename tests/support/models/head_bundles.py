@@ -13,7 +13,6 @@ from tests.support.fakes.rounds import check_every_round
 
 
 def build(target_folder: Path, folder: Path, **options: Any) -> Path:
-    """Build the target with the head in ``folder/head``; gives the bundle."""
     recipe = {"target": str(target_folder), "head": str(folder / "head"), "output": str(folder / "b")}
     build_bundle(BuildRecipe(**(recipe | {"max_model_len": 64} | options)))
     return folder / "b"
@@ -40,8 +39,6 @@ def opened(bundle: Path, rows: int = 3, **options: Any) -> Iterator[SpecEngine]:
 
 
 class Watch:
-    """What was drafted, and behind which tokens."""
-
     def __init__(self) -> None:
         self.rounds: list[tuple[list[int], list[int]]] = []
 

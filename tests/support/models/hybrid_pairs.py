@@ -82,7 +82,6 @@ def hybrid_pair(name: str, folder: Path, quantize: str | None) -> Path:
 
 
 def open_engine(bundle: Path, **options: Any) -> SpecEngine:
-    """An engine that checks itself in every round."""
     engine = SpecEngine.load(bundle, max_num_seqs=8, num_threads=1, spin=False, **options)
     check_every_round(engine)
     return engine

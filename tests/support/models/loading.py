@@ -25,7 +25,6 @@ def load_head(files: Any, config: Any, tables: TargetTables) -> Any:
 
 
 def load_module(folder: Path, num_layers: int) -> tuple[Any, Any]:
-    """The target of a folder and the MTP module in it."""
     model: Any = load_checkpoint(str(folder), dtype="float32").model
     text = model.config.get_text_config()
     files = open_mtp(resolve_source(str(folder), None), text.to_dict())

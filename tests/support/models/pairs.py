@@ -10,8 +10,6 @@ from specexport_runtime.bundle.entry import ModelEntry
 
 
 class TinyPair:
-    """Folders of a tiny target and draft with one tokenizer."""
-
     def __init__(self, folder: Path) -> None:
         self.target = folder / "target"
         self.draft = folder / "draft"

@@ -71,7 +71,6 @@ def verify_logits(folder: Path, layers: Any, rows: Sequence[int]) -> np.ndarray:
 
 
 def worst_row(found: np.ndarray, reference: np.ndarray) -> float:
-    """Largest relative L2 error of a row."""
     return float((np.linalg.norm(found - reference, axis=1) / np.linalg.norm(reference, axis=1)).max())
 
 

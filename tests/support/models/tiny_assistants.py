@@ -56,7 +56,6 @@ def sharing_all_layers() -> Iterator[None]:
 
 
 def make_assistant(seed: int = 1, *, unified: bool = False, text: Any = None, **config: Any) -> Any:
-    """An assistant of three layers, as transformers has it."""
     import transformers as t
 
     own = TEXT | {"hidden_size": OWN, "intermediate_size": 48, "num_hidden_layers": 3, "num_kv_shared_layers": 3}

@@ -137,7 +137,6 @@ def add_vocabulary(writer: gguf.GGUFWriter, size: int, named: Mapping[int, str] 
 
 
 def setting_of(writer: gguf.GGUFWriter, value: Any) -> Any:
-    """What adds a setting of the value's type."""
     kinds = {bool: "bool", int: "uint32", float: "float32", str: "string", list: "array"}
     return getattr(writer, f"add_{kinds[type(value)]}")
 
@@ -198,7 +197,6 @@ DEPTH, WIDTH = 512, 24
 
 
 def make_weight(kind: str, width: int = WIDTH, seed: int = 7) -> tuple[BlockWeight, np.ndarray]:
-    """A random weight, and its float values."""
     stored = random_blocks(kind, (width, DEPTH), np.random.default_rng(seed))
     found = FORMATS[kind]
     weight = BlockWeight(

@@ -29,7 +29,6 @@ _BESIDE = NAMES | {
 
 
 def gemma_file(path: Path, model: Any, changed: Mapping[str, Any] = {}, **how: Any) -> Path:
-    """A file of a target, or of an assistant; ``changed`` settings, None for those to leave out."""
     config, found = model.config.get_text_config(), {}
     for name, value in model.state_dict().items():
         if name.startswith("model.layers."):
@@ -89,5 +88,4 @@ def settings_of(config: Any, full_size: int) -> dict[str, Any]:
 
 
 def _per_kind(config: Any) -> dict[str, Any]:
-    """The configuration of a layer of each kind."""
     return {kind: config.per_layer_config[i] for i, kind in enumerate(config.layer_types)}

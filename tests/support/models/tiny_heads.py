@@ -164,7 +164,6 @@ def eagle(folder: Path, target: Any) -> Spec:
 def medusa_tensors(
     heads: int, layers: int, *, rows: int = VOCAB, bias: bool = False, seed: int = 8
 ) -> dict[str, Tensor]:
-    """Weights of Medusa heads by vLLM's names."""
     generator = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int) -> Tensor:

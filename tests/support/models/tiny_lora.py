@@ -44,7 +44,6 @@ def save_adapter(
 
 
 def adapted_layers(model: Any, settings: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Name and module of each layer that the settings name."""
     import torch
     from transformers.pytorch_utils import Conv1D
 
@@ -66,7 +65,6 @@ def adapted_layers(model: Any, settings: dict[str, Any]) -> list[tuple[str, Any]
 
 
 def shape_of(layer: Any) -> tuple[int, int]:
-    """[N, K] of a layer, [H, V] of a table."""
     import torch
     from transformers.pytorch_utils import Conv1D
 
@@ -75,13 +73,11 @@ def shape_of(layer: Any) -> tuple[int, int]:
 
 
 def rank_of(settings: dict[str, Any], name: str) -> int:
-    """r of a layer."""
     found = (rank for end, rank in settings.get("rank_pattern", {}).items() if name.endswith(end))
     return int(next(found, settings["r"]))
 
 
 def scale_of(settings: dict[str, Any], name: str) -> float:
-    """s of a layer."""
     patterns, rank = settings.get("alpha_pattern", {}), rank_of(settings, name)
     alpha = next((value for end, value in patterns.items() if name.endswith(end)), settings["lora_alpha"])
     return float(alpha / (rank**0.5 if settings.get("use_rslora") else rank))

@@ -29,7 +29,6 @@ def make_tokenizer(folder: Path, vocab_size: int = VOCAB) -> None:
 
 
 def make_llama(seed: int = 0, **overrides: Any) -> Any:
-    """A random Llama with logits that spread."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return randomize(LlamaForCausalLM(LlamaConfig(**(GROUPED | overrides))), seed)

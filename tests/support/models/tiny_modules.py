@@ -75,7 +75,6 @@ def _layers(family: Family, count: int) -> dict[str, Any]:
 
 
 def make(name: str, folder: Path, seed: int = 0) -> Module:
-    """A random target with a module, in ``folder``."""
     family = FAMILIES[name]
     deeper, target = (make_model(family.classes, _layers(family, count), seed) for count in (LAYERS + 1, LAYERS))
     own = {key: value for key, value in deeper.state_dict().items() if f"layers.{LAYERS}." not in key}

@@ -110,7 +110,6 @@ def error(rounds, target, length, vocab=3):
 
 
 def law(run):
-    """Probability of each thing that ``run(way)`` returns."""
     found, waiting = Counter(), [()]
     while waiting:
         way = Way(waiting.pop())
@@ -121,8 +120,6 @@ def law(run):
 
 
 class NoLawError(InvalidRequestError):
-    """Nothing can follow a text."""
-
     def __init__(self, text):
         super().__init__("no token is possible.")
         self.text = text

@@ -51,7 +51,6 @@ def build(
 
 
 def compiled(model: Any, folder: Path, kept: Any = None, **values: Any) -> Any:
-    """Compile ``model`` into ``folder`` as a build does it; returns the manifest entry."""
     from specexport.backends.base import BuildJob
     from specexport.compile.part import compile_graph
     from specexport.progress import StageClock

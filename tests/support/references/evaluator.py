@@ -111,7 +111,6 @@ OPS: dict[str, Op] = {"kv_append": kv_append, "ragged_attention": ragged_attenti
 
 
 def make_evaluator(model: Any, ops: dict[str, Op] = OPS) -> Any:
-    """An ``onnx.reference.ReferenceEvaluator`` of a graph lowered to plugins."""
     import onnx_ir as ir
     from onnx.reference import ReferenceEvaluator
     from onnx.reference.op_run import OpRun
@@ -131,6 +130,4 @@ def make_evaluator(model: Any, ops: dict[str, Op] = OPS) -> Any:
 
 
 class PluginEngine(Engine):
-    """A model lowered to plugins with its cache arena."""
-
     make_evaluator = staticmethod(make_evaluator)

@@ -42,7 +42,6 @@ def make_requests(count, params, *, prompts=PROMPTS, vocab=SMALL, **options):
 
 
 def least_p_value(target, requests, length=LENGTH, grammar=None):
-    """Of the texts behind each prompt, against the target alone."""
     groups = {}
     for req in requests:
         groups.setdefault(tuple(req.tokens[: req.num_prompt_tokens]), []).append(req)

@@ -39,7 +39,6 @@ class InterpretedKernels:
         )
 
     def ask(self, *request: Any) -> Any:
-        """Answer to a request: the name of a function of this module, and its arguments."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         pickle.dump(request, self._process.stdin)
@@ -192,7 +191,6 @@ def run_plugin(spec: Any, inputs: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def serve() -> None:
-    """Answer requests until the input ends."""
     import torch
 
     answers, sys.stdout = sys.stdout.buffer, sys.stderr

@@ -71,7 +71,6 @@ def operators_in(ir_model: Any) -> set[str]:
 
 
 def assert_known(ir_model: Any) -> None:
-    """Every operator of a graph has a reason to be there."""
     unknown = sorted(name for name in operators_in(ir_model) if reason_of(name) is None)
     assert not unknown, (
         f"{unknown} compute in an engine for CPUs: tests/support/references/ort_operators.py must say why they may"

@@ -28,7 +28,6 @@ def report(target: Any, draft: Any, found: Any) -> dict[str, Any]:
 
 
 def plain(folder: Path) -> dict[str, Any]:
-    """One prompt, nothing recorded."""
     from tools.gpu_check_lib.forced import decode
 
     target = open_role(folder, "tiny-target", "target", graphs=False, num_rows=1)

@@ -114,7 +114,6 @@ class Walk:
         return w
 
     def confidence(self, before: int) -> float:
-        """Of the next place."""
         t, h = self.spec.block.tensors, self.states[self.place]
         if self.spec.confidence:
             h = torch.cat([h, t["markov_head.markov_w1.weight"][before]])

@@ -19,7 +19,6 @@ PARAMS: tuple[dict[str, Any], ...] = (
 
 
 def make_rows(rng: np.random.Generator) -> np.ndarray:
-    """Rows of all kinds, [R, ``WIDTH``]."""
     rows = [rng.normal(size=WIDTH) * scale for scale in (0.0, 0.3, 1, 4, 40)]
     rows += [rng.integers(-2, 3, WIDTH), np.where(rng.random(WIDTH) < 0.6, -np.inf, rng.normal(size=WIDTH))]
     certain, empty, broken, endless = np.full((4, WIDTH), -np.inf)

@@ -126,8 +126,6 @@ def align(pasts: Sequence[int], counts: Sequence[int], *, width: int = 0) -> dic
 
 
 class Engine:
-    """A lowered model with its cache arena, run by the evaluator."""
-
     make_evaluator = staticmethod(make_evaluator)
 
     def __init__(self, model: Any, num_rows: int, *, poison: float = NAN, **how: Any) -> None:

@@ -86,7 +86,6 @@ class Deployed:
         return found
 
     def describe_one(self, name: str) -> dict[str, Any]:
-        """What one replica says of itself."""
         said: dict[str, Any] = {}
 
         def found() -> bool:

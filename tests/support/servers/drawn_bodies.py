@@ -73,7 +73,6 @@ class Drawn:
         return [*turns, {"role": "user", "content": self.text()}] if self.draw.random() < 0.3 else turns
 
     def some(self, **more: Callable[[], Any]) -> dict[str, Any]:
-        """Some of the parameters that all endpoints have, or of ``more``."""
         found = more | {
             "stop": lambda: [self.draw.choice(WORDS) * 6 + chr(65 + i) for i in range(16)],
             "logit_bias": lambda: {str(i): 1.5 for i in self.range(9)},
@@ -85,7 +84,6 @@ class Drawn:
         return {name: found[name]() for name in self.draw.sample(list(found), self.draw.choice([0, 1, 2, 4]))}
 
     def choices(self) -> dict[str, Any]:
-        """Some of those that completions and chats have."""
         more = {"stream": lambda: True, "prompt_logprobs": lambda: 20, "structured_outputs": self.form}
         found = {"n": self.draw.choice([1, 4]), "max_tokens": self.draw.choice([1, 8, 8, 60])}
         return found | self.some(**more)
@@ -120,7 +118,6 @@ ENDPOINTS: dict[str, Callable[[Drawn], Any]] = {
 
 
 def drawn_bodies(seed: int, most: int, key: str) -> Iterator[RawRequest]:
-    """Requests without end, the endpoints in turn; bodies of up to about ``most`` bytes."""
     draw = random.Random(seed)
     head = (("Content-Type", b"application/json"), ("Authorization", f"Bearer {key}".encode()))
     while True:

@@ -29,7 +29,6 @@ class Report:
     problems: list[str] = field(default_factory=list)
 
     def by_status(self) -> dict[str, int]:
-        """Answers by status."""
         total: Counter[str] = Counter()
         for (_, status), count in self.counts.items():
             total[status] += count
@@ -65,7 +64,6 @@ def fuzz(served: Any, requests: Sequence[RawRequest], *, key: str = "", pieces: 
 
 
 def ask(port: int, key: str) -> str:
-    """The text that a well-formed request gets."""
     body = {"prompt": "w1 w2", "max_tokens": 12, "temperature": 0}
     head = (("Content-Type", b"application/json"), ("Authorization", f"Bearer {key}".encode()))
     (answer,) = send(port, RawRequest("well-formed", frame("/v1/completions", json.dumps(body).encode(), headers=head)))
@@ -76,7 +74,6 @@ def ask(port: int, key: str) -> str:
 
 
 def _one(port: int, request: RawRequest) -> tuple[list[str], list[str]]:
-    """Statuses and problems of one request."""
     try:
         answers = send(port, request)
     except (OSError, BrokenAnswerError, ValueError) as error:

@@ -32,7 +32,6 @@ class Pieces:
         self.ended = False
 
     def run(self, handle: Any, call: Any) -> None:
-        """Run a piece."""
         self._seen, self._garbage = "", 0.0
         self._began, cpu = time.perf_counter(), time.thread_time()
         call(handle)
@@ -58,7 +57,6 @@ class Pieces:
                     self._seen = "".join(f" < {line.filename}:{line.lineno}" for line in reversed(lines))
 
     def collected(self, phase: str, _: Any) -> None:
-        """Python looks for garbage, or has."""
         if threading.get_ident() == self._thread:
             self._garbage += time.thread_time() * (-1 if phase == "start" else 1)
 

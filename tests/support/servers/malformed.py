@@ -26,7 +26,6 @@ from tests.support.servers.raw_http import RawRequest
 
 
 def malformed(seed: int) -> Iterator[RawRequest]:
-    """Requests without end, each kind in turn."""
     draw = random.Random(seed)
     while True:
         for kind in KINDS:
@@ -34,7 +33,6 @@ def malformed(seed: int) -> Iterator[RawRequest]:
 
 
 def valid_body(draw: random.Random, path: str) -> dict[str, Any]:
-    """A small body that a server answers with 200."""
     length = draw.choice([1, 2, 3])
     if path == RESPONSES:
         return {"model": "demo", "max_output_tokens": length, "input": "w1 w2", "stream": draw.random() < 0.3}
@@ -52,7 +50,6 @@ def frame(
     headers: tuple[tuple[str, bytes], ...] = (("Content-Type", b"application/json"),),
     length: bytes | None = None,
 ) -> bytes:
-    """An HTTP request; a header of ``headers`` replaces the usual ``Host``."""
     lines = [f"{method} {path} HTTP/1.1".encode("utf-8", "surrogatepass")]
     if not any(name == "Host" for name, _ in headers):
         lines.append(b"Host: 127.0.0.1")
@@ -70,12 +67,10 @@ def _json(draw: random.Random, path: str) -> bytes:
 
 
 def random_bytes(draw: random.Random) -> RawRequest:
-    """Noise instead of HTTP."""
     return RawRequest("random bytes", draw.randbytes(draw.choice([1, 7, 100, 5000])), "settle")
 
 
 def random_body(draw: random.Random) -> RawRequest:
-    """Noise as a body."""
     return RawRequest("random body", frame(_endpoint(draw), draw.randbytes(draw.choice([0, 1, 20, 3000]))))
 
 
@@ -99,7 +94,6 @@ def flipped(draw: random.Random) -> RawRequest:
 
 
 def nested(draw: random.Random) -> RawRequest:
-    """Deep nesting, as the body or as a parameter's value."""
     depth = draw.choice([20, 500, 5000, 100_000])
     opening, closing = draw.choice([("[", "]"), ('{"a":', "}"), ('[{"a":', "}]")])
     value = opening * depth + "1" + closing * (depth if draw.random() < 0.8 else 0)
@@ -109,7 +103,6 @@ def nested(draw: random.Random) -> RawRequest:
 
 
 def odd_number(draw: random.Random) -> RawRequest:
-    """A number that no parameter takes."""
     return _with_value("odd number", draw, draw.choice(NUMBERS), draw.choice(ODD_NUMBERS))
 
 
@@ -119,7 +112,6 @@ def odd_value(draw: random.Random) -> RawRequest:
 
 
 def odd_speculative(draw: random.Random) -> RawRequest:
-    """The same within ``speculative``."""
     value = draw.choice(ODD_VALUES + ODD_NUMBERS)
     return _with_value("odd speculative", draw, "speculative", f'{{"{draw.choice(SPECULATIVE)}":{value}}}')
 
@@ -174,7 +166,6 @@ def bad_length(draw: random.Random) -> RawRequest:
 
 
 def bad_headers(draw: random.Random) -> RawRequest:
-    """Odd values in headers, and headers that are none."""
     path = draw.choice(ROUTES)
     odd: tuple[tuple[str, bytes], ...] = tuple(
         (draw.choice(NAMES), draw.choice(HEADER_VALUES)) for _ in range(draw.choice([1, 1, 2, 5]))
@@ -187,7 +178,6 @@ def bad_headers(draw: random.Random) -> RawRequest:
 
 
 def huge_headers(draw: random.Random) -> RawRequest:
-    """Too many headers, or one that is too long, or a long target."""
     size = draw.choice([2000, 40_000, 200_000])
     if draw.random() < 0.3:
         return RawRequest("huge headers", frame("/" + "a" * size, method="GET"), "settle")
@@ -196,14 +186,12 @@ def huge_headers(draw: random.Random) -> RawRequest:
 
 
 def wrong_method(draw: random.Random) -> RawRequest:
-    """A method that the route does not have."""
     method, path = draw.choice(METHODS), draw.choice(ROUTES)
     body = _json(draw, path) if draw.random() < 0.3 else b""
     return RawRequest("wrong method", frame(path, body, method=method), "settle", head=method == "HEAD")
 
 
 def wrong_type(draw: random.Random) -> RawRequest:
-    """Another content type than JSON, or none."""
     path, kind = _endpoint(draw), draw.choice(TYPES)
     return RawRequest("wrong type", frame(path, _json(draw, path), headers=(("Content-Type", kind.encode()),)))
 

@@ -13,7 +13,6 @@ ODD = [None, 0, -1, True, 1e308, "", "x" * 300, "\u0000", [], [{}], {}, {"type":
 
 
 def places_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every place of a body."""
     if path:
         yield path
     if isinstance(value, dict):

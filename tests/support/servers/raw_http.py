@@ -31,8 +31,6 @@ class RawRequest(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """One HTTP answer."""
-
     status: int
     headers: dict[str, str]
     body: bytes
@@ -121,7 +119,6 @@ def _chunked(data: bytes) -> tuple[bytes, bytes]:
 
 
 def problem_of(answer: Answer, *, head: bool = False) -> str | None:
-    """What is wrong with an answer to a malformed request, or None."""
     if answer.status >= 500 and answer.status not in (503, 504):
         return f"status {answer.status}: {answer.body[:300]!r}"
     if answer.status < 200 or head:

@@ -44,7 +44,6 @@ def _collect(strategy: Any, count: int, seed: int, cases: list[Any]) -> None:
 
 
 def _raw(case: Any, kind: str) -> Iterator[RawRequest]:
-    """The bytes of a case; nothing for one that the HTTP library refuses to write."""
     try:
         prepared = requests.Request(**case.as_transport_kwargs(base_url=BASE)).prepare()
     except (ValueError, requests.RequestException):

@@ -23,6 +23,5 @@ def demo_served(demo_bundle: Path) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def fake_served() -> Iterator[Served]:
-    """An engine of fakes behind a socket."""
     with Served(fake_engine, ServerConfig(model_name="fake")) as served:
         yield served

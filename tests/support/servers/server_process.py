@@ -58,18 +58,15 @@ class ServerProcess:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
         return int(self.url.rsplit(":", 1)[1])
 
     def wait_until_ready(self) -> "ServerProcess":
-        """Wait for the line with its address."""
         line = self.process.stdout.readline()
         assert "http://" in line, self.process.communicate(timeout=HANG_S)
         self.url = line.split()[-1]
         return self
 
     def tell(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """Send a signal."""
         self.process.send_signal(number)
 
     def end(self) -> tuple[int, str]:

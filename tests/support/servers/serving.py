@@ -83,12 +83,10 @@ class Served:
 
     @property
     def thread_id(self) -> int:
-        """The thread that its event loop runs in."""
         assert self._thread.ident is not None
         return self._thread.ident
 
     def call(self, coroutine: Any) -> Any:
-        """Run a coroutine in the server's event loop and wait for its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(HANG_S)
 
     def wait_until_idle(self) -> None:

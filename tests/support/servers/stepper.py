@@ -49,13 +49,11 @@ class Stepper:
 
     @property
     def steps(self) -> int:
-        """Steps that were made."""
         target = self.served.engine.engine.target
         assert isinstance(target, FakeExecutor)
         return len(target.calls)
 
     def allow(self, count: int) -> None:
-        """Let so many steps be made, now or later."""
         self._permits.release(count)
 
     def let(self, count: int) -> None:
@@ -75,7 +73,6 @@ class Stepper:
         wait_until(lambda: len(self._cancelled) >= count)
 
     def finish(self) -> None:
-        """Let everything run to its end."""
         self.allow(10_000)
         self.served.wait_until_idle()
         while self._permits.acquire(blocking=False):

@@ -58,7 +58,6 @@ class Clients:
         return self.known[name][0]
 
     def served(self, name: str) -> Served:
-        """The server of a client."""
         self(name)
         return self.known[name][1]
 

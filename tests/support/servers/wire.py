@@ -12,8 +12,6 @@ POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: appli
 
 
 class Reply(NamedTuple):
-    """One answer."""
-
     status: int
     headers: dict[str, str]
     body: bytes
@@ -49,15 +47,12 @@ class Wire:
         self.socket.close()
 
     def send(self, data: bytes) -> None:
-        """Send bytes as they are."""
         self.socket.sendall(data)
 
     def post(self, body: Any, path: str = "/v1/completions", **headers: str) -> None:
-        """Send a whole request."""
         self.send(request(body, path, **headers))
 
     def reply(self) -> Reply:
-        """Read one whole answer that is not streamed."""
         status, headers = self.head()
         length = int(headers["content-length"])
         while len(self._pending) < length:
@@ -66,19 +61,16 @@ class Wire:
         return Reply(status, headers, body)
 
     def head(self) -> tuple[int, dict[str, str]]:
-        """Read the status and the headers of an answer."""
         head = self.until(b"\r\n\r\n").decode()
         first, *lines = head.strip().split("\r\n")
         pairs = (line.split(": ", 1) for line in lines)
         return int(first.split()[1]), {name.lower(): value for name, value in pairs}
 
     def ask(self, data: bytes) -> Reply:
-        """Send bytes and read one answer."""
         self.send(data)
         return self.reply()
 
     def until(self, mark: bytes) -> bytes:
-        """Read up to a mark."""
         while mark not in self._pending:
             self._more()
         end = self._pending.index(mark) + len(mark)
@@ -86,7 +78,6 @@ class Wire:
         return found
 
     def rest(self) -> bytes:
-        """Read until the server closes the connection, one way or the other."""
         try:
             while True:
                 self._more()
@@ -94,7 +85,6 @@ class Wire:
             return self._pending
 
     def reset(self) -> None:
-        """Go away without a word."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.socket.close()
 
@@ -106,7 +96,6 @@ class Wire:
 
 
 def request(body: Any, path: str = "/v1/completions", **headers: str) -> bytes:
-    """The bytes of a POST of JSON."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
