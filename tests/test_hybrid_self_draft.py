@@ -64,14 +64,9 @@ def open_gated(model: Any, folder: Path, rows: int) -> OrtExecutor:
     assert gate_layers(traced.ir_model, blocks) == len(blocks.gate_kinds)
     path = write_onnx(traced.ir_model, folder)
     entry = make_entry(
-        path=path,
-        vocab_size=VOCAB,
-        layers=traced.layers,
-        states=traced.states,
-        inputs=step_inputs(traced.ir_model),
-        max_positions=256,
-        kinds=blocks.gate_kinds,
-    )
+        path=path, vocab_size=VOCAB, layers=traced.layers, states=traced.states, inputs=step_inputs(traced.ir_model),
+        max_positions=256, kinds=blocks.gate_kinds,
+    )  # fmt: skip
     return OrtExecutor(folder / path, entry, num_rows=rows, kv_capacity=64, num_threads=1, lookahead=LOOKAHEAD)
 
 
@@ -204,13 +199,9 @@ def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     target = save_checkpoint(model, folder / "target")
     # A random model loses more by int8 than a build allows.
     recipe = BuildRecipe(
-        target=str(target),
-        output=str(folder / "bundle"),
-        quantize="int8",
-        max_model_len=128,
-        self_draft=True,
+        target=str(target), output=str(folder / "bundle"), quantize="int8", max_model_len=128, self_draft=True,
         check=False,
-    )
+    )  # fmt: skip
     build_bundle(recipe)
     return folder / "bundle"
 

@@ -157,22 +157,16 @@ def adapted(folder: Path) -> Made:
 
 
 ENGINES: dict[str, Callable[[Path], Made]] = {
-    "bf16": lambda folder: rounded(folder, "bfloat16"),
-    "f16": lambda folder: rounded(folder, "float16"),
-    "int4": lambda folder: (compiled(tiny_model("llama"), folder, quantize="int4"), folder),
-    "kept": kept,
-    "kept experts": kept_experts,
-    "adapters": adapted,
+    "bf16": lambda folder: rounded(folder, "bfloat16"), "f16": lambda folder: rounded(folder, "float16"),
+    "int4": lambda folder: (compiled(tiny_model("llama"), folder, quantize="int4"), folder), "kept": kept,
+    "kept experts": kept_experts, "adapters": adapted,
     "int8 caches": lambda folder: built(folder, kv_cache_dtype="int8"),
     "gated layers": lambda folder: built(folder, self_draft=True),
-}
+}  # fmt: skip
 FORMATS: dict[str, set[str]] = {
-    "bf16": {"bf16"},
-    "f16": {"f16"},
-    "int4": {"group4_32_f16_zero", "int8"},
-    "kept": set(MIXED.values()),
+    "bf16": {"bf16"}, "f16": {"f16"}, "int4": {"group4_32_f16_zero", "int8"}, "kept": set(MIXED.values()),
     "kept experts": set(MIXED_EXPERTS.values()),
-}
+}  # fmt: skip
 
 
 @pytest.mark.fuzz

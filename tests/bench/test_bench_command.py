@@ -113,29 +113,20 @@ def test_a_different_text_ends_with_1_after_the_report(bundle, prompts):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--methods", "lokup"], "did you mean 'lookup'"),
-        (["--num-speculative-tokens", "9"], "built for 1 to 8"),
+        (["--methods", "lokup"], "did you mean 'lookup'"), (["--num-speculative-tokens", "9"], "built for 1 to 8"),
         (["--num-speculative-tokens", "two"], "not a list of whole numbers or `auto`"),
         (["--methods", "self"], "too few, can be left out in this bundle"),
-        (["--batch-size", "0"], "a batch size is 0"),
-        (["--repeats", "0"], "number of repeats is 0"),
-        (["--temperature", "-1"], "a temperature is -1"),
-        (["--temperature", "hot"], "not a list of numbers"),
-        (["--seed", "-1"], "seed is -1"),
-        (["--max-tokens", "0"], "number of new tokens is 0"),
-        (["--max-tokens", "9:3"], "run backwards"),
-        (["--max-tokens", "many"], "no length"),
-        (["--threads", "0"], "--threads is 0"),
-        (["--num-prompts", "0"], "number of prompts is 0"),
-        (["--domains", "e"], "no prompt has the domain"),
-        (["--prompts", "none.jsonl"], "cannot be read"),
+        (["--batch-size", "0"], "a batch size is 0"), (["--repeats", "0"], "number of repeats is 0"),
+        (["--temperature", "-1"], "a temperature is -1"), (["--temperature", "hot"], "not a list of numbers"),
+        (["--seed", "-1"], "seed is -1"), (["--max-tokens", "0"], "number of new tokens is 0"),
+        (["--max-tokens", "9:3"], "run backwards"), (["--max-tokens", "many"], "no length"),
+        (["--threads", "0"], "--threads is 0"), (["--num-prompts", "0"], "number of prompts is 0"),
+        (["--domains", "e"], "no prompt has the domain"), (["--prompts", "none.jsonl"], "cannot be read"),
         (["--ablation", "--methods", "lookup"], "--ablation already says"),
-        (["--json", "missing/x.json"], "cannot be written"),
-        (["--plots", "prompts.jsonl"], "is a file"),
-        (["--from-json", "x.json"], "both"),
-        (["--method", "lookup"], "--methods"),
+        (["--json", "missing/x.json"], "cannot be written"), (["--plots", "prompts.jsonl"], "is a file"),
+        (["--from-json", "x.json"], "both"), (["--method", "lookup"], "--methods"),
     ],
-)
+)  # fmt: skip
 def test_mistakes_end_with_one_line_and_code_2(bundle, prompts, tmp_path, monkeypatch, arguments, said):
     monkeypatch.chdir(tmp_path)
     ended = run("bundle", "--prompts", prompts.name, *arguments, "--quiet")

@@ -222,19 +222,15 @@ def test_each_size_is_measured_with_what_can_have_it(trees, expected):
 @pytest.mark.parametrize(
     ("cell", "label", "requested"),
     [
-        (LOOKUP, "lookup", None),
-        (TREE, "lookup, trees of 9", 9),
-        (CHOSEN, "auto", None),
-        (CHOSEN._replace(tree_size=0), "auto, chains", 0),
-        (CHOSEN._replace(tree_size=20), "auto, trees of 20", 20),
-        (PLAIN, "plain", None),
-        (VANILLA, "vanilla (lookup)", None),
+        (LOOKUP, "lookup", None), (TREE, "lookup, trees of 9", 9), (CHOSEN, "auto", None),
+        (CHOSEN._replace(tree_size=0), "auto, chains", 0), (CHOSEN._replace(tree_size=20), "auto, trees of 20", 20),
+        (PLAIN, "plain", None), (VANILLA, "vanilla (lookup)", None),
         (LOOKUP._replace(unpad_kv=False), "lookup, padded KV", None),
         (LOOKUP._replace(unpad_kv=False, unpad_input=False), "lookup, padded KV and input", None),
         (VANILLA._replace(method="unpad-kv", unpad_kv=True), "unpad-kv only (lookup)", None),
     ],
     ids=lambda value: value.label if isinstance(value, Cell) else str(value),
-)
+)  # fmt: skip
 def test_names_say_what_differs_from_the_usual(cell, label, requested):
     assert (cell.label, cell.requested_tree) == (label, requested)
 

@@ -25,14 +25,11 @@ def measured(log):
 
 def test_methods_are_a_drafter_and_two_switches():
     assert methods(*ALL, "plain") == [
-        Method("plain", "none", True, True),
-        Method("draft-model", "draft-model", True, True),
-        Method("lookup", "lookup", True, True),
-        Method("chained", "chained", True, True),
-        Method("vanilla", "lookup", False, False),
-        Method("unpad-kv", "lookup", True, False),
+        Method("plain", "none", True, True), Method("draft-model", "draft-model", True, True),
+        Method("lookup", "lookup", True, True), Method("chained", "chained", True, True),
+        Method("vanilla", "lookup", False, False), Method("unpad-kv", "lookup", True, False),
         Method("unpad-input", "lookup", False, True),
-    ]
+    ]  # fmt: skip
     assert [method.name for method in methods()] == ["plain", "draft-model", "lookup", "chained", "auto"]
     assert [method.name for method in methods(has_draft=False)] == ["plain", "lookup", "auto"]
     assert methods("lookup", unpad_input=False)[1:] == [Method("lookup", "lookup", True, False)]
@@ -228,16 +225,13 @@ def test_builtin_prompts_have_three_domains_of_eight_and_some_are_chosen():
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"{", "line 2: this is not JSON"),
-        (b"[]", "line 2: this is no JSON object"),
-        (b'{"text": "a"}', "line 2: there is no field `prompt`"),
-        (b'{"prompt": ""}', "line 2: `prompt` is ''"),
+        (b"{", "line 2: this is not JSON"), (b"[]", "line 2: this is no JSON object"),
+        (b'{"text": "a"}', "line 2: there is no field `prompt`"), (b'{"prompt": ""}', "line 2: `prompt` is ''"),
         (b'{"prompt": "a", "domain": []}', "line 2: `domain` is"),
-        (b'{"prompt": "a", "id": "x"}', "two prompts have the id 'x'"),
-        (b'{"prompt": "\xff"}', "not UTF-8"),
+        (b'{"prompt": "a", "id": "x"}', "two prompts have the id 'x'"), (b'{"prompt": "\xff"}', "not UTF-8"),
         (None, "has no prompts"),
     ],
-)
+)  # fmt: skip
 def test_bad_lines_and_files_are_named(tmp_path, content, said):
     path = tmp_path / "prompts.jsonl"
     path.write_bytes(b"\n\n" if content is None else b'{"prompt": "fine", "id": "x"}\n' + content + b"\n")

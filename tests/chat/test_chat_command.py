@@ -178,13 +178,10 @@ def test_a_bundle_without_a_template_is_refused(demo_bundle):
 @pytest.mark.parametrize(
     "content",
     [
-        "{}",
-        "nothing",
-        "[" * 10**5,
-        '[{"role": "user", "content": 1}]',
+        "{}", "nothing", "[" * 10**5, '[{"role": "user", "content": 1}]',
         '[{"role": "assistant", "content": "", "tool_calls": [{"id": "a"}]}]',
     ],
-)
+)  # fmt: skip
 def test_what_is_no_conversation_is_neither_loaded_nor_replaced(chat, tmp_path, content):
     file = tmp_path / "notes.txt"
     file.write_text(content)
@@ -252,13 +249,9 @@ class Terminal:
         here, there = pty.openpty()
         self._here = here
         self.process = subprocess.Popen(
-            command,
-            stdin=there,
-            stdout=there,
-            stderr=there,
-            start_new_session=True,
+            command, stdin=there, stdout=there, stderr=there, start_new_session=True,
             env={**os.environ, "TERM": "dumb", **environment},
-        )
+        )  # fmt: skip
         os.close(there)
         self.text = ""
 

@@ -118,15 +118,12 @@ def test_explain_prints_a_table_and_a_verdict(run_cli, tiny_bundle, cache, tmp_p
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--drafter", "psychic"], "there is no drafter 'psychic'"),
-        (["--lookahead", "99"], "built for 1 to 8"),
-        (["--max-tokens", "0"], "max_tokens"),
-        (["--reference", "none.txt"], "none.txt"),
-        (["--draft-exit-gamma", "2"], "gamma is 2"),
-        (["--chat"], "chat template"),
+        (["--drafter", "psychic"], "there is no drafter 'psychic'"), (["--lookahead", "99"], "built for 1 to 8"),
+        (["--max-tokens", "0"], "max_tokens"), (["--reference", "none.txt"], "none.txt"),
+        (["--draft-exit-gamma", "2"], "gamma is 2"), (["--chat"], "chat template"),
         (["--drafters", "self"], "--drafter"),
     ],
-)
+)  # fmt: skip
 def test_mistakes_of_explain(refuse_cli, tiny_bundle, monkeypatch, tmp_path_factory, tmp_path, arguments, said):
     monkeypatch.setenv(ROOT_VARIABLE, str(tmp_path_factory.mktemp("cache")))
     monkeypatch.chdir(tmp_path)

@@ -35,15 +35,9 @@ def make_engine(folder: Path, weights: bytes = b"w" * 1000, check: EngineCheck |
         passes=(("fold", 3),),
     )
     return BuiltModel(
-        entry=entry,
-        files=hash_files(folder, ["model.onnx", "model.onnx.data"]),
-        tokenizer_json="{„}".encode(),
-        chat_template=None,
-        special_tokens={"eos_token": "</s>"},
-        bos_token_id=None,
-        eos_token_ids=(2, 3),
-        check=check,
-    )
+        entry=entry, files=hash_files(folder, ["model.onnx", "model.onnx.data"]), tokenizer_json="{„}".encode(),
+        chat_template=None, special_tokens={"eos_token": "</s>"}, bos_token_id=None, eos_token_ids=(2, 3), check=check,
+    )  # fmt: skip
 
 
 @pytest.fixture

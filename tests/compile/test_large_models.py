@@ -39,14 +39,11 @@ def build(recipe: BuildRecipe, *, stream: bool) -> BuildResult:
 @pytest.mark.parametrize(
     "values",
     [
-        {},
-        {"quantize": "int8"},
-        {"quantize": "int4", "fuse": False},
-        {"quantize": "int8", "draft_vocab_size": 200},
+        {}, {"quantize": "int8"}, {"quantize": "int4", "fuse": False}, {"quantize": "int8", "draft_vocab_size": 200},
         {"quantize": "keep"},
     ],
     ids=lambda values: "-".join(map(str, values.values())) or "float32",
-)
+)  # fmt: skip
 def test_weights_from_files_make_the_same_engine(values: dict[str, Any], tmp_path: Path, tiny_pair: TinyPair) -> None:
     given: dict[str, Any] = {"draft": None} | values
     if "draft_vocab_size" in values:

@@ -33,13 +33,10 @@ PROMPTS = ["abc abc abc abc ab", "the cat sat on the mat, the cat sat on", "to b
 NAMES = (None, "sql", "poems")
 RULES = LayerRules(threshold=None, period=2, keep_last=None)  # tiny models have two layers
 WAYS: dict[str, dict[str, Any]] = {
-    "draft-model": {"drafter": "draft-model"},
-    "self": {"drafter": "self", "layer_rules": RULES},
-    "lookup": {"drafter": "lookup"},
-    "suffix": {"drafter": "suffix"},
-    "chained": {"drafter": "chained"},
+    "draft-model": {"drafter": "draft-model"}, "self": {"drafter": "self", "layer_rules": RULES},
+    "lookup": {"drafter": "lookup"}, "suffix": {"drafter": "suffix"}, "chained": {"drafter": "chained"},
     "auto": {"drafter": "auto"},
-}
+}  # fmt: skip
 PLAIN = SamplingParams(max_tokens=24, ignore_eos=True)
 DEPTH, RUNS = 3, 400
 

@@ -122,13 +122,10 @@ def spoil_a_scale(parts: dict[str, np.ndarray]) -> None:
 
 
 INT4_DAMAGE = {
-    "codes in the other order": (INT4, swap_codes),
-    "zero points left out": (INT4, leave_out_zeros),
-    "zero points of another block": (INT4, turned("zeros", 16)),
-    "scales beside their place": (INT4, move_scales),
-    "scales of other columns": (INT4, exchange_scales),
-    "a scale that is no number": (INT4, spoil_a_scale),
-}
+    "codes in the other order": (INT4, swap_codes), "zero points left out": (INT4, leave_out_zeros),
+    "zero points of another block": (INT4, turned("zeros", 16)), "scales beside their place": (INT4, move_scales),
+    "scales of other columns": (INT4, exchange_scales), "a scale that is no number": (INT4, spoil_a_scale),
+}  # fmt: skip
 INT8_DAMAGE = {
     "scales beside their place": (INT8, turned("scales", 1)),
     "scales half again as large": (INT8, enlarge_scales),

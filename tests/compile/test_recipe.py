@@ -98,13 +98,10 @@ def test_values_out_of_range_are_refused(values: dict[str, object], words: str) 
 @pytest.mark.parametrize(
     ("asked", "limits", "expected"),
     [
-        ("auto", [None, None], AUTO_MODEL_LEN),
-        ("auto", [512, 256], 256),
-        ("auto", [32768, None], AUTO_MODEL_LEN),
-        (300, [512], 300),
-        (9000, [None], 9000),
+        ("auto", [None, None], AUTO_MODEL_LEN), ("auto", [512, 256], 256), ("auto", [32768, None], AUTO_MODEL_LEN),
+        (300, [512], 300), (9000, [None], 9000),
     ],
-)
+)  # fmt: skip
 def test_auto_is_resolved(asked: int | str, limits: list[int | None], expected: int) -> None:
     recipe = BuildRecipe(target="t", output="some/folder", max_model_len=asked)  # type: ignore[arg-type]
     resolved = resolve_recipe(recipe, limits)

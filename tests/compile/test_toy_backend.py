@@ -56,13 +56,9 @@ class ToyExecutor(OrtExecutor):
 
 def open_toy(request: EngineRequest) -> ToyExecutor:
     return ToyExecutor(
-        request.folder / request.entry.engine.path,
-        request.entry,
-        num_rows=request.num_rows,
-        kv_capacity=request.kv_capacity,
-        num_threads=1,
-        spin=False,
-    )
+        request.folder / request.entry.engine.path, request.entry, num_rows=request.num_rows,
+        kv_capacity=request.kv_capacity, num_threads=1, spin=False,
+    )  # fmt: skip
 
 
 @pytest.fixture

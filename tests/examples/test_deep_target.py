@@ -25,16 +25,9 @@ def scripts(monkeypatch):
 
 def make_target(layers=3):
     config = transformers.LlamaConfig(
-        vocab_size=4096,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-    )
+        vocab_size=4096, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, max_position_embeddings=128, tie_word_embeddings=True,
+    )  # fmt: skip
     torch.manual_seed(0)
     return transformers.LlamaForCausalLM(config).eval()
 

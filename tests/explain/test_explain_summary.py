@@ -27,12 +27,9 @@ def make_round(drafted=(), accepted=0, *, drafter="self", emitted=None, reason="
 
 
 TRACE = [
-    make_round([1, 2, 3], 3),
-    make_round([1, 2, 3], 1, end="exit"),
-    make_round([4], 0, end="exit"),
-    make_round([], end="none", reason="bypass"),
-    make_round([5, 6], 2, drafter="lookup", end="text"),
-]
+    make_round([1, 2, 3], 3), make_round([1, 2, 3], 1, end="exit"), make_round([4], 0, end="exit"),
+    make_round([], end="none", reason="bypass"), make_round([5, 6], 2, drafter="lookup", end="text"),
+]  # fmt: skip
 CURVES = CostCurves(StepCost(1.9e-3, 1e-4), {"draft-model": StepCost(1e-4, 0.0)}, LayerShares(4, mixer=0.1, mlp=0.1))
 
 

@@ -19,11 +19,8 @@ from tests.support.models.tiny_models import make_llama, save_checkpoint
 from tests.support.references.ort_operators import HEADS, assert_left
 
 MAKERS: tuple[Callable[[Path, Any], Any], ...] = (
-    tiny_heads.medusa,
-    tiny_hydra.hydra_plus,
-    tiny_heads.speculators,
-    tiny_dflash.sliding,
-)
+    tiny_heads.medusa, tiny_hydra.hydra_plus, tiny_heads.speculators, tiny_dflash.sliding,
+)  # fmt: skip
 
 
 def pieces_of(row: CheckedRow) -> Iterator[CheckedRow]:

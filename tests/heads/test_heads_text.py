@@ -24,12 +24,9 @@ from tests.support.references.drafted import PROMPTS, check_text
 
 pytestmark = [pytest.mark.whole, pytest.mark.bundle]
 HEADS: dict[str, Callable[[Path, Any], Any]] = {
-    "medusa": tiny_heads.medusa_vllm,
-    "hydra": tiny_hydra.hydra_plus,
-    "dflash": tiny_dflash.zlab,
-    "dflash2": tiny_corrected.zlab2,
-    "dspark": tiny_corrected.rnn,
-}
+    "medusa": tiny_heads.medusa_vllm, "hydra": tiny_hydra.hydra_plus, "dflash": tiny_dflash.zlab,
+    "dflash2": tiny_corrected.zlab2, "dspark": tiny_corrected.rnn,
+}  # fmt: skip
 
 
 def make_bundle(kind: str, target: Any, target_folder: Path, folder: Path, **options: Any) -> Path:

@@ -25,12 +25,9 @@ from tests.support.references.drafted import PROMPTS, accepted, check_drafts
 
 LAYERS = tiny_modules.LAYERS
 FAMILIES = {
-    "qwen35": "qwen3_5",
-    "qwen35moe": "qwen3_5_moe",
-    "qwen3next": "qwen3_next",
-    "glm4moe": "glm",
+    "qwen35": "qwen3_5", "qwen35moe": "qwen3_5_moe", "qwen3next": "qwen3_next", "glm4moe": "glm",
     "deepseek2": "deepseek",
-}
+}  # fmt: skip
 
 
 class Files(NamedTuple):

@@ -39,19 +39,12 @@ def test_any_number_of_splits_gives_the_same(name: str, kernels: InterpretedKern
 @pytest.mark.whole
 @examples(30)
 @given(
-    rows=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 12)), min_size=1, max_size=4),
-    padding=st.integers(0, 9),
-    group=st.integers(1, 5),
-    kv_heads=st.integers(1, 2),
-    size=st.sampled_from([8, 16, 24]),
-    window=st.sampled_from([-1, -1, 1, 7, 16, 40]),
-    tree=st.booleans(),
-    sinks=st.booleans(),
-    softcap=st.sampled_from([0.0, 3.0]),
-    splits=st.integers(1, 5),
-    tiles=st.sampled_from([(16, 16), (16, 32), (32, 16)]),
-    dtype=st.sampled_from(["float16", "bfloat16"]),
-)
+    rows=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 12)), min_size=1, max_size=4), padding=st.integers(0, 9),
+    group=st.integers(1, 5), kv_heads=st.integers(1, 2), size=st.sampled_from([8, 16, 24]),
+    window=st.sampled_from([-1, -1, 1, 7, 16, 40]), tree=st.booleans(), sinks=st.booleans(),
+    softcap=st.sampled_from([0.0, 3.0]), splits=st.integers(1, 5),
+    tiles=st.sampled_from([(16, 16), (16, 32), (32, 16)]), dtype=st.sampled_from(["float16", "bfloat16"]),
+)  # fmt: skip
 def test_any_shape_equals_reference(kernels, rows, padding, group, kv_heads, size, **rest) -> None:
     heads = {"heads": group * kv_heads, "kv_heads": kv_heads}
     padding += not any(count for _, count in rows)  # a step has a token

@@ -87,13 +87,9 @@ def build(folder: Path, dtype: str) -> ModelEntry:
     assert gate_layers(model, blocks, separate=on_gpu) == GATES
     write_onnx(model, folder)
     return make_entry(
-        backend="ort-cuda" if on_gpu else "ort-cpu",
-        dtype=dtype,
-        vocab_size=VOCAB,
-        layers=tuple(result.layers),
-        inputs=inputs if on_gpu else step_inputs(model),
-        kinds=blocks.gate_kinds,
-    )
+        backend="ort-cuda" if on_gpu else "ort-cpu", dtype=dtype, vocab_size=VOCAB, layers=tuple(result.layers),
+        inputs=inputs if on_gpu else step_inputs(model), kinds=blocks.gate_kinds,
+    )  # fmt: skip
 
 
 def decode(executor: Any, lookahead: int, rules: LayerRules | None = None) -> list[Request]:

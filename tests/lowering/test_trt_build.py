@@ -18,13 +18,10 @@ trt = pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx-cu13 is not insta
 CAPACITY = 40
 PROFILES = (Profile("decode", 2, 1, 2, 2), Profile("verify", 2, 5, 10, 10), Profile("prefill", 2, 16, 16, 8))
 MODELS = {
-    ("llama", "float16", 5): ("folded", "folded"),
-    ("llama", "float16", 1): ("fused-causal", "fused-causal"),
-    ("gemma3", "bfloat16", 5): ("folded", "folded"),
-    ("gemma3", "bfloat16", 1): ("fused-masked", "fused-causal"),
-    ("gemma2", "float16", 1): ("explicit", "explicit"),
-    ("gpt_oss", "float32", 1): ("explicit", "explicit"),
-}
+    ("llama", "float16", 5): ("folded", "folded"), ("llama", "float16", 1): ("fused-causal", "fused-causal"),
+    ("gemma3", "bfloat16", 5): ("folded", "folded"), ("gemma3", "bfloat16", 1): ("fused-masked", "fused-causal"),
+    ("gemma2", "float16", 1): ("explicit", "explicit"), ("gpt_oss", "float32", 1): ("explicit", "explicit"),
+}  # fmt: skip
 """Forms of the layers by model, dtype and fold."""
 
 

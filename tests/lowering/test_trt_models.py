@@ -18,13 +18,10 @@ from tests.support.references.trt_evaluator import Engine
 
 PREFILL, VERIFY, CAPACITY = (9, 17, 4), (5, 1, 3), 40
 MODELS = {
-    ("llama", "float32"): ("explicit", "explicit"),
-    ("gemma3", "float32"): ("explicit", "explicit"),
-    ("gpt_oss", "float32"): ("explicit", "explicit"),
-    ("deepseek_v3", "float32"): ("explicit", "explicit"),
-    ("llama", "float16"): ("fused-causal", "fused-causal"),
-    ("gemma3", "bfloat16"): ("fused-masked", "fused-causal"),
-}
+    ("llama", "float32"): ("explicit", "explicit"), ("gemma3", "float32"): ("explicit", "explicit"),
+    ("gpt_oss", "float32"): ("explicit", "explicit"), ("deepseek_v3", "float32"): ("explicit", "explicit"),
+    ("llama", "float16"): ("fused-causal", "fused-causal"), ("gemma3", "bfloat16"): ("fused-masked", "fused-causal"),
+}  # fmt: skip
 # Of the largest logit. float32: order of sums. Halves: eager rounds scores and weights to half precision, TensorRT's
 # attention does not, and two layers carry the difference to the logits.
 TOLERANCE = {"float32": 3e-5, "float16": 1e-2, "bfloat16": 6e-2}

@@ -92,12 +92,9 @@ def layer(case: Case, weights: dict[str, np.ndarray], how: int | Mapping[str, Bl
         given[name].const_value = ir.tensor(array, name=name)
     output = value("output", ir.DataType.FLOAT, ["T", case.depth])
     node = ir.node(
-        EXPERTS.name,
-        [given.get(item.name) for item in EXPERTS.inputs],
-        domain=EXPERTS.domain,
-        attributes=USUAL | dict(case.gating),
-        outputs=[output],
-    )
+        EXPERTS.name, [given.get(item.name) for item in EXPERTS.inputs], domain=EXPERTS.domain,
+        attributes=USUAL | dict(case.gating), outputs=[output],
+    )  # fmt: skip
     stored = [given[name] for name in weights]
     graph = ir.Graph(inputs, [output], nodes=[node], initializers=stored, opset_imports={"": 23}, name="layer")
     model = ir.Model(graph, ir_version=10)

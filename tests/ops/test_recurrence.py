@@ -38,18 +38,13 @@ RAGGED = ((2, 0, 1, 4), (0, 0, 1, 0), (0, 0, 0, 0), (3, 0, 6, 2), (0, 0, 9, 0))
 DRAFTING = ((1, 0, 1, 0), (2, 1, 0, 1), (0, 4, 0, 1), (0, 0, 0, 2))
 CONV = {"kind": CAUSAL_CONV.name}
 CASES = {
-    "gated_delta": Case(RAGGED),
-    "gated_delta_drafting": Case(DRAFTING),
-    "gated_delta_of_channels": Case(RAGGED, decay="channel", heads=(4, 4)),
-    "delta": Case(RAGGED, decay=""),
+    "gated_delta": Case(RAGGED), "gated_delta_drafting": Case(DRAFTING),
+    "gated_delta_of_channels": Case(RAGGED, decay="channel", heads=(4, 4)), "delta": Case(RAGGED, decay=""),
     "state_space": Case(RAGGED, beta=False, heads=(1, 4)),
     "selective": Case(RAGGED, beta=False, decay="channel", heads=(1, 12), dims=(8, 1)),
-    "plain": Case(RAGGED, beta=False, decay=""),
-    "one_row": Case(((0, 0, 30, 0),)),
-    "conv": Case(RAGGED, **CONV),
-    "conv_drafting": Case(DRAFTING, **CONV),
-    "conv_plain": Case(RAGGED, **CONV, silu=False, bias=False),
-}
+    "plain": Case(RAGGED, beta=False, decay=""), "one_row": Case(((0, 0, 30, 0),)), "conv": Case(RAGGED, **CONV),
+    "conv_drafting": Case(DRAFTING, **CONV), "conv_plain": Case(RAGGED, **CONV, silu=False, bias=False),
+}  # fmt: skip
 
 
 def make_inputs(case: Case) -> dict[str, np.ndarray]:

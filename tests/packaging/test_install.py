@@ -14,13 +14,10 @@ ROOT = Path(__file__).parents[2]
 LINUX = {"sys_platform": "linux", "platform_system": "Linux", "platform_machine": "x86_64", "python_version": "3.11"}
 MAC = {"sys_platform": "darwin", "platform_system": "Darwin", "platform_machine": "arm64", "python_version": "3.13"}
 CUDA_REQUIRES = [
-    "filelock",
-    "sympy>=1.13.3",
-    'cuda-toolkit[cublas,cudart]==13.2.2; platform_system == "Linux"',
+    "filelock", "sympy>=1.13.3", 'cuda-toolkit[cublas,cudart]==13.2.2; platform_system == "Linux"',
     'nvidia-cudnn-cu13==9.26.0.51; platform_system == "Linux" and platform_machine == "x86_64"',
-    'triton~=3.9.0; platform_system == "Linux" and python_version < "3.16"',
-    'nvidia-extra; extra == "other"',
-]
+    'triton~=3.9.0; platform_system == "Linux" and python_version < "3.16"', 'nvidia-extra; extra == "other"',
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -75,16 +72,13 @@ def test_the_other_onnx_runtime_is_removed_with_the_files_that_both_share(
 @pytest.mark.parametrize(
     "marker",
     [
-        'platform_system != "Linux"',
-        'platform_system == "Linux" and python_version < "3.9"',
+        'platform_system != "Linux"', 'platform_system == "Linux" and python_version < "3.9"',
         'platform_system == "Linux" or python_version < "3.9"',
         '(platform_machine == "x86_64" or platform_machine == "aarch64") and python_version >= "3.10"',
-        'platform_machine in "x86_64 AMD64"',
-        'platform_machine not in "x86_64 AMD64"',
-        'python_version <= "3.11" and python_version > "3.9"',
-        'extra == "opt"',
+        'platform_machine in "x86_64 AMD64"', 'platform_machine not in "x86_64 AMD64"',
+        'python_version <= "3.11" and python_version > "3.9"', 'extra == "opt"',
     ],
-)
+)  # fmt: skip
 def test_markers_agree_with_packaging_and_those_that_cannot_be_read_hold(install: ModuleType, marker: str) -> None:
     expected = Requirement(f"x; {marker}").marker
     assert expected is not None

@@ -20,18 +20,11 @@ def specs(draw: st.DrawFn) -> KernelSpec:
     group, heads = draw(st.integers(1, 16)), draw(st.integers(1, 64))
     return KernelSpec(
         kernel=draw(st.sampled_from(["kv_append", "ragged_attention", "combine_splits"])),
-        dtype=draw(st.sampled_from(["float16", "bfloat16"])),
-        num_heads=heads * group,
-        kv_num_heads=heads,
-        head_size=draw(st.integers(1, 256)),
-        v_head_size=draw(st.integers(0, 256)),
-        scale=draw(FLOATS),
-        window=draw(st.one_of(st.just(-1), st.integers(1, 10**6))),
-        softcap=draw(FLOATS),
-        tree=draw(st.booleans()),
-        sinks=draw(st.booleans()),
-        num_splits=draw(st.integers(1, MAX_SPLITS)),
-    )
+        dtype=draw(st.sampled_from(["float16", "bfloat16"])), num_heads=heads * group, kv_num_heads=heads,
+        head_size=draw(st.integers(1, 256)), v_head_size=draw(st.integers(0, 256)), scale=draw(FLOATS),
+        window=draw(st.one_of(st.just(-1), st.integers(1, 10**6))), softcap=draw(FLOATS), tree=draw(st.booleans()),
+        sinks=draw(st.booleans()), num_splits=draw(st.integers(1, MAX_SPLITS)),
+    )  # fmt: skip
 
 
 @given(specs())

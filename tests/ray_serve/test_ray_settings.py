@@ -34,19 +34,10 @@ def parse(bundle, environ=None, **more):
 
 def test_text_of_a_command_line_becomes_typed_settings(demo_bundle):
     settings = parse(
-        demo_bundle,
-        min_replicas="2",
-        max_replicas="4",
-        target_ongoing_requests="3.5",
-        ray_actor_options='{"num_cpus": 2}',
-        max_num_seqs="4",
-        adaptive="false",
-        max_waiting="9",
-        playground="off",
-        max_model_len="None",
-        kv_cache_memory_bytes="2GiB",
-        speculative_config='{"method": "ngram"}',
-    )
+        demo_bundle, min_replicas="2", max_replicas="4", target_ongoing_requests="3.5",
+        ray_actor_options='{"num_cpus": 2}', max_num_seqs="4", adaptive="false", max_waiting="9", playground="off",
+        max_model_len="None", kv_cache_memory_bytes="2GiB", speculative_config='{"method": "ngram"}',
+    )  # fmt: skip
     assert (settings.min_replicas, settings.max_replicas, settings.target_ongoing_requests) == (2, 4, 3.5)
     options = {
         "speculative_config": {"method": "ngram"},
@@ -68,24 +59,18 @@ def test_text_of_a_command_line_becomes_typed_settings(demo_bundle):
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"num_replica": 2}, ["num_replica", "num_replicas"]),
-        ({"max_num_seq": 2}, ["did you mean 'max_num_seqs'"]),
-        ({"drafters": "{}"}, ["'drafters'"]),
-        ({"num_replicas": "two"}, ["num_replicas is 'two'", "an integer"]),
-        ({"num_replicas": 0}, ["num_replicas is 0"]),
-        ({"num_replicas": 1, "max_replicas": 2}, ["one of them"]),
+        ({"num_replica": 2}, ["num_replica", "num_replicas"]), ({"max_num_seq": 2}, ["did you mean 'max_num_seqs'"]),
+        ({"drafters": "{}"}, ["'drafters'"]), ({"num_replicas": "two"}, ["num_replicas is 'two'", "an integer"]),
+        ({"num_replicas": 0}, ["num_replicas is 0"]), ({"num_replicas": 1, "max_replicas": 2}, ["one of them"]),
         ({"min_replicas": 2}, ["without max_replicas"]),
         ({"min_replicas": 3, "max_replicas": 2}, ["min_replicas is 3"]),
-        ({"routing": "random"}, ["balanced", "prefix"]),
-        ({"spin": "maybe"}, ["spin is 'maybe'", "true or false"]),
-        ({"ray_actor_options": "[1]"}, ["a JSON object"]),
-        ({"api_keys": "secret"}, ["SPECEXPORT_API_KEYS"]),
-        ({"host": "0.0.0.0"}, ["no API key"]),
-        ({"health_check_period_s": 0}, ["more than 0"]),
+        ({"routing": "random"}, ["balanced", "prefix"]), ({"spin": "maybe"}, ["spin is 'maybe'", "true or false"]),
+        ({"ray_actor_options": "[1]"}, ["a JSON object"]), ({"api_keys": "secret"}, ["SPECEXPORT_API_KEYS"]),
+        ({"host": "0.0.0.0"}, ["no API key"]), ({"health_check_period_s": 0}, ["more than 0"]),
         ({"upscale_delay_s": 1}, ["upscale_delay_s was given without max_replicas"]),
         ({"max_replicas": 2, "downscale_delay_s": -1}, ["downscale_delay_s is -1"]),
     ],
-)
+)  # fmt: skip
 def test_what_is_refused(demo_bundle, more, words):
     with pytest.raises(InvalidRequestError) as refused:
         parse(demo_bundle, **more)

@@ -173,13 +173,9 @@ def decode(target, draft, sequences, *, rows, chunk=512, budget=512, backlog=5):
 @examples(40)
 @given(
     prompts=st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20), min_size=1, max_size=7),
-    rows=st.integers(1, 4),
-    chunk=st.integers(1, 9),
-    budget=st.integers(1, 30),
-    backlog=st.integers(1, 9),
-    kind=st.sampled_from(["same", "good", "random", "adversarial"]),
-    data=st.data(),
-)
+    rows=st.integers(1, 4), chunk=st.integers(1, 9), budget=st.integers(1, 30), backlog=st.integers(1, 9),
+    kind=st.sampled_from(["same", "good", "random", "adversarial"]), data=st.data(),
+)  # fmt: skip
 def test_any_mix_of_plans_decodes_as_if_alone(prompts, rows, chunk, budget, backlog, kind, data):
     sequences = []
     for i, prompt in enumerate(prompts):

@@ -117,15 +117,12 @@ def test_thinking_without_tokens_takes_no_form():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"mood": 1}, "does not read 'mood'"),
-        ({"messages": []}, "not yours to set"),
-        ({"tools": []}, "not yours to set"),
-        ({"raise_exception": 1}, "not yours to set"),
-        ({"enable_thinking": "x" * 5000}, "have 50.. characters"),
-        ({"enable_thinking": {1, 2}}, "no JSON"),
+        ({"mood": 1}, "does not read 'mood'"), ({"messages": []}, "not yours to set"),
+        ({"tools": []}, "not yours to set"), ({"raise_exception": 1}, "not yours to set"),
+        ({"enable_thinking": "x" * 5000}, "have 50.. characters"), ({"enable_thinking": {1, 2}}, "no JSON"),
         ({f"a{i}": 1 for i in range(17)}, "17 variables"),
     ],
-)
+)  # fmt: skip
 def test_variables_of_a_template_are_bounded(given, said):
     with pytest.raises(InvalidRequestError, match=said):
         dialect_of(THINKS).render(ASK, (), given)

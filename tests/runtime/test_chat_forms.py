@@ -89,15 +89,12 @@ CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "weather", "
 CALLED, FOUND = {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "rain"}
 FOUND |= {"tool_call_id": "abcdefghi"}
 TALKS = {
-    "plain": [USER, SAID, USER],
-    "system": [SYSTEM, USER],
-    "developer": [DEVELOPER, USER],
-    "late system": [USER, SAID, SYSTEM, USER],
-    "calls": [USER, CALLED, FOUND, SAID, USER],
+    "plain": [USER, SAID, USER], "system": [SYSTEM, USER], "developer": [DEVELOPER, USER],
+    "late system": [USER, SAID, SYSTEM, USER], "calls": [USER, CALLED, FOUND, SAID, USER],
     "text and calls": [USER, CALLED | {"content": "let me see"}, FOUND],
     "empty": [USER, {"role": "assistant", "content": ""}, USER],
     "two parts": [{"role": "user", "content": [{"type": "text", "text": "user"}, {"type": "text", "text": "says"}]}],
-}
+}  # fmt: skip
 
 
 def texts_of(messages):
@@ -227,20 +224,14 @@ def test_a_conversation_of_many_kinds_is_tried_with_few_of_them(monkeypatch):
 
 
 WRITES = [
-    "{{ m.content }}",
-    "{{ m['content'] | trim }}",
-    "{{ m.content | tojson }}",
-    "{{ '>' + m.content }}",
+    "{{ m.content }}", "{{ m['content'] | trim }}", "{{ m.content | tojson }}", "{{ '>' + m.content }}",
     "{% for p in m.content %}{{ p.text }}{% endfor %}",
     "{% for p in m.content %}{% if p.type == 'text' %}{{ p['text'] | trim }}{% endif %}{% endfor %}",
-    "{{ m.content[0].text }}",
-    "{% if m.content is string %}{{ m.content }}{% endif %}",
+    "{{ m.content[0].text }}", "{% if m.content is string %}{{ m.content }}{% endif %}",
     "{% if m.content is not string %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}",
-    "{% if m.content is none %}{% endif %}",
-    "{{ raise_exception('no') }}",
-    "{% if not loop.last %}{{ m.content }}{% endif %}",
-    "",
-]
+    "{% if m.content is none %}{% endif %}", "{{ raise_exception('no') }}",
+    "{% if not loop.last %}{{ m.content }}{% endif %}", "",
+]  # fmt: skip
 
 
 @pytest.mark.fuzz

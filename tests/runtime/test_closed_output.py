@@ -93,12 +93,9 @@ def test_generate_into_a_closed_pipe(demo_bundle):
     command = [sys.executable, "-m", "specexport_runtime", "generate", str(demo_bundle), "def f(", "--stats"]
     try:
         done = subprocess.run(
-            [*command, "--max-tokens", "8", "--threads", "1", "--no-spin"],
-            stdout=broken,
-            stderr=subprocess.PIPE,
-            timeout=600,
-            check=False,
-        )
+            [*command, "--max-tokens", "8", "--threads", "1", "--no-spin"], stdout=broken, stderr=subprocess.PIPE,
+            timeout=600, check=False,
+        )  # fmt: skip
     finally:
         os.close(broken)
     assert (done.returncode, done.stderr) == (141, b"")

@@ -142,17 +142,14 @@ def test_the_map_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("damaged", "said"),
     [
-        (IDS[:-1], "9 token ids"),
-        (IDS[::-1], "token id 14 follows 16"),
+        (IDS[:-1], "9 token ids"), (IDS[::-1], "token id 14 follows 16"),
         (np.where(IDS == 2, 0, IDS).astype(np.int32), "token id 0 follows 0"),
         (np.where(IDS == 16, 17, IDS).astype(np.int32), "token id 17 lies outside"),
-        (np.where(IDS == 0, -1, IDS).astype(np.int32), "token id -1 lies outside"),
-        (IDS.astype(np.int64), "int32"),
-        (IDS[:, None], "int32"),
-        (np.array([{}], object), "cannot be read"),
+        (np.where(IDS == 0, -1, IDS).astype(np.int32), "token id -1 lies outside"), (IDS.astype(np.int64), "int32"),
+        (IDS[:, None], "int32"), (np.array([{}], object), "cannot be read"),
     ],
     ids=["short", "order", "twice", "beyond", "negative", "int64", "matrix", "pickle"],
-)
+)  # fmt: skip
 def test_a_damaged_map_is_refused(damaged, said, tmp_path):
     np.save(tmp_path / LM_HEAD_IDS_NAME, damaged)
     with pytest.raises(BundleError, match=said) as refused:

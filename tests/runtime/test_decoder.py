@@ -154,12 +154,9 @@ def test_the_fake_executor_notices_a_lost_rollback():
 @examples(60)
 @given(
     prompts=st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20), min_size=1, max_size=7),
-    lookahead=st.integers(1, 8),
-    rows=st.integers(1, 4),
-    chunk=st.integers(1, 9),
-    kind=st.sampled_from(["same", "good", "random", "adversarial"]),
-    data=st.data(),
-)
+    lookahead=st.integers(1, 8), rows=st.integers(1, 4), chunk=st.integers(1, 9),
+    kind=st.sampled_from(["same", "good", "random", "adversarial"]), data=st.data(),
+)  # fmt: skip
 def test_any_mix_of_sequences_decodes_as_if_alone(prompts, lookahead, rows, chunk, kind, data):
     counts = [data.draw(st.integers(1, 25)) for _ in prompts]
     target = make_target(rows)

@@ -41,15 +41,11 @@ def test_the_threshold_moves_as_worked_by_hand():
 
 @given(
     st.builds(
-        DraftExitParams,
-        gamma=st.floats(0, 1),
-        target_acceptance=st.floats(0.01, 1),
-        epsilon=st.floats(0, 1),
-        beta1=st.floats(0, 0.99),
-        beta2=st.floats(0, 0.99),
+        DraftExitParams, gamma=st.floats(0, 1), target_acceptance=st.floats(0.01, 1), epsilon=st.floats(0, 1),
+        beta1=st.floats(0, 0.99), beta2=st.floats(0, 0.99),
     ),
     st.lists(st.tuples(st.integers(0, 8), st.booleans()), max_size=30),
-)
+)  # fmt: skip
 def test_threshold_and_rate_stay_probabilities(params, rounds):
     state = DraftExit(params)
     for accepted, rejected in rounds:
@@ -183,15 +179,9 @@ class CountsDiscarded(Rules):
 def emit(seed, params, rules, exits, table, target, lookahead, length, rule):
     """The first tokens of one sequence, round by round as the decoding loop does it."""
     seq = Request(
-        0,
-        PROMPT,
-        params,
-        vocab_size=len(TARGET),
-        max_model_len=99,
-        seed=seed,
-        draft_exit=DraftExit(exits),
+        0, PROMPT, params, vocab_size=len(TARGET), max_model_len=99, seed=seed, draft_exit=DraftExit(exits),
         acceptance=rule,
-    )
+    )  # fmt: skip
     while seq.num_generated < length:
         draft = rules.draft(seq, table, lookahead)
         verdict = RULES[rule](

@@ -50,12 +50,9 @@ def test_greedy_text_equals_plain_greedy(name, noise, lookahead):
 @pytest.mark.parametrize("name", HEADS)
 @examples(15)
 @given(
-    data=st.data(),
-    lookahead=st.integers(1, 8),
-    rows=st.integers(1, 4),
-    max_chunk=st.integers(1, 10),
+    data=st.data(), lookahead=st.integers(1, 8), rows=st.integers(1, 4), max_chunk=st.integers(1, 10),
     lookup=st.booleans(),
-)
+)  # fmt: skip
 def test_every_draft_is_made_of_the_verified_text_whatever_the_chunks_and_the_neighbours(
     name, data, lookahead, rows, max_chunk, lookup
 ):

@@ -38,15 +38,12 @@ def test_commands_have_the_flags_of_their_uses_with_the_defaults_of_the_options(
 @pytest.mark.parametrize(
     ("name", "line", "value"),
     [
-        ("max_num_seqs", ["--max-num-seqs", "3"], 3),
-        ("spin", ["--no-spin"], False),
-        ("cuda_graphs", [], None),
-        ("cuda_graphs", ["--no-cuda-graphs"], False),
-        ("itl_budget_ms", ["--itl-budget-ms", "2.5"], 2.5),
+        ("max_num_seqs", ["--max-num-seqs", "3"], 3), ("spin", ["--no-spin"], False), ("cuda_graphs", [], None),
+        ("cuda_graphs", ["--no-cuda-graphs"], False), ("itl_budget_ms", ["--itl-budget-ms", "2.5"], 2.5),
         ("kv_cache_memory_bytes", ["--kv-cache-memory-bytes", "2GiB"], "2GiB"),
         ("suffix_memory_mb", ["--suffix-memory", "5"], 5),
     ],
-)
+)  # fmt: skip
 def test_a_flag_gives_the_value_of_its_option(name: str, line: list[str], value: object) -> None:
     taken: list[EngineOptions] = []
 

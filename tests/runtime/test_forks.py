@@ -36,11 +36,8 @@ def wait(child):
 def run(script: str) -> list[str]:
     done = subprocess.run(
         [sys.executable, "-W", "ignore::DeprecationWarning", "-c", BEGIN + script, Path(__file__).parents[2]],
-        capture_output=True,
-        text=True,
-        timeout=4 * CHILD_S,
-        check=False,
-    )
+        capture_output=True, text=True, timeout=4 * CHILD_S, check=False,
+    )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
     return done.stdout.splitlines()
 

@@ -30,12 +30,9 @@ def test_all_rules_together():
 def test_a_choice_says_what_it_is_as_json():
     choice = choose_layers((0.99, math.nan, 0.1), LayerRules(period=None, keep_last=1))
     assert json.loads(json.dumps(choice.to_json(), allow_nan=False)) == {
-        "num_layers": 3,
-        "removed_attention": [0],
-        "removed_recurrences": [],
-        "removed_mlp": [],
+        "num_layers": 3, "removed_attention": [0], "removed_recurrences": [], "removed_mlp": [],
         "acs": [0.99, None, 0.1],
-    }
+    }  # fmt: skip
 
 
 HYBRID = ("recurrence", "", "attention", "MLP", "attention and recurrence", "MLP", "recurrence", "")
@@ -98,19 +95,15 @@ def test_similarities_must_be_there_and_be_of_all_layers():
 @pytest.mark.parametrize(
     ("options", "message", "hint"),
     [
-        ({"threshold": 0.0}, "threshold is 0", r"\(0, 1\]"),
-        ({"threshold": 1.01}, "threshold is 1.01", r"\(0, 1\]"),
-        ({"skip_mixers": (-1,)}, "skip_mixers is -1", "from 0"),
-        ({"skip_mlps": ("2",)}, "skip_mlps is '2'", "from 0"),
+        ({"threshold": 0.0}, "threshold is 0", r"\(0, 1\]"), ({"threshold": 1.01}, "threshold is 1.01", r"\(0, 1\]"),
+        ({"skip_mixers": (-1,)}, "skip_mixers is -1", "from 0"), ({"skip_mlps": ("2",)}, "skip_mlps is '2'", "from 0"),
         ({"threshold": math.nan}, "threshold is nan", r"\(0, 1\]"),
-        ({"threshold": True}, "threshold is True", r"\(0, 1\]"),
-        ({"period": 1}, "period is 1", "at least 2"),
-        ({"period": 2.0}, "period is 2.0", "at least 2"),
-        ({"keep_last": -1}, "keep_last is -1", "at least 0"),
+        ({"threshold": True}, "threshold is True", r"\(0, 1\]"), ({"period": 1}, "period is 1", "at least 2"),
+        ({"period": 2.0}, "period is 2.0", "at least 2"), ({"keep_last": -1}, "keep_last is -1", "at least 0"),
         ({"keep_last": True}, "keep_last is True", "at least 0"),
         ({"threshold": None, "period": None}, "the target itself", "give one"),
     ],
-)
+)  # fmt: skip
 def test_values_out_of_range_are_refused_by_name(options, message, hint):
     with pytest.raises(InvalidRequestError, match=message) as refusal:
         LayerRules(**options)

@@ -26,13 +26,10 @@ def rounds(
         promised = 0.2 * width
         learned.observe(
             RoundSeconds(
-                rows,
-                width,
-                lambda drafted: 2.0 + 0.15 * drafted,
-                load(i) * luck * 0.01 * (2.0 + extra * 0.15 * width),
+                rows, width, lambda drafted: 2.0 + 0.15 * drafted, load(i) * luck * 0.01 * (2.0 + extra * 0.15 * width),
                 {"draft-model": (promised, load(i) * luck * 0.01 * draft * promised)} if width else {},
             )
-        )
+        )  # fmt: skip
 
 
 def test_curves_that_are_right_stay():
@@ -48,12 +45,9 @@ def test_curves_that_are_right_stay():
 
 @examples(40)
 @given(
-    draft=st.floats(0.1, 8.0),
-    extra=st.floats(0.2, 8.0),
-    seed=st.integers(0, 9),
-    slow=st.floats(1.0, 2.5),
+    draft=st.floats(0.1, 8.0), extra=st.floats(0.2, 8.0), seed=st.integers(0, 9), slow=st.floats(1.0, 2.5),
     period=st.integers(20, 60),
-)
+)  # fmt: skip
 def test_both_ratios_are_found_on_a_machine_that_is_busy_at_times(draft, extra, seed, slow, period):
     learned = LearnedCosts()
     for step in range(60):

@@ -130,14 +130,9 @@ def test_a_report_is_never_written_through_a_link(bundle: Path, tmp_path: Path) 
     before = hash_files(tmp_path / "blobs", [path.name for path in files_of(tmp_path / "blobs")])
     for day in ("01", "02"):
         report = VerifyReport(
-            bundle="demo",
-            build_key=load_manifest(linked).build_key,
-            date=f"2026-01-{day}T00:00:00+00:00",
-            tools={},
-            options={},
-            seconds={},
-            parts=(Part("greedy", "passed", None, ()),),
-        )
+            bundle="demo", build_key=load_manifest(linked).build_key, date=f"2026-01-{day}T00:00:00+00:00", tools={},
+            options={}, seconds={}, parts=(Part("greedy", "passed", None, ()),),
+        )  # fmt: skip
         record_report(linked, report)
         check_files(linked, load_manifest(linked).files)
         for path in files_of(linked):  # what was written becomes a blob, as an upload of it would

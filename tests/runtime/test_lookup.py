@@ -185,13 +185,10 @@ def fibonacci(count):
 
 
 HARD = {
-    "one token": [5] * 4096,
-    "period 7": list(range(7)) * 585,
-    "run, other, run": [0] * 2048 + [1] + [0] * 2047,
-    "runs with new ends": [token for j in range(45) for token in [0] * 90 + [1 + j]],
-    "fibonacci": fibonacci(4096),
+    "one token": [5] * 4096, "period 7": list(range(7)) * 585, "run, other, run": [0] * 2048 + [1] + [0] * 2047,
+    "runs with new ends": [token for j in range(45) for token in [0] * 90 + [1 + j]], "fibonacci": fibonacci(4096),
     "all new": list(range(4096)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("text", HARD.values(), ids=HARD)

@@ -18,13 +18,9 @@ NAMES = (None, "one", "two", "three")
 def make_engine(rows=4, **options):
     target = FakeExecutor(VOCAB, rows, 4096, num_adapters=3)
     return engine_of(
-        target,
-        make_tokenizer(),
-        draft=make_draft("good", rows),
-        max_model_len=MAX_MODEL_LEN,
-        adapters=NAMES[1:],
+        target, make_tokenizer(), draft=make_draft("good", rows), max_model_len=MAX_MODEL_LEN, adapters=NAMES[1:],
         **options,
-    )
+    )  # fmt: skip
 
 
 def reference(prompt, count, adapter):

@@ -28,14 +28,9 @@ def make_runner(
 ) -> ModelRunner:
     entry = bundle.manifest.models["draft"]
     executor = OrtExecutor(
-        bundle.folder / (entry.engine.path if unpad_kv else entry.engine.padded.path),
-        entry,
-        num_rows=rows,
-        kv_capacity=capacity,
-        num_threads=1,
-        spin=False,
-        unpad_kv=unpad_kv,
-    )
+        bundle.folder / (entry.engine.path if unpad_kv else entry.engine.padded.path), entry, num_rows=rows,
+        kv_capacity=capacity, num_threads=1, spin=False, unpad_kv=unpad_kv,
+    )  # fmt: skip
     return ModelRunner(executor, unpad_kv=unpad_kv, unpad_input=unpad_input)
 
 

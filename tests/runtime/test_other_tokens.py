@@ -52,12 +52,9 @@ def make_map(vocab: int, shared: list[int], *, lead: bool = True, first: int = N
             at += count
     starts = np.cumsum([0, *map(len, spelled)], dtype=np.int32)
     return TokenMap(
-        target_ids,
-        starts,
-        np.array([piece for each in spelled for piece in each], np.int32),
-        np.array([size - 1] if lead else [], np.int32),
-        np.array(first, np.int64),
-    )
+        target_ids, starts, np.array([piece for each in spelled for piece in each], np.int32),
+        np.array([size - 1] if lead else [], np.int32), np.array(first, np.int64),
+    )  # fmt: skip
 
 
 class Reader(FakeExecutor):

@@ -68,16 +68,12 @@ def assert_same(got: Distribution, expected: dict[int, float], tolerance=1e-6):
 # Quarter steps make exact ties and, with these temperatures, exact sums at the border of top-p common.
 ROWS = st.lists(st.integers(-20, 20).map(lambda i: i / 4), min_size=1, max_size=40)
 PARAMS = st.builds(
-    SamplingParams,
-    temperature=st.sampled_from([0.25, 0.7, 1.0, 2.0]),
-    top_k=st.integers(0, 45),
+    SamplingParams, temperature=st.sampled_from([0.25, 0.7, 1.0, 2.0]), top_k=st.integers(0, 45),
     top_p=st.sampled_from([0.0, 5e-324, 1e-9, 0.1, 0.33, 0.5, 0.8, 0.95, 0.999, 1.0]),
-    min_p=st.sampled_from([0.0, 0.0, 0.01, 0.2, 1.0]),
-    repetition_penalty=st.sampled_from([1.0, 1.0, 1.3, 0.8]),
-    presence_penalty=st.sampled_from([0.0, 0.0, 0.5, -0.25]),
-    frequency_penalty=st.sampled_from([0.0, 0.0, 0.75, -0.5]),
+    min_p=st.sampled_from([0.0, 0.0, 0.01, 0.2, 1.0]), repetition_penalty=st.sampled_from([1.0, 1.0, 1.3, 0.8]),
+    presence_penalty=st.sampled_from([0.0, 0.0, 0.5, -0.25]), frequency_penalty=st.sampled_from([0.0, 0.0, 0.75, -0.5]),
     logit_bias=st.dictionaries(st.integers(0, 39), st.sampled_from([-1.0, 2.5]), max_size=3),
-)
+)  # fmt: skip
 TOKENS = st.lists(st.integers(0, 39), max_size=8)
 
 

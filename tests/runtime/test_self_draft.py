@@ -27,14 +27,10 @@ from tests.support.references.exact_texts import LENGTH, SMALL, least_p_value, m
 
 @examples(25)
 @given(
-    masks=st.lists(st.integers(0, 2 ** (2 * LAYERS) - 1), min_size=6, max_size=6),
-    lookahead=st.integers(1, 8),
-    rows=st.integers(1, 4),
-    max_chunk=st.integers(1, 10),
-    unpad_input=st.booleans(),
-    lookup=st.booleans(),
+    masks=st.lists(st.integers(0, 2 ** (2 * LAYERS) - 1), min_size=6, max_size=6), lookahead=st.integers(1, 8),
+    rows=st.integers(1, 4), max_chunk=st.integers(1, 10), unpad_input=st.booleans(), lookup=st.booleans(),
     gammas=st.lists(st.none() | st.floats(0.2, 1.0), min_size=6, max_size=6),
-)
+)  # fmt: skip
 def test_greedy_text_equals_plain_greedy_for_any_layers_and_any_neighbours(
     masks, lookahead, rows, max_chunk, unpad_input, lookup, gammas
 ):

@@ -36,16 +36,9 @@ class World:
         self.most_running, self.longest_kept = 0, 0
         self.target, self.draft = make_target(rows, context=3), make_draft("good", rows)
         self.decoder = make_decoder(
-            self.target,
-            self.draft,
-            4,
-            max_num_seqs=rows - 2 if reuse else None,
-            max_num_batched_tokens=20,
-            max_chunk=9,
-            reuses_prefixes=reuse,
-            budget=self.limit,
-            **modes,
-        )
+            self.target, self.draft, 4, max_num_seqs=rows - 2 if reuse else None, max_num_batched_tokens=20,
+            max_chunk=9, reuses_prefixes=reuse, budget=self.limit, **modes,
+        )  # fmt: skip
         self.live, self.ended = [], []
         self.count = 0
 

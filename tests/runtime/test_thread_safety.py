@@ -34,12 +34,9 @@ def request(number):
     prompt = [rng.randrange(17) for _ in range(rng.randint(1, 30))]
     temperature = rng.choice([0.0, 0.8])
     params = SamplingParams(
-        max_tokens=rng.randint(1, 25),
-        temperature=temperature,
-        seed=number,
-        logprobs=rng.choice([None, 2]),
+        max_tokens=rng.randint(1, 25), temperature=temperature, seed=number, logprobs=rng.choice([None, 2]),
         repetition_penalty=rng.choice([1.0, 1.2]),
-    )
+    )  # fmt: skip
     return RequestSpec(prompt, params, options={"drafter": rng.choice(DRAFTERS)})
 
 

@@ -155,12 +155,9 @@ compiler = make_compiler()
 
 def run(body):
     return subprocess.run(
-        [sys.executable, "-c", SCRIPT + body, Path(__file__).parents[2]],
-        capture_output=True,
-        text=True,
-        timeout=120,
+        [sys.executable, "-c", SCRIPT + body, Path(__file__).parents[2]], capture_output=True, text=True, timeout=120,
         check=False,
-    )
+    )  # fmt: skip
 
 
 def test_what_was_tried_is_compiled_whatever_the_callers_stack():

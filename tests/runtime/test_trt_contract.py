@@ -52,12 +52,9 @@ def test_steps_lie_inside_their_profiles(data):
     assert window.shape.first_row + window.shape.num_seqs <= sizes.arena_rows
     feature_size = entry.engine.feature_size
     limits = input_shapes(
-        entry.engine.limits.profiles[number],
-        entry.engine.inputs,
-        entry.attention.layers,
-        sizes.kv_capacity,
+        entry.engine.limits.profiles[number], entry.engine.inputs, entry.attention.layers, sizes.kv_capacity,
         feature_size,
-    )
+    )  # fmt: skip
     tensors, num_bytes = lay_out_inputs(entry.engine.inputs, window.shape, feature_size)
     for tensor in tensors:
         low, _, high = limits[tensor.name]

@@ -137,12 +137,9 @@ def test_the_first_step_of_a_window_is_recorded_and_later_ones_replay_it(tmp_pat
     pair.step(0, [1, 1, 1, 2])  # the same
     pair.step(0, [30])  # ranged: never recorded
     assert executor.graphs.keys == [
-        GraphKey(DECODE, 0),
-        GraphKey(DECODE, 2),
-        GraphKey(VERIFY + 1, 1),
-        GraphKey(VERIFY + 1, 2),
+        GraphKey(DECODE, 0), GraphKey(DECODE, 2), GraphKey(VERIFY + 1, 1), GraphKey(VERIFY + 1, 2),
         GraphKey(VERIFY + 2, 0),
-    ]
+    ]  # fmt: skip
     assert executor.graphs.replays == 6
     assert gpu.captures == 5
 

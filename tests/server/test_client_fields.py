@@ -26,12 +26,9 @@ OFF_IN_CHAT = NO_TOOLS | {
     "chat_template_kwargs": {},
 }  # fmt: skip
 OFF_IN_RESPONSES = NO_TOOLS | {
-    "truncation": "disabled",
-    "background": False,
-    "text": {"format": {"type": "text"}},
-    "top_logprobs": 0,
+    "truncation": "disabled", "background": False, "text": {"format": {"type": "text"}}, "top_logprobs": 0,
     **dict.fromkeys(("previous_response_id", "conversation", "prompt", "max_tool_calls")),
-}
+}  # fmt: skip
 CODEX = {
     "instructions": "",
     "input": [

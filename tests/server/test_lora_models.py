@@ -58,12 +58,9 @@ def test_a_request_names_its_adapter(served):
 
 
 ROUTES = {
-    "/v1/completions": {"prompt": "w1"},
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "w1"}]},
-    "/v1/responses": {"input": "w1"},
-    "/tokenize": {"prompt": "w1"},
-    "/detokenize": {"tokens": [1]},
-}
+    "/v1/completions": {"prompt": "w1"}, "/v1/chat/completions": {"messages": [{"role": "user", "content": "w1"}]},
+    "/v1/responses": {"input": "w1"}, "/tokenize": {"prompt": "w1"}, "/detokenize": {"tokens": [1]},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES.items())

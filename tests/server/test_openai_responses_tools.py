@@ -301,10 +301,7 @@ def test_odd_values_are_no_defect(clients):
     """Every part of a body with tools, in turn, is replaced by values that it should not have."""
     thought = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
     body = {
-        "input": [USER, thought, CALLED, RETURNED],
-        "tools": [tool(description="d", strict=True, parameters=CITY)],
-        "tool_choice": {"type": "function", "name": "f"},
-        "parallel_tool_calls": False,
-        "max_output_tokens": 1,
-    }
+        "input": [USER, thought, CALLED, RETURNED], "tools": [tool(description="d", strict=True, parameters=CITY)],
+        "tool_choice": {"type": "function", "name": "f"}, "parallel_tool_calls": False, "max_output_tokens": 1,
+    }  # fmt: skip
     check_odd_bodies(clients.served("thinks"), PATH, body)

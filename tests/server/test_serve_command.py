@@ -31,23 +31,16 @@ def fails(capsys, *arguments: str) -> tuple[int, str]:
 NOT_ZERO = ("max-body-bytes", "max-prompts", "max-n", "max-prompt-tokens", "max-tokens", "max-connections", "threads")
 NOT_ZERO += ("request-timeout", "body-timeout", "keep-alive-timeout")
 BAD_OPTIONS = {
-    **{(f"--{name}", "0"): f"--{name} is 0" for name in NOT_ZERO},
-    ("--port", "65536"): "--port is 65536",
-    ("--max-waiting", "-1"): "--max-waiting is -1",
-    ("--drain-timeout", "nan"): "--drain-timeout is nan",
-    ("--log-format", "xml"): "--log-format",
-    ("--model-name", "a b"): "--model-name is 'a b'",
-    ("--host", ""): "--host is ''",
-    ("--allowed-host", "https://a"): "--allowed-host is 'https://a'",
-    ("--allowed-host", "a:80"): "--allowed-host is 'a:80'",
-    ("--allowed-host", "*"): "--allowed-host is '*'",
-    ("--api-key", ""): "--api-key is empty",
-    ("--host", "0.0.0.0"): "no API key was given",
-    ("--host", "some-name"): "no API key was given",
-    ("--drafter", "wish"): "--drafter",
+    **{(f"--{name}", "0"): f"--{name} is 0" for name in NOT_ZERO}, ("--port", "65536"): "--port is 65536",
+    ("--max-waiting", "-1"): "--max-waiting is -1", ("--drain-timeout", "nan"): "--drain-timeout is nan",
+    ("--log-format", "xml"): "--log-format", ("--model-name", "a b"): "--model-name is 'a b'",
+    ("--host", ""): "--host is ''", ("--allowed-host", "https://a"): "--allowed-host is 'https://a'",
+    ("--allowed-host", "a:80"): "--allowed-host is 'a:80'", ("--allowed-host", "*"): "--allowed-host is '*'",
+    ("--api-key", ""): "--api-key is empty", ("--host", "0.0.0.0"): "no API key was given",
+    ("--host", "some-name"): "no API key was given", ("--drafter", "wish"): "--drafter",
     ("--num-speculative-tokens", "some"): "'some' is neither an integer nor 'auto'",
     ("--api-key-file", "/nonexistent/key"): "--api-key-file /nonexistent/key cannot be read: No such file",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("options", BAD_OPTIONS, ids=" ".join)

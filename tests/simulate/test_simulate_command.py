@@ -67,20 +67,15 @@ def test_a_plot_is_written_or_the_extra_is_named(tmp_path, monkeypatch, installe
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--accuracy", "1.5"], "not a probability"),
-        (["--accuracy", "high"], "not a list of numbers"),
-        (["--batch-size", "4,0"], "batch size is 0"),
-        (["--batch-size", "1.5"], "not a list of whole numbers"),
+        (["--accuracy", "1.5"], "not a probability"), (["--accuracy", "high"], "not a list of numbers"),
+        (["--batch-size", "4,0"], "batch size is 0"), (["--batch-size", "1.5"], "not a list of whole numbers"),
         (["--generations", "0"], "number of generations is 0"),
-        (["--max-draft-length", "0"], "largest draft length is 0"),
-        (["--token-cost", "inf"], "token cost is inf"),
-        (["--seed", "-1"], "range"),
-        (["--json", "missing/x.json"], "cannot be written"),
-        (["--json", "."], "directory"),
-        (["--plot", "x.bmp"], "unknown image format"),
+        (["--max-draft-length", "0"], "largest draft length is 0"), (["--token-cost", "inf"], "token cost is inf"),
+        (["--seed", "-1"], "range"), (["--json", "missing/x.json"], "cannot be written"),
+        (["--json", "."], "directory"), (["--plot", "x.bmp"], "unknown image format"),
         (["--acuracy", "1"], "--accuracy"),
     ],
-)
+)  # fmt: skip
 def test_mistakes_end_with_one_line_and_code_2(arguments, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert said in line_of(run("simulate", *arguments))

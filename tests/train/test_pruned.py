@@ -213,11 +213,8 @@ KINDS_OF_LAYERS = {
     "gemma3": {"layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]},
     "smollm3": {"no_rope_layers": [1, 0, 1, 1]},
     "gpt_oss": {"layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]},
-    "deepseek_v3": {"first_k_dense_replace": 2},
-    "gpt2": {"n_layer": DEPTH},
-    "mixtral": {},
-    "llama_tied": {},
-}
+    "deepseek_v3": {"first_k_dense_replace": 2}, "gpt2": {"n_layer": DEPTH}, "mixtral": {}, "llama_tied": {},
+}  # fmt: skip
 
 
 def plan_of(folder: Path, checkpoint: Path, **changes: Any) -> PrunedPlan:

@@ -94,20 +94,15 @@ def test_a_failed_part_exits_with_1_after_the_report(bundle, demo_pair, monkeypa
     ("args", "message"),
     [
         (["--checkpoint", "{pair}/draft"], "not what this target was built from"),
-        (["--checkpoint", "{tmp}/nothing"], "no such folder"),
-        (["--require-checkpoint"], "checkpoint target (sha256"),
-        (["--prompts", "{tmp}/nothing.jsonl"], "cannot be read"),
-        (["--prompts", "{tmp}/latin.jsonl"], "not UTF-8"),
-        (["--prompts", "{tmp}/text.jsonl"], "line 2"),
-        (["--prompts", "{tmp}/fields.jsonl"], "line 1"),
+        (["--checkpoint", "{tmp}/nothing"], "no such folder"), (["--require-checkpoint"], "checkpoint target (sha256"),
+        (["--prompts", "{tmp}/nothing.jsonl"], "cannot be read"), (["--prompts", "{tmp}/latin.jsonl"], "not UTF-8"),
+        (["--prompts", "{tmp}/text.jsonl"], "line 2"), (["--prompts", "{tmp}/fields.jsonl"], "line 1"),
         (["--prompts", "{tmp}/empty.jsonl"], "no prompts"),
-        (["--prompts", "{tmp}/long.jsonl"], "this bundle takes 1 to"),
-        (["--max-tokens", "1"], "max_tokens is 1"),
-        (["--max-prompts", "0"], "max_prompts is 0"),
-        (["--num-samples", "10"], "num_samples is 10"),
+        (["--prompts", "{tmp}/long.jsonl"], "this bundle takes 1 to"), (["--max-tokens", "1"], "max_tokens is 1"),
+        (["--max-prompts", "0"], "max_prompts is 0"), (["--num-samples", "10"], "num_samples is 10"),
         (["--sead", "1"], "--seed"),
     ],
-)
+)  # fmt: skip
 def test_bad_input_is_refused(demo_bundle, demo_pair, tmp_path, monkeypatch, args, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9"}\n')

@@ -48,11 +48,8 @@ def run_with(package: Path, program: str, *arguments: object) -> dict[str, Any]:
     places = (package.parent, RUNTIME.parent, ROOT)
     done = subprocess.run(
         [sys.executable, "-c", program, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, places))},
-        cwd=package.parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, places))}, cwd=package.parent, capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout.splitlines()[-1]))

@@ -15,21 +15,13 @@ from specexport_runtime.bundle.entry import (
 )
 
 PLAIN = ModelEntry(
-    backend="ort-cpu",
-    dtype="float32",
-    vocab_size=17,
-    max_positions=None,
-    source=SourceEntry("tiny", "", "TinyForCausalLM"),
-    parameters=Parameters(1, 1),
-    attention=AttentionEntry((), "float32"),
-    engine=EngineEntry("model.onnx", ()),
-)
+    backend="ort-cpu", dtype="float32", vocab_size=17, max_positions=None,
+    source=SourceEntry("tiny", "", "TinyForCausalLM"), parameters=Parameters(1, 1),
+    attention=AttentionEntry((), "float32"), engine=EngineEntry("model.onnx", ()),
+)  # fmt: skip
 _RECORDS: dict[str, Any] = {
-    "source": SourceEntry,
-    "parameters": Parameters,
-    "attention": AttentionEntry,
-    "draft_head": DraftHeadEntry,
-}
+    "source": SourceEntry, "parameters": Parameters, "attention": AttentionEntry, "draft_head": DraftHeadEntry,
+}  # fmt: skip
 _OF_ENGINE: dict[str, Any] = {"gates": Gates, "limits": EngineLimits}
 _HOMES = {name: home for home, kind in (_RECORDS | _OF_ENGINE).items() for name in kind._fields}
 _HOMES |= {each.name: "engine" for each in fields(EngineEntry)}

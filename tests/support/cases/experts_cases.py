@@ -124,18 +124,10 @@ def drawn(generator: np.random.Generator) -> Layer:
     pick: Any = generator.choice
     number = generator.integers
     return Layer(
-        str(pick(linear_cases.ALL)),
-        str(pick(linear_cases.ALL)),
-        int(number(1, 9)),
-        int(number(1, 5)),
-        int(number(1, 200)),
-        int(number(1, 200)),
-        int(number(0, 3)),
-        float(pick([1.0, 1.702])),
-        float(pick([0.0, 1.0])),
-        float(pick([0.0, 0.5])),
-        bool(pick([True, False])),
-    )
+        str(pick(linear_cases.ALL)), str(pick(linear_cases.ALL)), int(number(1, 9)), int(number(1, 5)),
+        int(number(1, 200)), int(number(1, 200)), int(number(0, 3)), float(pick([1.0, 1.702])), float(pick([0.0, 1.0])),
+        float(pick([0.0, 0.5])), bool(pick([True, False])),
+    )  # fmt: skip
 
 
 def main() -> None:

@@ -69,34 +69,22 @@ DRAFT = replace(
     trial=FormTrial(4, (TriedForm("int8", 120, 0.5, 0.2, 1.5),)),
 )
 HEAD = ModelEntry(
-    backend="ort-cpu",
-    dtype="float32",
-    vocab_size=300,
-    max_positions=None,
-    source=SourceEntry("tiny", "ab", "Tiny"),
-    parameters=Parameters(900, 900),
-    attention=AttentionEntry((), "float32"),
+    backend="ort-cpu", dtype="float32", vocab_size=300, max_positions=None, source=SourceEntry("tiny", "ab", "Tiny"),
+    parameters=Parameters(900, 900), attention=AttentionEntry((), "float32"),
     engine=EngineEntry("target/model.onnx", ("input_ids",), feature_size=8),
     draft_head=DraftHeadEntry("eagle3", (2, -1), 0.5, "otherwise", 3, 7, "head/mask.npy", 4, reads_draft=True),
-)
+)  # fmt: skip
 FILES = (
     "draft/lm_head_ids.npy", "head/mask.npy", "target/model.onnx", "target/sm89.engine", "target/sm120.engine",
     "target/model.padded.onnx",
 )  # fmt: skip
 MANIFEST = Manifest(
-    name="tiny",
-    build_key="key",
-    recipe={"lookahead": 4},
-    tools={"python": "3"},
-    vocabulary=VocabularyInfo(290, "cd", 1, (2, 299), {"eos_token": "</s>"}),
-    max_model_len=256,
-    lookahead=4,
+    name="tiny", build_key="key", recipe={"lookahead": 4}, tools={"python": "3"},
+    vocabulary=VocabularyInfo(290, "cd", 1, (2, 299), {"eos_token": "</s>"}), max_model_len=256, lookahead=4,
     models={"target": ENTRY, "draft": DRAFT, "head": HEAD},
-    files={name: FileEntry("ef", 3) for name in (*FILES, "tokenizer.json")},
-    verify={"passed": True},
-    max_num_seqs=2,
+    files={name: FileEntry("ef", 3) for name in (*FILES, "tokenizer.json")}, verify={"passed": True}, max_num_seqs=2,
     max_num_tokens=64,
-)
+)  # fmt: skip
 
 
 def write(folder, data):

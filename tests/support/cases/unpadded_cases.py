@@ -145,10 +145,7 @@ def one_node_model(case: Case, dtype: str = "float32") -> ir.Model:
     )
     positions = ir.Value(name="positions", type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape(["T"]))
     graph = ir.Graph(
-        [*inputs, positions],
-        outputs if case.appends else outputs[:1],
-        nodes=[node],
-        opset_imports={"": 23, "specexport": 1},
-        name="one_node",
-    )
+        [*inputs, positions], outputs if case.appends else outputs[:1], nodes=[node],
+        opset_imports={"": 23, "specexport": 1}, name="one_node",
+    )  # fmt: skip
     return ir.Model(graph, ir_version=10)

@@ -12,12 +12,9 @@ CAPACITY = 96
 MAX_MODEL_LEN = 64
 
 PROMPTS = [
-    BenchPrompt("a/0", "a", "w1 w2"),
-    BenchPrompt("a/1", "a", "w3 w3 w4 w5"),
-    BenchPrompt("a/2", "a", "w16"),
-    BenchPrompt("b/0", "b", "w7 w8", reference="w7 w8 w9 w10 w11"),
-    BenchPrompt("b/1", "b", "w2 w2 w2"),
-]
+    BenchPrompt("a/0", "a", "w1 w2"), BenchPrompt("a/1", "a", "w3 w3 w4 w5"), BenchPrompt("a/2", "a", "w16"),
+    BenchPrompt("b/0", "b", "w7 w8", reference="w7 w8 w9 w10 w11"), BenchPrompt("b/1", "b", "w2 w2 w2"),
+]  # fmt: skip
 
 
 class LoadedEngine:

@@ -44,12 +44,9 @@ def open_fake(log, folder, options):
     name = folder.name
     words = name.split("-")
     made = make_subject(
-        Log(log, name),
-        draft="draft" in words or "head" in words,
-        noise=0.0 if "exact" in words else 0.4,
-        broken="broken" in words,
-        lookahead=4 if "short" in words else 8,
-    )
+        Log(log, name), draft="draft" in words or "head" in words, noise=0.0 if "exact" in words else 0.4,
+        broken="broken" in words, lookahead=4 if "short" in words else 8,
+    )  # fmt: skip
     details = {
         "name": name,
         "max_model_len": options.max_model_len or (32 if "short" in words else 64),

@@ -119,11 +119,6 @@ def echo_engine(template: str, *markers: str, special: bool = True, rows: int = 
     tokenizer = letters(*markers, special=special)
     target, draft = Echo(tokenizer, rows), Echo(tokenizer, rows, wrong=5)
     return engine_of(
-        target,
-        tokenizer,
-        draft=draft,
-        max_model_len=MAX_MODEL_LEN,
-        eos_token_ids=[tokenizer.token_to_id(END)],
-        chat_template=template,
-        **options,
-    )
+        target, tokenizer, draft=draft, max_model_len=MAX_MODEL_LEN, eos_token_ids=[tokenizer.token_to_id(END)],
+        chat_template=template, **options,
+    )  # fmt: skip

@@ -28,16 +28,12 @@ def curves(draft=0.3, **options):
 def make_sequences(count, names, max_tokens=200, prompt=6, params=None, **options):
     return [
         Request(
-            i,
-            [(3 * i + j) % VOCAB for j in range(prompt)],
-            params or SamplingParams(max_tokens=max_tokens),
-            vocab_size=VOCAB,
-            max_model_len=CAPACITY - LOOKAHEAD - 1,
-            draft_plan=[DraftStage(name, LOOKAHEAD) for name in names],
-            **{"adaptive": True, **options},
+            i, [(3 * i + j) % VOCAB for j in range(prompt)], params or SamplingParams(max_tokens=max_tokens),
+            vocab_size=VOCAB, max_model_len=CAPACITY - LOOKAHEAD - 1,
+            draft_plan=[DraftStage(name, LOOKAHEAD) for name in names], **{"adaptive": True, **options},
         )
         for i in range(count)
-    ]
+    ]  # fmt: skip
 
 
 def model_decoder(lengths, target, draft, **options):

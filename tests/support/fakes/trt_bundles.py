@@ -28,14 +28,7 @@ def write_bundle(folder, **changes):
         entries[role] = make_entry(LOOKAHEAD, ROWS, MAX_MODEL_LEN, draft=role == "draft", **fields)
     make_tokenizer().save(str(folder / "tokenizer.json"))
     Manifest(
-        name="fake",
-        build_key="",
-        recipe={},
-        tools={},
-        vocabulary=VocabularyInfo(VOCAB, "", None, ()),
-        max_model_len=MAX_MODEL_LEN,
-        lookahead=LOOKAHEAD,
-        models=entries,
-        files=hash_files(folder, names),
-    ).write(folder)
+        name="fake", build_key="", recipe={}, tools={}, vocabulary=VocabularyInfo(VOCAB, "", None, ()),
+        max_model_len=MAX_MODEL_LEN, lookahead=LOOKAHEAD, models=entries, files=hash_files(folder, names),
+    ).write(folder)  # fmt: skip
     return folder

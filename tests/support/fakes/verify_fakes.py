@@ -29,12 +29,9 @@ def word_tokenizer() -> Tokenizer:
 
 def make_engine(draft: str | None = "good", target: FakeExecutor | None = None, **options: object) -> SpecEngine:
     return engine_of(
-        target or make_executor(),
-        word_tokenizer(),
-        draft=make_executor(**DRAFTS[draft]) if draft else None,
-        max_model_len=MAX_MODEL_LEN,
-        **{"lookahead": LOOKAHEAD} | options,
-    )
+        target or make_executor(), word_tokenizer(), draft=make_executor(**DRAFTS[draft]) if draft else None,
+        max_model_len=MAX_MODEL_LEN, **{"lookahead": LOOKAHEAD} | options,
+    )  # fmt: skip
 
 
 class WidthDependent(FakeExecutor):

@@ -61,15 +61,9 @@ def build(output: Path, target: Path, draft: Path | None, quantize: str | None) 
     from specexport.recipe import BuildRecipe
 
     recipe = BuildRecipe(
-        target=str(target),
-        draft=None if draft is None else str(draft),
-        output=str(output),
-        quantize=quantize,
-        draft_quantize=None if draft is None else quantize,
-        max_model_len=LENGTH,
-        lookahead=LOOKAHEAD,
-        check=False,
-    )
+        target=str(target), draft=None if draft is None else str(draft), output=str(output), quantize=quantize,
+        draft_quantize=None if draft is None else quantize, max_model_len=LENGTH, lookahead=LOOKAHEAD, check=False,
+    )  # fmt: skip
     return build_bundle(recipe).path
 
 

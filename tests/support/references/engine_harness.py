@@ -15,20 +15,11 @@ def make_checkpoint(model: Any) -> Any:
     from specexport.checkpoint.loaded import Checkpoint
 
     return Checkpoint(
-        source="tiny",
-        source_sha256="",
-        architecture=type(model).__name__,
-        model=model,
-        dtype="float32",
-        tokenizer_json=b"{}",
-        chat_template=None,
-        special_tokens={},
-        bos_token_id=1,
-        eos_token_ids=(2,),
-        vocab_size=int(model.get_output_embeddings().weight.shape[0]),
-        num_parameters=model.num_parameters(),
+        source="tiny", source_sha256="", architecture=type(model).__name__, model=model, dtype="float32",
+        tokenizer_json=b"{}", chat_template=None, special_tokens={}, bos_token_id=1, eos_token_ids=(2,),
+        vocab_size=int(model.get_output_embeddings().weight.shape[0]), num_parameters=model.num_parameters(),
         max_positions=256,
-    )
+    )  # fmt: skip
 
 
 def build(
@@ -63,15 +54,9 @@ def compiled(model: Any, folder: Path, kept: Any = None, **values: Any) -> Any:
     job = BuildJob(recipe, "target", tuple(traced.layers), count, 256, folder, StageClock(None, 1))
     made = compile_graph(traced.ir_model, recipe, job._replace(states=traced.states), None, kept=kept)
     return make_entry(
-        vocab_size=int(model.get_output_embeddings().weight.shape[0]),
-        max_positions=256,
-        layers=job.layers,
-        windows=traced.windows,
-        states=traced.states,
-        engine=made.engine,
-        quantize=recipe.quantize,
-        passes=made.passes,
-    )
+        vocab_size=int(model.get_output_embeddings().weight.shape[0]), max_positions=256, layers=job.layers,
+        windows=traced.windows, states=traced.states, engine=made.engine, quantize=recipe.quantize, passes=made.passes,
+    )  # fmt: skip
 
 
 def indices_of(past: Sequence[int], new: Sequence[int]) -> dict[str, np.ndarray]:
@@ -82,14 +67,11 @@ def indices_of(past: Sequence[int], new: Sequence[int]) -> dict[str, np.ndarray]
     starts = np.minimum(cu[:-1], cu[-1] - 1)[:, None]
     ends = np.maximum(cu[1:, None], starts + 1)
     return {
-        "kv_lens": lens,
-        "cu_new_tokens": cu.astype(np.int32),
-        "row_starts": starts,
-        "row_ends": ends,
+        "kv_lens": lens, "cu_new_tokens": cu.astype(np.int32), "row_starts": starts, "row_ends": ends,
         "row_totals": (lens + ends - starts).astype(np.int32),
         "pad_index": np.minimum(starts + np.arange(width), ends - 1)[:, None],
         "unpad_index": np.array([b * width + j for b, count in enumerate(new) for j in range(count)], np.int64),
-    }
+    }  # fmt: skip
 
 
 def pack(

@@ -15,13 +15,10 @@ rng = np.random.default_rng(20240607)
 TARGET = (1.3 * rng.normal(size=(VOCAB, VOCAB))).astype(np.float32)
 NOISE = rng.normal(size=(VOCAB, VOCAB)).astype(np.float32)
 DRAFTS = {
-    "good": TARGET + 0.4 * NOISE,
-    "random": 1.5 * NOISE,
-    "adversarial": -TARGET,
+    "good": TARGET + 0.4 * NOISE, "random": 1.5 * NOISE, "adversarial": -TARGET,
     "disjoint": np.where(TARGET.argsort(axis=1).argsort(axis=1) < 3, 0, -np.inf).astype(np.float32),
-    "short": (TARGET + NOISE)[:, : VOCAB - 2],
-    "one-hot": None,
-}
+    "short": (TARGET + NOISE)[:, : VOCAB - 2], "one-hot": None,
+}  # fmt: skip
 COPIED = (TARGET + NOISE).argmax(axis=1).tolist()  # the one-hot draft's guess after each token
 
 

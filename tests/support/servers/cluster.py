@@ -41,14 +41,9 @@ def ray_cluster(folder: Path) -> Iterator[None]:
     """Ray with four logical CPUs, authenticated by a token of this run; ended whatever happens."""
     ray = import_ray()
     ray.init(
-        num_cpus=4,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="error",
-        _node_ip_address="127.0.0.1",
-        _temp_dir=str(folder),
-        _system_config={"metrics_report_interval_ms": 500},
-    )
+        num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error", _node_ip_address="127.0.0.1",
+        _temp_dir=str(folder), _system_config={"metrics_report_interval_ms": 500},
+    )  # fmt: skip
     processes = [info.process for infos in ray._private.worker._global_node.all_processes.values() for info in infos]
     try:
         yield

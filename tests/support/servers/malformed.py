@@ -205,17 +205,13 @@ def odd_version(draw: random.Random) -> RawRequest:
     """HTTP 0.9, 1.0, 2, TLS, and request lines that are none."""
     data = draw.choice(
         [
-            b"GET /health\r\n\r\n",
-            b"GET /health HTTP/1.0\r\n\r\n",
-            b"GET /health HTTP/9.9\r\nHost: 127.0.0.1\r\n\r\n",
-            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-            b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
+            b"GET /health\r\n\r\n", b"GET /health HTTP/1.0\r\n\r\n", b"GET /health HTTP/9.9\r\nHost: 127.0.0.1\r\n\r\n",
+            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
             b"GET  /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
-            b"GET /health HTTP/1.1\nHost: 127.0.0.1\nConnection: close\n\n",
-            b"\r\n" * 50,
+            b"GET /health HTTP/1.1\nHost: 127.0.0.1\nConnection: close\n\n", b"\r\n" * 50,
             b"GET /health HTTP/1.1\r\nConnection: close\r\n\r\n",
         ]
-    )
+    )  # fmt: skip
     return RawRequest("odd version", data, "settle")
 
 
