@@ -28,9 +28,7 @@ def settings(**more: Any) -> dict[str, Any]:
     return SETTINGS["gptq"] | more
 
 
-def quantized(
-    seed: int, bits: int = 4, *, symmetric: bool = False, mean: float = 0.0, shape: tuple[int, int] = SHAPE
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def quantized(seed, bits=4, *, symmetric=False, mean=0.0, shape=SHAPE):
     """Codes [N, K], zeros and scales [N, groups] of normal weights, and the weights that they mean."""
     generator = np.random.default_rng(seed)
     weight = generator.normal(mean * 0.02, 0.02, shape).astype(np.float32)

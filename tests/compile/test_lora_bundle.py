@@ -58,9 +58,7 @@ def asked(adapters: dict[str, Path], *names: str) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module", params=["none", pytest.param("int8", marks=pytest.mark.whole)])
-def bundle(
-    request: pytest.FixtureRequest, tiny_pair: TinyPair, adapters: dict[str, Path], tmp_path_factory: Any
-) -> Path:
+def bundle(request, tiny_pair, adapters, tmp_path_factory):
     folder: Path = tmp_path_factory.mktemp("chosen") / request.param
     quantize = request.param
     build_bundle(

@@ -1,6 +1,5 @@
 """Losslessness of weights or caches of few bits, for every way to draft: greedy at every K, sampled by exact odds."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from specexport.verify.tensors import make_sequences
 from specexport_runtime import SamplingParams, SpecEngine
 from specexport_runtime.requests.layer_choice import LayerRules
 from specexport_runtime.sampling.sampler import Sampler
-from tests.support.models.pairs import TinyPair
 
 PROMPTS = ["abc abc abc abc ab", "the cat sat on the mat, the cat sat on", "to be or not to be"]
 RULES = LayerRules(threshold=None, period=2, keep_last=None)  # tiny models have two layers
@@ -34,9 +32,7 @@ DEPTH, RUNS = 3, 400
     scope="module",
     params=["int8", *(pytest.param(kind, marks=pytest.mark.whole) for kind in ("int4", "none, int8 KV cache"))],
 )
-def engine(
-    request: pytest.FixtureRequest, tiny_pair: TinyPair, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[SpecEngine]:
+def engine(request, tiny_pair, tmp_path_factory):
     folder: Path = tmp_path_factory.mktemp("quantized") / "bundle"
     kind, cache = request.param.split(",")[0], "int8" if "KV" in request.param else None
     build_bundle(tiny_pair.recipe(folder, quantize=kind, draft_quantize=kind, self_draft=True, kv_cache_dtype=cache))

@@ -193,9 +193,6 @@ def test_fewer_tokens_of_those_that_are_shared(pair: Path, tmp_path: Path, share
     assert sum(each.stats.accepted for each in found) > 0
 
 
-# ---- decoding ----
-
-
 def _eager(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
@@ -317,9 +314,6 @@ def test_a_draft_whose_form_is_tried_reads_texts_in_its_own_tokens(pair, tmp_pat
     whole, *others = trial.forms
     assert [each.lm_head_rows for each in others[:1]] == [100]
     assert whole.accepted > 0.1
-
-
-# ---- damaged files ----
 
 
 def _changed(ids: np.ndarray, token: int) -> np.ndarray:

@@ -19,9 +19,7 @@ from specexport_runtime.errors import CheckFailedError
 F16 = 10  # onnx's number of float16
 
 
-def write_model(
-    path: Path, nodes: list[Any], inputs: dict[str, tuple[int, list[Any]]], outputs: dict[str, int]
-) -> Path:
+def write_model(path, nodes, inputs, outputs):
     import onnx
     from onnx import helper
 

@@ -258,16 +258,7 @@ def entry_of(dtype: str, layers: Any, inputs: tuple[str, ...] = tuple(STEP[:-2])
     return make_entry(backend="ort-cuda", dtype=dtype, vocab_size=VOCAB, layers=tuple(layers), inputs=inputs)
 
 
-def check_engine(
-    name: str,
-    dtype: str,
-    tmp_path: Path,
-    *,
-    cuda_graphs: bool,
-    int4: bool = False,
-    fuse: bool = False,
-    fake: pytest.MonkeyPatch | None = None,
-) -> None:
+def check_engine(name, dtype, tmp_path, *, cuda_graphs, int4=False, fuse=False, fake=None):
     """Ragged steps on rows that were moved and copied, over the end of a block, against exact arithmetic."""
     result, checkpoint = traced(name, dtype, pack=fuse)
     model = result.ir_model.clone()

@@ -38,9 +38,7 @@ def lower(traced: HalfModel) -> tuple[Any, tuple[str, ...]]:
     return model, forms
 
 
-def compare(
-    traced: HalfModel, model: Any, forms: tuple[str, ...], tolerance: float, fused_dtypes: tuple[str, ...]
-) -> None:
+def compare(traced, model, forms, tolerance, fused_dtypes):
     """Prefill row by row, one ragged verify step, and one step of a fixed size with a row that sits out."""
     tokens, expected = sequences(), reference_logits(make_checkpoint(traced.model), sequences())
     limit = tolerance * max(float(np.abs(logits).max()) for logits in expected)

@@ -39,9 +39,7 @@ def lower(case: Case, dtype: str = "float32", capacity: int = CAPACITY) -> tuple
     return model, form
 
 
-def run(
-    model: ir.Model, inputs: dict[str, np.ndarray], step: dict[str, np.ndarray], dtype: str = "float32"
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def run(model, inputs, step, dtype="float32"):
     named = {value.name for value in model.graph.inputs}
     feeds = inputs | step
     for name in ("k_cache", "v_cache"):

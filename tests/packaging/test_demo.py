@@ -3,7 +3,6 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -20,9 +19,7 @@ class StubEngine:
         self.wrong_at = wrong_at
         self.calls: list[bool] = []
 
-    def generate(
-        self, prompt: str, params: Any, *, num_speculative_tokens: int = 0, speculation: bool = True
-    ) -> list[SimpleNamespace]:
+    def generate(self, prompt, params, *, num_speculative_tokens=0, speculation=True):
         self.calls.append(speculation)
         tokens = [ord(c) for c in prompt]
         if speculation and self.wrong_at is not None and len(tokens) > self.wrong_at:

@@ -107,9 +107,7 @@ def stat(page: Any, column: str, name: str) -> str:
     return page.text_content(f"#{column} [data-stat={name}]")  # type: ignore[no-any-return]
 
 
-def reported(
-    served: Served, prompt: str, tokens: int, **speculative: Any
-) -> tuple[list[dict[str, str]], dict[str, Any]]:
+def reported(served, prompt, tokens, **speculative):
     """Tokens with their origins, and the usage, of the same request sent by another client."""
     body = {
         "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True,

@@ -473,9 +473,6 @@ def test_what_waits_beside_the_event_loop_ends_when_the_engine_closes(engine):
     asyncio.run(main())
 
 
-# --- ends
-
-
 def test_drain_waits_for_what_was_taken_and_refuses_the_rest(engine):
     async def main():
         service = AsyncSpecEngine(engine)

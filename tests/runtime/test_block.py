@@ -207,9 +207,6 @@ def test_where_there_is_no_law_the_draft_ends_and_it_is_an_error_if_the_text_com
         assert error(law(run), expected, LONGEST + 1, VOCAB + 1) < 1e-12
 
 
-# ---- whole texts ----
-
-
 def test_where_nothing_is_drawn_both_rules_give_the_same_text():
     """Plain decoding and copies: the numbers of a seed are then those of its positions."""
     params = SamplingParams(max_tokens=40, temperature=0.8)

@@ -68,9 +68,6 @@ def test_a_draft_of_some_layers_is_priced_by_its_parts(mixers, mlps, seconds):
     assert CostCurves(CURVES.target).self_draft_seconds(mixers, mlps, 1, 1, 100) == pytest.approx(11.0)
 
 
-# ---- the user's cache ----
-
-
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv(user_cache.ROOT_VARIABLE, str(tmp_path / "cache"))

@@ -183,8 +183,6 @@ def test_a_draft_that_breaks_inside_its_chain_ends_there(tmp_path):
     assert found[0] == found[1]
 
 
-# what leaves the device, at the size of a real vocabulary
-
 WIDE = 151_936
 
 

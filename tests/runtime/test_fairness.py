@@ -41,9 +41,6 @@ def rows_of(*running, num_rows=1):
     return rows
 
 
-# --- the queue
-
-
 def order(queue, held=None):
     rows, taken = Counter(held), []
     while (seq := queue.next(rows)) is not None:
@@ -117,9 +114,6 @@ def test_every_queue_is_fair(arrivals):
     assert len(taken) == len(arrivals)
 
 
-# --- whom to pause
-
-
 def victim(newcomer, *running, can_resume=True):
     rows = rows_of(*running)
     for row, seq in enumerate(running):
@@ -189,9 +183,6 @@ def test_some_are_never_paused():
     assert victim(newcomer, sequence(params=SamplingParams(max_tokens=50, prompt_logprobs=1))) is None
     assert victim(newcomer, sequence(is_pinned=True)) is None
     assert victim(newcomer, sequence(), can_resume=False) is None
-
-
-# --- how prompts share a step
 
 
 def reading(index, unread, owner="a", priority=0, *, late=False):
@@ -266,9 +257,6 @@ def test_a_newcomer_has_a_step_for_itself_and_no_two_in_a_row():
     assert texts[True] == texts[False]
 
 
-# --- the clock
-
-
 def test_late_prompts_yield_and_nobody_is_late_without_a_budget():
     now = [0.0]
     pace = Pace(1.0, clock=lambda: now[0])
@@ -328,9 +316,6 @@ def test_the_scheduler_keeps_the_pace():
     assert scheduler.share(1) == {0: 10, 1: 30}
     scheduler.retire(decoding)
     assert scheduler.share(0) == {0: 170, 1: 30}
-
-
-# --- all together
 
 
 def test_a_newcomer_gets_a_row_at_once_and_the_paused_come_back():

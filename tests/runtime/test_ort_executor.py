@@ -23,9 +23,7 @@ def bundle(demo_bundle):
     return load_bundle(demo_bundle, max_num_seqs=4)
 
 
-def make_runner(
-    bundle, rows: int = 4, capacity: int = CAPACITY, *, unpad_kv: bool = True, unpad_input: bool = True
-) -> ModelRunner:
+def make_runner(bundle, rows=4, capacity=CAPACITY, *, unpad_kv=True, unpad_input=True):
     entry = bundle.manifest.models["draft"]
     executor = OrtExecutor(
         bundle.folder / (entry.engine.path if unpad_kv else entry.engine.padded.path), entry, num_rows=rows,

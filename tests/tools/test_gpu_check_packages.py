@@ -77,9 +77,6 @@ def test_an_unknown_layout_is_an_error_and_changes_nothing(tmp_path, damage, mes
     assert library.read_bytes() == before
 
 
-# pieces
-
-
 @pytest.mark.parametrize("damage", ["", "missing", "altered"])
 def test_pieces_join_to_the_same_bytes_or_say_what_is_wrong(tmp_path: Path, damage: str) -> None:
     content = np.random.default_rng(0).bytes(2_345)

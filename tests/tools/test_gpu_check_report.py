@@ -122,9 +122,6 @@ def test_a_part_that_raises_is_a_row_and_the_others_go_on(context: Context) -> N
     ]
 
 
-# rows and tables
-
-
 def test_a_row_that_was_cut_off_costs_itself_only(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "rows.jsonl", "s")
     recorder.row("whole", "yes")

@@ -20,9 +20,6 @@ def rows_of(context: Context) -> list[Row]:
     return read_rows(context.recorder.path)
 
 
-# tasks and command line
-
-
 def test_without_a_gpu_one_line_says_what_is_missing(monkeypatch, capsys, tmp_path):
     def missing(name: str) -> None:
         raise OSError(name)
@@ -49,9 +46,6 @@ def test_results_of_other_settings_are_not_mixed(tmp_path: Path, capsys: pytest.
     assert "take another --out" in capsys.readouterr().err
 
 
-# int4 weights of ort-cuda
-
-
 def test_int4_engines_are_held_against_the_same_codes(context: Context) -> None:
     from tools.gpu_check_lib import outputs
 
@@ -60,9 +54,6 @@ def test_int4_engines_are_held_against_the_same_codes(context: Context) -> None:
     rows = rows_of(context)
     assert {row.verdict for row in rows} == {"ok"}
     assert any("greedy" in row.what and "ort-cpu, int4" in row.what for row in rows)
-
-
-# the whole, dry
 
 
 @pytest.mark.slow

@@ -101,9 +101,6 @@ def test_drafts_are_refused_and_accepted_and_graphs_replayed(decoded: Any) -> No
     assert all(min(decoded[name]["replays"]) >= 2 for name in ("drafted", "itself"))
 
 
-# what the repository keeps
-
-
 def test_a_kept_graph_is_what_the_compiler_makes(checkpoints: Path) -> None:
     """The others are told from it below: a trace takes seconds, that of the large model a minute."""
     text = export.export_role("tiny", "target", checkpoints)
@@ -147,9 +144,6 @@ def test_the_kept_texts_are_eager_transformers(model: str, checkpoints: Path) ->
         others[np.arange(len(text.tokens)), text.tokens] = -np.inf
         np.testing.assert_allclose(best - others.max(1), text.gaps, atol=2e-4)
         assert float(np.abs(chosen).max()) == pytest.approx(text.scale, abs=0.01)
-
-
-# the section
 
 
 def test_a_text_may_part_from_the_cpu_engines_only_where_that_was_nearly_a_tie(context: Context) -> None:
