@@ -99,12 +99,9 @@ def test_layers_that_do_nothing_go_and_nothing_is_lost(without_idle: BuildResult
 
 @pytest.mark.whole
 def test_the_layers_that_do_least_cost_less_acceptance_than_those_that_do_most(
-    pair: TinyPair,
-    lossy: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    pair: TinyPair, lossy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     record_property: Callable[[str, object], None],
-) -> None:
+) -> None:  # fmt: skip
     entry = load_manifest(lossy).models["draft"]
     assert entry.kept_layers == (0, 3)
     tokens, drafted, accepted = decode(lossy)

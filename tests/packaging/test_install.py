@@ -36,13 +36,9 @@ def install() -> ModuleType:
     ],
 )
 def test_a_cuda_wheel_that_nobody_asked_for_takes_the_cpu_index(
-    install: ModuleType,
-    version: str,
-    requires: list[str],
-    environment: dict[str, str],
-    torch_cuda: bool,
+    install: ModuleType, version: str, requires: list[str], environment: dict[str, str], torch_cuda: bool,
     cpu_index: bool,
-) -> None:
+) -> None:  # fmt: skip
     metadata = {"name": "torch", "version": version, "requires_dist": requires}
     report = {"version": "1", "install": [{"metadata": metadata}], "environment": environment}
     assert install.decide(report, torch_cuda=torch_cuda).use_cpu_index is cpu_index

@@ -36,15 +36,11 @@ class Runtime:
     """Answers like ``cuda.bindings.runtime``: a status first, then results. Writes down what it was asked."""
 
     RESULTS = {  # noqa: RUF012
-        "cudaGetDeviceCount": (1,),
-        "cudaGetDevice": (0,),
-        "cudaStreamCreateWithFlags": (real.cudaStream_t(1234),),
+        "cudaGetDeviceCount": (1,), "cudaGetDevice": (0,), "cudaStreamCreateWithFlags": (real.cudaStream_t(1234),),
         "cudaGetDeviceProperties": (SimpleNamespace(name=b"NVIDIA L4\0\0", major=8, minor=9),),
-        "cudaMemGetInfo": (5 << 30, 24 << 30),
-        "cudaMalloc": (4096,),
-        "cudaStreamEndCapture": (real.cudaGraph_t(55),),
+        "cudaMemGetInfo": (5 << 30, 24 << 30), "cudaMalloc": (4096,), "cudaStreamEndCapture": (real.cudaGraph_t(55),),
         "cudaGraphInstantiate": (real.cudaGraphExec_t(66),),
-    }
+    }  # fmt: skip
 
     def __init__(self):
         self.asked = []

@@ -43,18 +43,9 @@ def rubbish(shape, names):
 
 
 def pack(
-    profile,
-    num_rows,
-    tokens,
-    kv_lens,
-    logits,
-    *,
-    first_row=0,
-    packed=False,
-    last_position=10**6,
-    names=NAMES,
+    profile, num_rows, tokens, kv_lens, logits, *, first_row=0, packed=False, last_position=10**6, names=NAMES,
     ends=None,
-):
+):  # fmt: skip
     shape, buffers = make_step(first_row, tokens, kv_lens, logits)
     window = place_step(shape, profile, num_rows, packed=packed)
     plan = plan_step(window, [len(row) for row in tokens], buffers.logit_rows, names)

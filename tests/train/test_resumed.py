@@ -117,15 +117,9 @@ def made_of(work: Path) -> str:
 @pytest.mark.bundle
 @pytest.mark.parametrize("place", ["texts", "states", "batch", "state", "draft"])
 def test_a_killed_run_goes_on_with_the_same_curve(
-    place: str,
-    whole: Path,
-    target: Path,
-    prompts: Path,
-    bundle: Path,
-    tmp_path: Path,
-    saves_often: None,
+    place: str, whole: Path, target: Path, prompts: Path, bundle: Path, tmp_path: Path, saves_often: None,
     stores_often: None,
-) -> None:
+) -> None:  # fmt: skip
     places = [str(target), str(prompts), str(bundle), str(tmp_path / "cut")]
     ended = subprocess.run([sys.executable, "-c", _KILLED, place, *places], check=False, env=dict(os.environ))
     assert ended.returncode == -signal.SIGKILL

@@ -246,14 +246,9 @@ def _describe(dtype: DataType, dims: Sequence[str | int], opt: Sequence[int]) ->
 
 
 def _embed_for(
-    plugin: Any,
-    inputs: Sequence[Given],
-    exprs: list[DimsExprs],
-    profile: Sizes,
-    types_: list[DataType],
-    output_shapes: Callable[[Sizes], list[list[int]]],
-    aliases: list[int],
-) -> Embedded:
+    plugin: Any, inputs: Sequence[Given], exprs: list[DimsExprs], profile: Sizes, types_: list[DataType],
+    output_shapes: Callable[[Sizes], list[list[int]]], aliases: list[int],
+) -> Embedded:  # fmt: skip
     count = len(inputs)
     optima = [[dim if isinstance(dim, int) else profile[dim] for dim in given.dims] for given in inputs]
     descs = [_describe(given.dtype, given.dims, opt) for given, opt in zip(inputs, optima, strict=True)]

@@ -52,17 +52,9 @@ class PlannedDecoder(Decoder):
 
 
 def make_decoder(
-    target: FakeExecutor,
-    draft: FakeExecutor | None,
-    lookahead: int,
-    *,
-    max_chunk: int = 512,
-    unpad_kv: bool = True,
-    unpad_input: bool = True,
-    plan: tuple[DraftStage, ...] | None = None,
-    budget: int | None = None,
-    **options: object,
-) -> PlannedDecoder:
+    target: FakeExecutor, draft: FakeExecutor | None, lookahead: int, *, max_chunk: int = 512, unpad_kv: bool = True,
+    unpad_input: bool = True, plan: tuple[DraftStage, ...] | None = None, budget: int | None = None, **options: object,
+) -> PlannedDecoder:  # fmt: skip
     def runner(executor: FakeExecutor) -> ModelRunner:
         return ModelRunner(executor, max_chunk=max_chunk, unpad_kv=unpad_kv, unpad_input=unpad_input)
 

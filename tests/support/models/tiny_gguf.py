@@ -72,17 +72,10 @@ def random_blocks(kind: str, shape: tuple[int, int], generator: np.random.Genera
 
 
 def write_gguf(
-    model: Any,
-    path: Path,
-    *,
-    architecture: str = "qwen2",
-    kinds: Mapping[str, str] | None = None,
-    seed: int = 0,
-    stated: Mapping[str, Any] | None = None,
-    tensors: Mapping[str, np.ndarray] | None = None,
-    split: int = 0,
+    model: Any, path: Path, *, architecture: str = "qwen2", kinds: Mapping[str, str] | None = None, seed: int = 0,
+    stated: Mapping[str, Any] | None = None, tensors: Mapping[str, np.ndarray] | None = None, split: int = 0,
     one_row: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Write a model with a byte vocabulary; weights of ``kinds`` (the first ending that fits) are random, in both.
 
     ``stated``: settings by their whole keys, None drops one. ``split``: tensors of a part. ``one_row``: gates of shared

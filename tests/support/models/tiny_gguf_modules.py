@@ -244,15 +244,10 @@ def _of_mimo(config: Any, num_modules: int) -> dict[str, Any]:
 
 
 def write(
-    path: Path,
-    architecture: str,
-    settings: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
-    *,
-    wanted: Callable[[str], bool] = lambda _: True,
-    quantized: Callable[[str], bool] = lambda _: False,
+    path: Path, architecture: str, settings: Mapping[str, Any], tensors: Mapping[str, Tensor], *,
+    wanted: Callable[[str], bool] = lambda _: True, quantized: Callable[[str], bool] = lambda _: False,
     named: Mapping[int, str] = {},
-) -> Path:
+) -> Path:  # fmt: skip
     """Write the ``wanted`` tensors of a file with a byte vocabulary; matrices that are ``quantized`` as Q8_0."""
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in settings.items():

@@ -11,16 +11,9 @@ ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 
 
 def save_adapter(
-    model: Any,
-    folder: Path,
-    *,
-    targets: Sequence[str] | str = ALL,
-    r: int = 4,
-    alpha: float = 8,
-    seed: int = 0,
-    strength: float = 1.0,
-    **config: Any,
-) -> Path:
+    model: Any, folder: Path, *, targets: Sequence[str] | str = ALL, r: int = 4, alpha: float = 8, seed: int = 0,
+    strength: float = 1.0, **config: Any,
+) -> Path:  # fmt: skip
     """Write a random adapter of ``targets``; with a strength of 1 its factors are about as large as the weights."""
     import torch
     from safetensors.torch import save_file

@@ -39,15 +39,9 @@ class Modules(NamedTuple):
 
 
 def make(
-    name: str,
-    folder: Path,
-    *,
-    seed: int = 0,
-    own_lm_heads: bool = False,
-    scale: float | None = None,
-    count: int = 3,
+    name: str, folder: Path, *, seed: int = 0, own_lm_heads: bool = False, scale: float | None = None, count: int = 3,
     num_tokens: int = 259,
-) -> Modules:
+) -> Modules:  # fmt: skip
     """A random target with modules, in ``folder``; if its layers do only what ``scale`` says, modules know a part."""
     tokens = {} if scale is None else {"vocab_size": num_tokens}  # those of the tokenizer
     more = {"num_nextn_predict_layers": count} | tokens

@@ -40,12 +40,9 @@ def drafted_and_wanted(
 
 
 def check_text(
-    engine: SpecEngine,
-    prompts: Sequence[list[int]],
-    params: SamplingParams | Sequence[SamplingParams],
-    lookaheads: Iterable[int | str],
-    drafter: str = "head",
-) -> list[list[Any]]:
+    engine: SpecEngine, prompts: Sequence[list[int]], params: SamplingParams | Sequence[SamplingParams],
+    lookaheads: Iterable[int | str], drafter: str = "head",
+) -> list[list[Any]]:  # fmt: skip
     """Texts with drafts are those of plain decoding; gives the statistics of each text, for each lookahead."""
     plain = [result.token_ids for result in engine.generate(prompts, params, drafter="none")]
     stats = []

@@ -101,15 +101,9 @@ class Engine:
     """A session with its cache arena; ``step`` binds rows by address and updates them in place."""
 
     def __init__(
-        self,
-        folder: Path,
-        layers: Sequence[LayerGeometry],
-        num_rows: int,
-        capacity: int,
-        *,
-        graph: str = "model.onnx",
+        self, folder: Path, layers: Sequence[LayerGeometry], num_rows: int, capacity: int, *, graph: str = "model.onnx",
         poison: float = np.nan,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.session = session_of(folder / graph)
         self.inputs = {value.name for value in self.session.get_inputs()}
         self.flat_caches = len(next(x.shape for x in self.session.get_inputs() if x.name == "k_cache.0")) == 4
@@ -122,12 +116,9 @@ class Engine:
         }
 
     def step(
-        self,
-        tokens: Sequence[Sequence[int]],
-        pasts: Sequence[int],
-        first_row: int = 0,
+        self, tokens: Sequence[Sequence[int]], pasts: Sequence[int], first_row: int = 0,
         held: Sequence[Sequence[int]] | None = None,
-    ) -> np.ndarray:
+    ) -> np.ndarray:  # fmt: skip
         """Logits [T, V] of the new tokens of rows ``first_row …``."""
         io = self.session.io_binding()
         step = pack(tokens, pasts, held)

@@ -43,13 +43,9 @@ def valid_body(draw: random.Random, path: str) -> dict[str, Any]:
 
 
 def frame(
-    path: str,
-    body: bytes = b"",
-    *,
-    method: str = "POST",
-    headers: tuple[tuple[str, bytes], ...] = (("Content-Type", b"application/json"),),
-    length: bytes | None = None,
-) -> bytes:
+    path: str, body: bytes = b"", *, method: str = "POST",
+    headers: tuple[tuple[str, bytes], ...] = (("Content-Type", b"application/json"),), length: bytes | None = None,
+) -> bytes:  # fmt: skip
     lines = [f"{method} {path} HTTP/1.1".encode("utf-8", "surrogatepass")]
     if not any(name == "Host" for name, _ in headers):
         lines.append(b"Host: 127.0.0.1")

@@ -36,13 +36,9 @@ class ServerProcess:
     """
 
     def __init__(
-        self,
-        bundle: Path,
-        *options: str,
-        port: int = 0,
-        start: Sequence[str] = COMMAND,
+        self, bundle: Path, *options: str, port: int = 0, start: Sequence[str] = COMMAND,
         environment: dict[str, str] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         command = [sys.executable, *start, str(bundle), "--port", str(port), *QUICK, *options]
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | (environment or {})
