@@ -10,14 +10,15 @@
 #include <immintrin.h>
 #endif
 #define INLINE static inline __attribute__((always_inline))
+#define MEMBER inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
 
 namespace specexport {
 namespace avx2 {
-constexpr bool kSigned = true;
+constexpr bool kSigned = true, kPairs = false;
 #include "linear_avx2.h"
 }  // namespace avx2
-const Kernels avx2_kernels = {avx2::kMost, 0, avx2::arrange, avx2::multiply};
+const Kernels avx2_kernels = {avx2::kMost, avx2::kMostFloats, 0, avx2::arrange, avx2::multiply};
 }  // namespace specexport
 #if defined(__clang__)
 #pragma clang attribute pop

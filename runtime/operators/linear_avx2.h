@@ -3,7 +3,7 @@
 // Without VNNI pairs of products are added up in 16 bits, where codes of up to 5 bits leave room for four quads, and
 // those of 6 bits for two. Unsigned codes of 8 bits do not fit there: |code| is multiplied with the activation in the
 // code's sign.
-constexpr int kLanes = 8, kMost = 6, kAhead = 8192, kTurn = 4;
+constexpr int kLanes = 8, kMost = 6, kMostFloats = 6, kAhead = 8192;
 using V = __m256;
 using I = __m256i;
 using U = __m256i;
@@ -67,8 +67,12 @@ INLINE V load_halves(const uint8_t* p) { return _mm256_cvtph_ps(words8(p)); }
 INLINE V load_bf16(const uint8_t* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(words8(p)), 16));
 }
-INLINE V load_levels(const uint8_t* p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes8(p))); }
-INLINE V load_bytes(const uint8_t* p) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes8(p))); }
+INLINE I ilevels(const uint8_t* p) { return _mm256_cvtepi8_epi32(bytes8(p)); }
+INLINE I ibytes(const uint8_t* p) { return _mm256_cvtepu8_epi32(bytes8(p)); }
+INLINE I imadd(I a, I b, I sum) { return _mm256_add_epi32(sum, _mm256_mullo_epi32(a, b)); }
+INLINE I iscaled(I level, I k) { return _mm256_madd_epi16(level, k); }
+INLINE I ipair(I even, I odd) { return _mm256_blend_epi16(even, _mm256_slli_epi32(odd, 16), 0xaa); }
+INLINE I add_pairs(I pairs, int32_t two, I sum) { return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, iset(two))); }
 
 INLINE int32_t largest_bits(const float* x) {
   I largest = izero();

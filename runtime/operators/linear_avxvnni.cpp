@@ -10,14 +10,15 @@
 #include <immintrin.h>
 #endif
 #define INLINE static inline __attribute__((always_inline))
+#define MEMBER inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
 #define WITH_VNNI
 namespace specexport {
 namespace avxvnni {
-constexpr bool kSigned = false;
+constexpr bool kSigned = false, kPairs = false;
 #include "linear_avx2.h"
 }  // namespace avxvnni
-const Kernels avxvnni_kernels = {avxvnni::kMost, 0, avxvnni::arrange, avxvnni::multiply};
+const Kernels avxvnni_kernels = {avxvnni::kMost, avxvnni::kMostFloats, 0, avxvnni::arrange, avxvnni::multiply};
 }  // namespace specexport
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -22,6 +22,19 @@ minima, leasts      ``minima``: offset = least * minimum                   uint8
 ==================  =====================================================  ===============================
 
 Float weights are [K, 16] a tile. Everything here is numpy.
+
+Products round activations to 8 bits, and have the same bits on every processor. With ``level`` an activation is ``unit *
+k * code``: one unit for 256 inputs, and for each 32 of them k, an integer from 1 to 16. Then all is integers over 256
+inputs, and two or three roundings, in this order (``fma`` rounds once, ``float`` to nearest even)::
+
+    S = sum of level * k * (weight's code - zero) * code      T = sum of minimum * k * code
+    out = fma(float(S) * base, unit, out)                     without minima
+    out = fma(fma(float(T), least, float(S) * base), unit, out)
+
+Both sums fit in int32 for what files hold (:data:`_MOST_FACTOR`), and are taken modulo 2^32. In other formats 32
+activations share a float32 scale, and each block, or each of its halves where there are groups of 16, adds
+``out = fma(float(S), weight's scale * scale, out)``, then ``fma(offset, scale * float(sum of codes), out)`` for each
+offset, where codes are taken as they are, from 0 on. Blocks follow one another; a bias comes last.
 """
 
 import re
@@ -45,7 +58,8 @@ STRETCH = 1024
 _SUPER = 256  # inputs that share a base
 _LINE = 64
 _CHUNK = 1 << 22  # weights worked on at a time: bounds the memory beside the result
-_SMALLEST = np.float32(2.0**-120)  # blocks of activations below it count as zeros: 127 / x would be infinite
+_MOST_FACTOR = 16  # of a block's activations: a level times it, and it times a sum of 16 codes, fit in 16 bits
+_SMALLEST = np.float32(2.0**-116)  # activations that are all below it count as zeros: 127 * 16 / x would be infinite
 BOOKS = {
     "iq4": np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int16),
     "fp4": np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int16),
@@ -235,22 +249,53 @@ def stored(format: str, packed: Packed, n: int, k: int) -> tuple[np.ndarray, Flo
     return codes - zeros, scales.astype(np.float32), offsets
 
 
-def quantize_activations(x: np.ndarray) -> tuple[np.ndarray, Float32Array]:
-    """Activations [T, K] as the operators round them: int32 [T, blocks * 32], and a float32 scale a block [T, blocks].
+def quantize_activations(x: np.ndarray, format: str = "") -> tuple[np.ndarray, npt.NDArray[np.float64]]:  # noqa: A002
+    """Activations [T, K] as the operators round them for a format: int32 [T, K filled up], and a scale of each block.
 
-    A block that holds a NaN or an infinity has the scale NaN.
+    The largest magnitude of 256 inputs gives their unit, in formats of levels, and their k is the least that has room
+    for a block; in others a block has a scale of its own. What holds a NaN or an infinity has the unit or scale NaN.
     """
+    units, factors, codes = quantize_levels(x) if format and layout(format).scale == "level" else _quantize_blocks(x)
+    return codes, units.astype(np.float64) * factors
+
+
+def quantize_levels(x: np.ndarray) -> tuple[Float32Array, np.ndarray, np.ndarray]:
+    """Units float32 and factors int32 of each block [T, blocks], and codes int32 [T, blocks * 32]; x = unit * k * code."""
+    blocks, largest = _largest(x, _SUPER)
+    unit, inverse = _steps(largest.max(axis=2), np.float32(127 * _MOST_FACTOR))
+    with np.errstate(invalid="ignore", over="ignore"):
+        wanted = np.where(inverse[..., None] != 0, largest * inverse[..., None] / np.float32(127), np.float32(0))
+    factors = np.clip(np.ceil(wanted), 1, _MOST_FACTOR).astype(np.int32)
+    steps = inverse[..., None] / factors.astype(np.float32)
+    codes = np.rint(np.where(steps[..., None] != 0, blocks, np.float32(0)) * steps[..., None]).astype(np.int32)
+    units = np.broadcast_to(unit[..., None], factors.shape)
+    return units.reshape(len(x), -1), factors.reshape(len(x), -1), codes.reshape(len(x), -1)
+
+
+def _quantize_blocks(x: np.ndarray) -> tuple[Float32Array, np.ndarray, np.ndarray]:
+    blocks, largest = _largest(x, BLOCK)
+    scales, steps = _steps(largest[..., 0], np.float32(127))
+    values = np.where(steps[..., None, None] != 0, blocks, np.float32(0))
+    codes = np.rint(values * steps[..., None, None]).astype(np.int32)
+    return scales, np.ones(scales.shape, np.int32), codes.reshape(len(x), -1)
+
+
+def _largest(x: np.ndarray, group: int) -> tuple[Float32Array, Float32Array]:
+    """Blocks [T, groups, blocks of a group, 32], filled up with zeros, and their largest magnitudes."""
     tokens, k = x.shape
-    filled = np.zeros((tokens, _up(k, BLOCK)), np.float32)
+    filled = np.zeros((tokens, _up(k, group)), np.float32)
     filled[:, :k] = x
-    blocks = filled.reshape(tokens, -1, BLOCK)
-    largest = np.abs(blocks).max(axis=2)
+    blocks = filled.reshape(tokens, -1, group // BLOCK, BLOCK)
+    return blocks, np.abs(blocks).max(axis=3)
+
+
+def _steps(largest: Float32Array, most: np.float32) -> tuple[Float32Array, Float32Array]:
+    """What a code's step stands for, and what activations are multiplied with to become codes."""
     fine = np.isfinite(largest)
     some = fine & (largest >= _SMALLEST)
-    inverse = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=some)
-    codes = np.rint(np.where(fine[..., None], blocks, np.float32(0)) * inverse[..., None]).astype(np.int32)
-    scales = np.where(some, largest / np.float32(127), np.float32(0))
-    return codes.reshape(tokens, -1), np.where(fine, scales, np.float32(np.nan)).astype(np.float32)
+    inverse = np.divide(most, largest, out=np.zeros_like(largest), where=some)
+    steps = np.where(some, np.where(some, largest, 1) / most, np.float32(0))
+    return np.where(fine, steps, np.float32(np.nan)).astype(np.float32), inverse
 
 
 def reference(format: str, packed: Packed, n: int, k: int, x: np.ndarray) -> npt.NDArray[np.float64]:  # noqa: A002
@@ -262,8 +307,8 @@ def reference(format: str, packed: Packed, n: int, k: int, x: np.ndarray) -> npt
     values = codes * np.repeat(scales.astype(np.float64), group, axis=1)[:, :k]
     if offsets is not None:
         values += np.repeat(offsets.astype(np.float64), group, axis=1)[:, :k]
-    rounded, steps = quantize_activations(x)
-    inputs = rounded * np.repeat(steps.astype(np.float64), BLOCK, axis=1)
+    rounded, steps = quantize_activations(x, format)
+    inputs = rounded * np.repeat(steps, BLOCK, axis=1)
     result: npt.NDArray[np.float64] = inputs[:, :k] @ values.T
     return result
 

@@ -139,5 +139,11 @@ def test_activations_are_rounded_a_token_and_block() -> None:
     assert np.isnan(scales[1, 0])
     assert scales[1, 1] == scales[2, 0] == 0
     weight = make_weight("Q8_0", width=16)[0].take(np.arange(16))
+    codes, scales = quantize_activations(x, "q4_k")
+    assert codes.shape == (3, 256)
+    assert codes[0, [0, 1, 39]].tolist() == [127, 2, -64]  # in steps of 1 and of 1 / 16
+    assert scales[0, :3].tolist() == [np.float32(1 / 16) * 16, np.float32(1 / 16), np.float32(1 / 16)]
+    assert np.isnan(scales[1]).all()
+    assert (scales[2] == 0).all()
     product = reference("int8", pack("int8", weight), 16, 512, np.ones((1, 512), np.float32))
     np.testing.assert_allclose(product[0], weight.floats().sum(axis=1), rtol=1e-4)

@@ -13,6 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from specexport.passes.block_format import BOOKS, FLOATS, NAMED, STRETCH, layout, pack, pack_float, reference, unpack
 from specexport.passes.block_weight import Blocks, BlockWeight, Form, Spread, Stored
+from tests.support.references import block_arithmetic
 
 GROUPS = [
     "group4_64_f16",
@@ -133,7 +134,7 @@ def embedding(name: str, n: int, k: int) -> onnx.NodeProto:
 
 
 def assert_right(library: str, name: str, n: int, k: int, generator: np.random.Generator) -> None:
-    """Products against float64, their bits at widths, batches and threads, and lookups."""
+    """Products against float64 and the arithmetic in numpy, their bits at widths, batches and threads, and lookups."""
     weight, bias = packed(name, n, k, generator), generator.standard_normal(n).astype(np.float32)
     nodes = [linear(name, n, k, ("x", "w", "b")), embedding(name, n, k)]
     given = {"x": (TensorProto.FLOAT, 3), "ids": (TensorProto.INT64, 1)}
@@ -149,6 +150,9 @@ def assert_right(library: str, name: str, n: int, k: int, generator: np.random.G
     scale = max(float(np.abs(wanted).max()), 1e-30)
     error = float(np.abs(got[0] - wanted).max()) / scale
     assert error <= TOLERANCE, f"{name} [{n}, {k}]: error {error}"
+    if name not in FLOATS:
+        exact = block_arithmetic.product(name, weight, n, k, x) + bias
+        assert got[0].tobytes() == exact.tobytes(), f"{name} [{n}, {k}]: bits of the arithmetic"
     values = unpack(name, weight, n, k)
     assert rows.tobytes() == values[ids].tobytes(), f"{name} [{n}, {k}]: rows"
     for run in runs:
