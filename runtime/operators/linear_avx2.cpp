@@ -12,10 +12,12 @@
 #define INLINE static inline __attribute__((always_inline))
 #define MEMBER inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
+#define WITH_PAIRS
 
 namespace specexport {
 namespace avx2 {
-constexpr bool kSigned = true, kPairs = false;
+constexpr bool kSigned = false, kPairs = true;
+constexpr int kMost = 10;
 #include "linear_avx2.h"
 }  // namespace avx2
 const Kernels avx2_kernels = {avx2::kMost, avx2::kMostFloats, 0, avx2::arrange, avx2::multiply};

@@ -16,6 +16,7 @@
 namespace specexport {
 namespace avxvnni {
 constexpr bool kSigned = false, kPairs = false;
+constexpr int kMost = 6;
 #include "linear_avx2.h"
 }  // namespace avxvnni
 const Kernels avxvnni_kernels = {avxvnni::kMost, avxvnni::kMostFloats, 0, avxvnni::arrange, avxvnni::multiply};

@@ -55,8 +55,7 @@ INLINE int32_t int_at(const uint8_t* p) {
 }
 // What is in front of a stretch's codes, of which each 256 inputs fetch a share.
 INLINE void prefetch_head(const Part& p, int64_t super) {
-  const size_t each = p.s.codes / size_t(p.s.supers);
-  for (size_t i = each * size_t(super); i < each * size_t(super + 1); i += 64) prefetch(p.head + kAhead + i);
+  for (size_t i = 64 * size_t(super); i < p.s.codes; i += 64 * size_t(p.s.supers)) prefetch(p.head + kAhead + i);
 }
 // Two numbers of each output for each of 8 blocks: levels or minima of both parts, or that of the only one twice.
 template <int parts>
