@@ -16,7 +16,7 @@
 
 namespace specexport {
 namespace avx2 {
-constexpr bool kSigned = false, kPairs = true;
+constexpr bool kSigned = true, kPairs = true;
 constexpr int kMost = 10;
 #include "linear_avx2.h"
 }  // namespace avx2

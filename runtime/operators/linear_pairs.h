@@ -1,26 +1,25 @@
 // Products of pairs, for AVX2 without VNNI: included by linear_tile.h, in the place of its products of quads.
 //
 // `vpmaddubsw` adds up two products in 16 bits, where all 8 quads of a block fit if codes have 4 bits, 4 if 5, 2 if 6.
-// Codes of 8 bits, and values of codebooks, are nibbles: two sums of products, of which one counts 16 times. A level
-// times k, or ones, is what `vpmaddwd` then multiplies with.
+// For those of 8 bits and values of codebooks there is no room: |code| is multiplied with the activation in the code's
+// sign. A level times k, or ones, is what `vpmaddwd` then multiplies with.
 //
-// Both slices of a tile at once, so that a broadcast serves 16 outputs, but for nibbles, which take as many registers. A
-// half of a block is unpacked and multiplied for all rows, then the other. What a row's sums are so far waits in the L1
-// cache.
-constexpr bool in_nibbles(int bits) { return bits == kLookup || bits == 8; }
-constexpr int room_of(int bits) { return bits <= 4 || bits == 8 ? 8 : bits == 5 ? 4 : 2; }  // quads
+// Both slices of a tile at once, so that a broadcast serves 16 outputs. A half of a block, or a quarter where there are
+// signs, is unpacked and multiplied for all rows, then the next. What rows have so far waits in the L1 cache.
+constexpr bool has_signs(int bits) { return bits == kLookup || bits == 8; }
+constexpr int room_of(int bits) { return has_signs(bits) ? 1 : bits <= 4 ? 8 : bits == 5 ? 4 : 2; }  // quads
 
 // Computes a value here. Else the compiler mixes the halves of a block, and spills: 0.75 of the speed (Zen 5, int4).
 template <class T>
 INLINE void pin(T& value) { __asm__ volatile("" : "+x"(value)); }
 INLINE I add16(I a, I b) { return _mm256_add_epi16(a, b); }
-// Four quads of both slices, or the low and high nibbles of one.
-template <int bits, int q, int slice, int count = 4>
+template <int bits, int q, int count>
 INLINE void unpack_some(const uint8_t* line, const uint8_t* book, U* u) {
-  u[0] = unpack_quad<bits, q>(line + 32 * slice, book);
-  if constexpr (in_nibbles(bits)) u[1] = uand(ushr<4>(u[0]), 15), u[0] = uand(u[0], 15);
-  else u[1] = unpack_quad<bits, q>(line + 32, book);
-  if constexpr (count > 1) unpack_some<bits, q + 1, slice, count - 1>(line, book, u + 2);
+  u[0] = unpack_quad<bits, q>(line, book), u[1] = unpack_quad<bits, q>(line + 32, book);
+  if constexpr (count > 1) unpack_some<bits, q + 1, count - 1>(line, book, u + 2);
+}
+INLINE I signed_quad(U u, U size, I q, I factor) {
+  return _mm256_madd_epi16(_mm256_maddubs_epi16(size, _mm256_sign_epi8(q, u)), factor);
 }
 INLINE I two_quads(const U* u, const I* q) {
   return add16(_mm256_maddubs_epi16(u[0], q[0]), _mm256_maddubs_epi16(u[2], q[1]));
@@ -28,54 +27,58 @@ INLINE I two_quads(const U* u, const I* q) {
 INLINE I four_quads(const U* u, const I* q) { return add16(two_quads(u, q), two_quads(u + 4, q + 2)); }
 
 template <bool level, int M>
-struct Sums {  // of M rows: int32 over 256 inputs, or floats; and what the first half of a block gives
-  I whole[M][2], half[M][2][2];
+struct Sums {  // of M rows: int32 over 256 inputs, or floats; and what a block has so far
+  I whole[M][2], block[M][2];
   V total[M][2];
 };
-// The quads of a block from `first` on, of some slices, for all rows.
-template <int bits, int parts, bool shifted, bool level, int M, int first, int slice0>
+// The quads of a block from `first` on, for all rows.
+template <int bits, int parts, bool shifted, bool level, int M, int first>
 INLINE void add_quads(const Part& p, const uint8_t* line, const uint8_t* slots, int64_t b, int64_t block, Sums<level, M>& s) {
-  constexpr bool nibbles = in_nibbles(bits), opens = parts == 2 || first == 0, closes = parts == 2 || first == 4;
+  constexpr int step = has_signs(bits) ? 2 : 4, whole = 8 / parts, part = first / whole;
+  constexpr bool opens = first % whole == 0, closes = (first + step) % whole == 0;
   constexpr bool waits = room_of(bits) == 8 && parts == 1;  // in 16 bits, for the block's other half
-  constexpr int part = parts == 2 ? first / 4 : 0, slices = nibbles ? 1 : 2, chains = nibbles ? 2 : 1;
   constexpr size_t slot = slot_bytes(level, parts, shifted);
   const size_t at = size_t((block * parts + part) * kTile);
   U u[8];
-  unpack_some<bits, first, slice0>(line, p.book, u);
+  unpack_some<bits, first, step>(line, p.book, u);
+  if constexpr (has_signs(bits)) {
+    UNROLL for (int i = 0; i < 4; i++) u[4 + i] = _mm256_abs_epi8(u[i]);
+  }
   I factors[2] = {_mm256_set1_epi16(1), _mm256_set1_epi16(1)};
   if constexpr (level && (closes || !waits)) {
-    UNROLL for (int i = 0; i < slices; i++) {
-      const I each = ilevels(p.head + at + 8 * (slice0 + i));
-      factors[i] = ipair(each, each);
+    UNROLL for (int slice = 0; slice < 2; slice++) {
+      const I each = ilevels(p.head + at + 8 * slice);
+      factors[slice] = ipair(each, each);
     }
   }
   UNROLL for (int m = 0; m < M; m++) {
     const uint8_t *row = slots + slot * m, *start = row + kStarts + 4 * (parts * b + part);
-    I q[4];
-    UNROLL for (int i = 0; i < 4; i++) q[i] = quad(reinterpret_cast<const int8_t*>(row + 32 * b + 4 * (first + i)));
-    UNROLL for (int i = 0; i < slices; i++) {
-      const int slice = slice0 + i;
-      I words[chains];
-      UNROLL for (int c = 0; c < chains; c++) {
-        if constexpr (room_of(bits) > 2) words[c] = four_quads(u + i + c, q);
-        if constexpr (waits && opens) { pin(words[c]), s.half[m][slice][c] = words[c]; }
-        if constexpr (waits && closes) words[c] = add16(words[c], s.half[m][slice][c]);
+    I q[step];
+    UNROLL for (int i = 0; i < step; i++) q[i] = quad(reinterpret_cast<const int8_t*>(row + 32 * b + 4 * (first + i)));
+    UNROLL for (int slice = 0; slice < 2; slice++) {
+      const U* of = u + slice;
+      I found, &block_sum = s.block[m][slice];
+      if constexpr (waits && opens) {
+        block_sum = four_quads(of, q);
+        pin(block_sum);
+        continue;
       }
-      if constexpr (waits && opens) continue;
-      const I factor = level ? _mm256_mullo_epi16(factors[i], iset(int_at(row + kFactors + 4 * b))) : factors[i];
-      I found;
-      if constexpr (room_of(bits) > 2) found = _mm256_madd_epi16(words[0], factor);
-      else found = iadd(_mm256_madd_epi16(two_quads(u + i, q), factor), _mm256_madd_epi16(two_quads(u + i + 4, q + 2), factor));
-      if constexpr (nibbles) found = iadd(found, _mm256_madd_epi16(words[1], _mm256_slli_epi16(factor, 4)));
+      const I factor = level ? _mm256_mullo_epi16(factors[slice], iset(int_at(row + kFactors + 4 * b))) : factors[slice];
+      if constexpr (waits) found = _mm256_madd_epi16(add16(four_quads(of, q), block_sum), factor);
+      else if constexpr (has_signs(bits))
+        found = iadd(signed_quad(of[0], of[4], q[0], factor), signed_quad(of[2], of[6], q[1], factor));
+      else if constexpr (room_of(bits) == 2)
+        found = iadd(_mm256_madd_epi16(two_quads(of, q), factor), _mm256_madd_epi16(two_quads(of + 4, q + 2), factor));
+      else found = _mm256_madd_epi16(four_quads(of, q), factor);
       if constexpr (level) {
         s.whole[m][slice] = iadd(s.whole[m][slice], found);
         pin(s.whole[m][slice]);
         continue;
       }
-      found = iadd(found, opens || waits ? iset(int_at(start)) : s.half[m][slice][0]);
+      found = iadd(found, opens || waits ? iset(int_at(start)) : block_sum);
       if constexpr (!closes) {
         pin(found);
-        s.half[m][slice][0] = found;
+        block_sum = found;
         continue;
       }
       const V scale = vmul(vload(p.scales + at + 8 * slice), vset(load_single(row + kScales + 4 * b)));
@@ -90,8 +93,7 @@ INLINE void add_quads(const Part& p, const uint8_t* line, const uint8_t* slots, 
     }
   }
   __asm__ volatile("" ::: "memory");
-  if constexpr (first == 0) add_quads<bits, parts, shifted, level, M, 4, slice0>(p, line, slots, b, block, s);
-  else if constexpr (nibbles && slice0 == 0) add_quads<bits, parts, shifted, level, M, 0, 1>(p, line, slots, b, block, s);
+  if constexpr (first + step < 8) add_quads<bits, parts, shifted, level, M, first + step>(p, line, slots, b, block, s);
 }
 template <int bits, int parts, bool shifted, bool level, int M>
 INLINE void multiply_pairs(const Part& p) {
@@ -111,20 +113,19 @@ INLINE void multiply_pairs(const Part& p) {
     for (int64_t b = 0; b < blocks; b++) {
       const uint8_t* line = p.codes + 64 * lines * (from + b);
       UNROLL for (int i = 0; i < lines; i++) prefetch(line + kAhead + 64 * i);
-      add_quads<bits, parts, shifted, level, M, 0, 0>(p, line, slots, b, from + b, s);
+      add_quads<bits, parts, shifted, level, M, 0>(p, line, slots, b, from + b, s);
     }
     for (int slice = 0; slice < 2; slice++) {
       if constexpr (level) {
         const Finish<parts, shifted> finish(p, super, 8 * slice);
         I pairs[8];
-        if constexpr (!shifted)  // codes lie above their values
+        constexpr bool above = !shifted && !has_signs(bits);  // codes lie above their values, by half of what bits give
+        if constexpr (above)
           load_pairs<parts>(p.head + from * parts * kTile + 8 * slice, blocks, true, pairs);
         UNROLL for (int m = 0; m < M; m++) {
           I sum = s.whole[m][slice];
-          if constexpr (!shifted) {
-            constexpr int log = bits == kLookup ? 7 : bits - 1;
-            sum = _mm256_sub_epi32(sum, _mm256_slli_epi32(add_up_pairs(pairs, slots + slot * m), log));
-          }
+          if constexpr (above)
+            sum = _mm256_sub_epi32(sum, _mm256_slli_epi32(add_up_pairs(pairs, slots + slot * m), bits - 1));
           finish.add(sum, slots + slot * m, p.sums + kTile * m + 8 * slice);
         }
       } else {
