@@ -77,6 +77,7 @@ INLINE void round_block(const float* x, float inverse, int8_t* values, int32_t* 
     sums[part] = vaddvq_s32(iadd(iadd(rounded[0], rounded[1]), iadd(rounded[2], rounded[3])));
   }
 }
+INLINE void pin(I&) {}
 #include "linear_tile.h"
 }  // namespace neon
 const Kernels neon_kernels = {neon::kMost, neon::kMostFloats, 0, neon::arrange, neon::multiply};

@@ -9,9 +9,6 @@
 constexpr bool has_signs(int bits) { return bits == kLookup || bits == 8; }
 constexpr int room_of(int bits) { return has_signs(bits) ? 1 : bits <= 4 ? 8 : bits == 5 ? 4 : 2; }  // quads
 
-// Computes a value here. Else the compiler mixes the halves of a block, and spills: 0.75 of the speed (Zen 5, int4).
-template <class T>
-INLINE void pin(T& value) { __asm__ volatile("" : "+x"(value)); }
 INLINE I add16(I a, I b) { return _mm256_add_epi16(a, b); }
 template <int bits, int q, int count>
 INLINE void unpack_some(const uint8_t* line, const uint8_t* book, U* u) {
@@ -75,7 +72,8 @@ INLINE void add_quads(const Part& p, const uint8_t* line, const uint8_t* slots, 
         pin(s.whole[m][slice]);
         continue;
       }
-      found = iadd(found, opens || waits ? iset(int_at(start)) : block_sum);
+      if constexpr (!opens && !waits) found = iadd(found, block_sum);
+      else if constexpr (kHasStarts<bits, shifted>) found = iadd(found, iset(int_at(start)));
       if constexpr (!closes) {
         pin(found);
         block_sum = found;

@@ -107,6 +107,7 @@ INLINE void round_block(const float* x, float inverse, int8_t* values, int32_t* 
     sums[i / 16] += rounded;
   }
 }
+INLINE void pin(I&) {}
 #include "linear_tile.h"
 }  // namespace portable
 const Kernels portable_kernels = {portable::kMost, portable::kMostFloats, 0, portable::arrange, portable::multiply};
