@@ -72,9 +72,12 @@ INLINE void prefetch(const uint8_t*) {}
 
 template <int bits>
 INLINE I dot(I sum, const U* u, const int8_t* values) {
+  uint8_t codes[4][16];  // not elements of vectors, which compilers write to memory one by one
+  int32_t sums[4];
+  memcpy(codes, u, sizeof codes), memcpy(sums, &sum, sizeof sums);
   for (int q = 0; q < 4; q++)
-    for (int i = 0; i < 16; i++) sum[i / 4] += u[q][i] * values[4 * q + i % 4];
-  return sum;
+    for (int i = 0; i < 16; i++) sums[i / 4] += codes[q][i] * values[4 * q + i % 4];
+  return load<I>(sums);
 }
 INLINE V load_halves(const uint8_t* p) { return V{load_half(p), load_half(p + 2), load_half(p + 4), load_half(p + 6)}; }
 INLINE V load_bf16(const uint8_t* p) {
