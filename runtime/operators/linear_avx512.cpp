@@ -80,7 +80,8 @@ INLINE void round_block(const float* x, float inverse, int8_t* values, int32_t* 
     sums[half] = _mm512_reduce_add_epi32(rounded);
   }
 }
-INLINE void pin(I&) {}
+template <class T>
+INLINE void pin(T&) {}
 #include "linear_tile.h"
 
 #include "linear_amx.h"

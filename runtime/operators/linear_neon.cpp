@@ -77,7 +77,8 @@ INLINE void round_block(const float* x, float inverse, int8_t* values, int32_t* 
     sums[part] = vaddvq_s32(iadd(iadd(rounded[0], rounded[1]), iadd(rounded[2], rounded[3])));
   }
 }
-INLINE void pin(I&) {}
+template <class T>
+INLINE void pin(T&) {}
 #include "linear_tile.h"
 }  // namespace neon
 const Kernels neon_kernels = {neon::kMost, neon::kMostFloats, 0, neon::arrange, neon::multiply};

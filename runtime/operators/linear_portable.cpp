@@ -110,7 +110,8 @@ INLINE void round_block(const float* x, float inverse, int8_t* values, int32_t* 
     sums[i / 16] += rounded;
   }
 }
-INLINE void pin(I&) {}
+template <class T>
+INLINE void pin(T&) {}
 #include "linear_tile.h"
 }  // namespace portable
 const Kernels portable_kernels = {portable::kMost, portable::kMostFloats, 0, portable::arrange, portable::multiply};

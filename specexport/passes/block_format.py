@@ -23,9 +23,9 @@ minima, leasts      ``minima``: offset = least * minimum                   uint8
 
 Float weights are [K, 16] a tile. Everything here is numpy.
 
-Products round activations to 8 bits, and have the same bits on every processor. With ``level`` an activation is ``unit *
-k * code``: one unit for 256 inputs, and for each 32 of them k, an integer from 1 to 16. Then all is integers over 256
-inputs, and two or three roundings, in this order (``fma`` rounds once, ``float`` to nearest even)::
+Products round activations to 8 bits, and have the same bits on every processor. With ``level`` an activation is
+``unit * k * code``: one unit for 256 inputs, and for each 32 of them k, an integer from 1 to 16. Then all is integers
+over 256 inputs, and two or three roundings, in this order (``fma`` rounds once, ``float`` to nearest even)::
 
     S = sum of level * k * (weight's code - zero) * code      T = sum of minimum * k * code
     out = fma(float(S) * base, unit, out)                     without minima
@@ -260,7 +260,7 @@ def quantize_activations(x: np.ndarray, format: str = "") -> tuple[np.ndarray, n
 
 
 def quantize_levels(x: np.ndarray) -> tuple[Float32Array, np.ndarray, np.ndarray]:
-    """Units float32 and factors int32 of each block [T, blocks], and codes int32 [T, blocks * 32]; x = unit * k * code."""
+    """Units float32, factors int32 [T, blocks] and codes int32 [T, blocks * 32]: x = unit * factor * code."""
     blocks, largest = _largest(x, _SUPER)
     unit, inverse = _steps(largest.max(axis=2), np.float32(127 * _MOST_FACTOR))
     with np.errstate(invalid="ignore", over="ignore"):
