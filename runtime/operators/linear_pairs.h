@@ -101,7 +101,7 @@ INLINE void multiply_pairs(const Part& p) {
     const int64_t from = super * 8, blocks = p.s.blocks - from < 8 ? p.s.blocks - from : 8;
     const uint8_t* slots = p.slots + p.stride * size_t(super);
     Sums<level, M> s;
-    if (level) prefetch_head(p, super);
+    if (level && super == 0) prefetch_head(p);
     UNROLL for (int m = 0; m < M; m++) {
       UNROLL for (int slice = 0; slice < 2; slice++) {
         if (level) s.whole[m][slice] = izero();

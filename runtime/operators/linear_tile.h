@@ -57,9 +57,9 @@ INLINE int32_t int_at(const uint8_t* p) {
   memcpy(&value, p, 4);
   return value;
 }
-// What is in front of a stretch's codes, of which each 256 inputs fetch a share.
-INLINE void prefetch_head(const Part& p, int64_t super) {
-  for (size_t i = 64 * size_t(super); i < p.s.codes; i += 64 * size_t(p.s.supers)) prefetch(p.head + kAhead + i);
+// What lies kAhead behind the head of a stretch is needed as soon as what lies kAhead behind its first codes.
+INLINE void prefetch_head(const Part& p) {
+  for (size_t i = 0; i < p.s.codes; i += 64) prefetch(p.head + kAhead + i);
 }
 // Two numbers of each output for each of 8 blocks: levels or minima of both parts, or that of the only one twice.
 template <int parts>
@@ -106,7 +106,7 @@ static void multiply_levels(const Part& p) {
   for (int64_t super = 0; super < p.s.supers; super++) {
     const int64_t from = super * 8, blocks = p.s.blocks - from < 8 ? p.s.blocks - from : 8;
     const uint8_t* slots = p.slots + p.stride * size_t(super);
-    prefetch_head(p, super);
+    if (super == 0) prefetch_head(p);
     for (int slice = 0; slice < kSlices; slice++) {
       const int column = slice * kLanes;
       const uint8_t* line = p.codes + 64 * lines * from;
