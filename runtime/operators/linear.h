@@ -21,8 +21,8 @@ constexpr size_t kStarts = 288;   // int32 [8, parts]: what S begins with, for c
                                   // then, for offsets, float32 [8, parts]: scale * sum of codes
 constexpr size_t kFactors = 256;  // of levels: int32 [8]: k, and where products are of pairs the same in both halves
 constexpr size_t kUnit = 288;     // float32
-constexpr size_t kSums = 292;     // int16 [8, 2]: k * sum of 16 codes, at most 16 * 16 * 127 < 2^15. Or, where there are
-                                  // no minima and products are of quads, what S begins with as above
+constexpr size_t kSums = 292;     // int16 [8, 2]: k * sum of 16 codes, at most 16 * 16 * 127 < 2^15. Or, where there
+                                  // are no minima and products are of quads, what S begins with, as above
 constexpr size_t slot_bytes(bool level, int parts, bool shifted) {
   const size_t starts = 32 * size_t(parts);
   return ((level ? kSums + starts : shifted ? kStarts + 2 * starts : kStarts + starts) + 31) / 32 * 32;

@@ -28,8 +28,8 @@ INLINE U ulookup(const uint8_t* book, U a) {
 }
 INLINE void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
 
-// Computes a value here. Else the compiler mixes rows, or halves of a block, and spills: 0.75 of the speed (Zen 5, AVX2,
-// int4, 5 rows).
+// Computes a value here. Else the compiler mixes rows, or halves of a block, and spills: 0.75 of the speed (int4, 5
+// rows, AVX2 on Zen 5).
 template <class T>
 INLINE void pin(T& value) { __asm__ volatile("" : "+x"(value)); }
 INLINE I quad(const int8_t* values) {

@@ -114,7 +114,8 @@ struct Amx {
 };
 }  // namespace avx512
 const Kernels avx512_kernels = {avx512::kMost, avx512::kMostFloats, 0, avx512::arrange, avx512::multiply};
-const Kernels amx_kernels = {avx512::kMost, avx512::kMostFloats, avx512::kManyRows, avx512::arrange, avx512::multiply_with<avx512::Amx>};
+const Kernels amx_kernels = {avx512::kMost, avx512::kMostFloats, avx512::kManyRows, avx512::arrange,
+                             avx512::multiply_with<avx512::Amx>};
 bool amx_multiplies_right() { return avx512::multiplies_right<avx512::Amx>(); }
 }  // namespace specexport
 #if defined(__clang__)

@@ -30,7 +30,8 @@ struct Sums {  // of M rows: int32 over 256 inputs, or floats; and what a block 
 };
 // The quads of a block from `first` on, for all rows.
 template <int bits, int parts, bool shifted, bool level, int M, int first>
-INLINE void add_quads(const Part& p, const uint8_t* line, const uint8_t* slots, int64_t b, int64_t block, Sums<level, M>& s) {
+INLINE void add_quads(const Part& p, const uint8_t* line, const uint8_t* slots, int64_t b, int64_t block,
+                      Sums<level, M>& s) {
   constexpr int step = has_signs(bits) ? 2 : 4, whole = 8 / parts, part = first / whole;
   constexpr bool opens = first % whole == 0, closes = (first + step) % whole == 0;
   constexpr bool waits = room_of(bits) == 8 && parts == 1;  // in 16 bits, for the block's other half
@@ -60,7 +61,8 @@ INLINE void add_quads(const Part& p, const uint8_t* line, const uint8_t* slots, 
         pin(block_sum);
         continue;
       }
-      const I factor = level ? _mm256_mullo_epi16(factors[slice], iset(int_at(row + kFactors + 4 * b))) : factors[slice];
+      I factor = factors[slice];
+      if (level) factor = _mm256_mullo_epi16(factor, iset(int_at(row + kFactors + 4 * b)));
       if constexpr (waits) found = _mm256_madd_epi16(add16(four_quads(of, q), block_sum), factor);
       else if constexpr (has_signs(bits))
         found = iadd(signed_quad(of[0], of[4], q[0], factor), signed_quad(of[2], of[6], q[1], factor));
@@ -94,14 +96,14 @@ INLINE void add_quads(const Part& p, const uint8_t* line, const uint8_t* slots, 
   if constexpr (first + step < 8) add_quads<bits, parts, shifted, level, M, first + step>(p, line, slots, b, block, s);
 }
 template <int bits, int parts, bool shifted, bool level, int M>
-INLINE void multiply_pairs(const Part& p) {
+static void multiply_rows(const Part& p) {
   constexpr int lines = bits == kLookup ? 4 : bits;
   constexpr size_t slot = slot_bytes(level, parts, shifted);
+  if (level) prefetch_head(p);
   for (int64_t super = 0; super < p.s.supers; super++) {
     const int64_t from = super * 8, blocks = p.s.blocks - from < 8 ? p.s.blocks - from : 8;
     const uint8_t* slots = p.slots + p.stride * size_t(super);
     Sums<level, M> s;
-    if (level && super == 0) prefetch_head(p);
     UNROLL for (int m = 0; m < M; m++) {
       UNROLL for (int slice = 0; slice < 2; slice++) {
         if (level) s.whole[m][slice] = izero();
@@ -132,7 +134,3 @@ INLINE void multiply_pairs(const Part& p) {
     }
   }
 }
-template <int bits, int parts, bool minima, int M>
-static void multiply_levels(const Part& p) { multiply_pairs<bits, parts, minima, true, M>(p); }
-template <int bits, int parts, bool shifted, int M>
-static void multiply_codes(const Part& p) { multiply_pairs<bits, parts, shifted, false, M>(p); }

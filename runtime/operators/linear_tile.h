@@ -99,88 +99,55 @@ struct Finish {
 #include "linear_pairs.h"
 #else
 // Products of quads, four codes of an output with four activations. The slices of a tile take turns over 256 inputs.
-template <int bits, int parts, bool minima, int M>
-static void multiply_levels(const Part& p) {
+template <int bits, int parts, bool shifted, bool level, int M>
+static void multiply_rows(const Part& p) {
   constexpr int lines = bits == kLookup ? 4 : bits;
-  constexpr size_t slot = slot_bytes(true, parts, minima);
-  for (int64_t super = 0; super < p.s.supers; super++) {
-    const int64_t from = super * 8, blocks = p.s.blocks - from < 8 ? p.s.blocks - from : 8;
-    const uint8_t* slots = p.slots + p.stride * size_t(super);
-    if (super == 0) prefetch_head(p);
-    for (int slice = 0; slice < kSlices; slice++) {
-      const int column = slice * kLanes;
-      const uint8_t* line = p.codes + 64 * lines * from;
-      const uint8_t* levels = p.head + from * parts * kTile + column;
-      I sums[M];
-      UNROLL for (int m = 0; m < M; m++) sums[m] = izero();
-      for (int64_t b = 0; b < blocks; b++, line += 64 * lines, levels += parts * kTile) {
-        UNROLL for (int i = 0; i < (lines + kSlices - 1) / kSlices; i++)
-          prefetch(line + kAhead + 64 * (slice + kSlices * i));
-        U u[8];
-        unpack<bits>(line + 4 * column, p.book, u);
-        const I low_level = ilevels(levels), high_level = ilevels(levels + (parts - 1) * kTile);
-        UNROLL for (int m = 0; m < M; m++) {
-          const uint8_t* row = slots + slot * m;
-          const int8_t* values = reinterpret_cast<const int8_t*>(row + 32 * b);
-          const I k = iset(int_at(row + kFactors + 4 * b));
-          const uint8_t* start = row + kSums + 4 * parts * b;
-          I low = dot<bits>(minima ? izero() : iset(int_at(start)), u, values);
-          if (parts == 2) {
-            const I high = dot<bits>(minima ? izero() : iset(int_at(start + 4)), u + 4, values + 16);
-            sums[m] = imadd(high, iscaled(high_level, k), sums[m]);
-          } else {
-            low = M < 3 ? iadd(low, dot<bits>(izero(), u + 4, values + 16)) : dot<bits>(low, u + 4, values + 16);
-          }
-          sums[m] = imadd(low, iscaled(low_level, k), sums[m]);
-          if constexpr (kLanes == 8 && bits == 4 && M == 4) pin(sums[m]);  // 0.84 of the time; others rather not (Zen 5)
-        }
-      }
-      const Finish<parts, minima> finish(p, super, column);
-      UNROLL for (int m = 0; m < M; m++) finish.add(sums[m], slots + slot * m, p.sums + kTile * m + column);
-    }
-  }
-}
-template <int bits, int parts, bool shifted, int M>
-static void multiply_codes(const Part& p) {
-  constexpr bool starts = kHasStarts<bits, shifted>;
-  constexpr int lines = bits == kLookup ? 4 : bits;
-  constexpr size_t slot = slot_bytes(false, parts, shifted);
+  constexpr size_t slot = slot_bytes(level, parts, shifted);
+  constexpr bool starts = level ? !shifted : kHasStarts<bits, shifted>;
+  if (level) prefetch_head(p);
   for (int64_t super = 0; super < p.s.supers; super++) {
     const int64_t from = super * 8, blocks = p.s.blocks - from < 8 ? p.s.blocks - from : 8;
     const uint8_t* slots = p.slots + p.stride * size_t(super);
     for (int slice = 0; slice < kSlices; slice++) {
       const int column = slice * kLanes;
-      const size_t first = size_t(kTile * parts * from + column);
-      V sums[M];
-      UNROLL for (int m = 0; m < M; m++) sums[m] = vload(p.sums + kTile * m + column);
-      const uint8_t* line = p.codes + 64 * lines * from;
-      const float *scales = p.scales + first, *offsets = p.offsets + first;
+      I whole[M];
+      V total[M];
+      UNROLL for (int m = 0; m < M; m++) whole[m] = izero(), total[m] = vload(p.sums + kTile * m + column);
       for (int64_t b = 0; b < blocks; b++) {
+        const uint8_t* line = p.codes + 64 * lines * (from + b);
+        const int64_t at = (from + b) * parts * kTile + column;
         UNROLL for (int i = 0; i < (lines + kSlices - 1) / kSlices; i++)
           prefetch(line + kAhead + 64 * (slice + kSlices * i));
         U u[8];
         unpack<bits>(line + 4 * column, p.book, u);
         UNROLL for (int m = 0; m < M; m++) {
-          const uint8_t *row = slots + slot * m, *start = row + kStarts + 4 * parts * b;
+          const uint8_t *row = slots + slot * m, *start = row + (level ? kSums : kStarts) + 4 * parts * b;
           const int8_t* values = reinterpret_cast<const int8_t*>(row + 32 * b);
-          const V row_scale = vset(load_single(row + kScales + 4 * b));
-          I low = dot<bits>(starts ? iset(int_at(start)) : izero(), u, values);
-          if (parts == 2) {
-            const I high = dot<bits>(starts ? iset(int_at(start + 4)) : izero(), u + 4, values + 16);
-            sums[m] = vfma(to_float(low), vmul(vload(scales), row_scale), sums[m]);
-            sums[m] = vfma(to_float(high), vmul(vload(scales + kTile), row_scale), sums[m]);
+          I sums[2] = {dot<bits>(starts ? iset(int_at(start)) : izero(), u, values)};
+          if (parts == 2) sums[1] = dot<bits>(starts ? iset(int_at(start + 4)) : izero(), u + 4, values + 16);
+          else if (M < 3) sums[0] = iadd(sums[0], dot<bits>(izero(), u + 4, values + 16));  // chains of half the length
+          else sums[0] = dot<bits>(sums[0], u + 4, values + 16);
+          if constexpr (level) {
+            const I k = iset(int_at(row + kFactors + 4 * b));
+            UNROLL for (int i = parts - 1; i >= 0; i--)
+              whole[m] = imadd(sums[i], iscaled(ilevels(p.head + at + i * kTile), k), whole[m]);
+            if constexpr (kLanes == 8 && bits == 4 && M == 4) pin(whole[m]);  // 0.84 of the time (Zen 5)
           } else {
-            low = M < 3 ? iadd(low, dot<bits>(izero(), u + 4, values + 16)) : dot<bits>(low, u + 4, values + 16);
-            sums[m] = vfma(to_float(low), vmul(vload(scales), row_scale), sums[m]);
-          }
-          if (shifted) {
+            const V scale = vset(load_single(row + kScales + 4 * b));
             UNROLL for (int i = 0; i < parts; i++)
-              sums[m] = vfma(vload(offsets + i * kTile), vset(load_single(start + 32 * parts + 4 * i)), sums[m]);
+              total[m] = vfma(to_float(sums[i]), vmul(vload(p.scales + at + i * kTile), scale), total[m]);
+            UNROLL for (int i = 0; shifted && i < parts; i++)
+              total[m] =
+                  vfma(vload(p.offsets + at + i * kTile), vset(load_single(start + 32 * parts + 4 * i)), total[m]);
           }
         }
-        line += 64 * lines, scales += kTile * parts, offsets += kTile * parts;
       }
-      UNROLL for (int m = 0; m < M; m++) vstore(p.sums + kTile * m + column, sums[m]);
+      if constexpr (level) {
+        const Finish<parts, shifted> finish(p, super, column);
+        UNROLL for (int m = 0; m < M; m++) finish.add(whole[m], slots + slot * m, p.sums + kTile * m + column);
+      } else {
+        UNROLL for (int m = 0; m < M; m++) vstore(p.sums + kTile * m + column, total[m]);
+      }
     }
   }
 }
@@ -188,17 +155,15 @@ static void multiply_codes(const Part& p) {
 using Rows = void (*)(const Part&);
 template <int bits, int parts, bool shifted, bool level, int M>
 static constexpr Rows rows_kernel() {
-  if constexpr (M > kMost) return nullptr;
-  else if constexpr (level) return multiply_levels<bits, parts, shifted, M>;
-  else return multiply_codes<bits, parts, shifted, M>;
+  if constexpr (M <= kMost) return multiply_rows<bits, parts, shifted, level, M>;
+  return nullptr;
 }
-template <int bits, int parts, bool shifted, bool level = false>
+template <int b, int p, bool s, bool l = false>
 static constexpr Rows kRows[10] = {
-    rows_kernel<bits, parts, shifted, level, 1>(), rows_kernel<bits, parts, shifted, level, 2>(),
-    rows_kernel<bits, parts, shifted, level, 3>(), rows_kernel<bits, parts, shifted, level, 4>(),
-    rows_kernel<bits, parts, shifted, level, 5>(), rows_kernel<bits, parts, shifted, level, 6>(),
-    rows_kernel<bits, parts, shifted, level, 7>(), rows_kernel<bits, parts, shifted, level, 8>(),
-    rows_kernel<bits, parts, shifted, level, 9>(), rows_kernel<bits, parts, shifted, level, 10>(),
+    rows_kernel<b, p, s, l, 1>(), rows_kernel<b, p, s, l, 2>(), rows_kernel<b, p, s, l, 3>(),
+    rows_kernel<b, p, s, l, 4>(), rows_kernel<b, p, s, l, 5>(), rows_kernel<b, p, s, l, 6>(),
+    rows_kernel<b, p, s, l, 7>(), rows_kernel<b, p, s, l, 8>(), rows_kernel<b, p, s, l, 9>(),
+    rows_kernel<b, p, s, l, 10>(),
 };
 static const Rows* rows_of(const Format& format) {
   const bool shifted = format.shifted();
@@ -305,17 +270,15 @@ static void multiply_floats(const uint8_t* weight, const float* x, int64_t capac
   }
 }
 using FloatRows = void (*)(const uint8_t*, const float*, int64_t, int64_t, float*);
-template <Scale kind>
+template <Scale kind, int M>
+static constexpr FloatRows float_kernel() {
+  if constexpr (M <= kMostFloats) return multiply_floats<kind, M>;
+  return nullptr;
+}
+template <Scale k>
 static constexpr FloatRows kFloatRows[9] = {
-    multiply_floats<kind, 1>,
-    multiply_floats<kind, 2>,
-    multiply_floats<kind, kMostFloats < 3 ? 1 : 3>,
-    multiply_floats<kind, kMostFloats < 4 ? 1 : 4>,
-    multiply_floats<kind, kMostFloats < 5 ? 1 : 5>,
-    multiply_floats<kind, kMostFloats < 6 ? 1 : 6>,
-    multiply_floats<kind, kMostFloats < 7 ? 1 : 7>,
-    multiply_floats<kind, kMostFloats < 8 ? 1 : 8>,
-    multiply_floats<kind, kMostFloats < 9 ? 1 : 9>,
+    float_kernel<k, 1>(), float_kernel<k, 2>(), float_kernel<k, 3>(), float_kernel<k, 4>(), float_kernel<k, 5>(),
+    float_kernel<k, 6>(), float_kernel<k, 7>(), float_kernel<k, 8>(), float_kernel<k, 9>(),
 };
 
 // What multiplies groups of more than kMost rows: a stretch's codes are unpacked once for all of them.
