@@ -105,14 +105,17 @@ static void multiply_rows(const Part& p) {
   constexpr size_t slot = slot_bytes(level, parts, shifted);
   constexpr bool starts = level ? !shifted : kHasStarts<bits, shifted>;
   if (level) prefetch_head(p);
+  V total[M];
   for (int64_t super = 0; super < p.s.supers; super++) {
     const int64_t from = super * 8, blocks = p.s.blocks - from < 8 ? p.s.blocks - from : 8;
     const uint8_t* slots = p.slots + p.stride * size_t(super);
     for (int slice = 0; slice < kSlices; slice++) {
       const int column = slice * kLanes;
       I whole[M];
-      V total[M];
-      UNROLL for (int m = 0; m < M; m++) whole[m] = izero(), total[m] = vload(p.sums + kTile * m + column);
+      UNROLL for (int m = 0; m < M; m++) {
+        if (level) whole[m] = izero();
+        else if (kSlices > 1 || super == 0) total[m] = vload(p.sums + kTile * m + column);
+      }
       for (int64_t b = 0; b < blocks; b++) {
         const uint8_t* line = p.codes + 64 * lines * (from + b);
         const int64_t at = (from + b) * parts * kTile + column;
@@ -145,7 +148,7 @@ static void multiply_rows(const Part& p) {
       if constexpr (level) {
         const Finish<parts, shifted> finish(p, super, column);
         UNROLL for (int m = 0; m < M; m++) finish.add(whole[m], slots + slot * m, p.sums + kTile * m + column);
-      } else {
+      } else if (kSlices > 1 || super == p.s.supers - 1) {
         UNROLL for (int m = 0; m < M; m++) vstore(p.sums + kTile * m + column, total[m]);
       }
     }
